@@ -1,0 +1,5 @@
+"""`python -m saccade` is the `saccade` command."""
+
+from saccade.cli import main
+
+main()
