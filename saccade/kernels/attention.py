@@ -136,11 +136,20 @@ def attention(
 ) -> Tensor:
     """Packed attention, see the top of this file. `max_seqlen_*` bound the segment lengths (kernels size their grid by it)."""
     if q_THK.shape[1] % k_SGK.shape[1] or q_THK.shape[2] != k_SGK.shape[2] or k_SGK.shape != v_SGK.shape:
-        raise ValueError(f"attention: q {tuple(q_THK.shape)}, k {tuple(k_SGK.shape)}, v {tuple(v_SGK.shape)} do not fit")
+        raise ValueError(
+            f"attention: q {tuple(q_THK.shape)}, k {tuple(k_SGK.shape)}, v {tuple(v_SGK.shape)} do not fit"
+        )
     path = launch.choose("attention", "library")
     if path == "library" and not _has_varlen(q_THK):
         return _attention_sdpa(q_THK, k_SGK, v_SGK, cu_seqlens_q, cu_seqlens_k, causal=causal)
     run = _attention_varlen if path == "library" else attention_reference
     return run(
-        q_THK, k_SGK, v_SGK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal
+        q_THK,
+        k_SGK,
+        v_SGK,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal=causal,
     )

@@ -37,7 +37,9 @@ def text_angles(positions_AT: Tensor, theta: float, sections: Sequence[int]) -> 
     """
     assert len(sections) == positions_AT.shape[0], "one section per position axis"
     inverse_F = frequencies(sum(sections), theta, positions_AT.device)
-    angles_AT = (positions_AT[axis, :, None].float() * part for axis, part in enumerate(inverse_F.split(list(sections))))
+    angles_AT = (
+        positions_AT[axis, :, None].float() * part for axis, part in enumerate(torch.split(inverse_F, list(sections)))
+    )
     return _table(torch.cat(list(angles_AT), dim=-1))
 
 

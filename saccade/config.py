@@ -1,0 +1,174 @@
+"""Configuration: frozen dataclasses, one TOML file, `--set a.b=c`; unknown keys refused with the nearest match.
+
+    config = load_config(TrainConfig, Path("recipes/tiny.toml"), overrides=["optimizer.lr=3e-4"])
+    write_config(config, run / "config.toml")          # the resolved config; loading it back gives an equal object
+
+Decoding is strict: a key that no field carries, a missing value and a value of another type are errors that name the key by
+its path. An int is accepted where a float is asked for, nothing else is converted. (The decoders on the registry either
+ignore unknown keys, convert strings silently or bring a validation framework; the part we need is this page.)
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from saccade.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def load_config(kind: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
+    """Read a TOML file, apply `a.b=c` overrides, decode strictly into `kind`."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file. Recipes that ship with saccade are in recipes/") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(tree, override)
+    return decode(kind, tree, where=str(path))
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    """Put one `a.b=value` into the tree. The value is read as TOML; what is not TOML is a plain string."""
+    key, separator, text = override.partition("=")
+    names = key.strip().split(".")
+    if not separator or not all(names):
+        raise ConfigError(f"--set {override!r}: write it as section.key=value, for example --set optimizer.lr=3e-4")
+    for name in names[:-1]:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {override!r}: {name} is a value, not a section")
+    try:
+        tree[names[-1]] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        tree[names[-1]] = text.strip()
+
+
+def decode(kind: type[T], tree: object, where: str = "config") -> T:
+    """Turn nested dicts into the dataclass `kind`; errors start with `where` and name the key by its path."""
+    value: T = _decode(kind, tree, where, path="")
+    return value
+
+
+def _decode(kind: Any, value: object, where: str, path: str) -> Any:
+    """One value against one annotation: dataclass, Optional/Union, Literal, tuple[X, ...], dict[str, X] or a plain type."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(kind, value, where, path)
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(arguments, value, where, path)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise ConfigError(f"{where}: {path} = {value!r} is not one of {', '.join(map(repr, arguments))}")
+        return value
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_decode(arguments[0], item, where, f"{path}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {name: _decode(arguments[1], item, where, f"{path}.{name}") for name, item in value.items()}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{where}: {path} = {value!r} has type {type(value).__name__}, expected {_name(kind)}")
+
+
+def _decode_union(kinds: Sequence[Any], value: object, where: str, path: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    real = [kind for kind in kinds if kind is not type(None)]
+    for kind in real[:-1]:
+        try:
+            return _decode(kind, value, where, path)
+        except ConfigError:
+            continue
+    return _decode(real[-1], value, where, path)
+
+
+def _decode_dataclass(kind: Any, value: object, where: str, path: str) -> Any:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: {path or 'the file'} must be a section with keys, not {value!r}")
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    annotations = typing.get_type_hints(kind)
+    dotted = {name: f"{path}.{name}" if path else name for name in [*fields, *value]}
+    for name in value:
+        if name not in fields:
+            raise ConfigError(f"{where}: unknown key {dotted[name]}. {_suggestion(name, fields)}")
+    needed = [n for n, f in fields.items() if n not in value and _has_no_default(f)]
+    if needed:
+        raise ConfigError(f"{where}: missing {', '.join(dotted[name] for name in needed)}")
+    decoded = {name: _decode(annotations[name], item, where, dotted[name]) for name, item in value.items()}
+    try:
+        return kind(**decoded)
+    except ConfigError as error:  # a check in __post_init__: add where it happened
+        raise ConfigError(f"{where}: {path + ': ' if path else ''}{error}") from error
+
+
+def _suggestion(name: str, known: typing.Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"Did you mean {nearest[0]}?" if nearest else f"Known keys: {', '.join(sorted(known))}"
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
+
+
+def encode(config: object) -> dict[str, Any]:
+    """The dataclass as nested plain dicts, without the fields that are None (TOML has no null)."""
+    assert dataclasses.is_dataclass(config), "encode takes a config dataclass"
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+            return {name: plain(item) for name, item in pairs if item is not None}
+        if isinstance(value, dict):
+            return {name: plain(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, Path) else value
+
+    encoded: dict[str, Any] = plain(config)
+    return encoded
+
+
+def write_config(config: object, path: Path) -> None:
+    """Write the resolved config as TOML, so that a run can be read and repeated."""
+    path.write_text("\n".join(_toml_lines(encode(config))) + "\n", encoding="utf-8")
+
+
+def _toml_lines(section: dict[str, Any], name: str = "") -> list[str]:
+    """Plain values first, then each sub-section under its header."""
+    lines = [f"{key} = {_toml_value(value)}" for key, value in section.items() if not isinstance(value, dict)]
+    for key, value in section.items():
+        if isinstance(value, dict):
+            inner = f"{name}.{_toml_key(key)}" if name else _toml_key(key)
+            lines += ["", f"[{inner}]", *_toml_lines(value, inner)]
+    return lines
+
+
+def _toml_key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else repr(value)

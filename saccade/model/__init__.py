@@ -1,0 +1,36 @@
+"""The vision-language model: one definition, written packed, for training and serving.
+
+    from saccade.model import load_model
+    model = load_model("checkpoint/", device="cuda", dtype="bf16")
+    logits = model(inputs)                       # [total tokens, vocabulary]
+
+Read `vlm.py` first (four moves: embed text, encode images, put one into the other, decode), then `vision.py`, `projector.py`,
+`language.py`. `families/` has each model family's names and sizes, `weights.py` reads and writes checkpoint folders,
+`initialize.py` makes new ones, `generate.py` is the plain generation everything faster is compared with.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from saccade.model.config import ModelConfig as ModelConfig
+    from saccade.model.generate import generate as generate
+    from saccade.model.vlm import VLM as VLM
+    from saccade.model.weights import load_model as load_model
+    from saccade.model.weights import save_model as save_model
+
+_DOOR = {
+    "load_model": "weights",
+    "save_model": "weights",
+    "generate": "generate",
+    "VLM": "vlm",
+    "ModelConfig": "config",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Resolve the door's names on first use."""
+    if name not in _DOOR:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_DOOR[name]}"), name)

@@ -1,0 +1,119 @@
+"""The sizes of a model, as the modules need them. How they are written in `config.json` is each family's business."""
+
+from dataclasses import dataclass
+
+from saccade.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The vision tower and the projector behind it."""
+
+    num_layers: int
+    """Vision blocks."""
+    hidden_size: int
+    """Width of a patch inside the tower."""
+    num_heads: int
+    """Attention heads; the head dim is hidden_size / num_heads."""
+    intermediate_size: int
+    """Width inside the feed-forward layer."""
+    full_attention_layers: tuple[int, ...]
+    """Blocks in which the patches of an image all see each other; in the others they see their window."""
+    patch_size: int = 14
+    """Side of a patch in pixels."""
+    temporal_patch_size: int = 2
+    """Frames in one patch."""
+    in_channels: int = 3
+    """Colour channels."""
+    merge_size: int = 2
+    """Patches merged into one token, per side."""
+    window_size: int = 112
+    """Side of an attention window in pixels."""
+    tokens_per_second: float = 4
+    """Time positions a second of video takes."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in each norm."""
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (4 * self.num_heads):
+            raise ConfigError(
+                f"vision hidden size {self.hidden_size} must be a multiple of 4 x {self.num_heads} heads (2-D RoPE turns 4 parts)"
+            )
+        if self.window_size % (self.patch_size * self.merge_size):
+            raise ConfigError(
+                f"vision window of {self.window_size} pixels must be whole tokens of {self.patch_size * self.merge_size} pixels"
+            )
+        if any(not 0 <= layer < self.num_layers for layer in self.full_attention_layers):
+            raise ConfigError(
+                f"full-attention layers {self.full_attention_layers} must be among the {self.num_layers} vision layers"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def window_tokens(self) -> int:
+        """Side of a window in tokens (merged patches)."""
+        return self.window_size // self.patch_size // self.merge_size
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches merged into one token."""
+        return self.merge_size**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageConfig:
+    """The decoder."""
+
+    vocab_size: int
+    """Rows of the embedding and of the head."""
+    hidden_size: int
+    """Width of a token."""
+    num_layers: int
+    """Decoder layers."""
+    num_heads: int
+    """Query heads; the head dim is hidden_size / num_heads."""
+    num_kv_heads: int
+    """Key and value heads, each shared by num_heads / num_kv_heads query heads."""
+    intermediate_size: int
+    """Width inside the feed-forward layer."""
+    rope_theta: float
+    """Base of the rotary frequencies."""
+    rope_sections: tuple[int, ...]
+    """Frequencies that turn with time, height and width; they sum to half the head dim."""
+    norm_eps: float
+    """Added to the mean square in each norm."""
+    max_positions: int
+    """Positions the model was made for."""
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (2 * self.num_heads):
+            raise ConfigError(f"hidden size {self.hidden_size} must be a multiple of 2 x {self.num_heads} heads")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly")
+        if len(self.rope_sections) != 3 or sum(self.rope_sections) * 2 != self.head_dim:
+            raise ConfigError(
+                f"rope sections {self.rope_sections} must be three and sum to half the head dim, {self.head_dim // 2}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A whole vision-language model."""
+
+    vision: VisionConfig
+    """The tower that reads patches."""
+    language: LanguageConfig
+    """The decoder that reads and writes tokens."""
+    tied_head: bool
+    """Whether the head shares the embedding's weight."""
+    family: str
+    """The `model_type` of `config.json`; it names the module in `families/`."""

@@ -1,0 +1,129 @@
+"""Plain generation: the slow, simple truth that the engine is compared with.
+
+    embed the prompts -> decode them into a cache -> choose a token each -> decode those -> ...
+
+All conversations of a row step together until the last has ended. No paging, no batching of arrivals, no clever kernels.
+"""
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.errors import ConfigError
+from saccade.model.attention import CachedAttention, KVCache
+from saccade.model.vlm import VLM
+from saccade.processor.inputs import ModelInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen from the logits."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest token; above 0 the logits are divided by it and a token is drawn."""
+    top_k: int | None = None
+    """Draw among the k likeliest tokens only."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Same seed, same tokens, whatever else is in the row."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}; use 0 or a positive number")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k is {self.top_k}; use 1 or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; use a number above 0 and up to 1")
+
+
+def generate(
+    model: VLM,
+    inputs: ModelInputs,
+    *,
+    max_new_tokens: int,
+    eos_ids: Set[int] = frozenset(),
+    sampling: Sampling | None = None,
+) -> list[list[int]]:
+    """The new tokens of each conversation; one that ended has its end-of-turn token last."""
+    answers: list[list[int]] = [[] for _ in range(inputs.num_conversations)]
+    for step in stream(model, inputs, max_new_tokens=max_new_tokens, eos_ids=eos_ids, sampling=sampling):
+        for answer, token_id in zip(answers, step, strict=True):
+            if token_id is not None:
+                answer.append(token_id)
+    return answers
+
+
+@torch.inference_mode()
+def stream(
+    model: VLM,
+    inputs: ModelInputs,
+    *,
+    max_new_tokens: int,
+    eos_ids: Set[int] = frozenset(),
+    sampling: Sampling | None = None,
+) -> Iterator[list[int | None]]:
+    """Step by step: one token per conversation, None for those that have ended."""
+    sampling = sampling or Sampling()
+    inputs = inputs.to(model.head.weight.device)
+    cache = _cache_for(model, inputs, capacity=inputs.max_seqlen + max_new_tokens)
+    generators = [_generator(sampling.seed, number) for number in range(inputs.num_conversations)]
+    last = inputs.cu_seqlens[1:].long() - 1
+    next_position = inputs.positions[:, last].amax(0) + 1
+    attend = CachedAttention(cache, model.angles(inputs.positions), inputs.cu_seqlens)
+    hidden = model.decode(model.embed(inputs), attend)[last]
+    is_open = [True] * inputs.num_conversations
+    one_each = torch.arange(inputs.num_conversations + 1, dtype=torch.int32, device=hidden.device)
+    for step in range(max_new_tokens):
+        chosen = _choose(model.head(hidden).float(), sampling, generators)
+        yield [token_id if is_going else None for token_id, is_going in zip(chosen, is_open, strict=True)]
+        is_open = [is_going and token_id not in eos_ids for token_id, is_going in zip(chosen, is_open, strict=True)]
+        if not any(is_open) or step + 1 == max_new_tokens:
+            return
+        attend = CachedAttention(cache, model.angles((next_position + step).expand(3, -1)), one_each)
+        hidden = model.decode(model.language.embed_tokens(torch.tensor(chosen, device=hidden.device)), attend)
+
+
+def _cache_for(model: VLM, inputs: ModelInputs, capacity: int) -> KVCache:
+    language, weight = model.config.language, model.head.weight
+    return KVCache(
+        num_layers=language.num_layers,
+        num_conversations=inputs.num_conversations,
+        capacity=capacity,
+        num_kv_heads=language.num_kv_heads,
+        head_dim=language.head_dim,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+
+
+def _generator(seed: int, number: int) -> torch.Generator:
+    """Each conversation draws from its own stream, so its neighbours do not change its tokens."""
+    return torch.Generator().manual_seed(seed + number)
+
+
+def _choose(logits_NV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
+    """One token per row."""
+    if sampling.temperature == 0:
+        greedy: list[int] = logits_NV.argmax(-1).tolist()
+        return greedy
+    probabilities = _allowed(logits_NV / sampling.temperature, sampling).softmax(-1).cpu()
+    return [
+        int(torch.multinomial(row, 1, generator=generator))
+        for row, generator in zip(probabilities, generators, strict=True)
+    ]
+
+
+def _allowed(logits_NV: Tensor, sampling: Sampling) -> Tensor:
+    """-inf for the tokens that top-k and top-p leave out; the likeliest token always stays."""
+    if sampling.top_k is not None:
+        kth = logits_NV.topk(min(sampling.top_k, logits_NV.shape[-1])).values[:, -1:]
+        logits_NV = logits_NV.masked_fill(logits_NV < kth, float("-inf"))
+    if sampling.top_p is not None:
+        ordered, order = logits_NV.sort(descending=True)
+        probabilities = ordered.softmax(-1)
+        is_beyond = probabilities.cumsum(-1) - probabilities >= sampling.top_p
+        logits_NV = logits_NV.masked_fill(is_beyond.scatter(-1, order, is_beyond), float("-inf"))
+    return logits_NV

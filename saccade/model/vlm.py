@@ -1,0 +1,62 @@
+"""The whole model. Four moves: embed the text, encode the images, put one into the other, decode.
+
+Legend: T tokens, P patches, M image tokens (merged patches), D decoder width, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from saccade.kernels.rope import AngleTable, text_angles
+from saccade.model.attention import AttentionContext, PackedAttention
+from saccade.model.config import ModelConfig
+from saccade.model.language import LanguageModel
+from saccade.model.projector import PatchMerger
+from saccade.model.vision import VisionTower, plan_windows
+from saccade.processor.inputs import ModelInputs
+
+
+class VLM(nn.Module):
+    """A vision-language model over packed rows. It knows tensors; tokens, images and HTTP are other rooms' business."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vision = VisionTower(config.vision)
+        self.projector = PatchMerger(config.vision, config.language.hidden_size)
+        self.language = LanguageModel(config.language)
+        self.head = nn.Linear(config.language.hidden_size, config.language.vocab_size, bias=False)
+        if config.tied_head:
+            self.head.weight = self.language.embed_tokens.weight
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """[T, V]: one row of logits per packed token."""
+        logits: Tensor = self.head(self.hidden_states(inputs))
+        return logits
+
+    def hidden_states(self, inputs: ModelInputs) -> Tensor:
+        """[T, D]: what the head reads. Training computes its loss from here, without the logits."""
+        attend = PackedAttention(self.angles(inputs.positions), inputs.cu_seqlens, inputs.max_seqlen)
+        return self.decode(self.embed(inputs), attend)
+
+    def embed(self, inputs: ModelInputs) -> Tensor:
+        """[T, D]: token embeddings, with image features where images stand."""
+        x_TD: Tensor = self.language.embed_tokens(inputs.token_ids)
+        if inputs.image_grids.shape[0] == 0:
+            return x_TD
+        features_MD = self.encode_images(inputs.normalized_patches(), inputs.image_grids)
+        return x_TD.index_copy(0, inputs.image_token_index, features_MD.to(x_TD.dtype))
+
+    def encode_images(self, pixels: Tensor, image_grids: Tensor) -> Tensor:
+        """[M, D]: features of all images in reading order. `pixels` [P, patch_dim] normalised, `image_grids` on the CPU."""
+        plan = plan_windows([(t, h, w) for t, h, w in image_grids.tolist()], self.config.vision)
+        features_MD: Tensor = self.projector(self.vision(pixels, plan))
+        return features_MD[torch.from_numpy(plan.reading_order).to(pixels.device)]
+
+    def decode(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
+        """[T, D] hidden states of the embedded tokens under any attention context."""
+        hidden_TD: Tensor = self.language(x_TD, attend)
+        return hidden_TD
+
+    def angles(self, positions_3T: Tensor) -> AngleTable:
+        """The rotation of each token, shared by all layers."""
+        return text_angles(positions_3T, self.config.language.rope_theta, self.config.language.rope_sections)

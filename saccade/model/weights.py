@@ -1,0 +1,270 @@
+"""Checkpoint folders, read and written: Hugging Face's layout, exactly (docs/formats.md).
+
+    load:  config -> empty model -> compare names and shapes -> fill tensor by tensor
+    save:  tensors -> shards of bounded size -> index -> rename the finished folder into place
+
+Memory: reading holds the model plus one slice of a file (`_OPEN_BYTES`); writing holds one shard more than the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from saccade.device import DTYPE_NAMES, resolve_device, resolve_dtype
+from saccade.errors import CheckpointError
+from saccade.model.families import vision_language_family
+from saccade.model.vlm import VLM
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+PROCESSOR_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    "processor_config.json", "generation_config.json",
+)  # fmt: skip
+"""What travels with the weights from one checkpoint folder to the next."""
+
+_OPEN_BYTES = 256 * 2**20
+"""A file is mapped again after this many bytes: pages of a mapping stay in memory until it is closed."""
+
+
+# ------------------------------------------------------------------ reading
+
+
+def load_model(
+    folder: str | Path, *, device: str | torch.device = "auto", dtype: str | torch.dtype | None = None
+) -> VLM:
+    """The model of a checkpoint folder, in eval mode. `dtype` None keeps each tensor's stored dtype."""
+    folder, device, dtype = Path(folder), resolve_device(device), resolve_dtype(dtype)
+    raw = read_config(folder)
+    family = vision_language_family(raw.get("model_type"))
+    with torch.device("meta"):
+        model = VLM(family.parse_config(raw))
+    files = tensor_files(folder)
+    shapes = {name: shape for file in sorted(set(files.values())) for name, shape in _shapes(file).items()}
+    names = _match(shapes, model, family.name_in_model, folder)
+    for name, tensor in _read_tensors(files, names, device):
+        _set_parameter(model, names[name], tensor if dtype is None else tensor.to(dtype))
+    if model.config.tied_head:
+        model.head.weight = model.language.embed_tokens.weight
+    return model.eval()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint folder."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: no such file. Is {folder} a checkpoint folder? saccade init makes one"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return raw
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor, by checkpoint name. Every file is there, or the error names the missing ones."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{index}: not a safetensors index: {error}. Copy it from the original again"
+            ) from error
+        files = {name: folder / Path(file).name for name, file in weight_map.items()}
+    elif (folder / SINGLE_FILE).is_file():
+        files = dict.fromkeys(_shapes(folder / SINGLE_FILE), folder / SINGLE_FILE)
+    else:
+        raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}. Only safetensors checkpoints are read")
+    missing = sorted({file.name for file in files.values() if not file.is_file()})
+    if missing:
+        raise CheckpointError(
+            f"{folder}: shard files named in the index are missing: {', '.join(missing)}. Copy them, or download again"
+        )
+    return files
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes from the file's header; no tensor is read."""
+    with _open(file, torch.device("cpu")) as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def _open(file: Path, device: torch.device) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file}: not a readable safetensors file: {error}. Copy it from the original again"
+        ) from error
+
+
+def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, name_in_model: Any, folder: Path) -> dict[str, str]:
+    """Checkpoint name to parameter name, complete in both directions; else one error with all that is wrong."""
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    names = {name: name_in_model(name) for name in shapes}
+    is_tied = "head.weight" not in expected
+    found = {ours for ours in names.values() if ours}
+    wrong = [
+        *(f"missing {name}" for name in sorted(expected.keys() - found)),
+        *(
+            f"surplus {name}"
+            for name, ours in names.items()
+            if ours not in expected and not (is_tied and ours == "head.weight")
+        ),
+        *(
+            f"{name} is {list(shapes[name])}, expected {list(expected[ours])}"
+            for name, ours in names.items()
+            if ours in expected and shapes[name] != expected[ours]
+        ),
+    ]
+    if wrong:
+        shown = "; ".join(wrong[:12]) + (f"; and {len(wrong) - 12} more" if len(wrong) > 12 else "")
+        raise CheckpointError(
+            f"{folder}: the tensors do not fit config.json: {shown}. Use the config.json these weights were saved with"
+        )
+    return {name: ours for name, ours in names.items() if ours in expected}
+
+
+def _read_tensors(files: dict[str, Path], names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor, copied out of its file onto the device; a file is mapped for at most `_OPEN_BYTES` at a time."""
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(files[name], []).append(name)
+    for file, waiting in by_file.items():
+        while waiting:
+            num_bytes = 0
+            with _open(file, device) as opened:
+                while waiting and num_bytes < _OPEN_BYTES:
+                    tensor = opened.get_tensor(waiting[0])
+                    num_bytes += tensor.nbytes
+                    yield waiting.pop(0), tensor.clone() if device.type == "cpu" else tensor
+                    del tensor
+
+
+def _set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    module_name, _, parameter_name = name.rpartition(".")
+    setattr(model.get_submodule(module_name), parameter_name, nn.Parameter(value))
+
+
+# ------------------------------------------------------------------ writing
+
+
+def save_model(model: VLM, folder: str | Path, *, like: str | Path, max_shard_bytes: int = 2 * 2**30) -> None:
+    """Write a checkpoint folder: the model's weights, and the config and processor files of the folder `like`."""
+    like = Path(like)
+    raw = read_config(like)
+    family = vision_language_family(raw.get("model_type"))
+    if family.parse_config(raw) != model.config:
+        raise CheckpointError(
+            f"{like}/config.json describes another model than the one to be saved. Save it like the folder it came from"
+        )
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) == 1:
+        raw = raw | {"torch_dtype" if "torch_dtype" in raw else "dtype": DTYPE_NAMES[dtypes.pop()]}
+    with CheckpointWriter(folder, max_shard_bytes=max_shard_bytes) as writer:
+        writer.write_json("config.json", raw)
+        for name in PROCESSOR_FILES:
+            if (like / name).is_file():
+                writer.copy(like / name)
+        for name, parameter in model.named_parameters():  # a tied head appears once, as the embedding
+            writer.add(family.name_on_disk(name), parameter.detach())
+
+
+class CheckpointWriter:
+    """A checkpoint folder in the making; it appears under its name when it is whole, and not at all after an error."""
+
+    def __init__(self, folder: str | Path, *, max_shard_bytes: int = 2 * 2**30) -> None:
+        self.folder = Path(folder)
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise CheckpointError(f"{self.folder} exists and is not empty. Choose another folder or remove it first")
+        self._partial = self.folder.with_name(f".{self.folder.name}.partial-{os.getpid()}")
+        self._max_shard_bytes = max_shard_bytes
+        self._shard: dict[str, Tensor] = {}
+        self._shard_bytes = 0
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+
+    def __enter__(self) -> CheckpointWriter:
+        try:
+            self._partial.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder}: cannot be written: {error.strerror}. Choose another folder"
+            ) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            return
+        self._finish()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor. It must not change before the folder is complete."""
+        if self._shard and self._shard_bytes + tensor.nbytes > self._max_shard_bytes:
+            self._write_shard()
+        self._shard[name] = tensor.cpu().contiguous()
+        self._shard_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        """Write one JSON file of the folder."""
+        self.write_text(name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+    def write_text(self, name: str, content: str) -> None:
+        """Write one text file of the folder."""
+        (self._partial / name).write_text(content, encoding="utf-8")
+
+    def copy(self, file: Path) -> None:
+        """Take over one file as it is."""
+        shutil.copyfile(file, self._partial / file.name)
+
+    def _write_shard(self) -> None:
+        self._shards.append(list(self._shard))
+        file = self._partial / f"shard-{len(self._shards)}"
+        try:
+            save_file(self._shard, file, metadata={"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{self.folder}: writing {self._shard_bytes} bytes failed: {error}. Is the disk full?"
+            ) from error
+        self._shard, self._shard_bytes = {}, 0
+
+    def _finish(self) -> None:
+        """Give the shards their final names, write the index, move the folder into place."""
+        if self._shard:
+            self._write_shard()
+        count = len(self._shards)
+        weight_map = {}
+        for number, names in enumerate(self._shards, start=1):
+            final = SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            (self._partial / f"shard-{number}").rename(self._partial / final)
+            weight_map.update(dict.fromkeys(names, final))
+        if count > 1:
+            self.write_json(INDEX_FILE, {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map})
+        if self.folder.exists():
+            self.folder.rmdir()
+        self._partial.rename(self.folder)

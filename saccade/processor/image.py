@@ -1,0 +1,280 @@
+"""From bytes to patches: check the header, decode, turn upright, flatten transparency, resize, cut.
+
+    read source -> check header -> decode to RGB -> resize to a multiple of the patch grid -> patches
+
+Everything that can be refused is refused on the header, before a pixel is decoded. What the model sees is what a person
+sees: EXIF orientation and transparency are applied first.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from saccade.errors import ConfigError, ImageError
+
+Pixels = NDArray[np.uint8]
+"""[height, width, 3] RGB."""
+
+ImageSource = str | Path | bytes | Image.Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""What is decoded; every other format Pillow knows stays closed."""
+
+_ORIENTATION = 0x0112  # the EXIF tag
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaLimits:
+    """What an image or video may be before it is decoded. The defaults suit a server that strangers talk to."""
+
+    max_bytes: int = 32 * 2**20
+    """Encoded size of one image."""
+    max_pixels: int = 64_000_000
+    """Width times height as the header states them; decoding takes 3 bytes a pixel."""
+    max_side: int = 16384
+    """Longest side in pixels."""
+    max_aspect_ratio: float = 200.0
+    """Longer side over shorter side; the resize of the model family is not defined beyond 200."""
+    max_frames: int = 768
+    """Frames of one video."""
+    allow_local_files: bool = True
+    """Whether an image may be named by a path. A server that takes requests from others sets this to False."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings:
+    """How images become patches: the content of `preprocessor_config.json` that we honour."""
+
+    patch_size: int = 14
+    """Side of a patch in pixels."""
+    merge_size: int = 2
+    """Patches merged into one token, per side."""
+    temporal_patch_size: int = 2
+    """Frames in one patch; an image is repeated to fill them."""
+    min_pixels: int = 56 * 56
+    """Smaller images are enlarged to about this many pixels."""
+    max_pixels: int = 28 * 28 * 1280
+    """Larger images are shrunk to at most this many pixels."""
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    """Per channel, in the 0..1 range."""
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    """Per channel, in the 0..1 range."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_pixels <= self.max_pixels:
+            raise ConfigError(
+                f"image budget: min_pixels {self.min_pixels} must be over 0 and at most max_pixels {self.max_pixels}"
+            )
+        if self.max_pixels < self.cell**2:
+            raise ConfigError(
+                f"image budget: max_pixels {self.max_pixels} holds not even one token ({self.cell}x{self.cell} pixels)"
+            )
+
+    @property
+    def cell(self) -> int:
+        """Side of one token's square in pixels; resized images are whole cells."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one patch."""
+        return len(self.mean) * self.temporal_patch_size * self.patch_size**2
+
+    def grid(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int, int]:
+        """Frame pairs, rows and columns of patches for an image of this size; no pixel is needed."""
+        resized_height, resized_width = self.resized(height, width)
+        frames = math.ceil(num_frames / self.temporal_patch_size)
+        return frames, resized_height // self.patch_size, resized_width // self.patch_size
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The nearest size in whole cells within the pixel budget, keeping the aspect ratio as far as cells allow."""
+        rows, columns = round(height / self.cell), round(width / self.cell)
+        if rows * columns * self.cell**2 > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            rows = max(1, math.floor(height / shrink / self.cell))
+            columns = max(1, math.floor(width / shrink / self.cell))
+        elif rows * columns * self.cell**2 < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            rows = math.ceil(height * grow / self.cell)
+            columns = math.ceil(width * grow / self.cell)
+        return rows * self.cell, columns * self.cell
+
+
+def load_image(source: ImageSource, limits: MediaLimits) -> Pixels:
+    """Decode one image (path, bytes, data URL or PIL image) to upright, opaque RGB."""
+    if isinstance(source, Image.Image):
+        _check_size(source.size, limits)
+        return _to_rgb(source)
+    data = _read(source, limits)
+    image = _open_header(data)
+    _check_size(image.size, limits)
+    if (num_frames := getattr(image, "n_frames", 1)) > 1:
+        raise ImageError(f"animated {image.format} of {num_frames} frames. Send it as a video, a list of frames")
+    return _decode(image, data)
+
+
+def _read(source: ImageSource, limits: MediaLimits) -> bytes:
+    """The encoded bytes, never more than the limit."""
+    if isinstance(source, bytes):
+        data = source
+    elif isinstance(source, str) and source.startswith("data:"):
+        data = _read_data_url(source, limits)
+    elif isinstance(source, str) and source.lower().startswith(("http://", "https://", "ftp://", "s3://", "gs://")):
+        raise ImageError("remote images are not fetched. Download the image and send its bytes or a data URL")
+    elif isinstance(source, str | Path):
+        data = _read_file(Path(source), limits)
+    else:
+        raise ImageError(f"an image is a path, bytes, a data URL or a PIL image, not {type(source).__name__}")
+    if not data:
+        raise ImageError("the image has zero bytes")
+    if len(data) > limits.max_bytes:
+        raise ImageError(f"the image has {len(data)} bytes, over the limit of {limits.max_bytes}. Send a smaller file")
+    return data
+
+
+def _read_data_url(url: str, limits: MediaLimits) -> bytes:
+    header, comma, body = url.partition(",")
+    if not comma or not header.startswith("data:image/") or not header.endswith(";base64"):
+        raise ImageError("the data URL is not of the form data:image/<format>;base64,<data>")
+    if len(body) * 3 // 4 > limits.max_bytes + 2:  # the encoded length tells before anything is decoded
+        raise ImageError(
+            f"the image has about {len(body) * 3 // 4} bytes, over the limit of {limits.max_bytes}. Send a smaller file"
+        )
+    try:
+        return base64.b64decode(body, validate=True)
+    except binascii.Error as error:
+        raise ImageError(f"the data URL holds invalid base64: {error}") from error
+
+
+def _read_file(path: Path, limits: MediaLimits) -> bytes:
+    if not limits.allow_local_files:
+        raise ImageError("images named by a path are not read here. Send the bytes as a data URL")
+    try:
+        if (size := path.stat().st_size) > limits.max_bytes:
+            raise ImageError(f"{path}: {size} bytes, over the limit of {limits.max_bytes}. Use a smaller file")
+        return path.read_bytes()
+    except OSError as error:
+        raise ImageError(f"{path}: {error.strerror or error}. Check the path") from error
+
+
+def _open_header(data: bytes) -> Image.Image:
+    """Parse the header with the plugin whose signature fits; pixels stay encoded.
+
+    `Image.open` would do, but it raises its own error for large images before we can state the size and our limit.
+    """
+    Image.preinit()
+    Image.init()
+    for name in FORMATS:
+        factory, accepts = Image.OPEN[name]
+        if accepts is None or accepts(data[:16]):
+            try:
+                image: Image.Image = factory(io.BytesIO(data), b"")
+                return image
+            except (SyntaxError, ValueError, TypeError, IndexError, OSError, EOFError, KeyError, MemoryError) as error:
+                raise ImageError(
+                    f"the image looks like {name} but its header cannot be read. Save it again as PNG or JPEG"
+                ) from error
+    raise ImageError(f"the image is in no format known here ({', '.join(FORMATS)}). Save it as PNG or JPEG")
+
+
+def _check_size(size: tuple[int, int], limits: MediaLimits) -> None:
+    width, height = size
+    if min(size) < 1:
+        raise ImageError(f"the image is {width}x{height} pixels; both sides must be at least 1")
+    if max(size) > limits.max_side:
+        raise ImageError(
+            f"the image is {width}x{height} pixels; the longest side may be {limits.max_side}. Shrink it first"
+        )
+    if width * height > limits.max_pixels:
+        raise ImageError(
+            f"the image is {width}x{height} = {width * height} pixels, over the limit of {limits.max_pixels}. Shrink it first"
+        )
+    if max(size) > limits.max_aspect_ratio * min(size):
+        ratio = max(size) / min(size)
+        raise ImageError(
+            f"the image is {width}x{height} pixels, an aspect ratio of {ratio:.0f} over the limit of {limits.max_aspect_ratio:.0f}. Crop it first"
+        )
+
+
+def _decode(image: Image.Image, data: bytes) -> Pixels:
+    """Pixels of an image whose header has passed. Colour JPEGs that lie upright go through libjpeg-turbo directly."""
+    try:
+        if image.format == "JPEG" and image.mode in ("RGB", "L") and image.getexif().get(_ORIENTATION, 1) == 1:
+            return _decode_jpeg(image, data)
+        return _to_rgb(image)
+    except ImageError:
+        raise
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, UnidentifiedImageError, MemoryError) as error:
+        raise ImageError(
+            f"the {image.format} image of {image.width}x{image.height} pixels is truncated or corrupt. Send the whole file"
+        ) from error
+
+
+def _decode_jpeg(image: Image.Image, data: bytes) -> Pixels:
+    """simplejpeg takes under half of Pillow's time and gives the same pixels; without it Pillow decodes."""
+    try:
+        import simplejpeg
+    except ImportError:
+        return _to_rgb(image)
+    pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
+    return pixels
+
+
+def _to_rgb(image: Image.Image) -> Pixels:
+    """Upright, on white where transparent, 8-bit RGB."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I;16", "I;16B", "I;16L", "I", "F"):
+        image = _to_8_bit(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return np.asarray(image.convert("RGB"))
+
+
+def _to_8_bit(image: Image.Image) -> Image.Image:
+    """16-bit greyscale keeps its range when halved to 8 bits; Pillow's own conversion would clip it."""
+    values = np.asarray(image).astype(np.float64)
+    return Image.fromarray((values / (257.0 if values.max(initial=0) > 255 else 1.0)).clip(0, 255).astype(np.uint8))
+
+
+def image_patches(pixels: Pixels, settings: ImageSettings) -> tuple[Pixels, tuple[int, int, int]]:
+    """[patches, patch_dim] uint8 and the grid of one image."""
+    return video_patches([pixels], settings)
+
+
+def video_patches(frames: Sequence[Pixels], settings: ImageSettings) -> tuple[Pixels, tuple[int, int, int]]:
+    """[patches, patch_dim] uint8 and the grid of frames that share one size; the last frame fills the last frame pair."""
+    height, width = frames[0].shape[:2]
+    resized = [_resize(frame, *settings.resized(height, width)) for frame in frames]
+    resized += [resized[-1]] * (-len(resized) % settings.temporal_patch_size)
+    return _cut(np.stack(resized), settings), settings.grid(height, width, len(frames))
+
+
+def _resize(pixels: Pixels, height: int, width: int) -> Pixels:
+    """Bicubic with antialiasing, as Hugging Face's processor."""
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def _cut(frames_FHWC: Pixels, settings: ImageSettings) -> Pixels:
+    """Frames to patches: the four patches of one token lie together; a patch is channel, frame, row, column."""
+    num_frames, height, width, channels = frames_FHWC.shape
+    side, merge, depth = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+    blocks: NDArray[Any] = frames_FHWC.reshape(
+        num_frames // depth, depth, height // side // merge, merge, side, width // side // merge, merge, side, channels
+    )
+    #                        time  row of tokens  column  row and column in token  channel  frame  pixel row and column
+    ordered = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    return ordered.reshape(-1, channels * depth * side * side)

@@ -1,0 +1,257 @@
+"""The processor: conversations to one packed row.
+
+    conversation -> prompt pieces -> load images -> token ids + positions -> pack
+
+Training calls it on samples, serving on requests; there is no second path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from saccade.errors import CheckpointError, ImageError, RequestError
+from saccade.processor.conversation import ChatTemplate, ImageItem, Message, Piece, Prompt, VisualItem, render_prompt
+from saccade.processor.image import ImageSettings, MediaLimits, Pixels, image_patches, load_image, video_patches
+from saccade.processor.inputs import ModelInputs, patch_segments
+from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
+from saccade.processor.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTokens:
+    """What the processor must know of the model: how images and videos stand in the token row."""
+
+    image_id: int
+    """The placeholder an image's tokens carry."""
+    video_id: int
+    """The placeholder a video's tokens carry."""
+    tokens_per_second: float
+    """Time positions a second of video takes."""
+
+
+@dataclass(frozen=True)
+class _Visual:
+    """An image or video ready for the model."""
+
+    patches: Pixels
+    grid: tuple[int, int, int]
+    span: VisionSpan
+
+
+class Processor:
+    """Everything between a conversation and the model, for one checkpoint folder."""
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        images: ImageSettings,
+        videos: ImageSettings,
+        vision: VisionTokens,
+        eos_ids: frozenset[int],
+        limits: MediaLimits,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.images = images
+        self.videos = videos
+        self.vision = vision
+        self.eos_ids = eos_ids
+        """Tokens that end a turn, from `generation_config.json`."""
+        self.limits = limits
+
+    @staticmethod
+    def load(folder: str | Path, *, limits: MediaLimits | None = None) -> Processor:
+        """Read the processor's side of a checkpoint folder. `limits` bound what images may be."""
+        folder = Path(folder)
+        config = _read_object(folder / "config.json")
+        vision = config.get("vision_config") or {}
+        images = _image_settings(
+            _preprocessor_config(folder, "preprocessor_config.json", "image_processor"), ImageSettings()
+        )
+        videos = _image_settings(
+            _preprocessor_config(folder, "video_preprocessor_config.json", "video_processor"), images
+        )
+        return Processor(
+            tokenizer=Tokenizer.load(folder),
+            template=ChatTemplate.load(folder),
+            images=images,
+            videos=videos,
+            vision=VisionTokens(
+                image_id=_required_id(config, "image_token_id", folder),
+                video_id=_required_id(config, "video_token_id", folder),
+                tokens_per_second=float(vision.get("tokens_per_second", 4)),
+            ),
+            eos_ids=_eos_ids(folder, config),
+            limits=limits or MediaLimits(),
+        )
+
+    def __call__(self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False) -> ModelInputs:
+        """One packed row of all conversations. `add_generation_prompt` ends each where the assistant is to speak."""
+        if not conversations or isinstance(conversations, Mapping | str) or isinstance(conversations[0], Mapping | str):
+            raise RequestError(
+                "the processor takes a list of conversations, each a list of messages: processor([messages])"
+            )
+        return ModelInputs.pack([self.prepare(messages, add_generation_prompt) for messages in conversations])
+
+    def prepare(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> ModelInputs:
+        """One conversation as a row of its own. Rows are put together with `ModelInputs.pack`."""
+        prompt = render_prompt(messages, self.template, self.tokenizer, add_generation_prompt=add_generation_prompt)
+        self._check_placeholders(prompt)
+        visuals = [self._load_visual(item, number) for number, item in enumerate(prompt.visuals)]
+        return self._assemble(prompt.pieces, visuals)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of generated tokens, special tokens left out."""
+        return self.tokenizer.decode(token_ids)
+
+    def _check_placeholders(self, prompt: Prompt) -> None:
+        """The template must have written one placeholder for each image and video, in their order."""
+        names = {self.vision.image_id: "image", self.vision.video_id: "video"}
+        written = [names[piece.control_id] for piece in prompt.pieces if piece.control_id in names]
+        given = ["image" if isinstance(item, ImageItem) else "video" for item in prompt.visuals]
+        if written == given:
+            return
+        if len(written) < len(given):
+            raise RequestError(
+                f"{len(given)} images or videos but {len(written)} placeholders: an image without a placeholder would not be seen. "
+                "The checkpoint's chat template writes none for it; use a template made for images"
+            )
+        if len(written) > len(given):
+            raise RequestError(
+                f"{len(written)} image placeholders but {len(given)} images or videos: a placeholder without an image. "
+                "The checkpoint's chat template writes too many; add the image or correct the template"
+            )
+        raise RequestError(f"the chat template writes placeholders for {written} where the conversation has {given}")
+
+    def _load_visual(self, item: VisualItem, number: int) -> _Visual:
+        """Decode, resize and cut one image or video; errors say which one it was."""
+        try:
+            return self._image(item) if isinstance(item, ImageItem) else self._video(item.frames, item.fps)
+        except ImageError as error:
+            kind = "image" if isinstance(item, ImageItem) else "video"
+            raise ImageError(f"{kind} {number + 1}: {error}") from error
+
+    def _image(self, item: ImageItem) -> _Visual:
+        patches, grid = image_patches(load_image(item.source, self.limits), self.images)
+        return _Visual(patches, grid, self._span(grid, self.images, time_step=1.0))
+
+    def _video(self, sources: Sequence[Any], fps: float) -> _Visual:
+        if len(sources) > self.limits.max_frames:
+            raise ImageError(f"{len(sources)} frames, over the limit of {self.limits.max_frames}. Sample fewer frames")
+        frames = [load_image(source, self.limits) for source in sources]
+        if len(sizes := {frame.shape for frame in frames}) > 1:
+            shapes = ", ".join(f"{width}x{height}" for height, width, _ in sorted(sizes))
+            raise ImageError(f"the frames have different sizes: {shapes}. Give frames of one size")
+        patches, grid = video_patches(frames, self.videos)
+        seconds = self.videos.temporal_patch_size / fps
+        return _Visual(patches, grid, self._span(grid, self.videos, time_step=self.vision.tokens_per_second * seconds))
+
+    @staticmethod
+    def _span(grid: tuple[int, int, int], settings: ImageSettings, time_step: float) -> VisionSpan:
+        frames, rows, columns = grid
+        return VisionSpan(frames, rows // settings.merge_size, columns // settings.merge_size, time_step)
+
+    def _assemble(self, pieces: Sequence[Piece], visuals: Sequence[_Visual]) -> ModelInputs:
+        """Token ids, positions and learned marks of one conversation, with its patches."""
+        token_ids: list[int] = []
+        learned: list[bool] = []
+        image_token_index: list[int] = []
+        spans: list[TextSpan | VisionSpan] = []
+        waiting = iter(visuals)
+        for piece in pieces:
+            if piece.control_id in (self.vision.image_id, self.vision.video_id):
+                span: TextSpan | VisionSpan = next(waiting).span
+                ids = [piece.control_id] * span.length
+                image_token_index += range(len(token_ids), len(token_ids) + span.length)
+            else:
+                ids = self.tokenizer.encode_text(piece.text) if piece.control_id is None else [piece.control_id]
+                span = TextSpan(len(ids))
+            token_ids += ids
+            learned += [piece.is_learned] * len(ids)
+            spans.append(span)
+        grids = torch.tensor([visual.grid for visual in visuals], dtype=torch.int64).reshape(-1, 3)
+        patches = [np.zeros((0, self.images.patch_dim), dtype=np.uint8), *(visual.patches for visual in visuals)]
+        return ModelInputs(
+            token_ids=torch.tensor(token_ids, dtype=torch.int64),
+            cu_seqlens=torch.tensor([0, len(token_ids)], dtype=torch.int32),
+            positions=torch.from_numpy(mrope_positions(spans)),
+            is_learned=torch.tensor(learned, dtype=torch.bool),
+            patches=torch.from_numpy(np.concatenate(patches)),
+            patch_cu_seqlens=patch_segments(grids),
+            image_grids=grids,
+            image_token_index=torch.tensor(image_token_index, dtype=torch.int64),
+            pixel_mean=self.images.mean,
+            pixel_std=self.images.std,
+            max_seqlen=len(token_ids),
+        )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file. Is {path.parent} a checkpoint folder?") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return content
+
+
+def _preprocessor_config(folder: Path, file: str, section: str) -> dict[str, Any]:
+    """The settings in a file of their own, or as a section of `processor_config.json`; both are Hugging Face layouts."""
+    if (folder / file).is_file():
+        return _read_object(folder / file)
+    if (folder / "processor_config.json").is_file():
+        nested = _read_object(folder / "processor_config.json").get(section)
+        if isinstance(nested, dict):
+            return nested
+    return {}
+
+
+def _image_settings(config: Mapping[str, Any], default: ImageSettings) -> ImageSettings:
+    """The fields we honour; settings that would change the pixels in a way we do not follow are refused."""
+    honoured = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
+    for name, value in honoured.items():
+        if config.get(name, value) != value:
+            raise CheckpointError(f"preprocessor_config.json: {name} is {config[name]!r}; only {value!r} is supported")
+    if abs(config.get("rescale_factor", 1 / 255) - 1 / 255) > 1e-9:
+        raise CheckpointError(
+            f"preprocessor_config.json: rescale_factor is {config['rescale_factor']}; only 1/255 is supported"
+        )
+    size = config.get("size") or {}
+    return ImageSettings(
+        patch_size=config.get("patch_size", default.patch_size),
+        merge_size=config.get("merge_size", default.merge_size),
+        temporal_patch_size=config.get("temporal_patch_size", default.temporal_patch_size),
+        min_pixels=config.get("min_pixels") or size.get("shortest_edge") or default.min_pixels,
+        max_pixels=config.get("max_pixels") or size.get("longest_edge") or default.max_pixels,
+        mean=tuple(config.get("image_mean", default.mean)),
+        std=tuple(config.get("image_std", default.std)),
+    )
+
+
+def _required_id(config: Mapping[str, Any], name: str, folder: Path) -> int:
+    value = config.get(name)
+    if not isinstance(value, int):
+        raise CheckpointError(
+            f"{folder}/config.json has no {name}: it does not describe a vision-language model. Make one with saccade init"
+        )
+    return value
+
+
+def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    path = folder / "generation_config.json"
+    found = _read_object(path).get("eos_token_id") if path.is_file() else None
+    if found is None:
+        found = (config.get("text_config") or config).get("eos_token_id")
+    return frozenset([found] if isinstance(found, int) else found or [])

@@ -1,0 +1,106 @@
+"""Text to token ids and back, with a wall between text and control tokens.
+
+A *control token* (`<|im_start|>`, `<|image_pad|>`, ...) steers the model; it enters a prompt only where the chat template or
+the processor puts it. `encode_text` never produces one, whatever the text spells. That is why this file keeps two views of
+`tokenizer.json`: the plain vocabulary for text, and a table of control tokens by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from saccade.errors import CheckpointError, RequestError
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint folder."""
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        """`description` is the content of `tokenizer.json`."""
+        # Runs of white space are vocabulary in some tokenizers, not control; they stay with the text.
+        control = [token for token in description.get("added_tokens", []) if token["content"].strip()]
+        self.control_ids: dict[str, int] = {token["content"]: token["id"] for token in control}
+        self._control_names = {token_id: name for name, token_id in self.control_ids.items()}
+        self._special_ids = frozenset(token["id"] for token in control if token.get("special"))
+        self._control_pattern = re.compile("|".join(map(_control_regex, _longest_first(control)))) if control else None
+        text_tokens = [token for token in description.get("added_tokens", []) if not token["content"].strip()]
+        plain = description | {"added_tokens": text_tokens, "post_processor": None, "truncation": None, "padding": None}
+        self._text = tokenizers.Tokenizer.from_str(json.dumps(plain))
+        self._all = tokenizers.Tokenizer.from_str(json.dumps(description))
+
+    @staticmethod
+    def load(folder: Path) -> Tokenizer:
+        """Read `tokenizer.json` of a checkpoint folder."""
+        path = folder / "tokenizer.json"
+        try:
+            return Tokenizer(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path}: no such file. A checkpoint folder needs a fast tokenizer (tokenizer.json)"
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path}: not a tokenizer: {error}. Copy tokenizer.json from the original model again"
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest token id."""
+        return max(self._all.get_vocab(with_added_tokens=True).values()) + 1
+
+    def control_id(self, name: str) -> int:
+        """Id of a control token; an error names the ones there are."""
+        if name not in self.control_ids:
+            raise CheckpointError(f"tokenizer.json has no control token {name}. It has: {', '.join(self.control_ids)}")
+        return self.control_ids[name]
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of plain text. No control token comes out, even if the text spells one."""
+        ids: list[int] = self._text.encode(text, add_special_tokens=False).ids
+        if not self._control_names.keys().isdisjoint(ids):
+            spelled = ", ".join(self._control_names[i] for i in ids if i in self._control_names)
+            raise RequestError(f"the text spells {spelled}, which this tokenizer cannot keep as text. Remove it")
+        return ids
+
+    def split_control(self, text: str) -> list[tuple[str, int | None]]:
+        """Cut *trusted* text at its control tokens: (piece, id of the control token or None for text)."""
+        if self._control_pattern is None:
+            return [(text, None)] if text else []
+        pieces: list[tuple[str, int | None]] = []
+        end = 0
+        for match in self._control_pattern.finditer(text):
+            if match.start() > end:
+                pieces.append((text[end : match.start()], None))
+            pieces.append((match.group(), self.control_ids[match.group().strip()]))
+            end = match.end()
+        if end < len(text):
+            pieces.append((text[end:], None))
+        return pieces
+
+    def control_edges(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The first and the last characters of all control tokens: what text must not contribute to one."""
+        names = self.control_ids
+        return frozenset(name[0] for name in names), frozenset(name[-1] for name in names)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of token ids. Special tokens are left out unless asked for; ids outside the vocabulary give no text."""
+        kept = [i for i in ids if not (skip_special and i in self._special_ids)]
+        text: str = self._all.decode(kept, skip_special_tokens=False)
+        return text
+
+
+def _longest_first(control: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(control, key=lambda token: len(token["content"]), reverse=True)
+
+
+def _control_regex(token: dict[str, Any]) -> str:
+    """A token may own the white space beside it (`lstrip`, `rstrip` in tokenizer.json)."""
+    return (
+        (r"\s*" if token.get("lstrip") else "") + re.escape(token["content"]) + (r"\s*" if token.get("rstrip") else "")
+    )
