@@ -32,9 +32,19 @@ def load_config(kind: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
         raise ConfigError(f"{path}: no such file. Recipes that ship with saccade are in recipes/") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    return _apply_overrides(kind, tree, overrides, where=str(path))
+
+
+def override_config(config: T, overrides: Sequence[str], where: str) -> T:
+    """A config with `a.b=c` overrides applied; `where` is what the config is called in errors."""
+    return _apply_overrides(type(config), encode(config), overrides, where)
+
+
+def _apply_overrides(kind: type[T], tree: dict[str, Any], overrides: Sequence[str], where: str) -> T:
+    """Put the overrides into the tree, then decode it."""
     for override in overrides:
         _apply_override(tree, override)
-    return decode(kind, tree, where=str(path))
+    return decode(kind, tree, where)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: decided in one place, said once in the log, forced by tests.
+"""Which implementation of an operation runs: decided in one place, said once in the log (`saccade -v`), forced by tests.
 
 `triton`     our own kernels, on a GPU (or on the CPU under Triton's interpreter, when forced).
 `library`    the fastest path torch itself offers for the device (SDPA, its packed FlashAttention).
@@ -8,6 +8,7 @@ An operation lists the paths that can serve the tensor at hand, best first as me
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Literal
 
@@ -24,7 +25,7 @@ def choose(operation: str, *candidates: Path) -> Path:
     if _forced and _forced not in able:
         raise RuntimeError(f"{operation}: path {_forced!r} is forced but cannot serve this call; {', '.join(able)} can")
     path = _forced or able[0]
-    log_once("kernels", f"{operation}: {path}")
+    log_once("kernels", f"{operation}: {path}", level=logging.DEBUG)
     return path
 
 

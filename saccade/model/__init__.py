@@ -6,14 +6,14 @@
 
 Read `vlm.py` first (four moves: embed text, encode images, put one into the other, decode), then `vision.py`, `projector.py`,
 `language.py`. `families/` has each model family's names and sizes, `weights.py` reads and writes checkpoint folders,
-`initialize.py` makes new ones, `generate.py` is the plain generation everything faster is compared with.
+`initialize.py` makes new ones, `generation.py` is the plain generation everything faster is compared with.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from saccade.model.config import ModelConfig as ModelConfig
-    from saccade.model.generate import generate as generate
+    from saccade.model.generation import generate as generate
     from saccade.model.vlm import VLM as VLM
     from saccade.model.weights import load_model as load_model
     from saccade.model.weights import save_model as save_model
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _DOOR = {
     "load_model": "weights",
     "save_model": "weights",
-    "generate": "generate",
+    "generate": "generation",
     "VLM": "vlm",
     "ModelConfig": "config",
 }

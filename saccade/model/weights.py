@@ -56,9 +56,10 @@ def load_model(
     files = tensor_files(folder)
     shapes = {name: shape for file in sorted(set(files.values())) for name, shape in _shapes(file).items()}
     names = _match(shapes, model, family.name_in_model, folder)
-    for name, tensor in _read_tensors(files, names, device):
+    for name, tensor in read_tensors(files, names, device):
         _set_parameter(model, names[name], tensor if dtype is None else tensor.to(dtype))
     if model.config.tied_head:
+        _check_tied_copy(files, model, family.name_on_disk("head.weight"))
         model.head.weight = model.language.embed_tokens.weight
     return model.eval()
 
@@ -146,7 +147,7 @@ def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, name_in_model: 
     return {name: ours for name, ours in names.items() if ours in expected}
 
 
-def _read_tensors(files: dict[str, Path], names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(files: dict[str, Path], names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Each tensor, copied out of its file onto the device; a file is mapped for at most `_OPEN_BYTES` at a time."""
     by_file: dict[Path, list[str]] = {}
     for name in names:
@@ -160,6 +161,16 @@ def _read_tensors(files: dict[str, Path], names: Iterable[str], device: torch.de
                     num_bytes += tensor.nbytes
                     yield waiting.pop(0), tensor.clone() if device.type == "cpu" else tensor
                     del tensor
+
+
+def _check_tied_copy(files: dict[str, Path], model: VLM, head_name: str) -> None:
+    """A tied checkpoint may carry the head a second time; it must then be the embedding."""
+    embedding = model.language.embed_tokens.weight
+    for _, head in read_tensors(files, [head_name] if head_name in files else [], embedding.device):
+        if not torch.equal(head.to(embedding.dtype), embedding):
+            raise CheckpointError(
+                f"config.json says tie_word_embeddings, but {head_name} differs from the embedding. Set it to false"
+            )
 
 
 def _set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
@@ -251,6 +262,7 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"{self.folder}: writing {self._shard_bytes} bytes failed: {error}. Is the disk full?"
             ) from error
+        file.chmod(0o644)  # safetensors writes for the owner alone
         self._shard, self._shard_bytes = {}, 0
 
     def _finish(self) -> None:

@@ -86,20 +86,9 @@ class ChatTemplate:
 
     @staticmethod
     def load(folder: Path) -> ChatTemplate:
-        """From `chat_template.jinja`, or where older checkpoints keep it."""
-        tokenizer_config = _read_json(folder / "tokenizer_config.json")
-        source = (
-            _read_text(folder / "chat_template.jinja")
-            or _read_json(folder / "chat_template.json").get("chat_template")
-            or tokenizer_config.get("chat_template")
-        )
-        if not isinstance(source, str):
-            raise CheckpointError(
-                f"{folder}: no chat_template.jinja. Copy it from the original model: it defines the prompt"
-            )
-        return ChatTemplate(
-            source, _token_text(tokenizer_config, "bos_token"), _token_text(tokenizer_config, "eos_token")
-        )
+        """The template of a checkpoint folder, with the tokens it may name."""
+        tokens = _read_json(folder / "tokenizer_config.json")
+        return ChatTemplate(read_template(folder), _token_text(tokens, "bos_token"), _token_text(tokens, "eos_token"))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The conversation as one string, control tokens spelled out."""
@@ -268,6 +257,20 @@ def _unlearn_after_end(pieces: Sequence[Piece]) -> list[Piece]:
     ends = [number for number, piece in enumerate(pieces) if piece.control_id is not None]
     last = ends[-1] if ends else len(pieces) - 1
     return [Piece(piece.text, piece.control_id, number <= last) for number, piece in enumerate(pieces)]
+
+
+def read_template(folder: Path) -> str:
+    """The Jinja source: `chat_template.jinja`, or where older checkpoints keep it."""
+    source = (
+        _read_text(folder / "chat_template.jinja")
+        or _read_json(folder / "chat_template.json").get("chat_template")
+        or _read_json(folder / "tokenizer_config.json").get("chat_template")
+    )
+    if not isinstance(source, str):
+        raise CheckpointError(
+            f"{folder}: no chat_template.jinja. Copy it from the original model: it defines the prompt"
+        )
+    return source
 
 
 def _raise_from_template(message: str) -> None:
