@@ -101,6 +101,5 @@ def _longest_first(control: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _control_regex(token: dict[str, Any]) -> str:
     """A token may own the white space beside it (`lstrip`, `rstrip` in tokenizer.json)."""
-    return (
-        (r"\s*" if token.get("lstrip") else "") + re.escape(token["content"]) + (r"\s*" if token.get("rstrip") else "")
-    )
+    before, after = (r"\s*" if token.get(side) else "" for side in ("lstrip", "rstrip"))
+    return before + re.escape(str(token["content"])) + after
