@@ -1,5 +1,11 @@
 """Which device and which number format: one place that turns words into torch objects."""
 
+import functools
+import logging
+import os
+import signal
+import warnings
+
 import torch
 
 from saccade.errors import ConfigError
@@ -13,6 +19,7 @@ DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float
 
 def resolve_device(name: str | torch.device = "auto") -> torch.device:
     """`auto` is the GPU when there is one. A device that is not there is an error, never a silent CPU."""
+    _avoid_broken_amx()
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -32,3 +39,24 @@ def resolve_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     if name not in known:
         raise ConfigError(f"unknown dtype {name!r}. Use one of {', '.join(DTYPES)}")
     return known[name]
+
+
+@functools.cache
+def _avoid_broken_amx() -> None:
+    """Some virtual machines announce AMX matrix instructions and then fault on them, which would end the program.
+
+    So the first bf16 product is tried in a child process (about 10 ms); if it dies, oneDNN is told to do without AMX.
+    """
+    if not torch.cpu._is_amx_tile_supported() or "ONEDNN_MAX_CPU_ISA" in os.environ:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads: the child only multiplies and exits
+        child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        rows = torch.ones(1, 128, dtype=torch.bfloat16)
+        torch.nn.functional.linear(rows, torch.ones(128, 128, dtype=torch.bfloat16), rows[0])
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
+        logging.getLogger(__name__).debug("this machine announces AMX but faults on it: oneDNN does without")

@@ -106,7 +106,7 @@ def initialize_random(
 ) -> ModelConfig:  # fmt: skip
     """A checkpoint folder with random weights. Without `tokenizer_from` the model reads and writes bytes."""
     words = _words_of_folder(tokenizer_from) if tokenizer_from else byte_words()
-    words, token_ids, num_tokens = _with_vision_tokens(words)
+    words, token_ids, num_tokens = with_vision_tokens(words)
     if num_tokens > config.language.vocab_size:
         raise ConfigError(
             f"the tokenizer has {num_tokens} tokens, the model an embedding of {config.language.vocab_size}. Raise language.vocab_size"
@@ -123,7 +123,7 @@ def initialize_from_text(
     if tower not in qwen2_5_vl.TOWERS:
         raise ConfigError(f"unknown vision tower {tower!r}. Towers: {', '.join(qwen2_5_vl.TOWERS)}")
     source = _open_gguf(text) if text.suffix == ".gguf" else _open_folder(text)
-    words, token_ids, num_tokens = _with_vision_tokens(source.words)
+    words, token_ids, num_tokens = with_vision_tokens(source.words)
     rows = source.config.vocab_size
     if num_tokens > rows:
         rows = -(-num_tokens // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
@@ -199,7 +199,7 @@ def byte_words() -> Words:
     return Words(tokenizer, _CHATML, (len(vocab) + control.index("<|im_end|>"),))
 
 
-def _with_vision_tokens(words: Words) -> tuple[Words, dict[str, int], int]:
+def with_vision_tokens(words: Words) -> tuple[Words, dict[str, int], int]:
     """The words with the vision tokens in tokenizer and template; the tokens' ids; the number of tokens in all."""
     added = list(words.tokenizer["added_tokens"])
     known = {token["content"]: token["id"] for token in added}

@@ -1,0 +1,24 @@
+"""Fixtures all rooms share."""
+
+import os
+
+import pytest
+import torch
+
+from saccade.device import resolve_device
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+resolve_device("cpu")  # before anything multiplies: it keeps oneDNN off instructions this machine only announces
+torch.set_num_threads(1)  # the suite runs one process per core
+
+
+def pytest_collection_modifyitems(items):
+    """GPU tests skip cleanly where there is none."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA GPU")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

@@ -1,0 +1,92 @@
+"""A checkpoint folder made by Hugging Face works unchanged and gives its tokens, pixels, positions, logits and words."""
+
+import pytest
+import torch
+from closeness import assert_close
+from model.hugging_face import CONVERSATIONS, SHAPES, VIDEO, Oracle, make_checkpoint, picture
+
+from saccade.model import generate, load_model
+from saccade.processor import Processor
+
+FP32_BOUND = 1e-4
+BF16_BOUND = 2e-2
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: shape.name)
+def folder(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("hf") / "checkpoint", request.param)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder):
+    return Oracle(folder)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def processor(folder):
+    return Processor.load(folder)
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
+def test_tokens_pixels_positions_and_logits_equal(messages, oracle, model, processor):
+    theirs, ours = oracle.inputs(messages), processor([messages])
+    assert ours.token_ids.tolist() == theirs["input_ids"][0].tolist()
+    if "pixel_values" in theirs:
+        assert ours.image_grids.tolist() == theirs["image_grid_thw"].tolist()
+        pixel_step = 1 / 255 / min(ours.pixel_std)  # one grey level of the normalised range
+        assert (ours.normalized_patches() - theirs["pixel_values"]).abs().max() <= pixel_step
+    assert torch.equal(ours.positions, oracle.positions(theirs))
+    with torch.no_grad():
+        assert_close("logits", model(ours), oracle.logits(theirs), FP32_BOUND)
+
+
+@pytest.mark.parametrize("name", ["text-only", "644x364", "multi-image", "multi-turn"])
+def test_greedy_continuations_of_32_tokens_are_identical(name, oracle, model, processor):
+    messages = CONVERSATIONS[name]
+    theirs, ours = (make([messages] if make is processor else messages, add_generation_prompt=True) for make in (oracle.inputs, processor))
+    [tokens] = generate(model, ours, max_new_tokens=32)
+    assert tokens == oracle.continuation(theirs, 32)
+
+
+def test_a_video_gives_the_same_positions_logits_and_words(oracle, model, processor):
+    frames = [picture(140, 84, seed) for seed in range(5)]
+    messages = [{"role": "user", "content": [{"type": "video", "video": frames, "fps": 1.5}, {"type": "text", "text": "What happens?"}]}]
+    ours = processor([messages], add_generation_prompt=True)
+    ids = ours.token_ids[None]
+    theirs = {
+        "input_ids": ids,
+        "mm_token_type_ids": oracle.token_types(ids),
+        "pixel_values_videos": ours.normalized_patches(),
+        "video_grid_thw": ours.image_grids,
+        "second_per_grid_ts": torch.tensor([2 / 1.5]),
+    }
+    assert ours.image_grids[0, 0] == 3, "five frames are three frame pairs"
+    assert (ids == oracle.tokenizer.convert_tokens_to_ids(VIDEO)).sum() == ours.image_token_index.shape[0]
+    assert torch.equal(ours.positions, oracle.positions(theirs))
+    with torch.no_grad():
+        assert_close("logits", model(ours), oracle.logits(theirs), FP32_BOUND)
+    [tokens] = generate(model, ours, max_new_tokens=32)
+    assert tokens == oracle.continuation(theirs, 32)
+
+
+@pytest.mark.parametrize("name", ["text-only", "644x364", "multi-turn"])
+def test_logits_in_bf16_equal_within_the_bf16_bound(name, folder, processor):
+    messages = CONVERSATIONS[name]
+    oracle, model = Oracle(folder, torch.bfloat16), load_model(folder, device="cpu", dtype="bf16")
+    with torch.no_grad():
+        assert_close("logits", model(processor([messages])), oracle.logits(oracle.inputs(messages)), BF16_BOUND)
+
+
+def test_perturbed_weights_are_noticed(folder, oracle, processor):
+    """The bounds above are tight enough to see one changed bias."""
+    model = load_model(folder, device="cpu")
+    messages = CONVERSATIONS["644x364"]
+    with torch.no_grad():
+        model.vision.blocks[0].attn.qkv.bias += 0.05
+        with pytest.raises(AssertionError, match="relative RMS"):
+            assert_close("logits", model(processor([messages])), oracle.logits(oracle.inputs(messages)), FP32_BOUND)
