@@ -1,0 +1,127 @@
+"""Building a vision-language model on a text model: on text alone it gives the text model's logits."""
+
+import json
+
+import pytest
+import torch
+from closeness import assert_close
+from model.hugging_face import CONVERSATIONS, ask, picture
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from saccade.errors import CheckpointError, ConfigError
+from saccade.model import generate, load_model
+from saccade.model.initialize import byte_words, fresh_tensor, initialize_from_text, initialize_random, named_size
+from saccade.processor import Processor
+
+SIZES = {"vocab_size": 280, "hidden_size": 192, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 512}  # fmt: skip
+TEXT_MODELS = {
+    "llama-untied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
+    "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-untied-sharded": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": False}),
+}  # fmt: skip
+
+
+def make_text_checkpoint(folder, name):
+    model_class, config_class, options = TEXT_MODELS[name]
+    words = byte_words()
+    torch.manual_seed(7)
+    model = model_class(config_class(**SIZES, **options, bos_token_id=None, eos_token_id=words.eos_ids[0])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder, max_shard_size="200KB" if "sharded" in name else "5GB")
+    (folder / "tokenizer.json").write_text(json.dumps(words.tokenizer))
+    (folder / "chat_template.jinja").write_text(words.template)
+    return folder
+
+
+@pytest.fixture(scope="module", params=TEXT_MODELS)
+def text(request, tmp_path_factory):
+    return make_text_checkpoint(tmp_path_factory.mktemp("text") / "checkpoint", request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(text, tmp_path_factory):
+    built = tmp_path_factory.mktemp("vlm") / "checkpoint"
+    initialize_from_text(built, text, "tiny", dtype=torch.float32)
+    return built
+
+
+def test_text_logits_equal_those_of_the_text_model(text, folder):
+    inputs = Processor.load(folder)([CONVERSATIONS["text-only"]])
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(text)(inputs.token_ids[None]).logits[0]
+        ours = load_model(folder, device="cpu")(inputs)
+    assert_close("logits", ours[:, : theirs.shape[1]], theirs, 1e-4)
+
+
+def test_the_text_models_own_template_stays_verbatim_and_images_find_their_place(text, folder):
+    processor = Processor.load(folder)
+    assert (folder / "chat_template.jinja").read_text().endswith((text / "chat_template.jinja").read_text())
+    rendered = processor.tokenizer.decode(processor([[ask("x", picture(56, 56), "y")]]).token_ids.tolist(), skip_special=False)
+    assert "user\nx<|vision_start|><|image_pad|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>y<|im_end|>" in rendered
+    inputs = processor([[ask(picture(90, 60), "What?")]], add_generation_prompt=True)
+    assert len(generate(load_model(folder, device="cpu"), inputs, max_new_tokens=3)[0]) == 3
+
+
+def test_an_embedding_that_is_too_small_grows_by_the_mean_of_its_rows_to_an_aligned_size(tmp_path):
+    text = make_text_checkpoint(tmp_path / "text", "qwen2-tied")
+    tokenizer = json.loads((text / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] += [{"id": i, "content": f"<|extra{i}|>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True} for i in range(259, 280)]  # fmt: skip
+    (text / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = initialize_from_text(tmp_path / "vlm", text, "tiny", dtype=torch.float32)
+    assert config.language.vocab_size == 320
+    embedding = load_model(tmp_path / "vlm", device="cpu").language.embed_tokens.weight
+    assert torch.allclose(embedding[280:], embedding[:280].mean(0).expand(40, -1), atol=1e-6)
+    assert Processor.load(tmp_path / "vlm").vision.image_id == 280
+
+
+def test_random_weights_depend_on_seed_and_name_alone(tmp_path):
+    for folder, shard, seed in (("a", 2**31, 0), ("b", 150_000, 0), ("c", 2**31, 1)):
+        initialize_random(tmp_path / folder, named_size("tiny"), seed=seed, max_shard_bytes=shard)
+    a, b, c = (dict(load_model(tmp_path / name, device="cpu").named_parameters()) for name in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["language.layers.0.mlp.up_proj.weight"], c["language.layers.0.mlp.up_proj.weight"])
+    weight = fresh_tensor("some.weight", (400, 500), seed=3)
+    assert abs(weight.std() - 0.02) < 2e-4
+    assert abs(weight.mean()) < 2e-4
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "cannot build on a text model of type 'gpt2'. Known: qwen2, llama"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": None}, "llama3"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"head_dim": 32}, "head_dim"),
+        ({"num_hidden_layers": 3}, "lacks language.layers.2"),
+        ({"num_hidden_layers": 1}, "has no place"),
+        ({"intermediate_size": 161}, "expected"),
+    ],
+)
+def test_text_models_we_cannot_build_on_are_refused_and_nothing_is_left_behind(tmp_path, changes, message):
+    text = make_text_checkpoint(tmp_path / "text", "llama-tied")
+    edit(text, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        initialize_from_text(tmp_path / "vlm", text, "tiny")
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
+    from saccade.config import override_config
+
+    small = override_config(named_size("tiny"), ["language.vocab_size=260"], "size tiny")
+    with pytest.raises(ConfigError, match="263 tokens, the model an embedding of 260"):
+        initialize_random(tmp_path / "x", small)
+
+
+def test_not_a_gguf_file_is_refused(tmp_path):
+    (tmp_path / "fake.gguf").write_bytes(b"GGUF" + b"\0" * 100)
+    with pytest.raises(CheckpointError, match="not a readable GGUF file"):
+        initialize_from_text(tmp_path / "vlm", tmp_path / "fake.gguf", "tiny")

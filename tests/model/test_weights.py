@@ -1,0 +1,196 @@
+"""Checkpoint folders: bit-exact round trips, sharding, and one error that names everything wrong."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from model.hugging_face import CONVERSATIONS, SHAPES, Oracle, make_checkpoint
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from saccade.config import override_config
+from saccade.errors import CheckpointError, UserError
+from saccade.model import load_model, save_model
+from saccade.model.initialize import initialize_random, named_size
+from saccade.processor import Processor
+
+
+@pytest.fixture(scope="module", params=[SHAPES[0], SHAPES[1]], ids=["tied", "untied"])
+def folder(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("hf") / "checkpoint", request.param)
+
+
+@pytest.fixture
+def own(tmp_path):
+    initialize_random(tmp_path / "own", named_size("tiny"), dtype=torch.float32)
+    return tmp_path / "own"
+
+
+def tensors_of(model):
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2**31, 300_000])
+def test_hugging_face_to_saccade_to_hugging_face_is_bit_equal(folder, tmp_path, max_shard_bytes, caplog):
+    save_model(load_model(folder, device="cpu"), tmp_path / "saved", like=folder, max_shard_bytes=max_shard_bytes)
+    assert (tmp_path / "saved" / "model.safetensors.index.json").exists() == (max_shard_bytes < 2**31)
+    original = tensors_of(Qwen2_5_VLForConditionalGeneration.from_pretrained(folder))
+    loaded, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert not [record for record in caplog.records if "key" in record.getMessage().lower()]
+    again = tensors_of(loaded)
+    assert original.keys() == again.keys()
+    for name, tensor in original.items():
+        assert torch.equal(tensor, again[name]), name
+
+
+def test_saved_then_loaded_is_bit_exact_also_in_bf16(folder, tmp_path):
+    model = load_model(folder, device="cpu", dtype="bf16")
+    save_model(model, tmp_path / "saved", like=folder)
+    again = load_model(tmp_path / "saved", device="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "saved/config.json").read_text())["dtype"] == "bfloat16"
+    messages = CONVERSATIONS["28x28"]
+    assert torch.equal(model(Processor.load(folder)([messages])), again(Processor.load(tmp_path / "saved")([messages])))
+
+
+def test_sharded_folders_written_by_hugging_face_are_read(tmp_path):
+    folder = make_checkpoint(tmp_path / "sharded", SHAPES[1], max_shard_size="300KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    theirs = Oracle(folder)
+    messages = CONVERSATIONS["28x28"]
+    ours = load_model(folder, device="cpu")(Processor.load(folder)([messages]))
+    assert torch.allclose(ours, theirs.logits(theirs.inputs(messages)), atol=1e-4)
+
+
+def test_the_published_config_form_and_the_newer_tensor_names_are_read(folder, tmp_path):
+    """Decoder fields at the top level of config.json; tensors under model.visual. and model.language_model."""
+    raw = json.loads((folder / "config.json").read_text())
+    text = raw.pop("text_config")
+    rope = text.pop("rope_parameters")
+    raw |= {k: v for k, v in text.items() if k != "model_type"}
+    raw |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    renamed = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.startswith("visual."):
+            name = "model." + name
+        elif name.startswith("model."):
+            name = "model.language_model." + name.removeprefix("model.")
+        renamed[name] = tensor
+    save_file(renamed, tmp_path / "model.safetensors")
+    ours, original = load_model(tmp_path, device="cpu"), load_model(folder, device="cpu")
+    assert ours.config == original.config
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), original.parameters(), strict=True))
+
+
+def test_checkpoints_made_by_saccade_init_load_in_transformers_with_the_same_logits(own):
+    oracle = Oracle(own)
+    _, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(own, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    messages = CONVERSATIONS["multi-image"]
+    ours = load_model(own, device="cpu")(Processor.load(own)([messages]))
+    assert torch.allclose(ours, oracle.logits(oracle.inputs(messages)), atol=1e-4)
+
+
+def test_missing_surplus_and_misshaped_tensors_are_named_in_one_error(own):
+    path = own / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"], tensors["visual.blocks.1.attn.qkv.bias"]
+    tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    tensors["quite.unknown"] = torch.zeros(1)
+    tensors["visual.merger.ln_q.weight"] = torch.zeros(3)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(own, device="cpu")
+    message = str(caught.value)
+    for part in (
+        "missing language.norm.weight", "missing vision.blocks.1.attn.qkv.bias", "surplus model.layers.7.mlp.up_proj.weight",
+        "surplus quite.unknown", "visual.merger.ln_q.weight is [3], expected [64]",
+    ):  # fmt: skip
+        assert part in message
+
+
+def test_a_missing_shard_file_is_named(tmp_path):
+    initialize_random(tmp_path / "own", named_size("tiny"), max_shard_bytes=200_000)
+    lost = sorted((tmp_path / "own").glob("model-*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=f"missing: {lost.name}"):
+        load_model(tmp_path / "own", device="cpu")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "garbage"])
+def test_a_damaged_shard_is_named(own, damage):
+    path = own / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "garbage": b"x" * 1000}[damage])
+    with pytest.raises(CheckpointError, match="model.safetensors: not a readable safetensors file"):
+        load_model(own, device="cpu")
+
+
+def set_config(folder, **changes):
+    raw = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        section, _, name = key.rpartition("__")
+        (raw[section] if section else raw)[name] = value
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "florence2"}, "unknown model type 'florence2'. Known: qwen2_5_vl"),
+        ({"model_type": "llama"}, "saccade init OUT --text"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn"),
+        ({"quantization_config": {}}, "compressed checkpoints"),
+        ({"num_attention_heads": 3}, "must be a multiple"),
+        ({"vision_config__hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_a_model_we_cannot_run_is_refused_with_the_reason(own, changes, message):
+    set_config(own, **changes)
+    with pytest.raises(UserError, match=message):
+        load_model(own, device="cpu")
+
+
+def test_a_tied_checkpoint_may_carry_the_head_only_if_it_is_the_embedding(own):
+    path = own / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    load_model(own, device="cpu")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path)
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        load_model(own, device="cpu")
+
+
+def test_saving_never_touches_a_folder_that_holds_something(own, tmp_path):
+    model = load_model(own, device="cpu")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="not empty"):
+        save_model(model, tmp_path / "full", like=own)
+    assert [p.name for p in (tmp_path / "full").iterdir()] == ["notes.txt"]
+    save_model(model, tmp_path / "new", like=own)
+    assert not list(tmp_path.glob(".*partial*"))
+
+
+def test_loading_peaks_below_1_2_times_the_weights(tmp_path):
+    """0.36 GB in one file, mapped 16 MiB at a time, in a fresh process: its gain in memory at the peak over what it holds."""
+    deep = override_config(named_size("tiny"), ["language.hidden_size=512", "language.num_layers=12", "language.intermediate_size=4096", "language.rope_sections=[16, 24, 24]"], "test")  # fmt: skip
+    initialize_random(tmp_path / "deep", deep, dtype=torch.float32)
+    script = """
+import resource, sys
+import saccade.model.weights as weights
+weights._OPEN_BYTES = 16 * 2**20
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = weights.load_model(sys.argv[1], device="cpu")
+print((peak() - before) / sum(p.nbytes for p in model.parameters()))
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "deep")]
+    ratio = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert ratio < 1.2, f"peak {ratio:.2f}x the weights"
