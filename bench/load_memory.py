@@ -55,7 +55,14 @@ def main() -> None:
     scratch = Path(tempfile.mkdtemp(prefix="saccade-load-"))
     try:
         for step in ("init", "load"):
-            command = [sys.executable, __file__, "--size", options.size, "--folder", str((options.folder or scratch) / "checkpoint")]
+            command = [
+                sys.executable,
+                __file__,
+                "--size",
+                options.size,
+                "--folder",
+                str((options.folder or scratch) / "checkpoint"),
+            ]
             subprocess.run([*command, "--step", step], check=True)
     finally:
         shutil.rmtree(scratch)

@@ -166,6 +166,8 @@ def chat(
     from saccade.processor import Processor, TextStream
 
     *images, question = words
+    if Path(question).is_file():
+        raise ConfigError(f"the last word is the question, but {question} is a file. Ask something about it")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     processor = Processor.load(checkpoint)
     content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]

@@ -5,8 +5,10 @@ import logging
 import os
 import signal
 import warnings
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from saccade.errors import ConfigError
 
@@ -41,6 +43,12 @@ def resolve_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     return known[name]
 
 
+def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Host numbers on the device without waiting for it: from pinned memory when it is a GPU."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @functools.cache
 def _avoid_broken_amx() -> None:
     """Some virtual machines announce AMX matrix instructions and then fault on them, which would end the program.
@@ -50,7 +58,9 @@ def _avoid_broken_amx() -> None:
     if not torch.cpu._is_amx_tile_supported() or "ONEDNN_MAX_CPU_ISA" in os.environ:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads: the child only multiplies and exits
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # forking beside threads: the child only multiplies and exits
         child = os.fork()
     if child == 0:
         signal.alarm(10)

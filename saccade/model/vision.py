@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from saccade.device import to_device
 from saccade.kernels.attention import attention
 from saccade.kernels.rope import AngleTable, rope, vision_angles
 from saccade.model.config import VisionConfig
@@ -149,7 +150,7 @@ class VisionTower(nn.Module):
         """[P, patch_dim] normalised pixels in reading order to [P, D] features in window order."""
         device = pixels.device
         x_PD = _reorder(self.patch_embed(pixels), plan.token_order, self.config.patches_per_token)
-        angles = vision_angles(torch.from_numpy(plan.positions).to(device), self.config.head_dim)
+        angles = vision_angles(to_device(plan.positions, device), self.config.head_dim)
         images, windows = _segments(plan.image_lengths, device), _segments(plan.window_lengths, device)
         for layer, block in enumerate(self.blocks):
             x_PD = block(x_PD, angles, images if layer in self.config.full_attention_layers else windows)
@@ -158,10 +159,8 @@ class VisionTower(nn.Module):
 
 def _reorder(x_PD: Tensor, token_order: Integers, patches_per_token: int) -> Tensor:
     """Move whole tokens, that is groups of `patches_per_token` rows."""
-    order = torch.from_numpy(token_order).to(x_PD.device)
-    return x_PD.view(-1, patches_per_token, x_PD.shape[-1])[order].flatten(0, 1)
+    return x_PD.view(-1, patches_per_token, x_PD.shape[-1])[to_device(token_order, x_PD.device)].flatten(0, 1)
 
 
 def _segments(lengths: Integers, device: torch.device) -> Segments:
-    cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
-    return Segments(cu_seqlens.to(device), int(lengths.max()))
+    return Segments(to_device(np.cumsum([0, *lengths], dtype=np.int32), device), int(lengths.max()))

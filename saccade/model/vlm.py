@@ -3,9 +3,9 @@
 Legend: T tokens, P patches, M image tokens (merged patches), D decoder width, V vocabulary.
 """
 
-import torch
 from torch import Tensor, nn
 
+from saccade.device import to_device
 from saccade.kernels.rope import AngleTable, text_angles
 from saccade.model.attention import AttentionContext, PackedAttention
 from saccade.model.config import ModelConfig
@@ -50,7 +50,7 @@ class VLM(nn.Module):
         """[M, D]: features of all images in reading order. `pixels` [P, patch_dim] normalised, `image_grids` on the CPU."""
         plan = plan_windows([(t, h, w) for t, h, w in image_grids.tolist()], self.config.vision)
         features_MD: Tensor = self.projector(self.vision(pixels, plan))
-        return features_MD[torch.from_numpy(plan.reading_order).to(pixels.device)]
+        return features_MD[to_device(plan.reading_order, pixels.device)]
 
     def decode(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
         """[T, D] hidden states of the embedded tokens under any attention context."""

@@ -28,7 +28,7 @@ Pixels = NDArray[np.uint8]
 
 ImageSource = str | Path | bytes | Image.Image
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """What is decoded; every other format Pillow knows stays closed."""
 
 _ORIENTATION = 0x0112  # the EXIF tag
@@ -173,7 +173,6 @@ def _open_header(data: bytes) -> Image.Image:
 
     `Image.open` would do, but it raises its own error for large images before we can state the size and our limit.
     """
-    Image.preinit()
     Image.init()
     for name in FORMATS:
         factory, accepts = Image.OPEN[name]
@@ -234,18 +233,14 @@ def _decode_jpeg(image: Image.Image, data: bytes) -> Pixels:
 def _to_rgb(image: Image.Image) -> Pixels:
     """Upright, on white where transparent, 8-bit RGB."""
     image = ImageOps.exif_transpose(image)
-    if image.mode in ("I;16", "I;16B", "I;16L", "I", "F"):
-        image = _to_8_bit(image)
+    if image.mode.startswith("I;16"):  # Pillow's own conversion would clip 16 bits instead of scaling them
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ImageError(f"a picture of mode {image.mode} has no 8- or 16-bit colours. Convert it to RGB first")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.asarray(image.convert("RGB"))
-
-
-def _to_8_bit(image: Image.Image) -> Image.Image:
-    """16-bit greyscale keeps its range when halved to 8 bits; Pillow's own conversion would clip it."""
-    values = np.asarray(image).astype(np.float64)
-    return Image.fromarray((values / (257.0 if values.max(initial=0) > 255 else 1.0)).clip(0, 255).astype(np.uint8))
 
 
 def image_patches(pixels: Pixels, settings: ImageSettings) -> tuple[Pixels, tuple[int, int, int]]:

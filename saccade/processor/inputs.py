@@ -55,11 +55,9 @@ class ModelInputs:
         """[P, patch_dim] fp32: pixel / 255, less the mean, over the deviation. What Hugging Face calls `pixel_values`."""
         if self.patches.is_floating_point():
             return self.patches
-        num_channels = len(self.pixel_mean)
-        mean = torch.tensor(self.pixel_mean, device=self.patches.device).view(1, -1, 1)
-        std = torch.tensor(self.pixel_std, device=self.patches.device).view(1, -1, 1)
-        pixels = self.patches.view(self.patches.shape[0], num_channels, -1).float()
-        return ((pixels / 255.0 - mean) / std).flatten(1)
+        channels = self.patches.chunk(len(self.pixel_mean), dim=1)  # a patch lies channel by channel
+        scaled = zip(channels, self.pixel_mean, self.pixel_std, strict=True)
+        return torch.cat([(pixels.float() / 255.0 - mean) / std for pixels, mean, std in scaled], dim=1)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ModelInputs:
         """The same row on another device. `image_grids` stays on the CPU, where plans are made from it."""

@@ -53,7 +53,9 @@ def words() -> tuple[Words, dict[str, int]]:
     return grown, token_ids
 
 
-def make_checkpoint(folder: Path, shape: Shape, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB") -> Path:
+def make_checkpoint(
+    folder: Path, shape: Shape, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB"
+) -> Path:
     """A checkpoint folder written by `transformers`; no weight, bias or norm is left at a value that hides mistakes."""
     spoken, token_ids = words()
     eos = spoken.eos_ids[0]
@@ -130,7 +132,9 @@ class Oracle:
             prepared = dict(self.images(pictures, return_tensors="pt"))
             for grid in prepared["image_grid_thw"]:
                 text = text.replace(IMAGE, "<|held|>" * (int(grid.prod()) // 4), 1)
-        ids = self.tokenizer(text.replace("<|held|>", IMAGE), add_special_tokens=False, return_tensors="pt")["input_ids"]
+        ids = self.tokenizer(text.replace("<|held|>", IMAGE), add_special_tokens=False, return_tensors="pt")[
+            "input_ids"
+        ]
         return prepared | {"input_ids": ids, "mm_token_type_ids": self.token_types(ids)}
 
     def token_types(self, ids: torch.Tensor) -> torch.Tensor:
@@ -150,7 +154,12 @@ class Oracle:
     def continuation(self, inputs: dict[str, torch.Tensor], num_tokens: int) -> list[int]:
         self.model.model.rope_deltas = None
         out = self.model.generate(
-            **inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+            **inputs,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         return out[0, inputs["input_ids"].shape[1] :].tolist()
 

@@ -70,7 +70,11 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others(model, prom
 
 def test_a_cold_draw_or_a_single_candidate_is_greedy(model, prompts):
     greedy = generate(model, prompts, max_new_tokens=6)
-    for sampling in (Sampling(temperature=1.0, top_k=1), Sampling(temperature=1.0, top_p=1e-6), Sampling(temperature=1e-4)):
+    for sampling in (
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=1.0, top_p=1e-6),
+        Sampling(temperature=1e-4),
+    ):
         assert generate(model, prompts, max_new_tokens=6, sampling=sampling) == greedy
 
 
@@ -79,14 +83,20 @@ def test_draws_follow_the_probabilities(model, folder):
     inputs = Processor.load(folder)([CONVERSATIONS["text-only"]], add_generation_prompt=True)
     expected = model(inputs)[-1].softmax(-1)
     many = ModelInputs.pack([inputs] * 400)
-    draws = [t for seed in range(0, 4000, 400) for [t] in generate(model, many, max_new_tokens=1, sampling=Sampling(temperature=1.0, seed=seed))]
+    draws = [
+        t
+        for seed in range(0, 4000, 400)
+        for [t] in generate(model, many, max_new_tokens=1, sampling=Sampling(temperature=1.0, seed=seed))
+    ]
     counts = torch.bincount(torch.tensor(draws), minlength=expected.shape[0])
     frequent = expected > 0.005
     error = (counts / len(draws) - expected)[frequent].abs() / (expected[frequent] / len(draws)).sqrt()
     assert error.max() < 5, "no frequent token is five deviations off"
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}]
+)
 def test_impossible_sampling_is_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sampling(**wrong)

@@ -9,7 +9,12 @@ from saccade.kernels import launch
 from saccade.model import generate, load_model
 from saccade.processor import ModelInputs, Processor
 
-VIDEO = [{"role": "user", "content": [{"type": "video", "video": [picture(84, 56, s) for s in range(3)]}, {"type": "text", "text": "?"}]}]
+VIDEO = [
+    {
+        "role": "user",
+        "content": [{"type": "video", "video": [picture(84, 56, s) for s in range(3)]}, {"type": "text", "text": "?"}],
+    }
+]
 TWELVE = [
     *CONVERSATIONS.values(),
     VIDEO,

@@ -48,14 +48,22 @@ def test_tokens_pixels_positions_and_logits_equal(messages, oracle, model, proce
 @pytest.mark.parametrize("name", ["text-only", "644x364", "multi-image", "multi-turn"])
 def test_greedy_continuations_of_32_tokens_are_identical(name, oracle, model, processor):
     messages = CONVERSATIONS[name]
-    theirs, ours = (make([messages] if make is processor else messages, add_generation_prompt=True) for make in (oracle.inputs, processor))
+    theirs, ours = (
+        make([messages] if make is processor else messages, add_generation_prompt=True)
+        for make in (oracle.inputs, processor)
+    )
     [tokens] = generate(model, ours, max_new_tokens=32)
     assert tokens == oracle.continuation(theirs, 32)
 
 
 def test_a_video_gives_the_same_positions_logits_and_words(oracle, model, processor):
     frames = [picture(140, 84, seed) for seed in range(5)]
-    messages = [{"role": "user", "content": [{"type": "video", "video": frames, "fps": 1.5}, {"type": "text", "text": "What happens?"}]}]
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "video", "video": frames, "fps": 1.5}, {"type": "text", "text": "What happens?"}],
+        }
+    ]
     ours = processor([messages], add_generation_prompt=True)
     ids = ours.token_ids[None]
     theirs = {

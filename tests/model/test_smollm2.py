@@ -60,14 +60,29 @@ def test_text_logits_equal_those_of_transformers_on_the_same_dequantized_weights
 def test_the_rebuilt_tokenizer_reads_text_as_transformers_does(gguf, folder):
     theirs = PreTrainedTokenizerFast.from_pretrained(gguf.parent, gguf_file=gguf.name)
     ours = Processor.load(folder).tokenizer
-    for text in ("Hello world!", "It's 12345 o'clock,  isn't   it?\n\nYes.", "naïve café ☕ 日本語", "def f(x):\n    return x**2"):
+    for text in (
+        "Hello world!",
+        "It's 12345 o'clock,  isn't   it?\n\nYes.",
+        "naïve café ☕ 日本語",
+        "def f(x):\n    return x**2",
+    ):
         assert ours.decode(ours.encode_text(text)) == text
     text = "The quick brown fox jumps over the lazy dog."
     assert ours.encode_text(text) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
 def test_chat_prints_a_sensible_english_answer(folder, capsys):
-    command = [sys.executable, "-m", "saccade", "chat", str(folder), "What is the capital of France?", "--device", "cpu", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "saccade",
+        "chat",
+        str(folder),
+        "What is the capital of France?",
+        "--device",
+        "cpu",
+        "--json",
+    ]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     answer = json.loads(out)
     with capsys.disabled():

@@ -1,0 +1,41 @@
+# Everything runs in a virtual environment inside the checkout; the first target that needs it builds it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help quickstart test lint format clean
+
+help:
+	@echo "make quickstart   the whole flow at toy size"
+	@echo "make test         format, lint, types and all tests"
+	@echo "make lint         format check, lint and types"
+	@echo "make format       rewrite files in the house style"
+	@echo "make clean        remove the environment and caches"
+
+# torch comes first and pinned: pip then takes a CPU wheel where one is at hand, and nothing later pulls another build.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "saccade needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+quickstart: $(READY)
+	@rm -rf quickstart
+	@$(BIN)/saccade quickstart
+
+lint: $(READY)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+format: $(READY)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache quickstart

@@ -1,0 +1,52 @@
+"""The same code path on a GPU: agrees with the CPU, and never waits for the device inside a forward pass."""
+
+import pytest
+import torch
+from closeness import assert_close
+from model.hugging_face import CONVERSATIONS, SHAPES, make_checkpoint
+
+from saccade.model import generate, load_model
+from saccade.processor import Processor
+
+pytestmark = pytest.mark.gpu
+
+BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 3e-3}
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: shape.name)
+def folder(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("hf") / "checkpoint", request.param)
+
+
+@pytest.fixture(scope="module")
+def inputs(folder):
+    return Processor.load(folder)(list(CONVERSATIONS.values()), add_generation_prompt=True)
+
+
+@pytest.fixture(scope="module")
+def expected(folder, inputs):
+    with torch.no_grad():
+        return load_model(folder, device="cpu", dtype="fp32")(inputs)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_logits_on_the_gpu_equal_the_cpu_reference(dtype, folder, inputs, expected):
+    model = load_model(folder, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        assert_close(dtype, model(inputs.to("cuda")).float(), expected, BOUNDS[dtype])
+
+
+def test_a_bf16_forward_never_waits_for_the_gpu(folder, inputs):
+    model, row = load_model(folder, device="cuda", dtype="bf16"), inputs.to("cuda")
+    with torch.no_grad():
+        model(row)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(row)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_greedy_words_on_the_gpu_equal_those_on_the_cpu(folder, inputs):
+    on_cpu = generate(load_model(folder, device="cpu", dtype="fp32"), inputs, max_new_tokens=8)
+    assert generate(load_model(folder, device="cuda", dtype="fp32"), inputs, max_new_tokens=8) == on_cpu

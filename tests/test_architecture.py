@@ -1,0 +1,90 @@
+"""The house stands as drawn: floors, doors, the tree in ARCHITECTURE.md, documents that name what is there."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted((ROOT / "saccade").rglob("*.py"))
+
+
+def test_imports_point_down():
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("module", ["saccade", "saccade.errors", "saccade.config", "saccade.log", "saccade.cli", "saccade.model", "saccade.processor", "saccade.processor.positions", "saccade.processor.image"])  # fmt: skip
+def test_importing_a_light_module_loads_no_torch(module):
+    script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0, f"{module} loads torch"
+
+
+def test_the_tree_in_the_architecture_is_the_real_tree():
+    drawn, folders = set(), []
+    for line in re.search(r"## Tree\n\n```\n(.*?)```", (ROOT / "ARCHITECTURE.md").read_text(), re.S)[1].splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [line.strip()]
+        if not line.endswith("/"):
+            drawn.add("".join(folders))
+    assert drawn == {str(path.relative_to(ROOT)) for path in MODULES}
+
+
+def test_doors_open():
+    import saccade.model
+    import saccade.processor
+
+    for package in (saccade.model, saccade.processor):
+        for name in package._DOOR:
+            assert callable(getattr(package, name))
+        with pytest.raises(AttributeError, match="nothing_like_this"):
+            _ = package.nothing_like_this
+
+
+def test_every_command_is_in_the_readme_and_has_help():
+    from typer.main import get_command
+
+    from saccade.cli import app
+
+    readme = (ROOT / "README.md").read_text()
+    for name, command in get_command(app).commands.items():
+        assert f"saccade {name}" in readme or f"make {name}" in readme, f"{name} is not in the README"
+        assert command.help, name
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"{name}: {parameter.name} has no help"
+
+
+def test_every_config_field_has_a_docstring():
+    """In frozen keyword-only dataclasses the line after a field says what it means."""
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and any("kw_only" in ast.unparse(d) for d in node.decorator_list):
+                for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+                    if isinstance(field, ast.AnnAssign):
+                        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                        assert is_text, f"{path.name}: {node.name}.{ast.unparse(field.target)} has no docstring"
+
+
+def test_every_kernel_has_a_reference_and_a_test():
+    for path in sorted((ROOT / "saccade" / "kernels").glob("*.py")):
+        if path.stem in ("__init__", "launch"):
+            continue
+        assert f"def {path.stem}_reference(" in path.read_text(), f"{path.stem} has no reference"
+        assert (ROOT / "tests" / "kernels" / f"test_{path.stem}.py").exists(), f"{path.stem} has no test"
+
+
+def test_library_code_never_prints_and_imports_no_oracle_or_pickle():
+    for path in MODULES:
+        source = path.read_text()
+        assert path.stem == "cli" or not re.search(r"\bprint\(", source), path
+        assert not re.search(r"^\s*(import|from) (pickle|transformers|vllm)\b", source, re.M), path
+
+
+def test_files_named_in_the_documents_exist():
+    for document in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text()):
+            assert (ROOT / target).exists(), f"{document} links to {target}"
