@@ -9,7 +9,6 @@ the tensor's name alone: the same for any shard size, order or machine.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +23,9 @@ from saccade.model.config import LanguageConfig, ModelConfig
 from saccade.model.families import qwen2_5_vl, text_family
 from saccade.model.gguf import GGUFModel, added_token
 from saccade.model.vlm import VLM
-from saccade.model.weights import CheckpointWriter, read_config, read_tensors, tensor_files
+from saccade.model.weights import CheckpointWriter, read_tensors, tensor_files
 from saccade.processor.conversation import read_template
+from saccade.processor.folder import read_config, read_json
 from saccade.processor.image import ImageSettings
 
 VISION_TOKENS = {
@@ -166,13 +166,10 @@ def _open_gguf(path: Path) -> TextModel:
 
 
 def _words_of_folder(folder: Path) -> Words:
-    try:
-        tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}/tokenizer.json cannot be read: {error}. A fast tokenizer is needed") from error
-    path = folder / "generation_config.json"
-    raw = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}) or {}
-    eos = raw.get("eos_token_id", read_config(folder).get("eos_token_id"))
+    tokenizer = read_json(folder / "tokenizer.json")
+    if not tokenizer:
+        raise CheckpointError(f"{folder}: no tokenizer.json. A fast tokenizer is needed")
+    eos = read_json(folder / "generation_config.json").get("eos_token_id", read_config(folder).get("eos_token_id"))
     if eos is None:
         raise CheckpointError(f"{folder}: neither generation_config.json nor config.json names eos_token_id")
     return Words(tokenizer, read_template(folder), tuple([eos] if isinstance(eos, int) else eos))

@@ -26,6 +26,7 @@ from saccade.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from saccade.errors import CheckpointError
 from saccade.model.families import vision_language_family
 from saccade.model.vlm import VLM
+from saccade.processor.folder import read_config
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -62,22 +63,6 @@ def load_model(
         _check_tied_copy(files, model, family.name_on_disk("head.weight"))
         model.head.weight = model.language.embed_tokens.weight
     return model.eval()
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a checkpoint folder."""
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path}: no such file. Is {folder} a checkpoint folder? saccade init makes one"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return raw
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -20,6 +20,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from saccade.errors import CheckpointError, RequestError
+from saccade.processor.folder import read_json
 from saccade.processor.image import ImageSource
 from saccade.processor.tokenizer import Tokenizer
 
@@ -87,7 +88,7 @@ class ChatTemplate:
     @staticmethod
     def load(folder: Path) -> ChatTemplate:
         """The template of a checkpoint folder, with the tokens it may name."""
-        tokens = _read_json(folder / "tokenizer_config.json")
+        tokens = read_json(folder / "tokenizer_config.json")
         return ChatTemplate(read_template(folder), _token_text(tokens, "bos_token"), _token_text(tokens, "eos_token"))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
@@ -106,14 +107,19 @@ class ChatTemplate:
 def render_prompt(
     messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer, *, add_generation_prompt: bool
 ) -> Prompt:
-    """One conversation as pieces. Without a generation prompt the assistant's turns are marked as learned."""
+    """One conversation as pieces. Without a generation prompt the assistant's turns are marked as learned.
+
+    Text is cut where an assistant's turn begins, in training and in serving alike: that is where generation starts, so no
+    token may reach across.
+    """
     checked, visuals = _check(messages)
     guard = _choose_guard(checked)
     guarded = _guard_text(checked, guard, tokenizer)
     text = template.render(guarded, add_generation_prompt=add_generation_prompt)
-    turns = [] if add_generation_prompt else _assistant_turns(guarded, text, template)
+    turns = _assistant_turns(guarded, text, template, must_learn=not add_generation_prompt)
     pieces: list[Piece] = []
-    for part, is_learned in _cut_turns(text, turns):
+    for part, is_turn in _cut_turns(text, turns):
+        is_learned = is_turn and not add_generation_prompt
         part_pieces = [
             Piece(piece.replace(guard, ""), control, is_learned) for piece, control in tokenizer.split_control(part)
         ]
@@ -226,8 +232,13 @@ def _guard_text(messages: Sequence[Message], guard: str, tokenizer: Tokenizer) -
     return [{"role": message["role"], "content": shield_content(message["content"])} for message in messages]
 
 
-def _assistant_turns(messages: Sequence[Message], text: str, template: ChatTemplate) -> list[tuple[int, int]]:
-    """Where in `text` each assistant turn begins and ends: after the generation prompt, up to the next message."""
+def _assistant_turns(
+    messages: Sequence[Message], text: str, template: ChatTemplate, *, must_learn: bool
+) -> list[tuple[int, int]]:
+    """Where in `text` each assistant turn begins and ends: after the generation prompt, up to the next message.
+
+    A template that rewrites earlier turns hides that; serving goes on without the cuts, learning cannot.
+    """
     turns = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -235,6 +246,8 @@ def _assistant_turns(messages: Sequence[Message], text: str, template: ChatTempl
         before = template.render(messages[:number], add_generation_prompt=True)
         after = template.render(messages[: number + 1], add_generation_prompt=False)
         if not (after.startswith(before) and text.startswith(after)):
+            if not must_learn:
+                return []
             raise RequestError(
                 f"messages[{number}]: the chat template rewrites earlier turns, so the words the assistant is to learn "
                 "cannot be told apart. End the conversation at this turn, or train with a template that only appends"
@@ -244,7 +257,7 @@ def _assistant_turns(messages: Sequence[Message], text: str, template: ChatTempl
 
 
 def _cut_turns(text: str, turns: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
-    """The text in parts, each wholly learned or not. The cut before a turn is where generation starts when serving."""
+    """The text in parts: (part, whether it is an assistant's turn)."""
     parts, end = [], 0
     for start, stop in turns:
         parts += [(text[end:start], False), (text[start:stop], True)]
@@ -263,8 +276,8 @@ def read_template(folder: Path) -> str:
     """The Jinja source: `chat_template.jinja`, or where older checkpoints keep it."""
     source = (
         _read_text(folder / "chat_template.jinja")
-        or _read_json(folder / "chat_template.json").get("chat_template")
-        or _read_json(folder / "tokenizer_config.json").get("chat_template")
+        or read_json(folder / "chat_template.json").get("chat_template")
+        or read_json(folder / "tokenizer_config.json").get("chat_template")
     )
     if not isinstance(source, str):
         raise CheckpointError(
@@ -279,14 +292,6 @@ def _raise_from_template(message: str) -> None:
 
 def _read_text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(_read_text(path) or "{}")
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
 
 
 def _token_text(config: Mapping[str, Any], name: str) -> str:

@@ -32,6 +32,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """What is decoded; every other format Pillow knows stays closed."""
 
 _ORIENTATION = 0x0112  # the EXIF tag
+_PNG_START = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,8 @@ def load_image(source: ImageSource, limits: MediaLimits) -> Pixels:
         _check_size(source.size, limits)
         return _to_rgb(source)
     data = _read(source, limits)
+    if data.startswith(_PNG_START):  # Pillow reads a PNG on to its first pixels; its size stands before them
+        _check_size((int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")), limits)
     image = _open_header(data)
     _check_size(image.size, limits)
     if (num_frames := getattr(image, "n_frames", 1)) > 1:

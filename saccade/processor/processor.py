@@ -7,7 +7,6 @@ Training calls it on samples, serving on requests; there is no second path.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from saccade.errors import CheckpointError, ImageError, RequestError
 from saccade.processor.conversation import ChatTemplate, ImageItem, Message, Piece, Prompt, VisualItem, render_prompt
+from saccade.processor.folder import read_config, read_json
 from saccade.processor.image import ImageSettings, MediaLimits, Pixels, image_patches, load_image, video_patches
 from saccade.processor.inputs import ModelInputs, patch_segments
 from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
@@ -72,7 +72,7 @@ class Processor:
     def load(folder: str | Path, *, limits: MediaLimits | None = None) -> Processor:
         """Read the processor's side of a checkpoint folder. `limits` bound what images may be."""
         folder = Path(folder)
-        config = _read_object(folder / "config.json")
+        config = read_config(folder)
         vision = config.get("vision_config") or {}
         images = _image_settings(
             _preprocessor_config(folder, "preprocessor_config.json", "image_processor"), ImageSettings()
@@ -195,27 +195,9 @@ class Processor:
         )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file. Is {path.parent} a checkpoint folder?") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return content
-
-
 def _preprocessor_config(folder: Path, file: str, section: str) -> dict[str, Any]:
     """The settings in a file of their own, or as a section of `processor_config.json`; both are Hugging Face layouts."""
-    if (folder / file).is_file():
-        return _read_object(folder / file)
-    if (folder / "processor_config.json").is_file():
-        nested = _read_object(folder / "processor_config.json").get(section)
-        if isinstance(nested, dict):
-            return nested
-    return {}
+    return read_json(folder / file) or read_json(folder / "processor_config.json").get(section) or {}
 
 
 def _image_settings(config: Mapping[str, Any], default: ImageSettings) -> ImageSettings:
@@ -250,8 +232,7 @@ def _required_id(config: Mapping[str, Any], name: str, folder: Path) -> int:
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    path = folder / "generation_config.json"
-    found = _read_object(path).get("eos_token_id") if path.is_file() else None
+    found = read_json(folder / "generation_config.json").get("eos_token_id")
     if found is None:
         found = (config.get("text_config") or config).get("eos_token_id")
     return frozenset([found] if isinstance(found, int) else found or [])

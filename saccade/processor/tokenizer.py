@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from saccade.errors import CheckpointError, RequestError
+from saccade.processor.folder import read_json
 
 
 class Tokenizer:
@@ -38,16 +39,13 @@ class Tokenizer:
     def load(folder: Path) -> Tokenizer:
         """Read `tokenizer.json` of a checkpoint folder."""
         path = folder / "tokenizer.json"
+        description = read_json(path)
+        if not description:
+            raise CheckpointError(f"{folder}: no tokenizer.json. A checkpoint folder needs a fast tokenizer")
         try:
-            return Tokenizer(json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{path}: no such file. A checkpoint folder needs a fast tokenizer (tokenizer.json)"
-            ) from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{path}: not a tokenizer: {error}. Copy tokenizer.json from the original model again"
-            ) from error
+            return Tokenizer(description)
+        except Exception as error:  # the library raises plain Exception for what it cannot parse
+            raise CheckpointError(f"{path}: not a tokenizer: {error}. Copy it from the original again") from error
 
     @property
     def vocab_size(self) -> int:

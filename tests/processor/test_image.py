@@ -440,6 +440,7 @@ def test_a_jpeg_cut_in_its_picture_is_called_truncated():
         load_image(data[: len(data) // 2 + 200], LIMITS)
 
 
+@pytest.mark.filterwarnings("ignore")  # Pillow warns about metadata it cannot read
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_a_file_cut_anywhere_is_refused_or_whole(kind):
     pixels = noise(24, 24)
@@ -520,6 +521,7 @@ def test_an_animated_gif_cut_anywhere_is_refused():
             continue
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_tiff_with_a_damaged_second_page_is_refused():
     page = Image.fromarray(noise(8, 8))
     data = bytearray(encoded(page, "TIFF", save_all=True, append_images=[page]))
