@@ -41,7 +41,6 @@ _VOCAB_MULTIPLE = 64
 
 _INIT_STD = 0.02
 
-
 _FLATTEN_IMAGES = """\
 {%- set flat = namespace(messages=[]) -%}
 {%- for message in messages -%}
@@ -101,9 +100,15 @@ def named_size(name: str) -> ModelConfig:
 
 
 def initialize_random(
-    folder: str | Path, config: ModelConfig, *, tokenizer_from: Path | None = None, dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0, max_shard_bytes: int = 2 * 2**30, on_tensor: Callable[[str], None] | None = None,
-) -> ModelConfig:  # fmt: skip
+    folder: str | Path,
+    config: ModelConfig,
+    *,
+    tokenizer_from: Path | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    max_shard_bytes: int = 2 * 2**30,
+    on_tensor: Callable[[str], None] | None = None,
+) -> ModelConfig:
     """A checkpoint folder with random weights. Without `tokenizer_from` the model reads and writes bytes."""
     words = _words_of_folder(tokenizer_from) if tokenizer_from else byte_words()
     words, token_ids, num_tokens = with_vision_tokens(words)
@@ -111,14 +116,21 @@ def initialize_random(
         raise ConfigError(
             f"the tokenizer has {num_tokens} tokens, the model an embedding of {config.language.vocab_size}. Raise language.vocab_size"
         )
-    _write(folder, config, words, token_ids, None, dtype, seed, max_shard_bytes, on_tensor)
+    tensors = _all_tensors(config, None, seed)
+    _write(folder, config, words, token_ids, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes, on_tensor=on_tensor)
     return config
 
 
 def initialize_from_text(
-    folder: str | Path, text: Path, tower: str, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
-    max_shard_bytes: int = 2 * 2**30, on_tensor: Callable[[str], None] | None = None,
-) -> ModelConfig:  # fmt: skip
+    folder: str | Path,
+    text: Path,
+    tower: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    max_shard_bytes: int = 2 * 2**30,
+    on_tensor: Callable[[str], None] | None = None,
+) -> ModelConfig:
     """A checkpoint folder from a text model (a folder of Qwen2 or Llama layout, or a GGUF file) and a fresh tower."""
     if tower not in qwen2_5_vl.TOWERS:
         raise ConfigError(f"unknown vision tower {tower!r}. Towers: {', '.join(qwen2_5_vl.TOWERS)}")
@@ -133,14 +145,9 @@ def initialize_from_text(
         tied_head=source.tied_head,
         family=qwen2_5_vl.MODEL_TYPE,
     )
-    _write(folder, config, words, token_ids, source, dtype, seed, max_shard_bytes, on_tensor)
+    tensors = _all_tensors(config, source, seed)
+    _write(folder, config, words, token_ids, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes, on_tensor=on_tensor)
     return config
-
-
-def parameter_names(config: ModelConfig) -> list[str]:
-    """Every tensor a checkpoint of this config holds, by its name in the model."""
-    with torch.device("meta"):
-        return [name for name, _ in VLM(config).named_parameters()]
 
 
 # ------------------------------------------------------------------ where text models come from
@@ -215,12 +222,19 @@ def with_vision_tokens(words: Words) -> tuple[Words, dict[str, int], int]:
 
 
 def _write(
-    folder: str | Path, config: ModelConfig, words: Words, token_ids: dict[str, int], text: TextModel | None,
-    dtype: torch.dtype, seed: int, max_shard_bytes: int, on_tensor: Callable[[str], None] | None,
-) -> None:  # fmt: skip
+    folder: str | Path,
+    config: ModelConfig,
+    words: Words,
+    token_ids: dict[str, int],
+    tensors: Iterator[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    on_tensor: Callable[[str], None] | None,
+) -> None:
     with CheckpointWriter(folder, max_shard_bytes=max_shard_bytes) as writer:
         _write_description(writer, config, words, token_ids, dtype)
-        for name, tensor in _all_tensors(config, text, seed):
+        for name, tensor in tensors:
             writer.add(qwen2_5_vl.name_on_disk(name), tensor.to(dtype))
             if on_tensor:
                 on_tensor(name)
