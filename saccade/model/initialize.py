@@ -9,6 +9,7 @@ the tensor's name alone: the same for any shard size, order or machine.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,6 +111,8 @@ def initialize_random(
     on_tensor: Callable[[str], None] | None = None,
 ) -> ModelConfig:
     """A checkpoint folder with random weights. Without `tokenizer_from` the model reads and writes bytes."""
+    if config.family != qwen2_5_vl.MODEL_TYPE:
+        raise ConfigError(f"family {config.family!r} cannot be made. Use {qwen2_5_vl.MODEL_TYPE}")
     words = _words_of_folder(tokenizer_from) if tokenizer_from else byte_words()
     words, token_ids, num_tokens = with_vision_tokens(words)
     if num_tokens > config.language.vocab_size:
@@ -233,6 +236,7 @@ def _write(
     on_tensor: Callable[[str], None] | None,
 ) -> None:
     with CheckpointWriter(folder, max_shard_bytes=max_shard_bytes) as writer:
+        writer.check_space(sum(math.prod(shape) for shape in _parameter_shapes(config).values()) * dtype.itemsize)
         _write_description(writer, config, words, token_ids, dtype)
         for name, tensor in tensors:
             writer.add(qwen2_5_vl.name_on_disk(name), tensor.to(dtype))
@@ -284,8 +288,7 @@ def _write_description(
 
 def _all_tensors(config: ModelConfig, text: TextModel | None, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of the model once: the text model's where there is one, fresh ones for the rest."""
-    with torch.device("meta"):
-        waiting = {name: tuple(parameter.shape) for name, parameter in VLM(config).named_parameters()}
+    waiting = _parameter_shapes(config)
     if text:
         for stored_name, tensor in text.tensors():
             name = qwen2_5_vl.name_in_model(stored_name)
@@ -301,6 +304,11 @@ def _all_tensors(config: ModelConfig, text: TextModel | None, seed: int) -> Iter
             )
     for name, shape in waiting.items():
         yield name, fresh_tensor(name, shape, seed)
+
+
+def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in VLM(config).named_parameters()}
 
 
 def _is_qkv_bias(name: str) -> bool:

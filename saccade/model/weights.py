@@ -179,6 +179,7 @@ def save_model(model: VLM, folder: str | Path, *, like: str | Path, max_shard_by
     if len(dtypes) == 1:
         raw = raw | {"torch_dtype" if "torch_dtype" in raw else "dtype": DTYPE_NAMES[dtypes.pop()]}
     with CheckpointWriter(folder, max_shard_bytes=max_shard_bytes) as writer:
+        writer.check_space(sum(parameter.nbytes for parameter in model.parameters()))
         writer.write_json("config.json", raw)
         for name in PROCESSOR_FILES:
             if (like / name).is_file():
@@ -217,6 +218,15 @@ class CheckpointWriter:
             shutil.rmtree(self._partial, ignore_errors=True)
             return
         self._finish()
+
+    def check_space(self, num_bytes: int) -> None:
+        """Refuse before the work starts what the disk cannot hold."""
+        free = shutil.disk_usage(self._partial).free
+        if num_bytes > free:
+            raise CheckpointError(
+                f"{self.folder}: the weights take {num_bytes / 2**30:.1f} GiB, the disk has {free / 2**30:.1f} GiB free. "
+                "Choose another disk"
+            )
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write one tensor. It must not change before the folder is complete."""

@@ -130,3 +130,12 @@ def test_not_a_gguf_file_is_refused(tmp_path):
     (tmp_path / "fake.gguf").write_bytes(b"GGUF" + b"\0" * 100)
     with pytest.raises(CheckpointError, match="not a readable GGUF file"):
         initialize_from_text(tmp_path / "vlm", tmp_path / "fake.gguf", "tiny")
+
+
+def test_a_model_larger_than_the_disk_is_refused_before_anything_is_made(tmp_path):
+    from saccade.config import override_config
+
+    vast = override_config(named_size("72b"), ["language.num_layers=4000"], "size 72b")
+    with pytest.raises(CheckpointError, match=r"GiB free. Choose another disk"):
+        initialize_random(tmp_path / "vast", vast)
+    assert list(tmp_path.iterdir()) == []

@@ -145,7 +145,9 @@ def test_a_tokenizer_with_merges_keeps_the_wall_too(merging_tokenizer, text):
     prompt = render_prompt([user(text)], ChatTemplate(CHATML), merging_tokenizer, add_generation_prompt=True)
     control = [piece.text for piece in prompt.pieces if piece.control_id is not None]
     assert control == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
-    assert "".join(piece.text for piece in prompt.pieces) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        "".join(piece.text for piece in prompt.pieces) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_control_token_of_one_character_is_behind_the_wall_too(checkpoint):
@@ -391,7 +393,9 @@ def test_an_image_that_the_template_ignores_is_refused(processor):
 
 def test_a_placeholder_without_an_image_is_refused(processor):
     seeing = with_template(processor, "<|vision_start|><|image_pad|><|vision_end|>")
-    with pytest.raises(RequestError, match="1 image placeholders but 0 images or videos: a placeholder without an image"):
+    with pytest.raises(
+        RequestError, match="1 image placeholders but 0 images or videos: a placeholder without an image"
+    ):
         seeing.prepare([user("look")])
 
 
@@ -402,7 +406,9 @@ def test_placeholders_of_the_wrong_kind_are_refused(processor):
 
 
 def test_templates_know_the_checkpoints_tokens_and_json(checkpoint, tmp_path):
-    template = "{{ bos_token }}|{{ eos_token }}|{{ messages[0] | tojson }}|{% for m in messages %}{% break %}{% endfor %}"
+    template = (
+        "{{ bos_token }}|{{ eos_token }}|{{ messages[0] | tojson }}|{% for m in messages %}{% break %}{% endfor %}"
+    )
     (tmp_path / "chat_template.jinja").write_text(template)
     config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -488,7 +494,9 @@ def test_what_is_no_list_of_messages_is_refused(processor, messages):
 
 @pytest.mark.parametrize("conversations", [[], None, "hi", {}, [user("hi")], ["hi"], 5], ids=repr)
 def test_what_is_no_list_of_conversations_is_refused(processor, conversations):
-    with pytest.raises(RequestError, match=r"list of conversations, each a list of messages: processor\(\[messages\]\)"):
+    with pytest.raises(
+        RequestError, match=r"list of conversations, each a list of messages: processor\(\[messages\]\)"
+    ):
         processor(conversations)
 
 
