@@ -4,6 +4,7 @@ Every command imports what it needs when it runs, so that `--help` answers at on
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +61,8 @@ def _progress(unit: str) -> Iterator[Callable[[str], None]]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
         yield lambda name: progress.update(task, advance=1, description=name)
 
@@ -102,7 +104,9 @@ def init(
     text: Annotated[
         Path | None, typer.Option(help="A text model to build on: a checkpoint folder (Qwen2, Llama) or a GGUF file.")
     ] = None,
-    tower: Annotated[str, typer.Option(help="With --text, the fresh vision tower: tiny, 90m, 670m.")] = "90m",
+    tower: Annotated[
+        str | None, typer.Option(help="With --text, the fresh vision tower: tiny, 90m, 670m.", show_default="90m")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="With --size or --config: section.key=value, may be repeated.")
     ] = None,
@@ -125,23 +129,24 @@ def init(
         raise ConfigError(
             "--set and --tokenizer go with --size or --config; a text model brings its own sizes and tokenizer"
         )
+    if text is None and tower is not None:
+        raise ConfigError("--tower goes with --text; --size and --config name their own tower")
+    if size is not None:
+        chosen = override_config(named_size(size), set_ or [], f"size {size}")
+    elif config is not None:
+        chosen = load_config(ModelConfig, config, set_ or [])
+    storage = DTYPES[dtype]
     with _progress("tensors") as advance:
         if text is not None:
-            made = initialize_from_text(out, text, tower, dtype=DTYPES[dtype], seed=seed, on_tensor=advance)
+            made = initialize_from_text(out, text, tower or "90m", dtype=storage, seed=seed, on_tensor=advance)
         else:
-            chosen = (
-                override_config(named_size(size), set_ or [], f"size {size}")
-                if size
-                else load_config(ModelConfig, config or Path(), set_ or [])
-            )
-            made = initialize_random(
-                out, chosen, tokenizer_from=tokenizer, dtype=DTYPES[dtype], seed=seed, on_tensor=advance
-            )
+            made = initialize_random(out, chosen, tokenizer_from=tokenizer, dtype=storage, seed=seed, on_tensor=advance)
     num_bytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     if as_json:
         typer.echo(json.dumps({"checkpoint": str(out), "family": made.family, "bytes": num_bytes}))
     else:
-        typer.echo(f"{out}: {made.family}, {num_bytes / 2**30:.2f} GiB of {dtype} weights")
+        amount = f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
+        typer.echo(f"{out}: {made.family}, {amount} of {dtype} weights")
 
 
 @app.command()
@@ -166,7 +171,7 @@ def chat(
     from saccade.processor import Processor, TextStream
 
     *images, question = words
-    if Path(question).is_file():
+    if os.path.isfile(question):  # noqa: PTH113  Path.is_file raises for a question longer than a file name
         raise ConfigError(f"the last word is the question, but {question} is a file. Ask something about it")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     processor = Processor.load(checkpoint)

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import tomllib
 import types
 import typing
@@ -32,6 +33,8 @@ def load_config(kind: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
         raise ConfigError(f"{path}: no such file. Recipes that ship with saccade are in recipes/") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}. Give a TOML file") from error
     return _apply_overrides(kind, tree, overrides, where=str(path))
 
 
@@ -58,9 +61,12 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(tree, dict):
             raise ConfigError(f"--set {override!r}: {name} is a value, not a section")
     try:
-        tree[names[-1]] = tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        tree[names[-1]] = text.strip()
+        parsed = {"value": text.strip()}
+    if len(parsed) > 1:
+        raise ConfigError(f"--set {override!r}: one key and one value at a time; repeat --set for more")
+    tree[names[-1]] = parsed["value"]
 
 
 def decode(kind: type[T], tree: object, where: str = "config") -> T:
@@ -77,7 +83,7 @@ def _decode(kind: Any, value: object, where: str, path: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _decode_union(arguments, value, where, path)
     if origin is typing.Literal:
-        if value not in arguments:
+        if not any(value == one and type(value) is type(one) for one in arguments):
             raise ConfigError(f"{where}: {path} = {value!r} is not one of {', '.join(map(repr, arguments))}")
         return value
     if origin is tuple and isinstance(value, list | tuple):
@@ -138,13 +144,16 @@ def _name(kind: Any) -> str:
 
 
 def encode(config: object) -> dict[str, Any]:
-    """The dataclass as nested plain dicts, without the fields that are None (TOML has no null)."""
+    """The dataclass as nested plain dicts. A field that is None is left out, for TOML has no null: its default must be None."""
     assert dataclasses.is_dataclass(config), "encode takes a config dataclass"
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
-            pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-            return {name: plain(item) for name, item in pairs if item is not None}
+            pairs = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+            lost = [field.name for field, item in pairs if item is None and field.default is not None]
+            if lost:
+                raise ConfigError(f"{', '.join(lost)} cannot be None: a file could not say so")
+            return {field.name: plain(item) for field, item in pairs if item is not None}
         if isinstance(value, dict):
             return {name: plain(item) for name, item in value.items()}
         if isinstance(value, list | tuple):
@@ -162,7 +171,9 @@ def write_config(config: object, path: Path) -> None:
 
 def _toml_lines(section: dict[str, Any], name: str = "") -> list[str]:
     """Plain values first, then each sub-section under its header."""
-    lines = [f"{key} = {_toml_value(value)}" for key, value in section.items() if not isinstance(value, dict)]
+    lines = [
+        f"{_toml_key(key)} = {_toml_value(value)}" for key, value in section.items() if not isinstance(value, dict)
+    ]
     for key, value in section.items():
         if isinstance(value, dict):
             inner = f"{name}.{_toml_key(key)}" if name else _toml_key(key)
@@ -171,7 +182,7 @@ def _toml_lines(section: dict[str, Any], name: str = "") -> list[str]:
 
 
 def _toml_key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
 
 
 def _toml_value(value: Any) -> str:
@@ -181,4 +192,8 @@ def _toml_value(value: Any) -> str:
         return "{ " + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    return json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else repr(value)
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace(
+        "\x7f", "\\u007f"
+    )  # the one character JSON allows and TOML does not

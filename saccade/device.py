@@ -28,8 +28,12 @@ def resolve_device(name: str | torch.device = "auto") -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"unknown device {name!r}. Use cpu, cuda, cuda:1 or auto") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported. Use cpu, cuda, cuda:1 or auto")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} asked for, but torch {torch.__version__} sees no GPU. Use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} asked for, but there are {torch.cuda.device_count()} GPUs, numbered from 0")
     return device
 
 

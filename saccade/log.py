@@ -35,7 +35,7 @@ def set_up_logging(*, verbose: bool = False) -> None:
 def rank_of_process() -> int:
     """The launcher's RANK, 0 without a launcher."""
     value = os.environ.get("RANK", "0")
-    if not value.isdigit():
+    if not (value.isascii() and value.isdigit()):
         raise ConfigError(f"environment variable RANK is {value!r}, not a number. Start through torchrun, or unset it")
     return int(value)
 

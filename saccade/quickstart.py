@@ -19,7 +19,7 @@ QUESTION = "What is in this picture?"
 
 def quickstart(folder: Path, say: Callable[[str], None]) -> None:
     """Run the flow inside `folder`, which must be empty or new; `say` prints one line to the user."""
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty. Remove it or choose another: saccade quickstart --folder NAME")
     folder.mkdir(parents=True, exist_ok=True)
     picture, checkpoint = folder / "picture.png", folder / "checkpoint"

@@ -1,8 +1,16 @@
 """The sizes of a model, as the modules need them. How they are written in `config.json` is each family's business."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from saccade.errors import ConfigError
+
+
+def _check_positive(config: object) -> None:
+    """No size of a model is zero or less."""
+    for field in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if isinstance(value, int | float) and value <= 0:
+            raise ConfigError(f"{field.name} is {value}; it must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +39,11 @@ class VisionConfig:
     """Side of an attention window in pixels."""
     tokens_per_second: float = 4
     """Time positions a second of video takes."""
-    norm_eps: float = 1e-6
-    """Added to the mean square in each norm."""
 
     def __post_init__(self) -> None:
+        _check_positive(self)
+        if self.in_channels != 3:
+            raise ConfigError(f"vision in_channels is {self.in_channels}; images have 3, red, green and blue")
         if self.hidden_size % (4 * self.num_heads):
             raise ConfigError(
                 f"vision hidden size {self.hidden_size} must be a multiple of 4 x {self.num_heads} heads (2-D RoPE turns 4 parts)"
@@ -90,6 +99,7 @@ class LanguageConfig:
     """Positions the model was made for."""
 
     def __post_init__(self) -> None:
+        _check_positive(self)
         if self.hidden_size % (2 * self.num_heads):
             raise ConfigError(f"hidden size {self.hidden_size} must be a multiple of 2 x {self.num_heads} heads")
         if self.num_heads % self.num_kv_heads:

@@ -33,6 +33,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}; use 0 or a positive number")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}; use 0 up to 2^63 - 1")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}; use 1 or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -101,7 +103,7 @@ def _cache_for(model: VLM, inputs: ModelInputs, capacity: int) -> KVCache:
 
 def _generator(seed: int, number: int) -> torch.Generator:
     """Each conversation draws from its own stream, so its neighbours do not change its tokens."""
-    return torch.Generator().manual_seed(seed + number)
+    return torch.Generator().manual_seed((seed + number) % 2**63)
 
 
 def _choose(logits_NV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from saccade.model.config import VisionConfig
 from saccade.model.layers import RMSNorm
+from saccade.model.vision import NORM_EPS
 
 
 class PatchMerger(nn.Module):
@@ -12,7 +13,7 @@ class PatchMerger(nn.Module):
     def __init__(self, config: VisionConfig, out_size: int) -> None:
         super().__init__()
         self.merged_size = config.hidden_size * config.patches_per_token
-        self.ln_q = RMSNorm(config.hidden_size, config.norm_eps)
+        self.ln_q = RMSNorm(config.hidden_size, NORM_EPS)
         self.mlp = nn.Sequential(
             nn.Linear(self.merged_size, self.merged_size), nn.GELU(), nn.Linear(self.merged_size, out_size)
         )

@@ -25,6 +25,9 @@ from saccade.model.layers import FeedForward, RMSNorm
 
 Integers = NDArray[np.int64]
 
+NORM_EPS = 1e-6
+"""Added to the mean square in each norm; fixed in this family's towers."""
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -125,9 +128,9 @@ class VisionBlock(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.norm1 = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm1 = RMSNorm(config.hidden_size, NORM_EPS)
         self.attn = VisionAttention(config)
-        self.norm2 = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm2 = RMSNorm(config.hidden_size, NORM_EPS)
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size, bias=True)
 
     def forward(self, x_PD: Tensor, angles: AngleTable, segments: Segments) -> Tensor:

@@ -193,9 +193,12 @@ class CheckpointWriter:
 
     def __init__(self, folder: str | Path, *, max_shard_bytes: int = 2 * 2**30) -> None:
         self.folder = Path(folder)
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder} is a file. Choose another folder or remove it first")
+        if self.folder.exists() and any(self.folder.iterdir()):
             raise CheckpointError(f"{self.folder} exists and is not empty. Choose another folder or remove it first")
-        self._partial = self.folder.with_name(f".{self.folder.name}.partial-{os.getpid()}")
+        place = self.folder.resolve()
+        self._partial = place.with_name(f".{place.name}.partial-{os.getpid()}")
         self._max_shard_bytes = max_shard_bytes
         self._shard: dict[str, Tensor] = {}
         self._shard_bytes = 0
@@ -214,10 +217,11 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
             shutil.rmtree(self._partial, ignore_errors=True)
-            return
-        self._finish()
 
     def check_space(self, num_bytes: int) -> None:
         """Refuse before the work starts what the disk cannot hold."""
@@ -272,6 +276,11 @@ class CheckpointWriter:
             weight_map.update(dict.fromkeys(names, final))
         if count > 1:
             self.write_json(INDEX_FILE, {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map})
-        if self.folder.exists():
-            self.folder.rmdir()
-        self._partial.rename(self.folder)
+        if not self.folder.exists():
+            self._partial.rename(self.folder)
+            return
+        files = sorted(self._partial.iterdir(), key=lambda file: file.name == "config.json")
+        for (
+            file
+        ) in files:  # an empty folder that was there is filled; config.json, which makes it a checkpoint, comes last
+            file.rename(self.folder / file.name)

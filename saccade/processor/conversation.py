@@ -3,9 +3,9 @@
     messages -> checked messages -> chat template (trusted) -> pieces
 
 The template comes from the checkpoint and runs in Jinja's immutable sandbox. Its output is trusted, the users' words in it are
-not: before rendering, each of their characters that could begin or end a control token is followed or preceded by a *guard*, a
-Unicode noncharacter that occurs nowhere in the conversation; after the control tokens have been cut out, the guards are
-removed. So text that spells `<|im_end|>`, whole or split over two parts, stays text.
+not: before rendering, each of their characters that could begin or end a control token is replaced by a *stand-in*, a Unicode
+noncharacter that occurs nowhere in the conversation; after the control tokens have been cut out, the characters are put back.
+So text that spells `<|im_end|>`, whole or split over two parts, stays text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from saccade.errors import CheckpointError, RequestError
@@ -29,7 +31,11 @@ Message = Mapping[str, Any]
 
 ROLES = ("system", "user", "assistant")
 
-_GUARDS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters: never exchanged as text
+_NONCHARACTERS = [
+    *map(chr, range(0xFDD0, 0xFDF0)),
+    *(chr(plane * 0x10000 + last) for plane in range(17) for last in (0xFFFE, 0xFFFF)),
+]
+"""The 66 code points that Unicode keeps free of characters: never exchanged as text."""
 
 DEFAULT_FPS = 2.0
 """Frames a second of a video that does not state its own."""
@@ -70,15 +76,27 @@ class Prompt:
     visuals: tuple[VisualItem, ...]
 
 
+class _GenerationTag(Extension):
+    """Some templates wrap the assistant's words in `{% generation %}`; we find them ourselves, so the tag is transparent."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The block's content, as it stands."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class ChatTemplate:
     """The checkpoint's Jinja template: how this model wants a conversation written."""
 
     def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
         )
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _raise_from_template
+        environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = environment.from_string(source)
@@ -102,6 +120,8 @@ class ChatTemplate:
                 f"the chat template cannot write this conversation: {error}. "
                 "A template made for text alone takes no images: use a checkpoint made by saccade init"
             ) from error
+        except (ArithmeticError, LookupError, ValueError, AttributeError, RecursionError) as error:
+            raise RequestError(f"the checkpoint's chat template fails on this conversation: {error!r}") from error
 
 
 def render_prompt(
@@ -113,15 +133,15 @@ def render_prompt(
     token may reach across.
     """
     checked, visuals = _check(messages)
-    guard = _choose_guard(checked)
-    guarded = _guard_text(checked, guard, tokenizer)
-    text = template.render(guarded, add_generation_prompt=add_generation_prompt)
-    turns = _assistant_turns(guarded, text, template, must_learn=not add_generation_prompt)
+    hide, restore = _stand_ins(checked, tokenizer.control_edges())
+    hidden = _translate_text(checked, hide)
+    text = template.render(hidden, add_generation_prompt=add_generation_prompt)
+    turns = _assistant_turns(hidden, text, template, must_learn=not add_generation_prompt)
     pieces: list[Piece] = []
     for part, is_turn in _cut_turns(text, turns):
         is_learned = is_turn and not add_generation_prompt
         part_pieces = [
-            Piece(piece.replace(guard, ""), control, is_learned) for piece, control in tokenizer.split_control(part)
+            Piece(piece.translate(restore), control, is_learned) for piece, control in tokenizer.split_control(part)
         ]
         pieces += _unlearn_after_end(part_pieces) if is_learned else part_pieces
     return Prompt(tuple(pieces), tuple(visuals))
@@ -129,7 +149,7 @@ def render_prompt(
 
 def _check(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[VisualItem]]:
     """Messages as the template takes them (images as bare placeholders), and the images in order."""
-    if isinstance(messages, Mapping | str) or not messages:
+    if not is_list(messages):
         raise RequestError("a conversation is a non-empty list of messages, each with role and content")
     checked: list[dict[str, Any]] = []
     visuals: list[VisualItem] = []
@@ -149,9 +169,14 @@ def _check(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Visu
     return checked, visuals
 
 
+def is_list(value: object) -> bool:
+    """A list or tuple with something in it; a string is none."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 0
+
+
 def _check_content(content: object, where: str) -> tuple[str | list[dict[str, Any]], list[VisualItem]]:
     if isinstance(content, str):
-        return content, []
+        return _check_text(content, where), []
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise RequestError(f"{where}.content is {type(content).__name__}, not text or a list of parts")
     parts: list[dict[str, Any]] = []
@@ -166,24 +191,44 @@ def _check_content(content: object, where: str) -> tuple[str | list[dict[str, An
     return parts, visuals
 
 
+_PART_KEYS = {"text": {"text"}, "image_url": {"image_url"}, "image": {"image"}, "video": {"video", "fps"}}
+
+
 def _check_part(part: object, where: str) -> tuple[dict[str, Any], VisualItem | None]:
     """One part of a message: what the template sees of it, and its image or video."""
     if not isinstance(part, Mapping):
         raise RequestError(f"{where} is {type(part).__name__}, not a part with a type")
     kind = part.get("type")
+    if not isinstance(kind, str) or kind not in _PART_KEYS:
+        raise RequestError(f"{where}.type is {kind!r}. Use text, image_url, image or video")
+    if surplus := part.keys() - _PART_KEYS[kind] - {"type"}:
+        raise RequestError(f"{where}: unknown key {', '.join(sorted(map(str, surplus)))} in a part of type {kind}")
     if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}.text must be a string")
-        return {"type": "text", "text": part["text"]}, None
+        return {"type": "text", "text": _check_text(part.get("text"), f"{where}.text")}, None
     if kind == "image_url":
-        url = part.get("image_url")
-        source = url.get("url") if isinstance(url, Mapping) else url
-        return {"type": "image"}, ImageItem(_present(source, "image", f"{where}.image_url"))
+        return {"type": "image"}, ImageItem(_check_image_url(part.get("image_url"), f"{where}.image_url"))
     if kind == "image":
         return {"type": "image"}, ImageItem(_present(part.get("image"), "image", f"{where}.image"))
-    if kind == "video":
-        return {"type": "video"}, _check_video(part, where)
-    raise RequestError(f"{where}.type is {kind!r}. Use text, image_url, image or video")
+    return {"type": "video"}, _check_video(part, where)
+
+
+def _check_text(text: object, where: str) -> str:
+    if not isinstance(text, str):
+        raise RequestError(f"{where} must be a string")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise RequestError(f"{where} is not valid Unicode (half of a surrogate pair). Remove it")
+    return text
+
+
+def _check_image_url(url: object, where: str) -> Any:
+    """A URL, or OpenAI's object around it; of its `detail` only `auto` can be honoured."""
+    if not isinstance(url, Mapping):
+        return _present(url, "image", where)
+    if surplus := url.keys() - {"url", "detail"}:
+        raise RequestError(f"{where}: unknown key {', '.join(sorted(map(str, surplus)))}. It has url")
+    if url.get("detail", "auto") != "auto":
+        raise RequestError(f"{where}.detail is {url['detail']!r}; only auto is supported")
+    return _present(url.get("url"), "image", where)
 
 
 def _check_video(part: Mapping[str, Any], where: str) -> VideoItem:
@@ -204,32 +249,27 @@ def _present(source: Any, kind: str, where: str) -> Any:
     return source
 
 
-def _choose_guard(messages: Sequence[Message]) -> str:
-    """A noncharacter that no text of the conversation contains."""
+def _stand_ins(messages: Sequence[Message], characters: str) -> tuple[dict[int, str], dict[int, str]]:
+    """Translations to and from noncharacters that no text of the conversation contains, one for each character."""
     everything = json.dumps(messages, ensure_ascii=False)
-    for guard in _GUARDS:
-        if guard not in everything:
-            return guard
-    raise RequestError("the text uses all of the Unicode noncharacters U+FDD0 to U+FDEF. Remove them")
+    free = [stand_in for stand_in in _NONCHARACTERS if stand_in not in everything]
+    if len(free) < len(characters):
+        raise RequestError(
+            "the text uses all of the Unicode noncharacters (U+FDD0 to U+FDEF, U+FFFE, U+FFFF, ...). Remove them"
+        )
+    pairs = list(zip(characters, free, strict=False))
+    return {ord(c): stand_in for c, stand_in in pairs}, {ord(stand_in): c for c, stand_in in pairs}
 
 
-def _guard_text(messages: Sequence[Message], guard: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The same messages with every character of user text that could begin or end a control token set apart."""
-    first, last = tokenizer.control_edges()
+def _translate_text(messages: Sequence[Message], table: dict[int, str]) -> list[dict[str, Any]]:
+    """The same messages with every text translated."""
 
-    def shield(text: str) -> str:
-        for character in first:
-            text = text.replace(character, character + guard)
-        for character in last - first:
-            text = text.replace(character, guard + character)
-        return text
-
-    def shield_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    def translate(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         if isinstance(content, str):
-            return shield(content)
-        return [part | {"text": shield(part["text"])} if "text" in part else part for part in content]
+            return content.translate(table)
+        return [part | {"text": part["text"].translate(table)} if "text" in part else part for part in content]
 
-    return [{"role": message["role"], "content": shield_content(message["content"])} for message in messages]
+    return [{"role": message["role"], "content": translate(message["content"])} for message in messages]
 
 
 def _assistant_turns(
@@ -291,7 +331,10 @@ def _raise_from_template(message: str) -> None:
 
 
 def _read_text(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not UTF-8 text: {error}. Copy it from the original again") from error
 
 
 def _token_text(config: Mapping[str, Any], name: str) -> str:

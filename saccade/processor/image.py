@@ -9,9 +9,10 @@ sees: EXIF orientation and transparency are applied first.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import math
+import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
 from saccade.errors import ConfigError, ImageError
 
@@ -32,6 +33,16 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """What is decoded; every other format Pillow knows stays closed."""
 
 _ORIENTATION = 0x0112  # the EXIF tag
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What each EXIF orientation asks for. (Pillow's own function writes the EXIF anew, which a damaged tag breaks.)"""
 _PNG_START = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
 
 
@@ -73,13 +84,23 @@ class ImageSettings:
     """Per channel, in the 0..1 range."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_pixels <= self.max_pixels:
+        for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"image settings: {name} is {value!r}, not a whole number of at least 1")
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if len(values) != 3 or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
+                raise ConfigError(f"image settings: {name} is {values!r}, not three numbers, one per colour")
+        if min(self.std) <= 0:
+            raise ConfigError(f"image settings: std is {self.std!r}; every colour's must be above 0")
+        if self.min_pixels > self.max_pixels:
             raise ConfigError(
-                f"image budget: min_pixels {self.min_pixels} must be over 0 and at most max_pixels {self.max_pixels}"
+                f"image settings: min_pixels {self.min_pixels} must be over 0 and at most max_pixels {self.max_pixels}"
             )
         if self.max_pixels < self.cell**2:
             raise ConfigError(
-                f"image budget: max_pixels {self.max_pixels} holds not even one token ({self.cell}x{self.cell} pixels)"
+                f"image settings: max_pixels {self.max_pixels} holds not even one token ({self.cell}x{self.cell} pixels)"
             )
 
     @property
@@ -116,14 +137,12 @@ def load_image(source: ImageSource, limits: MediaLimits) -> Pixels:
     """Decode one image (path, bytes, data URL or PIL image) to upright, opaque RGB."""
     if isinstance(source, Image.Image):
         _check_size(source.size, limits)
-        return _to_rgb(source)
+        return _decode(source, None)
     data = _read(source, limits)
     if data.startswith(_PNG_START):  # Pillow reads a PNG on to its first pixels; its size stands before them
         _check_size((int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")), limits)
     image = _open_header(data)
     _check_size(image.size, limits)
-    if (num_frames := getattr(image, "n_frames", 1)) > 1:
-        raise ImageError(f"animated {image.format} of {num_frames} frames. Send it as a video, a list of frames")
     return _decode(image, data)
 
 
@@ -131,10 +150,10 @@ def _read(source: ImageSource, limits: MediaLimits) -> bytes:
     """The encoded bytes, never more than the limit."""
     if isinstance(source, bytes):
         data = source
-    elif isinstance(source, str) and source.startswith("data:"):
+    elif isinstance(source, str) and source[:5].lower() == "data:":
         data = _read_data_url(source, limits)
-    elif isinstance(source, str) and source.lower().startswith(("http://", "https://", "ftp://", "s3://", "gs://")):
-        raise ImageError("remote images are not fetched. Download the image and send its bytes or a data URL")
+    elif isinstance(source, str) and (scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", source)):
+        raise ImageError(f"remote images are not fetched ({scheme[1]}). Send the bytes, a data URL or a plain path")
     elif isinstance(source, str | Path):
         data = _read_file(Path(source), limits)
     else:
@@ -148,6 +167,7 @@ def _read(source: ImageSource, limits: MediaLimits) -> bytes:
 
 def _read_data_url(url: str, limits: MediaLimits) -> bytes:
     header, comma, body = url.partition(",")
+    header = header.lower()
     if not comma or not header.startswith("data:image/") or not header.endswith(";base64"):
         raise ImageError("the data URL is not of the form data:image/<format>;base64,<data>")
     if len(body) * 3 // 4 > limits.max_bytes + 2:  # the encoded length tells before anything is decoded
@@ -156,19 +176,30 @@ def _read_data_url(url: str, limits: MediaLimits) -> bytes:
         )
     try:
         return base64.b64decode(body, validate=True)
-    except binascii.Error as error:
-        raise ImageError(f"the data URL holds invalid base64: {error}") from error
+    except ValueError as error:
+        raise ImageError("the data URL holds invalid base64. Encode the file again") from error
 
 
 def _read_file(path: Path, limits: MediaLimits) -> bytes:
+    """At most one byte more than the limit, from a regular file: pipes and devices would never end."""
     if not limits.allow_local_files:
         raise ImageError("images named by a path are not read here. Send the bytes as a data URL")
+    shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:60]}... ({len(str(path))} characters)"
+    shown = shown.encode("utf-8", "replace").decode()
     try:
-        if (size := path.stat().st_size) > limits.max_bytes:
-            raise ImageError(f"{path}: {size} bytes, over the limit of {limits.max_bytes}. Use a smaller file")
-        return path.read_bytes()
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ImageError(f"{shown}: not a file. Check the path")
+        if status.st_size > limits.max_bytes:
+            raise ImageError(
+                f"{shown}: {status.st_size} bytes, over the limit of {limits.max_bytes}. Use a smaller file"
+            )
+        with path.open("rb") as file:
+            return file.read(limits.max_bytes + 1)
     except OSError as error:
-        raise ImageError(f"{path}: {error.strerror or error}. Check the path") from error
+        raise ImageError(f"{shown}: {error.strerror}. Check the path") from error
+    except ValueError as error:  # a null byte, half of a surrogate pair
+        raise ImageError(f"{shown}: not a path. Check it") from error
 
 
 def _open_header(data: bytes) -> Image.Image:
@@ -183,7 +214,7 @@ def _open_header(data: bytes) -> Image.Image:
             try:
                 image: Image.Image = factory(io.BytesIO(data), b"")
                 return image
-            except (SyntaxError, ValueError, TypeError, IndexError, OSError, EOFError, KeyError, MemoryError) as error:
+            except Exception as error:  # hostile bytes reach deep into Pillow; whatever it raises, the header is bad
                 raise ImageError(
                     f"the image looks like {name} but its header cannot be read. Save it again as PNG or JPEG"
                 ) from error
@@ -209,33 +240,40 @@ def _check_size(size: tuple[int, int], limits: MediaLimits) -> None:
         )
 
 
-def _decode(image: Image.Image, data: bytes) -> Pixels:
-    """Pixels of an image whose header has passed. Colour JPEGs that lie upright go through libjpeg-turbo directly."""
+def _decode(image: Image.Image, data: bytes | None) -> Pixels:
+    """Pixels of an image whose header has passed. Colour JPEGs go through libjpeg-turbo directly."""
     try:
-        if image.format == "JPEG" and image.mode in ("RGB", "L") and image.getexif().get(_ORIENTATION, 1) == 1:
-            return _decode_jpeg(image, data)
-        return _to_rgb(image)
+        # A camera's MPO file is a JPEG with further pictures behind the first; the first is the photo.
+        if data is not None and image.format != "MPO" and getattr(image, "is_animated", False):
+            raise ImageError(f"animated {image.format}. Send it as a video, a list of frames")
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+        if data is not None and image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
+            pixels = _decode_jpeg(data)
+            image = image if pixels is None else Image.fromarray(pixels)
+        return _to_rgb(image if turn is None else image.transpose(turn))
     except ImageError:
         raise
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, UnidentifiedImageError, MemoryError) as error:
+    except Exception as error:  # hostile bytes reach deep into Pillow; whatever it raises, the pixels are bad
         raise ImageError(
-            f"the {image.format} image of {image.width}x{image.height} pixels is truncated or corrupt. Send the whole file"
+            f"the {image.format or image.mode} image of {image.width}x{image.height} pixels is truncated or corrupt. Send the whole file"
         ) from error
 
 
-def _decode_jpeg(image: Image.Image, data: bytes) -> Pixels:
-    """simplejpeg takes under half of Pillow's time and gives the same pixels; without it Pillow decodes."""
+def _decode_jpeg(data: bytes) -> Pixels | None:
+    """simplejpeg takes under half of Pillow's time and gives the same pixels. What it refuses, Pillow judges."""
     try:
         import simplejpeg
     except ImportError:
-        return _to_rgb(image)
-    pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
+        return None
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)
+    except ValueError:
+        return None
     return pixels
 
 
 def _to_rgb(image: Image.Image) -> Pixels:
-    """Upright, on white where transparent, 8-bit RGB."""
-    image = ImageOps.exif_transpose(image)
+    """On white where transparent, 8-bit RGB."""
     if image.mode.startswith("I;16"):  # Pillow's own conversion would clip 16 bits instead of scaling them
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):

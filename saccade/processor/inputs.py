@@ -72,6 +72,8 @@ class ModelInputs:
     def pack(rows: Sequence[ModelInputs]) -> ModelInputs:
         """Put rows behind one another into one row."""
         assert rows, "pack needs at least one row"
+        kinds = {(row.patches.dtype, row.pixel_mean, row.pixel_std) for row in rows}
+        assert len(kinds) == 1, f"rows of one pack have pixels of one kind, not {kinds}"
         token_starts = [0]
         for row in rows:
             token_starts.append(token_starts[-1] + row.num_tokens)

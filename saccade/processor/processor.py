@@ -15,8 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from saccade.errors import CheckpointError, ImageError, RequestError
-from saccade.processor.conversation import ChatTemplate, ImageItem, Message, Piece, Prompt, VisualItem, render_prompt
+from saccade.errors import CheckpointError, ConfigError, ImageError, RequestError
+from saccade.processor.conversation import (
+    ChatTemplate,
+    ImageItem,
+    Message,
+    Piece,
+    Prompt,
+    VisualItem,
+    is_list,
+    render_prompt,
+)
 from saccade.processor.folder import read_config, read_json
 from saccade.processor.image import ImageSettings, MediaLimits, Pixels, image_patches, load_image, video_patches
 from saccade.processor.inputs import ModelInputs, patch_segments
@@ -80,6 +89,8 @@ class Processor:
         videos = _image_settings(
             _preprocessor_config(folder, "video_preprocessor_config.json", "video_processor"), images
         )
+        for settings in (images, videos):
+            _check_same_patches(settings, vision, folder)
         return Processor(
             tokenizer=Tokenizer.load(folder),
             template=ChatTemplate.load(folder),
@@ -96,7 +107,7 @@ class Processor:
 
     def __call__(self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False) -> ModelInputs:
         """One packed row of all conversations. `add_generation_prompt` ends each where the assistant is to speak."""
-        if not conversations or isinstance(conversations, Mapping | str) or isinstance(conversations[0], Mapping | str):
+        if not is_list(conversations) or not all(is_list(messages) for messages in conversations):
             raise RequestError(
                 "the processor takes a list of conversations, each a list of messages: processor([messages])"
             )
@@ -147,13 +158,19 @@ class Processor:
     def _video(self, sources: Sequence[Any], fps: float) -> _Visual:
         if len(sources) > self.limits.max_frames:
             raise ImageError(f"{len(sources)} frames, over the limit of {self.limits.max_frames}. Sample fewer frames")
-        frames = [load_image(source, self.limits) for source in sources]
+        frames = [self._frame(source, number) for number, source in enumerate(sources)]
         if len(sizes := {frame.shape for frame in frames}) > 1:
             shapes = ", ".join(f"{width}x{height}" for height, width, _ in sorted(sizes))
             raise ImageError(f"the frames have different sizes: {shapes}. Give frames of one size")
         patches, grid = video_patches(frames, self.videos)
         seconds = self.videos.temporal_patch_size / fps
         return _Visual(patches, grid, self._span(grid, self.videos, time_step=self.vision.tokens_per_second * seconds))
+
+    def _frame(self, source: Any, number: int) -> Pixels:
+        try:
+            return load_image(source, self.limits)
+        except ImageError as error:
+            raise ImageError(f"frame {number + 1}: {error}") from error
 
     @staticmethod
     def _span(grid: tuple[int, int, int], settings: ImageSettings, time_step: float) -> VisionSpan:
@@ -176,7 +193,7 @@ class Processor:
                 ids = self.tokenizer.encode_text(piece.text) if piece.control_id is None else [piece.control_id]
                 span = TextSpan(len(ids))
             token_ids += ids
-            learned += [piece.is_learned] * len(ids)
+            learned += [piece.is_learned and isinstance(span, TextSpan)] * len(ids)
             spans.append(span)
         grids = torch.tensor([visual.grid for visual in visuals], dtype=torch.int64).reshape(-1, 3)
         patches = [np.zeros((0, self.images.patch_dim), dtype=np.uint8), *(visual.patches for visual in visuals)]
@@ -206,20 +223,38 @@ def _image_settings(config: Mapping[str, Any], default: ImageSettings) -> ImageS
     for name, value in honoured.items():
         if config.get(name, value) != value:
             raise CheckpointError(f"preprocessor_config.json: {name} is {config[name]!r}; only {value!r} is supported")
-    if abs(config.get("rescale_factor", 1 / 255) - 1 / 255) > 1e-9:
-        raise CheckpointError(
-            f"preprocessor_config.json: rescale_factor is {config['rescale_factor']}; only 1/255 is supported"
-        )
+    factor = config.get("rescale_factor", 1 / 255)
+    if not isinstance(factor, float) or abs(factor - 1 / 255) > 1e-9:
+        raise CheckpointError(f"preprocessor_config.json: rescale_factor is {factor!r}; only 1/255 is supported")
     size = config.get("size") or {}
-    return ImageSettings(
-        patch_size=config.get("patch_size", default.patch_size),
-        merge_size=config.get("merge_size", default.merge_size),
-        temporal_patch_size=config.get("temporal_patch_size", default.temporal_patch_size),
-        min_pixels=config.get("min_pixels") or size.get("shortest_edge") or default.min_pixels,
-        max_pixels=config.get("max_pixels") or size.get("longest_edge") or default.max_pixels,
-        mean=tuple(config.get("image_mean", default.mean)),
-        std=tuple(config.get("image_std", default.std)),
-    )
+    try:
+        return ImageSettings(
+            patch_size=config.get("patch_size", default.patch_size),
+            merge_size=config.get("merge_size", default.merge_size),
+            temporal_patch_size=config.get("temporal_patch_size", default.temporal_patch_size),
+            min_pixels=config.get("min_pixels") or size.get("shortest_edge") or default.min_pixels,
+            max_pixels=config.get("max_pixels") or size.get("longest_edge") or default.max_pixels,
+            mean=tuple(config.get("image_mean", default.mean)),
+            std=tuple(config.get("image_std", default.std)),
+        )
+    except (TypeError, AttributeError) as error:
+        raise CheckpointError(f"preprocessor_config.json: {error}. Copy it from the original again") from error
+    except ConfigError as error:
+        raise CheckpointError(f"preprocessor_config.json: {error}") from error
+
+
+def _check_same_patches(images: ImageSettings, vision: Mapping[str, Any], folder: Path) -> None:
+    """The processor must cut patches as the vision tower reads them."""
+    for ours, theirs in (
+        ("patch_size", "patch_size"),
+        ("temporal_patch_size",) * 2,
+        ("merge_size", "spatial_merge_size"),
+    ):
+        if theirs in vision and vision[theirs] != getattr(images, ours):
+            raise CheckpointError(
+                f"{folder}: {ours} is {getattr(images, ours)} in preprocessor_config.json, {vision[theirs]} in config.json. "
+                "Take both files from the same model"
+            )
 
 
 def _required_id(config: Mapping[str, Any], name: str, folder: Path) -> int:

@@ -33,6 +33,8 @@ class Tokenizer:
         text_tokens = [token for token in description.get("added_tokens", []) if not token["content"].strip()]
         plain = description | {"added_tokens": text_tokens, "post_processor": None, "truncation": None, "padding": None}
         self._text = tokenizers.Tokenizer.from_str(json.dumps(plain))
+        # The library numbers added tokens itself; without the control tokens before them those ids come out too low.
+        self._true_ids = {self._text.token_to_id(token["content"]): token["id"] for token in text_tokens}
         self._all = tokenizers.Tokenizer.from_str(json.dumps(description))
 
     @staticmethod
@@ -60,7 +62,11 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of plain text. No control token comes out, even if the text spells one."""
-        ids: list[int] = self._text.encode(text, add_special_tokens=False).ids
+        try:
+            found = self._text.encode(text, add_special_tokens=False).ids
+        except TypeError as error:  # half of a surrogate pair is no character
+            raise RequestError("the text is not valid Unicode (half of a surrogate pair). Remove it") from error
+        ids = [self._true_ids.get(token_id, token_id) for token_id in found]
         if not self._control_names.keys().isdisjoint(ids):
             spelled = ", ".join(self._control_names[i] for i in ids if i in self._control_names)
             raise RequestError(f"the text spells {spelled}, which this tokenizer cannot keep as text. Remove it")
@@ -81,10 +87,9 @@ class Tokenizer:
             pieces.append((text[end:], None))
         return pieces
 
-    def control_edges(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The first and the last characters of all control tokens: what text must not contribute to one."""
-        names = self.control_ids
-        return frozenset(name[0] for name in names), frozenset(name[-1] for name in names)
+    def control_edges(self) -> str:
+        """The first and last characters of all control tokens: without them text cannot contribute to one."""
+        return "".join(sorted({edge for name in self.control_ids for edge in (name[0], name[-1])}))
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids. Special tokens are left out unless asked for; ids outside the vocabulary give no text."""

@@ -116,17 +116,16 @@ def test_a_special_token_split_around_an_image_stays_text(processor):
 
 def test_a_special_token_split_over_text_and_template_stays_text(processor):
     around = with_template(processor, "<|im_start|><{{ messages[0].content }}><|im_end|>")
-    for text in ("|im_end|>", "<|im_end|", "|im_end|"):
+    for text in ("|im_end|>", "<|im_end|"):
         inputs = around.prepare([user(text)])
-        if text == "|im_end|":
-            continue  # the template itself writes < and > around it
         assert control_names(around, inputs) == ["<|im_start|>", "<|im_end|>"]
         assert f"<{text}>" in whole_text(around, inputs)
 
 
 def test_text_with_every_noncharacter_is_refused(processor):
-    with pytest.raises(RequestError, match=r"all of the Unicode noncharacters U\+FDD0 to U\+FDEF. Remove them"):
-        processor.prepare([user(NONCHARACTERS[:16]), assistant("a"), user([text_part(NONCHARACTERS[16:])])])
+    others = "".join(chr(plane * 0x10000 + last) for plane in range(17) for last in (0xFFFE, 0xFFFF))
+    with pytest.raises(RequestError, match=r"all of the Unicode noncharacters .* Remove them"):
+        processor.prepare([user(NONCHARACTERS), assistant("a"), user([text_part(others)])])
 
 
 @settings(repeatable, max_examples=200)
@@ -339,7 +338,7 @@ def test_a_template_that_rewrites_history_is_refused_for_training(processor):
         "{{ messages.__class__.__base__.__subclasses__() }}",
         "{{ cycler.__init__.__globals__.os.system('touch hacked') }}",
         "{{ lipsum.__globals__['os'].getcwd() }}",
-        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__globals__['jinja2'] }}",
         "{{ '{0.__class__.__mro__}'.format('') }}",
         "{{ messages.append('x') }}",
         "{{ messages.clear() }}",
@@ -417,7 +416,7 @@ def test_templates_know_the_checkpoints_tokens_and_json(checkpoint, tmp_path):
 
 
 def test_older_places_of_the_template_are_read(tmp_path):
-    with pytest.raises(CheckpointError, match="no chat_template.jinja. Copy it from the original model"):
+    with pytest.raises(CheckpointError, match=r"no chat_template.jinja. Copy it from the original model"):
         read_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
     assert read_template(tmp_path) == "old"
@@ -427,7 +426,7 @@ def test_older_places_of_the_template_are_read(tmp_path):
     assert read_template(tmp_path) == "newest"
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "chat_template.json").write_text("{")
-    with pytest.raises(CheckpointError, match="chat_template.json: not valid JSON"):
+    with pytest.raises(CheckpointError, match=r"chat_template\.json: .*JSON"):
         read_template(tmp_path)
 
 
@@ -476,7 +475,7 @@ def test_older_places_of_the_template_are_read(tmp_path):
             for fps in (0, -1, "2", True, None, float("nan"), float("inf"), 1000)
         ),
     ],
-    ids=lambda value: repr(value)[:60],
+    ids=lambda value: repr(value)[:60] if isinstance(value, str) else "",
 )  # fmt: skip
 def test_malformed_messages_are_refused_by_their_place(processor, messages, words):
     with pytest.raises(RequestError) as caught:
@@ -484,7 +483,7 @@ def test_malformed_messages_are_refused_by_their_place(processor, messages, word
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("messages", [5, None, 2.5, object(), True], ids=repr)
+@pytest.mark.parametrize("messages", [5, None, 2.5, True], ids=repr)
 def test_what_is_no_list_of_messages_is_refused(processor, messages):
     with pytest.raises(RequestError, match="list of messages"):
         processor.prepare(messages)
@@ -508,20 +507,20 @@ def test_what_is_no_list_of_conversations_is_refused(processor, conversations):
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa", "detail": "low"}},
         {"type": "video", "video": [PICTURE], "num_frames": 3},
     ],
-    ids=repr,
+    ids=["text", "image", "image_url", "video"],
 )
 def test_a_key_of_a_part_that_we_do_not_honour_is_refused(processor, part):
-    with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\].*unknown key"):
+    with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\].*(unknown key|only auto)"):
         processor.prepare([user([part])])
 
 
 def test_errors_of_images_say_which_image_it_was(processor):
-    with pytest.raises(RequestError, match="image 2: /no/such.png: No such file"):
+    with pytest.raises(RequestError, match=r"image 2: /no/such.png: No such file"):
         processor.prepare([user([image_part(), image_part("/no/such.png")])])
     with pytest.raises(RequestError, match=r"video 1: .*not NoneType"):
         processor.prepare([user([{"type": "video", "video": [PICTURE, None]}])])
     frames = [PICTURE, Image.new("RGB", (84, 56))]
     with pytest.raises(RequestError, match="video 1: the frames have different sizes: 56x56, 84x56"):
         processor.prepare([user([{"type": "video", "video": frames}])])
-    with pytest.raises(RequestError, match="video 1: 769 frames, over the limit of 768. Sample fewer frames"):
+    with pytest.raises(RequestError, match=r"video 1: 769 frames, over the limit of 768. Sample fewer frames"):
         processor.prepare([user([{"type": "video", "video": [PICTURE] * 769}])])

@@ -105,7 +105,7 @@ def test_the_grid_counts_frame_pairs(num_frames, pairs):
 def test_an_impossible_pixel_budget_is_refused():
     with pytest.raises(ConfigError, match="min_pixels 100 must be over 0 and at most max_pixels 50"):
         ImageSettings(min_pixels=100, max_pixels=50)
-    with pytest.raises(ConfigError, match="min_pixels 0"):
+    with pytest.raises(ConfigError, match="min_pixels is 0"):
         ImageSettings(min_pixels=0)
     with pytest.raises(ConfigError, match=r"not even one token \(28x28 pixels\)"):
         ImageSettings(min_pixels=1, max_pixels=27 * 28)
@@ -185,7 +185,7 @@ def test_jpeg_pixels_are_pillows(options, mode, size):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("BMP", {}), ("TIFF", {})], ids=lambda v: str(v)
+    ("kind", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("BMP", {})], ids=lambda v: str(v)
 )
 def test_lossless_formats_give_the_pixels_back(kind, options):
     pixels = noise(9, 14)
@@ -248,7 +248,7 @@ def on_white(rgb, alpha):
     return rgb * share + 255 * (1 - share)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_rgba_is_laid_on_white(kind):
     pixels = noise(12, 18, channels=4)
     data = encoded(Image.fromarray(pixels), kind, **({"lossless": True, "exact": True} if kind == "WEBP" else {}))
@@ -279,19 +279,29 @@ def test_a_transparent_colour_shows_white():
     assert np.array_equal(loaded[0], pixels[0])
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_16_bit_grey_keeps_its_range(kind):
+def test_16_bit_grey_keeps_its_range():
     values = np.linspace(0, 65535, 256 * 4).astype(np.uint16).reshape(32, 32)
-    loaded = load_image(encoded(Image.fromarray(values), kind), LIMITS)
+    loaded = load_image(encoded(Image.fromarray(values), "PNG"), LIMITS)
     np.testing.assert_allclose(loaded[..., 0], values / 257, atol=1)
     assert loaded.min() == 0
     assert loaded.max() == 255
     assert (loaded[..., 0] == loaded[..., 1]).all()
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "PA", "LA", "RGB", "RGBA", "RGBa", "CMYK", "YCbCr", "HSV", "I", "F"])
-def test_pil_images_of_every_mode_become_rgb(mode):
+@pytest.mark.parametrize("mode", ["1", "L", "P", "PA", "LA", "RGB", "RGBA", "RGBa", "CMYK", "YCbCr", "HSV", "I;16"])
+def test_pil_images_of_the_usual_modes_become_rgb(mode):
     assert load_image(Image.new(mode, (6, 4)), LIMITS).shape == (4, 6, 3)
+
+
+def test_16_bit_grey_that_is_dark_stays_dark():
+    values = np.full((4, 4), 200, np.uint16)
+    assert load_image(encoded(Image.fromarray(values), "PNG"), LIMITS).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pil_images_of_numbers_without_a_known_range_are_refused(mode):
+    with pytest.raises(ImageError, match=f"mode {mode} .*Convert it to RGB first"):
+        load_image(Image.new(mode, (6, 4)), LIMITS)
 
 
 # ------------------------------------------------------------------ refusals
@@ -309,7 +319,7 @@ def test_pil_images_of_every_mode_become_rgb(mode):
         (b"\x89PNG\r\n\x1a\n", "looks like PNG"),
         (b"GIF89a", "looks like GIF"),
         (b"BM", "looks like BMP"),
-        (b"II*\0", "looks like TIFF"),
+        (b"II*\0", "in no format known here"),
         (b"RIFF\0\0\0\0WEBPVP8 ", "looks like WEBP"),
         ("http://example.org/cat.png", "remote images are not fetched"),
         ("HTTPS://example.org/cat.png", "remote images are not fetched"),
@@ -337,7 +347,7 @@ def test_what_is_not_an_image_is_refused_with_the_reason(source, words):
 
 
 def test_a_folder_is_refused(tmp_path):
-    with pytest.raises(ImageError, match="Is a directory"):
+    with pytest.raises(ImageError, match="not a file"):
         load_image(tmp_path, LIMITS)
 
 
@@ -348,7 +358,7 @@ def test_a_text_file_is_refused(tmp_path):
 
 
 def test_formats_that_pillow_knows_and_we_do_not_stay_closed():
-    for kind in ("PPM", "ICO", "TGA", "PDF"):
+    for kind in ("TIFF", "PPM", "ICO", "TGA", "PDF"):
         with pytest.raises(ImageError, match="in no format known here"):
             load_image(encoded(Image.new("RGB", (16, 16)), kind), LIMITS)
 
@@ -390,20 +400,20 @@ def test_a_pil_image_obeys_the_limits_too():
 def test_over_max_side_is_refused_and_at_it_is_not():
     data = encoded(Image.new("RGB", (50, 40)), "PNG")
     assert load_image(data, MediaLimits(max_side=50)).shape == (40, 50, 3)
-    with pytest.raises(ImageError, match="50x40 pixels; the longest side may be 49. Shrink it first"):
+    with pytest.raises(ImageError, match=r"50x40 pixels; the longest side may be 49. Shrink it first"):
         load_image(data, MediaLimits(max_side=49))
 
 
 def test_over_max_pixels_is_refused_and_at_it_is_not():
     data = encoded(Image.new("RGB", (50, 40)), "PNG")
     assert load_image(data, MediaLimits(max_pixels=2000)).shape == (40, 50, 3)
-    with pytest.raises(ImageError, match="50x40 = 2000 pixels, over the limit of 1999. Shrink it first"):
+    with pytest.raises(ImageError, match=r"50x40 = 2000 pixels, over the limit of 1999. Shrink it first"):
         load_image(data, MediaLimits(max_pixels=1999))
 
 
 def test_over_the_aspect_ratio_is_refused_and_at_it_is_not():
     assert load_image(encoded(Image.new("RGB", (200, 1)), "PNG"), LIMITS).shape == (1, 200, 3)
-    with pytest.raises(ImageError, match="1x201 pixels, an aspect ratio of 201 over the limit of 200. Crop it first"):
+    with pytest.raises(ImageError, match=r"1x201 pixels, an aspect ratio of 201 over the limit of 200. Crop it first"):
         load_image(encoded(Image.new("RGB", (1, 201)), "PNG"), LIMITS)
 
 
@@ -418,11 +428,11 @@ def test_a_path_is_not_read_where_local_files_are_not_allowed(tmp_path):
     assert load_image(path.read_bytes(), limits).shape == (4, 4, 3)
 
 
-@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
 def test_an_animation_is_refused(kind):
     frames = [Image.fromarray(noise(8, 8, seed=number)) for number in range(3)]
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
-    with pytest.raises(ImageError, match=f"animated {kind} of 3 frames. Send it as a video, a list of frames"):
+    with pytest.raises(ImageError, match=f"animated {kind}. Send it as a video, a list of frames"):
         load_image(data, LIMITS)
 
 
@@ -436,12 +446,12 @@ def test_a_jpeg_cut_anywhere_is_refused():
 
 def test_a_jpeg_cut_in_its_picture_is_called_truncated():
     data = encoded(Image.fromarray(noise(24, 24)), "JPEG")
-    with pytest.raises(ImageError, match="JPEG image of 24x24 pixels is truncated or corrupt. Send the whole file"):
+    with pytest.raises(ImageError, match=r"JPEG image of 24x24 pixels is truncated or corrupt. Send the whole file"):
         load_image(data[: len(data) // 2 + 200], LIMITS)
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow warns about metadata it cannot read
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP"])
 def test_a_file_cut_anywhere_is_refused_or_whole(kind):
     pixels = noise(24, 24)
     data = encoded(Image.fromarray(pixels), kind)
@@ -498,7 +508,7 @@ def test_a_pil_mode_without_a_road_to_rgb_is_refused():
 
 
 def test_a_gif_frame_larger_than_its_screen_is_refused():
-    with pytest.raises(ImageError, match="65535x65535"):
+    with pytest.raises(ImageError):
         load_image(gif(screen=(10, 10), frame=(65535, 65535)), LIMITS)
 
 
@@ -519,18 +529,6 @@ def test_an_animated_gif_cut_anywhere_is_refused():
             assert load_image(data[:end], LIMITS).shape == whole.shape
         except ImageError:
             continue
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_tiff_with_a_damaged_second_page_is_refused():
-    page = Image.fromarray(noise(8, 8))
-    data = bytearray(encoded(page, "TIFF", save_all=True, append_images=[page]))
-    second = struct.unpack("<I", data[4:8])[0]
-    entries = struct.unpack("<H", data[second : second + 2])[0]
-    second = struct.unpack("<I", data[second + 2 + 12 * entries :][:4])[0]
-    data[second + 2 : second + 14] = b"\xff" * 12  # the page's first tag, its width
-    with pytest.raises(ImageError):
-        load_image(bytes(data), LIMITS)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -592,10 +590,12 @@ def test_a_pipe_is_refused_rather_than_waited_for(tmp_path):
 )
 @pytest.mark.filterwarnings("ignore")  # Pillow warns about metadata it cannot read
 def test_arbitrary_bytes_raise_an_image_error_or_nothing(head, rest):
+    message = ""
     try:
         load_image(head + rest, LIMITS)
     except ImageError as error:
-        assert len(str(error)) < 300
+        message = str(error)
+    assert len(message) < 300
 
 
 VICTIMS = [

@@ -1,0 +1,433 @@
+"""The command line as a user meets it: help, answers, and one line with exit status 2 for what is wrong."""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from PIL import Image
+
+import saccade
+from saccade.cli import app, main
+from saccade.config import override_config, write_config
+from saccade.errors import UserError
+from saccade.model import load_model
+from saccade.model.initialize import initialize_random, named_size
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def put_the_logger_back():
+    """Commands set up logging for the process; later tests want to find it as it was."""
+    logger = logging.getLogger("saccade")
+    before = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate = before[:2]
+    logger.setLevel(before[2])
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run `saccade ...` through its real entry, in this process."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["saccade", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(ended.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    initialize_random(folder, named_size("tiny"), dtype=torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pictures") / "red.png"
+    Image.new("RGB", (84, 56), "crimson").save(path)
+    return path
+
+
+def assert_refused(ended, *words):
+    """Exit status 2, nothing on standard output, one line on standard error that holds the words."""
+    assert ended.status == 2
+    assert ended.out == ""
+    assert ended.err.strip().startswith("saccade: ")
+    assert len(ended.err.strip().splitlines()) == 1
+    for word in words:
+        assert word in ended.err
+
+
+# ------------------------------------------------------------------ help and version
+
+COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands]
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_the_root_and_every_command_answer_help(command, name, option):
+    ended = command(*([name] if name else []), option)
+    assert ended.status == 0
+    assert "Usage: " in ended.out
+    assert ended.err == ""
+
+
+def test_the_commands_are_those_of_the_design():
+    assert {"quickstart", "init", "chat"} <= set(COMMANDS)
+
+
+def test_version_is_the_packages(command):
+    assert command("--version") == Ended(0, f"saccade {saccade.__version__}\n", "")
+
+
+def test_no_words_at_all_show_the_help(command):
+    ended = command()
+    assert "Usage: " in ended.out + ended.err
+
+
+def test_an_unknown_command_or_option_is_a_usage_error(command):
+    assert command("nonsense").status == 2
+    assert command("init", "x", "--sise", "tiny").status == 2
+    assert command("chat").status == 2
+
+
+def test_help_and_version_load_no_torch():
+    code = "import sys; sys.argv = ['saccade', '--version']\ntry:\n  from saccade.cli import main; main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ------------------------------------------------------------------ user errors through the shell
+
+
+def test_a_user_error_is_one_line_and_exit_status_2_in_the_shell(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-m", "saccade", "chat", tmp_path / "nowhere", "hi"], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert len(ended.stderr.splitlines()) == 1
+    assert ended.stderr.startswith("saccade: ")
+    assert "nowhere" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_malformed_rank_is_a_user_error_in_the_shell(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-m", "saccade", "init", "x"], env={"RANK": "first"}, cwd=tmp_path, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr == "saccade: environment variable RANK is 'first', not a number. Start through torchrun, or unset it\n"  # fmt: skip
+
+
+# ------------------------------------------------------------------ init
+
+
+def test_init_makes_a_checkpoint_that_answers(command, tmp_path):
+    ended = command("init", tmp_path / "new", "--size", "tiny")
+    assert ended.status == 0
+    assert ended.out.startswith(f"{tmp_path / 'new'}: qwen2_5_vl, ")
+    assert len(ended.out.splitlines()) == 1
+    assert command("chat", tmp_path / "new", "hi", "--max-tokens", 1, "--device", "cpu").status == 0
+
+
+def test_init_as_json(command, tmp_path):
+    ended = command("init", tmp_path / "new", "--size", "tiny", "--dtype", "fp32", "--json")
+    weights = (tmp_path / "new" / "model.safetensors").stat().st_size
+    assert json.loads(ended.out) == {"checkpoint": str(tmp_path / "new"), "family": "qwen2_5_vl", "bytes": weights}
+
+
+def test_progress_is_silent_where_nobody_watches(command, tmp_path):
+    assert command("init", tmp_path / "new", "--size", "tiny").err == ""
+
+
+def test_init_from_sizes_of_ones_own(command, tmp_path):
+    chosen = override_config(named_size("tiny"), ["language.num_layers=1"], "tiny")
+    write_config(chosen, tmp_path / "mine.toml")
+    assert command("init", tmp_path / "a", "--config", tmp_path / "mine.toml").status == 0
+    assert load_model(tmp_path / "a", device="cpu").config == chosen
+    assert command("init", tmp_path / "b", "--config", tmp_path / "mine.toml", "--set", "tied_head=false").status == 0
+    assert load_model(tmp_path / "b", device="cpu").config == override_config(chosen, ["tied_head=false"], "mine")
+
+
+def test_init_takes_another_checkpoints_tokenizer(command, tmp_path, checkpoint):
+    assert command("init", tmp_path / "new", "--size", "tiny", "--tokenizer", checkpoint).status == 0
+    assert json.loads((tmp_path / "new" / "tokenizer.json").read_text()) == json.loads(
+        (checkpoint / "tokenizer.json").read_text()
+    )
+
+
+def test_the_seed_decides_the_weights(command, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert command("init", tmp_path / name, "--size", "tiny", "--seed", seed).status == 0
+    first, same, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert first == same != other
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], ["exactly one of --size, --config and --text"]),
+        (["--size", "tiny", "--text", "x"], ["exactly one of --size, --config and --text"]),
+        (["--size", "tiny", "--config", "x"], ["exactly one of --size, --config and --text"]),
+        (["--config", "x", "--text", "x"], ["exactly one of --size, --config and --text"]),
+        (["--size", "tiny", "--config", "x", "--text", "x"], ["exactly one of --size, --config and --text"]),
+        (["--text", "x", "--set", "a=1"], ["--set and --tokenizer go with --size or --config"]),
+        (["--text", "x", "--tokenizer", "y"], ["--set and --tokenizer go with --size or --config"]),
+        (["--size", "huge"], ["unknown size 'huge'. Sizes: tiny, 3b, 7b, 32b, 72b"]),
+        (["--text", "x", "--tower", "huge"], ["unknown vision tower 'huge'. Towers: tiny, 90m, 670m"]),
+        (["--text", "nowhere"], ["nowhere", "config.json"]),
+        (["--text", "nowhere.gguf"], ["nowhere.gguf"]),
+        (["--config", "nowhere.toml"], ["nowhere.toml: no such file"]),
+        (["--config", "."], ["."]),
+        (["--size", ""], ["size"]),
+        (["--size", "tiny", "--set", "languge.num_layers=1"], ["size tiny: unknown key languge. Did you mean language?"]),
+        (["--size", "tiny", "--set", "language.num_layer=1"], ["unknown key language.num_layer. Did you mean num_layers?"]),
+        (["--size", "tiny", "--set", "language.num_layers=x"], ["language.num_layers = 'x' has type str, expected int"]),
+        (["--size", "tiny", "--set", "language"], ["write it as section.key=value"]),
+        (["--size", "tiny", "--set", "language.vocab_size=100"], ["263 tokens", "Raise language.vocab_size"]),
+        (["--size", "tiny", "--set", "language.num_kv_heads=3"], ["language: 4 heads cannot share 3 key/value heads"]),
+        (["--size", "tiny", "--tokenizer", "nowhere"], ["nowhere", "tokenizer.json"]),
+        (["--size", "tiny", "--tower", "tiny"], ["--tower"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)  # fmt: skip
+def test_init_refuses_what_it_cannot_do_and_makes_nothing(command, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(command("init", "new", *options), *words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "language.num_heads=0",
+        "language.num_kv_heads=0",
+        "language.num_layers=-1",
+        "language.intermediate_size=-3",
+        "vision.num_heads=0",
+        "vision.patch_size=0",
+        "vision.merge_size=0",
+        "vision.intermediate_size=0",
+        "vision.temporal_patch_size=0",
+        "vision.in_channels=4",
+    ],
+)
+def test_init_refuses_impossible_sizes(command, tmp_path, override):
+    assert_refused(command("init", tmp_path / "new", "--size", "tiny", "--set", override), override.split("=")[0].split(".")[0])  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "language.rope_theta=5e5",
+        "language.norm_eps=1e-5",
+        "language.max_positions=100",
+        "vision.window_size=56",
+        "vision.tokens_per_second=3",
+        "vision.full_attention_layers=[0]",
+        "vision.norm_eps=0.5",
+        "family=llama",
+    ],
+)
+def test_a_checkpoint_says_what_init_was_asked_for_or_init_refuses(command, tmp_path, override):
+    ended = command("init", tmp_path / "new", "--size", "tiny", "--set", override)
+    if ended.status == 2:
+        return
+    assert load_model(tmp_path / "new", device="cpu").config == override_config(named_size("tiny"), [override], "tiny")
+
+
+def test_init_leaves_a_folder_that_holds_something_untouched(command, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("chapter 1")
+    assert_refused(command("init", tmp_path / "mine", "--size", "tiny"), "not empty. Choose another folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "chapter 1"
+
+
+def test_init_onto_a_file_is_refused(command, tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert_refused(command("init", tmp_path / "file", "--size", "tiny"), "file")
+    assert_refused(command("init", tmp_path / "file" / "below", "--size", "tiny"), "below")
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_init_fills_an_empty_folder(command, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    assert command("init", tmp_path / "empty", "--size", "tiny").status == 0
+    assert (tmp_path / "empty" / "config.json").is_file()
+
+
+def test_init_fills_the_empty_folder_one_stands_in(command, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert command("init", ".", "--size", "tiny").status == 0
+    assert (tmp_path / "here" / "config.json").is_file()
+
+
+def test_init_through_a_link_to_an_empty_folder_works_or_is_refused(command, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    ended = command("init", tmp_path / "link", "--size", "tiny")
+    if ended.status == 0:
+        assert (tmp_path / "link" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link"]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("the disk is on fire"), KeyboardInterrupt()], ids=repr)
+def test_a_crashed_init_leaves_no_partial_folder_behind(tmp_path, failure):
+    names = []
+
+    def crash(name):
+        names.append(name)
+        if len(names) == 5:
+            raise failure
+
+    with pytest.raises(type(failure)):
+        initialize_random(tmp_path / "new", named_size("tiny"), on_tensor=crash, max_shard_bytes=1000)
+    assert len(names) == 5
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------ chat
+
+
+def test_chat_prints_the_answer(command, checkpoint):
+    ended = command("chat", checkpoint, "hi", "--max-tokens", 5, "--device", "cpu")
+    assert ended.status == 0
+    assert ended.out.endswith("\n")
+    assert ended.err == ""
+
+
+def test_chat_as_json_has_the_same_text(command, checkpoint, picture):
+    words = ["chat", checkpoint, picture, picture, "what?", "--max-tokens", 12, "--device", "cpu", "--temperature", 1]
+    shown, told = command(*words), command(*words, "--json")
+    answer = json.loads(told.out)
+    assert answer.keys() == {"text", "prompt_tokens", "tokens", "finish_reason"}
+    assert answer["tokens"] == 12
+    assert answer["finish_reason"] == "length"
+    assert shown.out == answer["text"] + "\n"
+
+
+def test_an_image_and_a_system_message_make_the_prompt_longer(command, checkpoint, picture):
+    def prompt_tokens(*words):
+        return json.loads(command("chat", checkpoint, *words, "--json", "--max-tokens", 1, "--device", "cpu").out)["prompt_tokens"]  # fmt: skip
+
+    plain = prompt_tokens("hi")
+    assert prompt_tokens(picture, "hi") == plain + 3 * 2 + 2
+    assert prompt_tokens("hi", "--system", "") == plain - len("You are a helpful assistant.")
+
+
+def test_chat_says_when_the_model_stopped_by_itself(command, checkpoint, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(checkpoint, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(320))}))
+    answer = json.loads(command("chat", folder, "hi", "--json", "--device", "cpu").out)
+    assert answer["tokens"] == 1
+    assert answer["finish_reason"] == "stop"
+
+
+def test_the_same_seed_gives_the_same_answer(command, checkpoint):
+    def answer(seed):
+        return command("chat", checkpoint, "hi", "--temperature", 2, "--max-tokens", 8, "--seed", seed, "--device", "cpu").out  # fmt: skip
+
+    assert answer(1) == answer(1) != answer(2)
+
+
+def test_a_long_question_is_a_question(command, checkpoint):
+    assert command("chat", checkpoint, "why? " * 100, "--max-tokens", 1, "--device", "cpu").status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nope.png", "hi"], "image 1: nope.png: No such file"),
+        (["http://example.org/a.png", "hi"], "image 1: remote images are not fetched"),
+        (["hi", "--device", "nonsense"], "unknown device 'nonsense'. Use cpu, cuda, cuda:1 or auto"),
+        (["hi", "--device", "meta"], "device 'meta'"),
+        (["hi", "--temperature", "-1"], "temperature is -1.0"),
+        (["hi", "--top-k", "0"], "top_k is 0"),
+        (["hi", "--top-p", "1.5"], "top_p is 1.5"),
+        (["hi", "--temperature", "1", "--seed", "99999999999999999999999"], "seed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_chat_refuses_what_it_cannot_do(command, checkpoint, tmp_path, monkeypatch, words, expected):
+    monkeypatch.chdir(tmp_path)
+    device = [] if "--device" in words else ["--device", "cpu"]
+    assert_refused(command("chat", checkpoint, *words, *device, "--max-tokens", 1), expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_chat_refuses_a_gpu_that_is_not_there(command, checkpoint):
+    assert_refused(command("chat", checkpoint, "hi", "--device", "cuda"), "sees no GPU. Use --device cpu")
+
+
+@pytest.mark.parametrize("words", [["hi", "--max-tokens", "0"], ["hi", "--dtype", "int3"], []])
+def test_chat_refuses_options_out_of_range(command, checkpoint, words):
+    ended = command("chat", checkpoint, *words)
+    assert ended.status == 2
+    assert "Usage: " in ended.err
+
+
+def test_chat_with_a_folder_that_is_no_checkpoint(command, tmp_path):
+    assert_refused(command("chat", tmp_path / "nowhere", "hi"), "nowhere", "config.json")
+    assert_refused(command("chat", tmp_path, "hi"), "config.json", "checkpoint folder")
+
+
+def test_chat_asks_for_a_question_behind_the_image(command, checkpoint, picture):
+    assert_refused(command("chat", checkpoint, picture), "question", str(picture))
+
+
+# ------------------------------------------------------------------ quickstart
+
+
+def test_quickstart_runs_and_ends_with_the_next_step(command, tmp_path):
+    ended = command("quickstart", "--folder", tmp_path / "first")
+    assert ended.status == 0
+    assert ended.err == ""
+    lines = ended.out.splitlines()
+    assert [line[:2] for line in lines if line[:1].isdigit()] == ["1.", "2.", "3."]
+    assert lines[-1].strip().startswith("saccade ")
+    assert (tmp_path / "first" / "picture.png").is_file()
+    question = ["what?", "--max-tokens", 1, "--device", "cpu"]
+    assert command("chat", tmp_path / "first" / "checkpoint", tmp_path / "first" / "picture.png", *question).status == 0
+
+
+def test_quickstart_refuses_a_folder_that_holds_something(command, tmp_path):
+    (tmp_path / "thesis.txt").write_text("chapter 1")
+    assert_refused(command("quickstart", "--folder", tmp_path), "is not empty", "saccade quickstart --folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_quickstart_refuses_a_file(command, tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert_refused(command("quickstart", "--folder", tmp_path / "file"), "file")
+
+
+def test_every_user_error_is_caught_at_the_door():
+    from saccade import errors
+
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(kinds) >= 6
+    assert all(issubclass(kind, UserError) for kind in kinds)
+    assert issubclass(errors.ImageError, errors.RequestError)
