@@ -26,6 +26,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+bench_app = typer.Typer(help="Measure: speed beside peers and beside this device's ceilings.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
 
 class Dtype(StrEnum):
     """Number formats of weights."""
@@ -196,3 +199,45 @@ def chat(
         typer.echo(json.dumps(answer, ensure_ascii=False))
     else:
         typer.echo(text.finish())
+
+
+@bench_app.command("kernels")
+def bench_kernels(
+    op: Annotated[
+        list[str] | None, typer.Option(help="Only this operation; may be repeated. All if not given.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time every kernel beside the peers that can be imported (torch, Liger, FlashInfer), on this machine's GPU."""
+    from importlib import import_module
+
+    import torch
+
+    root = Path(__file__).parents[1]
+    known = sorted(file.stem for file in (root / "bench" / "kernels").glob("*.py") if "def rows(" in file.read_text())
+    if not known:
+        raise ConfigError(
+            "benchmarks are part of the source checkout. Clone it and install with pip install --editable ."
+        )
+    if unknown := set(op or []) - set(known):
+        raise ConfigError(f"unknown operation {', '.join(sorted(unknown))}. Known: {', '.join(known)}")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"kernels are timed on a GPU, and torch {torch.__version__} sees none")
+    sys.path.insert(0, str(root))
+    timing = import_module("bench.kernels.timing")
+    rows = [
+        row
+        for name in op or known
+        for row in timing.shown(import_module(f"bench.kernels.{name}").rows(), quiet=as_json)
+    ]
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "gpu": torch.cuda.get_device_name(),
+                    "torch": torch.__version__,
+                    "ceilings": timing.measured_ceilings()._asdict(),
+                    "rows": rows,
+                }
+            )
+        )

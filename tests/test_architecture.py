@@ -51,7 +51,10 @@ def test_every_command_is_in_the_readme_and_has_help():
     from saccade.cli import app
 
     readme = (ROOT / "README.md").read_text()
-    for name, command in get_command(app).commands.items():
+    commands = dict(get_command(app).commands)
+    for group in [name for name, command in commands.items() if hasattr(command, "commands")]:
+        commands |= {f"{group} {name}": command for name, command in commands.pop(group).commands.items()}
+    for name, command in commands.items():
         assert f"saccade {name}" in readme or f"make {name}" in readme, f"{name} is not in the README"
         assert command.help, name
         for parameter in command.params:
@@ -69,12 +72,13 @@ def test_every_config_field_has_a_docstring():
                         assert is_text, f"{path.name}: {node.name}.{ast.unparse(field.target)} has no docstring"
 
 
-def test_every_kernel_has_a_reference_and_a_test():
+def test_every_kernel_has_a_reference_a_test_and_a_bench():
     for path in sorted((ROOT / "saccade" / "kernels").glob("*.py")):
-        if path.stem in ("__init__", "launch"):
+        if path.stem.startswith("_") or path.stem == "launch":
             continue
-        assert f"def {path.stem}_reference(" in path.read_text(), f"{path.stem} has no reference"
+        assert re.search(r"^def \w+_reference\(", path.read_text(), re.M), f"{path.stem} has no reference"
         assert (ROOT / "tests" / "kernels" / f"test_{path.stem}.py").exists(), f"{path.stem} has no test"
+        assert (ROOT / "bench" / "kernels" / f"{path.stem}.py").exists(), f"{path.stem} has no bench"
 
 
 def test_library_code_never_prints_and_imports_no_oracle_or_pickle():

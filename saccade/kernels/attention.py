@@ -2,22 +2,36 @@
 
 Legend: T query tokens, S key tokens, H query heads, G key/value heads (H is a multiple of G), K head dim.
 
-    out[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]      over the keys s of t's own segment
+    out[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]      over the keys s of t's own segment, scale = 1 / sqrt(K)
 
 `cu_seqlens_q` [segments + 1] and `cu_seqlens_k` give the cumulative starts of each segment's queries and keys (int32). Query
 head h reads key/value head h // (H / G). With `causal`, the last query of a segment stands beside its last key: query i of n
-sees keys 0 .. i + (m - n) of m. That covers training (n = m), prefill behind a cache (n < m) and decode (n = 1) alike.
+sees keys 0 .. i + (m - n) of m. That covers training (n = m), prefill behind a cache (n < m) and decode (n = 1) alike. With
+`window`, a causal query sees that many keys to its left and its own. A query that sees no key gets zero; rows that belong to no
+segment (past the last start) are not written.
 q [T, H, K], k and v [S, G, K], out [T, H, K]; softmax in fp32. A segment without queries costs nothing.
+
+Two families of Triton kernels serve it: `_attention_tiled.py`, any mask and any mix of lengths, saves out and one fp32 per query and
+head; `_attention_window.py`, thousands of segments of at most 64 tokens, saves nothing. Both leave the lengths on the device.
 """
 
+import functools
+import importlib
+import inspect
+import logging
+import math
+from collections.abc import Callable
 from itertools import pairwise
-from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.kernels import launch
+from saccade.kernels._attention_tiled import can_tile, tiled_attention
+from saccade.kernels._attention_window import can_window, window_attention
+from saccade.log import log_once
 
 
 def attention_reference(
@@ -30,97 +44,205 @@ def attention_reference(
     max_seqlen_q: int,
     max_seqlen_k: int,
     causal: bool,
+    window: int | None = None,
 ) -> Tensor:
     """The formula above, one segment at a time, in fp32. `max_seqlen_*` are here so that the signatures agree."""
     del max_seqlen_q, max_seqlen_k
     repeat = q_THK.shape[1] // k_SGK.shape[1]
-    out_THK = torch.empty_like(q_THK)
+    out_THK = torch.zeros_like(q_THK)
     for (q0, q1), (k0, k1) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
         q, k, v = (x.float().transpose(0, 1) for x in (q_THK[q0:q1], k_SGK[k0:k1], v_SGK[k0:k1]))
         k, v = k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0)
         scores_HTS = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
         if causal:
-            scores_HTS = scores_HTS.masked_fill(~_causal_mask(q1 - q0, k1 - k0, q.device), float("-inf"))
-        out_THK[q0:q1] = (scores_HTS.softmax(-1) @ v).transpose(0, 1).to(q_THK.dtype)
+            seen_TS = _causal_mask(q1 - q0, k1 - k0, window, q.device)
+            weights_HTS = scores_HTS.masked_fill(~seen_TS, float("-inf")).softmax(-1).masked_fill(~seen_TS, 0.0)
+        else:
+            weights_HTS = scores_HTS.softmax(-1)
+        out_THK[q0:q1] = (weights_HTS @ v).transpose(0, 1).to(q_THK.dtype)
     return out_THK
 
 
-def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """[queries, keys], True where the query may look; the last query sees every key."""
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys], True where the query may look; the last query sees the last key."""
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+    return seen if window is None else seen.triu(num_keys - num_queries - window)
 
 
-def _attention_sdpa(
-    q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, causal: bool
-) -> Tensor:
-    """torch's SDPA, one call for all segments of one shape: the hundreds of equal vision windows become one batch."""
+class _Call(NamedTuple):
+    """One call of `attention`, as the paths that may serve it see it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    causal: bool
+    window: int | None
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.cu_seqlens_q) - 1
+
+    @property
+    def is_half(self) -> bool:
+        return self.q.dtype in (torch.bfloat16, torch.float16)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How many keys a query sees to its left and right, as FlashAttention counts: -1 for all."""
+        return -1 if self.window is None else self.window, 0 if self.causal else -1
+
+    @property
+    def has_equal_lengths(self) -> bool:
+        """Every segment is as long as the bound, in queries and in keys; lengths that sum up to it can be nothing else."""
+        is_full_q = self.num_segments * self.max_seqlen_q == self.q.shape[0]
+        return is_full_q and self.num_segments * self.max_seqlen_k == self.k.shape[0]
+
+
+def _can_dense(call: _Call) -> bool:
+    """Equal lengths, unmasked or with the mask where torch puts it (top left), and round, so that they are likely to come again:
+    cuDNN plans for tens of milliseconds when it meets a new shape.
+    """
+    is_round = call.max_seqlen_q % 128 == 0 and call.max_seqlen_k % 128 == 0
+    is_aligned = call.window is None and (not call.causal or call.max_seqlen_q == call.max_seqlen_k)
+    return call.q.is_cuda and call.is_half and call.has_equal_lengths and is_round and is_aligned
+
+
+def _dense(call: _Call) -> Tensor:
+    """Segments of one length are a batch: torch's SDPA (cuDNN on Hopper) takes views of the packed rows as they are."""
+    q, k, v = (x.view(call.num_segments, -1, *x.shape[1:]).transpose(1, 2) for x in (call.q, call.k, call.v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=call.causal, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+@functools.cache
+def _flash_attention_3() -> Callable[..., Any] | None:
+    """FlashAttention 3, where it is installed."""
+    try:
+        module = importlib.import_module("flash_attn_interface")
+    except ImportError:
+        return None
+    return module.flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+def _can_flash_3(call: _Call) -> bool:
+    is_hopper = call.q.is_cuda and torch.cuda.get_device_capability(call.q.device)[0] == 9
+    return is_hopper and call.is_half and call.q.shape[2] % 8 == 0 and _flash_attention_3() is not None
+
+
+def _flash_3(call: _Call) -> Tensor:
+    run = _flash_attention_3()
+    assert run is not None, "checked by _can_flash_3"
+    out = run(*call[:7], causal=call.causal, window_size=call.sides)
+    return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _torch_varlen() -> Callable[..., Any] | None:
+    """torch's packed FlashAttention 2, where this torch has it.
+
+    Its packed cuDNN op is left alone: up to torch 2.12 it plans anew on every call (42 ms) and its backward takes the head dim
+    for the longest segment (pytorch#191576, pytorch#186142).
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    takes_grouped_heads_on_request = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if takes_grouped_heads_on_request else varlen_attn
+
+
+def _can_flash(call: _Call) -> bool:
+    return call.q.is_cuda and call.is_half and call.q.shape[2] % 8 == 0 and _torch_varlen() is not None
+
+
+def _flash(call: _Call) -> Tensor:
+    run = _torch_varlen()
+    assert run is not None, "checked by _can_flash"
+    return run(*call[:7], window_size=call.sides)  # type: ignore[no-any-return]
+
+
+def _by_length(call: _Call) -> Tensor:
+    """torch's SDPA, one call for all segments of one shape. It reads the lengths, which a GPU would have to wait for: CPU."""
     segments: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for (q0, q1), (k0, k1) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
+    starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
         segments.setdefault((q1 - q0, k1 - k0), []).append((q0, k0))
-    out_THK = torch.empty_like(q_THK)
+    out_THK = torch.zeros_like(call.q)
+    repeat = call.q.shape[1] // call.k.shape[1]
     for (num_queries, num_keys), starts in segments.items():
-        if num_queries == 0:
+        if num_queries == 0 or num_keys == 0:
             continue
-        q_rows = _rows([q0 for q0, _ in starts], num_queries, q_THK.device)
-        k_rows = _rows([k0 for _, k0 in starts], num_keys, q_THK.device)
-        q, k, v = (x[rows].transpose(1, 2) for x, rows in ((q_THK, q_rows), (k_SGK, k_rows), (v_SGK, k_rows)))
-        repeat = q.shape[1] // k.shape[1]
-        if repeat > 1:
-            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        if causal and 1 < num_queries < num_keys:
-            mask = _causal_mask(num_queries, num_keys, q.device)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        q_rows = _row_numbers([q0 for q0, _ in starts], num_queries, call.q.device)
+        k_rows = _row_numbers([k0 for _, k0 in starts], num_keys, call.q.device)
+        q, k, v = (x[rows].transpose(1, 2) for x, rows in ((call.q, q_rows), (call.k, k_rows), (call.v, k_rows)))
+        k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
+        if call.causal and (call.window is not None or num_queries != num_keys):
+            seen_TS = _causal_mask(num_queries, num_keys, call.window, q.device)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TS)
+            out = out.masked_fill(~seen_TS.any(1)[:, None], 0.0)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal and num_queries > 1)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=call.causal)
         out_THK[q_rows] = out.transpose(1, 2)
     return out_THK
 
 
-def _rows(starts: list[int], length: int, device: torch.device) -> Tensor:
+def _row_numbers(starts: list[int], length: int, device: torch.device) -> Tensor:
     """[segments, length]: the row numbers of equally long segments."""
     return torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)
 
 
-def _torch_varlen() -> ModuleType | None:
-    """torch's packed FlashAttention, where this torch has it."""
-    try:
-        from torch.nn.attention import varlen
-    except ImportError:
-        return None
-    return varlen
+class _Candidate(NamedTuple):
+    path: launch.Path
+    can_serve: Callable[[_Call], bool]
+    run: Callable[[_Call], Tensor]
 
 
-def _attention_varlen(
-    q_THK: Tensor,
-    k_SGK: Tensor,
-    v_SGK: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool,
-) -> Tensor:
-    """torch's packed FlashAttention; it takes grouped heads as they are and head dims that are multiples of 8."""
-    varlen = _torch_varlen()
-    assert varlen is not None, "checked by _has_varlen"
-    out: Tensor = varlen.varlen_attn(
-        q_THK,
-        k_SGK,
-        v_SGK,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        window_size=(-1, 0) if causal else (-1, -1),
-    )
-    return out
+_CANDIDATES = {
+    "window": _Candidate(
+        "triton",
+        lambda call: can_window(call.q, call.k, call.max_seqlen_q, call.max_seqlen_k, call.causal),
+        lambda call: window_attention(*call[:7]),
+    ),
+    "tiled": _Candidate(
+        "triton", lambda call: can_tile(call.q), lambda call: tiled_attention(*call[:5], call.causal, call.window)
+    ),
+    "dense": _Candidate("library", _can_dense, _dense),
+    "flash 3": _Candidate("library", _can_flash_3, _flash_3),
+    "flash": _Candidate("library", _can_flash, _flash),
+    "by length": _Candidate("library", lambda call: not call.q.is_cuda, _by_length),
+}
 
 
-def _has_varlen(q_THK: Tensor) -> bool:
-    """Whether torch's packed FlashAttention takes this device, dtype and head dim."""
-    is_half = q_THK.dtype in (torch.bfloat16, torch.float16)
-    return q_THK.is_cuda and is_half and q_THK.shape[-1] % 8 == 0 and _torch_varlen() is not None
+class _Rule(NamedTuple):
+    """Which candidates to try, best first, for calls up to these sizes; the first rule that fits holds."""
+
+    head_dim: int
+    causal: bool
+    max_seqlen: float
+    order: tuple[str, ...]
+
+
+# To be filled from bench/kernels/attention.py on each new GPU or torch; what cannot serve a call is passed over.
+_RULES = (
+    _Rule(256, False, 64, ("window", "tiled", "flash 3", "flash", "by length")),
+    _Rule(128, False, math.inf, ("dense", "flash 3", "tiled", "flash", "by length")),
+    _Rule(128, True, math.inf, ("dense", "flash 3", "tiled", "flash", "by length")),
+    _Rule(256, False, math.inf, ("dense", "flash 3", "flash", "tiled", "by length")),
+    _Rule(256, True, math.inf, ("dense", "flash 3", "flash", "tiled", "by length")),
+)
+
+
+def _candidates(call: _Call) -> list[str]:
+    """Names of the candidates that can serve a call, best first."""
+    longest = max(call.max_seqlen_q, call.max_seqlen_k)
+    for rule in _RULES:
+        if call.q.shape[2] <= rule.head_dim and call.causal == rule.causal and longest <= rule.max_seqlen:
+            return [name for name in rule.order if _CANDIDATES[name].can_serve(call)]
+    return []
 
 
 def attention(
@@ -133,23 +255,28 @@ def attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     causal: bool,
+    window: int | None = None,
 ) -> Tensor:
-    """Packed attention, see the top of this file. `max_seqlen_*` bound the segment lengths (kernels size their grid by it)."""
+    """Packed attention, see the top of this file. `max_seqlen_*` bound the segment lengths (kernels are chosen by it)."""
     if q_THK.shape[1] % k_SGK.shape[1] or q_THK.shape[2] != k_SGK.shape[2] or k_SGK.shape != v_SGK.shape:
         raise ValueError(
             f"attention: q {tuple(q_THK.shape)}, k {tuple(k_SGK.shape)}, v {tuple(v_SGK.shape)} do not fit"
         )
-    path = launch.choose("attention", "library")
-    if path == "library" and not _has_varlen(q_THK):
-        return _attention_sdpa(q_THK, k_SGK, v_SGK, cu_seqlens_q, cu_seqlens_k, causal=causal)
-    run = _attention_varlen if path == "library" else attention_reference
-    return run(
-        q_THK,
-        k_SGK,
-        v_SGK,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        causal=causal,
+    if window is not None and not causal:
+        raise ValueError(f"attention: window {window} counts keys to the left, so it needs causal=True")
+    call = _Call(q_THK, k_SGK, v_SGK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window)
+    if q_THK.numel() == 0 or k_SGK.numel() == 0:
+        return q_THK * 0.0
+    names = _candidates(call)
+    path = launch.choose("attention", *launch.able(q_THK, *(_CANDIDATES[name].path for name in names)))
+    if path == "reference":
+        return attention_reference(
+            *call[:5], max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=window
+        )
+    name = next(name for name in names if _CANDIDATES[name].path == path)
+    log_once(
+        "kernels",
+        f"attention of head dim {q_THK.shape[2]}, {'causal' if causal else 'full'}: {name}",
+        level=logging.DEBUG,
     )
+    return _CANDIDATES[name].run(call)

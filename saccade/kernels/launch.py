@@ -5,26 +5,68 @@
 `reference`  plain PyTorch, the specification; runs anywhere.
 
 An operation lists the paths that can serve the tensor at hand, best first as measured; the reference is always the last.
+Kernel modules take `triton` and `tl` from here, so that they import on a machine without Triton.
 """
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
+from torch import Tensor
+
 from saccade.log import log_once
+
+
+class _Absent:
+    """In the place of `triton` and `tl` where Triton is not installed: kernels are then defined, never launched."""
+
+    def jit(self, kernel: Callable[..., None] | None = None, **_: object) -> object:
+        return kernel if kernel is not None else lambda late: late
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = _Absent()
+
+__all__ = ["Path", "able", "choose", "forced", "is_interpreting", "tl", "triton"]
 
 Path = Literal["triton", "library", "reference"]
 
 _forced: Path | None = None
 
 
+_interpreting = not isinstance(triton, _Absent) and bool(triton.knobs.runtime.interpret)
+
+
+def is_interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter, on CPU tensors (`TRITON_INTERPRET=1`, set before the first import)."""
+    return _interpreting
+
+
+def able(x: Tensor, *best_first: Path) -> tuple[Path, ...]:
+    """`best_first` as the device of `x` allows: Triton needs a GPU; interpreted, it comes last, for whoever forces it."""
+    if isinstance(triton, _Absent):
+        return tuple(path for path in best_first if path != "triton")
+    if x.is_cuda or "triton" not in best_first:
+        return best_first
+    others = tuple(path for path in best_first if path != "triton")
+    return (*others, "reference", "triton") if is_interpreting() else others
+
+
 def choose(operation: str, *candidates: Path) -> Path:
     """The path for one call: the first candidate, or the forced one."""
-    able: tuple[Path, ...] = (*candidates, "reference")
-    if _forced and _forced not in able:
-        raise RuntimeError(f"{operation}: path {_forced!r} is forced but cannot serve this call; {', '.join(able)} can")
-    path = _forced or able[0]
+    paths: tuple[Path, ...] = (*candidates, "reference")
+    if _forced and _forced not in paths:
+        raise RuntimeError(
+            f"{operation}: path {_forced!r} is forced but cannot serve this call; {', '.join(paths)} can"
+        )
+    path = _forced or paths[0]
     log_once("kernels", f"{operation}: {path}", level=logging.DEBUG)
     return path
 

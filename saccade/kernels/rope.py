@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """Rotary position embedding: 1-D, three-section (M-RoPE) and 2-D vision, one rotation for all of them.
 
 Legend: T tokens, H heads, K head dim, F = K / 2 frequencies, A axes.
@@ -9,12 +10,20 @@ kinds differ; rotating is the same for all: channel i and channel i + F of a hea
     out[i + F] = x[i + F] * cos[i] + x[i] * sin[i]
 
 computed in fp32 and returned in x's dtype. Tables are built once per forward and shared by every layer.
+
+The gradient is the rotation by the opposite angle; nothing is saved but the table, through which no gradient flows. `rope_` turns
+q and k where they lie (serving; also views of a fused QKV row). Q and K go in one launch, each element is read and written once.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from saccade.kernels import launch
+from saccade.kernels.launch import tl, triton
 
 AngleTable = tuple[Tensor, Tensor]
 """(cos, sin), each [T, F] in fp32."""
@@ -37,9 +46,8 @@ def text_angles(positions_AT: Tensor, theta: float, sections: Sequence[int]) -> 
     """
     assert len(sections) == positions_AT.shape[0], "one section per position axis"
     inverse_F = frequencies(sum(sections), theta, positions_AT.device)
-    angles_AT = (
-        positions_AT[axis, :, None].float() * part for axis, part in enumerate(torch.split(inverse_F, list(sections)))
-    )
+    parts = torch.split(inverse_F, list(sections))
+    angles_AT = (positions_AT[axis, :, None].float() * part for axis, part in enumerate(parts))
     return _table(torch.cat(list(angles_AT), dim=-1))
 
 
@@ -61,6 +69,156 @@ def rope_reference(q_THK: Tensor, k_THK: Tensor, table: AngleTable) -> tuple[Ten
     return rotate(q_THK), rotate(k_THK)
 
 
+@triton.jit
+def _turn(
+    x: tl.tensor,
+    out: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    x_place: tl.tensor,
+    out_place: tl.tensor,
+    X_HEAD: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+) -> None:
+    """Turn every head of one token, [BLOCK_HEADS, BLOCK_F] pairs of channels at once."""
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    f = tl.arange(0, BLOCK_F)[None, :]
+    mask = (head < NUM_HEADS) & (f < F)
+    x_place += head * X_HEAD + f
+    out_place += head * OUT_HEAD + f
+    first = tl.load(x + x_place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + x_place + F, mask=mask, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    tl.store(out + out_place, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(out + out_place + F, (second * cos + first * sin).to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _rope_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    q_out: tl.tensor,
+    k_out: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    q_stride: tl.int64,
+    k_stride: tl.int64,
+    q_out_stride: tl.int64,
+    k_out_stride: tl.int64,
+    num_tokens: tl.tensor,
+    Q_HEAD: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    Q_OUT_HEAD: tl.constexpr,
+    K_OUT_HEAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KV_HEADS: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INVERSE: tl.constexpr,
+) -> None:
+    """TOKENS tokens, one after another; their angles are read once for all heads. The outputs may be the inputs.
+
+    *_HEAD are the distances between heads, known to the compiler so that it sees how heads are aligned.
+    """
+    f = tl.arange(0, BLOCK_F)[None, :]
+    for i in tl.static_range(TOKENS):
+        token = tl.program_id(0).to(tl.int64) * TOKENS + i
+        if token < num_tokens:
+            c = tl.load(cos + token * F + f, mask=f < F, other=0.0)
+            s = tl.load(sin + token * F + f, mask=f < F, other=0.0)
+            if INVERSE:
+                s = -s
+            q_place, q_out_place = token * q_stride, token * q_out_stride
+            _turn(q, q_out, c, s, q_place, q_out_place, Q_HEAD, Q_OUT_HEAD, NUM_HEADS, BLOCK_HEADS, F, BLOCK_F)
+            k_place, k_out_place = token * k_stride, token * k_out_stride
+            _turn(k, k_out, c, s, k_place, k_out_place, K_HEAD, K_OUT_HEAD, NUM_KV_HEADS, BLOCK_KV_HEADS, F, BLOCK_F)
+
+
+class _Launch(NamedTuple):
+    tokens: int
+    """Tokens per program."""
+    num_warps: int
+
+
+# Starting values: a token of 16 heads of 128 is 1024 pairs, 8 a thread; bench/kernels/rope.py --tune measures them.
+_CONFIG = _Launch(tokens=1, num_warps=4)
+
+
+def _rotate(
+    q_THK: Tensor, k_THK: Tensor, q_out: Tensor, k_out: Tensor, table: AngleTable, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Turn q into q_out and k into k_out, which may be q and k themselves."""
+    (num_tokens, num_heads, head_dim), num_kv_heads = q_THK.shape, k_THK.shape[1]
+    cos, sin = (part.contiguous() for part in table)
+    if num_tokens:
+        _rope_kernel[(triton.cdiv(num_tokens, _CONFIG.tokens),)](
+            *(q_THK, k_THK, q_out, k_out, cos, sin),
+            *(x.stride(0) for x in (q_THK, k_THK, q_out, k_out)),
+            num_tokens,
+            *(x.stride(1) for x in (q_THK, k_THK, q_out, k_out)),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            BLOCK_HEADS=triton.next_power_of_2(num_heads),
+            BLOCK_KV_HEADS=triton.next_power_of_2(num_kv_heads),
+            F=head_dim // 2,
+            BLOCK_F=triton.next_power_of_2(head_dim // 2),
+            TOKENS=_CONFIG.tokens,
+            INVERSE=inverse,
+            num_warps=_CONFIG.num_warps,
+        )
+    return q_out, k_out
+
+
+def _channels_adjacent(x_THK: Tensor) -> Tensor:
+    """The kernel takes any distance between tokens and heads, but the channels of a head must lie side by side."""
+    return x_THK if x_THK.stride(2) == 1 else x_THK.contiguous()
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        q, k = _channels_adjacent(q), _channels_adjacent(k)
+        return _rotate(q, k, q.new_empty(q.shape), k.new_empty(k.shape), (cos, sin), inverse=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:
+        d_q, d_k = _channels_adjacent(d_q), _channels_adjacent(d_k)
+        cos, sin = ctx.saved_tensors
+        grads = _rotate(d_q, d_k, d_q.new_empty(d_q.shape), d_k.new_empty(d_k.shape), (cos, sin), inverse=True)
+        return *grads, None, None
+
+
+def _check(operation: str, q_THK: Tensor, k_THK: Tensor, table: AngleTable) -> None:
+    num_tokens, _, head_dim = q_THK.shape
+    fits = k_THK.shape[0] == num_tokens and k_THK.shape[2] == head_dim and head_dim % 2 == 0
+    if not fits or any(part.shape != (num_tokens, head_dim // 2) for part in table):
+        shapes = [tuple(x.shape) for x in (q_THK, k_THK, *table)]
+        raise ValueError(f"{operation}: q {shapes[0]}, k {shapes[1]}, cos {shapes[2]}, sin {shapes[3]} do not fit")
+
+
 def rope(q_THK: Tensor, k_THK: Tensor, table: AngleTable) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their tokens' angles. Q and K may have different numbers of heads."""
+    _check("rope", q_THK, k_THK, table)
+    if launch.choose("rope", *launch.able(q_THK, "triton")) == "triton":
+        return _Rope.apply(q_THK, k_THK, *table)  # type: ignore[no-untyped-call, no-any-return]
     return rope_reference(q_THK, k_THK, table)
+
+
+def rope_(q_THK: Tensor, k_THK: Tensor, table: AngleTable) -> None:
+    """`rope` in place, for serving: no backward, no copies."""
+    _check("rope_", q_THK, k_THK, table)
+    is_adjacent = q_THK.stride(2) == k_THK.stride(2) == 1
+    if launch.choose("rope_", *(launch.able(q_THK, "triton") if is_adjacent else ())) == "triton":
+        _rotate(q_THK.detach(), k_THK.detach(), q_THK.detach(), k_THK.detach(), table, inverse=False)
+        return
+    for x_THK, turned_THK in zip((q_THK, k_THK), rope_reference(q_THK, k_THK, table), strict=True):
+        x_THK.copy_(turned_THK)

@@ -1,12 +1,26 @@
+# mypy: allow-untyped-decorators
 """The gated activation of the feed-forward layers.
 
     y = silu(gate) * up,   silu(g) = g * sigmoid(g)
 
-gate, up and y have one shape and dtype; any float dtype.
+gate, up and y have one shape and dtype; any float dtype, computed in fp32 and rounded once. Rows of gate and up may lie any
+distance apart (the two halves of a fused projection). Saved for backward: gate and up; silu is recomputed:
+
+    dup = dy * silu(gate)          dgate = dy * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))
+
+Bytes per element in bf16: 6 forward, 10 backward.
 """
 
+import math
+from typing import Any, NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from saccade.kernels import launch
+from saccade.kernels.launch import tl, triton
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -14,6 +28,109 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+@triton.jit
+def _columns(dim: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Row and columns of this program."""
+    blocks = tl.cdiv(dim, BLOCK)
+    return tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _forward_kernel(
+    gate: tl.tensor,
+    up: tl.tensor,
+    y: tl.tensor,
+    gate_stride: tl.int64,
+    up_stride: tl.int64,
+    dim: tl.int64,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK columns of one row. `dim` and strides come divided by UNIT, which tells the compiler how rows are aligned."""
+    dim = dim * UNIT
+    row, d = _columns(dim, BLOCK)
+    g = tl.load(gate + row * gate_stride * UNIT + d, mask=d < dim, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride * UNIT + d, mask=d < dim, other=0.0).to(tl.float32)
+    tl.store(y + row * dim + d, (g * tl.sigmoid(g) * u).to(y.dtype.element_ty), mask=d < dim)
+
+
+@triton.jit
+def _backward_kernel(
+    gate: tl.tensor,
+    up: tl.tensor,
+    d_y: tl.tensor,
+    d_gate: tl.tensor,
+    d_up: tl.tensor,
+    gate_stride: tl.int64,
+    up_stride: tl.int64,
+    d_y_stride: tl.int64,
+    dim: tl.int64,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK columns of one row."""
+    dim = dim * UNIT
+    row, d = _columns(dim, BLOCK)
+    g = tl.load(gate + row * gate_stride * UNIT + d, mask=d < dim, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride * UNIT + d, mask=d < dim, other=0.0).to(tl.float32)
+    dy = tl.load(d_y + row * d_y_stride * UNIT + d, mask=d < dim, other=0.0).to(tl.float32)
+    # dup = dy silu; dgate = dy up sigmoid (1 + g (1 - sigmoid))
+    sigmoid = tl.sigmoid(g)
+    dtype = d_gate.dtype.element_ty
+    tl.store(d_up + row * dim + d, (dy * g * sigmoid).to(dtype), mask=d < dim)
+    tl.store(d_gate + row * dim + d, (dy * u * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(dtype), mask=d < dim)
+
+
+class _Launch(NamedTuple):
+    block: int
+    """Columns per program."""
+    num_warps: int
+
+
+# Starting values: 16 and 8 elements a thread; bench/kernels/swiglu.py --tune measures them.
+_CONFIGS = {"forward": _Launch(block=2048, num_warps=4), "backward": _Launch(block=1024, num_warps=4)}
+
+
+def _rows_of(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[rows, D] each, with neighbouring columns. Where nothing lies between the rows of any, all are one long row."""
+    if all(x.is_contiguous() for x in tensors):
+        return tuple(x.view(1, -1) for x in tensors)
+    rows = (x.reshape(-1, x.shape[-1]) for x in tensors)
+    return tuple(x if x.stride(1) == 1 else x.contiguous() for x in rows)
+
+
+def _launch(kernel: Any, config: _Launch, inputs_ND: tuple[Tensor, ...], *outputs: Tensor) -> None:
+    """Run `kernel` over rows of any distance into contiguous outputs."""
+    num_rows, dim = inputs_ND[0].shape
+    strides = [x.stride(0) for x in inputs_ND]
+    unit = math.gcd(16, dim, *strides)
+    if num_rows * dim:
+        grid = (num_rows * triton.cdiv(dim, config.block),)
+        sizes = (size // unit for size in (*strides, dim))
+        kernel[grid](*inputs_ND, *outputs, *sizes, UNIT=unit, BLOCK=config.block, num_warps=config.num_warps)
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        y = gate.new_empty(gate.shape)
+        _launch(_forward_kernel, _CONFIGS["forward"], _rows_of(gate, up), y)
+        ctx.save_for_backward(gate, up)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        _launch(_backward_kernel, _CONFIGS["backward"], _rows_of(gate, up, d_y), d_gate, d_up)
+        return d_gate, d_up
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"swiglu: gate {gate.dtype} {tuple(gate.shape)}, up {up.dtype} {tuple(up.shape)} do not fit")
+    if launch.choose("swiglu", *launch.able(gate, "triton")) == "triton":
+        return _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
     return swiglu_reference(gate, up)

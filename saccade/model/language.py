@@ -46,8 +46,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
         """[T, D] to the same."""
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), attend)
-        out: Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        attended_TD = self.self_attn(self.input_layernorm(x_TD), attend)
+        normed_TD, x_TD = self.post_attention_layernorm.of_sum(attended_TD, x_TD)
+        out: Tensor = x_TD + self.mlp(normed_TD)
         return out
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from saccade.kernels.rms_norm import rms_norm
+from saccade.kernels.rms_norm import add_rms_norm, rms_norm
 from saccade.kernels.swiglu import swiglu
 
 
@@ -18,6 +18,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to the same."""
         return rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual), in one pass over memory."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class FeedForward(nn.Module):

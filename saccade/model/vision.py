@@ -135,8 +135,9 @@ class VisionBlock(nn.Module):
 
     def forward(self, x_PD: Tensor, angles: AngleTable, segments: Segments) -> Tensor:
         """[P, D] to the same."""
-        x_PD = x_PD + self.attn(self.norm1(x_PD), angles, segments)
-        out: Tensor = x_PD + self.mlp(self.norm2(x_PD))
+        attended_PD = self.attn(self.norm1(x_PD), angles, segments)
+        normed_PD, x_PD = self.norm2.of_sum(attended_PD, x_PD)
+        out: Tensor = x_PD + self.mlp(normed_PD)
         return out
 
 

@@ -1,0 +1,98 @@
+"""Packed attention at the shapes of the anchors: every path that can serve a shape, forward and backward.
+
+FLOPs are those of the visible pairs: 4 x pairs x heads x head dim forward, 2.5 times that backward, the causal half counted once.
+Vision windows are bound by memory and reported so: 4 tensors of q's size pass in forward, 7 in backward.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from bench.kernels.timing import Row, Work, compare, main
+from saccade.kernels import attention as module
+
+
+@functools.cache
+def _cu_seqlens(lengths: tuple[int, ...]) -> torch.Tensor:
+    """Made once: copying it to the GPU is not part of what is timed."""
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+
+
+class Case(NamedTuple):
+    """Lengths of the segments and heads of one shape."""
+
+    lengths: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    causal: bool
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Random q, k, v in bf16."""
+        num_tokens = sum(self.lengths)
+        sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = (torch.randn(num_tokens, n, self.head_dim, device="cuda", dtype=torch.bfloat16) for n in sizes)
+        return q, k, v
+
+    def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> module._Call:
+        """The call `attention` would see."""
+        cu_seqlens = _cu_seqlens(self.lengths)
+        longest = max(self.lengths)
+        return module._Call(q, k, v, cu_seqlens, cu_seqlens, longest, longest, self.causal, None)
+
+    @property
+    def flops(self) -> float:
+        """Of the forward pass."""
+        pairs = sum(n * n for n in self.lengths) * (0.5 if self.causal else 1.0)
+        return 4.0 * pairs * self.num_heads * self.head_dim
+
+    @property
+    def work(self) -> tuple[Work, Work]:
+        """Forward and backward."""
+        if max(self.lengths) <= 64:
+            size = 2.0 * sum(self.lengths) * self.num_heads * self.head_dim
+            return Work(num_bytes=4 * size), Work(num_bytes=7 * size)
+        return Work(flops=self.flops), Work(flops=2.5 * self.flops)
+
+
+def _ragged(low: int, high: int, total: int, step: int = 1) -> tuple[int, ...]:
+    """Lengths in [low, high], always the same, that sum to `total`."""
+    generator, lengths = torch.Generator().manual_seed(0), []
+    while (left := total - sum(lengths)) > 0:
+        length = int(torch.randint(low // step, high // step + 1, (), generator=generator)) * step
+        lengths.append(min(length, left))
+    return tuple(lengths)
+
+
+CASES = {
+    "text 16 x 1024": Case((1024,) * 16, 16, 2, 128, True),
+    "text ragged 64..2048": Case(_ragged(64, 2048, 16384), 16, 2, 128, True),
+    "text 1 x 4096": Case((4096,), 16, 2, 128, True),
+    "text 1 x 16384": Case((16384,), 16, 2, 128, True),
+    "vision 16 x 2304, d80": Case((2304,) * 16, 16, 16, 80, False),
+    "vision ragged 256..3072, d80": Case(_ragged(256, 3072, 36864, 4), 16, 16, 80, False),
+    "vision 32 x 729, d72": Case((729,) * 32, 16, 16, 72, False),
+    "windows 576 x 64, d80": Case((64,) * 576, 16, 16, 80, False),
+    "windows ragged 16..64, d80": Case(_ragged(16, 64, 36864, 16), 16, 16, 80, False),
+}
+
+
+def rows() -> Iterator[Row]:
+    """Each candidate beside the one that `attention` picks today, which is the first of its kind listed."""
+    for name, case in CASES.items():
+        q, k, v = case.inputs()
+        able = [path for path, candidate in module._CANDIDATES.items() if candidate.can_serve(case.call(q, k, v))]
+        chosen = module._candidates(case.call(q, k, v))[0]
+        paths = {
+            f"{path}{' (chosen)' if path == chosen else ''}": lambda q, k, v, path=path, case=case: module._CANDIDATES[
+                path
+            ].run(case.call(q, k, v))
+            for path in able
+        }
+        yield from compare("attention", name, paths, (q, k, v), *case.work)
+
+
+if __name__ == "__main__":
+    main(rows)

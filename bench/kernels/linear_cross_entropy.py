@@ -1,0 +1,97 @@
+"""The last projection and its loss, forward and backward, beside torch and Liger; also the memory each takes beyond its inputs."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.timing import Row, Work, failed, gpu_ms, main, row
+from saccade.kernels import launch
+from saccade.kernels.linear_cross_entropy import linear_cross_entropy
+
+HIDDEN, VOCAB = 2048, 151936
+CASES = {"16384": (16384, 0.0), "16384, 75 % ignored": (16384, 0.75), "4096": (4096, 0.0), "1024": (1024, 0.0)}
+
+
+def inputs(num_tokens: int, ignored: float) -> tuple[Tensor, Tensor, Tensor, int]:
+    """hidden, weight, labels and the number of learned tokens."""
+    hidden = torch.randn(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(VOCAB, HIDDEN, device="cuda", dtype=torch.bfloat16) * HIDDEN**-0.5).requires_grad_()
+    labels = torch.randint(VOCAB, (num_tokens,), device="cuda")
+    labels[torch.randperm(num_tokens, device="cuda")[: int(num_tokens * ignored)]] = -100
+    return hidden, weight, labels, num_tokens - int(num_tokens * ignored)
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, num_learned: int) -> Tensor:
+    """All logits at once, as a model without any of this does it."""
+    del num_learned
+    return F.cross_entropy((hidden @ weight.T).float(), labels)
+
+
+def ours(hidden: Tensor, weight: Tensor, labels: Tensor, num_learned: int) -> Tensor:
+    """The count is known, as it is in training, where batches are collated on the host."""
+    return linear_cross_entropy(hidden, weight, labels, count=num_learned, num_learned=num_learned)
+
+
+def liger() -> Callable[..., Tensor]:
+    """Liger's fused linear cross entropy."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, num_learned: int) -> Tensor:
+        del num_learned
+        result = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels)
+        return result[0] if isinstance(result, tuple) else result
+
+    return run
+
+
+def step(run: Callable[..., Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, num_learned: int) -> None:
+    """Forward and backward; the gradients go where an optimizer would take them from."""
+    hidden.grad = weight.grad = None
+    run(hidden, weight, labels, num_learned).backward()
+
+
+def extra_gib(call: Callable[[], object], hidden: Tensor, weight: Tensor) -> float:
+    """Peak memory beyond the inputs, gradients included."""
+    hidden.grad = weight.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def measure(shape: str, path: str, make: Callable[[], Callable[..., Tensor]]) -> Row:
+    """One line, with the memory as an extra column."""
+    hidden, weight, labels, num_learned = inputs(*CASES[shape])
+    run = make()
+
+    def call() -> None:
+        step(run, hidden, weight, labels, num_learned)
+
+    call()
+    gib = extra_gib(call, hidden, weight)
+    work = Work(flops=6 * num_learned * HIDDEN * VOCAB)
+    line = row("linear_cross_entropy", f"{shape} ({gib:.2f} GiB)", path, gpu_ms(call, budget_ms=500), work)
+    return line | {"extra_gib": round(gib, 3)}
+
+
+def rows() -> Iterator[Row]:
+    """Forward and backward together: ours does both in forward."""
+    paths: dict[str, Callable[[], Callable[..., Tensor]]] = {
+        "triton": lambda: ours,
+        "liger": liger,
+        "torch": lambda: plain,
+    }
+    for shape in CASES:
+        for path, make in paths.items():
+            try:
+                with launch.forced("triton"):
+                    yield measure(shape, path, make)
+            except (RuntimeError, ValueError, TypeError, ImportError) as error:
+                yield failed("linear_cross_entropy", shape, path, error)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main(rows)

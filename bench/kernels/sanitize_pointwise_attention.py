@@ -1,0 +1,60 @@
+"""Run each attention, norm, RoPE and SwiGLU kernel once, small and odd-sized, for a memory checker:
+
+compute-sanitizer --tool memcheck python -m bench.kernels.sanitize_pointwise_attention
+"""
+
+import torch
+
+from saccade.kernels import launch
+from saccade.kernels.attention import attention
+from saccade.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quant
+from saccade.kernels.rope import rope, rope_
+from saccade.kernels.swiglu import swiglu
+
+ATTENTION = [
+    # lengths, heads, key heads, head dim, causal, window
+    ((64, 16, 1, 0, 37), 2, 2, 80, False, None),
+    ((7, 3), 2, 2, 72, False, None),
+    ((1, 129, 0, 300), 4, 2, 128, True, None),
+    ((1, 129, 0, 300), 4, 2, 128, True, 100),
+    ((200, 65), 2, 2, 80, False, None),
+    ((200, 65), 2, 1, 64, True, None),
+]
+
+
+def _random(*size: int) -> torch.Tensor:
+    return torch.randn(*size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+
+def _backward(*outputs: torch.Tensor) -> None:
+    torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
+
+
+def main() -> None:
+    """Forward and backward of everything."""
+    for lengths, num_heads, num_kv_heads, head_dim, causal, window in ATTENTION:
+        cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+        q, k, v = (_random(sum(lengths), n, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads))
+        bounds = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths), "causal": causal, "window": window}
+        _backward(attention(q, k, v, cu_seqlens, cu_seqlens, **bounds))
+    for num_rows, dim in ((1, 2048), (7, 129), (129, 128)):
+        x, residual, weight = _random(num_rows, dim), _random(num_rows, dim), _random(dim)
+        _backward(rms_norm(x, weight, 1e-6))
+        _backward(*add_rms_norm(x, residual, weight, 1e-6))
+        for dtype in (torch.int8, torch.float8_e4m3fn):
+            rms_norm_quant(x, weight, 1e-6, dtype)
+        _backward(swiglu(x, residual))
+        _backward(swiglu(*_random(num_rows, 2 * dim).chunk(2, dim=1)))
+    for num_tokens, num_heads, num_kv_heads, head_dim in ((1, 16, 2, 128), (7, 3, 1, 80), (129, 2, 2, 72)):
+        q, k = _random(num_tokens, num_heads, head_dim), _random(num_tokens, num_kv_heads, head_dim)
+        angles = torch.rand(num_tokens, head_dim // 2, device="cuda")
+        table = angles.cos(), angles.sin()
+        _backward(*rope(q, k, table))
+        rope_(q.detach(), k.detach(), table)
+    torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    with launch.forced("triton"):
+        main()

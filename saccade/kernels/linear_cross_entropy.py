@@ -1,0 +1,462 @@
+# mypy: allow-untyped-decorators
+"""The last projection and its loss in one operation: the logits of a batch never exist at once.
+
+Legend: T tokens, D hidden size, V vocabulary (of this rank, when it is sharded), C tokens per chunk.
+
+    logits = cap(hidden weight^T),  cap(x) = softcap * tanh(x / softcap) or x
+    loss   = sum_t (lse_t - logits[t, labels[t]] + z_loss * lse_t^2) / count,      lse_t = log sum_v exp(logits[t, v])
+
+over the tokens whose label is not `ignore_index`. hidden [T, D] and weight [V, D] in one float dtype, labels [T] integers,
+`count` a number or a tensor on the device (usually the learned tokens of the global batch); the loss is a fp32 scalar.
+
+The gradients are computed in the forward pass, chunk by chunk: logits (matmul), loss and d loss / d logits written over them
+(one kernel), then the gradients of hidden and weight (two matmuls). Ignored tokens are dropped before the first matmul and
+cost nothing. Where the number of learned tokens is not told (`num_learned`), the host waits for the GPU once to learn it.
+
+Numbers. Logits and their gradients are rounded to the input dtype once; maximum, sum and loss are fp32. The weight's gradient
+has the weight's dtype: each chunk is summed in fp32 inside its matmul and rounded as it is added, which in bf16 adds a relative
+RMS error of 0.11 % * sqrt(chunks) to the 0.4 % of the rounded logits: 0.6 % in all for 16 chunks, measured. (A fp32 sum would
+need 1.2 GiB more at 151936 x 2048.) Gradients are those of the sum, scaled by 1 / count in backward, so small fp16
+probabilities do not vanish.
+
+Memory beyond the inputs: the two gradients, and C * V logits within `max_bytes`. At 16384 x 2048 x 151936 in bf16 that is
+594 + 64 + 297 MiB. Work: 6 T D V flop (2 T D V without gradients), and about 10 bytes moved per logit.
+
+With `group`, `weight` is this rank's rows `vocab_start ..` of a vocabulary sharded over the group, while hidden and labels
+are the same on every rank: maxima, sums and target logits are reduced per chunk, the gradient of hidden once at the end.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from saccade.kernels import launch
+from saccade.kernels.launch import tl, triton
+
+CHUNK_BYTES = 320 * 2**20
+"""Default bound on the logits held at once. Larger chunks add fewer times to the weight's gradient."""
+_CHUNK_MULTIPLE = 128
+"""Tokens per chunk are a multiple of this, the row tile of the matrix product."""
+_HIDDEN_SPLITS = 2
+"""Parts the vocabulary is summed in for the gradient of hidden: C x D alone has too few tiles (64 of 128 x 256 at
+1024 x 2048) for the 132 multiprocessors of an H200."""
+_LOSS_BLOCK = 8192
+_LOSS_WARPS = 16
+"""Logits per step and warps of the loss kernel: one row per program, 32 bytes per thread and step."""
+
+
+def linear_cross_entropy_reference(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    *,
+    count: Tensor | float,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    num_learned: int | None = None,
+    max_bytes: int = CHUNK_BYTES,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+) -> Tensor:
+    """The formula above with all logits in fp32. `num_learned` and `max_bytes` are here so that the signatures agree."""
+    del num_learned, max_bytes
+    learned = labels_T != ignore_index
+    labels, hidden = labels_T[learned].long() - vocab_start, hidden_TD[learned].float()
+    if group is not None:
+        hidden = _ShareWithShards.apply(hidden, group)  # type: ignore[no-untyped-call]
+    logits = hidden @ weight_VD.float().T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    is_here = (labels >= 0) & (labels < len(weight_VD))
+    target = logits.gather(1, labels.clamp(0, len(weight_VD) - 1).unsqueeze(1)).squeeze(1) * is_here
+    peak = logits.detach().amax(1)
+    if group is not None:
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group)
+    total = (logits - peak.unsqueeze(1)).exp().sum(1)
+    if group is not None:
+        total, target = _SumOverShards.apply(torch.stack([total, target]), group)  # type: ignore[no-untyped-call]
+    lse = peak + total.log()
+    return (lse - target + z_loss * lse.square()).sum() / count
+
+
+class _ShareWithShards(torch.autograd.Function):
+    """The same tensor on every rank, used by each for its shard: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _SumOverShards(torch.autograd.Function):
+    """The sum over the ranks, of which every rank then computes the same loss: the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@triton.jit
+def _load_logits(
+    row: tl.tensor, column: tl.tensor, V: tl.tensor, softcap: tl.tensor, CAPPED: tl.constexpr
+) -> tl.tensor:
+    """Some logits of a row in fp32, capped; -inf past its end."""
+    x = tl.load(row + column, mask=column < V, other=float("-inf")).to(tl.float32)
+    if CAPPED:
+        x = tl.where(
+            column < V, softcap * (2 * tl.sigmoid(2 * x / softcap) - 1), float("-inf")
+        )  # softcap tanh(x / softcap)
+    return x
+
+
+@triton.jit
+def _max_and_sum(
+    row: tl.tensor, V: tl.tensor, softcap: tl.tensor, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """max_v x[v] and sum_v exp(x[v] - max) of one row, in one pass."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    column = tl.arange(0, BLOCK)
+    peak = tl.full([], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, V, BLOCK, num_stages=3):
+        x = _load_logits(row, start + column, V, softcap, CAPPED)
+        new_peak = tl.maximum(peak, tl.max(x, 0))
+        sums = sums * tl.exp2((peak - new_peak) * LOG2_E) + tl.exp2(x * LOG2_E - new_peak * LOG2_E)
+        peak = new_peak
+    return peak, tl.sum(sums, 0)
+
+
+@triton.jit
+def _write_gradient(
+    row: tl.tensor,
+    V: tl.tensor,
+    label: tl.tensor,
+    lse: tl.tensor,
+    is_learned: tl.tensor,
+    softcap: tl.tensor,
+    z_loss: tl.tensor,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """d loss / d logits of one row, over the logits: p (1 + 2 z lse) - [v = label], times 1 - tanh^2 under a cap."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    weight = tl.where(is_learned, 1 + 2 * z_loss * lse, 0.0)
+    hot = tl.where(is_learned, label, -1).to(tl.int32)
+    for start in tl.range(0, V, BLOCK, num_stages=3):
+        column = start + tl.arange(0, BLOCK)
+        x = _load_logits(row, column, V, softcap, CAPPED)
+        gradient = tl.exp2(x * LOG2_E - lse * LOG2_E) * weight - tl.where(column == hot, 1.0, 0.0)
+        if CAPPED:
+            tanh = tl.where(column < V, x / softcap, 0.0)
+            gradient *= 1 - tanh * tanh
+        tl.store(row + column, gradient.to(row.dtype.element_ty), mask=column < V)
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _loss_kernel(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    losses: tl.tensor,
+    stride: tl.tensor,
+    V: tl.tensor,
+    ignore_index: tl.tensor,
+    softcap: tl.tensor,
+    z_loss: tl.tensor,
+    CAPPED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row: its loss, and with GRADIENT d loss / d logits over its logits. The second pass finds the row in L2."""
+    t = tl.program_id(0).to(tl.int64)
+    row = logits + t * stride
+    label = tl.load(labels + t)
+    is_learned = label != ignore_index
+    peak, total = _max_and_sum(row, V, softcap, CAPPED, BLOCK)
+    lse = peak + tl.log(total)
+    target = _load_logits(row, tl.where(is_learned, label, 0).to(tl.int64), V, softcap, CAPPED)
+    tl.store(losses + t, tl.where(is_learned, lse - target + z_loss * lse * lse, 0.0))
+    if GRADIENT:
+        tl.debug_barrier()  # the target is read by every thread before one of them overwrites it
+        _write_gradient(row, V, label, lse, is_learned, softcap, z_loss, CAPPED, BLOCK)
+
+
+@triton.jit(do_not_specialize=["ignore_index", "vocab_start"])
+def _statistics_kernel(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    targets: tl.tensor,
+    stride: tl.tensor,
+    V: tl.tensor,
+    ignore_index: tl.tensor,
+    vocab_start: tl.tensor,
+    softcap: tl.tensor,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """What one row of a vocabulary shard adds to the loss: its maximum, sum, and the target logit if it is here, else 0."""
+    t = tl.program_id(0).to(tl.int64)
+    row = logits + t * stride
+    label = tl.load(labels + t)
+    is_here = (label != ignore_index) & (label >= vocab_start) & (label < vocab_start + V)
+    peak, total = _max_and_sum(row, V, softcap, CAPPED, BLOCK)
+    target = _load_logits(row, tl.where(is_here, label - vocab_start, 0).to(tl.int64), V, softcap, CAPPED)
+    tl.store(peaks + t, peak)
+    tl.store(totals + t, total)
+    tl.store(targets + t, tl.where(is_here, target, 0.0))
+
+
+@triton.jit(do_not_specialize=["ignore_index", "vocab_start"])
+def _gradient_kernel(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    lses: tl.tensor,
+    stride: tl.tensor,
+    V: tl.tensor,
+    ignore_index: tl.tensor,
+    vocab_start: tl.tensor,
+    softcap: tl.tensor,
+    z_loss: tl.tensor,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """d loss / d logits of one row of a vocabulary shard, over its logits, from the log-sum-exp of all shards."""
+    t = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + t)
+    _write_gradient(
+        logits + t * stride,
+        V,
+        label - vocab_start,
+        tl.load(lses + t),
+        label != ignore_index,
+        softcap,
+        z_loss,
+        CAPPED,
+        BLOCK,
+    )
+
+
+def _learned_rows(labels_T: Tensor, ignore_index: int, num_learned: int) -> tuple[Tensor, Tensor]:
+    """Row numbers and labels of the first `num_learned` learned tokens, without asking the device how many there are.
+
+    Places left over when there are fewer point at row 0 and carry `ignore_index`.
+    """
+    learned = labels_T != ignore_index
+    place = torch.where(learned, learned.cumsum(0) - 1, num_learned).clamp_(max=num_learned)
+    rows = place.new_zeros(num_learned + 1).scatter_(0, place, torch.arange(len(labels_T), device=labels_T.device))
+    labels = labels_T.new_full((num_learned + 1,), ignore_index).scatter_(0, place, labels_T)
+    return rows[:-1], labels[:-1]
+
+
+def _chunks(num_rows: int, row_bytes: int, max_bytes: int) -> Iterator[slice]:
+    """Slices of nearly equal size over the rows, each within the byte budget (but at least one row)."""
+    most = max(1, max_bytes // row_bytes)
+    most = most // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE or most
+    num_chunks = max(1, -(-num_rows // most))
+    size = max(1, -(-num_rows // num_chunks))
+    size = min(most, -(-size // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))
+
+
+def _losses_and_logit_gradients(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    *,
+    ignore_index: int,
+    softcap: float | None,
+    z_loss: float,
+    group: dist.ProcessGroup | None,
+    vocab_start: int,
+    want_gradient: bool,
+) -> Tensor:
+    """The loss of each row, fp32 [C]; the logits become their gradients."""
+    C, V = logits_CV.shape
+    losses_C = logits_CV.new_empty(C, dtype=torch.float32)
+    shape = {
+        "CAPPED": softcap is not None,
+        "BLOCK": min(_LOSS_BLOCK, triton.next_power_of_2(V)),
+        "num_warps": _LOSS_WARPS,
+    }
+    cap, stride = softcap or 1.0, logits_CV.stride(0)
+    if group is None:
+        _loss_kernel[(C,)](
+            logits_CV, labels_C, losses_C, stride, V, ignore_index, cap, z_loss, GRADIENT=want_gradient, **shape
+        )
+        return losses_C
+    peaks, totals, targets = logits_CV.new_empty((3, C), dtype=torch.float32)
+    _statistics_kernel[(C,)](
+        logits_CV, labels_C, peaks, totals, targets, stride, V, ignore_index, vocab_start, cap, **shape
+    )
+    peak = peaks.clone()
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group)
+    sums = torch.stack([totals * (peaks - peak).exp(), targets])
+    dist.all_reduce(sums, group=group)
+    lse = peak + sums[0].log()
+    if want_gradient:
+        _gradient_kernel[(C,)](
+            logits_CV, labels_C, lse, stride, V, ignore_index, vocab_start, cap, z_loss, **shape
+        )  # fmt: skip
+    return torch.where(labels_C == ignore_index, 0.0, lse - sums[1] + z_loss * lse.square())
+
+
+def _hidden_gradient(logit_gradients_CV: Tensor, weight_VD: Tensor, num_splits: int) -> Tensor:
+    """[C, D]: gradients of the logits times the weight, the sum over the vocabulary in equal parts side by side."""
+    V = len(weight_VD)
+    # The parts must begin at 16-byte boundaries.
+    if num_splits == 1 or V % (8 * num_splits) or not weight_VD.is_contiguous():
+        return logit_gradients_CV @ weight_VD
+    parts_SCV = logit_gradients_CV.view(-1, num_splits, V // num_splits).transpose(0, 1)
+    return torch.bmm(parts_SCV, weight_VD.view(num_splits, V // num_splits, -1)).sum(0)
+
+
+def _loss_and_gradients(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    *,
+    ignore_index: int,
+    softcap: float | None,
+    z_loss: float,
+    num_learned: int | None,
+    max_bytes: int,
+    group: dist.ProcessGroup | None,
+    vocab_start: int,
+    want_hidden: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss's sum, and the gradients of that sum for hidden and weight where wanted."""
+    T, V = len(labels_T), len(weight_VD)
+    learned = (labels_T != ignore_index).sum()
+    bound = int(learned) if num_learned is None else min(num_learned, T)
+    rows, labels = (None, labels_T) if bound == T else _learned_rows(labels_T, ignore_index, bound)
+
+    grad_hidden = torch.zeros_like(hidden_TD) if want_hidden else None
+    grad_weight = torch.empty_like(weight_VD) if want_weight and bound else None
+    aligned_V = -(-V // 8) * 8  # rows of logits begin at 16-byte boundaries, as the matrix unit wants them
+    buffer, losses = None, []
+    for chunk in _chunks(bound, aligned_V * hidden_TD.element_size(), max_bytes):
+        if buffer is None:
+            buffer = hidden_TD.new_empty((chunk.stop, aligned_V))
+        logits_CV = buffer[: chunk.stop - chunk.start, :V]
+        hidden_CD = hidden_TD[chunk] if rows is None else hidden_TD[rows[chunk]]
+        torch.mm(hidden_CD, weight_VD.T, out=logits_CV)
+        losses.append(
+            _losses_and_logit_gradients(
+                logits_CV, labels[chunk], ignore_index=ignore_index, softcap=softcap, z_loss=z_loss, group=group,
+                vocab_start=vocab_start, want_gradient=want_hidden or want_weight,
+            )
+        )  # fmt: skip
+        if grad_hidden is not None:
+            grad_CD = _hidden_gradient(logits_CV, weight_VD, _HIDDEN_SPLITS)
+            if rows is None:
+                grad_hidden[chunk] = grad_CD
+            else:
+                grad_hidden.index_add_(0, rows[chunk], grad_CD)  # left-over places add zero to row 0
+        if grad_weight is not None:
+            if chunk.start == 0:
+                torch.mm(logits_CV.T, hidden_CD, out=grad_weight)
+            else:
+                grad_weight.addmm_(logits_CV.T, hidden_CD)
+    if want_weight and grad_weight is None:
+        grad_weight = torch.zeros_like(weight_VD)
+    if group is not None and grad_hidden is not None:
+        dist.all_reduce(grad_hidden, group=group)
+    loss = torch.cat(losses).sum() if losses else hidden_TD.new_zeros((), dtype=torch.float32)
+    # More learned tokens than `num_learned` promised would be left out in silence: the loss says so, without a wait.
+    return torch.where(learned > bound, float("nan"), loss), grad_hidden, grad_weight
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients in forward and scales them in backward, in place: one backward per forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        count: Tensor | float,
+        options: dict[str, Any],
+    ) -> Tensor:
+        loss, *ctx.gradients = _loss_and_gradients(hidden_TD, weight_VD, labels_T, **options)
+        ctx.count = count
+        return loss / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "linear_cross_entropy: backward was called twice; its gradients were handed out the first time"
+            )
+        (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
+        scale = grad_loss / ctx.count
+        for gradient in (grad_hidden, grad_weight):
+            if gradient is not None:
+                gradient.mul_(scale)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def linear_cross_entropy(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    *,
+    count: Tensor | float,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    num_learned: int | None = None,
+    max_bytes: int = CHUNK_BYTES,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+) -> Tensor:
+    """Cross entropy of `hidden` projected by `weight`, see the top of this file.
+
+    `num_learned` promises that at most so many labels are not ignored, which spares a wait for the GPU; if there are more,
+    the loss is NaN.
+    """
+    if (
+        hidden_TD.shape[1] != weight_VD.shape[1]
+        or len(labels_T) != len(hidden_TD)
+        or hidden_TD.dtype != weight_VD.dtype
+    ):
+        raise ValueError(
+            f"linear_cross_entropy: hidden {tuple(hidden_TD.shape)} {hidden_TD.dtype}, weight {tuple(weight_VD.shape)} "
+            f"{weight_VD.dtype} and labels {tuple(labels_T.shape)} do not fit"
+        )
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "softcap": softcap,
+        "z_loss": z_loss,
+        "num_learned": num_learned,
+        "max_bytes": max_bytes,
+        "group": group,
+        "vocab_start": vocab_start,
+    }
+    if launch.choose("linear_cross_entropy", *launch.able(hidden_TD, "triton")) == "reference":
+        return linear_cross_entropy_reference(hidden_TD, weight_VD, labels_T, count=count, **options)
+    is_learning = torch.is_grad_enabled()
+    options["want_hidden"] = is_learning and hidden_TD.requires_grad
+    options["want_weight"] = is_learning and weight_VD.requires_grad
+    loss: Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, count, options)  # type: ignore[no-untyped-call]
+    return loss

@@ -1,0 +1,738 @@
+# mypy: allow-untyped-decorators
+"""Attention over a paged key/value cache, and writing new tokens into the cache.
+
+Legend: T new tokens, R requests, H query heads, G key/value heads (H is a multiple of G), K head dim, F = K / 2,
+        N pages in the cache, P tokens per page (a power of two, 1..128), W pages one request may hold, S splits.
+
+A page holds P tokens of every key/value head: `key_pages` and `value_pages` are [N, G, P, K]. Slot s of the cache is token
+s % P of page s // P. The keys 0 .. context_lengths[r] - 1 of request r lie in order in pages page_table[r, 0], [r, 1], ...
+
+`write_pages` turns the queries and keys of the new tokens by their angles (in place, see rope.py) and stores keys and values
+at `slots_T` [T]. A token whose slot lies outside the cache is turned but not stored: that is how a padded batch says "nobody".
+`paged_attention` lets the new tokens of every request look at its pages, in which they themselves already lie:
+
+    out[t] = sum_s softmax_s(K^-0.5 * q[t] . k[s]) v[s]      over the keys s of t's own request, s <= position of t
+
+`cu_seqlens_q` [R + 1] gives the cumulative starts of the requests' new tokens (int32); the last new token of a request stands
+beside its last key, so decode (1 token), a chunk of a prompt behind its cache, and both mixed are one call. q and out are
+[T, H, K]; `page_table` [R, W] and `context_lengths` [R] are int32. A request without new tokens costs nothing, one without
+context gets zeros; the rows of `out` that belong to no request are not written.
+
+Formats of the cache: q's own dtype, or float8_e4m3fn / int8 with one fp32 scale per token and head, [N, G, P], where the
+largest channel of a row becomes 448 / 127. Scores, softmax and sums are fp32; the weights of the values are rounded to q's
+dtype. Decode reads every key and value once: 2 * K * bytes per token and head, and nothing else of that order.
+
+The grid follows from bounds known on the host (T, R, `max_seqlen_q`, `max_context_length`); lengths are read on the device.
+One captured CUDA graph therefore serves every batch within its bounds, and no call waits for the GPU.
+"""
+
+import functools
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from saccade.kernels import launch
+from saccade.kernels.attention import attention_reference
+from saccade.kernels.launch import tl, triton
+from saccade.kernels.rope import AngleTable, rope_reference
+
+QUANTIZED_MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""The largest value of each compressed cache format."""
+
+
+def write_pages_reference(
+    q_THK: Tensor,
+    k_TGK: Tensor,
+    v_TGK: Tensor,
+    table: AngleTable,
+    slots_T: Tensor,
+    key_pages_NGPK: Tensor,
+    value_pages_NGPK: Tensor,
+    key_scales_NGP: Tensor | None = None,
+    value_scales_NGP: Tensor | None = None,
+) -> None:
+    """Rotate `q` and `k` in place, then store `k` and `v` where `slots_T` says."""
+    for x, rotated in zip((q_THK, k_TGK), rope_reference(q_THK, k_TGK, table), strict=True):
+        x.copy_(rotated)
+    num_pages, _, page_size, _ = key_pages_NGPK.shape
+    stored = (slots_T >= 0) & (slots_T < num_pages * page_size)
+    page, token = slots_T[stored] // page_size, slots_T[stored] % page_size
+    for x_TGK, pages, scales in ((k_TGK, key_pages_NGPK, key_scales_NGP), (v_TGK, value_pages_NGPK, value_scales_NGP)):
+        rows = x_TGK[stored]
+        if scales is not None:
+            rows, scales[page, :, token] = quantize_rows_reference(rows, pages.dtype)
+        pages[page, :, token] = rows.to(pages.dtype)
+
+
+def quantize_rows_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rows (last dim) of `x` in a cache format, and the fp32 scale of each; an all-zero row has scale zero."""
+    largest = QUANTIZED_MAX[dtype]
+    scale = x.float().abs().amax(-1) / largest
+    scaled = x.float() / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+    scaled = scaled.clamp(-largest, largest)
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
+
+
+def paged_attention_reference(
+    q_THK: Tensor,
+    key_pages_NGPK: Tensor,
+    value_pages_NGPK: Tensor,
+    page_table_RW: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lengths_R: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_context_length: int | None = None,
+    key_scales_NGP: Tensor | None = None,
+    value_scales_NGP: Tensor | None = None,
+) -> Tensor:
+    """Packed attention on the gathered pages, one request at a time. The bounds are here so that the signatures agree."""
+    del max_seqlen_q, max_context_length
+    page_size = key_pages_NGPK.shape[2]
+    out_THK = torch.zeros_like(q_THK)
+    for request, ((start, end), length) in enumerate(
+        zip(pairwise(cu_seqlens_q.tolist()), context_lengths_R.tolist(), strict=True)
+    ):
+        if start == end or length == 0:
+            continue
+        pages = page_table_RW[request, : -(-length // page_size)].long()
+        k_SGK = _gather_pages(key_pages_NGPK, key_scales_NGP, pages)[:length]
+        v_SGK = _gather_pages(value_pages_NGPK, value_scales_NGP, pages)[:length]
+        out_THK[start:end] = attention_reference(
+            q_THK[start:end],
+            k_SGK,
+            v_SGK,
+            torch.tensor([0, end - start]),
+            torch.tensor([0, length]),
+            max_seqlen_q=end - start,
+            max_seqlen_k=length,
+            causal=True,
+        )
+    return out_THK
+
+
+def _gather_pages(pages_NGPK: Tensor, scales_NGP: Tensor | None, pages: Tensor) -> Tensor:
+    """[tokens, G, K] in fp32: the rows of some pages in order, scaled back."""
+    rows = pages_NGPK[pages].float()
+    if scales_NGP is not None:
+        rows = rows * scales_NGP[pages].unsqueeze(-1)
+    return rows.transpose(1, 2).flatten(0, 1)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _write_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    slots: tl.tensor,
+    key_pages: tl.tensor,
+    value_pages: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
+    num_slots: tl.tensor,
+    q_stride_t: tl.tensor,
+    q_stride_h: tl.tensor,
+    k_stride_t: tl.tensor,
+    k_stride_h: tl.tensor,
+    v_stride_t: tl.tensor,
+    v_stride_h: tl.tensor,
+    table_stride: tl.tensor,
+    page_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    scale_page_stride: tl.tensor,
+    scale_head_stride: tl.tensor,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    F: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    LARGEST: tl.constexpr,
+) -> None:
+    """One program per token: all its heads. LARGEST is 0 for a cache in k's own dtype."""
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.arange(0, BLOCK_F)[None, :]
+    h = tl.arange(0, BLOCK_H)[:, None]
+    g = tl.arange(0, BLOCK_G)[:, None].to(tl.int64)
+    in_q = (h < H) & (f < F)
+    in_k = (g < G) & (f < F)
+    cos_f = tl.load(cos + t * table_stride + f, mask=f < F, other=0.0)
+    sin_f = tl.load(sin + t * table_stride + f, mask=f < F, other=0.0)
+
+    q_rows = q + t * q_stride_t + h * q_stride_h + f
+    k_rows = k + t * k_stride_t + g * k_stride_h + f
+    v_rows = v + t * v_stride_t + g * v_stride_h + f
+    q1 = tl.load(q_rows, mask=in_q, other=0.0).to(tl.float32)
+    q2 = tl.load(q_rows + F, mask=in_q, other=0.0).to(tl.float32)
+    k1 = tl.load(k_rows, mask=in_k, other=0.0).to(tl.float32)
+    k2 = tl.load(k_rows + F, mask=in_k, other=0.0).to(tl.float32)
+    v1 = tl.load(v_rows, mask=in_k, other=0.0)
+    v2 = tl.load(v_rows + F, mask=in_k, other=0.0)
+    # Small tiles are held by several threads at once: all must have read before the first writes.
+    tl.debug_barrier()
+
+    # out[i] = x[i] cos - x[i + F] sin,   out[i + F] = x[i + F] cos + x[i] sin
+    tl.store(q_rows, (q1 * cos_f - q2 * sin_f).to(q.dtype.element_ty), mask=in_q)
+    tl.store(q_rows + F, (q2 * cos_f + q1 * sin_f).to(q.dtype.element_ty), mask=in_q)
+    k1_turned = (k1 * cos_f - k2 * sin_f).to(k.dtype.element_ty)
+    k2_turned = (k2 * cos_f + k1 * sin_f).to(k.dtype.element_ty)
+    tl.store(k_rows, k1_turned, mask=in_k)
+    tl.store(k_rows + F, k2_turned, mask=in_k)
+
+    slot = tl.load(slots + t).to(tl.int64)
+    if (slot >= 0) & (slot < num_slots):
+        page = slot // PAGE
+        token = slot % PAGE
+        row = page * page_stride + g * head_stride + token * token_stride + f
+        scale_row = page * scale_page_stride + g * scale_head_stride + token
+        _store_row(key_pages + row, key_scales + scale_row, k1_turned, k2_turned, g < G, in_k, F, LARGEST)
+        _store_row(value_pages + row, value_scales + scale_row, v1, v2, g < G, in_k, F, LARGEST)
+
+
+@triton.jit
+def _store_row(
+    row: tl.tensor,
+    scale_row: tl.tensor,
+    x1: tl.tensor,
+    x2: tl.tensor,
+    in_heads: tl.tensor,
+    in_row: tl.tensor,
+    F: tl.constexpr,
+    LARGEST: tl.constexpr,
+) -> None:
+    """Both halves of a token's heads into its page, compressed where the cache is."""
+    if LARGEST > 0:
+        x1 = x1.to(tl.float32)
+        x2 = x2.to(tl.float32)
+        scale = tl.maximum(tl.max(tl.abs(x1), 1), tl.max(tl.abs(x2), 1))[:, None] / LARGEST
+        tl.store(scale_row, scale, mask=in_heads)
+        divisor = tl.where(scale > 0, scale, 1.0)
+        x1 = _round_for(row.dtype.element_ty, tl.clamp(x1 / divisor, -LARGEST, LARGEST))
+        x2 = _round_for(row.dtype.element_ty, tl.clamp(x2 / divisor, -LARGEST, LARGEST))
+    tl.store(row, x1.to(row.dtype.element_ty), mask=in_row)
+    tl.store(row + F, x2.to(row.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
+def _round_for(dtype: tl.constexpr, x: tl.tensor) -> tl.tensor:
+    """Half to even before an integer format; a float format rounds in the cast."""
+    if dtype == tl.int8:
+        # Adding 1.5 * 2^23 leaves no room for a fraction: fp32 itself rounds, exactly as torch.round does.
+        x = (x + 12582912.0) - 12582912.0
+    return x
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_splits", "min_split"])
+def _attend_kernel(
+    q: tl.tensor,
+    key_pages: tl.tensor,
+    value_pages: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
+    page_table: tl.tensor,
+    cu_seqlens_q: tl.tensor,
+    context_lengths: tl.tensor,
+    out: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    num_requests: tl.tensor,
+    num_splits: tl.tensor,
+    min_split: tl.tensor,
+    scale_log2: tl.tensor,
+    q_stride_t: tl.tensor,
+    q_stride_h: tl.tensor,
+    out_stride_t: tl.tensor,
+    out_stride_h: tl.tensor,
+    page_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    scale_page_stride: tl.tensor,
+    scale_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    H: tl.constexpr,
+    RATIO: tl.constexpr,
+    K: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
+    LARGEST: tl.constexpr,
+) -> None:
+    """One program: some query tokens of one request, the RATIO heads that share a key head, one split of the keys.
+
+    Row m of a block is query token m // RATIO, head m % RATIO. ONE_QUERY: no request has more than one new token. SPLIT:
+    results go to `partial_*`, to be combined. LARGEST: see QUANTIZED_MAX, 0 for a cache in q's own dtype.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // RATIO
+    if ONE_QUERY:
+        request = tl.program_id(0)
+        first_query = 0
+    else:
+        request = _request_of_block(cu_seqlens_q, tl.program_id(0), num_requests, BLOCK_Q)
+        first_block = tl.load(cu_seqlens_q + request) // BLOCK_Q + request
+        first_query = (tl.program_id(0) - first_block) * BLOCK_Q
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    start = tl.load(cu_seqlens_q + request)
+    num_queries = tl.load(cu_seqlens_q + request + 1) - start
+    length = tl.load(context_lengths + request)
+    if first_query >= num_queries:
+        return
+
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_K)
+    query = first_query + m // RATIO
+    token = (start + query).to(tl.int64)
+    head = kv_head * RATIO + m % RATIO
+    in_block = (m < BLOCK_Q * RATIO) & (query < num_queries)
+    in_head = d < K
+
+    # Keys 0 .. last_key[m] are visible to row m; the block needs those of its last query, cut into equal splits.
+    last_key = length - num_queries + query
+    visible = tl.minimum(length, length - num_queries + first_query + BLOCK_Q)
+    tiles_per_split = tl.cdiv(tl.cdiv(visible, BLOCK_N), num_splits)
+    split_length = tl.maximum(min_split, tiles_per_split * BLOCK_N)
+    first_key = split * split_length
+    end_key = tl.minimum(visible, first_key + split_length)
+    partial_row = (token * H + head) * num_splits + split
+    if SPLIT:  # noqa: SIM102 (decided when compiled)
+        if first_key >= end_key:
+            tl.store(partial_lse + partial_row, float("-inf"), mask=in_block)
+            return
+
+    q_rows = q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d[None, :]
+    q_block = tl.load(q_rows, mask=in_block[:, None] & in_head[None, :], other=0.0)
+    # Scores in base 2. A compressed cache is computed with in fp16, to which 8-bit formats convert without loss and
+    # fp8 in one instruction; q is scaled down first and cannot overflow there. (fp32 queries stay fp32.)
+    if LARGEST > 0:
+        q_block = (q_block.to(tl.float32) * scale_log2).to(
+            tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16
+        )
+    keys = key_pages + kv_head * head_stride + d[None, :]
+    values = value_pages + kv_head * head_stride + d[None, :]
+    table_row = page_table + request.to(tl.int64) * table_stride
+    scales_k = key_scales + kv_head * scale_head_stride
+    scales_v = value_scales + kv_head * scale_head_stride
+
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    # Keys every row may see come first, without a mask; then those past some row's last key or past the request's end.
+    # Decode is bound by memory, so it keeps to one loop: two would drain the pipeline of loads in between.
+    first_masked = first_key
+    if not ONE_QUERY:
+        all_see = tl.minimum(end_key, length - num_queries + first_query + 1)
+        first_masked = first_key + tl.maximum(all_see - first_key, 0) // BLOCK_N * BLOCK_N
+        for tile in range(first_key, first_masked, BLOCK_N):
+            best, total, acc = _attend_tile(
+                q_block, keys, values, scales_k, scales_v, table_row, tile + n, last_key, end_key, in_head,
+                best, total, acc, scale_log2, page_stride, token_stride, scale_page_stride,
+                PAGE, K, BLOCK_K, LARGEST, MASKED=False,
+            )  # fmt: skip
+    for tile in range(first_masked, end_key, BLOCK_N):
+        best, total, acc = _attend_tile(
+            q_block, keys, values, scales_k, scales_v, table_row, tile + n, last_key, end_key, in_head,
+            best, total, acc, scale_log2, page_stride, token_stride, scale_page_stride,
+            PAGE, K, BLOCK_K, LARGEST, MASKED=True,
+        )  # fmt: skip
+
+    divisor = tl.where(total > 0, total, 1.0)
+    if LARGEST > 0:
+        divisor *= LARGEST
+    acc = acc / divisor[:, None]
+    to_store = in_block[:, None] & in_head[None, :]
+    if SPLIT:
+        lse = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(partial_lse + partial_row, lse, mask=in_block)
+        tl.store(partial_out + partial_row[:, None] * K + d[None, :], acc, mask=to_store)
+    else:
+        out_rows = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + d[None, :]
+        tl.store(out_rows, acc.to(out.dtype.element_ty), mask=to_store)
+
+
+@triton.jit
+def _request_of_block(
+    cu_seqlens_q: tl.tensor, block: tl.tensor, num_requests: tl.tensor, BLOCK_Q: tl.constexpr
+) -> tl.tensor:
+    """The request a block of queries belongs to: request r owns the blocks from cu_seqlens_q[r] // BLOCK_Q + r on."""
+    low = block * 0
+    high = low + num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_after = tl.load(cu_seqlens_q + middle) // BLOCK_Q + middle <= block
+        low = tl.where(is_after, middle, low)
+        high = tl.where(is_after, high, middle)
+    return low
+
+
+@triton.jit
+def _attend_tile(
+    q_block: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    scales_k: tl.tensor,
+    scales_v: tl.tensor,
+    table_row: tl.tensor,
+    n: tl.tensor,
+    last_key: tl.tensor,
+    end_key: tl.tensor,
+    in_head: tl.tensor,
+    best: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    scale_log2: tl.tensor,
+    page_stride: tl.tensor,
+    token_stride: tl.tensor,
+    scale_page_stride: tl.tensor,
+    PAGE: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One tile of keys into the running maximum, sum and weighted values (online softmax, base 2)."""
+    in_context = n < end_key
+    if MASKED:
+        page = tl.load(table_row + n // PAGE, mask=in_context, other=0).to(tl.int64)
+    else:
+        page = tl.load(table_row + n // PAGE).to(tl.int64)
+    rows = (page * page_stride + (n % PAGE) * token_stride)[:, None]
+    # What lies past the end of the context may be anything, NaN too: it is not read.
+    if MASKED:
+        k = tl.load(keys + rows, mask=in_context[:, None] & in_head[None, :], other=0.0)
+        v = tl.load(values + rows, mask=in_context[:, None] & in_head[None, :], other=0.0)
+    elif BLOCK_K == K:
+        k = tl.load(keys + rows)
+        v = tl.load(values + rows)
+    else:
+        k = tl.load(keys + rows, mask=in_head[None, :], other=0.0)
+        v = tl.load(values + rows, mask=in_head[None, :], other=0.0)
+
+    scores = tl.dot(q_block, tl.trans(k.to(q_block.dtype)), input_precision="ieee")
+    if LARGEST > 0:
+        scale_rows = page * scale_page_stride + n % PAGE
+        scores *= tl.load(scales_k + scale_rows, mask=in_context, other=0.0)[None, :]
+    else:
+        scores *= scale_log2
+    if MASKED:
+        scores = tl.where((n[None, :] <= last_key[:, None]) & in_context[None, :], scores, float("-inf"))
+
+    # p = 2^(scores - best'),  total' = total 2^(best - best') + sum p,  acc' = acc 2^(best - best') + p v
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    shift = new_best
+    if MASKED:
+        shift = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row without keys so far: -inf - -inf is NaN
+    p = tl.exp2(scores - shift[:, None])
+    correction = tl.exp2(best - shift)
+    total = total * correction + tl.sum(p, 1)
+    acc *= correction[:, None]
+    if LARGEST > 0:
+        # Times LARGEST (taken back at the end): the row's largest channel, where the bare scale could underflow in fp16.
+        p *= tl.load(scales_v + scale_rows, mask=in_context, other=0.0)[None, :] * LARGEST
+    acc = tl.dot(p.to(q_block.dtype), v.to(q_block.dtype), acc, input_precision="ieee")
+    return new_best, total, acc
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _combine_kernel(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    out: tl.tensor,
+    num_splits: tl.tensor,
+    out_stride_t: tl.tensor,
+    out_stride_h: tl.tensor,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One program per token and head: the splits' results, each weighted by its share of the softmax's sum.
+
+    An unused split has lse -inf; its result was never written and is not read.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_K)
+    lse = tl.load(partial_lse + row * num_splits + s, mask=s < num_splits, other=float("-inf"))
+    best = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(best == float("-inf"), 0.0, best))
+    used = (lse > float("-inf"))[:, None] & (d < K)[None, :]
+    parts = tl.load(partial_out + (row * num_splits + s[:, None]) * K + d[None, :], mask=used, other=0.0)
+    total = tl.sum(weight, 0)
+    combined = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    out_row = out + (row // H) * out_stride_t + (row % H) * out_stride_h
+    tl.store(out_row + d, combined.to(out.dtype.element_ty), mask=d < K)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How one launch is cut into programs. Everything in it follows from shapes and bounds, nothing from lengths."""
+
+    block_m: int
+    """Rows (query token, head) of a program; the matrix unit wants at least 16."""
+    block_n: int
+    """Keys per step."""
+    num_warps: int
+    num_stages: int
+    """Steps in flight. The page number is loaded before the page, so the keys get (num_stages - 1) // 2 of them."""
+    num_splits: int
+    """Most programs one request's keys are shared among."""
+    min_split: int
+    """Fewest keys worth a split of their own; short requests use fewer splits than the grid offers."""
+
+
+# (head dim, bytes per cached channel) -> keys per step, warps, stages. Starting values: about 32 KiB of keys and values per
+# step and two steps ahead, so that two or three programs per multiprocessor keep the ~30 KiB in flight that memory needs.
+_DECODE_TILES = {
+    (64, 1): (64, 4, 5),
+    (64, 2): (128, 4, 5),
+    (64, 4): (32, 4, 3),
+    (128, 1): (64, 4, 5),
+    (128, 2): (64, 4, 5),
+    (128, 4): (32, 4, 3),
+    (256, 1): (32, 4, 5),
+    (256, 2): (32, 4, 5),
+    (256, 4): (16, 4, 3),
+}
+# The same for many queries per request, at most 128 rows: bound by the matrix unit, so larger tiles and fewer stages.
+_PREFILL_TILES = {
+    (64, 1): (64, 4, 3),
+    (64, 2): (64, 4, 3),
+    (64, 4): (32, 4, 2),
+    (128, 1): (64, 8, 3),
+    (128, 2): (64, 8, 3),
+    (128, 4): (32, 8, 2),
+    (256, 1): (32, 8, 3),
+    (256, 2): (32, 8, 3),
+    (256, 4): (16, 8, 2),
+}
+_DECODE_PROGRAMS_PER_SM = 4
+"""Splits are added until the GPU has this many programs: 2-3 run at once per multiprocessor, the rest evens out the end."""
+_PREFILL_PROGRAMS_PER_SM = 1
+_MAX_SPLITS = 128
+"""Beyond this, combining (one tile of splits x head dim per row) costs more than the splits win."""
+_MIN_SPLIT = 256
+"""Keys: 128 KiB of a bf16 cache with head dim 128, a few microseconds of work for one program."""
+_LONGEST_SERIAL = 8192
+"""No program walks more keys than this, so that one long request among many short ones does not finish last by far."""
+
+
+def _schedule(
+    *, num_tokens: int, num_requests: int, H: int, G: int, head_dim: int, cache_bytes: int, max_seqlen_q: int,
+    max_context_length: int, num_sms: int,
+) -> Schedule:  # fmt: skip
+    """Tiles from the tables above; splits until the GPU is full."""
+    ratio, is_decode = H // G, max_seqlen_q <= 1
+    block_m = max(16, triton.next_power_of_2(ratio))
+    if not is_decode:
+        block_m = max(block_m, min(128, triton.next_power_of_2(max_seqlen_q * ratio)))
+    tiles = _DECODE_TILES if is_decode else _PREFILL_TILES
+    block_n, num_warps, num_stages = tiles[max(64, triton.next_power_of_2(head_dim)), cache_bytes]
+    if not is_decode and block_m < 64:
+        num_warps = 4
+    num_programs = G * _num_query_blocks(num_tokens, num_requests, is_decode, block_m // ratio)
+    per_sm = _DECODE_PROGRAMS_PER_SM if is_decode else _PREFILL_PROGRAMS_PER_SM
+    wanted = round(num_sms * per_sm / max(1, num_programs))
+    min_split = _MIN_SPLIT if wanted > 1 else _LONGEST_SERIAL // 2
+    if is_decode:
+        wanted = max(wanted, -(-max_context_length // _LONGEST_SERIAL))
+    most = min(_MAX_SPLITS, -(-max_context_length // min_split))
+    return Schedule(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        num_splits=max(1, min(wanted, most)),
+        min_split=-(-min_split // block_n) * block_n,
+    )
+
+
+def _num_query_blocks(num_tokens: int, num_requests: int, is_decode: bool, block_q: int) -> int:
+    """Blocks of queries over all requests, at most: every request may leave one block part full."""
+    return num_requests if is_decode else num_tokens // block_q + num_requests
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; an interpreted kernel gets a few, so that its splits are exercised too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _attend(
+    q_THK: Tensor,
+    key_pages_NGPK: Tensor,
+    value_pages_NGPK: Tensor,
+    page_table_RW: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lengths_R: Tensor,
+    *,
+    schedule: Schedule,
+    is_decode: bool,
+    key_scales_NGP: Tensor | None = None,
+    value_scales_NGP: Tensor | None = None,
+) -> Tensor:
+    """Launch the kernels as `schedule` says."""
+    num_tokens, H, K = q_THK.shape
+    num_requests, G, page_size = len(context_lengths_R), key_pages_NGPK.shape[1], key_pages_NGPK.shape[2]
+    out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
+    splits = schedule.num_splits
+    partial_out, partial_lse = out_THK, out_THK  # stand-ins, never read
+    if splits > 1:
+        partial_out = q_THK.new_empty((num_tokens, H, splits, K), dtype=torch.float32)
+        partial_lse = q_THK.new_empty((num_tokens, H, splits), dtype=torch.float32)
+    ratio = H // G
+    grid = (_num_query_blocks(num_tokens, num_requests, is_decode, schedule.block_m // ratio), G, splits)
+    key_scales = key_scales_NGP if key_scales_NGP is not None else key_pages_NGPK
+    value_scales = value_scales_NGP if value_scales_NGP is not None else value_pages_NGPK
+    if num_tokens == 0 or num_requests == 0:
+        return out_THK
+    _attend_kernel[grid](
+        q_THK, key_pages_NGPK, value_pages_NGPK, key_scales, value_scales, page_table_RW, cu_seqlens_q, context_lengths_R,
+        out_THK, partial_out, partial_lse, num_requests, splits, schedule.min_split, K**-0.5 * 1.4426950408889634,
+        q_THK.stride(0), q_THK.stride(1), out_THK.stride(0), out_THK.stride(1), *key_pages_NGPK.stride()[:3],
+        *key_scales.stride()[:2], page_table_RW.stride(0),
+        H=H, RATIO=ratio, K=K, PAGE=page_size, BLOCK_M=schedule.block_m, BLOCK_N=schedule.block_n,
+        BLOCK_K=triton.next_power_of_2(K), SPLIT=splits > 1, ONE_QUERY=is_decode,
+        LARGEST=QUANTIZED_MAX.get(key_pages_NGPK.dtype, 0.0), num_warps=schedule.num_warps, num_stages=schedule.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        block_s, block_k = triton.next_power_of_2(splits), triton.next_power_of_2(K)
+        _combine_kernel[(num_tokens * H,)](
+            partial_out, partial_lse, out_THK, splits, out_THK.stride(0), out_THK.stride(1), H=H, K=K,
+            BLOCK_S=block_s, BLOCK_K=block_k, num_warps=8 if block_s * block_k > 8192 else 4,
+        )  # fmt: skip
+    return out_THK
+
+
+def _write(
+    q_THK: Tensor,
+    k_TGK: Tensor,
+    v_TGK: Tensor,
+    table: AngleTable,
+    slots_T: Tensor,
+    key_pages_NGPK: Tensor,
+    value_pages_NGPK: Tensor,
+    key_scales_NGP: Tensor | None,
+    value_scales_NGP: Tensor | None,
+) -> None:
+    num_tokens, H, K = q_THK.shape
+    num_pages, G, page_size, _ = key_pages_NGPK.shape
+    cos, sin = table
+    key_scales = key_scales_NGP if key_scales_NGP is not None else key_pages_NGPK
+    value_scales = value_scales_NGP if value_scales_NGP is not None else value_pages_NGPK
+    if num_tokens == 0:
+        return
+    _write_kernel[(num_tokens,)](
+        q_THK, k_TGK, v_TGK, cos, sin, slots_T, key_pages_NGPK, value_pages_NGPK, key_scales, value_scales,
+        num_pages * page_size, *q_THK.stride()[:2], *k_TGK.stride()[:2], *v_TGK.stride()[:2], cos.stride(0),
+        *key_pages_NGPK.stride()[:3], *key_scales.stride()[:2],
+        H=H, G=G, F=K // 2, PAGE=page_size, BLOCK_H=triton.next_power_of_2(H), BLOCK_G=triton.next_power_of_2(G),
+        BLOCK_F=triton.next_power_of_2(K // 2), LARGEST=QUANTIZED_MAX.get(key_pages_NGPK.dtype, 0.0), num_warps=4,
+    )  # fmt: skip
+
+
+def write_pages(
+    q_THK: Tensor,
+    k_TGK: Tensor,
+    v_TGK: Tensor,
+    table: AngleTable,
+    slots_T: Tensor,
+    key_pages_NGPK: Tensor,
+    value_pages_NGPK: Tensor,
+    key_scales_NGP: Tensor | None = None,
+    value_scales_NGP: Tensor | None = None,
+) -> None:
+    """Rotate `q` and `k` in place and store `k` and `v` in the cache at `slots_T`, see the top of this file."""
+    _check_pages("write_pages", q_THK, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
+    if k_TGK.shape != v_TGK.shape or k_TGK.shape != (len(q_THK), key_pages_NGPK.shape[1], q_THK.shape[2]):
+        raise ValueError(
+            f"write_pages: q {tuple(q_THK.shape)}, k {tuple(k_TGK.shape)}, v {tuple(v_TGK.shape)} do not fit"
+        )
+    if any(x.stride(-1) != 1 for x in (q_THK, k_TGK, v_TGK, *table)) or table[0].stride() != table[1].stride():
+        raise ValueError("write_pages: the channels of q, k, v and of the angle table must be contiguous")
+    path = launch.choose("write_pages", *launch.able(q_THK, "triton"))
+    write = _write if path == "triton" else write_pages_reference
+    write(q_THK, k_TGK, v_TGK, table, slots_T, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
+
+
+def paged_attention(
+    q_THK: Tensor,
+    key_pages_NGPK: Tensor,
+    value_pages_NGPK: Tensor,
+    page_table_RW: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lengths_R: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_context_length: int | None = None,
+    key_scales_NGP: Tensor | None = None,
+    value_scales_NGP: Tensor | None = None,
+) -> Tensor:
+    """Attention of every request's new tokens over its pages, see the top of this file.
+
+    `max_seqlen_q` bounds the new tokens of a request (1 selects decode), `max_context_length` its keys (W * P if not given).
+    Both shape the grid: inside a captured graph they are what the graph was captured with.
+    """
+    _check_pages("paged_attention", q_THK, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
+    if len(cu_seqlens_q) != len(context_lengths_R) + 1 or len(page_table_RW) != len(context_lengths_R):
+        raise ValueError(
+            f"paged_attention: page table {tuple(page_table_RW.shape)}, cu_seqlens_q {tuple(cu_seqlens_q.shape)} and "
+            f"context lengths {tuple(context_lengths_R.shape)} do not name the same requests"
+        )
+    most_keys = page_table_RW.shape[1] * key_pages_NGPK.shape[2]
+    bound = most_keys if max_context_length is None else min(max_context_length, most_keys)
+    if launch.choose("paged_attention", *launch.able(q_THK, "triton")) == "reference":
+        return paged_attention_reference(
+            q_THK, key_pages_NGPK, value_pages_NGPK, page_table_RW, cu_seqlens_q, context_lengths_R,
+            max_seqlen_q=max_seqlen_q, max_context_length=bound,
+            key_scales_NGP=key_scales_NGP, value_scales_NGP=value_scales_NGP,
+        )  # fmt: skip
+    schedule = _schedule(
+        num_tokens=len(q_THK), num_requests=len(context_lengths_R), H=q_THK.shape[1], G=key_pages_NGPK.shape[1],
+        head_dim=q_THK.shape[2], cache_bytes=key_pages_NGPK.element_size(), max_seqlen_q=max_seqlen_q,
+        max_context_length=bound, num_sms=_num_sms(q_THK.device),
+    )  # fmt: skip
+    return _attend(
+        q_THK, key_pages_NGPK, value_pages_NGPK, page_table_RW, cu_seqlens_q, context_lengths_R, schedule=schedule,
+        is_decode=max_seqlen_q <= 1, key_scales_NGP=key_scales_NGP, value_scales_NGP=value_scales_NGP,
+    )  # fmt: skip
+
+
+def _check_pages(
+    operation: str,
+    q_THK: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> None:
+    """Refuse shapes, dtypes and strides the kernels do not take."""
+    num_pages, G, page_size, K = key_pages.shape
+    if q_THK.shape[1] % G or q_THK.shape[2] != K or K > 256 or K % 2:
+        raise ValueError(f"{operation}: q {tuple(q_THK.shape)} and pages {tuple(key_pages.shape)} do not fit")
+    if page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
+        raise ValueError(f"{operation}: {page_size} tokens per page; use a power of two up to 128")
+    if key_pages.shape != value_pages.shape or key_pages.stride() != value_pages.stride() or key_pages.stride(3) != 1:
+        raise ValueError(f"{operation}: key and value pages must agree in shape and strides, channels contiguous")
+    is_quantized = key_pages.dtype in QUANTIZED_MAX
+    if key_pages.dtype != value_pages.dtype or not (is_quantized or key_pages.dtype == q_THK.dtype):
+        raise ValueError(
+            f"{operation}: pages hold {key_pages.dtype} and {value_pages.dtype}, q is {q_THK.dtype}; "
+            "use q's dtype, float8_e4m3fn or int8 for both"
+        )
+    for scales in (key_scales, value_scales):
+        if (scales is not None) != is_quantized:
+            raise ValueError(f"{operation}: pages in {key_pages.dtype} {'need' if is_quantized else 'take no'} scales")
+        if scales is not None and (scales.shape != (num_pages, G, page_size) or scales.stride(2) != 1):
+            raise ValueError(f"{operation}: scales {tuple(scales.shape)} must be {(num_pages, G, page_size)}")
+    if key_scales is not None and value_scales is not None and key_scales.stride() != value_scales.stride():
+        raise ValueError(f"{operation}: key and value scales must have the same strides")

@@ -1,0 +1,673 @@
+# mypy: allow-untyped-decorators
+"""Linear layers on compressed weights: 8-bit weights and activations, or 4-bit weights and 16-bit activations.
+
+Legend: T tokens, D inputs, N outputs, Z groups of inputs that share a scale (D / Z inputs each), S splits of the inputs.
+
+`linear_w8a8`: weight [N, D] in int8 or float8_e4m3fn with one scale per output, [N, 1]; every token gets its own scale as it
+comes (`quantize_activation`), so that its largest channel becomes 127 / 448.
+
+    y[t, n] = x_scale[t] * weight_scale[n] * sum_d x8[t, d] * weight[n, d] + bias[n]
+
+int8 is summed exactly in int32, fp8 in fp32 (the library path lets the matrix unit keep ~14 bits inside a sum, which is small
+beside the 4 bits of a channel). `matmul_w8a8` is the same from activations that are compressed already.
+
+`linear_w4a16`: integers 0..15 in groups along the inputs; a group has a scale and a zero point (8 where none is given):
+
+    y[t, n] = sum_d x[t, d] * (q[n, d] - zero[n, z(d)]) * weight_scale[n, z(d)] + bias[n]
+
+with the products of a group summed in fp32 before they are scaled. A checkpoint holds (compressed-tensors `pack-quantized`)
+  weight_packed      int32 [N, D / 8]: input i in bits 4 (i % 8) of word i // 8, as q = value + 8
+  weight_scale       [N, Z]
+  weight_zero_point  int32 [ceil(N / 8), Z]: output n in bits 4 (n % 8) of word n // 8, also + 8 (asymmetric weights only)
+The kernels want the words of every 128 inputs in another order, so that one shift yields 16 neighbouring inputs: input
+128 b + 16 i + j in bits 4 i of word 16 b + j. `interleave_int4` brings `weight_packed` into it, once, when a model is loaded.
+
+x and y are [T, D] and [T, N] in one float dtype; scales in any float dtype, used as fp32. Bound by memory up to ~64 tokens:
+N * D bytes (w8a8) or N * D / 2 (w4a16) are read once. No backward: compressed weights are not trained.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.kernels import launch
+from saccade.kernels.launch import tl, triton
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""What the largest channel of a token becomes."""
+
+
+def quantize_activation_reference(x_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Every row in 8 bits, and its fp32 scale [T]; a row of zeros has scale 0."""
+    largest = LARGEST[dtype]
+    scale_T = x_TD.float().abs().amax(1) / largest
+    scaled = x_TD.float() / torch.where(scale_T > 0, scale_T, 1.0).unsqueeze(1)
+    scaled = scaled.clamp(-largest, largest)
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale_T
+
+
+def quantize_weight(weight_ND: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round to nearest with one scale per output, as compressed-tensors defines it: [N, D] and [N, 1] in the weight's dtype."""
+    half_range, lowest, highest = (127.5, -128, 127) if dtype == torch.int8 else (448.0, -448, 448)
+    scale_N1 = (weight_ND.abs().amax(1, keepdim=True) / half_range).clamp_min(torch.finfo(weight_ND.dtype).tiny)
+    scaled = (weight_ND.float() / scale_N1.float()).clamp(lowest, highest)
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale_N1
+
+
+def matmul_w8a8_reference(
+    x8_TD: Tensor,
+    x_scale_T: Tensor,
+    weight_ND: Tensor,
+    weight_scale_N1: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The first formula above, in fp32."""
+    y = (x8_TD.float() @ weight_ND.float().T) * x_scale_T.unsqueeze(1) * weight_scale_N1.float().T
+    return (y if bias_N is None else y + bias_N.float()).to(out_dtype)
+
+
+def pack_int4(values_ND: Tensor) -> Tensor:
+    """Integers -8..7 into words, eight along the second dim, in the order of a checkpoint. The last word is filled with -8."""
+    nibbles = F.pad(values_ND.long() + 8, (0, -values_ND.shape[1] % 8)).reshape(len(values_ND), -1, 8)
+    words = (nibbles << (4 * torch.arange(8, device=values_ND.device))).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def unpack_int4(words: Tensor, num_values: int) -> Tensor:
+    """The integers -8..7 (int8) that `pack_int4` stored."""
+    nibbles = (words.unsqueeze(-1) >> (4 * torch.arange(8, device=words.device, dtype=torch.int32))) & 15
+    return nibbles.flatten(-2)[..., :num_values].to(torch.int8) - 8
+
+
+def quantize_weight_int4(
+    weight_ND: Tensor, group_size: int, *, symmetric: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Round to nearest per group, as compressed-tensors defines it: `weight_packed`, `weight_scale`, `weight_zero_point`."""
+    groups = weight_ND.float().reshape(len(weight_ND), -1, group_size)
+    if symmetric:
+        scale_NZ = groups.abs().amax(2) / 7.5
+        zero_NZ = torch.zeros_like(scale_NZ)
+    else:
+        low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+        scale_NZ = (high - low) / 15
+        zero_NZ = (-8 - low / scale_NZ.clamp_min(1e-12)).round().clamp(-8, 7)
+    scale_NZ = scale_NZ.to(weight_ND.dtype).clamp_min(torch.finfo(weight_ND.dtype).tiny)
+    values = (groups / scale_NZ.float().unsqueeze(2) + zero_NZ.unsqueeze(2)).round().clamp(-8, 7)
+    zero_point = None if symmetric else pack_int4(zero_NZ.T).T.contiguous()
+    return pack_int4(values.flatten(1)), scale_NZ, zero_point
+
+
+def interleave_int4(weight_packed: Tensor) -> Tensor:
+    """`weight_packed` of a checkpoint with its words in the kernels' order, see the top of this file."""
+    if weight_packed.shape[1] % 16:
+        raise ValueError(
+            f"interleave_int4: {8 * weight_packed.shape[1]} inputs are no multiple of 128; keep this layer in 16 bits"
+        )
+    values = unpack_int4(weight_packed, 8 * weight_packed.shape[1])
+    return pack_int4(values.view(len(values), -1, 8, 16).transpose(2, 3).flatten(1))
+
+
+def dequantize_int4_reference(
+    words: Tensor, weight_scale_NZ: Tensor, weight_zero_point: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The weight [N, D] that interleaved words stand for."""
+    N, D = len(words), 8 * words.shape[1]
+    values = unpack_int4(words, D).view(N, -1, 16, 8).transpose(2, 3).flatten(1).float()
+    groups = values.view(N, weight_scale_NZ.shape[1], -1)
+    if weight_zero_point is not None:
+        groups = groups - unpack_int4(weight_zero_point.T, N).T.unsqueeze(2)
+    return (groups * weight_scale_NZ.float().unsqueeze(2)).flatten(1).to(dtype)
+
+
+def linear_w4a16_reference(
+    x_TD: Tensor,
+    words: Tensor,
+    weight_scale_NZ: Tensor,
+    weight_zero_point: Tensor | None = None,
+    bias_N: Tensor | None = None,
+) -> Tensor:
+    """The second formula above, in fp32."""
+    weight_ND = dequantize_int4_reference(words, weight_scale_NZ, weight_zero_point, torch.float32)
+    return F.linear(x_TD.float(), weight_ND, None if bias_N is None else bias_N.float()).to(x_TD.dtype)
+
+
+@triton.jit
+def _quantize_kernel(
+    x: tl.tensor,
+    quantized: tl.tensor,
+    scales: tl.tensor,
+    D: tl.tensor,
+    x_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+) -> None:
+    """One token. A row longer than BLOCK is read twice, the second time from the cache."""
+    t = tl.program_id(0).to(tl.int64)
+    peaks = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, D, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        peaks = tl.maximum(peaks, tl.abs(tl.load(x + t * x_stride + d, mask=d < D, other=0.0).to(tl.float32)))
+    scale = tl.max(peaks, 0) / LARGEST
+    tl.store(scales + t, scale)
+    divisor = tl.where(scale > 0, scale, 1.0)
+    for start in range(0, D, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        scaled = tl.load(x + t * x_stride + d, mask=d < D, other=0.0).to(tl.float32) / divisor
+        scaled = tl.clamp(scaled, -LARGEST, LARGEST)
+        if quantized.dtype.element_ty == tl.int8:
+            # Adding 1.5 * 2^23 leaves no room for a fraction: fp32 itself rounds, half to even as torch.round does.
+            scaled = (scaled + 12582912.0) - 12582912.0
+        tl.store(quantized + t * D + d, scaled.to(quantized.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _tile_of_program(
+    T: tl.tensor, N: tl.tensor, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Rows and columns of a program's tile, in bands of 8 tiles of tokens, so that neighbours in time share weights in L2."""
+    tiles_t = tl.cdiv(T, BLOCK_T)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    band = tl.program_id(0) // (8 * tiles_n)
+    height = tl.minimum(tiles_t - band * 8, 8)
+    place = tl.program_id(0) % (8 * tiles_n)
+    t = (band * 8 + place % height) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    return t, n
+
+
+@triton.jit(do_not_specialize=["T", "num_splits"])
+def _w8a8_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    x_scale: tl.tensor,
+    weight_scale: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_splits: tl.tensor,
+    T: tl.tensor,
+    N: tl.tensor,
+    D: tl.tensor,
+    x_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+) -> None:
+    """One tile of outputs over one split of the inputs. With splits, `out` takes bare sums [S, T, N]; EVEN: BLOCK_D divides D."""
+    t, n = _tile_of_program(T, N, BLOCK_T, BLOCK_N)
+    split = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    # Rows past the end read row 0; what they give is not stored.
+    x_rows = x + tl.where(t < T, t, 0).to(tl.int64)[:, None] * x_stride + d[None, :]
+    weight_rows = weight + tl.where(n < N, n, 0).to(tl.int64)[:, None] * weight_stride + d[None, :]
+    steps = tl.cdiv(tl.cdiv(D, BLOCK_D), num_splits)
+    first = split * steps * BLOCK_D
+    IS_INT: tl.constexpr = x.dtype.element_ty == tl.int8
+    total = tl.zeros([BLOCK_T, BLOCK_N], tl.int32 if IS_INT else tl.float32)
+    for start in range(first, tl.minimum(first + steps * BLOCK_D, D), BLOCK_D):
+        if EVEN:
+            x_tile = tl.load(x_rows + start)
+            weight_tile = tl.load(weight_rows + start)
+        else:
+            is_input = (start + d < D)[None, :]
+            x_tile = tl.load(x_rows + start, mask=is_input, other=0.0)
+            weight_tile = tl.load(weight_rows + start, mask=is_input, other=0.0)
+        if IS_INT:
+            total = tl.dot(x_tile, tl.trans(weight_tile), total, out_dtype=tl.int32)
+        else:
+            # The matrix unit's own fp8 sums are short: they go over into fp32 after every tile.
+            total = tl.dot(x_tile, tl.trans(weight_tile), total, max_num_imprecise_acc=BLOCK_D)
+    stored = (t < T)[:, None] & (n < N)[None, :]
+    place = (split.to(tl.int64) * T + t)[:, None] * N + n[None, :]
+    if SPLIT:
+        tl.store(out + place, total, mask=stored)
+    else:
+        y = _scale_outputs(total, x_scale, weight_scale, bias, t, n, T, N, HAS_BIAS)
+        tl.store(out + place, y.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _scale_outputs(
+    total: tl.tensor,
+    x_scale: tl.tensor,
+    weight_scale: tl.tensor,
+    bias: tl.tensor,
+    t: tl.tensor,
+    n: tl.tensor,
+    T: tl.tensor,
+    N: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+) -> tl.tensor:
+    """sums * x_scale[t] * weight_scale[n] + bias[n], in fp32."""
+    rows = tl.load(x_scale + t, mask=t < T, other=0.0)
+    columns = tl.load(weight_scale + n, mask=n < N, other=0.0).to(tl.float32)
+    y = total.to(tl.float32) * rows[:, None] * columns[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit(do_not_specialize=["T"])
+def _finish_kernel(
+    sums: tl.tensor,
+    x_scale: tl.tensor,
+    weight_scale: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    T: tl.tensor,
+    N: tl.tensor,
+    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """The sums [S, T, N] of all splits (or of a library's int8 matmul) into outputs."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    stored = (t < T)[:, None] & (n < N)[None, :]
+    place = t.to(tl.int64)[:, None] * N + n[None, :]
+    total = tl.load(sums + place, mask=stored, other=0)
+    for split in tl.static_range(1, NUM_SPLITS):
+        total += tl.load(sums + tl.full([], split, tl.int64) * T * N + place, mask=stored, other=0)
+    if SCALED:
+        y = _scale_outputs(total, x_scale, weight_scale, bias, t, n, T, N, HAS_BIAS)
+    else:
+        y = total
+        if HAS_BIAS:
+            y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _nibbles(words: tl.tensor, i: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Bits 4 i .. 4 i + 3 of every word as a number 0..15, plus 128 in bf16 and 1024 in fp16.
+
+    Set into the mantissa of that power of two they are a number already; GPUs convert integers at a quarter of the rate.
+    """
+    bits = (words >> (4 * i)) & 15
+    if dtype == tl.bfloat16:
+        values = (bits | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.float16:
+        values = (bits | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        values = bits.to(dtype)
+    return values
+
+
+@triton.jit
+def _zero_points(
+    zero_point: tl.tensor,
+    n: tl.tensor,
+    N: tl.tensor,
+    group: tl.tensor,
+    Z: tl.tensor,
+    dtype: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_N]: what to subtract from `_nibbles` of a group; exact in each of the dtypes."""
+    offset = 0.0
+    if dtype == tl.bfloat16:
+        offset = 128.0
+    elif dtype == tl.float16:
+        offset = 1024.0
+    if HAS_ZERO:
+        words = tl.load(zero_point + (n // 8) * Z + group, mask=n < N, other=0)
+        zero = (((words >> (4 * (n % 8))) & 15).to(tl.float32) + offset).to(dtype)
+    else:
+        zero = tl.full(n.shape, 8.0 + offset, dtype)
+    return zero
+
+
+@triton.jit(do_not_specialize=["T", "num_splits"])
+def _w4a16_kernel(
+    x: tl.tensor,
+    words: tl.tensor,
+    weight_scale: tl.tensor,
+    zero_point: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    num_splits: tl.tensor,
+    T: tl.tensor,
+    N: tl.tensor,
+    D: tl.tensor,
+    Z: tl.tensor,
+    x_stride: tl.tensor,
+    GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    """One tile of outputs over one split of the inputs, 128 inputs (16 words per output) a step.
+
+    Weights stand on the left, outputs come transposed: Hopper's matrix unit takes its left side from registers, where the
+    nibbles become numbers, but its right side only from shared memory.
+    """
+    t, n = _tile_of_program(T, N, BLOCK_T, BLOCK_N)
+    split = tl.program_id(1)
+    j = tl.arange(0, 16)
+    n_read = tl.where(n < N, n, 0)
+    x_rows = x + tl.where(t < T, t, 0).to(tl.int64)[:, None] * x_stride + j[None, :]
+    word_rows = words + n_read.to(tl.int64)[:, None] * (D // 8) + j[None, :]
+    dtype: tl.constexpr = x.dtype.element_ty
+    GROUPS: tl.constexpr = 128 // GROUP if GROUP < 128 else 1  # groups within a step
+    SLICES: tl.constexpr = 8 // GROUPS  # slices of 16 inputs within a group
+    steps = tl.cdiv(D // 128, num_splits)
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for step in range(split * steps, tl.minimum((split + 1) * steps, D // 128)):
+        tile = tl.load(word_rows + step * 16)
+        for g in tl.static_range(GROUPS):
+            group = (step * 128 + g * GROUP) // GROUP
+            zero = _zero_points(zero_point, n, N, group, Z, dtype, HAS_ZERO)
+            sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            for s in tl.static_range(SLICES):
+                x_tile = tl.load(x_rows + step * 128 + 16 * (g * SLICES + s))
+                values = _nibbles(tile, g * SLICES + s, dtype) - zero[:, None]
+                sums = tl.dot(values, tl.trans(x_tile), sums, input_precision="ieee")
+            scale = tl.load(weight_scale + n_read.to(tl.int64) * Z + group).to(tl.float32)
+            total += sums * scale[:, None]
+    stored = (t < T)[None, :] & (n < N)[:, None]
+    place = (split.to(tl.int64) * T + t)[None, :] * N + n[:, None]
+    if HAS_BIAS and not SPLIT:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _dequantize_kernel(
+    words: tl.tensor,
+    weight_scale: tl.tensor,
+    zero_point: tl.tensor,
+    weight: tl.tensor,
+    N: tl.tensor,
+    D: tl.tensor,
+    Z: tl.tensor,
+    GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """128 inputs of BLOCK_N outputs, from 4 bits to the weight's dtype."""
+    step = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    j = tl.arange(0, 16)
+    row = n.to(tl.int64)[:, None]
+    is_row = (n < N)[:, None]
+    dtype: tl.constexpr = weight.dtype.element_ty
+    tile = tl.load(words + row * (D // 8) + step * 16 + j[None, :], mask=is_row, other=0)
+    for i in tl.static_range(8):
+        group = (step * 128 + 16 * i) // GROUP
+        zero = _zero_points(zero_point, n, N, group, Z, dtype, HAS_ZERO)
+        scale = tl.load(weight_scale + n.to(tl.int64) * Z + group, mask=n < N, other=0.0).to(tl.float32)
+        values = (_nibbles(tile, i, dtype) - zero[:, None]).to(tl.float32) * scale[:, None]
+        tl.store(weight + row * D + step * 128 + 16 * i + j[None, :], values.to(dtype), mask=is_row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How one matmul is cut into programs."""
+
+    block_t: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    """Splits of the inputs are added until the GPU has this many programs."""
+
+
+# Up to so many tokens -> tiles. Starting values. Few tokens: a narrow tile of outputs with long rows of weights, 16-32 KiB in
+# flight per program, several programs per multiprocessor. Many: square tiles for the matrix unit.
+_W8A8_TILES: dict[int, Tiles] = {
+    16: Tiles(block_t=16, block_n=32, block_d=256, num_warps=4, num_stages=4, programs_per_sm=2),
+    32: Tiles(block_t=32, block_n=32, block_d=256, num_warps=4, num_stages=4, programs_per_sm=2),
+    64: Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
+    128: Tiles(block_t=128, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
+    2**62: Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
+}
+_W4A16_TILES: dict[int, Tiles] = {
+    16: Tiles(block_t=16, block_n=128, block_d=128, num_warps=4, num_stages=4, programs_per_sm=3),
+    32: Tiles(block_t=32, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=3),
+    64: Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
+    2**62: Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
+}
+_MIN_STEPS = 4
+"""Steps along the inputs that are worth a split of their own."""
+_LIBRARY_FROM_TOKENS = {torch.int8: 2**62, torch.float8_e4m3fn: 128, torch.int32: 256}
+"""By the weight's dtype (int32: 4 bits): from so many tokens on, torch's own matmul (after unpacking 4 bits) comes first.
+int8 stays with ours: torch's writes int32 sums, 6 more bytes per output."""
+
+
+def _tiles_for(table: dict[int, Tiles], num_tokens: int) -> Tiles:
+    return next(tiles for most, tiles in table.items() if num_tokens <= most)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; an interpreted kernel gets a few, so that its splits are exercised too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _num_splits(tiles: Tiles, num_programs: int, num_inputs: int, num_sms: int) -> int:
+    """Splits until the GPU is full, none shorter than `_MIN_STEPS`."""
+    wanted = tiles.programs_per_sm * num_sms // num_programs
+    return max(1, min(wanted, num_inputs // (tiles.block_d * _MIN_STEPS)))
+
+
+def _finish(
+    sums_STN: Tensor,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+    x_scale_T: Tensor | None = None,
+    weight_scale_N1: Tensor | None = None,
+) -> Tensor:
+    """Sum the splits, scale where scales are given, add the bias."""
+    num_splits, T, N = sums_STN.shape
+    out_TN = sums_STN.new_empty((T, N), dtype=out_dtype)
+    block_t, block_n = (1, 256) if T <= 16 else (4, 512)
+    _finish_kernel[(triton.cdiv(T, block_t), triton.cdiv(N, block_n))](
+        sums_STN, sums_STN if x_scale_T is None else x_scale_T, sums_STN if weight_scale_N1 is None else weight_scale_N1,
+        sums_STN if bias_N is None else bias_N, out_TN, T, N, SCALED=x_scale_T is not None, HAS_BIAS=bias_N is not None,
+        NUM_SPLITS=num_splits, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip
+    return out_TN
+
+
+def _matmul_w8a8_triton(
+    x8_TD: Tensor,
+    x_scale_T: Tensor,
+    weight_ND: Tensor,
+    weight_scale_N1: Tensor,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+    tiles: Tiles,
+    num_splits: int | None = None,
+) -> Tensor:
+    (T, D), N = x8_TD.shape, len(weight_ND)
+    num_programs = triton.cdiv(T, tiles.block_t) * triton.cdiv(N, tiles.block_n)
+    splits = num_splits or _num_splits(tiles, num_programs, D, _num_sms(x8_TD.device))
+    sum_dtype = torch.int32 if weight_ND.dtype == torch.int8 else torch.float32
+    out = x8_TD.new_empty((splits, T, N), dtype=out_dtype if splits == 1 else sum_dtype)
+    _w8a8_kernel[(num_programs, splits)](
+        x8_TD, weight_ND, x_scale_T, weight_scale_N1, out if bias_N is None else bias_N, out, splits, T, N, D,
+        x8_TD.stride(0), weight_ND.stride(0), HAS_BIAS=bias_N is not None,
+        BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, SPLIT=splits > 1, EVEN=D % tiles.block_d == 0,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return out[0] if splits == 1 else _finish(out, bias_N, out_dtype, x_scale_T, weight_scale_N1)
+
+
+def _matmul_w8a8_library(
+    x8_TD: Tensor,
+    x_scale_T: Tensor,
+    weight_ND: Tensor,
+    weight_scale_N1: Tensor,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """torch's int8 matmul and our scaling, or its fp8 matmul with scales per row."""
+    if weight_ND.dtype == torch.int8:
+        return _finish(torch._int_mm(x8_TD, weight_ND.T).unsqueeze(0), bias_N, out_dtype, x_scale_T, weight_scale_N1)
+    y = torch._scaled_mm(
+        x8_TD, weight_ND.T, x_scale_T.unsqueeze(1), weight_scale_N1.float().T.contiguous(), out_dtype=out_dtype,
+        use_fast_accum=True,
+    )  # fmt: skip
+    return y if bias_N is None else y.add_(bias_N)
+
+
+def _library_takes(x8_TD: Tensor, weight_ND: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether torch's 8-bit matmuls accept these shapes on this device."""
+    (T, D), N = x8_TD.shape, len(weight_ND)
+    if not x8_TD.is_cuda or D % 16 or N % 16 or not (x8_TD.is_contiguous() and weight_ND.is_contiguous()):
+        return False
+    return T > 16 if weight_ND.dtype == torch.int8 else out_dtype == torch.bfloat16
+
+
+def _linear_w4a16_triton(
+    x_TD: Tensor,
+    words: Tensor,
+    weight_scale_NZ: Tensor,
+    weight_zero_point: Tensor | None,
+    bias_N: Tensor | None,
+    tiles: Tiles,
+    num_splits: int | None = None,
+) -> Tensor:
+    (T, D), (N, Z) = x_TD.shape, weight_scale_NZ.shape
+    num_programs = triton.cdiv(T, tiles.block_t) * triton.cdiv(N, tiles.block_n)
+    splits = num_splits or _num_splits(tiles, num_programs, D, _num_sms(x_TD.device))
+    out = x_TD.new_empty((splits, T, N), dtype=x_TD.dtype if splits == 1 else torch.float32)
+    _w4a16_kernel[(num_programs, splits)](
+        x_TD, words, weight_scale_NZ, words if weight_zero_point is None else weight_zero_point,
+        out if bias_N is None else bias_N, out, splits, T, N, D, Z, x_TD.stride(0), GROUP=D // Z,
+        HAS_ZERO=weight_zero_point is not None, HAS_BIAS=bias_N is not None, BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n,
+        SPLIT=splits > 1, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return out[0] if splits == 1 else _finish(out, bias_N, x_TD.dtype)
+
+
+def _dequantize_int4_triton(
+    words: Tensor, weight_scale_NZ: Tensor, weight_zero_point: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    (N, Z), D = weight_scale_NZ.shape, 8 * words.shape[1]
+    weight_ND = words.new_empty((N, D), dtype=dtype)
+    _dequantize_kernel[(D // 128, triton.cdiv(N, 64))](
+        words, weight_scale_NZ, words if weight_zero_point is None else weight_zero_point, weight_ND, N, D, Z,
+        GROUP=D // Z, HAS_ZERO=weight_zero_point is not None, BLOCK_N=64, num_warps=4,
+    )  # fmt: skip
+    return weight_ND
+
+
+def quantize_activation(x_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Every token in int8 or float8_e4m3fn, and its fp32 scale [T]."""
+    if launch.choose("quantize_activation", *launch.able(x_TD, "triton")) == "reference":
+        return quantize_activation_reference(x_TD, dtype)
+    T, D = x_TD.shape
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    x8_TD, scale_T = x_TD.new_empty((T, D), dtype=dtype), x_TD.new_empty(T, dtype=torch.float32)
+    if T:
+        block = min(8192, triton.next_power_of_2(D))
+        _quantize_kernel[(T,)](
+            x_TD,
+            x8_TD,
+            scale_T,
+            D,
+            x_TD.stride(0),
+            BLOCK=block,
+            LARGEST=LARGEST[dtype],
+            num_warps=4 if block <= 2048 else 8,
+        )
+    return x8_TD, scale_T
+
+
+def matmul_w8a8(
+    x8_TD: Tensor,
+    x_scale_T: Tensor,
+    weight_ND: Tensor,
+    weight_scale_N1: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Tokens and weights of 8 bits, with their scales, to outputs in `out_dtype`; see the top of this file."""
+    (T, D), N = x8_TD.shape, len(weight_ND)
+    if (
+        weight_ND.shape[1] != D
+        or weight_scale_N1.numel() != N
+        or x_scale_T.shape != (T,)
+        or x8_TD.dtype != weight_ND.dtype
+    ):
+        raise ValueError(
+            f"matmul_w8a8: x {tuple(x8_TD.shape)} {x8_TD.dtype} with {tuple(x_scale_T.shape)} scales and weight "
+            f"{tuple(weight_ND.shape)} {weight_ND.dtype} with {tuple(weight_scale_N1.shape)} scales do not fit"
+        )
+    if weight_ND.stride(1) != 1 or x8_TD.stride(1) != 1 or not weight_scale_N1.is_contiguous():
+        raise ValueError("matmul_w8a8: inputs and weights must be contiguous along D, weight scales altogether")
+    able: tuple[launch.Path, ...] = launch.able(x8_TD, "triton")
+    if _library_takes(x8_TD, weight_ND, out_dtype):
+        is_large = _LIBRARY_FROM_TOKENS[weight_ND.dtype] <= T
+        able = ("library", *able) if is_large else (*able, "library")
+    path = launch.choose(f"matmul_w8a8 {_name(weight_ND.dtype)}", *able)
+    if path == "reference" or T == 0:
+        return matmul_w8a8_reference(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype=out_dtype)
+    if path == "library":
+        return _matmul_w8a8_library(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype)
+    tiles = _tiles_for(_W8A8_TILES, T)
+    return _matmul_w8a8_triton(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype, tiles)
+
+
+def linear_w8a8(x_TD: Tensor, weight_ND: Tensor, weight_scale_N1: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias on 8-bit weights; the tokens are compressed to the weight's dtype as they come."""
+    x8_TD, x_scale_T = quantize_activation(x_TD, weight_ND.dtype)
+    return matmul_w8a8(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype=x_TD.dtype)
+
+
+def linear_w8a8_reference(
+    x_TD: Tensor, weight_ND: Tensor, weight_scale_N1: Tensor, bias_N: Tensor | None = None
+) -> Tensor:
+    """The same through the references."""
+    x8_TD, x_scale_T = quantize_activation_reference(x_TD, weight_ND.dtype)
+    return matmul_w8a8_reference(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype=x_TD.dtype)
+
+
+def linear_w4a16(
+    x_TD: Tensor,
+    words: Tensor,
+    weight_scale_NZ: Tensor,
+    weight_zero_point: Tensor | None = None,
+    bias_N: Tensor | None = None,
+) -> Tensor:
+    """x @ weight^T + bias on 4-bit weights; `words` is `interleave_int4` of a checkpoint's `weight_packed`."""
+    (T, D), (N, Z) = x_TD.shape, weight_scale_NZ.shape
+    group = D // max(1, Z)
+    if words.shape != (N, D // 8) or D % 128 or group * Z != D or (group % 128 and group not in (16, 32, 64)):
+        raise ValueError(
+            f"linear_w4a16: x {tuple(x_TD.shape)}, words {tuple(words.shape)} and scales {tuple(weight_scale_NZ.shape)} do not "
+            "fit; inputs must be a multiple of 128, groups 16, 32, 64 or a multiple of 128 inputs"
+        )
+    if not (words.is_contiguous() and weight_scale_NZ.is_contiguous()):
+        raise ValueError("linear_w4a16: words and scales must be contiguous")
+    able: tuple[launch.Path, ...] = launch.able(x_TD, "triton")
+    if "triton" in able:
+        is_large = x_TD.is_cuda and _LIBRARY_FROM_TOKENS[torch.int32] <= T
+        able = ("library", *able) if is_large else (*able, "library")
+    path = launch.choose("linear_w4a16", *able)
+    if path == "reference" or T == 0:
+        return linear_w4a16_reference(x_TD, words, weight_scale_NZ, weight_zero_point, bias_N)
+    x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    if path == "library":
+        return F.linear(x_TD, _dequantize_int4_triton(words, weight_scale_NZ, weight_zero_point, x_TD.dtype), bias_N)
+    tiles = _tiles_for(_W4A16_TILES, T)
+    return _linear_w4a16_triton(x_TD, words, weight_scale_NZ, weight_zero_point, bias_N, tiles)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,370 @@
+# mypy: allow-untyped-decorators
+"""The next token of every request, drawn on the GPU: temperature, top-k, top-p, min-p, a seed per request.
+
+Legend: R requests, V vocabulary.
+
+For a request with temperature 0 the token is the most likely one (the lowest id among equals). Otherwise, in this order,
+  temperature  p = softmax(logits / temperature)
+  top_k        keep the k most likely tokens, and those as likely as the last of them; k >= V keeps all, below 1 means 1
+  top_p        of these, keep a token if what is more likely than it sums to less than top_p of their probability; 1 keeps all
+  min_p        keep those at least min_p times as likely as the most likely; 0 keeps all
+(the order and the meaning of Hugging Face; the most likely token always stays) and the token is
+
+    argmax over the kept v of  p[v] / noise(seed, position, v),     noise exponentially distributed,
+
+which draws v with probability p[v] / (sum of the kept p): the Gumbel trick, less one logarithm. The noise is a pure function
+(Philox4x32-10, a counter-based generator): the same seed and position give the same token, whatever else is in the batch and
+wherever the request stands in it.
+
+logits [R, V] in any float dtype; temperature, top_p, min_p [R] fp32; top_k [R] int32; seeds, positions [R] int64; token ids
+[R] int64. `logprobs` [R] fp32, if asked for, is log softmax(logits)[token], without temperature or filters. NaN counts as -inf,
++inf as 1e30; a row without a number gives token 0. Everything is computed in fp32. Nothing is sorted: a row is read once for a
+greedy token, about four times with top-k or top-p, and only the first time from memory.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.kernels import launch
+from saccade.kernels.launch import tl, triton
+
+_SPAN = 1024
+"""One Philox call makes the noise of 4 tokens, this far apart: token id v takes word v // 1024 % 4 of counter
+v // 4096 * 1024 + v % 1024. Part of the noise's definition: changing it changes what a seed means."""
+_TILE, _WARPS = 8192, 16
+"""Tokens per step and warps of the one program of a row; a multiple of 4 * _SPAN."""
+
+
+class Sampled(NamedTuple):
+    """One token per request."""
+
+    token_ids: Tensor
+    logprobs: Tensor | None
+
+
+def exponential_noise(seeds_R: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:
+    """noise(seed, position, v) for every request and token id, fp32 [R, V]."""
+    v = torch.arange(vocab_size, device=seeds_R.device)
+    counter = (v // (4 * _SPAN) * _SPAN + v % _SPAN).expand(len(seeds_R), -1)
+    position = positions_R.unsqueeze(1).expand_as(counter) & 0xFFFFFFFF
+    words = _philox(seeds_R.unsqueeze(1), counter, position)
+    bits = torch.stack(words).gather(0, (v // _SPAN % 4).expand_as(counter).unsqueeze(0)).squeeze(0)
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23  # in (0, 1), never 0 or 1
+    return -torch.log(uniform)
+
+
+def _philox(seed: Tensor, counter: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds of Philox4x32 on the counter (counter, position, 0, 0), each word an int64 holding 32 bits."""
+    c0, c1, c2, c3 = counter, position, torch.zeros_like(counter), torch.zeros_like(counter)
+    k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # wraps around as a 64-bit product, whose two halves are what is wanted
+        c0, c2 = (b >> 32) & 0xFFFFFFFF ^ c1 ^ k0, (a >> 32) & 0xFFFFFFFF ^ c3 ^ k1
+        c1, c3 = b & 0xFFFFFFFF, a & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def sample_reference(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    *,
+    with_logprobs: bool = False,
+) -> Sampled:
+    """The definition above, row by row."""
+    x_RV = torch.where(logits_RV.isnan(), float("-inf"), logits_RV.float()).clamp(max=1e30)
+    noise_RV = exponential_noise(seeds_R, positions_R, x_RV.shape[1])
+    token_ids = x_RV.argmax(1)
+    for row, (x, noise) in enumerate(zip(x_RV, noise_RV, strict=True)):
+        temperature, peak = temperature_R[row], x.max()
+        if temperature <= 0 or peak == float("-inf"):
+            continue
+        scaled = (x - peak) * (1 / temperature)
+        kept = x >= x.topk(int(top_k_R[row].clamp(1, len(x)))).values[-1]
+        if top_p_R[row] < 1:
+            values, place = x[kept].unique(return_inverse=True)
+            mass = torch.zeros_like(values).index_add_(0, place, scaled[kept].exp())
+            more_likely = mass.flip(0).cumsum(0).flip(0) - mass
+            allowed = (more_likely < top_p_R[row] * mass.sum()) | (values == peak)
+            kept = kept & (x >= values[allowed].min())
+        if min_p_R[row] > 0:
+            kept = kept & ((x >= peak + temperature * min_p_R[row].log()) | (x == peak))
+        kept = kept & (x > float("-inf"))
+        token_ids[row] = torch.where(kept, scaled.exp() / noise, -1.0).argmax()
+    logprobs = x_RV.log_softmax(1).gather(1, token_ids.unsqueeze(1)).squeeze(1) if with_logprobs else None
+    return Sampled(token_ids, logprobs)
+
+
+@triton.jit
+def _load_logits(row: tl.tensor, token: tl.tensor, V: tl.tensor) -> tl.tensor:
+    """Logits in fp32; NaN and what lies past the vocabulary are -inf."""
+    x = tl.load(row + token, mask=token < V, other=float("-inf")).to(tl.float32)
+    return tl.minimum(tl.where(x == x, x, float("-inf")), 1.0e30)
+
+
+@triton.jit
+def _first_of_best(best: tl.tensor, token: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The largest value over the lanes, and the lowest token id that has it."""
+    value = tl.max(best, 0)
+    return value, tl.min(tl.where(best == value, token, 2147483647), 0)
+
+
+@triton.jit
+def _scan(row: tl.tensor, V: tl.tensor, TILE: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Largest logit, its token, smallest finite logit, and the largest logit of every lane."""
+    lane = tl.arange(0, TILE)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    best_token = tl.full([TILE], 2147483647, tl.int32)
+    least = tl.full([TILE], float("inf"), tl.float32)
+    for start in tl.range(0, V, TILE, num_stages=3):
+        x = _load_logits(row, start + lane, V)
+        best_token = tl.where(x > best, start + lane, best_token)
+        best = tl.maximum(best, x)
+        least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
+    peak, token = _first_of_best(best, best_token)
+    return peak, token, tl.min(least, 0), best
+
+
+@triton.jit
+def _mass(
+    row: tl.tensor,
+    V: tl.tensor,
+    peak: tl.tensor,
+    inverse_temperature: tl.tensor,
+    low: tl.tensor,
+    STRICT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """sum of exp((x - peak) / temperature) over the logits at or (STRICT) above `low`."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    sums = tl.zeros([TILE], tl.float32)
+    for start in tl.range(0, V, TILE, num_stages=3):
+        x = _load_logits(row, start + tl.arange(0, TILE), V)
+        counts = x > low if STRICT else x >= low
+        sums += tl.where(counts, tl.exp2((x - peak) * inverse_temperature * LOG2_E), 0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _around(
+    row: tl.tensor, V: tl.tensor, probe: tl.tensor, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """How many logits lie above `probe`, the smallest of them, and the largest of the others."""
+    count = tl.zeros([TILE], tl.int32)
+    above = tl.full([TILE], float("inf"), tl.float32)
+    below = tl.full([TILE], float("-inf"), tl.float32)
+    for start in tl.range(0, V, TILE, num_stages=3):
+        x = _load_logits(row, start + tl.arange(0, TILE), V)
+        count += tl.where(x > probe, 1, 0)
+        above = tl.minimum(above, tl.where(x > probe, x, float("inf")))
+        below = tl.maximum(below, tl.where(x > probe, float("-inf"), x))
+    return tl.sum(count, 0), tl.min(above, 0), tl.max(below, 0)
+
+
+@triton.jit
+def _kth_largest(
+    row: tl.tensor,
+    V: tl.tensor,
+    k: tl.tensor,
+    least: tl.tensor,
+    peak: tl.tensor,
+    lanes: tl.tensor,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """The k-th largest logit, by closing in on it from both sides.
+
+    At least k logits reach a value that k lanes reach, so a lower bound comes from registers alone; with few of the top k in
+    one lane it is so close that one pass over the row settles the rest.
+    """
+    low = least
+    high = peak
+    for _ in range(16):
+        middle = low + (high - low) * 0.5
+        is_reached = tl.sum(tl.where(lanes >= middle, 1, 0), 0) >= k
+        low = tl.where(is_reached, middle, low)
+        high = tl.where(is_reached, high, middle)
+    # From here on: at least k logits >= low, fewer than k > high, and every pass moves one of them onto a logit.
+    high = peak
+    probe = low
+    while low < high:
+        count, above, below = _around(row, V, probe, TILE)
+        low = tl.where(count >= k, above, low)
+        high = tl.where(count > k, high, tl.where(count == k, above, below))
+        probe = low + (high - low) * 0.5
+        probe = tl.where(probe < high, probe, low)
+    return tl.minimum(low, high)
+
+
+@triton.jit
+def _keep_best(
+    x: tl.tensor,
+    token: tl.tensor,
+    bits: tl.tensor,
+    kept: tl.tensor,
+    peak: tl.tensor,
+    inverse_temperature: tl.tensor,
+    best: tl.tensor,
+    best_token: tl.tensor,
+    best_x: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Per lane, the kept token with the largest p / noise so far, and its logit."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    # 23 random bits as the mantissa of a number in [1, 2), less 1 - 2^-24: uniform in (0, 1), never 0 or 1.
+    uniform = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
+    score = tl.exp2((x - peak) * inverse_temperature * LOG2_E) / -tl.log(uniform)
+    is_better = kept & (score > best)
+    return tl.where(is_better, score, best), tl.where(is_better, token, best_token), tl.where(is_better, x, best_x)
+
+
+@triton.jit
+def _draw(
+    row: tl.tensor,
+    V: tl.tensor,
+    peak: tl.tensor,
+    inverse_temperature: tl.tensor,
+    low: tl.tensor,
+    barred: tl.tensor,
+    seed: tl.tensor,
+    position: tl.tensor,
+    SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The token that wins among logits >= `low` and > `barred`, and its logit. Noise is made only where a token is kept."""
+    LANES: tl.constexpr = TILE // 4
+    lane = tl.arange(0, LANES)
+    best = tl.full([LANES], -1.0, tl.float32)
+    best_token = tl.full([LANES], 2147483647, tl.int32)
+    best_x = tl.full([LANES], float("-inf"), tl.float32)
+    for start in range(0, V, TILE):
+        t0 = start + lane // SPAN * (4 * SPAN) + lane % SPAN
+        x0 = _load_logits(row, t0, V)
+        x1 = _load_logits(row, t0 + SPAN, V)
+        x2 = _load_logits(row, t0 + 2 * SPAN, V)
+        x3 = _load_logits(row, t0 + 3 * SPAN, V)
+        largest = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), 0)
+        if (largest >= low) & (largest > barred):
+            b0, b1, b2, b3 = tl.philox(seed, start // 4 + lane, lane * 0 + position, lane * 0, lane * 0)
+            best, best_token, best_x = _keep_best(
+                x0, t0, b0, (x0 >= low) & (x0 > barred), peak, inverse_temperature, best, best_token, best_x
+            )
+            best, best_token, best_x = _keep_best(
+                x1, t0 + SPAN, b1, (x1 >= low) & (x1 > barred), peak, inverse_temperature, best, best_token, best_x
+            )
+            best, best_token, best_x = _keep_best(
+                x2, t0 + 2 * SPAN, b2, (x2 >= low) & (x2 > barred), peak, inverse_temperature, best, best_token, best_x
+            )
+            best, best_token, best_x = _keep_best(
+                x3, t0 + 3 * SPAN, b3, (x3 >= low) & (x3 > barred), peak, inverse_temperature, best, best_token, best_x
+            )
+    _, token = _first_of_best(best, best_token)
+    return token, tl.max(tl.where(best_token == token, best_x, float("-inf")), 0)
+
+
+@triton.jit
+def _sample_kernel(
+    logits: tl.tensor,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    min_ps: tl.tensor,
+    seeds: tl.tensor,
+    positions: tl.tensor,
+    token_ids: tl.tensor,
+    logprobs: tl.tensor,
+    V: tl.tensor,
+    stride: tl.tensor,
+    WITH_LOGPROBS: tl.constexpr,
+    SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One request."""
+    r = tl.program_id(0).to(tl.int64)
+    row = logits + r * stride
+    peak, token, least, lanes = _scan(row, V, TILE)
+    token = tl.where(peak > float("-inf"), token, 0)
+    x = peak
+    temperature = tl.load(temperatures + r)
+    if (temperature > 0) & (peak > float("-inf")):
+        inverse_temperature = 1 / temperature
+        k = tl.maximum(tl.load(top_ks + r), 1)
+        top_p = tl.load(top_ps + r)
+        low = least
+        if k < V:
+            low = _kth_largest(row, V, k, least, peak, lanes, TILE)
+        allowed = float("inf")
+        if top_p < 1:
+            allowed = top_p * _mass(row, V, peak, inverse_temperature, low, False, TILE)
+        min_p = tl.load(min_ps + r)
+        if min_p > 0:
+            low = tl.minimum(tl.maximum(low, peak + temperature * tl.log(min_p)), peak)
+        # Draw without regard to top_p. If the token drawn is one that top_p drops, so are all that are no more likely: bar
+        # them and draw again with the same noise. What comes out is the winner among the kept, without ever listing them.
+        barred = float("-inf")
+        seed = tl.load(seeds + r)
+        position = tl.load(positions + r).to(tl.int32)
+        is_dropped = 1
+        while is_dropped > 0:
+            token, x = _draw(row, V, peak, inverse_temperature, low, barred, seed, position, SPAN, TILE)
+            barred = x
+            is_dropped = 0
+            if (top_p < 1) & (x < peak):
+                more_likely = _mass(row, V, peak, inverse_temperature, x, True, TILE)
+                is_dropped = (more_likely >= allowed).to(tl.int32)
+    tl.store(token_ids + r, token.to(tl.int64))
+    if WITH_LOGPROBS:
+        tl.store(logprobs + r, x - peak - tl.log(_mass(row, V, peak, 1.0, float("-inf"), True, TILE)))
+
+
+def _sample_triton(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    *,
+    with_logprobs: bool = False,
+) -> Sampled:
+    R, V = logits_RV.shape
+    token_ids = torch.empty(R, dtype=torch.int64, device=logits_RV.device)
+    logprobs = torch.empty(R, dtype=torch.float32, device=logits_RV.device) if with_logprobs else None
+    if R:
+        _sample_kernel[(R,)](
+            logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R, token_ids,
+            token_ids if logprobs is None else logprobs, V, logits_RV.stride(0),
+            WITH_LOGPROBS=with_logprobs, SPAN=_SPAN, TILE=_TILE, num_warps=_WARPS,
+        )  # fmt: skip
+    return Sampled(token_ids, logprobs)
+
+
+def sample(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    *,
+    with_logprobs: bool = False,
+) -> Sampled:
+    """Draw the next token of every request, see the top of this file. Never waits for the GPU."""
+    parameters = (temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R)
+    if any(x.shape != (len(logits_RV),) or not x.is_contiguous() for x in parameters) or logits_RV.stride(1) != 1:
+        raise ValueError(
+            f"sample: logits {tuple(logits_RV.shape)} need one value per row of each parameter, not "
+            f"{[tuple(x.shape) for x in parameters]}, and contiguous rows"
+        )
+    path = launch.choose("sample", *launch.able(logits_RV, "triton"))
+    run = _sample_triton if path == "triton" else sample_reference
+    return run(
+        logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R, with_logprobs=with_logprobs
+    )  # fmt: skip

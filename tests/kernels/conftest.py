@@ -1,0 +1,56 @@
+"""Where kernels are tested: on the GPU if there is one, else on the CPU under Triton's interpreter.
+
+A test takes `device` and `dtype`; each is run in every dtype of its device. The interpreter's bf16 matrix product is wrong, so
+bf16 is for the GPU. Fresh memory is poisoned: an output a kernel forgets to write is NaN, not yesterday's right answer.
+"""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: decorators ask for it
+
+_CPU_DTYPES = (torch.float32, torch.float16)
+_GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(params=_GPU_DTYPES if HAS_GPU else _CPU_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what `empty`, `empty_like` and `new_empty` return with NaN, or with the largest integer."""
+
+    def poison(allocate):
+        def allocate_poisoned(*args, **kwargs):
+            x = allocate(*args, **kwargs)
+            if x.is_floating_point() and x.dtype.itemsize > 1:
+                return x.fill_(float("nan"))
+            return x.fill_(torch.iinfo(x.dtype).max) if x.dtype in (torch.int8, torch.int32, torch.int64) else x
+
+        return allocate_poisoned
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))

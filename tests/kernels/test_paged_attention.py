@@ -1,0 +1,303 @@
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+from closeness import BOUNDS, assert_close, perturbed
+
+from saccade.kernels import launch
+from saccade.kernels import paged_attention as module
+from saccade.kernels.paged_attention import (
+    QUANTIZED_MAX,
+    paged_attention,
+    paged_attention_reference,
+    write_pages,
+    write_pages_reference,
+)
+
+COMPRESSED = pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+DECODE = [5, 129, 1, 70]
+
+
+@pytest.fixture
+def one_dtype(device):
+    """For what does not depend on the dtype: every other one costs a minute of compiling."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+class Case(NamedTuple):
+    """The arguments of `paged_attention`."""
+
+    tensors: tuple[torch.Tensor, ...]
+    options: dict
+
+
+def turned_nowhere(num_tokens, head_dim, device):
+    """An angle table that leaves everything where it is."""
+    return torch.ones(num_tokens, head_dim // 2, device=device), torch.zeros(num_tokens, head_dim // 2, device=device)
+
+
+def empty_cache(num_pages, num_heads, page_size, head_dim, cache_dtype, device):
+    """Pages in which whatever is read before it is written shows: NaN, or NaN scales."""
+    shape = (num_pages, num_heads, page_size, head_dim)
+    if cache_dtype in QUANTIZED_MAX:
+        pages = torch.ones(shape, device=device).to(cache_dtype)
+        scales = torch.full(shape[:3], float("nan"), device=device)
+        return pages, pages.clone(), scales, scales.clone()
+    pages = torch.full(shape, float("nan"), dtype=cache_dtype, device=device)
+    return pages, pages.clone(), None, None
+
+
+def make_case(new, context, heads, device, dtype, page_size=16, cache_dtype=None, bound=None):
+    """Requests with `new` tokens each, over `context` keys in shuffled pages; what no request owns is poisoned."""
+    num_heads, num_kv_heads, head_dim = heads
+    width = max(1, *(-(-length // page_size) for length in context))
+    pages = torch.randperm(len(context) * width)
+    table = torch.full((len(context), width), len(pages), dtype=torch.int32)  # the last page belongs to nobody
+    cache = empty_cache(len(pages) + 1, num_kv_heads, page_size, head_dim, cache_dtype or dtype, device)
+    for request, length in enumerate(context):
+        num_pages = -(-length // page_size)
+        table[request, :num_pages] = pages[request * width : request * width + num_pages]
+        slots = (
+            table[request].long().repeat_interleave(page_size)[:length] * page_size + torch.arange(length) % page_size
+        )
+        rows = (torch.randn(length, n, head_dim, device=device).to(dtype) for n in (1, num_kv_heads, num_kv_heads))
+        write_pages_reference(*rows, turned_nowhere(length, head_dim, device), slots.to(device), *cache)
+    q = torch.randn(sum(new), num_heads, head_dim, device=device).to(dtype)
+    starts = torch.tensor([0, *new], device=device).cumsum(0).int()
+    tensors = (q, cache[0], cache[1], table.to(device), starts, torch.tensor(context, device=device).int())
+    options = {"max_seqlen_q": max(new), "max_context_length": bound or max(1, *context)}
+    return Case(tensors, options | {"key_scales_NGP": cache[2], "value_scales_NGP": cache[3]})
+
+
+def expected_of(case):
+    """The reference, in fp32 throughout."""
+    q, key_pages, value_pages, *rest = case.tensors
+    if case.options["key_scales_NGP"] is None:
+        key_pages, value_pages = key_pages.float(), value_pages.float()
+    return paged_attention_reference(q.float(), key_pages, value_pages, *rest, **case.options)
+
+
+def run_triton(case):
+    with launch.forced("triton"):
+        return paged_attention(*case.tensors, **case.options)
+
+
+def expect_equal(case, dtype):
+    assert_close("out", run_triton(case), expected_of(case), BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64), (7, 1, 80), (2, 2, 128), (32, 1, 256)], ids=str)
+def test_decode_equals_the_reference(heads, device, dtype):
+    expect_equal(make_case([1] * 4, DECODE, heads, device, dtype), dtype)
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 80), (2, 1, 128)], ids=str)
+def test_prompt_chunks_and_decode_mix_in_one_call(heads, device, dtype):
+    expect_equal(make_case([7, 1, 33, 1, 0, 2], [7, 60, 129, 1, 9, 70], heads, device, dtype), dtype)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 32, 64, 128])
+def test_every_page_size_gives_the_same(page_size, device, one_dtype):
+    expect_equal(make_case([1, 3], [70, 129], (2, 1, 64), device, one_dtype, page_size), one_dtype)
+
+
+@COMPRESSED
+def test_compressed_cache_equals_the_reference_on_the_same_cache(cache_dtype, device, dtype):
+    for new in ([1, 1, 1], [1, 5, 20]):
+        expect_equal(make_case(new, [5, 129, 70], (4, 2, 64), device, dtype, cache_dtype=cache_dtype), dtype)
+
+
+@COMPRESSED
+def test_compressed_cache_is_close_to_the_plain_one(cache_dtype, device, one_dtype):
+    torch.manual_seed(1)
+    plain = make_case([1] * 4, DECODE, (4, 2, 64), device, one_dtype)
+    torch.manual_seed(1)
+    compressed = make_case([1] * 4, DECODE, (4, 2, 64), device, one_dtype, cache_dtype=cache_dtype)
+    bound = 0.02 if cache_dtype == torch.int8 else 0.06
+    assert_close("out", run_triton(compressed), expected_of(plain), bound)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 8])
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 9, 3]], ids=["decode", "mixed"])
+def test_any_number_of_splits_gives_the_same(new, num_splits, device, one_dtype):
+    case = make_case(new, [5, 129, 70], (2, 1, 64), device, one_dtype)
+    schedule = module.Schedule(
+        block_m=16, block_n=16, num_warps=4, num_stages=2, num_splits=num_splits, min_split=16 if num_splits < 8 else 48
+    )
+    out = module._attend(*case.tensors, schedule=schedule, is_decode=max(new) == 1)
+    assert_close("out", out, expected_of(case), BOUNDS[one_dtype])
+
+
+def test_splits_fill_the_gpu_and_stay_within_bounds():
+    shape = {"H": 16, "G": 2, "head_dim": 128, "cache_bytes": 2, "max_seqlen_q": 1, "num_sms": 132}
+    splits = {
+        (requests, longest): module._schedule(
+            num_tokens=requests, num_requests=requests, max_context_length=longest, **shape
+        ).num_splits
+        for requests, longest in [(256, 1024), (16, 4096), (1, 65536), (1, 100), (256, 32768)]
+    }
+    assert splits[256, 1024] == 1, "enough requests: nothing to combine"
+    assert 8 <= splits[16, 4096] <= 16
+    assert splits[1, 65536] >= 64
+    assert splits[1, 100] == 1, "too short to be worth a second program"
+    assert splits[256, 32768] == 4, "a long request among many does not run alone at the end"
+    mixed = module._schedule(
+        num_tokens=4096, num_requests=8, max_context_length=4096, **(shape | {"max_seqlen_q": 2048})
+    )
+    assert (mixed.num_splits, mixed.block_m) == (1, 128)
+
+
+def test_requests_without_tokens_or_context_disturb_nobody(device, dtype):
+    case = make_case([1, 0, 1, 1], [9, 30, 0, 20], (4, 2, 64), device, dtype)
+    case.options["max_seqlen_q"] = 1
+    expected = expected_of(case)
+    assert (expected[1] == 0).all(), "no context: zeros"
+    assert_close("out", run_triton(case), expected, BOUNDS[dtype])
+
+
+def test_bounds_larger_than_the_batch_change_nothing(device, one_dtype):
+    case = make_case([1, 1], [9, 30], (4, 2, 64), device, one_dtype)
+    q, *rest = case.tensors
+    padded = Case(
+        (torch.cat([q, q.new_full((3, 4, 64), float("nan"))]), *rest), case.options | {"max_context_length": 10**6}
+    )
+    assert_close("out", run_triton(padded)[:2], expected_of(case), BOUNDS[one_dtype])
+
+
+def test_strided_inputs_are_read_in_place(device, one_dtype):
+    case = make_case([1, 3], [9, 30], (4, 2, 64), device, one_dtype)
+    q, keys, values, *rest = case.tensors
+    fused = torch.cat([q, torch.full_like(q, float("nan"))], dim=1)
+    by_token = [
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values)
+    ]  # pages as [N, P, G, K] in memory
+    assert not by_token[0].is_contiguous()
+    strided = Case((fused[:, :4], *by_token, *rest), case.options)
+    assert_close("out", run_triton(strided), expected_of(case), BOUNDS[one_dtype])
+
+
+def test_a_result_off_by_twice_the_bound_is_refused(device, dtype):
+    case = make_case([1] * 4, DECODE, (4, 2, 64), device, dtype)
+    with pytest.raises(AssertionError, match="relative RMS"):
+        assert_close("out", perturbed(run_triton(case), BOUNDS[dtype]), expected_of(case), BOUNDS[dtype])
+
+
+def new_tokens(num_tokens, heads, device, dtype):
+    """q, k, v as slices of one fused projection, and an angle table."""
+    num_heads, num_kv_heads, head_dim = heads
+    fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, device=device).to(dtype)
+    angles = torch.rand(num_tokens, head_dim // 2, device=device) * 6.28
+    return list(fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)), (angles.cos(), angles.sin())
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64), (7, 1, 80), (3, 3, 128)], ids=str)
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=["plain", "int8", "fp8"])
+def test_written_pages_equal_the_reference(heads, cache_dtype, device, dtype):
+    if cache_dtype == torch.float8_e4m3fn and device == "cpu":
+        pytest.skip("Triton's interpreter loses the carry when it rounds to fp8")
+    num_tokens = 7
+    inputs, table = new_tokens(num_tokens, heads, device, dtype)
+    slots = torch.randperm(8 * 4, device=device)[:num_tokens]
+    slots[2], slots[5] = 8 * 4, -1  # nobody's tokens
+    results = {}
+    for write in (write_pages, write_pages_reference):
+        cache = empty_cache(8, heads[1], 4, heads[2], cache_dtype or dtype, device)
+        q, k, v = (x.clone() for x in inputs)
+        with launch.forced("triton"):
+            write(q, k, v, table, slots, *cache)
+        results[write] = (q, k, *(x.float().nan_to_num(-7.0) for x in cache if x is not None))
+    for name, actual, expected in zip(
+        ("q", "k", "keys", "values", "scales", "scales"), *results.values(), strict=False
+    ):
+        assert_close(name, actual, expected, BOUNDS[dtype] if cache_dtype is None else 2e-2)
+
+
+def test_tokens_written_are_the_tokens_read(device, one_dtype):
+    """Eight tokens, written and attended to one by one, equal one chunk of eight."""
+    heads = (4, 2, 64)
+    (q, k, v), table = new_tokens(8, heads, device, one_dtype)
+    slots = torch.tensor([12, 13, 14, 15, 0, 1, 2, 3], device=device)  # pages 3, then 0
+    pages = torch.tensor([[3, 0]], device=device).int()
+    outs = []
+    with launch.forced("triton"):
+        chunk, cache = [x.clone() for x in (q, k, v)], empty_cache(4, 2, 4, 64, one_dtype, device)
+        write_pages(*chunk, table, slots, *cache)
+        one = torch.tensor([0, 8], device=device).int()
+        whole = paged_attention(chunk[0], *cache[:2], pages, one, one[1:], max_seqlen_q=8)
+        cache = empty_cache(4, 2, 4, 64, one_dtype, device)
+        for i in range(8):
+            step = [x[i : i + 1].clone() for x in (q, k, v)]
+            write_pages(*step, tuple(x[i : i + 1] for x in table), slots[i : i + 1], *cache)
+            lengths = torch.tensor([i + 1], device=device).int()
+            outs.append(paged_attention(step[0], *cache[:2], pages, one.clamp(max=1), lengths, max_seqlen_q=1))
+    assert_close("out", torch.cat(outs), whole, BOUNDS[one_dtype])
+
+
+def test_what_does_not_fit_is_refused(device):
+    case = make_case([1], [9], (4, 2, 64), device, torch.float32)
+    q, keys, values, *rest = case.tensors
+    with pytest.raises(ValueError, match="do not fit"):
+        paged_attention(q[:, :3], keys, values, *rest, **case.options)
+    with pytest.raises(ValueError, match="use q's dtype"):
+        paged_attention(q.half(), keys, values, *rest, **case.options)
+    with pytest.raises(ValueError, match="need scales"):
+        paged_attention(q, keys.to(torch.int8), values.to(torch.int8), *rest, **case.options)
+    with pytest.raises(ValueError, match="power of two"):
+        paged_attention(q, keys[:, :, :12], values[:, :, :12], *rest, **case.options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("head_dim", "cache_dtype"),
+    [(64, None), (80, None), (128, None), (256, None), (128, torch.int8), (128, torch.float8_e4m3fn)],
+    ids=["64", "80", "128", "256", "128 int8", "128 fp8"],
+)
+@pytest.mark.parametrize("new", [1, 100], ids=["decode", "mixed"])
+def test_real_sizes_equal_the_reference(new, head_dim, cache_dtype):
+    dtype = torch.bfloat16
+    context = [1000, 1, 4096, 2049, 500]
+    case = make_case([new, 1, new, 1, new], context, (16, 2, head_dim), "cuda", dtype, 16, cache_dtype)
+    expect_equal(case, dtype)
+
+
+@pytest.mark.gpu
+def test_pages_beyond_two_to_the_31_elements_are_found():
+    num_pages = 2**31 // (2 * 16 * 128) + 64
+    keys = torch.zeros(num_pages, 2, 16, 128, dtype=torch.bfloat16, device="cuda")
+    values = torch.zeros_like(keys)
+    (q, k, v), table = new_tokens(40, (16, 2, 128), "cuda", torch.bfloat16)
+    slots = num_pages * 16 - 40 + torch.arange(40, device="cuda")
+    pages = torch.arange(num_pages - 3, num_pages, device="cuda").int().unsqueeze(0)
+    slots = (pages[0].long().repeat_interleave(16) * 16 + torch.arange(48, device="cuda") % 16)[:40]
+    starts, lengths = torch.tensor([0, 40], device="cuda").int(), torch.tensor([40], device="cuda").int()
+    write_pages(q, k, v, table, slots, keys, values)
+    out = paged_attention(q, keys, values, pages, starts, lengths, max_seqlen_q=40)
+    near = tuple(x[num_pages - 3 :].clone().float() for x in (keys, values))
+    expected = paged_attention_reference(q.float(), *near, pages - (num_pages - 3), starts, lengths, max_seqlen_q=40)
+    assert_close("out", out, expected, BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_serves_changing_lengths():
+    bound, dtype = 4096, torch.bfloat16
+    case = make_case([1] * 8, [4096] * 8, (16, 2, 128), "cuda", dtype, bound=bound)
+    lengths = case.tensors[-1]
+    run_triton(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run_triton(case)
+    for fill in ([1, 7, 129, 4096, 1000, 16, 17, 2048], [4096] * 8, [3] * 8):
+        lengths.copy_(torch.tensor(fill))
+        graph.replay()
+        assert_close("out", out, expected_of(case), BOUNDS[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_n", [16, 32, 64])
+def test_schedules_of_the_sweep_are_right(block_n):
+    case = make_case([1] * 3, [1000, 1, 300], (16, 2, 128), "cuda", torch.bfloat16)
+    base = module.Schedule(block_m=16, block_n=block_n, num_warps=4, num_stages=3, num_splits=4, min_split=64)
+    for changes in ({}, {"num_warps": 2}, {"num_stages": 5}, {"num_splits": 64, "min_split": 64}):
+        out = module._attend(*case.tensors, schedule=dataclasses.replace(base, **changes), is_decode=True)
+        assert_close("out", out, expected_of(case), BOUNDS[torch.bfloat16])

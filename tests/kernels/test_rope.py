@@ -1,0 +1,103 @@
+import pytest
+import torch
+from closeness import BOUNDS, assert_close, perturbed
+
+from saccade.kernels import launch
+from saccade.kernels.rope import rope, rope_, rope_reference, text_angles, vision_angles
+
+CASES = [(1, 2, 1, 16), (7, 3, 1, 8), (9, 2, 2, 80), (0, 2, 2, 16)]  # tokens, heads, key heads, head dim
+
+
+def inputs(num_tokens, num_heads, num_kv_heads, head_dim, device, dtype):
+    q = torch.randn(num_tokens, num_heads, head_dim, device=device).to(dtype)
+    k = torch.randn(num_tokens, num_kv_heads, head_dim, device=device).to(dtype)
+    angles = torch.rand(num_tokens, head_dim // 2, device=device) * 100
+    return q, k, (angles.cos(), angles.sin())
+
+
+def expect_equal(q, k, table, dtype):
+    d_outs = [torch.randn_like(x, dtype=torch.float32).to(dtype) for x in (q, k)]
+
+    def run(function, cast):
+        leaves = [cast(x).detach().requires_grad_() for x in (q, k)]
+        outs = function(*leaves, table)
+        return *outs, *torch.autograd.grad(outs, leaves, [cast(d) for d in d_outs])
+
+    with launch.forced("triton"):
+        actual = run(rope, lambda x: x)
+    expected = run(rope_reference, lambda x: x.float())
+    for name, a, e in zip(("q", "k", "dq", "dk"), actual, expected, strict=True):
+        assert_close(name, a, e, BOUNDS[dtype])
+    return actual, expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rotation_and_its_gradient_equal_the_reference(case, device, dtype):
+    expect_equal(*inputs(*case, device, dtype), dtype)
+
+
+def test_views_of_a_fused_row_equal_copies(device, dtype):
+    _, _, table = inputs(5, 1, 1, 16, device, dtype)
+    qkv = torch.randn(5, 6, 16, device=device).to(dtype)
+    expect_equal(qkv[:, :3], qkv[:, 3:5], table, dtype)
+    expect_equal(qkv[:, :3].transpose(0, 1).contiguous().transpose(0, 1), qkv[:, 3:5], table, dtype)
+    expect_equal(torch.randn(5, 16, 3, device=device).to(dtype).transpose(1, 2), qkv[:, 3:5], table, dtype)
+
+
+@pytest.mark.parametrize("path", ["triton", "reference"])
+def test_in_place_turns_only_q_and_k_of_a_fused_row(path, device, dtype):
+    _, _, table = inputs(5, 1, 1, 16, device, dtype)
+    qkv = torch.randn(5, 6, 16, device=device).to(dtype)
+    before = qkv.clone()
+    with launch.forced(path):
+        rope_(qkv[:, :3], qkv[:, 3:5], table)
+    q, k = rope_reference(before[:, :3].float(), before[:, 3:5].float(), table)
+    assert_close("q", qkv[:, :3], q, BOUNDS[dtype])
+    assert_close("k", qkv[:, 3:5], k, BOUNDS[dtype])
+    assert torch.equal(qkv[:, 5:], before[:, 5:])
+
+
+def test_the_same_position_on_all_axes_is_ordinary_rope(device):
+    positions = torch.arange(9, device=device)
+    cos, _ = text_angles(positions.expand(3, -1), 10000.0, (2, 3, 3))
+    exponent = torch.arange(8, device=device) / 8
+    assert_close("cos", cos, (positions[:, None].float() * 10000.0**-exponent).cos(), 1e-5)
+
+
+def test_vision_angles_turn_half_with_rows_and_half_with_columns(device):
+    cos, sin = vision_angles(torch.tensor([[2, 2], [5, 7]], device=device), 16)
+    assert torch.equal(cos[0, :4], cos[1, :4])
+    assert not torch.equal(sin[0, 4:], sin[1, 4:])
+
+
+def test_a_table_of_another_size_is_refused(device):
+    q, k, (cos, sin) = inputs(4, 2, 2, 16, device, torch.float32)
+    with pytest.raises(ValueError, match="do not fit"):
+        rope(q, k, (cos[:3], sin[:3]))
+
+
+def test_an_error_of_twice_the_bound_is_noticed(device, dtype):
+    for name, a, e in zip(
+        ("q", "k", "dq", "dk"), *expect_equal(*inputs(5, 2, 2, 16, device, dtype), dtype), strict=True
+    ):
+        with pytest.raises(AssertionError, match=name):
+            assert_close(name, perturbed(a, BOUNDS[dtype]), e, BOUNDS[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [(16384, 16, 2, 128), (36864, 16, 16, 80), (1000, 16, 16, 72)], ids=str)
+def test_real_shapes_equal_the_reference(case, device, dtype):
+    expect_equal(*inputs(*case, device, dtype), dtype)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(device):
+    num_tokens = 2**31 // (16 * 128) + 8
+    q = torch.zeros(num_tokens, 16, 128, device=device, dtype=torch.bfloat16)
+    q[-8:] = torch.randn(8, 16, 128, device=device)
+    k = q[:, :2]
+    angles = torch.rand(num_tokens, 64, device=device)
+    with launch.forced("triton"), torch.no_grad():
+        turned, _ = rope(q, k, (angles.cos(), angles.sin()))
+    expected, _ = rope_reference(q[-8:].float(), k[-8:].float(), (angles[-8:].cos(), angles[-8:].sin()))
+    assert_close("q", turned[-8:], expected, BOUNDS[torch.bfloat16])

@@ -1,0 +1,208 @@
+import pytest
+import torch
+
+from saccade.kernels import launch, sampler
+from saccade.kernels.sampler import exponential_noise, sample, sample_reference
+
+NEUTRAL = {"temperature": 1.0, "top_k": 10**6, "top_p": 1.0, "min_p": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch, device):
+    if device == "cpu":
+        monkeypatch.setattr(sampler, "_TILE", 4096)
+
+
+def parameters(num_requests, device, **values):
+    """One tensor per parameter; a number stands for all requests."""
+    chosen = NEUTRAL | {"seeds": torch.arange(num_requests), "positions": torch.zeros(num_requests)} | values
+    dtypes = {"top_k": torch.int32, "seeds": torch.int64, "positions": torch.int64}
+    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+    tensors = {name: torch.as_tensor(chosen[name]).to(dtypes.get(name, torch.float32)) for name in names}
+    return [x.expand(num_requests).contiguous().to(device) for x in tensors.values()]
+
+
+def random_parameters(num_requests, vocab_size, device):
+    """Every filter on and off, in all combinations that chance brings."""
+
+    def sometimes(value, off):
+        return torch.where(torch.rand(num_requests) < 0.5, value, torch.tensor(off, dtype=value.dtype))
+
+    return parameters(
+        num_requests,
+        device,
+        temperature=sometimes(torch.rand(num_requests) * 2 + 0.1, 1.0) * (torch.rand(num_requests) > 0.1),
+        top_k=sometimes(torch.randint(1, vocab_size + 2, (num_requests,)).double().sqrt().long() + 1, 10**6),
+        top_p=sometimes(torch.rand(num_requests), 1.0),
+        min_p=sometimes(torch.rand(num_requests) * 0.2, 0.0),
+        seeds=torch.randint(-(2**62), 2**62, (num_requests,)),
+        positions=torch.randint(0, 100_000, (num_requests,)),
+    )
+
+
+def run_triton(logits, chosen, **options):
+    with launch.forced("triton"):
+        return sample(logits, *chosen, **options)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 129, 5000])
+@pytest.mark.parametrize("has_ties", [False, True], ids=["distinct", "ties"])
+def test_tokens_equal_those_of_the_reference(vocab_size, has_ties, device, dtype):
+    num_requests = 8 if device == "cpu" else 200
+    logits = torch.randn(num_requests, vocab_size) * 3
+    logits = ((logits * 2).round() / 2 if has_ties else logits).to(device, dtype)
+    chosen = random_parameters(num_requests, vocab_size, device)
+    actual = run_triton(logits, chosen, with_logprobs=True)
+    expected = sample_reference(logits, *chosen, with_logprobs=True)
+    assert (actual.token_ids < vocab_size).all()
+    # A GPU's exp and log differ in the last bit, which decides one draw in a million.
+    assert (actual.token_ids != expected.token_ids).sum() <= (device == "cuda")
+    same = actual.token_ids == expected.token_ids
+    torch.testing.assert_close(actual.logprobs[same], expected.logprobs[same], rtol=1e-4, atol=1e-4)
+
+
+def test_temperature_zero_takes_the_first_of_the_most_likely(device, dtype):
+    logits = torch.zeros(4, 5000, device=device, dtype=dtype)
+    logits[0, 4999], logits[1, 17], logits[1, 4998], logits[2, 0] = 1, 2, 2, 3
+    chosen = parameters(4, device, temperature=0.0, top_p=0.5, top_k=3)
+    assert run_triton(logits, chosen).token_ids.tolist() == [4999, 17, 0, 0]
+
+
+def test_each_filter_keeps_what_it_should(device):
+    # Probabilities 0.4, 0.3, 0.2, 0.05, 0.05, in a shuffled order.
+    order = torch.tensor([3, 0, 4, 2, 1])
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.05])[order].log().to(device)
+    rank = order.tolist()
+    cases = {
+        (("top_k", 1),): {0},
+        (("top_k", 2),): {0, 1},
+        (("top_k", 4),): {0, 1, 2, 3, 4},  # the last two are equally likely
+        (("top_p", 0.35),): {0},
+        (("top_p", 0.69),): {0, 1},
+        (("top_p", 0.75),): {0, 1, 2},
+        (("top_p", 0.0),): {0},
+        (("min_p", 0.6),): {0, 1},
+        (("min_p", 1.0),): {0},
+        (("top_k", 2), ("top_p", 0.58)): {0, 1},  # 0.4 of 0.7 is 0.571
+        (("top_k", 2), ("top_p", 0.56)): {0},
+        (): {0, 1, 2, 3, 4},
+    }
+    num_draws = 64
+    with launch.forced("triton" if device == "cuda" else "reference"):
+        for settings, expected in cases.items():
+            tokens = sample(logits.expand(num_draws, -1), *parameters(num_draws, device, **dict(settings))).token_ids
+            drawn = {rank[token] for token in tokens.tolist()}
+            assert drawn == expected, settings
+
+
+def test_draws_follow_the_distribution(device):
+    """Chi-square over 50 tokens: with 49 degrees of freedom it stays below 100 but once in 40000 times."""
+    vocab_size, num_draws = 50, 20_000
+    logits = torch.randn(vocab_size, device=device)
+    chosen = parameters(num_draws, device, temperature=0.8, positions=torch.arange(num_draws), seeds=5)
+    with launch.forced("triton" if device == "cuda" else "reference"):
+        if device == "cuda":
+            tokens = sample(logits.expand(num_draws, -1).contiguous(), *chosen).token_ids
+        else:  # row by row takes long: the same rule on all rows at once
+            p = (logits / 0.8).softmax(0)
+            tokens = (p / exponential_noise(chosen[4], chosen[5], vocab_size)).argmax(1)
+    expected = (logits / 0.8).softmax(0) * num_draws
+    observed = torch.bincount(tokens, minlength=vocab_size)
+    assert ((observed - expected).square() / expected).sum() < 100
+
+
+def test_noise_is_exponential_and_uncorrelated():
+    noise = exponential_noise(torch.tensor([1, 2]), torch.tensor([7, 7]), 20_000)
+    other = exponential_noise(torch.tensor([1]), torch.tensor([8]), 20_000)
+    for x in (*noise, *other):
+        assert abs(x.mean() - 1) < 0.04
+        assert abs(x.var() - 1) < 0.08
+        assert x.min() > 0
+    for a, b in ((noise[0], noise[1]), (noise[0], other[0]), (noise[0][1024:], noise[0][:-1024])):
+        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.04
+
+
+def test_philox_equals_the_published_vectors():
+    """The known answers of Random123 for Philox4x32-10 (zeros; all ones needs words we keep zero)."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    words = [int(x) for x in sampler._philox(zero, zero, zero)]
+    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_a_request_draws_the_same_alone_and_in_any_batch(device, dtype):
+    logits = (torch.randn(9, 300) * 2).to(device, dtype)
+    chosen = random_parameters(9, 300, device)
+    together = run_triton(logits, chosen).token_ids
+    order = torch.randperm(9)
+    shuffled = run_triton(logits[order.to(device)], [x[order.to(device)] for x in chosen]).token_ids
+    alone = [run_triton(logits[i : i + 1], [x[i : i + 1].clone() for x in chosen]).token_ids for i in (0, 4, 8)]
+    assert torch.equal(together[order.to(device)], shuffled)
+    assert torch.equal(torch.cat(alone), together[[0, 4, 8]])
+
+
+def test_seed_and_position_change_the_draw(device):
+    logits = torch.zeros(8, 1000, device=device)
+    by_seed = run_triton(logits, parameters(8, device)).token_ids
+    by_position = run_triton(logits, parameters(8, device, seeds=0, positions=torch.arange(8))).token_ids
+    again = run_triton(logits, parameters(8, device)).token_ids
+    assert len(set(by_seed.tolist())) > 5
+    assert len(set(by_position.tolist())) > 5
+    assert torch.equal(by_seed, again)
+
+
+def test_rows_that_are_not_numbers_end_well(device):
+    infinite = float("inf")
+    rows = torch.zeros(5, 20, device=device)
+    rows[0] = float("nan")
+    rows[1] = -infinite
+    rows[2, 3] = infinite
+    rows[3, :19] = -infinite
+    rows[4, 7], rows[4, 8] = float("nan"), 30.0
+    for settings in ({"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9}):
+        chosen = parameters(5, device, **settings)
+        assert run_triton(rows, chosen).token_ids.tolist() == [0, 0, 3, 19, 8], settings
+        assert sample_reference(rows, *chosen).token_ids.tolist() == [0, 0, 3, 19, 8], settings
+
+
+def test_strided_rows_are_read_in_place(device, dtype):
+    wide = torch.randn(4, 600, device=device).to(dtype)
+    chosen = random_parameters(4, 300, device)
+    assert torch.equal(
+        run_triton(wide[:, :300], chosen).token_ids, run_triton(wide[:, :300].contiguous(), chosen).token_ids
+    )
+
+
+def test_no_requests_give_no_tokens(device):
+    assert run_triton(torch.zeros(0, 10, device=device), parameters(0, device)).token_ids.shape == (0,)
+
+
+def test_what_does_not_fit_is_refused(device):
+    with pytest.raises(ValueError, match="one value per row"):
+        sample(torch.zeros(3, 10, device=device), *parameters(2, device))
+
+
+def test_a_token_off_by_one_rank_is_noticed(device):
+    """The comparison is of ids: swapping the two most likely tokens of a greedy row must show."""
+    logits = torch.randn(8, 100, device=device)
+    chosen = parameters(8, device, temperature=0.0)
+    best, second = logits.topk(2).indices.T
+    rows = torch.arange(8, device=device)
+    swapped = logits.clone()
+    swapped[rows, best], swapped[rows, second] = logits[rows, second], logits[rows, best]
+    assert (run_triton(swapped, chosen).token_ids != sample_reference(logits, *chosen).token_ids).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [151936, 151665, 32000])
+def test_real_vocabularies_equal_the_reference(vocab_size):
+    logits = (torch.randn(64, vocab_size, device="cuda") * 3).bfloat16()
+    chosen = random_parameters(64, vocab_size, "cuda")
+    actual, expected = run_triton(logits, chosen), sample_reference(logits, *chosen)
+    assert (actual.token_ids != expected.token_ids).sum() <= 1
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_to_the_31_elements_are_found():
+    wide = torch.zeros(3, 2**30 + 8, dtype=torch.float16, device="cuda")
+    wide[2, 99] = 5
+    assert run_triton(wide[:, :1000], parameters(3, "cuda", temperature=0.0)).token_ids.tolist() == [0, 0, 99]

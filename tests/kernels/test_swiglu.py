@@ -1,0 +1,70 @@
+import pytest
+import torch
+from closeness import BOUNDS, assert_close, perturbed
+
+from saccade.kernels import launch
+from saccade.kernels.swiglu import swiglu, swiglu_reference
+
+NAMES = ("y", "dgate", "dup")
+
+
+def expect_equal(gate, up, dtype, d_y=None):
+    d_y = torch.randn_like(gate, dtype=torch.float32).to(dtype) if d_y is None else d_y
+
+    def run(function, cast):
+        leaves = [cast(x).detach().requires_grad_() for x in (gate, up)]
+        y = function(*leaves)
+        return y, *torch.autograd.grad(y, leaves, cast(d_y))
+
+    with launch.forced("triton"):
+        actual = run(swiglu, lambda x: x)
+    expected = run(swiglu_reference, lambda x: x.float())
+    for name, a, e in zip(NAMES, actual, expected, strict=True):
+        assert_close(name, a, e, BOUNDS[dtype])
+    return actual, expected
+
+
+@pytest.mark.parametrize("shape", [(1,), (7, 129), (3, 5, 48), (3, 2500), (0, 16)], ids=str)
+def test_forward_and_gradients_equal_the_reference(shape, device, dtype):
+    expect_equal(*(torch.randn(shape, device=device).to(dtype) * 3 for _ in range(2)), dtype)
+
+
+@pytest.mark.parametrize("dim", [48, 129])
+def test_halves_of_a_fused_row_equal_copies(dim, device, dtype):
+    gate, up = torch.randn(7, 2 * dim, device=device).to(dtype).chunk(2, dim=1)
+    expect_equal(gate, up, dtype)
+    expect_equal(gate.T, up.T, dtype)
+    expect_equal(gate, up, dtype, d_y=torch.randn(1, dim, device=device).to(dtype).expand(7, dim))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of exp(200), in the interpreter
+def test_large_gates_saturate(device):
+    gate = torch.tensor([-200.0, -30.0, 0.0, 30.0, 200.0], device=device)
+    expect_equal(gate, torch.ones_like(gate), torch.float32)
+
+
+def test_shapes_that_differ_are_refused(device):
+    with pytest.raises(ValueError, match="do not fit"):
+        swiglu(torch.randn(3, device=device), torch.randn(4, device=device))
+
+
+def test_an_error_of_twice_the_bound_is_noticed(device, dtype):
+    gate, up = (torch.randn(9, 64, device=device).to(dtype) for _ in range(2))
+    for name, a, e in zip(NAMES, *expect_equal(gate, up, dtype), strict=True):
+        with pytest.raises(AssertionError, match=name):
+            assert_close(name, perturbed(a, BOUNDS[dtype]), e, BOUNDS[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(16384, 11008), (36864, 3420)], ids=str)
+def test_real_shapes_equal_the_reference(shape, device, dtype):
+    expect_equal(*(torch.randn(shape, device=device).to(dtype) for _ in range(2)), dtype)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(device):
+    gate = torch.zeros(2**31 // 4096 + 8, 4096, device=device, dtype=torch.bfloat16)
+    gate[-8:] = torch.randn(8, 4096, device=device)
+    with launch.forced("triton"), torch.no_grad():
+        y = swiglu(gate, gate)
+    assert_close("y", y[-8:], swiglu_reference(gate[-8:].float(), gate[-8:].float()), BOUNDS[torch.bfloat16])
