@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.kernels.timing import Row, Work, compare, main
+from bench.kernels.timing import Row, Work, compare, graph_ms, main
 from saccade.kernels import attention as module
 
 
@@ -91,7 +91,7 @@ def rows() -> Iterator[Row]:
             ].run(case.call(q, k, v))
             for path in able
         }
-        yield from compare("attention", name, paths, (q, k, v), *case.work)
+        yield from compare("attention", name, paths, (q, k, v), *case.work, clock=graph_ms)
 
 
 if __name__ == "__main__":

@@ -140,6 +140,12 @@ def compare(
             yield failed(op, shape, path, error)
 
 
+@functools.cache
+def _own_stream() -> torch.cuda.Stream:
+    torch.cuda.synchronize()
+    return torch.cuda.Stream()
+
+
 def _without_gradients(run: Callable[..., Any], *inputs: torch.Tensor) -> None:
     with torch.no_grad():
         run(*inputs)
@@ -147,6 +153,9 @@ def _without_gradients(run: Callable[..., Any], *inputs: torch.Tensor) -> None:
 
 def backward_of(run: Callable[..., Any], *inputs: torch.Tensor) -> Callable[[], object]:
     """A function that runs the backward pass of `run(*inputs)` alone; float inputs are made to require gradients."""
+    torch.cuda.set_stream(
+        _own_stream()
+    )  # a captured backward must not depend on the default stream through its forward
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     wanted = [x for x in leaves if x.requires_grad]
     outputs = run(*leaves)
