@@ -8,6 +8,7 @@ it compiling. What wins goes by hand into the tables of the kernel modules, whic
 import argparse
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import cycle, product
@@ -48,59 +49,69 @@ def try_candidate(
     return result | {"ms": round(ms, 4), "tb_s": round(num_bytes / ms / 1e9, 2)}
 
 
-def attend(cache: Cache, q: Tensor, starts: Tensor, schedule: paged_module.Schedule) -> Tensor:
-    """One decode step as `schedule` says."""
-    return paged_module._attend(q, *cache.pages, cache.table, starts, cache.lengths, schedule=schedule, is_decode=True)
+PAGED_TILES = ((64, 2, 3), (64, 4, 3), (32, 2, 5), (16, 2, 7), (32, 4, 5))
+"""Keys per step, warps, stages: the best five of 23 at 256 x 1024 in bf16, all within 3 % of one another."""
+PAGED_SPLITS = {"16 x 4096": (12, 16, 20), "1 x 65536": (128, 192, 256), "64 x 2048": (2, 4), "256 x 1024": (1,)}
 
 
 def sweep_paged() -> Iterator[Result]:
-    """Decode: tiles at 256 x 1024, then splits for few requests with the tiles that won."""
-    small = Cache([1000, 1, 4096, 129])
-    q_small, starts_small = queries([1] * 4)
-    expected = paged_module.paged_attention_reference(
-        q_small, *small.pages, small.table, starts_small, small.lengths, max_seqlen_q=1
-    )
+    """Decode in bf16: tiles and splits."""
+    small = PagedCase([1000, 1, 0, 4096, 129, 16])
+    for shape, splits in PAGED_SPLITS.items():
+        case = PagedCase(DECODE[shape])
+        for (block_n, num_warps, num_stages), num_splits in product(PAGED_TILES, splits):
+            schedule = paged_module.Schedule(
+                block_m=16, block_n=block_n, num_warps=num_warps, num_stages=num_stages, num_splits=num_splits, min_split=128
+            )  # fmt: skip
+            yield case.candidate(shape, schedule, small)
 
-    def candidate(shape: str, layers: list[Cache], schedule: paged_module.Schedule) -> Result:
-        q, starts = queries([1] * len(layers[0].context))
-        turns = cycle(layers)
-        name = "n{block_n} w{num_warps} st{num_stages} x{num_splits} >={min_split}".format(
-            **dataclasses.asdict(schedule)
-        )
+
+def sweep_paged_fp8() -> Iterator[Result]:
+    """Decode from an fp8 cache: tiles, without splits and with the splits a small batch gets."""
+    small = PagedCase([1000, 1, 0, 4096, 129, 16], torch.float8_e4m3fn)
+    tiles = ((64, 4, 5), (64, 2, 5), (64, 4, 3), (64, 2, 3), (128, 4, 3), (32, 2, 5))
+    for shape, num_splits in (("256 x 1024", 1), ("16 x 4096", 16)):
+        case = PagedCase(DECODE[shape], torch.float8_e4m3fn)
+        for block_n, num_warps, num_stages in tiles:
+            schedule = paged_module.Schedule(
+                block_m=16, block_n=block_n, num_warps=num_warps, num_stages=num_stages, num_splits=num_splits, min_split=128
+            )  # fmt: skip
+            yield case.candidate(f"{shape} fp8", schedule, small)
+
+
+class PagedCase:
+    """One decode step over cold caches, and its reference on the first of them."""
+
+    def __init__(self, context: list[int], dtype: torch.dtype = torch.bfloat16) -> None:
+        self.layers = caches(context, dtype)
+        self.q, self.starts = queries([1] * len(context))
+        first = self.layers[0]
+        self.expected = paged_module.paged_attention_reference(
+            self.q, *first.pages, first.table, self.starts, first.lengths, max_seqlen_q=1,
+            key_scales_NGP=first.scales[0], value_scales_NGP=first.scales[1],
+        )  # fmt: skip
+
+    def attend(self, cache: Cache, schedule: paged_module.Schedule) -> Tensor:
+        """One call as `schedule` says."""
+        return paged_module._attend(
+            self.q, *cache.pages, cache.table, self.starts, cache.lengths, schedule=schedule, is_decode=True,
+            key_scales_NGP=cache.scales[0], value_scales_NGP=cache.scales[1],
+        )  # fmt: skip
+
+    def error(self, schedule: paged_module.Schedule) -> float:
+        """Relative RMS against the reference."""
+        return relative_rms(self.attend(self.layers[0], schedule), self.expected)
+
+    def candidate(self, shape: str, schedule: paged_module.Schedule, small: "PagedCase") -> Result:
+        """Checked on ragged lengths and on these, then timed on these."""
+        turns = cycle(self.layers)
         return try_candidate(
-            name,
+            "n{block_n} w{num_warps} st{num_stages} x{num_splits}".format(**dataclasses.asdict(schedule)),
             shape,
-            lambda: relative_rms(attend(small, q_small, starts_small, schedule), expected),
-            lambda: graph_ms(lambda: attend(next(turns), q, starts, schedule), repeats=16, replays=9),
-            layers[0].num_bytes,
+            lambda: max(small.error(schedule), self.error(schedule)),
+            lambda: graph_ms(lambda: self.attend(next(turns), schedule), repeats=16, replays=9),
+            self.layers[0].num_bytes,
         )
-
-    layers, best = caches(DECODE["256 x 1024"]), {}
-    for block_n, num_warps, num_stages in product((16, 32, 64, 128), (2, 4, 8), (3, 5, 7)):
-        in_flight = (num_stages - 1) // 2 * block_n * HEAD_DIM * 4
-        if (
-            not (8 * 1024 <= in_flight <= 100 * 1024)
-            or (num_warps == 8 and block_n < 64)
-            or (num_warps == 2 and block_n > 64)
-        ):
-            continue
-        schedule = paged_module.Schedule(
-            block_m=16, block_n=block_n, num_warps=num_warps, num_stages=num_stages, num_splits=1, min_split=4096
-        )
-        result = candidate("256 x 1024", layers, schedule)
-        best[result.get("ms", float("inf"))] = schedule
-        yield result
-    del layers
-    winners = [best[ms] for ms in sorted(best)[:2]]
-    for shape, splits in (
-        ("16 x 4096", (4, 8, 12, 16, 32)),
-        ("1 x 65536", (33, 66, 99, 128)),
-        ("64 x 2048", (1, 2, 4, 8)),
-    ):
-        layers = caches(DECODE[shape])
-        for winner, num_splits in product(winners, splits):
-            schedule = dataclasses.replace(winner, num_splits=num_splits, min_split=128)
-            yield candidate(shape, layers, schedule)
 
 
 def sweep_chunks() -> Iterator[Result]:
@@ -174,66 +185,91 @@ def sweep_loss() -> Iterator[Result]:
         yield result
 
 
+# Outputs and inputs of a tile, warps, stages, programs per multiprocessor; up to 16 tokens and from there to 64.
+LINEAR_TILES: dict[tuple[str, int], tuple[tuple[int, int, int, int, int], ...]] = {
+    ("int4", 16): (
+        (128, 128, 4, 6, 3),
+        (128, 128, 4, 8, 2),
+        (128, 128, 4, 4, 4),
+        (64, 128, 4, 6, 4),
+        (64, 128, 4, 10, 3),
+        (256, 128, 8, 5, 2),
+    ),
+    ("int4", 64): ((128, 128, 4, 4, 2), (128, 128, 8, 4, 2), (64, 128, 4, 5, 3), (256, 128, 8, 4, 1)),
+    ("int8", 16): (
+        (64, 256, 4, 3, 2),
+        (64, 256, 4, 3, 3),
+        (64, 256, 4, 4, 2),
+        (64, 128, 4, 6, 3),
+        (128, 256, 4, 3, 2),
+        (128, 128, 4, 5, 2),
+    ),
+    ("int8", 64): ((64, 128, 4, 4, 2), (64, 128, 4, 6, 3), (128, 128, 4, 4, 2), (128, 128, 8, 4, 2)),
+    ("fp8", 16): ((64, 256, 4, 3, 2), (128, 256, 4, 3, 2)),
+    ("fp8", 64): ((64, 128, 4, 4, 2),),
+}
+
+
 def sweep_linear() -> Iterator[Result]:
-    """Tiles and splits of the compressed layers for 1, 16 and 64 tokens, at the widest and the deepest layer."""
-    tiles = linear_module.Tiles
-    eight = [
-        tiles(block_t=16, block_n=n, block_d=d, num_warps=w, num_stages=st, programs_per_sm=p)
-        for n, d, w, st, p in (
-            (16, 512, 4, 4, 1),
-            (32, 256, 4, 4, 2),
-            (32, 512, 4, 3, 2),
-            (64, 256, 4, 4, 2),
-            (32, 256, 2, 5, 4),
-        )
-    ]
-    four = [
-        tiles(block_t=16, block_n=n, block_d=128, num_warps=w, num_stages=st, programs_per_sm=p)
-        for n, w, st, p in ((64, 4, 5, 4), (64, 4, 8, 2), (128, 4, 4, 3), (128, 4, 6, 2), (128, 8, 5, 2))
-    ]
-    for layer, kind in product(("down", "gate and up"), ("int8", "fp8", "int4")):
-        num_outputs, num_inputs = linear_bench.LAYERS[layer]
-        copies = linear_bench.weights(kind, (num_outputs, num_inputs))
-        for num_tokens in (1, 64):
-            x = torch.randn(num_tokens, num_inputs, device="cuda", dtype=torch.bfloat16)
-            for base in four if kind == "int4" else eight:
-                wide = max(16, num_tokens)
-                candidate = dataclasses.replace(
-                    base, block_t=wide, block_d=min(base.block_d, 128 if wide == 64 else 512)
-                )
-                run, expected = _linear(kind, x, candidate)
-                turns = cycle(copies)
-                yield try_candidate(
-                    "n{block_n} d{block_d} w{num_warps} st{num_stages} p{programs_per_sm}".format(
-                        **dataclasses.asdict(candidate)
-                    ),
-                    f"{kind} {layer}, {num_tokens}",
-                    lambda run=run, expected=expected, copies=copies: relative_rms(run(copies[0]), expected(copies[0])),
-                    lambda run=run, turns=turns, copies=copies: graph_ms(
-                        lambda: run(next(turns)), repeats=len(copies), replays=7
-                    ),
-                    sum(w.nbytes for w in copies[0]),
-                )
+    """Tiles and splits of the compressed layers for 1, 16 and 64 tokens, at the widest and the deepest layer.
+
+    Each table holds torch's bf16 matmul too, timed alike (its TB/s are of bf16 weights).
+    """
+    for layer in ("down", "gate and up"):
+        plain = {num_tokens: _time_linear("bf16", layer, num_tokens) for num_tokens in (1, 16, 64)}
+        for kind in ("int4", "int8", "fp8"):
+            copies = linear_bench.weights(kind, linear_bench.LAYERS[layer])
+            for num_tokens, ms in plain.items():
+                shape = f"{kind} {layer}, {num_tokens}"
+                num_bytes = 2 * math.prod(linear_bench.LAYERS[layer])
+                yield {
+                    "shape": shape,
+                    "setting": "torch in bf16",
+                    "ms": round(ms, 4),
+                    "tb_s": round(num_bytes / ms / 1e9, 2),
+                }
+                yield from _linear_candidates(kind, shape, num_tokens, copies)
 
 
-def _linear(
-    kind: str, x: Tensor, tiles: linear_module.Tiles
-) -> tuple[Callable[[tuple[Tensor, ...]], Tensor], Callable[[tuple[Tensor, ...]], Tensor]]:
-    """The kernel with these tiles, and its reference, as functions of a weight."""
+def _time_linear(kind: str, layer: str, num_tokens: int) -> float:
+    """Milliseconds of a layer as it is, over cold copies of its weight."""
+    copies = linear_bench.weights(kind, linear_bench.LAYERS[layer])
+    x = torch.randn(num_tokens, linear_bench.LAYERS[layer][1], device="cuda", dtype=torch.bfloat16)
+    return graph_ms(linear_bench.call(kind, x, copies), repeats=len(copies), replays=7)
+
+
+def _linear_candidates(kind: str, shape: str, num_tokens: int, copies: list[tuple[Tensor, ...]]) -> Iterator[Result]:
+    """The kernel of one kind with every tile of its list."""
+    wide = max(16, num_tokens)
+    num_inputs = copies[0][0].shape[1] * (8 if kind == "int4" else 1)
+    x = torch.randn(num_tokens, num_inputs, device="cuda", dtype=torch.bfloat16)
     if kind == "int4":
-        return (
-            lambda w: linear_module._linear_w4a16_triton(x, *w, None, None, tiles),
-            lambda w: linear_module.linear_w4a16_reference(x, *w),
+        expected = linear_module.linear_w4a16_reference(x, *copies[0])
+    else:
+        x8, scale = linear_module.quantize_activation(x, linear_bench.EIGHT_BITS[kind])
+        expected = linear_module.matmul_w8a8_reference(x8, scale, *copies[0], out_dtype=x.dtype)
+    for n, d, w, st, p in LINEAR_TILES[kind, wide]:
+        tiles = linear_module.Tiles(block_t=wide, block_n=n, block_d=d, num_warps=w, num_stages=st, programs_per_sm=p)
+        turns = cycle(copies)
+
+        def run(weight: tuple[Tensor, ...], tiles: linear_module.Tiles = tiles) -> Tensor:
+            if kind == "int4":
+                return linear_module._linear_w4a16_triton(x, *weight, None, None, tiles)
+            return linear_module._matmul_w8a8_triton(x8, scale, *weight, None, x.dtype, tiles)
+
+        yield try_candidate(
+            f"n{n} d{d} w{w} st{st} p{p}",
+            shape,
+            # Twice: the second run finds the counters as the first left them.
+            lambda run=run: max(relative_rms(run(copies[0]), expected) for _ in range(2)),
+            lambda run=run, turns=turns: graph_ms(lambda: run(next(turns)), repeats=len(copies), replays=7),
+            sum(w.nbytes for w in copies[0]),
         )
-    x8, scale = linear_module.quantize_activation(x, linear_bench.EIGHT_BITS[kind])
-    return (
-        lambda w: linear_module._matmul_w8a8_triton(x8, scale, *w, None, x.dtype, tiles),
-        lambda w: linear_module.matmul_w8a8_reference(x8, scale, *w, out_dtype=x.dtype),
-    )
 
 
 SECTIONS: dict[str, Callable[[], Iterator[Result]]] = {
     "paged": sweep_paged,
+    "paged-fp8": sweep_paged_fp8,
     "chunks": sweep_chunks,
     "loss": sweep_loss,
     "linear": sweep_linear,
@@ -241,10 +277,12 @@ SECTIONS: dict[str, Callable[[], Iterator[Result]]] = {
 
 
 def show(results: list[Result]) -> None:
-    """Per shape, the candidates from best to worst; the failures at the end."""
+    """Per shape, the best twelve candidates and the failures."""
     for shape in dict.fromkeys(r["shape"] for r in results):
         mine = sorted((r for r in results if r["shape"] == shape), key=lambda r: r.get("ms", float("inf")))
         for place, r in enumerate(mine):
+            if place >= 12 and "ms" in r:
+                continue
             numbers = f"{r['ms']:>9.4f} ms" if "ms" in r else f"  {r['failed']}"
             others = "  ".join(f"{key} {r[key]}" for key in ("tb_s", "tflop_s", "extra_gib") if r.get(key))
             print(

@@ -555,7 +555,8 @@ def _tiles(kernel: str, q_THK: Tensor) -> Tiles:
 
 @functools.cache
 def _has_tma(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    is_other = device.type == "cuda" and torch.version.cuda is None  # ROCm counts its architectures from 9 too
+    return not is_other and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 @functools.cache

@@ -24,6 +24,10 @@ dtype. Decode reads every key and value once: 2 * K * bytes per token and head, 
 
 The grid follows from bounds known on the host (T, R, `max_seqlen_q`, `max_context_length`); lengths are read on the device.
 One captured CUDA graph therefore serves every batch within its bounds, and no call waits for the GPU.
+
+Few long requests are split among programs: S partial results per row (fp32, with their log2-sum-exp), combined by a second
+launch. On Hopper that launch already waits on the GPU when the first ends. (Combining in the first launch, by the program that
+finishes last, was measured and is slower: 27.5 us against 24.5 for 16 requests of 4096 tokens.)
 """
 
 import functools
@@ -88,7 +92,7 @@ def paged_attention_reference(
     key_scales_NGP: Tensor | None = None,
     value_scales_NGP: Tensor | None = None,
 ) -> Tensor:
-    """Packed attention on the gathered pages, one request at a time. The bounds are here so that the signatures agree."""
+    """Packed attention on the gathered pages, one request at a time. Bounds are here for the signature only."""
     del max_seqlen_q, max_context_length
     page_size = key_pages_NGPK.shape[2]
     out_THK = torch.zeros_like(q_THK)
@@ -263,14 +267,18 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     LARGEST: tl.constexpr,
 ) -> None:
     """One program: some query tokens of one request, the RATIO heads that share a key head, one split of the keys.
 
     Row m of a block is query token m // RATIO, head m % RATIO. ONE_QUERY: no request has more than one new token. SPLIT:
-    results go to `partial_*`, to be combined. LARGEST: see QUANTIZED_MAX, 0 for a cache in q's own dtype.
+    results go to `partial_*`, to be combined by `_combine_kernel`, which OVERLAP lets start early.
+    LARGEST: see QUANTIZED_MAX, 0 for a cache in q's own dtype.
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     BLOCK_Q: tl.constexpr = BLOCK_M // RATIO
     if ONE_QUERY:
         request = tl.program_id(0)
@@ -296,16 +304,17 @@ def _attend_kernel(
     in_block = (m < BLOCK_Q * RATIO) & (query < num_queries)
     in_head = d < K
 
-    # Keys 0 .. last_key[m] are visible to row m; the block needs those of its last query, cut into equal splits.
+    # Keys 0 .. last_key[m] are visible to row m; the block needs those of its last query. Their tiles are shared out evenly
+    # among as many splits as find min_split keys each.
     last_key = length - num_queries + query
-    visible = tl.minimum(length, length - num_queries + first_query + BLOCK_Q)
-    tiles_per_split = tl.cdiv(tl.cdiv(visible, BLOCK_N), num_splits)
-    split_length = tl.maximum(min_split, tiles_per_split * BLOCK_N)
-    first_key = split * split_length
-    end_key = tl.minimum(visible, first_key + split_length)
+    visible = tl.maximum(tl.minimum(length, length - num_queries + first_query + BLOCK_Q), 0)
+    num_tiles = tl.cdiv(visible, BLOCK_N)
+    num_used = tl.maximum(tl.minimum(visible // min_split, num_splits), 1)
+    first_key = split * num_tiles // num_used * BLOCK_N
+    end_key = tl.minimum((split + 1) * num_tiles // num_used * BLOCK_N, visible)
     partial_row = (token * H + head) * num_splits + split
     if SPLIT:  # noqa: SIM102 (decided when compiled)
-        if first_key >= end_key:
+        if split >= num_used:
             tl.store(partial_lse + partial_row, float("-inf"), mask=in_block)
             return
 
@@ -442,6 +451,49 @@ def _attend_tile(
     return new_best, total, acc
 
 
+@triton.jit
+def _combine(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    rows: tl.tensor,
+    in_rows: tl.tensor,
+    d: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    step: tl.tensor,
+    num_splits: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """[rows, d] of the results of splits first, first + step, ..., each weighted by its share of the softmax's sum; and lse.
+
+    An unused split has lse -inf; its result was never written, may be NaN, and counts for nothing. It is read all the same:
+    not to read it would mean waiting for lse first.
+    """
+    s = tl.arange(0, BLOCK_S)
+    best = tl.full([rows.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([rows.shape[0]], tl.float32)
+    acc = tl.zeros([rows.shape[0], d.shape[0]], tl.float32)
+    for tile in range(0, count, BLOCK_S):
+        places = rows[None, :] * num_splits + (first + (tile + s) * step)[:, None]
+        in_places = (tile + s < count)[:, None] & in_rows[None, :]
+        in_parts = in_places[:, :, None] & (d < K)[None, None, :]
+        parts_at = partial_out + places[:, :, None] * K + d[None, None, :]
+        parts = tl.load(parts_at, mask=in_parts, other=0.0, cache_modifier=".cg")
+        lse = tl.load(partial_lse + places, mask=in_places, other=float("-inf"), cache_modifier=".cg")
+        # weight = 2^(lse - best'),  total' = total 2^(best - best') + sum weight,  acc' = acc 2^(best - best') + weight parts
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(lse - shift[None, :])
+        correction = tl.exp2(best - shift)
+        total = total * correction + tl.sum(weight, 0)
+        weighted = tl.where(weight[:, :, None] > 0, parts * weight[:, :, None], 0.0)
+        acc = acc * correction[:, None] + tl.sum(weighted, 0)
+        best = new_best
+    divisor = tl.where(total > 0, total, 1.0)
+    return acc / divisor[:, None], best + tl.log2(divisor)
+
+
 @triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
     partial_out: tl.tensor,
@@ -452,25 +504,19 @@ def _combine_kernel(
     out_stride_h: tl.tensor,
     H: tl.constexpr,
     K: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program per token and head: the splits' results, each weighted by its share of the softmax's sum.
-
-    An unused split has lse -inf; its result was never written and is not read.
-    """
+    """One program per token, head and BLOCK_D channels. OVERLAP: it was started early, and waits here for the splits."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_K)
-    lse = tl.load(partial_lse + row * num_splits + s, mask=s < num_splits, other=float("-inf"))
-    best = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(best == float("-inf"), 0.0, best))
-    used = (lse > float("-inf"))[:, None] & (d < K)[None, :]
-    parts = tl.load(partial_out + (row * num_splits + s[:, None]) * K + d[None, :], mask=used, other=0.0)
-    total = tl.sum(weight, 0)
-    combined = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    r = tl.arange(0, 1)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    combined, _ = _combine(partial_out, partial_lse, row + r, r < 1, d, 0, num_splits, 1, num_splits, K, BLOCK_S)
     out_row = out + (row // H) * out_stride_t + (row % H) * out_stride_h
-    tl.store(out_row + d, combined.to(out.dtype.element_ty), mask=d < K)
+    tl.store(out_row + r[:, None] + d[None, :], combined.to(out.dtype.element_ty), mask=(d < K)[None, :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,6 +528,7 @@ class Schedule:
     block_n: int
     """Keys per step."""
     num_warps: int
+    """Warps of a program."""
     num_stages: int
     """Steps in flight. The page number is loaded before the page, so the keys get (num_stages - 1) // 2 of them."""
     num_splits: int
@@ -490,17 +537,18 @@ class Schedule:
     """Fewest keys worth a split of their own; short requests use fewer splits than the grid offers."""
 
 
-# (head dim, bytes per cached channel) -> keys per step, warps, stages. Starting values: about 32 KiB of keys and values per
-# step and two steps ahead, so that two or three programs per multiprocessor keep the ~30 KiB in flight that memory needs.
+# (head dim, bytes per cached channel) -> keys per step, warps, stages. Measured on an H200 for head dim 128 in bf16, from a graph
+# (bench/kernels/tune_serving.py, 2026-11-15): n16 w2 st7 256 x 1024 in 68.1 us, 16 x 4096 in 24.5, 1 x 65536 in 24.1; n32 w4 st5
+# 68.5, 24.5, 24.1; n64 w2 st3 67.6, 25.0, 24.6. Small steps, many in flight. The others follow by bytes, not yet measured.
 _DECODE_TILES = {
     (64, 1): (64, 4, 5),
-    (64, 2): (128, 4, 5),
+    (64, 2): (64, 2, 5),
     (64, 4): (32, 4, 3),
     (128, 1): (64, 4, 5),
-    (128, 2): (64, 4, 5),
+    (128, 2): (16, 2, 7),
     (128, 4): (32, 4, 3),
     (256, 1): (32, 4, 5),
-    (256, 2): (32, 4, 5),
+    (256, 2): (32, 4, 3),
     (256, 4): (16, 4, 3),
 }
 # The same for many queries per request, at most 128 rows: bound by the matrix unit, so larger tiles and fewer stages.
@@ -516,12 +564,13 @@ _PREFILL_TILES = {
     (256, 4): (16, 8, 2),
 }
 _DECODE_PROGRAMS_PER_SM = 4
-"""Splits are added until the GPU has this many programs: 2-3 run at once per multiprocessor, the rest evens out the end."""
+"""Decode splits to at most this many programs, which run at once: one more would run alone at the end. H200, n64 w2 st3, bf16:
+64 x 2048 in 65.3 us with 1 per multiprocessor, 44.4 with 2, 42.9 with 4, 46.0 with 8."""
 _PREFILL_PROGRAMS_PER_SM = 1
-_MAX_SPLITS = 128
-"""Beyond this, combining (one tile of splits x head dim per row) costs more than the splits win."""
-_MIN_SPLIT = 256
-"""Keys: 128 KiB of a bf16 cache with head dim 128, a few microseconds of work for one program."""
+_MAX_SPLITS = 256
+"""1 x 65536 with two key heads: 64.7 us with 33 splits, 40.4 with 66, 28.7 with 128, hence four programs per multiprocessor."""
+_MIN_SPLIT = 128
+"""Keys: 64 KiB of a bf16 cache with head dim 128, two steps of one program."""
 _LONGEST_SERIAL = 8192
 """No program walks more keys than this, so that one long request among many short ones does not finish last by far."""
 
@@ -530,7 +579,7 @@ def _schedule(
     *, num_tokens: int, num_requests: int, H: int, G: int, head_dim: int, cache_bytes: int, max_seqlen_q: int,
     max_context_length: int, num_sms: int,
 ) -> Schedule:  # fmt: skip
-    """Tiles from the tables above; splits until the GPU is full."""
+    """Tiles from the tables above; splits until the GPU is full, and not beyond."""
     ratio, is_decode = H // G, max_seqlen_q <= 1
     block_m = max(16, triton.next_power_of_2(ratio))
     if not is_decode:
@@ -541,17 +590,17 @@ def _schedule(
         num_warps = 4
     num_programs = G * _num_query_blocks(num_tokens, num_requests, is_decode, block_m // ratio)
     per_sm = _DECODE_PROGRAMS_PER_SM if is_decode else _PREFILL_PROGRAMS_PER_SM
-    wanted = round(num_sms * per_sm / max(1, num_programs))
+    wanted = num_sms * per_sm // max(1, num_programs)
     min_split = _MIN_SPLIT if wanted > 1 else _LONGEST_SERIAL // 2
     if is_decode:
         wanted = max(wanted, -(-max_context_length // _LONGEST_SERIAL))
-    most = min(_MAX_SPLITS, -(-max_context_length // min_split))
+    num_splits = max(1, min(wanted, _MAX_SPLITS, max_context_length // min_split))
     return Schedule(
         block_m=block_m,
         block_n=block_n,
         num_warps=num_warps,
         num_stages=num_stages,
-        num_splits=max(1, min(wanted, most)),
+        num_splits=num_splits,
         min_split=-(-min_split // block_n) * block_n,
     )
 
@@ -565,6 +614,13 @@ def _num_query_blocks(num_tokens: int, num_requests: int, is_decode: bool, block
 def _num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; an interpreted kernel gets a few, so that its splits are exercised too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    """Whether a launch may start before the one it depends on has ended: NVIDIA's Hopper and later."""
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _attend(
@@ -595,20 +651,25 @@ def _attend(
     value_scales = value_scales_NGP if value_scales_NGP is not None else value_pages_NGPK
     if num_tokens == 0 or num_requests == 0:
         return out_THK
+    overlaps = splits > 1 and _can_overlap(q_THK.device)
+    block_k = triton.next_power_of_2(K)
     _attend_kernel[grid](
         q_THK, key_pages_NGPK, value_pages_NGPK, key_scales, value_scales, page_table_RW, cu_seqlens_q, context_lengths_R,
         out_THK, partial_out, partial_lse, num_requests, splits, schedule.min_split, K**-0.5 * 1.4426950408889634,
         q_THK.stride(0), q_THK.stride(1), out_THK.stride(0), out_THK.stride(1), *key_pages_NGPK.stride()[:3],
         *key_scales.stride()[:2], page_table_RW.stride(0),
         H=H, RATIO=ratio, K=K, PAGE=page_size, BLOCK_M=schedule.block_m, BLOCK_N=schedule.block_n,
-        BLOCK_K=triton.next_power_of_2(K), SPLIT=splits > 1, ONE_QUERY=is_decode,
+        BLOCK_K=block_k, SPLIT=splits > 1, OVERLAP=overlaps, ONE_QUERY=is_decode,
         LARGEST=QUANTIZED_MAX.get(key_pages_NGPK.dtype, 0.0), num_warps=schedule.num_warps, num_stages=schedule.num_stages,
     )  # fmt: skip
     if splits > 1:
-        block_s, block_k = triton.next_power_of_2(splits), triton.next_power_of_2(K)
-        _combine_kernel[(num_tokens * H,)](
-            partial_out, partial_lse, out_THK, splits, out_THK.stride(0), out_THK.stride(1), H=H, K=K,
-            BLOCK_S=block_s, BLOCK_K=block_k, num_warps=8 if block_s * block_k > 8192 else 4,
+        # Few rows with many splits: fewer channels per program, so that more programs share them. All loads at once.
+        block_s = triton.next_power_of_2(splits)
+        block_d = min(block_k, max(32, 4096 // block_s))
+        early = {"launch_pdl": True} if overlaps else {}
+        _combine_kernel[num_tokens * H, triton.cdiv(K, block_d)](
+            partial_out, partial_lse, out_THK, splits, out_THK.stride(0), out_THK.stride(1), H=H, K=K, OVERLAP=overlaps,
+            BLOCK_S=block_s, BLOCK_D=block_d, num_warps=4, **early,
         )  # fmt: skip
     return out_THK
 

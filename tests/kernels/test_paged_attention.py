@@ -138,14 +138,38 @@ def test_splits_fill_the_gpu_and_stay_within_bounds():
         for requests, longest in [(256, 1024), (16, 4096), (1, 65536), (1, 100), (256, 32768)]
     }
     assert splits[256, 1024] == 1, "enough requests: nothing to combine"
-    assert 8 <= splits[16, 4096] <= 16
-    assert splits[1, 65536] >= 64
+    assert splits[16, 4096] == 16, "four programs on each of 132 multiprocessors, not one more"
+    assert splits[1, 65536] == 256
     assert splits[1, 100] == 1, "too short to be worth a second program"
     assert splits[256, 32768] == 4, "a long request among many does not run alone at the end"
     mixed = module._schedule(
         num_tokens=4096, num_requests=8, max_context_length=4096, **(shape | {"max_seqlen_q": 2048})
     )
     assert (mixed.num_splits, mixed.block_m) == (1, 128)
+
+
+RAGGED = [0, 1, 15, 16, 17, 1000]
+
+
+def many_splits(num_splits):
+    """Splits of 16 keys: 1000 keys have 62 of them."""
+    return module.Schedule(block_m=16, block_n=16, num_warps=2, num_stages=3, num_splits=num_splits, min_split=16)
+
+
+@pytest.mark.parametrize("num_splits", [2, 40])
+def test_many_splits_of_ragged_requests_combine_again_and_again(num_splits, device, one_dtype):
+    case = make_case([1] * 6, RAGGED, (6, 2, 80), device, one_dtype)
+    expected = expected_of(case)
+    for _ in range(20 if device == "cuda" else 2):
+        out = module._attend(*case.tensors, schedule=many_splits(num_splits), is_decode=True)
+        assert_close("out", out, expected, BOUNDS[one_dtype])
+
+
+def test_splits_that_share_a_tile_unevenly_cover_every_key(device, one_dtype):
+    case = make_case([1] * 3, [129, 130, 255], (2, 1, 64), device, one_dtype)
+    for num_splits in (5, 7):
+        out = module._attend(*case.tensors, schedule=many_splits(num_splits), is_decode=True)
+        assert_close("out", out, expected_of(case), BOUNDS[one_dtype])
 
 
 def test_requests_without_tokens_or_context_disturb_nobody(device, dtype):
@@ -301,3 +325,29 @@ def test_schedules_of_the_sweep_are_right(block_n):
     for changes in ({}, {"num_warps": 2}, {"num_stages": 5}, {"num_splits": 64, "min_split": 64}):
         out = module._attend(*case.tensors, schedule=dataclasses.replace(base, **changes), is_decode=True)
         assert_close("out", out, expected_of(case), BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [[65536], [4096, 1, 0, 130, 2049, 4096]], ids=["one long", "ragged"])
+def test_captured_splits_combine_in_every_replay(context):
+    """Four calls in a row in one graph, as the layers of a model are."""
+    case = make_case([1] * len(context), context, (16, 2, 128), "cuda", torch.bfloat16)
+    lengths = case.tensors[-1]
+    schedule = module.Schedule(block_m=16, block_n=64, num_warps=2, num_stages=3, num_splits=256, min_split=64)
+
+    def attend():
+        return module._attend(*case.tensors, schedule=schedule, is_decode=True)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [attend() for _ in range(4)]
+    full = lengths.clone()
+    for fill in (full, full // 2, full.clamp(max=17), full):
+        lengths.copy_(fill)
+        for _ in range(5):
+            for out in outs:
+                out.fill_(float("nan"))
+            graph.replay()
+        for out in outs:
+            assert_close("out", out, expected_of(case), BOUNDS[torch.bfloat16])

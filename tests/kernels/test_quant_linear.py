@@ -128,11 +128,19 @@ def test_unpacked_is_what_was_packed(num_values, device):
     assert torch.equal(unpack_int4(words, num_values).long(), values)
 
 
-def test_interleaved_words_hold_neighbours_sixteen_words_apart():
+def test_interleaved_words_hold_neighbours_in_their_halves():
     values = torch.randint(-8, 8, (2, 256))
-    nibbles = unpack_int4(interleave_int4(pack_int4(values)), 256).view(2, 2, 16, 8)
-    for block, i, j in ((0, 0, 0), (0, 1, 0), (1, 7, 15), (0, 3, 9)):
-        assert torch.equal(nibbles[:, block, j, i].long(), values[:, 128 * block + 16 * i + j])
+    words = interleave_int4(pack_int4(values))
+    for g, m, p, q, b in ((0, 0, 0, 0, 0), (0, 0, 0, 0, 1), (1, 3, 3, 3, 1), (0, 1, 2, 3, 0), (1, 2, 0, 1, 1)):
+        nibbles = (words[:, 16 * g + 4 * q + m] >> (4 * p + 16 * b)) & 15
+        assert torch.equal(nibbles.long() - 8, values[:, 128 * g + 32 * m + 8 * p + 2 * q + b])
+
+
+def test_interleaved_words_stand_for_the_same_weight():
+    weight, _ = weights(9, 384, "cpu", torch.float32)
+    packed, scale, _ = quantize_weight_int4(weight, 64)
+    expected = (unpack_int4(packed, 384).view(9, 6, 64) * scale.unsqueeze(2)).flatten(1)
+    assert torch.equal(module.dequantize_int4_reference(interleave_int4(packed), scale, None, torch.float32), expected)
 
 
 def four_bits(weight, group_size, symmetric=True):
@@ -172,6 +180,17 @@ def test_any_number_of_splits_gives_the_same_in_4_bits(num_splits, device, one_d
     words, scale, _ = four_bits(weight, 128)
     actual = module._linear_w4a16_triton(x, words, scale, None, bias, module._W4A16_TILES[16], num_splits)
     assert_close("y", actual, linear_w4a16_reference(x.float(), words, scale, None, bias), BOUNDS[one_dtype])
+
+
+def test_splits_are_summed_in_one_order_and_leave_their_counters_at_zero(device, one_dtype):
+    weight, bias = weights(300, 1280, device, one_dtype)
+    x = torch.randn(7, 1280, device=device).to(one_dtype)
+    words, scale, _ = four_bits(weight, 128)
+    first, *others = (
+        module._linear_w4a16_triton(x, words, scale, None, bias, module._W4A16_TILES[16], 10) for _ in range(4)
+    )
+    assert all(torch.equal(first, other) for other in others)
+    assert all((counters == 0).all() for counters, _ in module._all_counters.values())
 
 
 def test_four_bits_are_close_to_the_weight(device):
@@ -240,6 +259,26 @@ def test_real_sizes_equal_the_reference_in_4_bits(shape, num_tokens, path):
         actual = linear_w4a16(x, words, scale, zero, bias)
     # Through the library the weight itself is rounded to bf16.
     assert_close("y", actual, linear_w4a16_reference(x.float(), words, scale, zero, bias), BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_of_split_layers_replays_the_same():
+    weight, _ = weights(2048, 11008, "cuda", torch.bfloat16)
+    x = torch.randn(3, 11008, device="cuda").bfloat16()
+    four, eight = four_bits(weight, 128), quantize_weight(weight, torch.int8)
+
+    def both():
+        return torch.cat([linear_w4a16(x, *four), linear_w8a8(x, *eight)])
+
+    with launch.forced("triton"):
+        expected = both()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [both() for _ in range(3)]
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(result, expected) for result in captured)
 
 
 @pytest.mark.gpu
