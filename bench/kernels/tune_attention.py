@@ -73,10 +73,8 @@ def settings(kernel: str, head_dim: int, quick: bool) -> list[Any]:
             Tiles(128, 32, 8, 3),
         ],
         "key_gradient": [
-            Tiles(64, 128, 8, 2, **tma),
-            Tiles(64, 64, 4, 2, **tma),
-            Tiles(32, 128, 8, 3, **tma),
-            Tiles(32, 64, 4, 3, **tma),
+            Tiles(64, 64, 4, 2),
+            Tiles(32, 64, 4, 3),
             Tiles(64, 128, 8, 2),
             Tiles(32, 128, 8, 3),
         ],
@@ -84,7 +82,7 @@ def settings(kernel: str, head_dim: int, quick: bool) -> list[Any]:
     narrow: dict[str, list[Any]] = {  # what only small heads leave registers for
         "forward": [Tiles(128, 64, 4, 2), Tiles(128, 128, 8, 2, overlap=True, **tma)],
         "query_gradient": [Tiles(128, 128, 8, 2, **tma), Tiles(64, 64, 4, 2)],
-        "key_gradient": [Tiles(64, 128, 8, 3, **tma), Tiles(64, 64, 4, 2)],
+        "key_gradient": [Tiles(64, 128, 8, 3)],
     }
     wanted = choices[kernel] + (narrow.get(kernel, []) if head_dim <= 96 else [])
     return wanted[:4] if quick else wanted

@@ -382,11 +382,9 @@ def _query_gradient_kernel(
 @triton.jit(do_not_specialize=["lse_stride", "num_segments"])
 def _key_gradient_kernel(
     q: tl.tensor,
-    q_tail: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
     do: tl.tensor,
-    do_tail: tl.tensor,
     lse: tl.tensor,
     delta: tl.tensor,
     d_k: tl.tensor,
@@ -414,12 +412,12 @@ def _key_gradient_kernel(
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr,
 ) -> None:
     """dK and dV of one tile of keys, summed over GROUP / SPLITS of the query heads that read it; transposed, keys down.
 
     Query tiles are counted from the segment's end, so that only the first one visited can be partial (it may begin before row 0).
-    Keys past the end are zero rows whose gradients are never stored.
+    Keys past the end are zero rows whose gradients are never stored. Tiles are loaded through pointers: through the bulk copy
+    engine, fp16 gradients of short segments came out wrong on an H200 (Triton 3.6; right under the interpreter).
     """
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(0) // NUM_KV_HEADS % SPLITS
@@ -472,10 +470,10 @@ def _key_gradient_kernel(
             is_inside = (queries >= 0) & (queries < num_queries)
             q_column = head * HEAD_DIM
             q_main, q_last = load_tile(
-                q, q_tail, q_row, m0, num_queries, q_stride, q_column, BLOCK_M, HEAD_DIM, MAIN, TAIL, TMA
+                q, q, q_row, m0, num_queries, q_stride, q_column, BLOCK_M, HEAD_DIM, MAIN, TAIL, False
             )
             do_main, do_last = load_tile(
-                do, do_tail, q_row, m0, num_queries, do_stride, q_column, BLOCK_M, HEAD_DIM, MAIN, TAIL, TMA
+                do, do, q_row, m0, num_queries, do_stride, q_column, BLOCK_M, HEAD_DIM, MAIN, TAIL, False
             )
             row_stats = head.to(tl.int64) * lse_stride + q_row
             if phase == 1:
@@ -484,11 +482,6 @@ def _key_gradient_kernel(
             else:
                 row_lse = tl.load(lse + row_stats + queries, mask=is_inside, other=float("inf"))
                 row_delta = tl.load(delta + row_stats + queries, mask=is_inside, other=0.0)
-                if TMA:
-                    q_main = tl.where(is_inside[:, None], q_main, 0.0)
-                    q_last = tl.where(is_inside[:, None], q_last, 0.0)
-                    do_main = tl.where(is_inside[:, None], do_main, 0.0)
-                    do_last = tl.where(is_inside[:, None], do_last, 0.0)
             # p^T = 2^(scale k q - lse); dV += p^T dO
             scores = dot_rows(k_main, k_last, q_main, q_last, TAIL)
             p = tl.exp2(scores * scale_log2 - row_lse[None, :])
@@ -526,8 +519,8 @@ class Tiles(NamedTuple):
 
 
 # Keyed by kernel and head dim rounded up to 64, 96, 128 or 256. Those of 96 and 128 are measured (bench/kernels/tune_attention.py,
-# H200, Triton 3.6, 2026-11-15): ragged causal text of head dim 128 forward 372 TFLOP/s, dQ 415, dK and dV 306; full vision
-# attention of head dim 80 forward 399, dQ 488, dK and dV 379. Small tiles win: four warps each keep more of them in flight.
+# H200, Triton 3.6, 2026-11-15; TFLOP/s as executed): ragged causal text of head dim 128 forward 372, dQ 415, dK and dV 246; full
+# vision attention of head dim 80 forward 399, dQ 488, dK and dV 368. Small tiles win: four warps each keep more in flight.
 # Those of 64 and 256 follow from register counts as compiled for sm_90.
 CONFIGS: dict[tuple[str, int], Tiles] = {
     ("forward", 64): Tiles(128, 128, 8, 2, overlap=True, tma=True),
@@ -538,10 +531,10 @@ CONFIGS: dict[tuple[str, int], Tiles] = {
     ("query_gradient", 96): Tiles(128, 32, 8, 3),
     ("query_gradient", 128): Tiles(64, 64, 4, 2, tma=True),
     ("query_gradient", 256): Tiles(64, 32, 8, 2, tma=True),
-    ("key_gradient", 64): Tiles(64, 128, 8, 2, tma=True),
-    ("key_gradient", 96): Tiles(64, 64, 4, 2, tma=True),
-    ("key_gradient", 128): Tiles(64, 64, 4, 2, tma=True),
-    ("key_gradient", 256): Tiles(32, 64, 8, 2, tma=True),
+    ("key_gradient", 64): Tiles(64, 128, 8, 2),
+    ("key_gradient", 96): Tiles(64, 64, 4, 2),
+    ("key_gradient", 128): Tiles(32, 128, 8, 3),
+    ("key_gradient", 256): Tiles(32, 64, 8, 2),
 }
 FP32_TILES = Tiles(32, 32, 8, 1)  # right rather than fast: three products for one, and tiles twice the size
 
@@ -705,10 +698,10 @@ def key_gradient(
     partial_dtype = k.dtype if splits == 1 else torch.float32
     d_k, d_v = (k.new_empty(splits, *k.shape, dtype=partial_dtype) for _ in range(2))
     _key_gradient_kernel[(num_programs * splits,)](
-        *_streamed(q, tiles.block_m, tiles.tma),
+        q,
         k,
         v,
-        *_streamed(d_out, tiles.block_m, tiles.tma),
+        d_out,
         lse,
         delta,
         d_k,
@@ -726,7 +719,6 @@ def key_gradient(
         WINDOW=window,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        TMA=tiles.tma,
         **_compile_options(tiles),
     )
     return (d_k[0], d_v[0]) if splits == 1 else (d_k.sum(0).to(k.dtype), d_v.sum(0).to(k.dtype))
