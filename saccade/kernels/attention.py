@@ -18,7 +18,6 @@ head; `_attention_window.py`, thousands of segments of at most 64 tokens, saves 
 import functools
 import importlib
 import inspect
-import logging
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -31,7 +30,6 @@ from torch import Tensor
 from saccade.kernels import launch
 from saccade.kernels._attention_tiled import can_tile, tiled_attention
 from saccade.kernels._attention_window import can_window, window_attention
-from saccade.log import log_once
 
 
 def attention_reference(
@@ -279,9 +277,5 @@ def attention(
             *call[:5], max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=window
         )
     name = next(name for name in names if _CANDIDATES[name].path == path)
-    log_once(
-        "kernels",
-        f"attention of head dim {q_THK.shape[2]}, {'causal' if causal else 'full'}: {name}",
-        level=logging.DEBUG,
-    )
+    launch.say(f"attention of head dim {q_THK.shape[2]}, {'causal' if causal else 'full'}: {name}")
     return _CANDIDATES[name].run(call)

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from saccade.log import log_once
@@ -34,7 +35,7 @@ try:
 except ImportError:
     triton = tl = _Absent()
 
-__all__ = ["Path", "able", "choose", "forced", "is_interpreting", "tl", "triton"]
+__all__ = ["Path", "able", "choose", "forced", "is_interpreting", "say", "tl", "triton"]
 
 Path = Literal["triton", "library", "reference"]
 
@@ -67,8 +68,14 @@ def choose(operation: str, *candidates: Path) -> Path:
             f"{operation}: path {_forced!r} is forced but cannot serve this call; {', '.join(paths)} can"
         )
     path = _forced or paths[0]
-    log_once("kernels", f"{operation}: {path}", level=logging.DEBUG)
+    say(f"{operation}: {path}")
     return path
+
+
+def say(message: str) -> None:
+    """One line in the log, once; none while compiling, for it would break the graph."""
+    if not torch.compiler.is_compiling():
+        log_once("kernels", message, level=logging.DEBUG)
 
 
 @contextlib.contextmanager

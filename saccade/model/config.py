@@ -37,7 +37,7 @@ class VisionConfig:
     """Patches merged into one token, per side."""
     window_size: int = 112
     """Side of an attention window in pixels."""
-    tokens_per_second: float = 4
+    tokens_per_second: int = 4
     """Time positions a second of video takes."""
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, RequestError
 from saccade.model.attention import CachedAttention, KVCache
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
@@ -28,7 +28,7 @@ class Sampling:
     top_p: float | None = None
     """Draw among the likeliest tokens that together have this probability."""
     seed: int = 0
-    """Same seed, same tokens, whatever else is in the row."""
+    """Same seed and prompt, same tokens, whatever else is in the row."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -47,9 +47,9 @@ def generate(
     *,
     max_new_tokens: int,
     eos_ids: Set[int] = frozenset(),
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008  frozen
 ) -> list[list[int]]:
-    """The new tokens of each conversation; one that ended has its end-of-turn token last."""
+    """The new tokens of each conversation; one that ended has its end-of-turn token last. `sampling` for all, or one each."""
     answers: list[list[int]] = [[] for _ in range(inputs.num_conversations)]
     for step in stream(model, inputs, max_new_tokens=max_new_tokens, eos_ids=eos_ids, sampling=sampling):
         for answer, token_id in zip(answers, step, strict=True):
@@ -65,13 +65,15 @@ def stream(
     *,
     max_new_tokens: int,
     eos_ids: Set[int] = frozenset(),
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008  frozen
 ) -> Iterator[list[int | None]]:
     """Step by step: one token per conversation, None for those that have ended."""
-    sampling = sampling or Sampling()
+    samplings = [sampling] * inputs.num_conversations if isinstance(sampling, Sampling) else list(sampling)
+    assert len(samplings) == inputs.num_conversations, "one sampling for all conversations, or one for each"
+    _check_length(model, inputs.max_seqlen + max_new_tokens)
     inputs = inputs.to(model.head.weight.device)
     cache = _cache_for(model, inputs, capacity=inputs.max_seqlen + max_new_tokens)
-    generators = [_generator(sampling.seed, number) for number in range(inputs.num_conversations)]
+    generators = [torch.Generator().manual_seed(one.seed) for one in samplings]
     last = inputs.cu_seqlens[1:].long() - 1
     next_position = inputs.positions[:, last].amax(0) + 1
     attend = CachedAttention(cache, model.angles(inputs.positions), inputs.cu_seqlens)
@@ -79,13 +81,22 @@ def stream(
     is_open = [True] * inputs.num_conversations
     one_each = torch.arange(inputs.num_conversations + 1, dtype=torch.int32, device=hidden.device)
     for step in range(max_new_tokens):
-        chosen = _choose(model.head(hidden).float(), sampling, generators)
+        logits_NV = model.head(hidden).float()
+        chosen = [_choose(row, one, g) for row, one, g in zip(logits_NV, samplings, generators, strict=True)]
         yield [token_id if is_going else None for token_id, is_going in zip(chosen, is_open, strict=True)]
         is_open = [is_going and token_id not in eos_ids for token_id, is_going in zip(chosen, is_open, strict=True)]
         if not any(is_open) or step + 1 == max_new_tokens:
             return
         attend = CachedAttention(cache, model.angles((next_position + step).expand(3, -1)), one_each)
         hidden = model.decode(model.language.embed_tokens(torch.tensor(chosen, device=hidden.device)), attend)
+
+
+def _check_length(model: VLM, num_tokens: int) -> None:
+    if num_tokens > (most := model.config.language.max_positions):
+        raise RequestError(
+            f"prompt and answer may take {num_tokens} tokens, but the model was made for {most}. Shorten the prompt, use smaller "
+            "images or ask for fewer tokens"
+        )
 
 
 def _cache_for(model: VLM, inputs: ModelInputs, capacity: int) -> KVCache:
@@ -101,31 +112,22 @@ def _cache_for(model: VLM, inputs: ModelInputs, capacity: int) -> KVCache:
     )
 
 
-def _generator(seed: int, number: int) -> torch.Generator:
-    """Each conversation draws from its own stream, so its neighbours do not change its tokens."""
-    return torch.Generator().manual_seed((seed + number) % 2**63)
-
-
-def _choose(logits_NV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
-    """One token per row."""
+def _choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token. Each conversation draws from its own stream, so its neighbours do not change its tokens."""
     if sampling.temperature == 0:
-        greedy: list[int] = logits_NV.argmax(-1).tolist()
-        return greedy
-    probabilities = _allowed(logits_NV / sampling.temperature, sampling).softmax(-1).cpu()
-    return [
-        int(torch.multinomial(row, 1, generator=generator))
-        for row, generator in zip(probabilities, generators, strict=True)
-    ]
+        return int(logits_V.argmax())
+    probabilities = _allowed(logits_V / sampling.temperature, sampling).softmax(-1).cpu()
+    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _allowed(logits_NV: Tensor, sampling: Sampling) -> Tensor:
+def _allowed(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """-inf for the tokens that top-k and top-p leave out; the likeliest token always stays."""
     if sampling.top_k is not None:
-        kth = logits_NV.topk(min(sampling.top_k, logits_NV.shape[-1])).values[:, -1:]
-        logits_NV = logits_NV.masked_fill(logits_NV < kth, float("-inf"))
+        kth = logits_V.topk(min(sampling.top_k, len(logits_V))).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < kth, float("-inf"))
     if sampling.top_p is not None:
-        ordered, order = logits_NV.sort(descending=True)
+        ordered, order = logits_V.sort(descending=True)
         probabilities = ordered.softmax(-1)
         is_beyond = probabilities.cumsum(-1) - probabilities >= sampling.top_p
-        logits_NV = logits_NV.masked_fill(is_beyond.scatter(-1, order, is_beyond), float("-inf"))
-    return logits_NV
+        logits_V = logits_V.masked_fill(is_beyond.scatter(-1, order, is_beyond), float("-inf"))
+    return logits_V

@@ -9,7 +9,7 @@ Memory: reading holds the model plus one slice of a file (`_OPEN_BYTES`); writin
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ from saccade.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from saccade.errors import CheckpointError
 from saccade.model.families import vision_language_family
 from saccade.model.vlm import VLM
-from saccade.processor.folder import read_config
+from saccade.processor.folder import read_config, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -55,8 +55,7 @@ def load_model(
     with torch.device("meta"):
         model = VLM(family.parse_config(raw))
     files = tensor_files(folder)
-    shapes = {name: shape for file in sorted(set(files.values())) for name, shape in _shapes(file).items()}
-    names = _match(shapes, model, family.name_in_model, folder)
+    names = _match(tensor_shapes(files, any_dtype=dtype is not None), model, family.name_in_model, folder)
     for name, tensor in read_tensors(files, names, device):
         _set_parameter(model, names[name], tensor if dtype is None else tensor.to(dtype))
     if model.config.tied_head:
@@ -69,15 +68,12 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor, by checkpoint name. Every file is there, or the error names the missing ones."""
     index = folder / INDEX_FILE
     if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{index}: not a safetensors index: {error}. Copy it from the original again"
-            ) from error
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{index}: no weight_map from tensors to files. Copy it from the original again")
         files = {name: folder / Path(file).name for name, file in weight_map.items()}
     elif (folder / SINGLE_FILE).is_file():
-        files = dict.fromkeys(_shapes(folder / SINGLE_FILE), folder / SINGLE_FILE)
+        files = dict.fromkeys(_header(folder / SINGLE_FILE), folder / SINGLE_FILE)
     else:
         raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}. Only safetensors checkpoints are read")
     missing = sorted({file.name for file in files.values() if not file.is_file()})
@@ -88,10 +84,32 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes from the file's header; no tensor is read."""
+def tensor_shapes(files: dict[str, Path], *, any_dtype: bool) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor, from the headers. Without `any_dtype` all must be of one floating-point dtype."""
+    headers = {file: _header(file) for file in sorted(set(files.values()))}
+    astray = [
+        f"{name} in {file.name}" for file, header in headers.items() for name in header if files.get(name) != file
+    ]
+    if astray:
+        raise CheckpointError(
+            f"shards hold tensors that the index does not place there: {', '.join(astray[:8])}. Use the index they came with"
+        )
+    found = {name: entry for header in headers.values() for name, entry in header.items()}
+    dtypes = {dtype for _, dtype in found.values()}
+    if not dtypes <= {"F32", "F16", "BF16"}:
+        raise CheckpointError(f"tensors are stored as {', '.join(sorted(dtypes))}; only F32, F16 and BF16 are read")
+    if len(dtypes) > 1 and not any_dtype:
+        raise CheckpointError(
+            f"tensors are stored as {', '.join(sorted(dtypes))} together. Choose one with dtype (--dtype bf16)"
+        )
+    return {name: shape for name, (shape, _) in found.items()}
+
+
+def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Names, shapes and dtypes from the file's header; no tensor is read."""
     with _open(file, torch.device("cpu")) as opened:
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
 
 
 @contextmanager
@@ -110,9 +128,10 @@ def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, name_in_model: 
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = {name: name_in_model(name) for name in shapes}
     is_tied = "head.weight" not in expected
-    found = {ours for ours in names.values() if ours}
+    found = [ours for ours in names.values() if ours]
     wrong = [
-        *(f"missing {name}" for name in sorted(expected.keys() - found)),
+        *(f"two tensors for {ours}" for ours in sorted({ours for ours in found if found.count(ours) > 1})),
+        *(f"missing {name}" for name in sorted(expected.keys() - set(found))),
         *(
             f"surplus {name}"
             for name, ours in names.items()
@@ -198,7 +217,9 @@ class CheckpointWriter:
         if self.folder.exists() and any(self.folder.iterdir()):
             raise CheckpointError(f"{self.folder} exists and is not empty. Choose another folder or remove it first")
         place = self.folder.resolve()
-        self._partial = place.with_name(f".{place.name}.partial-{os.getpid()}")
+        if self.folder.is_symlink() and not self.folder.exists():
+            raise CheckpointError(f"{self.folder} is a link to nowhere. Remove it or choose another folder")
+        self._partial = place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")
         self._max_shard_bytes = max_shard_bytes
         self._shard: dict[str, Tensor] = {}
         self._shard_bytes = 0
@@ -220,8 +241,15 @@ class CheckpointWriter:
         try:
             if kind is None:
                 self._finish()
+            elif isinstance(error, OSError):
+                raise self._failed(error) from error
+        except OSError as failure:
+            raise self._failed(failure) from failure
         finally:
             shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self.folder}: writing failed: {error.strerror}. Is the disk full?")
 
     def check_space(self, num_bytes: int) -> None:
         """Refuse before the work starts what the disk cannot hold."""
@@ -257,7 +285,7 @@ class CheckpointWriter:
         file = self._partial / f"shard-{len(self._shards)}"
         try:
             save_file(self._shard, file, metadata={"format": "pt"})
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             raise CheckpointError(
                 f"{self.folder}: writing {self._shard_bytes} bytes failed: {error}. Is the disk full?"
             ) from error

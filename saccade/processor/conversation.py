@@ -107,12 +107,18 @@ class ChatTemplate:
     def load(folder: Path) -> ChatTemplate:
         """The template of a checkpoint folder, with the tokens it may name."""
         tokens = read_json(folder / "tokenizer_config.json")
-        return ChatTemplate(read_template(folder), _token_text(tokens, "bos_token"), _token_text(tokens, "eos_token"))
+        return ChatTemplate(read_template(folder), token_text(tokens, "bos_token"), token_text(tokens, "eos_token"))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The conversation as one string, control tokens spelled out."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._tokens)
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,  # templates ask "is not none", which an undefined name is
+                documents=None,
+                **self._tokens,
+            )
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refuses this conversation: {error}") from error
         except TypeError as error:
@@ -313,12 +319,12 @@ def _unlearn_after_end(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def read_template(folder: Path) -> str:
-    """The Jinja source: `chat_template.jinja`, or where older checkpoints keep it."""
-    source = (
-        _read_text(folder / "chat_template.jinja")
-        or read_json(folder / "chat_template.json").get("chat_template")
-        or read_json(folder / "tokenizer_config.json").get("chat_template")
-    )
+    """The Jinja source: `chat_template.jinja`, or where other versions keep it."""
+    source: Any = _read_text(folder / "chat_template.jinja")
+    for file in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+        source = source or read_json(folder / file).get("chat_template")
+    if isinstance(source, list):  # several templates by name
+        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
         raise CheckpointError(
             f"{folder}: no chat_template.jinja. Copy it from the original model: it defines the prompt"
@@ -337,7 +343,7 @@ def _read_text(path: Path) -> str | None:
         raise CheckpointError(f"{path}: not UTF-8 text: {error}. Copy it from the original again") from error
 
 
-def _token_text(config: Mapping[str, Any], name: str) -> str:
+def token_text(config: Mapping[str, Any], name: str) -> str:
     """bos and eos are stored as a string, or as a description of one."""
     token = config.get(name)
     text = token.get("content") if isinstance(token, Mapping) else token

@@ -91,6 +91,10 @@ class Processor:
         )
         for settings in (images, videos):
             _check_same_patches(settings, vision, folder)
+        if (images.mean, images.std) != (videos.mean, videos.std):
+            raise CheckpointError(
+                f"{folder}: images and videos have different image_mean or image_std; one of each is supported"
+            )
         return Processor(
             tokenizer=Tokenizer.load(folder),
             template=ChatTemplate.load(folder),
@@ -267,7 +271,11 @@ def _required_id(config: Mapping[str, Any], name: str, folder: Path) -> int:
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    found = read_json(folder / "generation_config.json").get("eos_token_id")
-    if found is None:
-        found = (config.get("text_config") or config).get("eos_token_id")
-    return frozenset([found] if isinstance(found, int) else found or [])
+    """From `generation_config.json`, else from `config.json`: one id or a list of them."""
+    text_config = config.get("text_config") or {}
+    sources = (read_json(folder / "generation_config.json"), config, text_config)
+    found = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
+    ids = found if isinstance(found, list) else [found]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise CheckpointError(f"{folder}: eos_token_id is {found!r}, not a token id or a list of them")
+    return frozenset(ids)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from model.hugging_face import CONVERSATIONS, SHAPES, make_checkpoint
 
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, RequestError
 from saccade.model import generate, load_model
 from saccade.model.generation import Sampling, stream
 from saccade.processor import ModelInputs, Processor
@@ -68,6 +68,20 @@ def test_the_same_seed_draws_the_same_tokens_and_another_seed_others(model, prom
     assert draw(1) != draw(2)
 
 
+def test_a_conversation_draws_the_same_tokens_wherever_it_stands_in_the_row(model, folder):
+    one, other = (
+        Processor.load(folder)([CONVERSATIONS[name]], add_generation_prompt=True) for name in ("28x28", "multi-turn")
+    )
+    sampling = Sampling(temperature=1.0, seed=7)
+    alone = generate(model, one, max_new_tokens=8, sampling=sampling)[0]
+    assert generate(model, ModelInputs.pack([other, one]), max_new_tokens=8, sampling=sampling)[1] == alone
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused(model, prompts):
+    with pytest.raises(RequestError, match="made for 32768"):
+        generate(model, prompts, max_new_tokens=40000)
+
+
 def test_a_cold_draw_or_a_single_candidate_is_greedy(model, prompts):
     greedy = generate(model, prompts, max_new_tokens=6)
     for sampling in (
@@ -83,11 +97,10 @@ def test_draws_follow_the_probabilities(model, folder):
     inputs = Processor.load(folder)([CONVERSATIONS["text-only"]], add_generation_prompt=True)
     expected = model(inputs)[-1].softmax(-1)
     many = ModelInputs.pack([inputs] * 400)
-    draws = [
-        t
-        for seed in range(0, 4000, 400)
-        for [t] in generate(model, many, max_new_tokens=1, sampling=Sampling(temperature=1.0, seed=seed))
-    ]
+    draws = []
+    for first in range(0, 4000, 400):
+        each = [Sampling(temperature=1.0, seed=seed) for seed in range(first, first + 400)]
+        draws += [token for [token] in generate(model, many, max_new_tokens=1, sampling=each)]
     counts = torch.bincount(torch.tensor(draws), minlength=expected.shape[0])
     frequent = expected > 0.005
     error = (counts / len(draws) - expected)[frequent].abs() / (expected[frequent] / len(draws)).sqrt()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from saccade.model.config import LanguageConfig
-from saccade.model.families.reading import refuse_unless, rope_theta, sections_for
+from saccade.model.families.reading import integer, number, refuse_unless, rope_theta, sections_for
 
 MODEL_TYPE = "qwen2"
 
@@ -13,17 +13,19 @@ def parse_text_config(raw: Mapping[str, Any]) -> LanguageConfig:
     """`config.json` of a text checkpoint as our decoder's sizes."""
     refuse_unless(raw, "hidden_act", "silu")
     refuse_unless(raw, "use_sliding_window", False)
-    head_dim = raw["hidden_size"] // raw["num_attention_heads"]
+    refuse_unless(raw, "quantization_config", None)
+    hidden_size, num_heads = integer(raw, "hidden_size"), integer(raw, "num_attention_heads")
+    head_dim = hidden_size // max(1, num_heads)
     refuse_unless(raw, "head_dim", head_dim)
     return LanguageConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        intermediate_size=raw["intermediate_size"],
+        vocab_size=integer(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=integer(raw, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=integer(raw, "num_key_value_heads", num_heads),
+        intermediate_size=integer(raw, "intermediate_size"),
         rope_theta=rope_theta(raw),
         rope_sections=sections_for(head_dim),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        max_positions=raw.get("max_position_embeddings", 32768),
+        norm_eps=number(raw, "rms_norm_eps", 1e-6),
+        max_positions=integer(raw, "max_position_embeddings", 32768),
     )

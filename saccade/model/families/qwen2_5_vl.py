@@ -10,7 +10,15 @@ from typing import Any
 
 from saccade.errors import CheckpointError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
-from saccade.model.families.reading import refuse_unless, rope_parameters, sections_for
+from saccade.model.families.reading import (
+    integer,
+    integers,
+    number,
+    refuse_unless,
+    rope_parameters,
+    section,
+    sections_for,
+)
 
 MODEL_TYPE = "qwen2_5_vl"
 
@@ -45,55 +53,54 @@ def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str | None:
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """`config.json` as our sizes. What it asks for and we do not do is refused."""
-    text, vision = raw.get("text_config") or raw, raw.get("vision_config") or {}
+    text, vision = section(raw, "text_config") or raw, section(raw, "vision_config")
     if "quantization_config" in raw:
         raise CheckpointError(
             "config.json: quantization_config: compressed checkpoints are not supported yet. Use the original one"
         )
+    language = _parse_language(text)
     refuse_unless(text, "hidden_act", "silu")
     refuse_unless(text, "use_sliding_window", False)
     refuse_unless(vision, "hidden_act", "silu")
-    refuse_unless(vision, "out_hidden_size", text.get("hidden_size"))
-    try:
-        return ModelConfig(
-            vision=_parse_vision(vision),
-            language=_parse_language(text),
-            tied_head=bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
-            family=MODEL_TYPE,
-        )
-    except KeyError as error:
-        raise CheckpointError(f"config.json: {error.args[0]} is missing") from error
+    refuse_unless(vision, "out_hidden_size", language.hidden_size)
+    return ModelConfig(
+        vision=_parse_vision(vision),
+        language=language,
+        tied_head=bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
+        family=MODEL_TYPE,
+    )
 
 
 def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
     return VisionConfig(
-        num_layers=raw.get("depth", 32),
-        hidden_size=raw["hidden_size"],
-        num_heads=raw.get("num_heads", 16),
-        intermediate_size=raw["intermediate_size"],
-        full_attention_layers=tuple(raw.get("fullatt_block_indexes", (7, 15, 23, 31))),
-        patch_size=raw.get("patch_size", 14),
-        temporal_patch_size=raw.get("temporal_patch_size", 2),
-        in_channels=raw.get("in_channels", raw.get("in_chans", 3)),
-        merge_size=raw.get("spatial_merge_size", 2),
-        window_size=raw.get("window_size", 112),
-        tokens_per_second=raw.get("tokens_per_second", 4),
+        num_layers=integer(raw, "depth", 32),
+        hidden_size=integer(raw, "hidden_size"),
+        num_heads=integer(raw, "num_heads", 16),
+        intermediate_size=integer(raw, "intermediate_size"),
+        full_attention_layers=integers(raw, "fullatt_block_indexes", (7, 15, 23, 31)),
+        patch_size=integer(raw, "patch_size", 14),
+        temporal_patch_size=integer(raw, "temporal_patch_size", 2),
+        in_channels=integer(raw, "in_channels", raw.get("in_chans", 3)),
+        merge_size=integer(raw, "spatial_merge_size", 2),
+        window_size=integer(raw, "window_size", 112),
+        tokens_per_second=integer(raw, "tokens_per_second", 4),
     )
 
 
 def _parse_language(raw: Mapping[str, Any]) -> LanguageConfig:
     rope = rope_parameters({"rope_theta": 1e6} | dict(raw))
+    num_heads = integer(raw, "num_attention_heads")
     return LanguageConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        intermediate_size=raw["intermediate_size"],
-        rope_theta=float(rope["rope_theta"]),
-        rope_sections=tuple(rope.get("mrope_section", (16, 24, 24))),
-        norm_eps=raw.get("rms_norm_eps", 1e-5),
-        max_positions=raw.get("max_position_embeddings", 32768),
+        vocab_size=integer(raw, "vocab_size"),
+        hidden_size=integer(raw, "hidden_size"),
+        num_layers=integer(raw, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=integer(raw, "num_key_value_heads", num_heads),
+        intermediate_size=integer(raw, "intermediate_size"),
+        rope_theta=number(rope, "rope_theta", 1e6),
+        rope_sections=integers(rope, "mrope_section", (16, 24, 24)),
+        norm_eps=number(raw, "rms_norm_eps", 1e-5),
+        max_positions=integer(raw, "max_position_embeddings", 32768),
     )
 
 
