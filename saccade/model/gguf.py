@@ -53,7 +53,7 @@ class GGUFModel:
         except (ValueError, OSError, IndexError) as error:
             raise CheckpointError(f"{path}: not a readable GGUF file: {error}") from error
         self.architecture = str(self._field("general.architecture"))
-        self._shapes = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._stored = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def text_config(self) -> dict[str, Any]:
         """The sizes, in the words of a Hugging Face `config.json`."""
@@ -71,19 +71,27 @@ class GGUFModel:
             "rope_theta": self._field(f"{arch}.rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(),
             "vocab_size": len(self._field("tokenizer.ggml.tokens")),
-            "tie_word_embeddings": "output.weight" not in self._shapes,
+            "tie_word_embeddings": "output.weight" not in self._stored,
             "eos_token_id": self._field("tokenizer.ggml.eos_token_id"),
+            "bos_token_id": self._field("tokenizer.ggml.bos_token_id", None),
         }
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         kind = self._field(f"{self.architecture}.rope.scaling.type", "none")
-        return None if kind == "none" and "rope_freqs.weight" not in self._shapes else {"rope_type": kind}
+        return None if kind == "none" and "rope_freqs.weight" not in self._stored else {"rope_type": kind}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, by its name in Hugging Face's text layout. GGUF counts dimensions from the innermost."""
+        return {
+            self._hugging_face_name(name): tuple(int(size) for size in reversed(tensor.shape))
+            for name, tensor in self._stored.items()
+        }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name in Hugging Face's text layout, dequantized fp32 tensor), one at a time."""
         from gguf import dequantize
 
-        for name, stored in self._shapes.items():
+        for name, stored in self._stored.items():
             array = dequantize(stored.data, stored.tensor_type).astype(np.float32, copy=False)
             if self.architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
                 key = "head_count" if ".attn_q." in name else "head_count_kv"

@@ -24,8 +24,8 @@ from saccade.model.config import LanguageConfig, ModelConfig
 from saccade.model.families import qwen2_5_vl, text_family
 from saccade.model.gguf import GGUFModel, added_token
 from saccade.model.vlm import VLM
-from saccade.model.weights import CheckpointWriter, read_tensors, tensor_files
-from saccade.processor.conversation import read_template
+from saccade.model.weights import CheckpointWriter, read_tensors, tensor_files, tensor_shapes
+from saccade.processor.conversation import read_template, token_text
 from saccade.processor.folder import read_config, read_json
 from saccade.processor.image import ImageSettings
 
@@ -41,6 +41,8 @@ _VOCAB_MULTIPLE = 64
 """Embeddings that grow are padded to this many rows: matrix units want aligned sizes."""
 
 _INIT_STD = 0.02
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 _FLATTEN_IMAGES = """\
 {%- set flat = namespace(messages=[]) -%}
@@ -76,20 +78,24 @@ _CHATML = (
 
 @dataclass(frozen=True)
 class Words:
-    """How a model reads and writes text: its tokenizer, its chat template, and the tokens that end a turn."""
+    """How a model reads and writes text: its tokenizer, its chat template, the tokens that end a turn, and the names the
+    template may call the first and the last token by."""
 
     tokenizer: dict[str, Any]
     template: str
     eos_ids: tuple[int, ...]
+    eos_token: str
+    bos_token: str | None = None
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """A decoder to build on. `tensors` yields (checkpoint name, tensor), one at a time."""
+    """A decoder to build on. `shapes` names its tensors, `tensors` yields (checkpoint name, tensor), one at a time."""
 
     config: LanguageConfig
     tied_head: bool
     words: Words
+    shapes: dict[str, tuple[int, ...]]
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
 
 
@@ -137,7 +143,7 @@ def initialize_from_text(
     """A checkpoint folder from a text model (a folder of Qwen2 or Llama layout, or a GGUF file) and a fresh tower."""
     if tower not in qwen2_5_vl.TOWERS:
         raise ConfigError(f"unknown vision tower {tower!r}. Towers: {', '.join(qwen2_5_vl.TOWERS)}")
-    source = _open_gguf(text) if text.suffix == ".gguf" else _open_folder(text)
+    source = _open_gguf(text) if text.suffix.lower() == ".gguf" else _open_folder(text)
     words, token_ids, num_tokens = with_vision_tokens(source.words)
     rows = source.config.vocab_size
     if num_tokens > rows:
@@ -148,6 +154,7 @@ def initialize_from_text(
         tied_head=source.tied_head,
         family=qwen2_5_vl.MODEL_TYPE,
     )
+    _check_text_tensors(source, config, text)
     tensors = _all_tensors(config, source, seed)
     _write(folder, config, words, token_ids, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes, on_tensor=on_tensor)
     return config
@@ -158,11 +165,24 @@ def initialize_from_text(
 
 def _open_folder(folder: Path) -> TextModel:
     raw = read_config(folder)
-    files = tensor_files(folder)
+    config = text_family(raw.get("model_type")).parse_text_config(raw)
+    # Old Llama files carry the rotary frequencies, which follow from the config.
+    files = {name: file for name, file in tensor_files(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    is_tied = bool(raw.get("tie_word_embeddings", False))
+    if is_tied and {_HEAD, _EMBEDDING} <= files.keys():
+        pair = dict(read_tensors(files, [_HEAD, _EMBEDDING], torch.device("cpu")))
+        if not torch.equal(pair[_HEAD], pair[_EMBEDDING]):
+            raise CheckpointError(
+                f"{folder}: tie_word_embeddings is set, but {_HEAD} differs from the embedding. Set it to false"
+            )
+        del files[_HEAD]
     return TextModel(
-        config=text_family(raw.get("model_type")).parse_text_config(raw),
-        tied_head=bool(raw.get("tie_word_embeddings", False)),
+        config=config,
+        tied_head=is_tied,
         words=_words_of_folder(folder),
+        shapes={
+            name: shape for name, shape in tensor_shapes(tensor_files(folder), any_dtype=True).items() if name in files
+        },
         tensors=lambda: read_tensors(files, list(files), torch.device("cpu")),
     )
 
@@ -170,19 +190,28 @@ def _open_folder(folder: Path) -> TextModel:
 def _open_gguf(path: Path) -> TextModel:
     opened = GGUFModel(path)
     raw = opened.text_config()
-    words = Words(opened.tokenizer(), opened.chat_template(), (raw["eos_token_id"],))
+    tokenizer, eos_id, bos_id = opened.tokenizer(), raw["eos_token_id"], raw["bos_token_id"]
+    names = {token_id: name for name, token_id in tokenizer["model"]["vocab"].items()}
+    words = Words(tokenizer, opened.chat_template(), (eos_id,), names[eos_id], names.get(bos_id))
     config = text_family(opened.architecture).parse_text_config(raw)
-    return TextModel(config, raw["tie_word_embeddings"], words, opened.tensors)
+    return TextModel(config, raw["tie_word_embeddings"], words, opened.shapes(), opened.tensors)
 
 
 def _words_of_folder(folder: Path) -> Words:
     tokenizer = read_json(folder / "tokenizer.json")
     if not tokenizer:
         raise CheckpointError(f"{folder}: no tokenizer.json. A fast tokenizer is needed")
+    model = tokenizer.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
+        raise CheckpointError(f"{folder}/tokenizer.json: only BPE tokenizers can take the vision tokens")
     eos = read_json(folder / "generation_config.json").get("eos_token_id", read_config(folder).get("eos_token_id"))
     if eos is None:
         raise CheckpointError(f"{folder}: neither generation_config.json nor config.json names eos_token_id")
-    return Words(tokenizer, read_template(folder), tuple([eos] if isinstance(eos, int) else eos))
+    eos_ids = tuple([eos] if isinstance(eos, int) else eos)
+    names = {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
+    tokens = read_json(folder / "tokenizer_config.json")
+    eos_token = token_text(tokens, "eos_token") or names.get(eos_ids[0], "")
+    return Words(tokenizer, read_template(folder), eos_ids, eos_token, token_text(tokens, "bos_token") or None)
 
 
 def byte_words() -> Words:
@@ -203,12 +232,12 @@ def byte_words() -> Words:
         "decoder": bytes_only,
         "model": {"type": "BPE", "vocab": vocab, "merges": []},
     }
-    return Words(tokenizer, _CHATML, (len(vocab) + control.index("<|im_end|>"),))
+    return Words(tokenizer, _CHATML, (len(vocab) + control.index("<|im_end|>"),), "<|im_end|>")
 
 
 def with_vision_tokens(words: Words) -> tuple[Words, dict[str, int], int]:
     """The words with the vision tokens in tokenizer and template; the tokens' ids; the number of tokens in all."""
-    added = list(words.tokenizer["added_tokens"])
+    added = list(words.tokenizer.get("added_tokens", []))
     known = {token["content"]: token["id"] for token in added}
     num_tokens = 1 + max([*words.tokenizer["model"]["vocab"].values(), *known.values()])
     for token in VISION_TOKENS.values():
@@ -250,8 +279,6 @@ def _write_description(
     """Every file of the folder but the weights."""
     images = ImageSettings(patch_size=config.vision.patch_size, merge_size=config.vision.merge_size)
     eos = list(words.eos_ids) if len(words.eos_ids) > 1 else words.eos_ids[0]
-    names = {token["id"]: token["content"] for token in words.tokenizer["added_tokens"]}
-    eos_name = names.get(words.eos_ids[0])
     described = qwen2_5_vl.describe_config(
         config, token_ids=token_ids, eos_id=words.eos_ids[0], dtype=DTYPE_NAMES[dtype]
     )
@@ -263,8 +290,9 @@ def _write_description(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "processor_class": "Qwen2_5_VLProcessor",
-            "eos_token": eos_name,
-            "pad_token": eos_name,
+            "bos_token": words.bos_token,
+            "eos_token": words.eos_token,
+            "pad_token": words.eos_token,
             "model_max_length": config.language.max_positions,
             "clean_up_tokenization_spaces": False,
         },
@@ -286,22 +314,34 @@ def _write_description(
     )
 
 
+def _check_text_tensors(text: TextModel, config: ModelConfig, source: Path) -> None:
+    """The text model's tensors are the decoder's, all of them and no others; else one error with all that is wrong."""
+    own = replace(config, language=text.config)  # before its embedding grows by the vision tokens
+    expected = {n: s for n, s in _parameter_shapes(own).items() if n.startswith(("language.", "head."))}
+    found = {qwen2_5_vl.name_in_model(stored): (stored, shape) for stored, shape in text.shapes.items()}
+    wrong = [
+        *(f"missing {name}" for name in expected if name not in found and not _is_qkv_bias(name)),
+        *(f"surplus {stored}" for name, (stored, _) in found.items() if name not in expected),
+        *(
+            f"{found[name][0]} is {list(found[name][1])}, expected {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and found[name][1] != shape
+        ),
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 12} more" if len(wrong) > 12 else ""
+        raise CheckpointError(
+            f"{source}: the tensors do not fit its config: {'; '.join(wrong[:12])}{more}. Is a shard missing, or the config of another model?"
+        )
+
+
 def _all_tensors(config: ModelConfig, text: TextModel | None, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of the model once: the text model's where there is one, fresh ones for the rest."""
     waiting = _parameter_shapes(config)
-    if text:
-        for stored_name, tensor in text.tensors():
-            name = qwen2_5_vl.name_in_model(stored_name)
-            if name == "head.weight" and config.tied_head:
-                continue  # a second copy of the embedding
-            if name not in waiting:
-                raise CheckpointError(f"the text model's tensor {stored_name} has no place in the decoder")
-            yield name, _fit_rows(tensor, waiting.pop(name), stored_name)
-        lost = [name for name in waiting if name.startswith(("language.", "head.")) and not _is_qkv_bias(name)]
-        if lost:
-            raise CheckpointError(
-                f"the text model lacks {', '.join(lost[:8])}{' ...' if len(lost) > 8 else ''}. Is a shard missing?"
-            )
+    for stored_name, tensor in text.tensors() if text else ():
+        name = qwen2_5_vl.name_in_model(stored_name)
+        assert name is not None, "checked by _check_text_tensors"
+        yield name, _fit_rows(tensor, waiting.pop(name))
     for name, shape in waiting.items():
         yield name, fresh_tensor(name, shape, seed)
 
@@ -316,12 +356,10 @@ def _is_qkv_bias(name: str) -> bool:
     return name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))
 
 
-def _fit_rows(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+def _fit_rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Rows for new tokens hold the mean of the old ones: their logits stay at the average, far from being chosen."""
     if tensor.shape == shape:
         return tensor
-    if tensor.shape[1:] != shape[1:] or tensor.shape[0] > shape[0]:
-        raise CheckpointError(f"the text model's {name} is {list(tensor.shape)}, expected {list(shape)}")
     mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
     return torch.cat([tensor, mean.expand(shape[0] - tensor.shape[0], *shape[1:])])
 

@@ -274,7 +274,7 @@ def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """From `generation_config.json`, else from `config.json`: one id or a list of them."""
     text_config = config.get("text_config") or {}
     sources = (read_json(folder / "generation_config.json"), config, text_config)
-    found = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
+    found: Any = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
     ids = found if isinstance(found, list) else [found]
     if not all(isinstance(token_id, int) for token_id in ids):
         raise CheckpointError(f"{folder}: eos_token_id is {found!r}, not a token id or a list of them")

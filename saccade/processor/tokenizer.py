@@ -54,6 +54,12 @@ class Tokenizer:
         """One more than the highest token id."""
         return max(self._all.get_vocab(with_added_tokens=True).values()) + 1
 
+    def control_id(self, name: str) -> int:
+        """Id of a control token; an error names the ones there are."""
+        if name not in self.control_ids:
+            raise CheckpointError(f"tokenizer.json has no control token {name}. It has: {', '.join(self.control_ids)}")
+        return self.control_ids[name]
+
     def encode_text(self, text: str) -> list[int]:
         """Token ids of plain text. No control token comes out, even if the text spells one."""
         try:

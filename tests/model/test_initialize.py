@@ -6,6 +6,7 @@ import pytest
 import torch
 from closeness import assert_close
 from model.hugging_face import CONVERSATIONS, ask, picture
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from saccade.errors import CheckpointError, ConfigError
@@ -105,8 +106,8 @@ def edit(folder, **changes):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": None}, "llama3"),
         ({"attention_bias": True}, "attention_bias"),
         ({"head_dim": 32}, "head_dim"),
-        ({"num_hidden_layers": 3}, "lacks language.layers.2"),
-        ({"num_hidden_layers": 1}, "has no place"),
+        ({"num_hidden_layers": 3}, "missing language.layers.2"),
+        ({"num_hidden_layers": 1}, "surplus model.layers.1"),
         ({"intermediate_size": 161}, "expected"),
     ],
 )
@@ -139,3 +140,37 @@ def test_a_model_larger_than_the_disk_is_refused_before_anything_is_made(tmp_pat
     with pytest.raises(CheckpointError, match=r"GiB free. Choose another disk"):
         initialize_random(tmp_path / "vast", vast)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_wrong_with_a_text_models_tensors_is_named_before_anything_is_written(tmp_path):
+    text = make_text_checkpoint(tmp_path / "text", "llama-untied")
+    tensors = load_file(text / "model.safetensors")
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors |= {"visual.norm.weight": torch.zeros(3), "model.layers.0.mlp.down_proj.weight": torch.zeros(2, 2)}
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, text / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        initialize_from_text(tmp_path / "vlm", text, "tiny")
+    for part in ("missing language.norm.weight", "missing language.layers.1.mlp.up_proj.weight", "surplus visual.norm.weight", "down_proj.weight is [2, 2], expected [192, 160]"):  # fmt: skip
+        assert part in str(caught.value)
+    assert "inv_freq" not in str(caught.value)
+
+
+def test_a_tied_text_model_with_another_head_is_refused(tmp_path):
+    text = make_text_checkpoint(tmp_path / "text", "llama-untied")
+    edit(text, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match="differs from the embedding"):
+        initialize_from_text(tmp_path / "vlm", text, "tiny")
+
+
+def test_the_templates_names_for_the_first_and_last_token_come_along(tmp_path):
+    text = make_text_checkpoint(tmp_path / "text", "llama-tied")
+    (text / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}})
+    )
+    (text / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% if tools is not none %}tools{% endif %}{{ messages[0].content }}{{ eos_token }}"
+    )
+    initialize_from_text(tmp_path / "vlm", text, "tiny")
+    processor = Processor.load(tmp_path / "vlm")
+    ids = processor([[{"role": "user", "content": "hi"}]]).token_ids.tolist()
+    assert processor.tokenizer.decode(ids, skip_special=False) == "<|endoftext|>hi<|im_end|>"

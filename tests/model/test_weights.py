@@ -96,6 +96,78 @@ def test_checkpoints_made_by_saccade_init_load_in_transformers_with_the_same_log
     assert torch.allclose(ours, oracle.logits(oracle.inputs(messages)), atol=1e-4)
 
 
+def test_a_checkpoint_made_by_the_command_loads_in_transformers(tmp_path):
+    """`saccade init` takes the sizes through the configuration; nothing may change type on the way."""
+    command = [
+        sys.executable,
+        "-m",
+        "saccade",
+        "init",
+        str(tmp_path / "made"),
+        "--size",
+        "tiny",
+        "--set",
+        "language.num_layers=3",
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "made")
+    assert loaded.config.text_config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"weight_map": ["a"]}, "no weight_map"),
+        ({"weight_map": {"model.norm.weight": 3}}, "no weight_map"),
+        ({"weight_map": "drop"}, "does not place there: model.norm.weight"),
+    ],
+)
+def test_a_damaged_index_is_named(tmp_path, damage, message):
+    folder = tmp_path / "own"
+    initialize_random(folder, named_size("tiny"), max_shard_bytes=200_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    if damage["weight_map"] == "drop":
+        del index["weight_map"]["model.norm.weight"]
+        damage = index
+    (folder / "model.safetensors.index.json").write_text(json.dumps(damage))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (torch.int8, "only F32, F16 and BF16"),
+        (torch.float64, "only F32"),
+        (torch.bfloat16, "together. Choose one with dtype"),
+    ],
+)
+def test_stored_dtypes_we_do_not_read_or_that_are_mixed_are_refused(own, dtype, message):
+    tensors = load_file(own / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].to(dtype)}, own / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_model(own, device="cpu")
+    if dtype == torch.bfloat16:
+        assert load_model(own, device="cpu", dtype="fp32").language.norm.weight.dtype == torch.float32
+
+
+def test_two_tensors_for_one_parameter_are_refused(own):
+    tensors = load_file(own / "model.safetensors")
+    save_file(
+        tensors | {"model.language_model.norm.weight": tensors["model.norm.weight"].clone()}, own / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"two tensors for language\.norm\.weight"):
+        load_model(own, device="cpu")
+
+
+def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(tmp_path):
+    command = f"ulimit -f 1; exec {sys.executable} -m saccade init {tmp_path}/full --size tiny"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert run.returncode == 2, run.stderr
+    assert "Is the disk full?" in run.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_missing_surplus_and_misshaped_tensors_are_named_in_one_error(own):
     path = own / "model.safetensors"
     tensors = load_file(path)
@@ -149,6 +221,11 @@ def set_config(folder, **changes):
         ({"quantization_config": {}}, "compressed checkpoints"),
         ({"num_attention_heads": 3}, "must be a multiple"),
         ({"vision_config__hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_size": "128"}, "hidden_size is '128', not a whole number"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
+        ({"vision_config": "x"}, "vision_config"),
+        ({"vision_config__fullatt_block_indexes": 3}, "fullatt_block_indexes"),
     ],
 )
 def test_a_model_we_cannot_run_is_refused_with_the_reason(own, changes, message):
