@@ -1,4 +1,4 @@
-"""Forward of the 3B shape on a GPU: 16 conversations, each one 672 x 672 image and 448 text tokens, in one packed row.
+"""Forward of the 3B shape on a GPU: 16 conversations, each one 672 x 672 image (576 tokens) and 478 text tokens, in one packed row.
 
     python bench/model_forward.py [--size 3b] [--json]
 

@@ -30,7 +30,7 @@ def load_config(kind: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file. Recipes that ship with saccade are in recipes/") from error
+        raise ConfigError(f"{path}: no such file. Check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
@@ -55,7 +55,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     names = key.strip().split(".")
     if not separator or not all(names):
-        raise ConfigError(f"--set {override!r}: write it as section.key=value, for example --set optimizer.lr=3e-4")
+        raise ConfigError(f"--set {override!r}: write it as section.key=value, for example --set language.num_layers=4")
     for name in names[:-1]:
         tree = tree.setdefault(name, {})
         if not isinstance(tree, dict):

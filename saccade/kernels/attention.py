@@ -224,11 +224,12 @@ class _Rule(NamedTuple):
     order: tuple[str, ...]
 
 
-# As measured (bench/kernels/attention.py, H200, torch 2.11, Triton 3.6, 2026-11-15; TFLOP/s forward / backward):
-# equal lengths   16 x 1024 causal d128: dense 449 / 291, tiled 353 / 217, flash 215 / 190;  1 x 16384: 554 / 517, 503 / 379, 324 / 312
-#                 16 x 2304 full d80: dense 384 / 339, tiled 363 / 292, flash 260 / 212
-# ragged          64..2048 causal d128: tiled 369 / 251, flash 223 / 195;  256..3072 full d80: tiled 343 / 270, flash 238 / 196
-# windows         576 x 64 d80: window 0.104 / 0.184 ms, tiled 0.172 / 0.648, flash 0.213 / 0.794
+# As measured (bench/kernels/attention.py, H200, torch 2.11, Triton 3.6, 2026-11-15; TFLOP/s forward / backward, tiled backward as
+# the sum of its kernels in bench/kernels/tune_attention.py):
+# equal lengths   16 x 1024 causal d128: dense 449 / 291, tiled 353 / 196, flash 215 / 190;  1 x 16384: 554 / 517, 503, 324 / 312
+#                 16 x 2304 full d80: dense 384 / 339, tiled 363 / 293, flash 260 / 212
+# ragged          64..2048 causal d128: tiled 369 / 213, flash 223 / 195;  256..3072 full d80: tiled 343 / 275, flash 238 / 196
+# windows         576 x 64 d80: window 0.104 / 0.184 ms, tiled 0.172, flash 0.213 / 0.794
 # Measure again on another GPU or torch. What cannot serve a call is passed over.
 _RULES = (
     _Rule(256, False, 64, ("window", "tiled", "flash 3", "flash", "by length")),
