@@ -48,7 +48,7 @@ _OPEN_BYTES = 256 * 2**20
 def load_model(
     folder: str | Path, *, device: str | torch.device = "auto", dtype: str | torch.dtype | None = None
 ) -> VLM:
-    """The model of a checkpoint folder, in eval mode. `dtype` None keeps each tensor's stored dtype."""
+    """The model of a checkpoint folder, in eval mode. `dtype` None keeps the stored one."""
     folder, device, dtype = Path(folder), resolve_device(device), resolve_dtype(dtype)
     raw = read_config(folder)
     family = vision_language_family(raw.get("model_type"))

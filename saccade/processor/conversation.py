@@ -221,8 +221,10 @@ def _check_part(part: object, where: str) -> tuple[dict[str, Any], VisualItem | 
 def _check_text(text: object, where: str) -> str:
     if not isinstance(text, str):
         raise RequestError(f"{where} must be a string")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise RequestError(f"{where} is not valid Unicode (half of a surrogate pair). Remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{where} is not valid Unicode (half of a surrogate pair). Remove it") from error
     return text
 
 
