@@ -4,23 +4,13 @@ A test takes `device` and `dtype`; each is run in every dtype of its device. The
 bf16 is for the GPU. Fresh memory is poisoned: an output a kernel forgets to write is NaN, not yesterday's right answer.
 """
 
-import os
-
 import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: decorators ask for it
 
 _CPU_DTYPES = (torch.float32, torch.float16)
 _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if not HAS_GPU and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
 @pytest.fixture
