@@ -89,10 +89,6 @@ class _Call(NamedTuple):
         return self.q.dtype in (torch.bfloat16, torch.float16)
 
     @property
-    def wants_gradients(self) -> bool:
-        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
-
-    @property
     def sides(self) -> tuple[int, int]:
         """How many keys a query sees to its left and right, as FlashAttention counts: -1 for all."""
         return -1 if self.window is None else self.window, 0 if self.causal else -1
@@ -228,12 +224,11 @@ class _Rule(NamedTuple):
     order: tuple[str, ...]
 
 
-# As measured (bench/kernels/attention.py, H200, torch 2.11, Triton 3.6, 2026-11-15; TFLOP/s forward / backward, tiled backward as
-# the sum of its kernels in bench/kernels/tune_attention.py):
-# equal lengths   16 x 1024 causal d128: dense 449 / 291, tiled 353 / 196, flash 215 / 190;  1 x 16384: 554 / 517, 503, 324 / 312
-#                 16 x 2304 full d80: dense 384 / 339, tiled 363 / 293, flash 260 / 212
-# ragged          64..2048 causal d128: tiled 369 / 213, flash 223 / 195;  256..3072 full d80: tiled 343 / 275, flash 238 / 196
-# windows         576 x 64 d80: window 0.104 / 0.184 ms, tiled 0.172, flash 0.213 / 0.794
+# As measured (bench/kernels/attention.py, H200, torch 2.11, Triton 3.6, 2026-11-15; TFLOP/s forward / backward):
+# equal lengths   16 x 1024 causal d128: dense 453 / 293, tiled 352 / 196, flash 216 / 189;  1 x 16384: 554 / 514, 502 / 339, 321 / 310
+#                 16 x 2304 full d80: dense 388 / 339, tiled 352 / 277, flash 262 / 212
+# ragged          64..2048 causal d128: tiled 380 / 213, flash 227 / 196;  256..3072 full d80: tiled 341 / 264, flash 238 / 196
+# windows         576 x 64 d80: window 0.103 / 0.185 ms, tiled 0.173 / 0.647, flash 0.215 / 0.793
 # Measure again on another GPU or torch. What cannot serve a call is passed over.
 _RULES = (
     _Rule(256, False, 64, ("window", "tiled", "flash 3", "flash", "by length")),
@@ -245,16 +240,11 @@ _RULES = (
 
 
 def _candidates(call: _Call) -> list[str]:
-    """Names of the candidates that can serve a call, best first.
-
-    Where gradients are wanted the tiled kernels come last: their dK/dV as shipped has not passed its tests on a GPU yet (an
-    earlier setting gave wrong fp16 gradients there), and torch's packed FlashAttention has.
-    """
+    """Names of the candidates that can serve a call, best first."""
     longest = max(call.max_seqlen_q, call.max_seqlen_k)
     for rule in _RULES:
         if call.q.shape[2] <= rule.head_dim and call.causal == rule.causal and longest <= rule.max_seqlen:
-            names = [name for name in rule.order if _CANDIDATES[name].can_serve(call)]
-            return sorted(names, key=lambda name: name == "tiled") if call.wants_gradients else names
+            return [name for name in rule.order if _CANDIDATES[name].can_serve(call)]
     return []
 
 

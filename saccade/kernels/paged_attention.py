@@ -539,12 +539,14 @@ class Schedule:
 
 # (head dim, bytes per cached channel) -> keys per step, warps, stages. Measured on an H200 for head dim 128 in bf16, from a graph
 # (bench/kernels/tune_serving.py, 2026-11-15): n16 w2 st7 256 x 1024 in 68.1 us, 16 x 4096 in 24.5, 1 x 65536 in 24.1; n32 w4 st5
-# 68.5, 24.5, 24.1; n64 w2 st3 67.6, 25.0, 24.6. Small steps, many in flight. The others follow by bytes, not yet measured.
+# 68.5, 24.5, 24.1; n64 w2 st3 67.6, 25.0, 24.6. Small steps, many in flight. In 8 bits the conversion decides: 256 x 1024 with n64 w2
+# st3 fp8 51.8 us and int8 66.5; n128 w4 st3 63.9 and 71.0; n64 w4 st5 83.9 and 93.5; n64 w8 st5 115 and 126. The others follow by
+# bytes, not yet measured.
 _DECODE_TILES = {
     (64, 1): (64, 4, 5),
     (64, 2): (64, 2, 5),
     (64, 4): (32, 4, 3),
-    (128, 1): (64, 4, 5),
+    (128, 1): (64, 2, 3),
     (128, 2): (16, 2, 7),
     (128, 4): (32, 4, 3),
     (256, 1): (32, 4, 5),

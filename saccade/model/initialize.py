@@ -23,6 +23,7 @@ from saccade.errors import CheckpointError, ConfigError
 from saccade.model.config import LanguageConfig, ModelConfig
 from saccade.model.families import qwen2_5_vl, text_family
 from saccade.model.gguf import GGUFModel, added_token
+from saccade.model.layers import stored_shapes
 from saccade.model.vlm import VLM
 from saccade.model.weights import CheckpointWriter, read_tensors, tensor_files, tensor_shapes
 from saccade.processor.conversation import read_template, token_text
@@ -348,7 +349,7 @@ def _all_tensors(config: ModelConfig, text: TextModel | None, seed: int) -> Iter
 
 def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in VLM(config).named_parameters()}
+        return stored_shapes(VLM(config))
 
 
 def _is_qkv_bias(name: str) -> bool:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from saccade.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from saccade.errors import CheckpointError
 from saccade.model.families import vision_language_family
+from saccade.model.layers import stored_shapes
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config, read_json
 
@@ -125,7 +127,7 @@ def _open(file: Path, device: torch.device) -> Iterator[Any]:
 
 def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, name_in_model: Any, folder: Path) -> dict[str, str]:
     """Checkpoint name to parameter name, complete in both directions; else one error with all that is wrong."""
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = stored_shapes(model)
     names = {name: name_in_model(name) for name in shapes}
     is_tied = "head.weight" not in expected
     found = [ours for ours in names.values() if ours]
@@ -179,7 +181,10 @@ def _check_tied_copy(files: dict[str, Path], model: VLM, head_name: str) -> None
 
 def _set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
     module_name, _, parameter_name = name.rpartition(".")
-    setattr(model.get_submodule(module_name), parameter_name, nn.Parameter(value))
+    module = model.get_submodule(module_name)
+    shape = getattr(module, parameter_name).shape
+    added = [size for have, want in zip(value.shape[::-1], shape[::-1], strict=True) for size in (0, want - have)]
+    setattr(module, parameter_name, nn.Parameter(F.pad(value, added) if any(added) else value))
 
 
 # ------------------------------------------------------------------ writing
@@ -203,8 +208,10 @@ def save_model(model: VLM, folder: str | Path, *, like: str | Path, max_shard_by
         for name in PROCESSOR_FILES:
             if (like / name).is_file():
                 writer.copy(like / name)
+        shapes = stored_shapes(model)
         for name, parameter in model.named_parameters():  # a tied head appears once, as the embedding
-            writer.add(family.name_on_disk(name), parameter.detach())
+            stored = parameter.detach()[tuple(slice(size) for size in shapes[name])]
+            writer.add(family.name_on_disk(name), stored)
 
 
 class CheckpointWriter:

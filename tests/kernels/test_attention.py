@@ -293,14 +293,3 @@ def test_kernel_modules_import_and_work_without_triton():
     )
     code += "; x = torch.randn(3, 16); rms_norm(x, x[0], 1e-6); swiglu(x, x)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
-
-
-@pytest.mark.parametrize("wants_gradients", [False, True])
-def test_tiled_kernels_come_last_where_gradients_are_wanted(wants_gradients, device):
-    (q, k, v, _), segments = inputs([130, 70], [130, 70], (4, 2, 128), device, torch.float16)
-    call = module._Call(*(x.requires_grad_(wants_gradients) for x in (q, k, v)), *segments.values(), True, None)
-    with torch.enable_grad():
-        names = module._candidates(call)
-    assert (names[-1] == "tiled") == wants_gradients
-    with torch.no_grad():
-        assert module._candidates(call)[-1] != "tiled"

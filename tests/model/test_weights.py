@@ -271,3 +271,17 @@ print((peak() - before) / sum(p.nbytes for p in model.parameters()))
     command = [sys.executable, "-c", script, str(tmp_path / "deep")]
     ratio = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert ratio < 1.2, f"peak {ratio:.2f}x the weights"
+
+
+def test_odd_feed_forward_sizes_are_aligned_in_memory_and_stored_as_configured(folder):
+    """The vision towers of the tests have 100 intermediate channels, as real ones have 3420: neither is a multiple of 8."""
+    model = load_model(folder, device="cpu", dtype="fp32").train()
+    mlp = model.vision.blocks[0].mlp
+    assert mlp.gate_proj.weight.shape[0] == mlp.down_proj.weight.shape[1] == 104
+    for _ in range(2):  # a step of AdamW leaves the added channels at zero
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(Processor.load(folder)([CONVERSATIONS["28x28"]])).square().mean().backward()
+        optimizer.step()
+        assert mlp.gate_proj.weight.grad[:100].any()
+        added = (mlp.gate_proj.weight[100:], mlp.up_proj.bias[100:], mlp.down_proj.weight[:, 100:])
+        assert not any(tensor.any() for tensor in added)
