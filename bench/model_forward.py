@@ -21,9 +21,7 @@ from saccade.model.initialize import initialize_random, named_size
 from saccade.model.vlm import VLM
 from saccade.model.weights import load_model
 from saccade.processor import ModelInputs, Processor
-
-PEAK_FLOPS = 989e12
-"""Dense bf16 of an H100 or H200, as published."""
+from saccade.train.metrics import forward_flops, peak_flops
 
 
 def conversations(processor: Processor, count: int, side: int, text_tokens: int) -> ModelInputs:
@@ -62,29 +60,6 @@ def random_model(config: ModelConfig) -> VLM:
     return model.eval()
 
 
-def forward_flops(config: ModelConfig, inputs: ModelInputs) -> float:
-    """Multiply-adds counted as two."""
-    vision, language = config.vision, config.language
-    patches = int(inputs.image_grids.prod(-1).sum())
-    block = 4 * vision.hidden_size**2 + 3 * vision.hidden_size * vision.intermediate_size
-    merged = vision.hidden_size * vision.patches_per_token
-    image_patches = inputs.image_grids.prod(-1).tolist()
-    full = sum(4 * n * n * vision.hidden_size for n in image_patches) * len(vision.full_attention_layers)
-    windows = 4 * patches * 64 * vision.hidden_size * (vision.num_layers - len(vision.full_attention_layers))
-    tower = 2 * patches * block * vision.num_layers + full + windows
-    tower += 2 * patches * vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * vision.hidden_size
-    merger = 2 * (patches / vision.patches_per_token) * merged * (merged + language.hidden_size)
-    kv = language.num_kv_heads * language.head_dim
-    layer = (
-        2 * language.hidden_size**2
-        + 2 * language.hidden_size * kv
-        + 3 * language.hidden_size * language.intermediate_size
-    )
-    attention = sum(2 * n * n * language.hidden_size for n in inputs.cu_seqlens.diff().tolist()) * language.num_layers
-    decoder = 2 * inputs.num_tokens * (layer * language.num_layers + language.hidden_size * language.vocab_size)
-    return tower + merger + decoder + attention
-
-
 def main() -> None:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -111,6 +86,8 @@ def main() -> None:
             if step >= 3:
                 times.append(start.elapsed_time(end))
     ms = statistics.median(times)
+    flops = sum(forward_flops(config, inputs.cu_seqlens.diff().tolist(), inputs.image_grids.tolist()))
+    peak = peak_flops(torch.device("cuda"))
     record = {
         "size": options.size,
         "device": torch.cuda.get_device_name(),
@@ -120,7 +97,7 @@ def main() -> None:
         "patches": inputs.patches.shape[0],
         "ms": ms,
         "tokens_per_s": inputs.num_tokens / ms * 1e3,
-        "mfu": forward_flops(config, inputs) / ms * 1e3 / PEAK_FLOPS,
+        "mfu": None if peak is None else flops / ms * 1e3 / peak,
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30,
     }
     if options.json:

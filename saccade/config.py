@@ -50,16 +50,16 @@ def _apply_overrides(kind: type[T], tree: dict[str, Any], overrides: Sequence[st
     return decode(kind, tree, where)
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def _apply_override(tree: Any, override: str) -> None:
     """Put one `a.b=value` into the tree. The value is read as TOML; what is not TOML is a plain string."""
     key, separator, text = override.partition("=")
     names = key.strip().split(".")
     if not separator or not all(names):
         raise ConfigError(f"--set {override!r}: write it as section.key=value, for example --set language.num_layers=4")
     for name in names[:-1]:
-        tree = tree.setdefault(name, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"--set {override!r}: {name} is a value, not a section")
+        tree = _step_into(tree, name, override)
+    if isinstance(tree, list):
+        raise ConfigError(f"--set {override!r}: {names[-1]} is an item of a list; name the key of it that is to change")
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -67,6 +67,21 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if len(parsed) > 1:
         raise ConfigError(f"--set {override!r}: one key and one value at a time; repeat --set for more")
     tree[names[-1]] = parsed["value"]
+
+
+def _step_into(tree: Any, name: str, override: str) -> Any:
+    """The section or list `name` of a section, a section made where there is none; of a list, the item of that number or `name`."""
+    if isinstance(tree, list):
+        for number, item in enumerate(tree):
+            if isinstance(item, dict) and name in (str(number), item.get("name")):
+                return item
+        raise ConfigError(
+            f"--set {override!r}: no item {name} in a list of {len(tree)}. Use its number from 0, or its name"
+        )
+    inner = tree.setdefault(name, {})
+    if not isinstance(inner, dict | list):
+        raise ConfigError(f"--set {override!r}: {name} is a value, not a section")
+    return inner
 
 
 def decode(kind: type[T], tree: object, where: str = "config") -> T:

@@ -265,6 +265,45 @@ def test_an_override_that_does_not_fit_is_refused(override, words):
     assert words in str(caught.value)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A list whose items have names."""
+
+    stages: tuple["Stage", ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One of them."""
+
+    name: str
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+
+TWO_STAGES = Recipe(stages=(Stage(name="align"), Stage(name="learn")))
+
+
+@pytest.mark.parametrize("override", ["stages.1.optimizer.lr=2", "stages.learn.optimizer.lr=2"])
+def test_an_override_finds_an_item_of_a_list_by_number_or_name(override):
+    changed = override_config(TWO_STAGES, [override], "base")
+    assert changed == Recipe(stages=(Stage(name="align"), Stage(name="learn", optimizer=Optimizer(lr=2.0))))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stages.2.name=x", "--set 'stages.2.name=x': no item 2 in a list of 2. Use its number from 0, or its name"),
+        ("stages.tune.optimizer.lr=2", "no item tune in a list of 2"),
+        ("stages.0=5", "--set 'stages.0=5': 0 is an item of a list; name the key of it that is to change"),
+        ("stages.0.nmae=x", "unknown key stages[0].nmae. Did you mean name?"),
+    ],
+)
+def test_an_override_of_a_list_that_does_not_fit_is_refused(override, words):
+    with pytest.raises(ConfigError) as caught:
+        override_config(TWO_STAGES, [override], "base")
+    assert words in str(caught.value)
+
+
 def test_an_override_holds_one_value_and_nothing_behind_it():
     with pytest.raises(ConfigError):
         override_config(Run(name="a", steps=3), ["steps=1\nname='b'"], "base")

@@ -9,6 +9,9 @@ distance apart (the two halves of a fused projection). Saved for backward: gate 
     dup = dy * silu(gate)          dgate = dy * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))
 
 Bytes per element in bf16: 6 forward, 10 backward.
+
+`swiglu_linear` is the same followed by the down projection, out = y W' + bias. A linear layer behind `swiglu` would keep y for its
+own backward; this keeps gate and up alone, and its backward makes y again in the pass that makes dgate and dup (12 bytes).
 """
 
 import math
@@ -26,6 +29,11 @@ from saccade.kernels.launch import tl, triton
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     """The formula above, in plain PyTorch."""
     return F.silu(gate) * up
+
+
+def swiglu_linear_reference(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same, then a linear layer."""
+    return F.linear(swiglu_reference(gate, up), weight, bias)
 
 
 @triton.jit
@@ -61,14 +69,16 @@ def _backward_kernel(
     d_y: tl.tensor,
     d_gate: tl.tensor,
     d_up: tl.tensor,
+    y: tl.tensor,
     gate_stride: tl.int64,
     up_stride: tl.int64,
     d_y_stride: tl.int64,
     dim: tl.int64,
+    WITH_Y: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK columns of one row."""
+    """BLOCK columns of one row. WITH_Y: the result of forward is written once more."""
     dim = dim * UNIT
     row, d = _columns(dim, BLOCK)
     g = tl.load(gate + row * gate_stride * UNIT + d, mask=d < dim, other=0.0).to(tl.float32)
@@ -79,6 +89,8 @@ def _backward_kernel(
     dtype = d_gate.dtype.element_ty
     tl.store(d_up + row * dim + d, (dy * g * sigmoid).to(dtype), mask=d < dim)
     tl.store(d_gate + row * dim + d, (dy * u * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(dtype), mask=d < dim)
+    if WITH_Y:
+        tl.store(y + row * dim + d, (g * sigmoid * u).to(dtype), mask=d < dim)
 
 
 class _Launch(NamedTuple):
@@ -99,7 +111,7 @@ def _rows_of(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(1) == 1 else x.contiguous() for x in rows)
 
 
-def _launch(kernel: Any, config: _Launch, inputs_ND: tuple[Tensor, ...], *outputs: Tensor) -> None:
+def _launch(kernel: Any, config: _Launch, inputs_ND: tuple[Tensor, ...], *outputs: Tensor, **constants: bool) -> None:
     """Run `kernel` over rows of any distance into contiguous outputs."""
     num_rows, dim = inputs_ND[0].shape
     strides = [x.stride(0) for x in inputs_ND]
@@ -107,30 +119,72 @@ def _launch(kernel: Any, config: _Launch, inputs_ND: tuple[Tensor, ...], *output
     if num_rows * dim:
         grid = (num_rows * triton.cdiv(dim, config.block),)
         sizes = (size // unit for size in (*strides, dim))
-        kernel[grid](*inputs_ND, *outputs, *sizes, UNIT=unit, BLOCK=config.block, num_warps=config.num_warps)
+        kernel[grid](
+            *inputs_ND, *outputs, *sizes, **constants, UNIT=unit, BLOCK=config.block, num_warps=config.num_warps
+        )
+
+
+def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    y = gate.new_empty(gate.shape)
+    _launch(_forward_kernel, _CONFIGS["forward"], _rows_of(gate, up), y)
+    return y
+
+
+def _backward(gate: Tensor, up: Tensor, d_y: Tensor, *, with_y: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """d_gate, d_up and, if asked for, y."""
+    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    y = gate.new_empty(gate.shape) if with_y else d_up
+    _launch(_backward_kernel, _CONFIGS["backward"], _rows_of(gate, up, d_y), d_gate, d_up, y, WITH_Y=with_y)
+    return d_gate, d_up, y
 
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        y = gate.new_empty(gate.shape)
-        _launch(_forward_kernel, _CONFIGS["forward"], _rows_of(gate, up), y)
         ctx.save_for_backward(gate, up)
-        return y
+        return _forward(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-        _launch(_backward_kernel, _CONFIGS["backward"], _rows_of(gate, up, d_y), d_gate, d_up)
+        d_gate, d_up, _ = _backward(gate, up, d_y, with_y=False)
         return d_gate, d_up
+
+
+class _SwigluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(_forward(gate, up), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        gate, up, weight = ctx.saved_tensors
+        wants_weight, wants_bias = ctx.needs_input_grad[2:]
+        d_gate, d_up, y = _backward(gate, up, d_out @ weight, with_y=wants_weight)
+        rows = d_out.flatten(0, -2)
+        d_weight = rows.T @ y.flatten(0, -2) if wants_weight else None
+        return d_gate, d_up, d_weight, rows.sum(0) if wants_bias else None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise."""
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(f"swiglu: gate {gate.dtype} {tuple(gate.shape)}, up {up.dtype} {tuple(up.shape)} do not fit")
+    _check("swiglu", gate, up)
     if launch.choose("swiglu", *launch.able(gate, "triton")) == "triton":
         return _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
     return swiglu_reference(gate, up)
+
+
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(silu(gate) * up) W' + bias, keeping gate and up alone for backward."""
+    _check("swiglu_linear", gate, up)
+    if launch.choose("swiglu", *launch.able(gate, "triton")) == "triton":
+        return _SwigluLinear.apply(gate, up, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
+    return swiglu_linear_reference(gate, up, weight, bias)
+
+
+def _check(name: str, gate: Tensor, up: Tensor) -> None:
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"{name}: gate {gate.dtype} {tuple(gate.shape)}, up {up.dtype} {tuple(up.shape)} do not fit")

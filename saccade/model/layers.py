@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm
-from saccade.kernels.swiglu import swiglu
+from saccade.kernels.swiglu import swiglu, swiglu_linear
 
 
 class RMSNorm(nn.Module):
@@ -55,7 +55,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] to the same."""
-        out: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if torch.is_grad_enabled() and type(self.down_proj) is nn.Linear:  # fused, to keep less for backward
+            return swiglu_linear(gate, up, self.down_proj.weight, self.down_proj.bias)
+        out: Tensor = self.down_proj(swiglu(gate, up))
         return out
 
 

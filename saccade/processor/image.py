@@ -3,7 +3,8 @@
     read source -> check header -> decode to RGB -> resize to a multiple of the patch grid -> patches
 
 Everything that can be refused is refused on the header, before a pixel is decoded. What the model sees is what a person
-sees: EXIF orientation and transparency are applied first.
+sees: EXIF orientation and transparency are applied first. The resize is Pillow's here, exactly that of Hugging Face's processor;
+a caller may give another one (`processor.torch_resize`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ import io
 import math
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ from saccade.errors import ConfigError, ImageError
 
 Pixels = NDArray[np.uint8]
 """[height, width, 3] RGB."""
+
+Resize = Callable[[Pixels, int, int], Pixels]
+"""(pixels, height, width) -> pixels of that size: bicubic, antialiased when shrinking."""
 
 ImageSource = str | Path | bytes | Image.Image
 
@@ -136,13 +139,13 @@ class ImageSettings:
 def load_image(source: ImageSource, limits: MediaLimits) -> Pixels:
     """Decode one image (path, bytes, data URL or PIL image) to upright, opaque RGB."""
     if isinstance(source, Image.Image):
-        _check_size(source.size, limits)
+        check_size(source.size, limits)
         return _decode(source, None)
     data = _read(source, limits)
     if data.startswith(_PNG_START):  # Pillow reads a PNG on to its first pixels; its size stands before them
-        _check_size((int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")), limits)
+        check_size((int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")), limits)
     image = _open_header(data)
-    _check_size(image.size, limits)
+    check_size(image.size, limits)
     return _decode(image, data)
 
 
@@ -221,7 +224,8 @@ def _open_header(data: bytes) -> Image.Image:
     raise ImageError(f"the image is in no format known here ({', '.join(FORMATS)}). Save it as PNG or JPEG")
 
 
-def _check_size(size: tuple[int, int], limits: MediaLimits) -> None:
+def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
+    """Refuse an image by its width and height, as its header states them."""
     width, height = size
     if min(size) < 1:
         raise ImageError(f"the image is {width}x{height} pixels; both sides must be at least 1")
@@ -249,7 +253,8 @@ def _decode(image: Image.Image, data: bytes | None) -> Pixels:
         turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
         if data is not None and image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
             pixels = _decode_jpeg(data)
-            image = image if pixels is None else Image.fromarray(pixels)
+            if pixels is not None:
+                return pixels if turn is None else np.asarray(Image.fromarray(pixels).transpose(turn))
         return _to_rgb(image if turn is None else image.transpose(turn))
     except ImageError:
         raise
@@ -284,33 +289,47 @@ def _to_rgb(image: Image.Image) -> Pixels:
     return np.asarray(image.convert("RGB"))
 
 
-def image_patches(pixels: Pixels, settings: ImageSettings) -> tuple[Pixels, tuple[int, int, int]]:
-    """[patches, patch_dim] uint8 and the grid of one image."""
-    return video_patches([pixels], settings)
-
-
-def video_patches(frames: Sequence[Pixels], settings: ImageSettings) -> tuple[Pixels, tuple[int, int, int]]:
-    """[patches, patch_dim] uint8 and the grid of frames that share one size; the last frame fills the last frame pair."""
-    height, width = frames[0].shape[:2]
-    resized = [_resize(frame, *settings.resized(height, width)) for frame in frames]
-    resized += [resized[-1]] * (-len(resized) % settings.temporal_patch_size)
-    return _cut(np.stack(resized), settings), settings.grid(height, width, len(frames))
-
-
-def _resize(pixels: Pixels, height: int, width: int) -> Pixels:
-    """Bicubic with antialiasing, as Hugging Face's processor."""
-    if pixels.shape[:2] == (height, width):
-        return pixels
+def pillow_resize(pixels: Pixels, height: int, width: int) -> Pixels:
+    """As Hugging Face's processor, to the bit."""
     return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def _cut(frames_FHWC: Pixels, settings: ImageSettings) -> Pixels:
+def image_patches(
+    pixels: Pixels, settings: ImageSettings, resize: Resize = pillow_resize, into: Pixels | None = None
+) -> tuple[Pixels, tuple[int, int, int]]:
+    """[patches, patch_dim] uint8 and the grid of one image."""
+    return video_patches([pixels], settings, resize, into)
+
+
+def video_patches(
+    frames: Sequence[Pixels], settings: ImageSettings, resize: Resize = pillow_resize, into: Pixels | None = None
+) -> tuple[Pixels, tuple[int, int, int]]:
+    """[patches, patch_dim] uint8 and the grid of frames that share one size; the last frame fills the last frame pair.
+
+    The patches are written to the first rows of `into`; without it they get memory of their own.
+    """
+    height, width = frames[0].shape[:2]
+    size, grid = settings.resized(height, width), settings.grid(height, width, len(frames))
+    num_patches = math.prod(grid)
+    if into is None:
+        into = np.empty((num_patches, settings.patch_dim), dtype=np.uint8)
+    if len(into) < num_patches:
+        raise ImageError(f"{width}x{height} pixels are {num_patches} patches where only {len(into)} have room")
+    resized = (frame if frame.shape[:2] == size else resize(frame, *size) for frame in frames)
+    _cut(resized, into[:num_patches], grid, settings)
+    return into[:num_patches], grid
+
+
+def _cut(frames: Iterable[Pixels], into: Pixels, grid: tuple[int, int, int], settings: ImageSettings) -> None:
     """Frames to patches: the four patches of one token lie together; a patch is channel, frame, row, column."""
-    num_frames, height, width, channels = frames_FHWC.shape
     side, merge, depth = settings.patch_size, settings.merge_size, settings.temporal_patch_size
-    blocks: NDArray[Any] = frames_FHWC.reshape(
-        num_frames // depth, depth, height // side // merge, merge, side, width // side // merge, merge, side, channels
-    )
-    #                        time  row of tokens  column  row and column in token  channel  frame  pixel row and column
-    ordered = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-    return ordered.reshape(-1, channels * depth * side * side)
+    assert into.flags.c_contiguous, "patches are written through a view"
+    pairs, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
+    #                     time  row of tokens  column  row and column in token  channel  frame  pixel row and column
+    patches = into.reshape(pairs, rows, columns, merge, merge, -1, depth, side, side)
+    slots = [patches[number // depth, ..., number % depth, :, :] for number in range(pairs * depth)]
+    number = 0
+    for number, frame in enumerate(frames):
+        slots[number][...] = frame.reshape(rows, merge, side, columns, merge, side, -1).transpose(0, 3, 1, 4, 6, 2, 5)
+    for slot in slots[number + 1 :]:
+        slot[...] = slots[number]

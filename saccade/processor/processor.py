@@ -2,18 +2,26 @@
 
     conversation -> prompt pieces -> load images -> token ids + positions -> pack
 
-Training calls it on samples, serving on requests; there is no second path.
+Training calls it on samples, serving on requests; there is no second path. Two resizes can be chosen from:
+
+    "pillow"   Hugging Face's pixels to the bit; the default
+    "torch"    within 2/255 of them at a fifth of the time: 0.8 instead of 4.2 ms for a 512 px picture
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
+import PIL
 import torch
+from torch import Tensor
 
 from saccade.errors import CheckpointError, ConfigError, ImageError, RequestError
 from saccade.processor.conversation import (
@@ -24,13 +32,52 @@ from saccade.processor.conversation import (
     Prompt,
     VisualItem,
     is_list,
+    read_template,
     render_prompt,
+    token_text,
 )
 from saccade.processor.folder import read_config, read_json
-from saccade.processor.image import ImageSettings, MediaLimits, Pixels, image_patches, load_image, video_patches
+from saccade.processor.image import (
+    ImageSettings,
+    MediaLimits,
+    Pixels,
+    Resize,
+    check_size,
+    image_patches,
+    load_image,
+    pillow_resize,
+    video_patches,
+)
 from saccade.processor.inputs import ModelInputs, patch_segments
 from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
 from saccade.processor.tokenizer import Tokenizer
+
+ResizeName = Literal["pillow", "torch"]
+
+
+def torch_resize(pixels: Pixels, height: int, width: int) -> Pixels:
+    """Bicubic with antialiasing by torch's vectorised 8-bit kernel; some pixels are rounded otherwise than Pillow's."""
+    writable = pixels if pixels.flags.writeable else pixels.copy()  # torch warns of memory it may not write
+    # With the batch dim put in front first torch sees channels last memory and stays in it, which is 1.8 times as fast.
+    x_1CHW = torch.from_numpy(writable)[None].permute(0, 3, 1, 2)
+    old_height, old_width = pixels.shape[:2]
+    if _pillow_begins_with_rows(old_height, old_width, height, width):
+        x_1CHW = _interpolate(x_1CHW, height, old_width)
+    return _interpolate(x_1CHW, height, width).permute(0, 2, 3, 1)[0].numpy()
+
+
+def _interpolate(x_1CHW: Tensor, height: int, width: int) -> Tensor:
+    return torch.nn.functional.interpolate(x_1CHW, (height, width), mode="bicubic", antialias=True)
+
+
+def _pillow_begins_with_rows(height: int, width: int, new_height: int, new_width: int) -> bool:
+    """Whether Pillow resizes the rows before the columns; torch never does. Colours are clipped between the two, so that on
+    hard edges the other order is off by up to 31 of 255."""
+    return _PILLOW_MAJOR >= 13 and new_height < height and height - new_height > 2 * (width - new_width)
+
+
+_PILLOW_MAJOR = int(PIL.__version__.partition(".")[0])
+_RESIZES: dict[str, Resize] = {"pillow": pillow_resize, "torch": torch_resize}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +114,10 @@ class Processor:
         vision: VisionTokens,
         eos_ids: frozenset[int],
         limits: MediaLimits,
+        resize: ResizeName = "pillow",
     ) -> None:
+        if resize not in _RESIZES:
+            raise ConfigError(f"resize is {resize!r}. Use one of {', '.join(get_args(ResizeName))}")
         self.tokenizer = tokenizer
         self.template = template
         self.images = images
@@ -76,16 +126,15 @@ class Processor:
         self.eos_ids = eos_ids
         """Tokens that end a turn, from `generation_config.json`."""
         self.limits = limits
+        self._resize = _RESIZES[resize]
 
     @staticmethod
-    def load(folder: str | Path, *, limits: MediaLimits | None = None) -> Processor:
+    def load(folder: str | Path, *, limits: MediaLimits | None = None, resize: ResizeName = "pillow") -> Processor:
         """Read the processor's side of a checkpoint folder. `limits` bound what images may be."""
         folder = Path(folder)
         config = read_config(folder)
         vision = config.get("vision_config") or {}
-        images = _image_settings(
-            _preprocessor_config(folder, "preprocessor_config.json", "image_processor"), ImageSettings()
-        )
+        images = _read_image_settings(folder)
         videos = _image_settings(
             _preprocessor_config(folder, "video_preprocessor_config.json", "video_processor"), images
         )
@@ -107,7 +156,20 @@ class Processor:
             ),
             eos_ids=_eos_ids(folder, config),
             limits=limits or MediaLimits(),
+            resize=resize,
         )
+
+    @staticmethod
+    def fingerprint(folder: str | Path) -> str:
+        """Equal for folders in which every conversation has the same tokens and as many patches. No tokenizer is built for it."""
+        folder = Path(folder)
+        if not (folder / "tokenizer.json").is_file():
+            raise CheckpointError(f"{folder}: no tokenizer.json. A checkpoint folder needs a fast tokenizer")
+        tokens = read_json(folder / "tokenizer_config.json")
+        texts = [read_template(folder), token_text(tokens, "bos_token"), token_text(tokens, "eos_token")]
+        decisive = [texts, repr(_read_image_settings(folder)), read_config(folder).get("image_token_id")]
+        digest = hashlib.sha256(json.dumps(decisive).encode() + (folder / "tokenizer.json").read_bytes())
+        return digest.hexdigest()[:16]
 
     def __call__(self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False) -> ModelInputs:
         """One packed row of all conversations. `add_generation_prompt` ends each where the assistant is to speak."""
@@ -117,16 +179,47 @@ class Processor:
             )
         return ModelInputs.pack([self.prepare(messages, add_generation_prompt) for messages in conversations])
 
-    def prepare(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> ModelInputs:
-        """One conversation as a row of its own. Rows are put together with `ModelInputs.pack`."""
-        prompt = render_prompt(messages, self.template, self.tokenizer, add_generation_prompt=add_generation_prompt)
-        self._check_placeholders(prompt)
-        visuals = [self._load_visual(item, number) for number, item in enumerate(prompt.visuals)]
-        return self._assemble(prompt.pieces, visuals)
+    def prepare(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, into: Pixels | None = None
+    ) -> ModelInputs:
+        """One conversation as a row of its own. Rows are put together with `ModelInputs.pack`.
+
+        `into` [patches, patch_dim] saves a copy: the patches are written to its first rows, and the row's `patches` are these.
+        """
+        prompt = self._render(messages, add_generation_prompt)
+        visuals: list[_Visual] = []
+        used = 0
+        for number, item in enumerate(prompt.visuals):
+            visuals.append(self._load_visual(item, number, None if into is None else into[used:]))
+            used += len(visuals[-1].patches)
+        patches = self._joined(visuals) if into is None else into[:used]
+        return self._assemble(prompt.pieces, visuals, patches)
+
+    def measure(self, messages: Sequence[Message], image_sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Tokens and patches of the row `prepare` would make. No pixel is decoded.
+
+        `image_sizes` are the upright widths and heights of the conversation's images; the images themselves are not looked at.
+        """
+        prompt = self._render(messages, add_generation_prompt=False)
+        if len(prompt.visuals) != len(image_sizes) or not all(isinstance(item, ImageItem) for item in prompt.visuals):
+            raise RequestError(
+                f"{len(prompt.visuals)} images or videos but {len(image_sizes)} image sizes: only images can be measured, each with its size"
+            )
+        for size in image_sizes:
+            check_size(size, self.limits)
+        grids = [self.images.grid(height, width) for width, height in image_sizes]
+        num_image_tokens = sum(self._span(grid, self.images, time_step=1.0).length for grid in grids)
+        texts = (piece for piece in prompt.pieces if piece.control_id != self.vision.image_id)
+        return num_image_tokens + sum(len(self._ids(piece)) for piece in texts), sum(map(math.prod, grids))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated tokens, special tokens left out."""
         return self.tokenizer.decode(token_ids)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> Prompt:
+        prompt = render_prompt(messages, self.template, self.tokenizer, add_generation_prompt=add_generation_prompt)
+        self._check_placeholders(prompt)
+        return prompt
 
     def _check_placeholders(self, prompt: Prompt) -> None:
         """The template must have written one placeholder for each image and video, in their order."""
@@ -147,26 +240,26 @@ class Processor:
             )
         raise RequestError(f"the chat template writes placeholders for {written} where the conversation has {given}")
 
-    def _load_visual(self, item: VisualItem, number: int) -> _Visual:
+    def _load_visual(self, item: VisualItem, number: int, into: Pixels | None) -> _Visual:
         """Decode, resize and cut one image or video; errors say which one it was."""
         try:
-            return self._image(item) if isinstance(item, ImageItem) else self._video(item.frames, item.fps)
+            return self._image(item, into) if isinstance(item, ImageItem) else self._video(item.frames, item.fps, into)
         except ImageError as error:
             kind = "image" if isinstance(item, ImageItem) else "video"
             raise ImageError(f"{kind} {number + 1}: {error}") from error
 
-    def _image(self, item: ImageItem) -> _Visual:
-        patches, grid = image_patches(load_image(item.source, self.limits), self.images)
+    def _image(self, item: ImageItem, into: Pixels | None) -> _Visual:
+        patches, grid = image_patches(load_image(item.source, self.limits), self.images, self._resize, into)
         return _Visual(patches, grid, self._span(grid, self.images, time_step=1.0))
 
-    def _video(self, sources: Sequence[Any], fps: float) -> _Visual:
+    def _video(self, sources: Sequence[Any], fps: float, into: Pixels | None) -> _Visual:
         if len(sources) > self.limits.max_frames:
             raise ImageError(f"{len(sources)} frames, over the limit of {self.limits.max_frames}. Sample fewer frames")
         frames = [self._frame(source, number) for number, source in enumerate(sources)]
         if len(sizes := {frame.shape for frame in frames}) > 1:
             shapes = ", ".join(f"{width}x{height}" for height, width, _ in sorted(sizes))
             raise ImageError(f"the frames have different sizes: {shapes}. Give frames of one size")
-        patches, grid = video_patches(frames, self.videos)
+        patches, grid = video_patches(frames, self.videos, self._resize, into)
         seconds = self.videos.temporal_patch_size / fps
         return _Visual(patches, grid, self._span(grid, self.videos, time_step=self.vision.tokens_per_second * seconds))
 
@@ -181,44 +274,61 @@ class Processor:
         frames, rows, columns = grid
         return VisionSpan(frames, rows // settings.merge_size, columns // settings.merge_size, time_step)
 
-    def _assemble(self, pieces: Sequence[Piece], visuals: Sequence[_Visual]) -> ModelInputs:
+    def _joined(self, visuals: Sequence[_Visual]) -> Pixels:
+        if len(visuals) == 1:
+            return visuals[0].patches
+        none = np.zeros((0, self.images.patch_dim), dtype=np.uint8)
+        return np.concatenate([none, *(visual.patches for visual in visuals)])
+
+    def _ids(self, piece: Piece) -> list[int]:
+        return self.tokenizer.encode_text(piece.text) if piece.control_id is None else [piece.control_id]
+
+    def _assemble(self, pieces: Sequence[Piece], visuals: Sequence[_Visual], patches: Pixels) -> ModelInputs:
         """Token ids, positions and learned marks of one conversation, with its patches."""
         token_ids: list[int] = []
         learned: list[bool] = []
         image_token_index: list[int] = []
-        spans: list[TextSpan | VisionSpan] = []
+        spans: list[TextSpan | VisionSpan] = [TextSpan(0)]
         waiting = iter(visuals)
         for piece in pieces:
             if piece.control_id in (self.vision.image_id, self.vision.video_id):
-                span: TextSpan | VisionSpan = next(waiting).span
+                span = next(waiting).span
                 ids = [piece.control_id] * span.length
                 image_token_index += range(len(token_ids), len(token_ids) + span.length)
+                learned += [False] * span.length
+                spans += [span, TextSpan(0)]
             else:
-                ids = self.tokenizer.encode_text(piece.text) if piece.control_id is None else [piece.control_id]
-                span = TextSpan(len(ids))
+                ids = self._ids(piece)
+                learned += [piece.is_learned] * len(ids)
+                spans[-1] = TextSpan(spans[-1].length + len(ids))
             token_ids += ids
-            learned += [piece.is_learned and isinstance(span, TextSpan)] * len(ids)
-            spans.append(span)
         grids = torch.tensor([visual.grid for visual in visuals], dtype=torch.int64).reshape(-1, 3)
-        patches = [np.zeros((0, self.images.patch_dim), dtype=np.uint8), *(visual.patches for visual in visuals)]
         return ModelInputs(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
-            cu_seqlens=torch.tensor([0, len(token_ids)], dtype=torch.int32),
+            token_ids=_tensor(token_ids, np.int64),
+            cu_seqlens=_tensor([0, len(token_ids)], np.int32),
             positions=torch.from_numpy(mrope_positions(spans)),
-            is_learned=torch.tensor(learned, dtype=torch.bool),
-            patches=torch.from_numpy(np.concatenate(patches)),
+            is_learned=_tensor(learned, np.bool_),
+            patches=torch.from_numpy(patches),
             patch_cu_seqlens=patch_segments(grids),
             image_grids=grids,
-            image_token_index=torch.tensor(image_token_index, dtype=torch.int64),
+            image_token_index=_tensor(image_token_index, np.int64),
             pixel_mean=self.images.mean,
             pixel_std=self.images.std,
             max_seqlen=len(token_ids),
         )
 
 
+def _tensor(values: Sequence[int | bool], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype))  # a list of 500 takes torch itself ten times as long
+
+
 def _preprocessor_config(folder: Path, file: str, section: str) -> dict[str, Any]:
     """The settings in a file of their own, or as a section of `processor_config.json`; both are Hugging Face layouts."""
     return read_json(folder / file) or read_json(folder / "processor_config.json").get(section) or {}
+
+
+def _read_image_settings(folder: Path) -> ImageSettings:
+    return _image_settings(_preprocessor_config(folder, "preprocessor_config.json", "image_processor"), ImageSettings())
 
 
 def _image_settings(config: Mapping[str, Any], default: ImageSettings) -> ImageSettings:

@@ -3,7 +3,7 @@ import torch
 from closeness import BOUNDS, assert_close, perturbed
 
 from saccade.kernels import launch
-from saccade.kernels.swiglu import swiglu, swiglu_reference
+from saccade.kernels.swiglu import swiglu, swiglu_linear, swiglu_linear_reference, swiglu_reference
 
 NAMES = ("y", "dgate", "dup")
 
@@ -35,6 +35,35 @@ def test_halves_of_a_fused_row_equal_copies(dim, device, dtype):
     expect_equal(gate, up, dtype)
     expect_equal(gate.T, up.T, dtype)
     expect_equal(gate, up, dtype, d_y=torch.randn(1, dim, device=device).to(dtype).expand(7, dim))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 8), (7, 129), (3, 5, 48)], ids=str)
+def test_with_the_linear_layer_behind_it_equals_the_reference(shape, has_bias, device, dtype):
+    gate, up = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    weight = (torch.randn(33, shape[-1], device=device) / shape[-1] ** 0.5).to(dtype)
+    bias = torch.randn(33, device=device).to(dtype) if has_bias else None
+    d_out = torch.randn(*shape[:-1], 33, device=device).to(dtype)
+
+    def run(function, cast):
+        leaves = [cast(x).detach().requires_grad_() for x in (gate, up, weight, *([bias] if has_bias else []))]
+        out = function(*leaves)
+        return out, *torch.autograd.grad(out, leaves, cast(d_out))
+
+    with launch.forced("triton"):
+        actual = run(swiglu_linear, lambda x: x)
+    expected = run(swiglu_linear_reference, lambda x: x.float())
+    for name, a, e in zip(("out", "dgate", "dup", "dweight", "dbias"), actual, expected, strict=False):
+        assert_close(name, a, e, 2 * BOUNDS[dtype])
+
+
+def test_the_linear_layer_behind_it_keeps_nothing_but_gate_and_up(device):
+    gate, up, weight = (torch.randn(6, 16, device=device, requires_grad=True) for _ in range(3))
+    kept = []
+    with launch.forced("triton"), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        swiglu_linear(gate * 1.0, up * 1.0, weight)
+    shapes = [tuple(x.shape) for x in kept if x.numel() > 1]
+    assert len(shapes) == 3, shapes
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of exp(200), in the interpreter

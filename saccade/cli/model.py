@@ -1,95 +1,16 @@
-"""The `saccade` command: wires rooms together, no logic of its own.
-
-Every command imports what it needs when it runs, so that `--help` answers at once.
-"""
+"""`saccade quickstart`, `init` and `chat`."""
 
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from saccade import __version__
-from saccade.errors import ConfigError, UserError
-
-app = typer.Typer(
-    name="saccade",
-    help="From image-text pairs to a vision-language model in production.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-bench_app = typer.Typer(help="Measure: speed beside peers and beside this device's ceilings.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
+from saccade.cli.options import DeviceOption, Dtype, DtypeOption, JsonOption, progress
+from saccade.errors import ConfigError
 
 
-class Dtype(StrEnum):
-    """Number formats of weights."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-
-DtypeOption = Annotated[Dtype | None, typer.Option(help="Number format to compute in; the stored one if not given.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU when there is one.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for scripts.")]
-
-
-def main() -> None:
-    """Run the command line: user errors are one line and exit status 2, anything else is a bug and keeps its traceback."""
-    try:
-        app()
-    except UserError as error:
-        print(f"saccade: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(2)
-
-
-@contextmanager
-def _progress(unit: str) -> Iterator[Callable[[str], None]]:
-    """A counter on standard error that names the current thing; silent where nobody watches."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.completed} " + unit),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda name: progress.update(task, advance=1, description=name)
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        typer.echo(f"saccade {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log details.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    from saccade.log import set_up_logging
-
-    del version
-    set_up_logging(verbose=verbose)
-
-
-@app.command()
 def quickstart(
     folder: Annotated[Path, typer.Option(help="Where to put the picture and the checkpoint.")] = Path("quickstart"),
 ) -> None:
@@ -99,7 +20,6 @@ def quickstart(
     run(folder, say=typer.echo)
 
 
-@app.command()
 def init(
     out: Annotated[Path, typer.Argument(help="Checkpoint folder to make.")],
     size: Annotated[str | None, typer.Option(help="A named size with random weights: tiny, 3b, 7b, 32b, 72b.")] = None,
@@ -139,7 +59,7 @@ def init(
     elif config is not None:
         chosen = load_config(ModelConfig, config, set_ or [])
     storage = DTYPES[dtype]
-    with _progress("tensors") as advance:
+    with progress("tensors") as advance:
         if text is not None:
             made = initialize_from_text(out, text, tower or "90m", dtype=storage, seed=seed, on_tensor=advance)
         else:
@@ -152,7 +72,6 @@ def init(
         typer.echo(f"{out}: {made.family}, {amount} of {dtype} weights")
 
 
-@app.command()
 def chat(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
     words: Annotated[list[str], typer.Argument(metavar="[IMAGE]... QUESTION", help="Image files, then the question.")],
@@ -199,45 +118,3 @@ def chat(
         typer.echo(json.dumps(answer, ensure_ascii=False))
     else:
         typer.echo(text.finish())
-
-
-@bench_app.command("kernels")
-def bench_kernels(
-    op: Annotated[
-        list[str] | None, typer.Option(help="Only this operation; may be repeated. All if not given.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Time every kernel beside the peers that can be imported (torch, Liger, FlashInfer), on this machine's GPU."""
-    from importlib import import_module
-
-    import torch
-
-    root = Path(__file__).parents[1]
-    known = sorted(file.stem for file in (root / "bench" / "kernels").glob("*.py") if "def rows(" in file.read_text())
-    if not known:
-        raise ConfigError(
-            "benchmarks are part of the source checkout. Clone it and install with pip install --editable ."
-        )
-    if unknown := set(op or []) - set(known):
-        raise ConfigError(f"unknown operation {', '.join(sorted(unknown))}. Known: {', '.join(known)}")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"kernels are timed on a GPU, and torch {torch.__version__} sees none")
-    sys.path.insert(0, str(root))
-    timing = import_module("bench.kernels.timing")
-    rows = [
-        row
-        for name in op or known
-        for row in timing.shown(import_module(f"bench.kernels.{name}").rows(), quiet=as_json)
-    ]
-    if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "gpu": torch.cuda.get_device_name(),
-                    "torch": torch.__version__,
-                    "ceilings": timing.measured_ceilings()._asdict(),
-                    "rows": rows,
-                }
-            )
-        )

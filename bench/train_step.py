@@ -1,0 +1,201 @@
+"""Training steps of the 3B shape on one GPU: loss, backward, clipping and AdamW, beside transformers with SDPA and with Liger.
+
+    python -m bench.train_step [--workload uniform ragged] [--recompute none selective full] [--peers] [--out rows.json]
+
+Workloads are those of `bench/workloads.py`; random weights, bf16 compute, fp32 masters (the peers train in pure bf16, which costs
+them less). Reported: the median of the steps after warm-up, tokens/s, MFU (tower included, 3 x forward, recomputation not counted) and
+peak memory. For ragged batches the time is the mean over the batches.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.workloads import IMAGE_PAD, VISION_END, VISION_START, WORKLOADS, packed_row
+from saccade.model.config import ModelConfig
+from saccade.model.initialize import named_size
+from saccade.model.layers import FeedForward
+from saccade.model.vlm import VLM
+from saccade.processor.inputs import ModelInputs
+from saccade.train.feed import Row
+from saccade.train.groups import PARTS, OptimizerConfig
+from saccade.train.learner import Learner
+from saccade.train.loss import TrainedModel, num_labels, row_labels
+from saccade.train.metrics import PEAK_FLOPS, row_work
+from saccade.train.optimizer import build_optimizer
+from saccade.train.parallelize import Parallelized, recompute
+from saccade.world import World
+
+Record = dict[str, Any]
+
+
+def random_model(config: ModelConfig) -> VLM:
+    """The shape with random weights, made on the GPU."""
+    with torch.device("meta"):
+        model = VLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cuda")
+    if config.tied_head:
+        model.head.weight = model.language.embed_tokens.weight
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        is_scale = parameter.ndim == 1 and name.endswith("weight")
+        parameter.data.fill_(1.0) if is_scale else parameter.data.normal_(0.0, 0.02)
+    for module in model.modules():
+        if isinstance(module, FeedForward):
+            module.clear_added()
+    return model.train()
+
+
+def ours(config: ModelConfig, extent: str) -> Callable[[ModelInputs], None]:
+    """One step of the trainer's own parts."""
+    model = random_model(config)
+    recompute(model.vision.blocks, extent)
+    recompute(model.language.layers, extent)
+    trained = TrainedModel(model)
+    optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(lr=1e-5, weight_decay=0.1))
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cuda"))
+    learner = Learner(Parallelized(trained, trained, "none"), optimizer, world)
+
+    def step(inputs: ModelInputs) -> None:
+        labels = row_labels(inputs)
+        learned = num_labels(labels)
+        row = Row(inputs.to("cuda", non_blocking=True), labels.to("cuda", non_blocking=True), learned, [])
+        loss, _ = learner.backward(row, torch.tensor(float(learned), device="cuda"), is_last_row=True)
+        norm = learner.grad_norm()
+        loss_value, norm_value = torch.stack([loss, norm]).tolist()
+        assert loss_value == loss_value, "the loss is not a number"
+        learner.step(1.0, min(1.0, 1.0 / (norm_value + 1e-6)))
+
+    return step
+
+
+def transformers_step(config: ModelConfig, *, liger: bool) -> Callable[[ModelInputs], None]:
+    """What a user of transformers gets: padded batch, SDPA, gradient checkpointing, fused AdamW in bf16."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    from saccade.model.families.qwen2_5_vl import describe_config
+
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen2_5_vl
+
+        apply_liger_kernel_to_qwen2_5_vl()
+    described = describe_config(config) | {
+        "image_token_id": IMAGE_PAD, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END,
+    }  # fmt: skip
+    with torch.device("cuda"):
+        kind = Qwen2_5_VLConfig(**described)
+        model = Qwen2_5_VLForConditionalGeneration._from_config(kind, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step(inputs: ModelInputs) -> None:
+        batch = padded(inputs)
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        assert loss.item() == loss.item(), "the loss is not a number"
+
+    return step
+
+
+def padded(inputs: ModelInputs) -> dict[str, torch.Tensor]:
+    """The packed row as transformers takes it."""
+    pieces = inputs.token_ids.split(inputs.cu_seqlens.diff().tolist())
+    ids = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=0)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(p) for p in pieces], batch_first=True)
+    batch = {
+        "input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100),
+        "pixel_values": inputs.normalized_patches().bfloat16(), "image_grid_thw": inputs.image_grids,
+        "mm_token_type_ids": (ids == IMAGE_PAD).int(),
+    }  # fmt: skip
+    return {name: value.to("cuda", non_blocking=True) for name, value in batch.items()}
+
+
+def timed(step: Callable[[ModelInputs], None], batches: list[ModelInputs], rounds: int) -> tuple[float, float]:
+    """Milliseconds of a step (mean over the batches of each one's median), and peak memory in GiB."""
+    for batch in batches:
+        step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times: list[list[float]] = [[] for _ in batches]
+    for _ in range(rounds):
+        for batch, mine in zip(batches, times, strict=True):
+            begin = time.perf_counter()
+            step(batch)
+            torch.cuda.synchronize()
+            mine.append((time.perf_counter() - begin) * 1e3)
+    return statistics.mean(statistics.median(mine) for mine in times), torch.cuda.max_memory_allocated() / 2**30
+
+
+def measure(
+    path: str, workload: str, config: ModelConfig, make: Callable[[], Callable[[ModelInputs], None]], rounds: int
+) -> Record:
+    """One line of the report; running out of memory is a result."""
+    batches = [packed_row(samples, config.vision, seed=i) for i, samples in enumerate(WORKLOADS[workload]())]
+    work = [row_work(config, batch, num_labels(row_labels(batch)), PARTS) for batch in batches]
+    flops = statistics.mean(w.tower_flops + w.decoder_flops for w in work)
+    tokens = statistics.mean(batch.num_tokens for batch in batches)
+    record: Record = {"path": path, "workload": workload, "tokens": round(tokens)}
+    try:
+        ms, peak = timed(make(), batches, rounds)
+        mfu = flops / ms * 1e3 / PEAK_FLOPS["H200"]
+        record |= {
+            "ms": round(ms, 1),
+            "tokens_per_s": round(tokens / ms * 1e3),
+            "mfu": round(mfu, 4),
+            "peak_gib": round(peak, 1),
+        }
+    except torch.cuda.OutOfMemoryError:
+        record |= {"failed": "out of memory"}
+    gc.collect()
+    torch.cuda.empty_cache()
+    print(json.dumps(record), flush=True)
+    return record
+
+
+def main() -> None:
+    """Measure ours, then the peers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="3b")
+    parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--recompute", nargs="+", default=["none"], choices=["none", "selective", "full"])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    config = named_size(options.size)
+    records = []
+    for workload in options.workload:
+        for extent in options.recompute:
+            records.append(
+                measure(
+                    f"saccade, recompute {extent}", workload, config, lambda e=extent: ours(config, e), options.rounds
+                )
+            )
+    if options.peers:
+        for liger in (False, True):
+            name = "transformers SDPA" + (" + Liger" if liger else "") + ", recompute full"
+            for workload in options.workload:
+                records.append(
+                    measure(
+                        name, workload, config, lambda has_liger=liger: transformers_step(config, liger=has_liger), 1
+                    )
+                )
+    if options.out:
+        versions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        options.out.write_text(json.dumps(versions | {"rows": records}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The `saccade` command: wires rooms together, no logic of its own.
+
+One file per group of commands. Every command imports what it needs when it runs, so that `--help` answers at once.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from saccade import __version__
+from saccade.cli import bench, data, model
+from saccade.errors import UserError
+
+app = typer.Typer(
+    name="saccade",
+    help="From image-text pairs to a vision-language model in production.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (model.quickstart, model.init, model.chat):
+    app.command()(command)
+app.add_typer(data.app, name="data")
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Run the command line: user errors are one line and exit status 2, anything else is a bug and keeps its traceback."""
+    try:
+        app()
+    except UserError as error:
+        print(f"saccade: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"saccade {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log details.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    from saccade.log import set_up_logging
+
+    del version
+    set_up_logging(verbose=verbose)

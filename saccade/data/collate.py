@@ -1,0 +1,224 @@
+"""From planned picks to a packed row: read, check, decode, pack.
+
+    pick -> bytes, compared with their checksum -> conversation -> patches into the row's memory, tokens -> TrainingRow
+
+A sample that fails on the way is left out of its row and named; the row keeps its place, and the plan does not change. So every
+rank still agrees on what comes next, and every good sample comes exactly once. Lengths are measured beforehand from text and
+image headers, and must be met exactly: a sample of another length than planned is a bad one, its lengths file is stale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from saccade.data.bad_samples import BadSample
+from saccade.data.header import upright_size
+from saccade.data.index import ShardIndex, open_index
+from saccade.data.plan import Pick
+from saccade.data.sample import Sample, TextRules, conversations, images
+from saccade.data.storage import StorageConfig
+from saccade.errors import DataError, UserError
+from saccade.processor.image import MediaLimits, Pixels
+from saccade.processor.inputs import ModelInputs
+from saccade.processor.processor import Processor, ResizeName
+
+_LENGTHS_VERSION = 1
+"""Raised when the same sample is to be measured differently: lengths of an older version are then measured anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRow:
+    """One packed row to learn from."""
+
+    inputs: ModelInputs
+    """Patches are uint8; `normalized_patches` is left to the device. A row whose samples are all bad has no tokens."""
+    sample_ids: list[str]
+    """source/shard/key of each conversation."""
+    source_of_conversation: list[int]
+    """Index into `source_names` of each conversation."""
+    source_names: list[str]
+    """The sources of the stream."""
+    num_learned: int
+    """Tokens to be predicted."""
+
+
+@dataclass(frozen=True)
+class MadeRow:
+    """A row, what was left out of it, and the bytes of samples read for it."""
+
+    row: TrainingRow
+    bad: list[BadSample]
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSource:
+    """A source as those see it who make rows."""
+
+    name: str
+    """In sample ids."""
+    path: str
+    """Its shards."""
+    fingerprint: str
+    """Of its index, so that shard numbers mean the same to all."""
+    rules: TextRules
+    """How its text becomes conversations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSetup:
+    """All that is needed to make rows, in plain values, so that it can be told to another process."""
+
+    checkpoint: str
+    """The folder the processor is loaded from."""
+    resize: ResizeName
+    """How images are resized."""
+    sources: tuple[RowSource, ...]
+    """In the order picks number them."""
+    storage: StorageConfig
+    """How remote shards are read."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For a message to another process."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> RowSetup:
+        """The same setup in the other process."""
+        sources = [source | {"rules": TextRules(**source["rules"])} for source in content["sources"]]
+        return RowSetup(
+            checkpoint=content["checkpoint"],
+            resize=content["resize"],
+            sources=tuple(RowSource(**source) for source in sources),
+            storage=StorageConfig(**content["storage"]),
+        )
+
+
+class Collator:
+    """Makes rows from picks."""
+
+    def __init__(self, setup: RowSetup) -> None:
+        self._processor = Processor.load(setup.checkpoint, resize=setup.resize)
+        self._sources = setup.sources
+        self._indexes = [_open(source, setup.storage) for source in setup.sources]
+        self._empty = _empty_row(self._processor)
+
+    @property
+    def patch_dim(self) -> int:
+        """Bytes of one patch."""
+        return self._processor.images.patch_dim
+
+    def make(self, picks: Sequence[Pick], into: Pixels | None = None) -> MadeRow:
+        """The row of these picks. Patches are written to `into`, which has room for all that are planned."""
+        if into is None:
+            into = np.empty((sum(pick.patches for pick in picks), self.patch_dim), dtype=np.uint8)
+        rows, sample_ids, sources, bad = [self._empty], [], [], []
+        num_patches, num_bytes = 0, 0
+        for pick in picks:
+            source, index = self._sources[pick.source], self._indexes[pick.source]
+            try:
+                sample = index.read_sample(pick.shard, _row(index, pick), verify=True)
+                row = self._prepare(sample, pick, source.rules, into[num_patches:])
+            except Exception as error:  # whatever is wrong with one sample must not end the run; past a share it does
+                reason = str(error) if isinstance(error, UserError) else repr(error)
+                bad.append(BadSample(source.name, index.shards[pick.shard], sample_key(index, pick), reason))
+                continue
+            rows.append(dataclasses.replace(row, patches=self._empty.patches))
+            sample_ids.append(f"{source.name}/{index.shards[pick.shard].removesuffix('.tar')}/{sample.key}")
+            sources.append(pick.source)
+            num_patches += pick.patches
+            num_bytes += sum(map(len, sample.members.values()))
+        inputs = dataclasses.replace(ModelInputs.pack(rows), patches=torch.from_numpy(into[:num_patches]))
+        made = TrainingRow(
+            inputs=inputs,
+            sample_ids=sample_ids,
+            source_of_conversation=sources,
+            source_names=[source.name for source in self._sources],
+            num_learned=int(inputs.is_learned.sum()),
+        )
+        return MadeRow(made, bad, num_bytes)
+
+    def _prepare(self, sample: Sample, pick: Pick, rules: TextRules, into: Pixels) -> ModelInputs:
+        variants = conversations(sample, rules)
+        row = self._processor.prepare(variants[pick.epoch % len(variants)], into=into)
+        if (row.num_tokens, len(row.patches)) != (pick.tokens, pick.patches):
+            raise DataError(
+                f"sample {sample.key} has {row.num_tokens} tokens and {len(row.patches)} patches, its lengths file says "
+                f"{pick.tokens} and {pick.patches}. The file is stale: remove the folder's index/lengths-* and start again"
+            )
+        return row
+
+
+def sample_key(index: ShardIndex, pick: Pick) -> str:
+    """The key of a planned sample."""
+    key: str = index.read(pick.shard, ["key"])["key"][_row(index, pick)].as_py()
+    return key
+
+
+def _row(index: ShardIndex, pick: Pick) -> int:
+    return int(index.kept(pick.shard)[pick.kept_row])
+
+
+def _open(source: RowSource, storage: StorageConfig) -> ShardIndex:
+    index = open_index(source.path, build=False, check_files=False, config=storage)
+    if index.fingerprint != source.fingerprint:
+        raise DataError(f"{source.path}: the index was rewritten while it was in use. Start again from the last state")
+    return index
+
+
+def _empty_row(processor: Processor) -> ModelInputs:
+    """A row of no conversations."""
+    return ModelInputs(
+        token_ids=torch.zeros(0, dtype=torch.int64),
+        cu_seqlens=torch.zeros(1, dtype=torch.int32),
+        positions=torch.zeros(3, 0, dtype=torch.int64),
+        is_learned=torch.zeros(0, dtype=torch.bool),
+        patches=torch.zeros(0, processor.images.patch_dim, dtype=torch.uint8),
+        patch_cu_seqlens=torch.zeros(1, dtype=torch.int32),
+        image_grids=torch.zeros(0, 3, dtype=torch.int64),
+        image_token_index=torch.zeros(0, dtype=torch.int64),
+        pixel_mean=processor.images.mean,
+        pixel_std=processor.images.std,
+        max_seqlen=0,
+    )
+
+
+# ------------------------------------------------------------------ lengths
+
+
+def measure(sample: Sample, processor: Processor, rules: TextRules) -> tuple[list[int], int]:
+    """Tokens of each text variant, and patches, as `Collator` will find them. Text is tokenised, no pixel is decoded."""
+    sizes = [upright_size(data) for data in images(sample)]
+    lengths = [processor.measure(messages, sizes) for messages in conversations(sample, rules)]
+    return [tokens for tokens, _ in lengths], lengths[0][1]
+
+
+@dataclass(frozen=True)
+class Measurer:
+    """`measure` for one checkpoint and one set of rules, in a form that can be sent to another process."""
+
+    checkpoint: str
+    rules: TextRules
+
+    def __call__(self, sample: Sample) -> tuple[list[int], int]:
+        """Tokens of each variant, and patches."""
+        return measure(sample, _processor(self.checkpoint), self.rules)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Names the lengths it finds: equal for equal tokenizer, template, image settings and rules."""
+        decisive = (_LENGTHS_VERSION, Processor.fingerprint(self.checkpoint), self.rules, MediaLimits())
+        return hashlib.sha256(repr(decisive).encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=1)
+def _processor(checkpoint: str) -> Processor:
+    return Processor.load(checkpoint)

@@ -1,0 +1,94 @@
+"""Conversations about images as json or jsonl, the way LLaVA and ShareGPT write them.
+
+A record has `conversations` (from, value) or `messages` (role, content), and `image` or `images`: paths below the image folder or
+data URLs. OpenAI's messages may name the images in their parts instead. A record without images is a sample of text alone.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from saccade.data.sample import Sample
+from saccade.data.sources.source import (
+    Item,
+    Part,
+    SourceSpec,
+    UnusableError,
+    file_part,
+    image_folder,
+    load_json,
+    make_sample,
+    read_image,
+    read_item,
+)
+
+_TURNS = ("messages", "conversations")
+
+
+def list_parts(spec: SourceSpec) -> list[Part]:
+    """The one file."""
+    return [file_part(spec.path)]
+
+
+def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
+    """The records in the file's order, from number `begin`."""
+    for number, record in enumerate(_records(Path(part.path), begin), begin):
+        key = str(record["id"]) if isinstance(record, dict) and "id" in record else str(number)
+        yield read_item(key, _sample, spec, key, record)
+
+
+def _records(path: Path, begin: int) -> Iterator[Any]:
+    """A json array as a whole, or one record a line; a line that is no JSON is handed on as its bytes."""
+    with path.open("rb") as file:
+        if file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            content = load_json(path)
+            yield from content[begin:]
+            return
+        file.seek(0)
+        for line in islice((line for line in file if line.strip()), begin, None):
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError):
+                yield line
+
+
+def _sample(spec: SourceSpec, key: str, record: Any) -> Sample:
+    if not isinstance(record, dict):
+        raise UnusableError("not a JSON object")
+    name = next((name for name in _TURNS if record.get(name)), None)
+    if name is None:
+        raise UnusableError("no conversation")
+    turns, images = take_images(record[name])
+    listed = record.get("image") or record.get("images") or images
+    images = listed if isinstance(listed, list) else [listed]
+    metadata = {field: value for field, value in record.items() if field not in ("image", "images")}
+    metadata[name] = turns
+    paths = [image for image in images if isinstance(image, str) and not image.startswith("data:")]
+    if paths:
+        metadata["file_names"] = paths
+    return make_sample(spec, key, [read_image(image_folder(spec), image) for image in images], metadata)
+
+
+def take_images(turns: Any) -> tuple[Any, list[Any]]:
+    """Messages with bare image parts, and what the parts named, in order."""
+    if not isinstance(turns, list):
+        raise UnusableError("no conversation")
+    bare, images = [], []
+    for turn in turns:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        if not isinstance(content, list):
+            bare.append(turn)
+            continue
+        parts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in ("image", "image_url"):
+                named = part.get(kind)
+                images.append(named.get("url") if isinstance(named, dict) else named)
+                parts.append({"type": "image"})
+            else:
+                parts.append(part)
+        bare.append({**turn, "content": parts})
+    return bare, [image for image in images if image]

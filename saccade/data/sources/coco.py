@@ -1,0 +1,68 @@
+"""COCO captions: one json with `images` and `annotations`, and a folder of images.
+
+https://cocodataset.org/#format-data. All captions of an image make one sample.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from saccade.data.sample import Sample
+from saccade.data.sources.source import (
+    Item,
+    Part,
+    SourceSpec,
+    UnusableError,
+    file_part,
+    image_folder,
+    load_json,
+    make_sample,
+    read_image,
+    read_item,
+    records,
+)
+from saccade.errors import DataError
+
+
+def list_parts(spec: SourceSpec) -> list[Part]:
+    """The one file."""
+    return [file_part(spec.path)]
+
+
+def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
+    """The images in the file's order, from number `begin`."""
+    content = load_json(part.path)
+    images = records(content, "images", part.path)
+    captions = _captions_of_images(records(content, "annotations", part.path))
+    if not captions:
+        raise DataError(
+            f"{part.path}: its annotations have no captions. Give captions_*.json, not instances_* or person_keypoints_*"
+        )
+    licences = {
+        record.get("id"): record.get("url") or record.get("name") for record in content.get("licenses") or [] if record
+    }
+    for image in images[begin:]:
+        key = str(image.get("id"))
+        yield read_item(key, _sample, spec, key, image, captions, licences)
+
+
+def _captions_of_images(annotations: list[dict[str, Any]]) -> dict[Any, list[str]]:
+    captions = defaultdict(list)
+    for annotation in annotations:
+        caption = annotation.get("caption")
+        if isinstance(caption, str) and caption.strip():
+            captions[annotation.get("image_id")].append(caption.strip())
+    return captions
+
+
+def _sample(
+    spec: SourceSpec, key: str, image: dict[str, Any], captions: dict[Any, list[str]], licences: dict[Any, Any]
+) -> Sample:
+    if image.get("id") not in captions:
+        raise UnusableError("no caption")
+    metadata = {"captions": captions[image["id"]], "file_name": image.get("file_name")}
+    if url := image.get("coco_url") or image.get("flickr_url") or image.get("url"):
+        metadata["url"] = url
+    if licence := licences.get(image.get("license")):
+        metadata["licence"] = licence
+    return make_sample(spec, key, [read_image(image_folder(spec), image.get("file_name"))], metadata)

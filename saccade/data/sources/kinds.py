@@ -1,0 +1,189 @@
+"""Which kinds of sources there are, how one is told from its path, and the reading of any.
+
+"coco:captions.json"  ->  spec  ->  opened: kind known, parts listed, everything checked that costs little  ->  items
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from saccade.data.sample import IMAGE_EXTENSIONS, Sample
+from saccade.data.sources.source import Item, Link, Part, Skipped, SourceSpec, make_sample, read_item
+from saccade.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from saccade.data.fetch import FetchOptions
+
+T = TypeVar("T")
+
+KINDS = {
+    "tars": "WebDataset tars, as img2dataset writes them: a folder, a tar, dir/{00000..00009}.tar",
+    "files": "a folder of KEY.jpg beside KEY.txt or KEY.json",
+    "urls": "Parquet with a url and a text, as LAION publishes them; the images are downloaded",
+    "parquet": "Parquet with the images inside, as Hugging Face datasets writes it",
+    "coco": "COCO captions: captions_*.json, images in --images",
+    "vqa": "VQA v2: *_questions.json, answers in --annotations, images in --images",
+    "chat": "LLaVA or ShareGPT conversations: json or jsonl, images in --images",
+}
+"""Each is read by the module of its name."""
+
+_COLUMN_ROLES = {"image", "text", "conversations", "question", "answer", "url"}
+_HEAD_BYTES = 1 << 16
+
+
+def parse_source(text: str, **fields: Any) -> SourceSpec:
+    """`PATH`, or `KIND:PATH`; `fields` are those of `SourceSpec`."""
+    kind, colon, path = text.partition(":")
+    if colon and kind in KINDS:
+        return SourceSpec(path=path, **{**fields, "kind": kind})
+    if colon and re.fullmatch(r"[a-z_]{2,}", kind) and not path.startswith("//") and not Path(text).exists():
+        raise ConfigError(f"{text}: no kind of source is called {kind!r}.\n{_kinds()}")
+    return SourceSpec(path=text, **fields)
+
+
+def _kinds() -> str:
+    """The list every complaint about a kind ends with."""
+    width = max(map(len, KINDS))
+    return "Name the kind, KIND:PATH or --kind KIND:\n" + "\n".join(
+        f"  {kind:{width}}  {KINDS[kind]}" for kind in KINDS
+    )
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source that can be read: its kind and name are known, its parts listed."""
+
+    spec: SourceSpec
+    parts: tuple[Part, ...]
+
+    @property
+    def name(self) -> str:
+        """What its samples say as their source."""
+        return self.spec.name or ""
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return self.spec.kind or ""
+
+    def read(self, part: int, begin: int = 0) -> Iterator[Item]:
+        """The items of one part, from number `begin`."""
+        try:
+            yield from _reader(self.spec).read_part(self.spec, self.parts[part], begin)
+        except OSError as error:
+            raise DataError(f"{self.parts[part].path}: {error.strerror or error}. Check the file") from error
+
+    def finish(self, link: Link, image: bytes) -> Sample | Skipped:
+        """The sample of a link whose image has been downloaded."""
+        item = read_item(link.key, make_sample, self.spec, link.key, [image], link.metadata, link.text)
+        assert not isinstance(item, Link)
+        return item
+
+
+def open_source(spec: SourceSpec) -> Source:
+    """Find the kind, list the parts, check what can be checked before the work begins."""
+    kind = spec.kind if spec.kind is not None else detect(spec.path)
+    if kind not in KINDS:
+        raise ConfigError(f"no kind of source is called {kind!r}.\n{_kinds()}")
+    if "://" in spec.path and kind != "tars":
+        raise DataError(f"{spec.path}: only tars are read from afar. Copy the files to this machine")
+    if spec.images is not None and not spec.images.is_dir():
+        raise DataError(f"{spec.images}: no such folder. Check --images")
+    if surplus := spec.columns.keys() - _COLUMN_ROLES:
+        raise ConfigError(f"no column role is called {min(surplus)!r}. Roles: {', '.join(sorted(_COLUMN_ROLES))}")
+    named = replace(spec, kind=kind, name=spec.name if spec.name is not None else _name(spec.path))
+    try:
+        return Source(named, tuple(_reader(named).list_parts(named)))
+    except DataError as error:
+        if spec.kind is not None:
+            raise
+        raise DataError(f"{error}\nIt was taken for {kind}. {_kinds()}") from error
+    except OSError as error:
+        raise DataError(f"{spec.path}: {error.strerror or error}. Check the path") from error
+
+
+def _reader(spec: SourceSpec) -> Any:
+    return import_module(f"saccade.data.sources.{spec.kind}")
+
+
+def _name(path: str) -> str:
+    """What a path is called: `data/captions.json` is captions, `data/laion/*.tar` laion."""
+    where = Path(path)
+    if where.suffix == ".tar":
+        where = where.parent
+    return where.stem if where.suffix in (".json", ".jsonl", ".parquet") else where.resolve().name
+
+
+def read_source(spec: SourceSpec, fetch: FetchOptions | None = None) -> Iterator[Sample | Skipped]:
+    """All items of a source: in order, or, where they are links, as their downloads end."""
+    source = open_source(spec)
+    items = ((None, source, item) for number in range(len(source.parts)) for item in source.read(number))
+    return (item for _, _, item in fill_links(items, fetch))
+
+
+def fill_links(
+    items: Iterable[tuple[T, Source, Item]], fetch: FetchOptions | None = None
+) -> Iterator[tuple[T, Source, Sample | Skipped]]:
+    """The same items with their links downloaded, each still with its tag; links come as their downloads end."""
+    from saccade.data.downloads import fetch_as_completed
+    from saccade.data.fetch import Fetched, FetchOptions
+
+    for (tag, source, item), outcome in fetch_as_completed(items, _url, fetch or FetchOptions()):
+        if not isinstance(item, Link):
+            yield tag, source, item
+        elif isinstance(outcome, Fetched):
+            yield tag, source, source.finish(item, outcome.data)
+        else:
+            assert outcome is not None, "every link has an outcome"
+            yield tag, source, Skipped(item.key, outcome.reason, item.url)
+
+
+def _url(tagged: tuple[Any, Source, Item]) -> str | None:
+    return tagged[2].url if isinstance(tagged[2], Link) else None
+
+
+def detect(path: str) -> str:
+    """The kind of a source by its name and first bytes."""
+    if path.endswith(".tar") or "://" in path:
+        return "tars"
+    where = Path(path)
+    if where.is_dir():
+        return _detect_folder(where)
+    if not where.is_file():
+        raise DataError(f"{path}: no such file or folder. Check the path")
+    if where.suffix == ".parquet":
+        return _detect_parquet(where)
+    with where.open("rb") as file:
+        head = file.read(_HEAD_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if b'"conversations"' in head or b'"messages"' in head:
+        return "chat"
+    if head.startswith(b"{") and b'"question_id"' in head:
+        return "vqa"
+    if head.startswith(b"{") and b'"images"' in head and b'"file_name"' in head:
+        return "coco"
+    raise DataError(f"{path}: not clear what it holds. {_kinds()}")
+
+
+def _detect_folder(folder: Path) -> str:
+    if any(folder.glob("*.tar")):
+        return "tars"
+    tables = next(folder.rglob("*.parquet"), None)
+    has_images = any(path.suffix[1:].lower() in IMAGE_EXTENSIONS for path in folder.rglob("*"))
+    if tables is not None and not has_images:
+        return _detect_parquet(tables)
+    if has_images and tables is None:
+        return "files"
+    found = "both Parquet files and images" if has_images else "neither tars, nor Parquet files, nor images"
+    raise DataError(f"{folder}: it has {found}. {_kinds()}")
+
+
+def _detect_parquet(path: Path) -> str:
+    from saccade.data.sources.parquet import is_image
+    from saccade.data.sources.rows import schema_of
+
+    return "parquet" if any(is_image(field.type) for field in schema_of(str(path))) else "urls"

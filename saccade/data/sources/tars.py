@@ -1,0 +1,76 @@
+"""WebDataset tars, as img2dataset writes them: `KEY.jpg`, `KEY.txt`, `KEY.json`, side by side. Local or remote."""
+
+from collections.abc import Iterator
+
+from saccade.data.sample import Sample, description, image_names, split_name
+from saccade.data.shards import ShardFile, TarDamageError, list_shards, window
+from saccade.data.sources.source import (
+    MAX_IMAGE_BYTES,
+    Item,
+    Part,
+    Skipped,
+    SourceSpec,
+    UnusableError,
+    complete,
+    image_extension,
+    read_item,
+)
+from saccade.data.tar import members
+from saccade.errors import DataError
+
+
+def list_parts(spec: SourceSpec) -> list[Part]:
+    """The tars by name."""
+    return [Part(file.url, file.num_bytes) for file in list_shards(spec.path)]
+
+
+def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
+    """The samples of one tar in order, from number `begin`. Of a tar that breaks off, the whole samples are read."""
+    seen: set[str] = set()
+    num_read = 0
+    try:
+        for key, files in _groups(part, begin):
+            if num_read >= begin:
+                yield read_item(key, _sample, spec, key, files, key in seen)
+            seen.add(key)
+            num_read += 1
+    except TarDamageError as damage:
+        if num_read >= begin:
+            yield Skipped(part.name, "tar damaged", f"{damage}; its samples before that are used")
+
+
+def _groups(part: Part, begin: int) -> Iterator[tuple[str, dict[str, bytes | None]]]:
+    """Key and members of each sample. None stands for bytes that are not read: too many, or before `begin`."""
+    reader = window(ShardFile(part.path, part.name, part.num_bytes))
+    number, key, files = 0, "", dict[str, bytes | None]()
+    for member in members(reader):
+        name = split_name(member.name)
+        if name is None:
+            continue
+        if files and name[0] != key:
+            yield key, files
+            number, files = number + 1, {}
+        key = name[0]
+        is_read = number >= begin and member.size <= MAX_IMAGE_BYTES
+        files[name[1]] = reader.get(member.offset, member.size) if is_read else None
+    if files:
+        yield key, files
+
+
+def _sample(spec: SourceSpec, key: str, files: dict[str, bytes | None], is_repeated: bool) -> Sample:
+    """The members as they are, the json completed."""
+    if is_repeated:
+        raise UnusableError("key twice in a tar", "The members of a sample must stand side by side")
+    members = {name: data for name, data in files.items() if data is not None}
+    if len(members) < len(files):
+        raise UnusableError(
+            "member too large", f"{', '.join(files.keys() - members.keys())}: over {MAX_IMAGE_BYTES} bytes"
+        )
+    try:
+        fields = description(Sample(key, spec.name or "", members))
+    except DataError as error:
+        raise UnusableError("json unreadable", str(error)) from error
+    if strange := [name for name in image_names(members) if image_extension(members[name]) is None]:
+        raise UnusableError("not an image", f"{strange[0]} begins with {members[strange[0]][:16]!r}")
+    fields.pop("key", None)  # img2dataset's; in the new shards it would name another sample
+    return complete(spec, key, members, fields)

@@ -1,0 +1,304 @@
+"""Remote shards, read in ranges through fsspec: s3://, gs://, hf://, http(s)://.
+
+    range -> blocks of a fixed size -> cached block | ranged request with retries -> cache, oldest blocks leave
+
+Blocks are cached on this machine (`files.py`). What may pass by itself is tried again, with growing waits; everything else is at
+once one error that says what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import hashlib
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from saccade.data.files import BlockCache
+from saccade.data.files import atomic as atomic
+from saccade.errors import ConfigError, DataError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageConfig:
+    """How remote files are read and kept. Credentials and endpoints are those of fsspec and the cloud's own tools."""
+
+    cache_folder: str | None = None
+    """Where blocks and indexes of remote folders are kept; None: $SACCADE_CACHE, else ~/.cache/saccade."""
+    max_cache_bytes: int = 64 * 2**30
+    """Blocks kept on disk, all processes together; 0 keeps none and reads every range from afar."""
+    block_bytes: int = 8 * 2**20
+    """Size of one request and of one cached file."""
+    max_attempts: int = 6
+    """Requests for one range before it fails; only what may pass by itself is tried again."""
+    first_wait_s: float = 0.25
+    """Wait before the second attempt; doubled before each further one, up to 16 s, and shortened by chance to a half."""
+    timeout_s: float = 60.0
+    """One request may take this long."""
+
+    def __post_init__(self) -> None:
+        if self.block_bytes < 1 or self.max_attempts < 1 or self.timeout_s <= 0 or self.first_wait_s < 0:
+            raise ConfigError(f"{self}: sizes, attempts and times are above 0")
+        if self.max_cache_bytes and self.max_cache_bytes < self.block_bytes:
+            raise ConfigError(
+                f"max_cache_bytes {self.max_cache_bytes} holds not even one block of {self.block_bytes}. "
+                "Raise it, or set 0 for no cache"
+            )
+
+    @property
+    def folder(self) -> Path:
+        """The cache folder, resolved."""
+        return Path(self.cache_folder or os.environ.get("SACCADE_CACHE") or Path.home() / ".cache" / "saccade")
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path has a scheme that only fsspec can read."""
+    scheme, mark, _ = path.partition("://")
+    return mark != "" and "/" not in scheme and scheme != "file"
+
+
+def shown(url: str) -> str:
+    """A URL for messages: without user, password and query, which may hold secrets."""
+    if not is_remote(url):
+        return url
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def storage(config: StorageConfig) -> Storage:
+    """The one `Storage` of this process for a configuration."""
+    return _storage(config, os.getpid())
+
+
+@functools.cache
+def _storage(config: StorageConfig, pid: int) -> Storage:
+    return Storage(config)
+
+
+class Storage:
+    """Remote files through fsspec, one filesystem per scheme. Safe to use from several threads."""
+
+    def __init__(self, config: StorageConfig) -> None:
+        self._config = config
+        self._cache = BlockCache(config.folder / "blocks", config.max_cache_bytes)
+        self._filesystems: dict[str, Any] = {}
+        self._locks = [threading.Lock() for _ in range(256)]
+
+    def list_folder(self, url: str, *, missing_ok: bool = False) -> dict[str, int | None]:
+        """Names of the files in a folder, and their bytes where the listing tells them."""
+        try:
+            entries = self._attempt(url, lambda: self._call(url, "ls", detail=True))
+        except _AbsentError:
+            if missing_ok:
+                return {}
+            raise
+        files = {entry["name"].rpartition("/")[2]: entry.get("size") for entry in entries if entry["type"] == "file"}
+        return {name: size for name, size in files.items() if name}
+
+    def num_bytes(self, url: str) -> int:
+        """Size of a file."""
+        size = self._attempt(url, lambda: self._call(url, "info")).get("size")
+        if size is None:
+            raise DataError(
+                f"{shown(url)}: the server does not tell the file's size. Copy the shards to a local folder"
+            )
+        return int(size)
+
+    def read_file(self, url: str) -> bytes | None:
+        """A small file whole; None where there is none. (S3 denies what is not there to those who may not list.)"""
+        try:
+            return bytes(self._attempt(url, lambda: self._call(url, "cat_file")))
+        except _AbsentError:
+            return None
+
+    def read_range(self, url: str, num_bytes: int, offset: int, size: int) -> bytes:
+        """Bytes of a file of `num_bytes`, through the cache."""
+        if offset + size > num_bytes:
+            raise DataError(
+                f"{shown(url)}: wanted {size} bytes at {offset} of a file of {num_bytes}. Index the folder again"
+            )
+        if not size or not self._cache.is_usable():
+            return self._download(url, num_bytes, offset, size) if size else b""
+        block_bytes = self._config.block_bytes
+        parts = []
+        for number in range(offset // block_bytes, (offset + size - 1) // block_bytes + 1):
+            begin = max(offset - number * block_bytes, 0)
+            end = min(offset + size - number * block_bytes, block_bytes)
+            parts.append(self._read_block(url, num_bytes, number, begin, end))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def prefetch(self, url: str, num_bytes: int) -> None:
+        """Bring every block of a file into the cache, one after another."""
+        for number in range(-(-num_bytes // self._config.block_bytes)):
+            if not self._cache.is_usable():
+                return
+            self._read_block(url, num_bytes, number, 0, 0)
+
+    def _read_block(self, url: str, num_bytes: int, number: int, begin: int, end: int) -> bytes:
+        """Part of one block. Threads that want the same block wait for the first of them."""
+        offset = number * self._config.block_bytes
+        size = min(self._config.block_bytes, num_bytes - offset)
+        name = f"{hashlib.sha256(f'{url} {num_bytes} {self._config.block_bytes}'.encode()).hexdigest()[:32]}-{number}"
+        file = self._cache.open(name, size)
+        if file is None:
+            with self._locks[hash(name) % len(self._locks)]:
+                file = self._cache.open(name, size)
+                if file is None:
+                    data = self._download(url, num_bytes, offset, size)
+                    self._cache.put(name, data)
+                    return data[begin:end]
+        return file.read(begin, end - begin)
+
+    def _download(self, url: str, num_bytes: int, offset: int, size: int) -> bytes:
+        def request() -> bytes:
+            data = bytes(self._call(url, "cat_file", start=offset, end=offset + size))
+            if len(data) > size:
+                raise DataError(
+                    f"{shown(url)}: asked for {size} bytes, got {len(data)}: the server does not answer ranges. "
+                    "Use one that does, or copy the shards to a local folder"
+                )
+            if len(data) < size:
+                raise ConnectionError(f"{len(data)} of {size} bytes arrived")
+            return data
+
+        return self._attempt(url, request)
+
+    def _filesystem(self, url: str) -> Any:
+        """fsspec's filesystem for a URL, without caches of its own."""
+        scheme = url.partition("://")[0]
+        if scheme not in self._filesystems:
+            import fsspec
+
+            # We try again ourselves; where the client does so too, attempts multiply and waits add up.
+            once = {"config_kwargs": {"retries": {"max_attempts": 0}}} if scheme in ("s3", "s3a") else {}
+            try:
+                made = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **once)
+                made.retries = 1
+            except ImportError as error:
+                extra = {"gs": "gcs", "gcs": "gcs", "hf": "hub"}.get(scheme, scheme)
+                raise DataError(
+                    f"{shown(url)}: {scheme}:// needs a package that is not installed ({error}). "
+                    f"Install it: pip install 'saccade[{extra}]'"
+                ) from error
+            except ValueError as error:
+                raise DataError(
+                    f"{shown(url)}: no such kind of storage ({error}). Use s3, gs, hf or http(s)"
+                ) from error
+            self._filesystems.setdefault(scheme, made)
+        return self._filesystems[scheme]
+
+    def _call(self, url: str, method: str, **arguments: Any) -> Any:
+        """A method of the filesystem. Asynchronous ones take a time limit; the others buffer files unless told not to."""
+        filesystem = self._filesystem(url)
+        if getattr(filesystem, "async_impl", False):
+            arguments["timeout"] = self._config.timeout_s
+        elif method == "cat_file":
+            arguments["cache_type"] = "none"
+        return getattr(filesystem, method)(url, **arguments)
+
+    def _attempt(self, url: str, action: Callable[[], T]) -> T:
+        """Do it, again after faults that may pass, and say in one error why it did not work."""
+        wait_s = self._config.first_wait_s
+        for attempt in range(1, self._config.max_attempts + 1):
+            try:
+                return action()
+            except DataError:
+                raise
+            except Exception as error:  # each filesystem and each of their HTTP clients brings its own classes
+                fault = _fault(error)
+                if fault is not _PASSING or attempt == self._config.max_attempts:
+                    kind = _AbsentError if fault in (_MISSING, _DENIED) else DataError
+                    tried = f" after {attempt} attempts" if attempt > 1 else ""
+                    raise kind(f"{shown(url)}: {_reason(error)}{tried}. {fault}") from error
+                time.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311
+                wait_s = min(2 * wait_s, 16.0)
+        raise AssertionError("the last attempt returns or raises")
+
+
+# ------------------------------------------------------------------ what a fault means
+
+
+class _AbsentError(DataError):
+    """The file is not there, or not for us."""
+
+
+_MISSING = "There is no such file or folder: check the path"
+_DENIED = "Access is denied: check the credentials, and that they may read this path"
+_PASSING = "The connection or the server failed each time: check both, then run again"
+_OTHER = "Check the path and the server"
+
+_PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
+_PASSING_CODES = {
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "RequestTimeout",
+    "InternalError",
+    "ServiceUnavailable",
+}
+_PASSING_ERRNO = {
+    errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.EHOSTUNREACH,
+    errno.ENETUNREACH, errno.ENETDOWN, errno.EBUSY, errno.EAGAIN, errno.EINTR,
+}  # fmt: skip
+_PASSING_CLASSES = {"ClientConnectionError", "ClientPayloadError", "HTTPClientError", "TransportError", "ProtocolError"}
+"""Base classes of connections that broke: aiohttp's (two), botocore's, httpx's, urllib3's."""
+
+
+def _fault(error: BaseException) -> str:
+    """What to tell the user; `_PASSING` if another attempt may work.
+
+    The first cause knows best: fsspec's HTTP answers "file not found" to every failed look at a file.
+    """
+    chain = [error]
+    while len(chain) < 5 and (cause := chain[-1].__cause__ or chain[-1].__context__):
+        chain.append(cause)
+    for each in reversed(chain):
+        status = _status(each)
+        if isinstance(each, FileNotFoundError) or status in (404, 410):
+            return _MISSING
+        if isinstance(each, PermissionError) or status in (401, 403) or type(each).__name__ == "NoCredentialsError":
+            return _DENIED
+        names = {base.__name__ for base in type(each).__mro__}
+        if (
+            status in _PASSING_STATUS
+            or _code(each) in _PASSING_CODES
+            or isinstance(each, TimeoutError | asyncio.TimeoutError | ConnectionError)
+            or (isinstance(each, OSError) and each.errno in _PASSING_ERRNO)
+            or names & _PASSING_CLASSES
+        ):
+            return _PASSING
+    return _OTHER
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status an error carries, wherever its library keeps it."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if hasattr(error, "status"):
+        status = error.status
+    else:
+        status = getattr(response, "status_code", response) or getattr(error, "code", None)
+    return int(status) if re.fullmatch("[1-5][0-9][0-9]", str(status)) else None
+
+
+def _code(error: BaseException) -> str | None:
+    response = getattr(error, "response", None)
+    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+
+
+def _reason(error: BaseException) -> str:
+    """One line, without URLs: they may hold secrets."""
+    text = re.sub(r"(,? url=)?'?\w+://\S+", "", " ".join(str(error).split()))[:200].strip(" .,:")
+    return f"{type(error).__name__} {text}".strip()

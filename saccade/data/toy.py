@@ -1,0 +1,63 @@
+"""A toy set that can be learned in minutes on a laptop: pictures of one coloured shape, with a question about it.
+
+    draw a shape -> ask for its colour or its form -> one sample
+
+Every picture is drawn from its number and the seed alone, so a held-out set is another range of numbers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from saccade.data.sample import Sample
+from saccade.data.shards import ShardWriter
+
+COLOURS = {
+    "red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 90, 200), "yellow": (240, 210, 20),
+    "purple": (128, 50, 160), "orange": (255, 127, 14), "white": (245, 245, 245), "black": (15, 15, 15),
+}  # fmt: skip
+SHAPES = ("circle", "square", "triangle", "bar")
+QUESTIONS = {"colour": "What colour is it?", "shape": "What shape is it?"}
+GROUND = (120, 140, 150)
+
+
+def write_toy_shards(folder: str | Path, *, first: int, count: int, seed: int = 0, side: int = 112) -> None:
+    """Write the samples `first` .. `first + count` into shards of 500."""
+    with ShardWriter(folder, max_samples=500) as writer:
+        for number in range(first, first + count):
+            writer.write(toy_sample(number, seed=seed, side=side))
+
+
+def toy_sample(number: int, *, seed: int = 0, side: int = 112) -> Sample:
+    """One picture, one question, one word for an answer."""
+    rng = random.Random(f"{seed}/{number}")  # noqa: S311 (a drawing, not a secret)
+    colour, shape, kind = rng.choice(sorted(COLOURS)), rng.choice(SHAPES), rng.choice(sorted(QUESTIONS))
+    answer = colour if kind == "colour" else shape
+    description = {"questions": [{"question": QUESTIONS[kind], "answer": answer, "kind": kind}], "source": "toy"}
+    members = {"png": _draw(shape, colour, rng, side), "json": json.dumps(description).encode()}
+    return Sample(key=f"{number:08d}", source="toy", members=members)
+
+
+def _draw(shape: str, colour: str, rng: random.Random, side: int) -> bytes:
+    """A shape of random size and place on a noisy ground."""
+    picture = Image.new("RGB", (side, side), tuple(channel + rng.randint(-15, 15) for channel in GROUND))
+    radius = rng.randint(side // 6, side // 3)
+    x, y = (rng.randint(radius, side - radius) for _ in range(2))
+    pen, fill = ImageDraw.Draw(picture), tuple(max(0, min(255, c + rng.randint(-12, 12))) for c in COLOURS[colour])
+    box = (x - radius, y - radius, x + radius, y + radius)
+    if shape == "circle":
+        pen.ellipse(box, fill=fill)
+    elif shape == "square":
+        pen.rectangle(box, fill=fill)
+    elif shape == "triangle":
+        pen.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill=fill)
+    else:
+        pen.rectangle((x - radius, y - radius // 4, x + radius, y + radius // 4), fill=fill)
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,103 @@
+"""Whether a step is good, and what to do when it is not. Plain decisions over plain numbers.
+
+    accept     the update is made
+    skip       the gradients are dropped, the samples are named, the next batch is tried
+    roll back  too many skips in a row: the weights go back to the last saved state, the data goes on from here
+    give up    it has gone back too often
+
+Every rank is given the same numbers (they are summed over the ranks), so every rank decides alike.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from saccade.train.config import GuardConfig
+
+
+class Action(Enum):
+    """What is done with a step."""
+
+    ACCEPT = "accept"
+    SKIP = "skip"
+    ROLL_BACK = "roll back"
+    GIVE_UP = "give up"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A decision and why."""
+
+    action: Action
+    reason: str | None = None
+    """What was wrong with the step; None when nothing was."""
+
+
+class Guard:
+    """Judges one step after another."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self._config = config
+        self._losses: deque[float] = deque(maxlen=config.window)
+        self._num_skips = 0
+        self._num_rollbacks = 0
+
+    def judge(self, loss: float, grad_norm: float) -> Verdict:
+        """Decide about a step from its loss and gradient norm."""
+        reason = self._fault(loss, grad_norm)
+        if reason is None:
+            self._losses.append(loss)
+            self._num_skips = 0
+            return Verdict(Action.ACCEPT)
+        self._num_skips += 1
+        if self._num_skips < self._config.max_skips:
+            return Verdict(Action.SKIP, reason)
+        self._num_skips = 0
+        if self._num_rollbacks == self._config.max_rollbacks:
+            return Verdict(Action.GIVE_UP, reason)
+        self._num_rollbacks += 1
+        return Verdict(Action.ROLL_BACK, reason)
+
+    def _fault(self, loss: float, grad_norm: float) -> str | None:
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not math.isfinite(grad_norm):
+            return f"the gradient norm is {grad_norm}"
+        if grad_norm > self._config.max_grad_norm:
+            return f"the gradient norm {grad_norm:.4g} is above max_grad_norm {self._config.max_grad_norm:.4g}"
+        if loss > self.limit:
+            return f"the loss {loss:.4g} is a spike: above {self.limit:.4g}, after a mean of {self._mean:.4g}"
+        return None
+
+    @property
+    def limit(self) -> float:
+        """The loss above which a step is a spike; infinite until there is something to compare with."""
+        if len(self._losses) < min(self._config.min_history, self._config.window):
+            return math.inf
+        mean = self._mean
+        spread = math.sqrt(sum((loss - mean) ** 2 for loss in self._losses) / len(self._losses))
+        by_spread = max(mean + self._config.spike_sigmas * spread, mean * self._config.spike_floor)
+        by_factor = mean * self._config.spike_factor
+        # inf * 0 is not a number: a window without spread, or of zero loss, sets no limit where none is asked for.
+        return min(inf_if_nan(by_spread), inf_if_nan(by_factor))
+
+    @property
+    def _mean(self) -> float:
+        return sum(self._losses) / len(self._losses)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All it remembers, as JSON."""
+        return {"losses": list(self._losses), "num_skips": self._num_skips, "num_rollbacks": self._num_rollbacks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what another one did."""
+        self._losses = deque(state["losses"], maxlen=self._config.window)
+        self._num_skips, self._num_rollbacks = state["num_skips"], state["num_rollbacks"]
+
+
+def inf_if_nan(value: float) -> float:
+    """The value; infinity where it is not a number."""
+    return math.inf if math.isnan(value) else value

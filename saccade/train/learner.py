@@ -1,0 +1,96 @@
+"""The model and its optimizer as one thing: it takes rows, moves, is saved and taken up again."""
+
+from torch import Tensor
+
+from saccade.errors import CheckpointError
+from saccade.train.checkpoint import SavedState, load_tensors, stored_names
+from saccade.train.feed import Row
+from saccade.train.optimizer import Optimizer, total_norm
+from saccade.train.parallelize import Parallelized
+from saccade.world import World
+
+
+class Learner:
+    """What learns in a stage."""
+
+    def __init__(
+        self, parallel: Parallelized, optimizer: Optimizer, world: World, *, reduce_each_row: bool = True
+    ) -> None:
+        self.parallel, self.optimizer, self._world = parallel, optimizer, world
+        self._reduce_each_row = reduce_each_row
+        self._parameters = dict(parallel.model.named_parameters())
+        self.trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
+        """Parameters that this stage or one before has changed; the others are as in the folder the run began with."""
+
+    # -------------------------------------------------------------- a step
+
+    def backward(self, row: Row, count: Tensor, *, is_last_row: bool) -> tuple[Tensor, Tensor]:
+        """Add a row's gradients; (its loss, its sums by source), on the device. `count`: learned tokens of the step."""
+        self.parallel.sync_gradients(is_last_row=is_last_row, each_row=self._reduce_each_row)
+        # FSDP and DDP average over the ranks where we want the sum, so every rank's loss is taken times their number.
+        share = count / self._world.size
+        loss, by_source = self.parallel.wrapped(row.inputs, row.labels, share, row.num_learned, row.by_source)
+        loss.backward()
+        return loss.detach() / self._world.size, by_source
+
+    def grad_norm(self) -> Tensor:
+        """Norm of all gradients, the same on every rank, on the device."""
+        return total_norm(self._parameters.values()).to(self._world.device)
+
+    def without_gradient(self) -> list[str]:
+        """Parameters that should learn and were given no gradient."""
+        return [
+            name for name, parameter in self._parameters.items() if parameter.requires_grad and parameter.grad is None
+        ]
+
+    def step(self, lr_factor: float, grad_scale: float) -> None:
+        """Move the parameters and drop the gradients."""
+        self.optimizer.step(lr_factor, grad_scale)
+        self.optimizer.zero_grad()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a bad step."""
+        self.optimizer.zero_grad()
+        self.parallel.forget_gradients()
+
+    # -------------------------------------------------------------- saved and loaded
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter at its best precision: the fp32 master where it has one."""
+        masters = self.optimizer.masters
+        return {name: masters.get(name, parameter.detach()) for name, parameter in self._parameters.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All there is to save: changed parameters and the optimizer's state, by name. The originals, not copies."""
+        weights = {f"parameter/{name}": tensor for name, tensor in self.weights().items() if name in self.trained}
+        return weights | {name: tensor for moments in self._moments().values() for name, tensor in moments.items()}
+
+    def _moments(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's state of each parameter, by the names it is saved under."""
+        state = self.optimizer.state_dict()["state"]
+        return {
+            name: {f"optimizer/{name}/{key}": tensor for key, tensor in tensors.items()}
+            for name, tensors in state.items()
+        }
+
+    def load_weights(self, state: SavedState) -> None:
+        """Take over every parameter that the run had changed when the state was saved."""
+        stored = {name.removeprefix("parameter/") for name in stored_names(state) if name.startswith("parameter/")}
+        if unknown := sorted(stored - self._parameters.keys()):
+            raise CheckpointError(
+                f"{state.path}: {', '.join(unknown[:4])} are not in this model. Give the run another folder"
+            )
+        weights = self.weights()
+        load_tensors(state, {f"parameter/{name}": weights[name] for name in stored}, self._world)
+        self.optimizer.write_parameters()
+        self.trained |= stored
+
+    def load_optimizer(self, state: SavedState, *, num_steps: int, only_shared: bool = False) -> None:
+        """Take over the optimizer's state: as a whole, or of the parameters that learned then and learn now."""
+        stored = stored_names(state)
+        wanted: dict[str, Tensor] = {}
+        for moments in self._moments().values():
+            if not only_shared or moments.keys() <= stored:
+                wanted |= moments
+        load_tensors(state, wanted, self._world)
+        self.optimizer.num_steps = num_steps

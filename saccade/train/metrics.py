@@ -1,0 +1,293 @@
+"""What a step costs, how fast it went, and the one line that says so.
+
+Work is counted from shapes alone, on the host, before a row goes to the device (`row_work`); it adds up over rows and ranks.
+Model FLOPs are those of the matrix products: decoder, head (learned tokens: others are dropped before it), tower and projector,
+and attention, 4 n^2 d with the causal half counted once, tower blocks over whole images or over windows. Training costs up to
+three times the forward pass: a part that is frozen needs no gradients of its weights, and none of its activations unless
+something before it learns. What is recomputed is not counted.
+
+MFU is those FLOPs over time and the device's peak: `mfu` with the tower and projector, `mfu_decoder` without. A `Meter` collects
+steps and gives one record per interval; the first steps of a process (compiling, memory, caches) stay out of its times.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from saccade.model.config import ModelConfig
+from saccade.processor.inputs import ModelInputs
+
+PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Dense bf16, as published, by a part of the device's name; the first that fits counts."""
+
+Record = dict[str, Any]
+"""What one interval is reduced to: JSON, with None for what is not known."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """bf16 peak of a GPU, per second; None for one that is not in the table, and for a CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of each part, in the order data flows; a multiply-add is two."""
+
+    vision: float
+    projector: float
+    language: float
+    head: float
+
+
+def forward_flops(
+    config: ModelConfig,
+    conversation_lengths: Sequence[int],
+    image_grids: Sequence[Sequence[int]],
+    num_head_tokens: int | None = None,
+) -> Flops:
+    """Forward pass over a packed row. Without `num_head_tokens`, every token goes through the head."""
+    vision, language = config.vision, config.language
+    num_tokens = sum(conversation_lengths)
+    num_head_tokens = num_tokens if num_head_tokens is None else num_head_tokens
+    frames = [rows * columns for count, rows, columns in image_grids for _ in range(count)]
+    patches, num_full = sum(frames), len(vision.full_attention_layers)
+    embedding = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * vision.hidden_size
+    block = 4 * vision.hidden_size**2 + 3 * vision.hidden_size * vision.intermediate_size
+    window = (vision.window_size // vision.patch_size) ** 2
+    keys = sum(n * n for n in frames) * num_full + patches * window * (vision.num_layers - num_full)
+    merged = vision.hidden_size * vision.patches_per_token
+    kv_size = language.num_kv_heads * language.head_dim
+    layer = language.hidden_size * (2 * language.hidden_size + 2 * kv_size + 3 * language.intermediate_size)
+    pairs = sum(n * n for n in conversation_lengths) / 2
+    return Flops(
+        vision=2 * patches * (embedding + block * vision.num_layers) + 4 * keys * vision.hidden_size,
+        projector=2 * patches / vision.patches_per_token * merged * (merged + language.hidden_size),
+        language=(2 * num_tokens * layer + 4 * pairs * language.hidden_size) * language.num_layers,
+        head=2 * num_head_tokens * language.hidden_size * language.vocab_size,
+    )
+
+
+def training_flops(forward: Flops, trained: Iterable[str], *, tied_head: bool) -> Flops:
+    """Forward and backward, given the parts that learn (vision, projector, embedding, language, head)."""
+    learns = set(trained)
+    order = [{"vision"}, {"projector"}, {"embedding", "language"}, {"embedding" if tied_head else "head"}]
+    total, reached = [], set[str]()
+    for flops, parts in zip(forward, order, strict=True):
+        reached |= parts
+        total.append(flops * (1 + bool(parts & learns) + bool(reached & learns)))
+    return Flops(*total)
+
+
+class Work(NamedTuple):
+    """What rows hold and cost. All numbers add up over rows and ranks."""
+
+    samples: float = 0.0
+    """Conversations."""
+    text_tokens: float = 0.0
+    image_tokens: float = 0.0
+    learned_tokens: float = 0.0
+    tower_flops: float = 0.0
+    """Vision tower and projector, forward and backward."""
+    decoder_flops: float = 0.0
+    """Decoder and head, forward and backward."""
+
+    def plus(self, other: "Work") -> "Work":
+        """The sum of both."""
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def row_work(config: ModelConfig, inputs: ModelInputs, num_learned: int, trained: Iterable[str]) -> Work:
+    """The work of one row that is still on the CPU, given the parts that learn."""
+    assert inputs.cu_seqlens.is_cpu, "row_work reads lengths: call it before the row goes to the device"
+    lengths, grids = inputs.cu_seqlens.diff().tolist(), inputs.image_grids.tolist()
+    flops = training_flops(forward_flops(config, lengths, grids, num_learned), trained, tied_head=config.tied_head)
+    num_image_tokens = inputs.image_token_index.shape[0]
+    return Work(
+        samples=inputs.num_conversations,
+        text_tokens=inputs.num_tokens - num_image_tokens,
+        image_tokens=num_image_tokens,
+        learned_tokens=num_learned,
+        tower_flops=flops.vision + flops.projector,
+        decoder_flops=flops.language + flops.head,
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step as the trainer saw it, summed over ranks."""
+
+    number: int
+    """Steps of the run so far, this one included."""
+    loss: float
+    """Per learned token."""
+    grad_norm: float
+    """Before clipping."""
+    seconds: float
+    """From the end of the step before to its own."""
+    data_wait_s: float
+    """Of those, waiting for the next batch."""
+    work: Work
+    """Of all ranks."""
+    source_losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """(sum of the loss, learned tokens) by source."""
+    is_skipped: bool = False
+    """Whether the guard refused it; its loss stays out of the averages."""
+
+
+class Meter:
+    """Steps in, one record per interval out."""
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        world_size: int = 1,
+        peak_flops: float | None = None,
+        num_warmup: int = 3,
+        tokens: int = 0,
+        samples: int = 0,
+    ) -> None:
+        """`num_warmup`: first steps whose times do not count. `tokens`, `samples`: what a resumed run has seen already."""
+        self.tokens, self.samples = tokens, samples
+        """Seen since the run began; they belong into a checkpoint."""
+        self._num_steps, self._world_size, self._peak = num_steps, world_size, peak_flops
+        self._num_warmup = num_warmup
+        self._steps: list[Step] = []
+        self._timed: list[Step] = []
+        self._timed_seconds, self._num_timed = 0.0, 0
+
+    def add(self, step: Step) -> None:
+        """Count one step."""
+        self.tokens += int(step.work.text_tokens + step.work.image_tokens)
+        self.samples += int(step.work.samples)
+        self._steps.append(step)
+        if self._num_warmup > 0:
+            self._num_warmup -= 1
+            return
+        self._timed.append(step)
+        self._timed_seconds += step.seconds
+        self._num_timed += 1
+
+    def record(self, stage: str, lrs: Mapping[str, float], memory_gib: float | None = None) -> Record:
+        """The interval since the last record, and a fresh start. `lrs`: current learning rate by group."""
+        assert self._steps, "a record needs at least one step"
+        steps, number = self._steps, self._steps[-1].number
+        good = [step for step in steps if not step.is_skipped]
+        sources: dict[str, list[tuple[float, float]]] = {}
+        for step in good:
+            for source, sum_and_count in step.source_losses.items():
+                sources.setdefault(source, []).append(sum_and_count)
+        mean_s = self._timed_seconds / self._num_timed if self._num_timed else None
+        record = {
+            "step": number,
+            "stage": stage,
+            "loss": _mean([step.loss for step in good]),
+            "grad_norm": _mean([step.grad_norm for step in good]),
+            "lr": dict(lrs),
+            **self._speeds(),
+            "memory_gib": memory_gib,
+            "eta_s": None if mean_s is None else mean_s * (self._num_steps - number),
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "skipped": len(steps) - len(good),
+            "source_loss": {
+                source: sum(s for s, _ in pairs) / count
+                for source, pairs in sorted(sources.items())
+                if (count := sum(n for _, n in pairs)) > 0
+            },
+        }
+        self._steps, self._timed = [], []
+        return record
+
+    def _speeds(self) -> Record:
+        """Times and rates of the interval; unknown while it warms up."""
+        names = ("ms", "text_tokens_per_s", "image_tokens_per_s", "mfu", "mfu_decoder", "data_wait")
+        if not self._timed:
+            return dict.fromkeys(names)
+        seconds, work = sum(step.seconds for step in self._timed), Work()
+        for step in self._timed:
+            work = work.plus(step.work)
+        available = None if self._peak is None else self._peak * self._world_size * seconds
+        values = (
+            seconds / len(self._timed) * 1e3,
+            work.text_tokens / seconds,
+            work.image_tokens / seconds,
+            None if available is None else (work.tower_flops + work.decoder_flops) / available,
+            None if available is None else work.decoder_flops / available,
+            sum(step.data_wait_s for step in self._timed) / seconds,
+        )
+        return dict(zip(names, values, strict=True))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    """None for no values, or for a mean that JSON cannot hold."""
+    mean = sum(values) / len(values) if values else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def device_memory_gib(device: torch.device) -> float | None:
+    """Most memory in use on a GPU since the last call; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device) / 2**30
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def format_line(record: Record, num_steps: int) -> str:
+    """The record as one aligned line for the log."""
+    tokens = None if record["ms"] is None else record["text_tokens_per_s"] + record["image_tokens_per_s"]
+    rate = max(record["lr"].values(), default=None)
+    fields = [
+        f"step {record['step']:0{len(str(num_steps))}d}/{num_steps}",
+        f"{record['step'] / num_steps:6.1%}",
+        f"loss {_shown(record['loss'], '6.3f')}",
+        f"grad {_shown(record['grad_norm'], '5.2f')}",
+        f"lr {_short_exponent(rate):>6}",
+        f"{_shown(record['ms'], '5.0f')} ms",
+        f"{thousands(tokens):>5} tok/s",
+        f"mfu {_shown(record['mfu'], '4.0%')}",
+        f"data wait {_shown(record['data_wait'], '6.1%')}",
+        f"eta {duration(record['eta_s']):>6}",
+    ]
+    if record["skipped"]:
+        fields.append(f"skipped {record['skipped']}")
+    return "  ".join(fields)
+
+
+def _shown(value: float | None, spec: str) -> str:
+    """The number, or a dash as wide."""
+    return f"{'-':>{spec.split('.')[0]}}" if value is None else f"{value:{spec}}"
+
+
+def _short_exponent(value: float | None) -> str:
+    """2.9e-4 rather than 2.9e-04."""
+    if value is None:
+        return "-"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}" if value else "0"
+
+
+def thousands(value: float | None) -> str:
+    """318k, 1.2M."""
+    if value is None:
+        return "-"
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """2d04h, 2h09m, 3m20s, 12s."""
+    if seconds is None:
+        return "-"
+    for unit, part, letters in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
+        if seconds >= unit:
+            return f"{int(seconds // unit)}{letters[0]}{int(seconds % unit // part):02d}{letters[1]}"
+    return f"{seconds:.0f}s"

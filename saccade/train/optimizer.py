@@ -1,0 +1,298 @@
+"""Moves the parameters: what is kept for each, and how a step is made of it.
+
+    freeze(model.named_parameters(), config)                          # before the model is parallelised
+    optimizer = build_optimizer(model.named_parameters(), config)     # after
+    optimizer.step(lr_factor, grad_scale)
+
+For every trained parameter there is a fp32 master (the parameter itself where it is fp32) and the state of its method:
+
+    adamw       first and second moment in fp32
+    adamw8bit   the same in 8 bits with fp32 scales; vectors and small tensors keep fp32
+    muon        for matrices of the decoder's blocks, momentum in fp32; see `muon.py`
+
+Parameters may be plain tensors or DTensors sharded by rows: element-wise methods work on the local shard, muon gathers. A
+parameter without a gradient counts as one with a gradient of zero, as on a rank that met no image: so a sharded run and a run on
+one device take the same steps. In 8 bits the noise of rounding is the shard's own.
+
+With `offload`, masters and state live in pinned host memory; a step streams them through the device, some tensors at a time.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from saccade.errors import CheckpointError, ConfigError
+from saccade.kernels.adamw import Moment8bit, Settings, adamw, adamw8bit, zero_moment
+from saccade.train.groups import MUON_MATRICES, Group, OptimizerConfig, learning_rates, plan_groups
+from saccade.train.muon import muon_step
+from saccade.train.shards import local_of, shard_of, whole_of
+
+SMALLEST_8BIT = 4096
+"""Tensors of fewer elements keep fp32 moments: they are norms and biases, and 8 bits would save nothing."""
+_STREAMED_BYTES = 512 * 2**20
+"""Host state that is on the device at once when it is offloaded."""
+
+Method = Literal["adamw", "adamw8bit", "muon"]
+NamedParameters = Iterable[tuple[str, Tensor]]
+
+
+def freeze(named_parameters: NamedParameters, config: OptimizerConfig) -> None:
+    """Parameters whose learning rate is 0 take no gradients, all others do. At least one must be left."""
+    parameters = dict(named_parameters)
+    for name, (_, lr) in learning_rates(list(parameters), config).items():
+        parameters[name].requires_grad_(lr > 0.0)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(
+            "every learning rate is 0: nothing would be trained. Set optimizer.lr or one of optimizer.lrs"
+        )
+
+
+def build_optimizer(named_parameters: NamedParameters, config: OptimizerConfig) -> "Optimizer":
+    """Masters and fresh state for every parameter that requires gradients."""
+    parameters = dict(named_parameters)
+    groups = plan_groups({name: parameter.ndim for name, parameter in parameters.items()}, config)
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    unplanned = trained.keys() - {name for group in groups for name in group.parameter_names}
+    assert not unplanned, f"call freeze first: {sorted(unplanned)[:3]} have a learning rate of 0 but require gradients"
+    return Optimizer(trained, [kept for group in groups if (kept := _only(group, trained)).parameter_names], config)
+
+
+def _only(group: Group, names: Mapping[str, Tensor]) -> Group:
+    """The group without parameters that are frozen for other reasons."""
+    decayed, undecayed = (tuple(name for name in part if name in names) for part in (group.decayed, group.undecayed))
+    return group._replace(decayed=decayed, undecayed=undecayed)
+
+
+@dataclass
+class _Slot:
+    """A parameter and what is kept for it: this rank's shard of it, where it is sharded."""
+
+    parameter: Tensor
+    method: Method
+    held: dict[str, Tensor]
+    """Moments by name, and `master` where the parameter is not fp32 itself."""
+    age: Tensor
+    """int64 scalar on the CPU: steps taken since the state was zero."""
+
+
+class Optimizer:
+    """The trained parameters of a model, their masters and state."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], groups: Sequence[Group], config: OptimizerConfig) -> None:
+        self.groups = list(groups)
+        self.num_steps = 0
+        """Steps taken in all. Corrections of bias go by each parameter's own count, which is part of its state."""
+        self._config = config
+        self._slots = {name: _open_slot(name, parameter, config) for name, parameter in parameters.items()}
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """The fp32 weights by name, sharded as the parameters are. They are the originals: what is loaded into them counts."""
+        self._settle()
+        return {
+            name: whole_of(slot.parameter, slot.held["master"]) if "master" in slot.held else slot.parameter
+            for name, slot in self._slots.items()
+        }
+
+    @torch.no_grad()
+    def step(self, lr_factor: float, grad_scale: float = 1.0) -> None:
+        """Move every parameter: at `lr_factor` times its group's rate, with `grad_scale` times its gradient. No host sync."""
+        config = self._config
+        self.num_steps += 1
+        for group in self.groups:
+            for names, decay in ((group.decayed, config.weight_decay), (group.undecayed, 0.0)):
+                for slots in self._alike([self._slots[name] for name in names]):
+                    step = int(slots[0].age) + 1
+                    lr = group.lr * lr_factor
+                    self._update(slots, Settings(lr, config.beta1, config.beta2, config.eps, decay, step, grad_scale))
+                    for slot in slots:
+                        slot.age.fill_(step)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for slot in self._slots.values():
+            slot.parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """`step`, and under `state` what is kept for every parameter by name: the originals, sharded as the parameters are.
+
+        Masters are not in it; a checkpoint keeps them as the weights themselves.
+        """
+        self._settle()
+        state = {
+            name: {key: whole_of(slot.parameter, x) for key, x in slot.held.items() if key != "master"}
+            | {"step": slot.age}
+            for name, slot in self._slots.items()
+        }
+        return {"step": torch.tensor(self.num_steps), "state": state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Take over what `state_dict` gave: whole tensors, or DTensors sharded as the parameters are.
+
+        `partial`: parameters that one side does not know are passed over; those of ours keep the state they have.
+        """
+        mine, other = self.state_dict()["state"], state_dict["state"]
+        if not partial:
+            _check_same_parameters(mine.keys(), other.keys())
+        for name in (name for name in mine if name in other):
+            _check_same_kind(name, mine[name], other[name])
+            for key, target in mine[name].items():
+                _copy(other[name][key], target)
+        self.num_steps = int(state_dict["step"])
+
+    @torch.no_grad()
+    def write_parameters(self) -> None:
+        """Masters into the parameters of lower precision: after a checkpoint was loaded into the masters."""
+        for slot in self._slots.values():
+            if "master" in slot.held:
+                local_of(slot.parameter).copy_(slot.held["master"], non_blocking=True)
+
+    def _settle(self) -> None:
+        """Offloaded state is copied back behind the host's back: wait for it before the host looks."""
+        if self._config.offload and torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _alike(self, slots: Sequence[_Slot]) -> Iterator[list[_Slot]]:
+        """Slots that one call can update: of one method and age, all or none with a master, and not too many to stream."""
+        lists: dict[tuple[Method, int, bool], list[_Slot]] = {}
+        for slot in slots:
+            lists.setdefault((slot.method, int(slot.age), "master" in slot.held), []).append(slot)
+        for alike in lists.values():
+            yield from _portions(alike, _STREAMED_BYTES) if self._config.offload else [alike]
+
+    def _update(self, slots: list[_Slot], settings: Settings) -> None:
+        """One call over slots that are alike."""
+        parameters = [local_of(slot.parameter) for slot in slots]
+        gradients = [_gradient(slot.parameter) for slot in slots]
+        held = [_fetched(slot.held, parameters[0].device) if self._config.offload else slot.held for slot in slots]
+        masters = [tensors.get("master", x) for tensors, x in zip(held, parameters, strict=True)]
+        written = parameters if "master" in slots[0].held else None
+        if slots[0].method == "adamw":
+            adamw(gradients, masters, [x["first"] for x in held], [x["second"] for x in held], written, settings)
+        elif slots[0].method == "adamw8bit":
+            first = [Moment8bit(x["first"], x["first_scale"]) for x in held]
+            second = [Moment8bit(x["second"], x["second_scale"]) for x in held]
+            adamw8bit(gradients, masters, first, second, written, settings)
+        else:
+            for i, slot in enumerate(slots):
+                muon_step(
+                    slot.parameter, gradients[i], masters[i], held[i]["momentum"], self._config.momentum, settings
+                )
+                if written is not None:
+                    written[i].copy_(masters[i])
+        if self._config.offload:
+            for slot, tensors in zip(slots, held, strict=True):
+                _put_back(tensors, slot.held)
+
+
+def _open_slot(name: str, parameter: Tensor, config: OptimizerConfig) -> _Slot:
+    """Fresh state of zero, and the master."""
+    local, method = local_of(parameter.detach()), _method(name, parameter, config)
+    held = {} if local.dtype == torch.float32 else {"master": local.float()}
+    if method == "adamw8bit":
+        first, second = (zero_moment(local, dtype) for dtype in (torch.int8, torch.uint8))
+        held |= {"first": first.codes, "first_scale": first.scales}
+        held |= {"second": second.codes, "second_scale": second.scales}
+    else:
+        for key in ("momentum",) if method == "muon" else ("first", "second"):
+            held[key] = torch.zeros_like(local, dtype=torch.float32)
+    if config.offload and local.is_cuda:
+        held = {key: x.cpu().pin_memory() for key, x in held.items()}
+    return _Slot(parameter, method, held, age=torch.tensor(0))
+
+
+def _method(name: str, parameter: Tensor, config: OptimizerConfig) -> Method:
+    if config.kind == "muon" and parameter.ndim == 2 and re.search(MUON_MATRICES, name):
+        return "muon"
+    if config.kind == "adamw8bit" and parameter.ndim > 1 and parameter.numel() >= SMALLEST_8BIT:
+        return "adamw8bit"
+    return "adamw"
+
+
+def _portions(slots: Sequence[_Slot], max_bytes: int) -> Iterator[list[_Slot]]:
+    """Runs of slots whose state stays within `max_bytes`, at least one each."""
+    portion: list[_Slot] = []
+    size = 0
+    for slot in slots:
+        added = sum(x.nbytes for x in slot.held.values())
+        if portion and size + added > max_bytes:
+            yield portion
+            portion, size = [], 0
+        portion.append(slot)
+        size += added
+    if portion:
+        yield portion
+
+
+def _fetched(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The tensors on the device; those that are there already are not copied."""
+    return {key: x.to(device, non_blocking=True) for key, x in held.items()}
+
+
+def _put_back(fetched: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+    """Copies of host tensors back home. The next step reads them on the same stream, so nothing waits."""
+    for key, x in fetched.items():
+        if x is not held[key]:
+            held[key].copy_(x, non_blocking=True)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """This rank's shard of the gradient; zero where there is none."""
+    local = local_of(parameter)
+    return torch.zeros_like(local) if parameter.grad is None else local_of(parameter.grad).contiguous()
+
+
+def total_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """L2 norm of all gradients together, on the device: a fp32 scalar, the same on every rank. No host sync.
+
+    Every rank must hold gradients of the same parameters: the squares of shards are summed over the ranks that hold them.
+    """
+    shards: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient, key = parameter.grad, None
+        if isinstance(gradient, DTensor):
+            assert not any(placement.is_partial() for placement in gradient.placements), "gradients are reduced"
+            axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
+            key = (gradient.device_mesh, axes)
+        if gradient is not None:
+            shards.setdefault(key, []).append(local_of(gradient.detach()))
+    squares = []
+    for key, gradients in shards.items():
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+        square = torch.stack(norms).square().sum()
+        for axis in key[1] if key else ():
+            dist.all_reduce(square, group=key[0].get_group(axis))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Into `target` in place: from a tensor sharded alike, or from a whole one."""
+    if isinstance(target, DTensor) and not isinstance(source, DTensor):
+        source = shard_of(source.to(target.device), target)
+    if local_of(source).data_ptr() != local_of(target).data_ptr():
+        local_of(target).copy_(local_of(source))
+
+
+def _check_same_parameters(mine: Set[str], other: Set[str]) -> None:
+    missing, unknown = sorted(mine - other), sorted(other - mine)
+    if missing or unknown:
+        raise CheckpointError(
+            f"optimizer state: {len(missing)} trained parameters are not in it ({', '.join(missing[:3]) or '-'}), {len(unknown)} of "
+            f"its parameters are not trained ({', '.join(unknown[:3]) or '-'}). Resume with the learning rates it was saved with"
+        )
+
+
+def _check_same_kind(name: str, mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    if mine.keys() != other.keys():
+        raise CheckpointError(
+            f"optimizer state of {name} holds {', '.join(other)}; {', '.join(mine)} are needed. "
+            "Resume with the optimizer.kind it was saved with"
+        )

@@ -1,0 +1,65 @@
+"""The learning rate over a run, as a factor on each group's peak. Plain numbers: no torch, no state to save.
+
+    cosine     warm-up, then half a cosine down to `final_factor`
+    linear     warm-up, then a straight line down to `final_factor`
+    wsd        warm-up, then 1 until the last `decay_steps`, then a straight line down to `final_factor`
+    constant   warm-up, then 1
+
+Steps count from 0. Warm-up rises in equal parts and is complete at step `warmup_steps - 1`, so no step is taken with a rate of
+zero; `final_factor` would be reached at step `num_steps`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from saccade.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How the learning rate rises and falls."""
+
+    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """The shape after warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises to its peak."""
+    decay_steps: int | None = None
+    """wsd only: steps at the end over which the rate falls; a tenth of the run where not given."""
+    final_factor: float = 0.1
+    """Share of the peak that is left at the end; constant has none to reach."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps is {self.warmup_steps}; give 0 or more")
+        if not 0.0 <= self.final_factor <= 1.0:
+            raise ConfigError(f"final_factor is {self.final_factor}; it is a share of the peak, between 0 and 1")
+        if self.decay_steps is not None and self.kind != "wsd":
+            raise ConfigError(f"decay_steps is for kind = 'wsd'; {self.kind!r} would ignore it. Remove it")
+        if self.decay_steps is not None and self.decay_steps < 1:
+            raise ConfigError(f"decay_steps is {self.decay_steps}; give 1 or more, or use kind = 'constant'")
+
+    def check(self, num_steps: int) -> None:
+        """Refuse a run too short for its own warm-up and decay."""
+        if num_steps < 1:
+            raise ConfigError(f"a run of {num_steps} steps has no learning rate. Give 1 or more")
+        decay = self._decay_steps(num_steps) if self.kind == "wsd" else 0
+        if self.warmup_steps + decay > num_steps:
+            falling = f" and {decay} of decay" if decay else ""
+            raise ConfigError(
+                f"{self.warmup_steps} steps of warm-up{falling} do not fit in {num_steps}. Lower them, or train longer"
+            )
+
+    def factor(self, step: int, num_steps: int) -> float:
+        """Factor on the peak rate for step `step`, counted from 0, of `num_steps`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return 1.0
+        start = num_steps - self._decay_steps(num_steps) if self.kind == "wsd" else self.warmup_steps
+        progress = min(1.0, max(0.0, (step - start) / max(1, num_steps - start)))
+        fallen = (1.0 - math.cos(math.pi * progress)) / 2.0 if self.kind == "cosine" else progress
+        return 1.0 - fallen * (1.0 - self.final_factor)
+
+    def _decay_steps(self, num_steps: int) -> int:
+        return self.decay_steps if self.decay_steps is not None else max(1, num_steps // 10)

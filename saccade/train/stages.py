@@ -1,0 +1,207 @@
+"""A run: its stages one after another, taken up again wherever it ended.
+
+    read the newest state -> for each stage that is not done: build -> take over -> train -> export -> save
+
+A stage always begins from what lies on disk: the folder the run began with, and the newest state over it. Whether that state was
+saved in the middle of this stage or at the end of the one before makes little difference, so a hand-over and a restart after a
+crash are one path. What is taken over:
+
+                            same stage      next stage
+    weights                 all             all
+    optimizer's moments     all             with `continue_optimizer`, of the parameters that learn in both
+    step of the schedule    yes             begins anew
+    position in the data    yes             begins anew
+    losses the guard knows  yes             begins anew
+"""
+
+import dataclasses
+import gc
+import logging
+import platform
+
+import torch
+
+from saccade import __version__
+from saccade.config import encode, load_config, write_config
+from saccade.data.index import open_index
+from saccade.data.loader import Source, Stream, open_stream
+from saccade.errors import ConfigError
+from saccade.train.checkpoint import SavedState, Saver, newest_state, restore_random_state, seed_everything
+from saccade.train.config import StageConfig, TrainConfig, changed_keys
+from saccade.train.feed import Feed
+from saccade.train.groups import part_of
+from saccade.train.guard import Guard
+from saccade.train.journal import Journal
+from saccade.train.learner import Learner
+from saccade.train.optimizer import build_optimizer
+from saccade.train.parallelize import parallelize, trainable_table
+from saccade.train.trackers import Trackers, open_trackers
+from saccade.train.trainer import Ending, Probe, Progress, Trainer
+from saccade.world import World, open_world
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: TrainConfig, *, device: str = "auto", probe: Probe | None = None) -> Ending:
+    """Carry out a recipe, from its beginning or from where its run folder says. Every rank calls it."""
+    with open_world(device) as world:
+        return train_in(world, config, probe=probe)
+
+
+def train_in(world: World, config: TrainConfig, *, probe: Probe | None = None) -> Ending:
+    """The same for ranks that have met already."""
+    _open_run_folder(config, world)
+    with Saver(config.run / "state", config.checkpoint, world) as saver:
+        state = newest_state(saver.folder, world)
+        with _open_trackers(config, state, world) as trackers:
+            for number in range(_first_stage(config, state), len(config.stages)):
+                if _run_stage(config, number, saver, trackers, world, probe) is Ending.STOPPED:
+                    return Ending.STOPPED
+                _free_memory(world)
+    return Ending.FINISHED
+
+
+def _free_memory(world: World) -> None:
+    """What a stage has left must be gone before the next one is built."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _open_run_folder(config: TrainConfig, world: World) -> None:
+    """Write the resolved settings; say what has changed since the run was last started."""
+    if world.is_main:
+        file = config.run / "config.toml"
+        config.run.mkdir(parents=True, exist_ok=True)
+        if file.exists() and (changes := changed_keys(load_config(TrainConfig, file), config)):
+            logger.warning("settings have changed since this run was last started: %s", "; ".join(changes))
+        write_config(config, file)
+        logger.info(
+            "saccade %s, torch %s, python %s; run %s on %d x %s",
+            __version__, torch.__version__, platform.python_version(), config.run, world.size, world.device.type,
+        )  # fmt: skip
+    world.barrier()
+
+
+def _open_trackers(config: TrainConfig, state: SavedState | None, world: World) -> Trackers:
+    """The main rank's trackers; none for the others."""
+    if not world.is_main:
+        return Trackers({})
+    return open_trackers(config.log.trackers, config.run, step=state.step if state else 0, settings=encode(config))
+
+
+def _first_stage(config: TrainConfig, state: SavedState | None) -> int:
+    """The stage to begin or go on with; one that was done and has been made longer since is gone on with."""
+    if state is None:
+        return 0
+    number = int(state.progress["stage"])
+    if number >= len(config.stages):
+        raise ConfigError(
+            f"{config.run} is in stage {number}, the recipe has {len(config.stages)}, counted from 0. Use the recipe the run was "
+            "made with, or another run folder"
+        )
+    if state.progress["is_stage_done"] and state.progress["stage_step"] >= (config.stages[number].known_steps or 0):
+        number += 1
+    if number == len(config.stages):
+        logger.info("every stage of this run is done. Give it more steps, or another run folder")
+    return number
+
+
+def _run_stage(
+    config: TrainConfig, number: int, saver: Saver, trackers: Trackers, world: World, probe: Probe | None
+) -> Ending:
+    """Build what the stage needs, take over what was saved, train."""
+    stage = config.stages[number]
+    parallel = parallelize(config.model.folder, stage, config.parallel, world, dtype=config.model.dtype)
+    optimizer = build_optimizer(parallel.model.named_parameters(), stage.optimizer)
+    learner = Learner(parallel, optimizer, world, reduce_each_row=config.parallel.reduce_each_row)
+    guard = Guard(config.guard)
+    progress = _take_over(newest_state(saver.folder, world), number, stage, learner, guard, world, config.seed)
+    logger.info(
+        "stage %s from step %d, %s\n%s", stage.name, progress.step, parallel.strategy, trainable_table(parallel.model)
+    )
+    with _open_data(config, stage, progress, world) as stream:
+        return Trainer(
+            config=config,
+            stage=stage,
+            progress=progress,
+            learner=learner,
+            feed=Feed(stream, parallel.model.config, _trained_parts(learner), world.device),
+            guard=guard,
+            saver=saver,
+            journal=Journal(trackers, stage.name, config.log.every, world),
+            world=world,
+            num_samples=_num_samples(stage),
+            probe=probe,
+        ).run()
+
+
+def _take_over(
+    state: SavedState | None, number: int, stage: StageConfig, learner: Learner, guard: Guard, world: World, seed: int
+) -> Progress:
+    """Load what the newest state has for this stage; see the table above."""
+    if state is None:
+        seed_everything(seed + world.rank)
+        return Progress(stage=number)
+    learner.load_weights(state)
+    names = [field.name for field in dataclasses.fields(Progress)]
+    progress = Progress(**{name: state.progress[name] for name in names})
+    if progress.stage == number:
+        learner.load_optimizer(state, num_steps=state.progress["optimizer_steps"])
+        guard.load_state_dict(state.progress["guard"])
+        restore_random_state(state, world, seed)
+        progress.is_stage_done = False
+        return progress
+    if stage.continue_optimizer:
+        learner.load_optimizer(state, num_steps=state.progress["optimizer_steps"], only_shared=True)
+    seed_everything(seed + world.rank)
+    return Progress(stage=number, step=progress.step, samples=progress.samples, tokens=progress.tokens)
+
+
+def _trained_parts(learner: Learner) -> set[str]:
+    """The parts of the model that learn in this stage; a head that is the embedding learns with it."""
+    model = learner.parallel.model
+    parts = {part_of(name) or "" for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return parts | ({"head"} if model.config.tied_head and "embedding" in parts else set())
+
+
+# ------------------------------------------------------------------ data
+
+
+def _open_data(config: TrainConfig, stage: StageConfig, progress: Progress, world: World) -> Stream:
+    """This rank's stream of the stage. The main rank opens first: it may have to build the index."""
+    if world.is_main:
+        stream = _open_stream(config, stage, progress, world)
+    world.barrier()
+    if not world.is_main:
+        stream = _open_stream(config, stage, progress, world)
+    return stream
+
+
+def _open_stream(config: TrainConfig, stage: StageConfig, progress: Progress, world: World) -> Stream:
+    data = stage.data
+    return open_stream(
+        [Source(path=source.path, weight=source.weight, name=source.name) for source in data.sources],
+        checkpoint=config.model.folder,
+        token_budget=data.token_budget,
+        patch_budget=data.patch_budget,
+        rows_per_batch=data.rows_per_step,
+        block_samples=data.block_samples,
+        seed=config.seed,
+        num_epochs=stage.epochs,
+        rank=world.rank,
+        num_ranks=world.size,
+        state=progress.data,
+        resize=data.resize,
+        num_workers=data.workers,
+        max_bad_share=data.max_bad_share,
+        bad_log=config.run / "bad_samples.jsonl",
+    )
+
+
+def _num_samples(stage: StageConfig) -> int | None:
+    """Samples of the stage, where its length is given in epochs."""
+    if stage.epochs is None:
+        return None
+    sizes = [open_index(source.path).kept_sizes.sum() for source in stage.data.sources]
+    return stage.epochs * int(sum(sizes))

@@ -1,0 +1,239 @@
+"""A row is its samples one by one, as long as they were measured to be; what is bad is left out and named."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from data.making import make_jpeg, make_png, make_sample, make_shards, make_webp, write_samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from saccade.data.collate import Collator, Measurer, RowSetup, RowSource, measure
+from saccade.data.index import build_index, open_index
+from saccade.data.plan import Pick
+from saccade.data.sample import Sample, TextRules, conversations
+from saccade.data.storage import StorageConfig
+from saccade.errors import DataError, UserError
+from saccade.processor import ModelInputs, Processor
+
+RULES = TextRules()
+
+
+@pytest.fixture(scope="module")
+def processor(checkpoint):
+    return Processor.load(checkpoint)
+
+
+def setup_of(checkpoint, *folders, rules=RULES, resize="pillow"):
+    sources = [
+        RowSource(name=folder.name, path=str(folder), fingerprint=open_index(folder).fingerprint, rules=rules)
+        for folder in folders
+    ]
+    return RowSetup(checkpoint=str(checkpoint), resize=resize, sources=tuple(sources), storage=StorageConfig())
+
+
+def picks_of(folder, processor, *, source=0, epoch=0, rules=RULES):
+    """Every sample of a folder, with the lengths measured for it."""
+    index, picks = open_index(folder), []
+    for shard in range(len(index.shards)):
+        for kept_row, row in enumerate(index.kept(shard)):
+            tokens, patches = measure(index.read_sample(shard, row), processor, rules)
+            picks.append(Pick(source, shard, kept_row, epoch, tokens[epoch % len(tokens)], patches))
+    return picks
+
+
+def assert_same_inputs(actual, expected):
+    for field in dataclasses.fields(ModelInputs):
+        left, right = getattr(actual, field.name), getattr(expected, field.name)
+        if isinstance(left, torch.Tensor):
+            assert left.dtype == right.dtype, field.name
+            assert torch.equal(left, right), field.name
+        else:
+            assert left == right, field.name
+
+
+# ------------------------------------------------------------------ lengths
+
+texts = st.text(min_size=1, max_size=40).filter(str.strip)
+pictures = st.builds(
+    lambda make, width, height, orientation: make(width, height, orientation=orientation),
+    st.sampled_from([make_jpeg, make_png, make_webp]),
+    st.integers(1, 120),
+    st.integers(1, 120),
+    st.sampled_from([None, 1, 3, 6, 8]),
+)
+fields = st.one_of(
+    st.fixed_dictionaries({"captions": st.lists(texts, min_size=1, max_size=3)}),
+    st.fixed_dictionaries(
+        {"questions": st.lists(st.fixed_dictionaries({"question": texts, "answer": texts}), min_size=1, max_size=2)}
+    ),
+    st.fixed_dictionaries({"caption": texts}),
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(images=st.lists(pictures, max_size=3), fields=fields)
+def test_the_measure_of_every_variant_is_the_length_of_its_row(processor, images, fields):
+    members = {f"{number}.jpg": data for number, data in enumerate(images)} | {"json": json.dumps(fields).encode()}
+    sample = Sample("key", "made", members)
+    try:
+        rows = [processor.prepare(messages) for messages in conversations(sample, RULES)]
+    except UserError:
+        with pytest.raises(UserError):
+            measure(sample, processor, RULES)
+        return
+    tokens, patches = measure(sample, processor, RULES)
+    assert tokens == [row.num_tokens for row in rows]
+    assert {patches} == {len(row.patches) for row in rows}
+
+
+def test_measuring_decodes_no_pixel(processor):
+    whole = make_sample("a", width=90, height=70)
+    cut = Sample("a", "made", whole.members | {"jpg": whole.members["jpg"][:700]})
+    assert measure(cut, processor, RULES) == measure(whole, processor, RULES)
+
+
+def test_the_fingerprint_is_of_the_processor_and_the_rules(checkpoint, tmp_path):
+    fingerprint = Measurer(str(checkpoint), RULES).fingerprint
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    assert Measurer(str(copy), TextRules()).fingerprint == fingerprint
+    assert Measurer(str(copy), TextRules(caption_prompt="What?")).fingerprint != fingerprint
+    with (copy / "chat_template.jinja").open("a") as file:
+        file.write("{# another #}")
+    assert Measurer(str(copy), RULES).fingerprint != fingerprint
+
+
+# ------------------------------------------------------------------ rows
+
+
+def test_a_row_is_its_samples_one_by_one(checkpoint, processor, tmp_path):
+    folders = [make_shards(tmp_path / name, 1, 4, seed=seed) for seed, name in enumerate(("first", "second"))]
+    write_samples(folders[1] / "00001.tar", [make_sample("two", num_images=2), make_sample("text", num_images=0)])
+    setup = setup_of(checkpoint, *folders)
+    picks = picks_of(folders[0], processor) + picks_of(folders[1], processor, source=1)
+    picks = [picks[number] for number in (5, 0, 8, 9, 2)]
+    made = Collator(setup).make(picks)
+    indexes = [open_index(folder) for folder in folders]
+    samples = [indexes[pick.source].read_sample(pick.shard, pick.kept_row) for pick in picks]
+    expected = processor([conversations(sample, RULES)[0] for sample in samples])
+    assert_same_inputs(made.row.inputs, expected)
+    assert made.row.sample_ids == [
+        "second/00000/000000001", "first/00000/000000000", "second/00001/two", "second/00001/text", "first/00000/000000002"
+    ]  # fmt: skip
+    assert made.row.source_of_conversation == [1, 0, 1, 1, 0]
+    assert made.row.source_names == ["first", "second"]
+    assert made.row.num_learned == int(expected.is_learned.sum()) > 0
+    assert made.bad == []
+    assert made.num_bytes == sum(len(data) for sample in samples for data in sample.members.values())
+
+
+def test_each_epoch_shows_the_next_caption(checkpoint, processor, tmp_path):
+    captions = ["one", "two two", "three three three"]
+    write_samples(tmp_path / "shards" / "00000.tar", [make_sample("a", fields={"captions": captions})])
+    collator = Collator(setup_of(checkpoint, tmp_path / "shards"))
+    for epoch in range(4):
+        row = collator.make(picks_of(tmp_path / "shards", processor, epoch=epoch)).row
+        learned = row.inputs.token_ids[row.inputs.is_learned].tolist()
+        assert processor.decode(learned) == captions[epoch % 3]
+
+
+def test_the_setup_survives_the_way_to_another_process(checkpoint, tmp_path):
+    folder = make_shards(tmp_path / "shards", 1, 1)
+    setup = setup_of(checkpoint, folder, rules=TextRules(system_prompt="Be brief."), resize="torch")
+    assert RowSetup.from_json(json.loads(json.dumps(setup.to_json()))) == setup
+
+
+def test_an_index_rewritten_meanwhile_is_noticed(checkpoint, tmp_path):
+    folder = make_shards(tmp_path / "shards", 1, 2)
+    setup = setup_of(checkpoint, folder)
+    make_shards(folder, 2, 2)
+    build_index(folder)
+    with pytest.raises(DataError, match="rewritten while it was in use"):
+        Collator(setup)
+
+
+# ------------------------------------------------------------------ bad samples
+
+
+def damage(tar, what, replacement):
+    """Overwrite bytes of a shard in place."""
+    data = tar.read_bytes()
+    assert data.count(what) == 1
+    tar.write_bytes(data.replace(what, replacement))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "shards"
+    samples = [make_sample(f"s{number}", seed=number, width=60 + 20 * number) for number in range(5)]
+    write_samples(folder / "00000.tar", samples)
+    build_index(folder)
+    return folder
+
+
+def test_a_damaged_sample_is_left_out_and_named(checkpoint, processor, folder):
+    picks = picks_of(folder, processor)
+    collator = Collator(setup_of(checkpoint, folder))
+    photo = open_index(folder).read_sample(0, 2).members["jpg"]
+    damage(folder / "00000.tar", photo, photo[:-50] + bytes(50))
+    made = collator.make(picks)
+    assert_same_inputs(made.row.inputs, collator.make([picks[number] for number in (0, 1, 3, 4)]).row.inputs)
+    assert made.row.sample_ids == [f"shards/00000/s{number}" for number in (0, 1, 3, 4)]
+    (bad,) = made.bad
+    assert (bad.source, bad.shard, bad.key) == ("shards", "00000.tar", "s2")
+    assert "differs from its checksum" in bad.reason
+
+
+def test_a_picture_that_does_not_decode_is_left_out_and_named(checkpoint, processor, tmp_path):
+    whole = make_sample("whole")
+    cut = Sample("cut", "made", whole.members | {"jpg": whole.members["jpg"][:-900]})
+    write_samples(tmp_path / "shards" / "00000.tar", [cut, whole])
+    made = Collator(setup_of(checkpoint, tmp_path / "shards")).make(picks_of(tmp_path / "shards", processor))
+    assert made.row.sample_ids == ["shards/00000/whole"]
+    assert [bad.key for bad in made.bad] == ["cut"]
+    assert "truncated or corrupt" in made.bad[0].reason
+
+
+def test_samples_behind_the_end_of_a_cut_shard_are_bad(checkpoint, processor, folder):
+    picks = picks_of(folder, processor)
+    collator = Collator(setup_of(checkpoint, folder))
+    with (folder / "00000.tar").open("r+b") as tar:
+        tar.truncate(open_index(folder).spans(0, [3]).begins[0] + 10)
+    made = collator.make(picks)
+    assert [bad.key for bad in made.bad] == ["s3", "s4"]
+    assert made.row.sample_ids == [f"shards/00000/s{number}" for number in range(3)]
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": 1}, {"patches": 4}, {"patches": 400}])
+def test_a_length_that_differs_from_its_file_is_bad_and_has_a_remedy(checkpoint, processor, folder, wrong):
+    picks = picks_of(folder, processor)
+    picks[1] = picks[1]._replace(**wrong)
+    made = Collator(setup_of(checkpoint, folder)).make(picks)
+    assert [bad.key for bad in made.bad] == ["s1"]
+    assert "remove the folder's index/lengths-*" in made.bad[0].reason
+    assert len(made.row.sample_ids) == 4
+    assert len(made.row.inputs.patches) == made.row.inputs.image_grids.prod(-1).sum()
+
+
+def test_a_row_without_a_good_sample_keeps_its_place(checkpoint, processor, folder):
+    picks = picks_of(folder, processor)
+    collator = Collator(setup_of(checkpoint, folder))
+    (folder / "00000.tar").write_bytes(b"")
+    made = collator.make(picks)
+    assert len(made.bad) == 5
+    assert made.row.sample_ids == []
+    assert (made.row.inputs.num_tokens, made.row.inputs.num_conversations, made.row.num_learned) == (0, 0, 0)
+    assert made.row.inputs.patches.shape == (0, collator.patch_dim)
+    assert made.row.inputs.cu_seqlens.tolist() == [0]
+
+
+def test_patches_are_written_where_they_are_wanted(checkpoint, processor, folder):
+    picks = picks_of(folder, processor)
+    collator = Collator(setup_of(checkpoint, folder))
+    memory = np.zeros((sum(pick.patches for pick in picks), collator.patch_dim), dtype=np.uint8)
+    made = collator.make(picks, into=memory)
+    assert made.row.inputs.patches.data_ptr() == memory.ctypes.data
+    assert_same_inputs(made.row.inputs, collator.make(picks).row.inputs)

@@ -1,0 +1,333 @@
+"""Copies are found, what only looks alike is not, the best of a group is kept; on made pictures, and on real photos if there are any."""
+
+import io
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data.making import encode, make_caption, make_picture, make_sample, make_shards, write_samples
+from PIL import Image
+
+from saccade.data.curate import CurationSettings, curate, find_contamination
+from saccade.data.curate.grouping import MAX_COMPARED, candidate_pairs, first_of_equals, leaders, verified_pairs
+from saccade.data.index import open_index
+from saccade.data.sample import images
+from saccade.data.shards import ShardWriter
+from saccade.processor.image import MediaLimits, load_image
+
+
+def repeats(folder):
+    """For every dropped duplicate: its key, its reason, and the key of the sample it repeats."""
+    index = open_index(folder)
+    keys = {name: index.read(shard, ["key"])["key"].to_pylist() for shard, name in enumerate(index.shards)}
+    found = {}
+    for shard, name in enumerate(index.shards):
+        for row, decision in enumerate(index.decisions(shard).to_pylist()):
+            if decision["repeats_shard"] is not None:
+                original = keys[decision["repeats_shard"]][decision["repeats_row"]]
+                found[keys[name][row]] = (decision["reason"], original)
+    return found
+
+
+def curated(folder, samples, **settings):
+    write_samples(folder / "00000.tar", samples)
+    curate(folder, CurationSettings(min_side=8, **settings), num_workers=1)
+    return repeats(folder)
+
+
+def shown(key, image, text=None, seed=0, **fields):
+    """A sample with this image: bytes, or a picture to be encoded as PNG."""
+    data = image if isinstance(image, bytes) else encode(image, "PNG")
+    name = {b"\xff\xd8": "jpg", b"RI": "webp"}.get(data[:2], "png")
+    sample = make_sample(key, seed=seed, text=text, fields=fields)
+    return make_sample(key, members={name: data} | {n: sample.members[n] for n in ("json", "txt")})
+
+
+def copy_of(image, rng):
+    """Resized to 0.5-0.9 and encoded anew as JPEG or WebP of quality 40-90, or as PNG."""
+    scale, quality = rng.uniform(0.5, 0.9), int(rng.integers(40, 91))
+    filters = [getattr(Image.Resampling, name) for name in ("BOX", "BILINEAR", "BICUBIC", "LANCZOS")]
+    size = (round(image.width * scale), round(image.height * scale))
+    smaller = image.resize(size, filters[rng.integers(len(filters))])
+    kind = ("JPEG", "WEBP", "PNG")[rng.integers(3)]
+    return encode(smaller, kind, **({} if kind == "PNG" else {"quality": quality}))
+
+
+def test_planted_copies_are_found_and_nothing_else(tmp_path):
+    rng = np.random.default_rng(0)
+    pictures = {f"original-{n:03d}": make_picture(200, 150, n) for n in range(150)}
+    originals = [
+        shown(key, encode(picture, "JPEG", quality=90), seed=n) for n, (key, picture) in enumerate(pictures.items())
+    ]
+    exact = [
+        shown(f"exact-{key}", encode(picture, "JPEG", quality=90), "another text")
+        for key, picture in list(pictures.items())[:50]
+    ]
+    near = [shown(f"near-{key}", copy_of(picture, rng), "another text") for key, picture in list(pictures.items())[50:]]
+    write_samples(tmp_path / "00001.tar", near)
+    found = curated(tmp_path, exact + originals)
+    pairs = {
+        frozenset((key.removeprefix("exact-").removeprefix("near-"), original.removeprefix("exact-")))
+        for key, (_, original) in found.items()
+    }
+    assert all(len(pair) == 1 for pair in pairs), "nothing but copies"
+    assert sum(reason == "exact duplicate" for reason, _ in found.values()) == 50
+    assert sum(reason == "near-duplicate image" for reason, _ in found.values()) >= 97
+    assert all(key.startswith("near-") for key, (reason, _) in found.items() if reason == "near-duplicate image")
+
+
+def test_the_largest_then_the_longest_then_the_first_of_a_group_is_kept(tmp_path):
+    picture = make_picture(160, 160, 1)
+    samples = [
+        shown("b-small", encode(picture.resize((100, 100)), "JPEG"), "a text that is much longer than the others here"),
+        shown("c-large", picture, "short text"),
+        shown("a-large", picture, "short text"),
+        shown("d-large", picture, "a longer text about it"),
+    ]
+    assert curated(tmp_path, samples) == {
+        "b-small": ("near-duplicate image", "d-large"),
+        "c-large": ("exact duplicate", "d-large"),
+        "a-large": ("exact duplicate", "d-large"),
+    }
+    assert curated(tmp_path, samples[:3])["a-large"] == ("exact duplicate", "c-large")
+
+
+def test_the_one_that_is_kept_has_passed_all_other_rules(tmp_path):
+    picture = make_picture(160, 160, 1)
+    samples = [shown("large", picture, "IMG_1.jpg"), shown("small", picture.resize((120, 120)), "a good caption of it")]
+    write_samples(tmp_path / "00000.tar", samples)
+    report = curate(tmp_path, CurationSettings(), num_workers=1)
+    assert report.dropped == {"boilerplate text": 1}
+
+
+def test_other_captions_of_an_image_are_kept_when_asked_and_other_questions_always(tmp_path):
+    def asked(key, question):
+        return shown(key, make_picture(90, 90, 2), questions=[{"question": question, "answer": "yes"}])
+
+    picture = make_picture(90, 90, 1)
+    samples = [
+        shown("one", picture, "A dog on the grass"),
+        shown("two", picture, "a brown dog runs"),
+        shown("three", encode(picture.resize((70, 70)), "JPEG"), "a dog  on the GRASS"),
+        asked("first", "Is it red?"),
+        asked("second", "Is it blue?"),
+        asked("third", "is it red?"),
+    ]
+    by_image = curated(tmp_path, samples)
+    assert by_image == {
+        "two": ("exact duplicate", "one"),
+        "three": ("near-duplicate image", "one"),
+        "third": ("exact duplicate", "first"),
+    }
+    assert curated(tmp_path, samples, keep_one_per="image and text") == {
+        "three": ("near-duplicate image", "one"),
+        "third": ("exact duplicate", "first"),
+    }
+
+
+def test_samples_of_several_images_repeat_each_other_only_as_a_whole(tmp_path):
+    one, two, three = (make_picture(120, 90, seed) for seed in range(3))
+    png, jpeg = (lambda image: encode(image, "PNG")), (lambda image: encode(image.resize((96, 72)), "JPEG", quality=80))
+
+    def album(key, *datas):
+        return make_sample(
+            key, members={**{f"{n}.png": data for n, data in enumerate(datas)}, "txt": f"{key} of a trip".encode()}
+        )
+
+    samples = [
+        album("album", png(one), png(two)),
+        album("again", jpeg(one), jpeg(two)),
+        album("swapped", png(two), png(one)),
+        album("longer", png(one), png(two), png(three)),
+        shown("alone", one),
+        make_sample("words", members={"txt": b"only a few words"}),
+        make_sample("same-words", members={"txt": b"Only a FEW words"}),
+        make_sample("other-words", members={"txt": b"only other words"}),
+    ]
+    assert curated(tmp_path, samples) == {
+        "again": ("near-duplicate image", "album"),
+        "same-words": ("exact duplicate", "words"),
+    }
+
+
+def page(seed):
+    """A page of print: the same margins and lines, other words."""
+    rng = np.random.default_rng(seed)
+    ink = np.full((600, 480), 255, np.uint8)
+    for line in range(40, 560, 14):
+        letters = rng.random(200) < 0.45
+        letters[rng.integers(0, 200, 35)] = False
+        ink[line : line + 8, 40:440] = np.where(np.repeat(letters, 2), 30, 255)
+    return Image.fromarray(ink).convert("RGB")
+
+
+def test_what_only_looks_alike_is_kept(tmp_path):
+    def chart(*heights):
+        image = Image.new("RGB", (240, 180), "white")
+        for n, height in enumerate(heights):
+            image.paste((40, 110, 200), (20 + 40 * n, 170 - height, 45 + 40 * n, 170))
+        return image
+
+    red, blue = Image.new("RGB", (128, 128), "white"), Image.new("RGB", (128, 128), "white")
+    red.paste((190, 60, 60), (30, 30, 100, 100))
+    blue.paste((60, 102, 190), (30, 30, 100, 100))  # as bright as the red one
+    pictures = [chart(90, 120, 60, 140, 100), chart(90, 120, 95, 140, 100), red, blue, *map(page, range(20))]
+    assert curated(tmp_path, [shown(f"{n}", picture, make_caption(n)) for n, picture in enumerate(pictures)]) == {}
+
+
+def test_blank_pages_are_one_however_many(tmp_path):
+    sizes = [(100 + n % 40, 100 + n // 40) for n in range(400)]
+    blank = [shown(f"white-{n}", Image.new("RGB", size, "white"), make_caption(n)) for n, size in enumerate(sizes)]
+    dark = [shown(f"black-{n}", Image.new("RGB", size, "black"), make_caption(n)) for n, size in enumerate(sizes[:5])]
+    found = curated(tmp_path, blank + dark)
+    assert len(found) == 403
+    assert {original for _, original in found.values()} == {"white-399", "black-4"}
+    assert all(key[:5] == original[:5] for key, (_, original) in found.items())
+
+
+def test_near_duplicate_texts_are_dropped_only_when_asked(tmp_path):
+    text = "A large brown dog is running along the beach with a yellow ball in its mouth at sunset"
+    samples = [
+        shown("long", make_picture(90, 90, 1), text + " today"),
+        shown("plain", make_picture(90, 90, 2), text),
+        shown(
+            "other",
+            make_picture(90, 90, 3),
+            "Two children in red coats are building a snowman in front of a wooden house",
+        ),
+    ]
+    assert curated(tmp_path, samples) == {}
+    assert curated(tmp_path, samples, near_duplicate_texts=True) == {"plain": ("near-duplicate text", "long")}
+
+
+def test_text_that_fits_every_image_is_dropped(tmp_path):
+    samples = [shown(f"stock-{n}", make_picture(90, 90, n), "Stock photo, royalty free") for n in range(5)]
+    samples += [shown(f"fine-{n}", make_picture(90, 90, 10 + n), "a dog on the beach") for n in range(3)]
+    write_samples(tmp_path / "00000.tar", samples)
+    report = curate(tmp_path, CurationSettings(max_images_per_text=3), num_workers=1)
+    assert report.dropped == {"text shared by many images": 5}
+
+
+# ------------------------------------------------------------------ grouping
+
+
+def test_candidates_are_all_pairs_of_a_bucket_and_leaders_are_direct_copies():
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        num_items = int(rng.integers(1, 60))
+        bands = rng.integers(0, 12, (3, num_items)).astype(np.uint32)
+        same = rng.random((num_items, num_items)) < 0.5
+        better, worse = verified_pairs(num_items, candidate_pairs(bands), lambda a, b, same=same: same[a, b])
+        expected = {
+            (a, b) for a in range(num_items) for b in range(a + 1, num_items) if same[a, b] and (bands[:, a] == bands[:, b]).any()
+        }  # fmt: skip
+        assert set(zip(better.tolist(), worse.tolist(), strict=True)) == expected
+        leader = leaders(num_items, (better, worse))
+        for item, lead in enumerate(leader.tolist()):
+            assert leader[lead] == lead
+            assert item == lead or (lead, item) in expected
+            if item == lead:
+                assert not any((other, item) in expected for other in range(item) if leader[other] == other)
+
+
+def test_a_bucket_that_explodes_costs_its_size_not_its_square():
+    num_items = 100_000
+    pairs = sum(len(better) for better, _ in candidate_pairs([np.zeros(num_items, np.uint32)]))
+    assert pairs <= num_items * MAX_COMPARED
+    begin = time.perf_counter()
+    leader = leaders(
+        num_items, verified_pairs(num_items, candidate_pairs([np.zeros(num_items, np.uint32)]), lambda a, _: a == 0)
+    )
+    assert not leader.any(), "all follow the best"
+    assert time.perf_counter() - begin < 10
+
+
+def test_first_of_equals_is_the_smallest_number_with_the_same_keys():
+    rng = np.random.default_rng(2)
+    keys = rng.integers(0, 4, (2, 300)).astype(np.uint64)
+    pairs = list(zip(*keys.tolist(), strict=True))
+    assert first_of_equals(*keys).tolist() == [pairs.index(pair) for pair in pairs]
+    assert first_of_equals(np.zeros(0, np.uint64)).tolist() == []
+
+
+# ------------------------------------------------------------------ contamination
+
+
+def test_evaluation_images_among_training_images_are_found_and_dropped(tmp_path):
+    test, train = tmp_path / "test", tmp_path / "train"
+    pictures = [make_picture(160, 120, seed) for seed in range(6)]
+    write_samples(test / "00000.tar", [shown(f"t{n}", picture) for n, picture in enumerate(pictures)])
+    make_shards(train, 2, 6, seed=100)
+    album = {
+        "0.png": encode(make_picture(160, 120, 50), "PNG"),
+        "1.jpg": encode(pictures[4].resize((120, 90)), "JPEG", quality=70),
+    }
+    leaked = [
+        shown("exact", pictures[1], make_caption(1)),
+        shown("near", encode(pictures[2].resize((100, 75)), "WEBP", quality=60), make_caption(2)),
+        make_sample("album", members={**album, "txt": b"two pictures of a trip"}),
+    ]
+    write_samples(train / "00002.tar", leaked)
+    report = find_contamination(train, test, num_workers=1)
+    assert (report.num_training, report.num_evaluation) == (15, 6)
+    assert [(m.training, m.evaluation, m.is_exact) for m in report.matches] == [
+        ("00002.tar/exact", "00000.tar/t1", True),
+        ("00002.tar/near", "00000.tar/t2", False),
+        ("00002.tar/album", "00000.tar/t4", False),
+    ]
+    result = curate(train, CurationSettings(evaluation_sets=(str(test),)), num_workers=1)
+    assert result.dropped == {"in evaluation set": 3}
+    assert find_contamination(test, train, num_workers=1).num_training == 6
+
+
+# ------------------------------------------------------------------ real photos
+
+
+def flickr():
+    folder = Path(os.environ.get("SACCADE_DATA", "/nowhere")) / "flickr8k"
+    shards = sorted(folder.glob("train-*.tar"))
+    if not shards:
+        pytest.skip("needs flickr8k in $SACCADE_DATA")
+    return shards
+
+
+def test_copies_of_real_photos_are_found_and_no_two_photos_are_taken_for_one(tmp_path):
+    rng = np.random.default_rng(0)
+    for shard in flickr()[:3]:
+        (tmp_path / shard.name).write_bytes(shard.read_bytes())
+    index = open_index(tmp_path)
+    places = [(shard, row) for shard in range(3) for row in range(1000)]
+    with ShardWriter(tmp_path) as writer:
+        for number in rng.permutation(3000)[:600].tolist():
+            photo = images(index.read_sample(*places[number]))[0]
+            data = photo if number % 3 == 0 else copy_of(Image.open(io.BytesIO(photo)), rng)
+            kind = "exact" if number % 3 == 0 else "near"
+            writer.write(shown(f"{kind}-{number}", data, f"copy {number} of a photo"))
+    curate(tmp_path, CurationSettings(), num_workers=1)
+    index = open_index(tmp_path)
+    copies = next(shard for shard, name in enumerate(index.shards) if name == "00000.tar")
+    keys = index.read(copies, ["key"])["key"].to_pylist()
+    originals = {key: places[int(key.partition("-")[2])] for key in keys}
+    found, others = set(), []
+    for shard in range(len(index.shards)):
+        for row, decision in enumerate(index.decisions(shard).to_pylist()):
+            if decision["repeats_shard"] is None:
+                continue
+            one, other = (shard, row), (index.shards.index(decision["repeats_shard"]), decision["repeats_row"])
+            copy = next((keys[row] for shard, row in (one, other) if shard == copies), None)
+            if copy is not None and (originals[copy][0] + 1, originals[copy][1]) in (one, other):
+                found.add(copy)
+            else:
+                others.append((one, other))
+    for kind, least in (("exact", 0.99), ("near", 0.95)):
+        planted = [key for key in keys if key.startswith(kind)]
+        assert np.mean([key in found for key in planted]) >= least, kind
+
+    def thumbnail(place):
+        image = Image.fromarray(load_image(images(index.read_sample(*place))[0], MediaLimits()))
+        return np.asarray(image.resize((32, 32), Image.Resampling.BILINEAR), float)
+
+    false = [pair for pair in others if np.abs(thumbnail(pair[0]) - thumbnail(pair[1])).mean() > 4]
+    assert len(false) <= 0.001 * len(found), false

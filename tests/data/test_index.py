@@ -1,0 +1,609 @@
+"""The index says what is in the tars, notices when they change, survives crashes, and opens at once however large it is."""
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import xxhash
+from data.making import (
+    encode,
+    fatal_measure,
+    make_jpeg,
+    make_picture,
+    make_png,
+    make_sample,
+    make_shards,
+    make_webp,
+    measure_words,
+    with_orientation,
+    write_samples,
+    write_synthetic_index,
+    write_tar,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, PngImagePlugin
+
+from saccade.data.header import upright_size
+from saccade.data.index import (
+    build_index,
+    build_lengths,
+    decided,
+    finish_decisions,
+    open_index,
+    write_decisions,
+)
+from saccade.data.indexing import SCHEMA
+from saccade.data.sample import Sample
+from saccade.errors import ConfigError, DataError, ImageError
+from saccade.processor.image import MediaLimits, load_image
+
+MARKS = {"messages": [{"role": "user", "content": "<image><image>"}, {"role": "assistant", "content": "x"}]}
+
+
+def one_shard(folder, samples):
+    write_samples(folder / "00000.tar", samples)
+    return open_index(folder, num_workers=1)
+
+
+def error_of(folder, members):
+    return one_shard(folder, [Sample("k", "s", members)]).read(0)["error"][0].as_py()
+
+
+# ------------------------------------------------------------------ what a row says
+
+
+def test_a_row_says_where_the_members_lie_and_what_they_are(tmp_path):
+    sample = make_sample(
+        "0001", width=120, height=80, text="zwei Wörter", fields={"license": "cc-by", "source": "laion"}
+    )
+    index = one_shard(tmp_path, [make_sample("0000"), sample])
+    table = index.read(0)
+    assert table.schema.equals(SCHEMA)
+    row = table.to_pylist()[1]
+    with tarfile.open(tmp_path / "00000.tar") as tar:
+        places = {member.name: member for member in tar}
+    assert row == {
+        "key": "0001",
+        "names": ["jpg", "json", "txt"],
+        "offsets": [places[f"0001.{name}"].offset_data for name in ("jpg", "json", "txt")],
+        "sizes": [len(data) for data in sample.members.values()],
+        "checksum": xxhash.xxh3_128(b"".join(sample.members.values())).digest(),
+        "widths": [120],
+        "heights": [80],
+        "text_bytes": len("zwei Wörter".encode()),
+        "source": "laion",
+        "licence": "cc-by",
+        "error": None,
+    }
+    assert json.loads((tmp_path / "index" / "shards.json").read_text()) == {
+        "version": 1,
+        "shards": [{"name": "00000.tar", "bytes": 20480, "num_samples": 2, "num_errors": 0}],
+    }
+
+
+def test_the_source_falls_back_to_the_folders_name_and_images_keep_their_order(tmp_path):
+    members = {f"{n}.jpg": make_jpeg(32 + n, 40, n) for n in (0, 1, 10, 2)} | {"txt": b"x", "json": b'{"licence": " "}'}
+    index = one_shard(tmp_path / "my set", [Sample("k", "s", members)])
+    row = index.read(0).to_pylist()[0]
+    assert (row["source"], row["licence"]) == ("my set", None)
+    assert row["names"] == ["0.jpg", "1.jpg", "10.jpg", "2.jpg", "txt", "json"]
+    assert row["widths"] == [32, 33, 34, 42]
+
+
+@pytest.mark.parametrize(
+    ("members", "error"),
+    [
+        ({"xyz": b"?"}, "no text"),
+        ({"jpg": make_jpeg()}, "no text"),
+        ({"jpg": b"\xff\xd8\xff\xe0 no header", "txt": b"x"}, "jpg: the header cannot be read"),
+        ({"jpg": b"", "txt": b"x"}, "jpg: the header cannot be read"),
+        ({"jpg": b"<html>404</html>", "txt": b"x"}, "jpg: the header cannot be read"),
+        ({"jpg": make_jpeg(), "json": b"{"}, "the json member cannot be read"),
+        ({"jpg": make_jpeg(), "json": json.dumps(MARKS).encode()}, "2 <image> marks and 1 images"),
+        ({"jpg": make_jpeg(), "txt": b"\xff"}, "the txt member is not UTF-8"),
+    ],
+)
+def test_a_sample_that_cannot_be_used_says_why_and_is_never_kept(tmp_path, members, error):
+    write_samples(tmp_path / "00000.tar", [make_sample("a"), Sample("b", "s", members), make_sample("c")])
+    index = open_index(tmp_path, num_workers=1)
+    row = index.read(0).to_pylist()[1]
+    assert row["error"].startswith(error)
+    assert index.kept(0).tolist() == [0, 2]
+    assert index.kept_sizes.tolist() == [2]
+    assert index.sizes.tolist() == [3]
+    assert len(index) == 3
+
+
+def test_animated_pictures_are_errors_as_they_are_for_the_processor(tmp_path):
+    frames = [make_picture(seed=number) for number in range(3)]
+    for kind in ("GIF", "WEBP", "PNG"):
+        data = encode(frames[0], kind, save_all=True, append_images=frames[1:])
+        with pytest.raises(ImageError, match="animated"):
+            upright_size(data)
+        with pytest.raises(ImageError, match="animated"):
+            load_image(data, MediaLimits())
+
+
+def test_keys_that_are_not_adjacent_and_members_that_repeat_are_errors(tmp_path):
+    jpeg = make_jpeg()
+    files = [("a.jpg", jpeg), ("a.txt", b"x"), ("b.jpg", jpeg), ("b.txt", b"x"), ("a.json", b'{"caption": "y"}')]
+    write_tar(tmp_path / "00000.tar", [*files, ("c.txt", b"x"), ("c.TXT", b"y"), ("README", b""), ("._d.jpg", b"")])
+    index = open_index(tmp_path, num_workers=1)
+    assert index.read(0).select(["key", "error"]).to_pylist() == [
+        {"key": "a", "error": None},
+        {"key": "b", "error": None},
+        {"key": "a", "error": "key appears twice, not adjacent"},
+        {"key": "c", "error": "member txt appears twice"},
+    ]
+
+
+# ------------------------------------------------------------------ upright sizes
+
+
+@pytest.mark.parametrize("make", [make_jpeg, make_png, make_webp])
+@pytest.mark.parametrize("orientation", [None, *range(1, 9)])
+def test_sizes_are_those_of_the_upright_picture(make, orientation):
+    data = make(96, 64, 0, orientation=orientation)
+    height, width, _ = load_image(data, MediaLimits()).shape
+    assert upright_size(data) == (width, height)
+    assert (width, height) == ((64, 96) if orientation in (5, 6, 7, 8) else (96, 64))
+
+
+def unusual_pictures():
+    picture = make_picture(70, 40)
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Software", "a scanner")
+    xmp = PngImagePlugin.PngInfo()
+    xmp.add_itxt("XML:com.adobe.xmp", '<rdf tiff:Orientation="6"/>')
+    profile = PngImagePlugin.PngInfo()
+    profile.add_text("Raw profile type exif", "\nexif\n 1\n" + with_orientation(8).tobytes().hex())
+    adobe = b'<x:xmpmeta><rdf tiff:Orientation="8"/></x:xmpmeta>'
+    return {
+        "grey": encode(picture.convert("L"), "JPEG"),
+        "cmyk": encode(picture.convert("CMYK"), "JPEG"),
+        "progressive": encode(picture, "JPEG", progressive=True),
+        "turned by XMP": encode(picture, "JPEG", xmp=adobe),
+        "EXIF before XMP": encode(picture, "JPEG", xmp=adobe, exif=with_orientation(1)),
+        "EXIF without orientation": encode(picture, "JPEG", exif=Image.Exif().tobytes()),
+        "colour profile": encode(picture, "JPEG", icc_profile=bytes(70_000)),
+        "stereo": encode(picture, "MPO", save_all=True, append_images=[picture]),
+        "palette": encode(picture.convert("P"), "PNG"),
+        "png text": encode(picture, "PNG", pnginfo=text),
+        "png turned by XMP": encode(picture, "PNG", pnginfo=xmp),
+        "png turned by a text": encode(picture, "PNG", pnginfo=profile),
+        "gif": encode(picture, "GIF"),
+        "bmp": encode(picture, "BMP"),
+        "transparent webp": encode(picture.convert("RGBA"), "WEBP", lossless=True),
+    }
+
+
+@pytest.mark.parametrize("name", unusual_pictures())
+def test_unusual_pictures_are_measured_as_the_processor_sees_them(name):
+    data = unusual_pictures()[name]
+    height, width, _ = load_image(data, MediaLimits()).shape
+    assert upright_size(data) == (width, height)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(
+    where=st.integers(2, 400),
+    noise=st.binary(min_size=1, max_size=4),
+    kind=st.sampled_from([make_jpeg, make_png, make_webp]),
+    orientation=st.sampled_from([None, 6]),
+)
+def test_a_damaged_header_is_an_image_error_or_agrees_with_the_processor(where, noise, kind, orientation):
+    data = kind(48, 32, 0, orientation=orientation)
+    data = data[:where] + noise + data[where + len(noise) :]
+    try:
+        size = upright_size(data)
+    except ImageError:
+        return
+    try:
+        height, width, _ = load_image(data, MediaLimits()).shape
+    except ImageError:
+        return  # pixels are not the index's business
+    assert size == (width, height)
+
+
+# ------------------------------------------------------------------ building
+
+
+def test_workers_and_one_process_build_the_same_index(tmp_path):
+    make_shards(tmp_path / "a", 4, 5)
+    make_shards(tmp_path / "b", 4, 5)
+    seen = []
+    report = build_index(tmp_path / "a", num_workers=2, on_progress=seen.append)
+    build_index(tmp_path / "b", num_workers=1)
+    assert (report.num_shards, report.num_scanned, report.num_samples, report.num_errors) == (4, 4, 20, 0)
+    assert report.num_bytes == sum(path.stat().st_size for path in (tmp_path / "a").glob("*.tar"))
+    assert [progress.num_done for progress in seen] == [1, 2, 3, 4]
+    assert (seen[-1].num_shards, seen[-1].num_samples, seen[-1].num_bytes) == (4, 20, report.num_bytes)
+    a, b = open_index(tmp_path / "a", build=False), open_index(tmp_path / "b", build=False)
+    assert a.fingerprint == b.fingerprint
+    assert all(a.read(shard).equals(b.read(shard)) for shard in range(4))
+
+
+def test_a_build_that_was_killed_goes_on_and_scans_no_shard_twice(tmp_path):
+    make_shards(tmp_path, 4, 3)
+    script = """
+import os, sys
+from saccade.data.index import build_index
+build_index(sys.argv[1], num_workers=1, on_progress=lambda done: os.kill(os.getpid(), 9) if done.num_done == 2 else None)
+"""
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "index" / "shards.json").exists()
+    report = build_index(tmp_path, num_workers=1)
+    assert (report.num_shards, report.num_scanned, report.num_samples) == (4, 2, 12)
+    assert build_index(tmp_path, num_workers=1).num_scanned == 0
+    assert not [path for path in (tmp_path / "index").iterdir() if path.name.startswith(".")]
+
+
+def group_lives(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+    make_shards(tmp_path, 12, 2)
+    script = """
+import sys
+from data.making import slow_measure
+from saccade.data.index import build_lengths, open_index
+if __name__ == "__main__":
+    build_lengths(open_index(sys.argv[1], num_workers=1), slow_measure, "f", num_workers=2, on_progress=lambda done: print(flush=True))
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True)
+    parent.stdout.readline()  # workers are at work
+    parent.kill()
+    parent.wait()
+    rest = parent.stdout.read()  # ends when the last process that inherited it has ended
+    parent.stdout.close()
+    assert len(rest) < 10
+    deadline = time.monotonic() + 10
+    while group_lives(parent.pid):
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
+
+
+def test_added_changed_and_removed_shards_are_noticed_on_opening(tmp_path):
+    make_shards(tmp_path, 2, 3)
+    first = open_index(tmp_path, num_workers=1)
+    assert build_index(tmp_path, num_workers=1).num_scanned == 0
+    write_samples(tmp_path / "00001.tar", [make_sample(f"{n}") for n in range(9)])
+    write_samples(tmp_path / "00002.tar", [make_sample("new")])
+    with pytest.raises(DataError, match=r"2 of 3 shards .*00001\.tar, 00002\.tar.*saccade data index"):
+        open_index(tmp_path, build=False)
+    with pytest.raises(DataError, match="differs from its checksum"):
+        first.read_sample(1, 0, verify=True)
+    second = open_index(tmp_path, num_workers=1)
+    assert second.sizes.tolist() == [3, 9, 1]
+    assert second.fingerprint != first.fingerprint
+    (tmp_path / "00000.tar").unlink()
+    third = open_index(tmp_path, build=False)
+    assert third.shards == ["00001.tar", "00002.tar"]
+    (tmp_path / "index" / "00002.parquet").unlink()
+    assert open_index(tmp_path, num_workers=1).read(1)["key"].to_pylist() == ["new"]
+
+
+def test_some_shards_of_a_folder_share_its_index(tmp_path):
+    make_shards(tmp_path, 4, 2)
+    some = open_index(f"{tmp_path}/{{00001..00002}}.tar", num_workers=1)
+    assert some.shards == ["00001.tar", "00002.tar"]
+    assert build_index(tmp_path, num_workers=1).num_scanned == 2
+    build_index(tmp_path / "00000.tar", num_workers=1)
+    assert open_index(tmp_path, build=False).shards == [f"{n:05d}.tar" for n in range(4)]
+    assert open_index(tmp_path / "*3.tar", build=False, check_files=False).shards == ["00003.tar"]
+
+
+def test_a_truncated_shard_gives_its_whole_samples_and_says_where_it_was_cut(tmp_path, caplog):
+    make_shards(tmp_path, 2, 6)
+    whole = open_index(tmp_path, num_workers=1).read(0).to_pylist()
+    cut = whole[3]["offsets"][1] + 5
+    os.truncate(tmp_path / "00000.tar", cut)
+    caplog.set_level("WARNING")
+    report = build_index(tmp_path, num_workers=1)
+    assert report.damaged == {"00000.tar": f"truncated at byte {cut}"}
+    assert f"00000.tar: truncated at byte {cut}" in caplog.text
+    index = open_index(tmp_path, build=False)
+    assert index.sizes.tolist() == [3, 6]
+    assert index.read(0).to_pylist() == whole[:3]
+    entry = json.loads((tmp_path / "index" / "shards.json").read_text())["shards"][0]
+    assert entry["damage"] == f"truncated at byte {cut}"
+    assert index.read_samples(0, range(3), verify=True)
+
+
+def test_garbage_behind_samples_is_damage_too(tmp_path):
+    make_shards(tmp_path, 1, 3)
+    path = tmp_path / "00000.tar"
+    data = path.read_bytes()
+    third = open_index(tmp_path, num_workers=1).spans(0, [2]).begins[0] - 512
+    path.write_bytes(data[:third] + random.Random(0).randbytes(5000))
+    assert build_index(tmp_path, num_workers=1).damaged == {"00000.tar": f"no tar header at byte {third}"}
+    assert open_index(tmp_path).sizes.tolist() == [1]  # the second may have gone on in the garbage
+
+
+@pytest.fixture
+def open_to_all():
+    """A folder that other users may enter, which pytest's own are not."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+        for inner in Path(folder).glob("*/set/**/"):
+            inner.chmod(0o755)
+
+
+def test_a_folder_that_cannot_be_written_gets_its_index_in_the_cache(open_to_all):
+    tmp_path = open_to_all
+    make_shards(tmp_path / "a" / "set", 2, 3)
+    make_shards(tmp_path / "b" / "set", 2, 3)
+    build_index(tmp_path / "b" / "set", num_workers=1)
+    make_shards(tmp_path / "c", 1, 1)
+    script = """
+import os, sys
+from saccade.data.index import open_index
+from saccade.data.storage import StorageConfig
+open_index(sys.argv[1] + "/c", num_workers=1).read_sample(0, 0)  # imports what it needs while it may
+if os.getuid() == 0:
+    os.setgid(65534), os.setuid(65534)
+for name in "ab":
+    index = open_index(sys.argv[1] + f"/{name}/set", num_workers=1, config=StorageConfig(cache_folder=sys.argv[2]))
+    assert len(index.kept(1)) == 3 and index.source == "set", name
+    print(index.folder)
+"""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for folder in tmp_path.glob("*/set/**/"):
+        folder.chmod(0o555)
+    cache.chmod(0o777)
+    run = subprocess.run([sys.executable, "-c", script, tmp_path, cache], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert all(folder.startswith(str(cache / "shards")) for folder in run.stdout.split())
+    assert not (tmp_path / "a" / "set" / "index").exists()
+    built = {path.parent.name: path for path in cache.glob("shards/*/shards.json")}
+    assert len(built) == 1  # the second folder's own index was used
+
+
+def test_damaged_or_newer_index_files_say_what_to_do(tmp_path):
+    make_shards(tmp_path, 1, 2)
+    open_index(tmp_path, num_workers=1)
+    (tmp_path / "index" / "00000.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(DataError, match="Run saccade data index"):
+        open_index(tmp_path).read(0)
+    (tmp_path / "index" / "shards.json").write_text('{"version": 2, "shards": []}')
+    with pytest.raises(DataError, match="version 2, only 1 is read"):
+        open_index(tmp_path)
+    (tmp_path / "index" / "shards.json").write_text("{")
+    with pytest.raises(DataError, match="damaged"):
+        open_index(tmp_path)
+
+
+def test_a_full_disk_while_indexing_is_one_clear_error(tmp_path):
+    make_shards(tmp_path, 2, 30)
+    script = """
+import resource, sys
+from saccade.data.index import build_index
+from saccade.errors import DataError
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, 1_000))  # a write beyond fails, as on a full disk
+try:
+    build_index(sys.argv[1], num_workers=1)
+except DataError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "00000.parquet: cannot be written" in run.stdout, run.stderr
+    assert list((tmp_path / "index").iterdir()) == []
+    assert build_index(tmp_path, num_workers=1).num_samples == 60
+
+
+def test_an_index_of_a_hundred_million_samples_opens_at_once(tmp_path):
+    write_synthetic_index(tmp_path)
+    begin = time.perf_counter()
+    index = open_index(tmp_path, check_files=False)
+    assert len(index) == int(index.kept_sizes.sum()) == 100_000_000
+    assert len(index.fingerprint) == 16
+    assert time.perf_counter() - begin < 1.0
+    assert len(index.kept(7_123)) == 10_000
+    assert len(pickle.dumps(index)) < 3_000_000
+
+
+# ------------------------------------------------------------------ reading samples
+
+
+def test_samples_come_back_byte_for_byte_in_any_order(tmp_path):
+    samples = [make_sample(f"{n:03d}", seed=n, num_images=1 + n % 3, source=f"s{n % 2}") for n in range(12)]
+    index = one_shard(tmp_path, samples)
+    assert index.read_samples(0, range(12), verify=True) == samples
+    assert index.read_samples(0, [7, 2, 11]) == [samples[7], samples[2], samples[11]]
+    spans = index.spans(0, [7, 2])
+    data = (tmp_path / "00000.tar").read_bytes()
+    for number, sample in enumerate([samples[7], samples[2]]):
+        assert data[spans.begins[number] : spans.ends[number]].startswith(next(iter(sample.members.values())))
+        parts = range(spans.starts[number], spans.starts[number + 1])
+        found = {spans.names[p]: data[spans.offsets[p] : spans.offsets[p] + spans.sizes[p]] for p in parts}
+        assert found == sample.members
+    assert len(index.spans(0, []).begins) == 0
+
+
+def test_a_pickled_index_reads_the_same(tmp_path):
+    index = open_index(make_shards(tmp_path, 2, 3), num_workers=1)
+    index.read_sample(0, 0)
+    copy = pickle.loads(pickle.dumps(index))
+    assert copy.fingerprint == index.fingerprint
+    assert copy.read_samples(1, range(3)) == index.read_samples(1, range(3))
+    assert copy.kept_sizes.tolist() == [3, 3]
+
+
+def test_bytes_that_changed_are_found_by_their_checksum(tmp_path):
+    index = one_shard(tmp_path, [make_sample("a"), make_sample("b")])
+    path, place = tmp_path / "00000.tar", int(index.spans(0, [1]).begins[0]) + 100
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 1]))
+    assert index.read_sample(0, 1) != make_sample("b")
+    assert index.read_sample(0, 0, verify=True) == make_sample("a")
+    with pytest.raises(DataError, match=r"00000\.tar: sample b differs from its checksum"):
+        index.read_sample(0, 1, verify=True)
+
+
+def test_a_shard_cut_after_it_was_indexed_is_an_error_with_all_the_numbers(tmp_path):
+    index = one_shard(tmp_path, [make_sample("a"), make_sample("b")])
+    spans = index.spans(0, [1])
+    os.truncate(tmp_path / "00000.tar", int(spans.begins[0]) + 10)
+    assert index.read_sample(0, 0, verify=True)
+    size = int(spans.ends[0] - spans.begins[0])
+    with pytest.raises(DataError, match=rf"sample b: .*00000\.tar: wanted {size} bytes at \d+, the file has \d+"):
+        index.read_sample(0, 1)
+
+
+# ------------------------------------------------------------------ decisions
+
+
+def decide(index, shard, keep):
+    reasons = pa.array([None if k else "blurred" for k in keep], pa.string())
+    return write_decisions(index, shard, pa.table({"keep": keep, "reason": reasons, "score": [0.5] * len(keep)}))
+
+
+def test_decisions_count_from_the_moment_they_are_finished(tmp_path):
+    folder = make_shards(tmp_path, 2, 3)
+    write_samples(folder / "00001.tar", [make_sample("a"), Sample("b", "s", {"jpg": b"bad"}), make_sample("c")])
+    index = open_index(folder, num_workers=1)
+    assert index.decisions(0) is None
+    assert index.kept_sizes.tolist() == [3, 2]
+    assert decide(index, 0, [True, False, True]) == 2
+    assert decided(index) == {"00000.tar": 2}
+    with pytest.raises(DataError, match=r"curation was not finished.*saccade data curate"):
+        _ = open_index(folder).kept_sizes
+    with pytest.raises(DataError, match=r"1 shards are not decided on: 00001\.tar"):
+        finish_decisions(index, settings={}, funnel={})
+    assert decide(index, 1, [False, True, True]) == 1  # the damaged one is not kept whatever is decided
+    finish_decisions(index, settings={"min_score": 0.1}, funnel={"blurred": 2})
+    assert json.loads((folder / "index" / "decisions" / "summary.json").read_text()) == {
+        "version": 1,
+        "settings": {"min_score": 0.1},
+        "kept": {"00000.tar": 2, "00001.tar": 1},
+        "bytes": {file.name: file.num_bytes for file in index.files},
+        "funnel": {"blurred": 2},
+    }
+    for each in (index, open_index(folder), pickle.loads(pickle.dumps(index))):
+        assert each.kept_sizes.tolist() == [2, 1]
+        assert [each.kept(shard).tolist() for shard in (0, 1)] == [[0, 2], [2]]
+        assert each.decisions(0)["reason"].to_pylist() == [None, "blurred", None]
+
+
+def test_decisions_about_other_tars_are_refused(tmp_path):
+    folder = make_shards(tmp_path, 2, 3)
+    index = open_index(folder, num_workers=1)
+    for shard in (0, 1):
+        decide(index, shard, [True, True, False])
+    finish_decisions(index, settings={}, funnel={})
+    write_samples(folder / "00001.tar", [make_sample(f"{n}") for n in range(9)])
+    changed = open_index(folder, num_workers=1)
+    with pytest.raises(DataError, match=r"1 shards were added or changed after curation \(00001\.tar\)"):
+        _ = changed.kept_sizes
+    assert changed.kept(0).tolist() == [0, 1]
+    with pytest.raises(DataError, match=r"00001\.tar"):
+        changed.kept(1)
+    with pytest.raises(
+        DataError, match=r"9 rows with keep \(bool\) and reason \(string\), not 2 rows with keep \(int64\)"
+    ):
+        write_decisions(changed, 1, pa.table({"keep": [1, 0]}))
+
+
+# ------------------------------------------------------------------ lengths
+
+
+def shards_with_lines(folder):
+    for shard in range(2):
+        samples = [make_sample(f"{n}", text="\n".join(["one two"] * (1 + n % 3)), seed=n) for n in range(5)]
+        write_samples(folder / f"{shard:05d}.tar", [*samples, Sample("bad", "s", {"jpg": b"bad"})])
+    return open_index(folder, num_workers=1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_lengths_are_measured_for_every_row_and_refusals_are_kept_as_errors(tmp_path, num_workers):
+    index = shards_with_lines(tmp_path)
+    with pytest.raises(DataError, match="build_lengths"):
+        index.lengths(0, "abc")
+    seen = []
+    assert build_lengths(index, measure_words, "abc", num_workers=num_workers, on_progress=seen.append) == 2
+    assert [progress.num_done for progress in seen] == [1, 2]
+    assert seen[-1].num_samples == 12
+    tokens, patches = index.lengths(1, "abc")
+    assert [tokens[row].tolist() for row in range(len(tokens))] == [[2], [2, 2], [2, 2, 2], [], [2, 2], []]
+    jpegs = [len(index.read_sample(1, row).members["jpg"]) // 100 for row in range(5)]
+    assert patches.tolist() == [*jpegs[:3], 0, jpegs[4], 0]
+    assert tokens.counts(np.array([1, 3, 4])).tolist() == [2, 0, 2]
+    assert tokens.pick(np.array([0, 2, 3]), 7).tolist() == [2, 2, 0]
+    errors = index.length_errors(1, "abc")
+    assert errors[3] == "too tall"
+    assert errors[5].startswith("jpg: the header cannot be read")
+    assert pq.read_schema(tmp_path / "index" / "lengths-abc" / "00001.parquet").names == ["tokens", "patches", "error"]
+
+
+def test_measuring_goes_on_where_it_stopped_and_notices_changed_tars(tmp_path):
+    index = shards_with_lines(tmp_path)
+
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_lengths(index, measure_words, "abc", num_workers=1, on_progress=stop)
+    assert index.missing_lengths("abc") == [1]
+    assert build_lengths(index, measure_words, "abc", num_workers=1) == 1
+    assert build_lengths(index, measure_words, "abc", num_workers=1) == 0
+    write_samples(tmp_path / "00000.tar", [make_sample(f"{n}", width=200, height=200) for n in range(9)])
+    changed = open_index(tmp_path, num_workers=1)
+    assert changed.missing_lengths("abc") == [0]
+    with pytest.raises(DataError, match=r"made for another 00000\.tar"):
+        changed.lengths(0, "abc")
+    assert build_lengths(changed, measure_words, "abc", num_workers=1) == 1
+    assert len(changed.lengths(0, "abc")[0]) == 9
+
+
+def test_a_bug_in_a_measure_is_not_taken_for_a_bad_sample(tmp_path):
+    index = shards_with_lines(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        build_lengths(index, lambda sample: ([1], 1 // 0), "abc", num_workers=1)
+    with pytest.raises(ConfigError, match="cannot be a fingerprint"):
+        build_lengths(index, measure_words, "../x", num_workers=1)
+
+
+def test_a_worker_that_dies_is_one_clear_error(tmp_path):
+    index = shards_with_lines(tmp_path)
+    with pytest.raises(DataError, match="worker process ended unexpectedly"):
+        build_lengths(index, fatal_measure, "abc", num_workers=2)
+
+
+def test_parts_of_a_folder_are_curated_by_themselves(tmp_path):
+    folder = make_shards(tmp_path, 3, 2)
+    part, other = open_index(folder / "{00000..00001}.tar"), open_index(folder / "00002.tar")
+    for shard in (0, 1):
+        decide(part, shard, [True, False])
+    finish_decisions(part, settings={}, funnel={"blurred": 2})
+    assert open_index(folder / "00002.tar").kept_sizes.tolist() == [2]  # nothing was decided on it
+    with pytest.raises(DataError, match=r"00002\.tar.*saccade data curate"):
+        _ = open_index(folder).kept_sizes
+    decide(other, 0, [False, True])
+    finish_decisions(other, settings={}, funnel={"blurred": 1})
+    assert open_index(folder).kept_sizes.tolist() == [1, 1, 1]

@@ -1,0 +1,216 @@
+"""The stream when things go wrong: bad samples, cut shards, killed processes. Good samples come exactly once, or a clear error."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from data.making import make_sample, make_shards, write_samples
+from data.test_loader import assert_gone, assert_same_batches, ids_of, is_alive
+
+from saccade.data.index import build_index, open_index
+from saccade.data.sample import Sample
+from saccade.errors import DataError
+
+
+def listed(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def spoiled(sample):
+    """A sample whose picture breaks off: its header is whole, so it is measured and planned."""
+    return Sample(sample.key, sample.source, sample.members | {"jpg": sample.members["jpg"][:-800]})
+
+
+@pytest.fixture
+def partly_bad(tmp_path):
+    """200 samples in four shards, two of them with a picture that breaks off, two shards cut after they were indexed."""
+    folder = tmp_path / "photos"
+    for shard in range(4):
+        samples = [make_sample(f"{shard}{number:02d}", seed=number, width=60, height=60) for number in range(50)]
+        if shard < 2:
+            samples[7] = spoiled(samples[7])
+        write_samples(folder / f"{shard:05d}.tar", samples)
+    build_index(folder, num_workers=1)
+    return folder
+
+
+def cut_shards(folder):
+    """Take away the last three samples of shard 2 and the last five of shard 3."""
+    index = open_index(folder)
+    for shard, first_lost in ((2, 47), (3, 45)):
+        with (folder / f"{shard:05d}.tar").open("r+b") as tar:
+            tar.truncate(index.spans(shard, [first_lost]).begins[0] + 100)
+
+
+# ------------------------------------------------------------------ bad samples
+
+
+def test_every_good_sample_comes_once_beside_bad_pictures_and_shards_cut_under_way(
+    partly_bad, opened, tmp_path, caplog
+):
+    log = tmp_path / "logs" / "bad.jsonl"
+    settings = {"num_epochs": 1, "num_workers": 2, "max_bad_share": 0.2, "bad_log": log}
+    num_planned = len(list(opened(partly_bad, num_epochs=1)))
+    caplog.clear()
+    stream = opened(partly_bad, **settings)
+    cut_shards(partly_bad)
+    batches = list(stream)
+    lost = {"007", "107", "247", "248", "249", "345", "346", "347", "348", "349"}
+    keys = [sample_id.rpartition("/")[2] for sample_id in ids_of(batches)]
+    assert Counter(keys) == {f"{s}{n:02d}": 1 for s in range(4) for n in range(50) if f"{s}{n:02d}" not in lost}
+    assert {entry["key"] for entry in listed(log)} == lost
+    for entry in listed(log):
+        assert (entry["source"], entry["shard"]) == ("photos", f"{int(entry['key']) // 100:05d}.tar")
+        assert ("truncated or corrupt" if entry["key"] in ("007", "107") else "was cut or replaced") in entry["reason"]
+    assert stream.stats().bad_samples == sum(len(batch.bad) for batch in batches) == 10
+    assert caplog.text.count("is left out") == 1
+    assert len(batches) == num_planned, "the plan does not change"
+
+
+def test_shards_that_were_cut_before_they_were_indexed_give_their_whole_samples(tmp_path, opened):
+    folder = make_shards(tmp_path / "photos", 3, 10)
+    for shard in (0, 2):
+        with (folder / f"{shard:05d}.tar").open("r+b") as tar:
+            tar.truncate(tar.seek(0, os.SEEK_END) // 2)
+    index = open_index(folder, num_workers=1)
+    counts = Counter(sample_id.split("/")[1] for sample_id in ids_of(opened(folder, num_epochs=1)))
+    assert counts == {f"{shard:05d}": size for shard, size in enumerate(index.sizes.tolist())}
+    assert 0 < counts["00000"] < 10 == counts["00001"]
+
+
+def test_too_many_bad_samples_stop_the_stream_and_are_named(tmp_path, opened):
+    samples = [make_sample(f"s{number:03d}", seed=number, width=60, height=60) for number in range(100)]
+    samples = [spoiled(sample) if number % 5 == 0 else sample for number, sample in enumerate(samples)]
+    write_samples(tmp_path / "photos" / "00000.tar", samples)
+    log = tmp_path / "bad.jsonl"
+    stream = opened(tmp_path / "photos", num_epochs=1, max_bad_share=0.05, bad_log=log)
+    with pytest.raises(
+        DataError, match=rf"samples are bad, over max_bad_share 0.05.*{log}.*photos/00000.tar/s\d+"
+    ) as caught:
+        list(stream)
+    assert 10 <= len(listed(log)) <= 20
+    assert all(entry["key"] in str(caught.value) for entry in listed(log)[:5])
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert len(ids_of(opened(tmp_path / "photos", num_epochs=1, max_bad_share=0.5))) == 80
+
+
+def test_a_few_bad_samples_never_stop_a_stream(tmp_path, opened):
+    samples = [make_sample("good"), *(spoiled(make_sample(f"bad{number}")) for number in range(9))]
+    write_samples(tmp_path / "photos" / "00000.tar", samples)
+    assert ids_of(opened(tmp_path / "photos", num_epochs=1, max_bad_share=0.0)) == ["photos/00000/good"]
+
+
+def test_samples_that_cannot_be_measured_or_held_are_named_once_over_all_ranks(tmp_path, opened):
+    samples = [make_sample(f"s{number}", seed=number) for number in range(20)]
+    samples[3] = make_sample("s3", width=900, height=4)
+    samples[8] = make_sample("s8", text="word " * 3000)
+    samples[9] = make_sample("s9", width=1000, height=900)
+    write_samples(tmp_path / "photos" / "00000.tar", samples)
+    log = tmp_path / "bad.jsonl"
+    for rank in range(2):
+        list(opened(tmp_path / "photos", num_epochs=1, rank=rank, num_ranks=2, rows_per_batch=2, bad_log=log))
+    reasons = {entry["key"]: entry["reason"] for entry in listed(log)}
+    assert len(listed(log)) == len(reasons) == 3
+    assert "an aspect ratio of 225 over the limit" in reasons["s3"]
+    assert "over the budget of a row" in reasons["s8"]
+    assert "over the budget of a row" in reasons["s9"]
+
+
+# ------------------------------------------------------------------ killed processes
+
+
+@pytest.fixture
+def photos(tmp_path):
+    folder = make_shards(tmp_path / "photos", 2, 40)
+    build_index(folder, num_workers=1)
+    return folder
+
+
+def test_a_killed_worker_and_a_killed_foreman_are_replaced_and_nothing_is_lost(photos, opened, caplog):
+    settings = {"num_epochs": 4, "rows_per_batch": 2}
+    expected = list(opened(photos, **settings))
+    stream = opened(photos, num_workers=2, prefetch=1, **settings)
+    batches = []
+    for batch in stream:
+        batches.append(batch)
+        if batch.number == 2:
+            os.kill(stream.worker_pids[0], signal.SIGKILL)
+        if batch.number == 8:
+            os.kill(parent_of(stream.worker_pids[0]), signal.SIGKILL)
+    assert_same_batches(batches, expected)
+    assert batches[8].number < len(expected) - 5
+    assert "worker process" in caplog.text
+    assert "another one makes its row again: photos/0000" in caplog.text
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_row_that_kills_every_worker_ends_the_stream_with_its_samples_named(photos, opened, caplog):
+    caplog.set_level(logging.ERROR)
+    stream = opened(photos, num_workers=1, num_epochs=1000)
+    next(stream)
+    is_over = threading.Event()
+
+    def kill_all():
+        while not is_over.is_set():
+            for pid in stream.worker_pids:
+                if is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.001)
+
+    killer = threading.Thread(target=kill_all)
+    killer.start()
+    try:
+        with pytest.raises(DataError, match=r"3 worker processes died at the same row.*photos/0000\d.tar/0000"):
+            list(stream)
+    finally:
+        is_over.set()
+        killer.join()
+    assert stream.worker_pids == []
+
+
+def test_what_keeps_workers_from_starting_is_told(photos, opened, checkpoint, tmp_path):
+    stream = opened(photos, num_workers=1)
+    (photos / "index" / "shards.json").rename(tmp_path / "away")
+    with pytest.raises(DataError, match="not indexed"):
+        next(stream)
+
+
+SCRIPT = """
+import sys, time
+from saccade.data import open_stream
+
+stream = open_stream(sys.argv[1], checkpoint=sys.argv[2], token_budget=1024, num_workers=2)
+next(stream)
+print(*stream.worker_pids, flush=True)
+while True:
+    next(stream)
+"""
+
+
+def test_nothing_outlives_a_trainer_that_is_killed(photos, checkpoint, opened):
+    """Even one whose script has no `if __name__ == "__main__"`."""
+    opened(photos)  # measures the samples
+    shared_before = set(Path("/dev/shm").iterdir())
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(photos), str(checkpoint)], stdout=subprocess.PIPE, text=True
+    )
+    with trainer:
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        pids.append(parent_of(pids[0]))
+        assert len(set(pids)) == 3
+        assert all(map(is_alive, pids))
+        trainer.kill()
+    assert_gone(pids)
+    assert set(Path("/dev/shm").iterdir()) <= shared_before
