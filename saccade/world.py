@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from saccade.device import resolve_device
 from saccade.errors import ConfigError
@@ -59,9 +62,12 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.share(None)
+    def barrier(self, *, patience_s: float | None = None) -> None:
+        """Wait until every rank is here; for work that may take long on one of them, with more patience than usual."""
+        if patience_s is None:
+            self.share(None)
+        elif self.size > 1:
+            dist.monitored_barrier(self.cpu_group, timeout=timedelta(seconds=patience_s))
 
     def share(self, value: Any) -> Any:
         """Rank 0's JSON value, on every rank."""
@@ -112,11 +118,40 @@ def _joined(world: World, timeout_s: float) -> World:
     """Meet the other ranks."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_EVENTS))
     timeout = timedelta(seconds=timeout_s)
-    if world.device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=world.device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    is_cuda = world.device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if is_cuda else "gloo",
+        store=_fresh(store, world.rank, world.size, timeout_s),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=world.device if is_cuda else None,
+    )
     return replace(world, cpu_group=world.new_cpu_group())
+
+
+def _fresh(store: Store, rank: int, size: int, timeout_s: float) -> Store:
+    """A corner of the store in which no earlier life of the run has left anything.
+
+    torchrun keeps one store over its restarts; addresses that dead processes wrote there would be taken for those of the living.
+    So rank 0 names the corner, and a name counts once rank 0 has confirmed the secrets of all ranks alive now.
+    """
+    secret, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
+    if rank == 0:
+        answers = [f"saccade/{secret}/{other}" for other in range(1, size)]
+        store.set("saccade/corner", secret)
+        store.wait(answers, timedelta(seconds=timeout_s))
+        store.set(f"saccade/{secret}/confirmed", json.dumps([store.get(answer).decode() for answer in answers]))
+        return PrefixStore(secret, store)
+    while time.monotonic() < deadline:
+        corner = store.get("saccade/corner").decode()
+        store.set(f"saccade/{corner}/{rank}", secret)
+        confirmed = f"saccade/{corner}/confirmed"
+        if store.check([confirmed]) and json.loads(store.get(confirmed))[rank - 1] == secret:
+            return PrefixStore(corner, store)
+        time.sleep(0.02)
+    raise ConfigError(f"rank {rank} has not met rank 0 within {timeout_s:.0f} s. Look at the logs of the other ranks")
 
 
 def _place() -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from saccade import __version__
-from saccade.cli import bench, data, model
+from saccade.cli import bench, data, model, train
 from saccade.errors import UserError
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (model.quickstart, model.init, model.chat):
+for command in (model.quickstart, model.init, train.train, train.plan, model.chat):
     app.command()(command)
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")

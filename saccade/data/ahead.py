@@ -36,6 +36,7 @@ class Ahead(Generic[T]):
         try:
             for item in self._items:
                 self._ready.put((item, None))
+                del item  # it is the reader's now
                 if self._is_closed.is_set():
                     break
         except BaseException as raised:  # handed to the one who reads

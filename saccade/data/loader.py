@@ -269,17 +269,19 @@ def _batches(
             planned.append((plan, [len(rows) for rows in ranks]))
             yield from (row.picks for row in ranks[share.rank])
 
-    def finish(made: list[MadeRow]) -> tuple[Batch, int]:
+    def finish() -> tuple[Batch, int]:
         plan, rows_per_rank = planned.popleft()
-        bad = share.too_large(plan) + [bad for row in made for bad in row.bad]
-        batch = Batch(plan.number, [row.row for row in made], rows_per_rank, bad, share.plan.save(plan.after))
-        return batch, sum(row.num_bytes for row in made)
+        bad = share.too_large(plan) + [bad for row in rows for bad in row.bad]
+        batch = Batch(plan.number, [row.row for row in rows], rows_per_rank, bad, share.plan.save(plan.after))
+        num_bytes = sum(row.num_bytes for row in rows)
+        rows.clear()
+        return batch, num_bytes
 
     rows: list[MadeRow] = []
     for row in make(plans()):
         rows.append(row)
+        del row  # so that its memory is free when the trainer lets go of it, not when the next one is here
         if len(rows) == planned[0][1][share.rank]:
-            yield finish(rows)
-            rows = []
+            yield finish()
     if planned:  # the last batch may have no row for this rank
-        yield finish([])
+        yield finish()

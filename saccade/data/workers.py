@@ -41,6 +41,8 @@ MAX_ATTEMPTS = 3
 """Workers a row may outlive; then it is the row's fault, not theirs."""
 _QUEUED = 2
 """Rows a worker holds: the one it makes and the next, so that it never waits for the trainer's attention."""
+_SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Keeps OpenMP, OpenBLAS and Arrow's allocator from starting threads in the foreman, which could not be forked cleanly."""
 _ANSWER = struct.Struct("=QQ")
 """A worker's answer: where in its memory the description of the row lies, and how long it is. It always fits into a socket, so
 that a worker never waits for the trainer to read."""
@@ -204,8 +206,7 @@ class _Foreman:
         # The path is handed over so that the foreman finds this package wherever the trainer found it.
         code = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from saccade.data.workers import foreman; foreman(int(sys.argv[2]), int(sys.argv[3]))"
         command = [sys.executable, "-c", code, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
-        # Neither linear algebra nor Arrow's allocator may start threads of their own: forking would leave them behind.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+        environment = os.environ | _SINGLE_THREAD
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)  # noqa: S603
         theirs.close()
         with contextlib.suppress(OSError):  # it may have died at once, as `start_worker` will find

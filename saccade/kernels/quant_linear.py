@@ -674,6 +674,15 @@ def _dequantize_int4_triton(
     return weight_ND
 
 
+def dequantize_int4(
+    words: Tensor, weight_scale_NZ: Tensor, weight_zero_point: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The weight [N, D] that interleaved words stand for; D is a multiple of 128."""
+    if launch.choose("dequantize_int4", *launch.able(words, "triton")) == "reference":
+        return dequantize_int4_reference(words, weight_scale_NZ, weight_zero_point, dtype)
+    return _dequantize_int4_triton(words, weight_scale_NZ, weight_zero_point, dtype)
+
+
 def quantize_activation(x_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Every token in int8 or float8_e4m3fn, and its fp32 scale [T]."""
     if launch.choose("quantize_activation", *launch.able(x_TD, "triton")) == "reference":

@@ -40,6 +40,9 @@ class FeedForward(nn.Module):
         super().__init__()
         aligned_size = -(-intermediate_size // ALIGNMENT) * ALIGNMENT
         self.num_added = aligned_size - intermediate_size
+        self.fuses_down = True
+        """Whether training keeps less for backward by one function for activation and down projection. Off where the whole layer
+        is computed again anyway: the second forward would run the projection for nothing."""
         self.gate_proj = nn.Linear(hidden_size, aligned_size, bias=bias)
         self.up_proj = nn.Linear(hidden_size, aligned_size, bias=bias)
         self.down_proj = nn.Linear(aligned_size, hidden_size, bias=bias)
@@ -56,7 +59,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] to the same."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if torch.is_grad_enabled() and type(self.down_proj) is nn.Linear:  # fused, to keep less for backward
+        if self.fuses_down and torch.is_grad_enabled() and type(self.down_proj) is nn.Linear:
             return swiglu_linear(gate, up, self.down_proj.weight, self.down_proj.bias)
         out: Tensor = self.down_proj(swiglu(gate, up))
         return out

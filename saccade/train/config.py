@@ -17,11 +17,14 @@ No torch: a recipe is read and checked before anything heavy is loaded.
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from saccade.config import encode
+from saccade.data.sample import TextRules
 from saccade.errors import ConfigError
 from saccade.train.groups import OptimizerConfig
 from saccade.train.schedule import ScheduleConfig
@@ -29,6 +32,7 @@ from saccade.train.trackers import TrackersConfig
 
 Strategy = Literal["none", "ddp", "fsdp", "hsdp"]
 Recompute = Literal["none", "selective", "full"]
+Quantization = Literal["none", "int4", "int8"]
 
 
 def _check_positive(config: object, *names: str) -> None:
@@ -103,6 +107,8 @@ class SourceConfig:
     """What it is called in sample ids and logs; the folder's name where not given."""
     weight: float | None = None
     """Share of the samples in proportion to the other sources' weights; without any, sources count by their samples."""
+    rules: TextRules = field(default_factory=TextRules)
+    """How its text becomes conversations: what is asked before a caption, a system message."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "weight")
@@ -122,6 +128,8 @@ class DataConfig:
     """Rows of a step over all ranks; more than one a rank are computed one after another and added up."""
     block_samples: int = 4096
     """Samples packed together: more fill the rows better and take longer to plan."""
+    window_shards: int = 16
+    """Shards of a source whose samples are shuffled together: more mix better, and are open at a time."""
     workers: int = 4
     """Processes per rank that decode images and make rows; 0 makes them in the trainer's own."""
     resize: Literal["pillow", "torch"] = "torch"
@@ -132,24 +140,41 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ConfigError("sources is empty. Name at least one shard folder: sources = [{ path = 'shards' }]")
-        _check_positive(self, "token_budget", "patch_budget", "rows_per_step", "block_samples")
+        _check_positive(self, "token_budget", "patch_budget", "rows_per_step", "block_samples", "window_shards")
         if self.workers < 0:
             raise ConfigError(f"workers is {self.workers}; give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank matrices beside frozen ones."""
+    """Low-rank matrices that learn beside frozen linear layers. See `lora.py`."""
 
     rank: int = 16
     """Rank of the added matrices."""
     alpha: float = 32.0
     """Their product is scaled by alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers they stand beside."""
+    """The linear layers they stand beside: ends of names (q_proj, attn.proj, mlp.0) or regular expressions ('.*' is every one of the parts)."""
+    parts: tuple[Literal["language", "vision", "projector"], ...] = ("language",)
+    """The parts of the model in which targets are looked for; the tower's attention layers are qkv and proj, the projector's mlp.0 and mlp.2."""
+    dropout: float = 0.0
+    """Share of a layer's inputs that its matrices do not see in a step."""
+    quantize_base: Quantization = "none"
+    """QLoRA: hold the frozen weights of these layers in 4 or 8 bits: a quarter or half of the memory, slower steps."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What is exported: a whole checkpoint folder, with the matrices alone in adapter/ of it, or only those. In PEFT's layout."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "rank", "alpha")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"dropout is {self.dropout}; give 0 or more and less than 1")
+        if not self.targets or not self.parts:
+            raise ConfigError("targets and parts cannot be empty. Remove the lora section to train without it")
+        for target in self.targets:
+            try:
+                re.compile(target)
+            except re.error as error:
+                raise ConfigError(f"targets: '{target}' is neither a name nor a regular expression: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,20 +279,41 @@ class LogConfig:
     """Steps between records in the log and in metrics.jsonl."""
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     """Where records go besides."""
+    profile_steps: tuple[int, ...] | None = None
+    """First and last step of the run that the profiler looks at, such as [20, 22]; a trace of them is written to trace/."""
+    memory_snapshot: bool = False
+    """Write the history of the GPU's memory to trace/: after the profiled steps, else after the third, and when it runs out."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "every")
+        steps = self.profile_steps
+        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ConfigError(f"profile_steps is {list(steps)}; give the first and the last step, such as [20, 22]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """Evaluation while training."""
+    """Evaluation while training: loss and answers on held-out samples, and whatever else the caller of `train` looks at."""
 
     every: int | None = None
-    """Steps between evaluations; never where not given."""
+    """Steps between evaluations, and one at the end of each stage; never where not given."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Held-out shard folders; rows have the budgets of the stage's data."""
+    num_samples: int = 512
+    """Held-out samples that the loss is computed on, the same ones every time; all where there are fewer."""
+    num_generations: int = 8
+    """Samples that are answered by the model as it is, and written to samples.jsonl; left out where the model is sharded."""
+    max_new_tokens: int = 64
+    """Longest answer, in tokens."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "every")
+        _check_positive(self, "every", "num_samples", "max_new_tokens")
+        if self.num_generations < 0:
+            raise ConfigError(f"num_generations is {self.num_generations}; give 0 or more")
+        if self.sources and self.every is None:
+            raise ConfigError("probe has sources, but every is not given: they would never be looked at. Give steps")
+        if any(source.weight is not None for source in self.sources):
+            raise ConfigError("held-out sources are not mixed: all their samples count alike. Remove the weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +347,8 @@ class TrainConfig:
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ConfigError(f"stages are called {', '.join(names)}; each needs a name of its own")
+        for before, stage in pairwise(self.stages):
+            _check_lora_follows(before, stage)
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; give 0 or more")
         _check_positive(self, "gc_every")
@@ -310,6 +358,16 @@ class TrainConfig:
         """Equal for runs that compute the same: of all settings but where the run lies, how it is spread, saved and logged."""
         decisive = {name: encode(self)[name] for name in ("model", "stages", "seed", "guard") if name in encode(self)}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _check_lora_follows(before: StageConfig, stage: StageConfig) -> None:
+    """Refuse what would need matrices merged, or weights quantized anew, between two stages of a run."""
+    is_quantized = stage.lora is not None and stage.lora.quantize_base != "none"
+    if stage.lora != before.lora and (before.lora is not None or is_quantized):
+        raise ConfigError(
+            f"the lora sections of stages {before.name} and {stage.name} differ. Give both the same one, or end this run with "
+            f"{before.name} and begin another from the folder it exports"
+        )
 
 
 def changed_keys(before: TrainConfig, after: TrainConfig) -> list[str]:

@@ -4,7 +4,7 @@ The model is built without memory (`meta`), wrapped, and given empty memory; the
 keeps its part. So the model never lies in memory as a whole, and no rank waits for another.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from saccade.errors import CheckpointError
 from saccade.model.families import vision_language_family
-from saccade.model.layers import stored_shapes
 from saccade.model.vlm import VLM
 from saccade.model.weights import read_tensors, tensor_files, tensor_shapes
 from saccade.processor.folder import read_config
+from saccade.train.lora import base_shapes, first_matrices, lora_layers
 
 
 def empty_model(folder: Path, dtype: torch.dtype) -> VLM:
@@ -27,14 +27,25 @@ def empty_model(folder: Path, dtype: torch.dtype) -> VLM:
         return VLM(vision_language_family(raw.get("model_type")).parse_config(raw)).to(dtype)
 
 
-def fill(model: VLM, folder: Path) -> None:
-    """Copy the folder's weights into the model's parameters, whole or sharded."""
-    parameters = dict(model.named_parameters())
+def fill(model: VLM, folder: Path, *, seed: int = 0) -> None:
+    """Copy the folder's weights into the model's parameters, whole or sharded. LoRA's matrices, which are in no folder, begin anew."""
+    parameters, layers = dict(model.named_parameters()), lora_layers(model)
     with torch.no_grad():
-        for name, stored in _stored(folder, stored_shapes(model)):
-            parameter = parameters[name]
-            added = [size for have, want in zip(stored.shape[::-1], parameter.shape[::-1], strict=True) for size in (0, want - have)]  # fmt: skip
-            write_whole(parameter, F.pad(stored, added))
+        for name, stored in stored_tensors(folder, base_shapes(model)):
+            layer = layers.get(name.removesuffix(".weight"))
+            if layer is None:
+                write_whole(parameters[name], _grown(stored, parameters[name].shape))
+                continue
+            whole = _grown(stored, (layer.out_features, layer.in_features)).to(layer.lora_A.device)
+            for held_name, held in layer.held(whole).items():
+                write_whole(layer.get_parameter(held_name), held)
+        for matrix, value in first_matrices(model, seed):
+            write_whole(matrix, value)
+
+
+def _grown(stored: Tensor, shape: Sequence[int]) -> Tensor:
+    """With zeros at the end of each dim, up to the shape it has in memory."""
+    return F.pad(stored, [size for have, want in zip(stored.shape[::-1], shape[::-1], strict=True) for size in (0, want - have)])  # fmt: skip
 
 
 def write_whole(target: Tensor, whole: Tensor) -> None:
@@ -49,7 +60,7 @@ def write_whole(target: Tensor, whole: Tensor) -> None:
         target.to_local().copy_(parts[rank])
 
 
-def _stored(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """The parameters' values as the files hold them, by the model's names; complete, or an error says what is missing."""
     family = vision_language_family(read_config(folder).get("model_type"))
     files = tensor_files(folder)

@@ -13,6 +13,7 @@ through the tower, and a rank without a row runs an empty one. Both add zeros.
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.kernels.linear_cross_entropy import linear_cross_entropy
@@ -97,6 +98,20 @@ class TrainedModel(nn.Module):
                 for part, learned in by_source
             ]
         return loss, torch.stack(sums) if sums else loss.new_zeros(0)
+
+    @torch.no_grad()
+    def score(self, inputs: ModelInputs, labels: Tensor) -> Tensor:
+        """fp64 [3]: the sum of the loss over the learned tokens, how many of them are predicted right, and how many there are."""
+        hidden_TD = self._hidden_states(inputs)
+        total = torch.zeros(3, dtype=torch.float64, device=labels.device)
+        for rows in torch.split(
+            (labels != IGNORED).nonzero()[:, 0], 1024
+        ):  # the logits of a whole row would be gigabytes
+            logits_CV = F.linear(hidden_TD[rows], self.model.head.weight).float()
+            loss = F.cross_entropy(logits_CV, labels[rows], reduction="sum")
+            right = (logits_CV.argmax(1) == labels[rows]).sum()
+            total += torch.stack([loss.double(), right.double(), total.new_tensor(len(rows))])
+        return total
 
     def _hidden_states(self, inputs: ModelInputs) -> Tensor:
         model = self.model

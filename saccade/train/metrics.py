@@ -73,12 +73,15 @@ def forward_flops(
 
 
 def training_flops(forward: Flops, trained: Iterable[str], *, tied_head: bool) -> Flops:
-    """Forward and backward, given the parts that learn (vision, projector, embedding, language, head)."""
+    """Forward and backward, given the parts that learn (vision, projector, embedding, language, head).
+
+    A part in which LoRA's matrices alone learn (`language.lora`) needs gradients of its activations; the matrices count for nothing.
+    """
     learns = set(trained)
     order = [{"vision"}, {"projector"}, {"embedding", "language"}, {"embedding" if tied_head else "head"}]
     total, reached = [], set[str]()
     for flops, parts in zip(forward, order, strict=True):
-        reached |= parts
+        reached |= parts | {f"{part}.lora" for part in parts}
         total.append(flops * (1 + bool(parts & learns) + bool(reached & learns)))
     return Flops(*total)
 

@@ -267,6 +267,8 @@ def total_norm(parameters: Iterable[Tensor]) -> Tensor:
     for key, gradients in shards.items():
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
         square = torch.stack(norms).square().sum()
+        if key:  # gradients of parameters held on the host lie there too, their mesh does not
+            square = square.to(key[0].device_type)
         for axis in key[1] if key else ():
             dist.all_reduce(square, group=key[0].get_group(axis))
         squares.append(square)

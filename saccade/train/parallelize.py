@@ -1,7 +1,7 @@
 """Everything that makes a model trainable on many devices, applied from outside, in one order:
 
+    lora       (where a stage asks for it) low-rank matrices beside linear layers, all else frozen; see `lora.py`
     freeze     parameters whose learning rate is 0 take no gradients
-    lora       (where a stage asks for it) low-rank matrices beside frozen ones
     compile    each block becomes compiled code; attention stays outside, see `_compile`
     recompute  parts of each block drop their activations and compute them again in backward
     shard      FSDP2 cuts parameters over the ranks; or DDP gives each a copy
@@ -40,7 +40,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -50,6 +57,7 @@ from saccade.model.vlm import VLM
 from saccade.train.config import ParallelConfig, Recompute, StageConfig, Strategy
 from saccade.train.fill import empty_model, fill
 from saccade.train.groups import PARTS, OptimizerConfig, part_of
+from saccade.train.lora import add_lora, lora_layers, lora_parameters, quantized_sizes
 from saccade.train.loss import TrainedModel
 from saccade.train.optimizer import freeze
 from saccade.world import World
@@ -89,26 +97,27 @@ class Parallelized:
 
 
 def parallelize(
-    folder: Path, stage: StageConfig, config: ParallelConfig, world: World, *, dtype: str = "bf16"
+    folder: Path, stage: StageConfig, config: ParallelConfig, world: World, *, dtype: str = "bf16", seed: int = 0
 ) -> Parallelized:
-    """The model of a checkpoint folder, ready for a stage, with the folder's weights."""
+    """The model of a checkpoint folder, ready for a stage, with the folder's weights. `seed`: for what LoRA's matrices begin with."""
     strategy = choose_strategy(config, world)
     is_sharded = strategy in ("fsdp", "hsdp")
     model = empty_model(folder, torch.float32 if is_sharded else DTYPES[dtype])
     trained = TrainedModel(model)
 
-    _freeze(model, stage.optimizer)
     if stage.lora is not None:
-        raise ConfigError("a lora section is not supported yet. Remove it, or freeze parts with optimizer.lrs")
+        add_lora(model, stage.lora, DTYPES[dtype])
+    _freeze(model, stage.optimizer)
     trained.always_sees = is_sharded or _learns(model.vision) or _learns(model.projector)
     if config.compile:
         _compile(model)
-    recompute(model.vision.blocks, config.recompute_vision)
-    recompute(model.language.layers, config.recompute_language)
+    has_dropout = stage.lora is not None and stage.lora.dropout > 0.0
+    recompute(model.vision.blocks, config.recompute_vision, is_random=has_dropout)
+    recompute(model.language.layers, config.recompute_language, is_random=has_dropout)
     if is_sharded:
         _shard(trained, _mesh(config, strategy, world), config, DTYPES[dtype])
     _take_memory(trained, "cpu" if is_sharded and config.offload else world.device)
-    fill(model, folder)
+    fill(model, folder, seed=seed)
     return _data_parallel(trained, config, world) if strategy == "ddp" else Parallelized(trained, trained, strategy)
 
 
@@ -136,8 +145,15 @@ def choose_strategy(config: ParallelConfig, world: World) -> Strategy:
 
 
 def _freeze(model: VLM, optimizer: OptimizerConfig) -> None:
-    """Parameters whose learning rate is 0 take no gradients. At least one must be left."""
-    freeze(model.named_parameters(), optimizer)
+    """Parameters whose learning rate is 0 take no gradients; beside LoRA's matrices nothing does. At least one must be left."""
+    if matrices := lora_parameters(model):
+        model.requires_grad_(False)
+        try:
+            freeze(matrices.items(), optimizer)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. In a stage with lora only the matrices learn") from error
+    else:
+        freeze(model.named_parameters(), optimizer)
     if not _learns(model):
         raise ConfigError(
             "every learning rate is 0: nothing would be trained. Set optimizer.lr or one of optimizer.lrs"
@@ -151,9 +167,10 @@ def _learns(module: nn.Module) -> bool:
 def trainable_table(model: VLM) -> str:
     """Parameters of each part, and how many of them learn: what a run opens with."""
     sizes = {part: [0, 0] for part in PARTS}
+    quantized = quantized_sizes(model)
     for name, parameter in model.named_parameters():
         size = sizes[part_of(name) or ""]
-        size[0] += parameter.numel()
+        size[0] += quantized.get(name, parameter.numel())
         size[1] += parameter.numel() if parameter.requires_grad else 0
     rows = [(part, f"{total:,}", f"{trained:,}") for part, (total, trained) in sizes.items() if total]
     return "\n".join(
@@ -168,22 +185,31 @@ def _compile(model: VLM) -> None:
     """Compile each block: norms, feed-forward and residual sums, one piece of code for all blocks of a tower.
 
     Attention runs as it is. Its kernels are chosen by the lengths of a row's segments, which change with every row and would each
-    be a reason to compile again; what is left has one dynamic length, the tokens of the row.
+    be a reason to compile again; what is left has one dynamic length, the tokens of the row. Quantized layers stay outside too:
+    the compiler would make their weights whole in forward and keep them so for backward.
     """
     blocks: list[nn.Module] = [*model.vision.blocks, *model.language.layers]
     for block in blocks:
         attention: Any = block.get_submodule("attn" if hasattr(block, "attn") else "self_attn")
         attention.forward = torch.compiler.disable(attention.forward)  # type: ignore[no-untyped-call]
         block.forward = torch.compile(block.forward, dynamic=True)
+    for layer in lora_layers(model).values():
+        if layer.quantization != "none":
+            layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign, no-untyped-call]
 
 
-def recompute(blocks: nn.ModuleList, extent: Recompute) -> None:
-    """Drop activations of each block, or of its feed-forward alone, which are the largest; backward computes them again."""
+def recompute(blocks: nn.ModuleList, extent: Recompute, *, is_random: bool = False) -> None:
+    """Drop activations of each block, or of its feed-forward alone, which are the largest; backward computes them again.
+
+    `is_random`: blocks draw random numbers, and must draw the same ones again.
+    """
     for block in blocks:
-        module: Any = {"none": None, "selective": block.mlp, "full": block}[extent]
+        feed_forward: Any = block.mlp
+        module: Any = {"none": None, "selective": feed_forward, "full": block}[extent]
         if module is not None:
+            feed_forward.fuses_down = False
             module.forward = functools.partial(
-                checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
+                checkpoint, module.forward, use_reentrant=False, preserve_rng_state=is_random
             )
 
 
@@ -214,6 +240,7 @@ def _shard(trained: TrainedModel, mesh: DeviceMesh, config: ParallelConfig, dtyp
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model.vision, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(trained, **options)
+    register_fsdp_forward_method(trained, "score")
     _prefetch(blocks)
 
 

@@ -52,6 +52,8 @@ class Chart(NamedTuple):
 CHARTS = (
     Chart("Loss", r"loss"),
     Chart("Loss by source", r"source_loss/.*"),
+    Chart("Loss on held-out samples", r"probe/val_loss"),
+    Chart("Held-out tokens and answers that are right", r"probe/(val_accuracy|answers_right)", _percent),
     Chart("Gradient norm", r"grad_norm"),
     Chart("Learning rate", r"lr/.*"),
     Chart("Tokens per second", r"(text|image)_tokens_per_s"),

@@ -33,13 +33,21 @@ from saccade.train.groups import part_of
 from saccade.train.guard import Guard
 from saccade.train.journal import Journal
 from saccade.train.learner import Learner
+from saccade.train.lora import lora_parameters
 from saccade.train.optimizer import build_optimizer
+from saccade.train.out_of_memory import memory_explained
 from saccade.train.parallelize import parallelize, trainable_table
+from saccade.train.probe import held_out_probe, together
+from saccade.train.progress import Progress
+from saccade.train.report import write_report
 from saccade.train.trackers import Trackers, open_trackers
-from saccade.train.trainer import Ending, Probe, Progress, Trainer
+from saccade.train.trainer import Ending, Probe, Trainer
 from saccade.world import World, open_world
 
 logger = logging.getLogger(__name__)
+
+MEASURING_PATIENCE_S = 7 * 86400.0
+"""How long ranks wait for the main one to index and measure the data of a stage, which is done once for each folder."""
 
 
 def train(config: TrainConfig, *, device: str = "auto", probe: Probe | None = None) -> Ending:
@@ -55,14 +63,21 @@ def train_in(world: World, config: TrainConfig, *, probe: Probe | None = None) -
         state = newest_state(saver.folder, world)
         with _open_trackers(config, state, world) as trackers:
             for number in range(_first_stage(config, state), len(config.stages)):
-                if _run_stage(config, number, saver, trackers, world, probe) is Ending.STOPPED:
+                with memory_explained(config, config.stages[number], world):
+                    ending = _run_stage(config, number, saver, trackers, world, probe)
+                _close_stage(config, world)
+                if ending is Ending.STOPPED:
                     return Ending.STOPPED
-                _free_memory(world)
     return Ending.FINISHED
 
 
-def _free_memory(world: World) -> None:
-    """What a stage has left must be gone before the next one is built."""
+def _close_stage(config: TrainConfig, world: World) -> None:
+    """Draw the run so far; free what the stage has left before the next one is built."""
+    if world.is_main:
+        try:
+            write_report(config.run)
+        except OSError as error:
+            logger.warning("report.html was not written: %s", error)
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -94,6 +109,8 @@ def _first_stage(config: TrainConfig, state: SavedState | None) -> int:
     """The stage to begin or go on with; one that was done and has been made longer since is gone on with."""
     if state is None:
         return 0
+    if state.progress["fingerprint"] != config.fingerprint:
+        logger.warning("the state of step %d was saved under other settings than these", state.step)
     number = int(state.progress["stage"])
     if number >= len(config.stages):
         raise ConfigError(
@@ -112,7 +129,9 @@ def _run_stage(
 ) -> Ending:
     """Build what the stage needs, take over what was saved, train."""
     stage = config.stages[number]
-    parallel = parallelize(config.model.folder, stage, config.parallel, world, dtype=config.model.dtype)
+    parallel = parallelize(
+        config.model.folder, stage, config.parallel, world, dtype=config.model.dtype, seed=config.seed
+    )
     optimizer = build_optimizer(parallel.model.named_parameters(), stage.optimizer)
     learner = Learner(parallel, optimizer, world, reduce_each_row=config.parallel.reduce_each_row)
     guard = Guard(config.guard)
@@ -132,7 +151,7 @@ def _run_stage(
             journal=Journal(trackers, stage.name, config.log.every, world),
             world=world,
             num_samples=_num_samples(stage),
-            probe=probe,
+            probe=together(probe, held_out_probe(config, stage, world, step=progress.step)),
         ).run()
 
 
@@ -159,9 +178,12 @@ def _take_over(
 
 
 def _trained_parts(learner: Learner) -> set[str]:
-    """The parts of the model that learn in this stage; a head that is the embedding learns with it."""
+    """The parts of the model that learn in this stage, for `training_flops`; a head that is the embedding learns with it."""
     model = learner.parallel.model
-    parts = {part_of(name) or "" for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if matrices := lora_parameters(model):
+        return {f"{part_of(name)}.lora" for name in names if name in matrices}
+    parts = {part_of(name) or "" for name in names}
     return parts | ({"head"} if model.config.tied_head and "embedding" in parts else set())
 
 
@@ -169,10 +191,10 @@ def _trained_parts(learner: Learner) -> set[str]:
 
 
 def _open_data(config: TrainConfig, stage: StageConfig, progress: Progress, world: World) -> Stream:
-    """This rank's stream of the stage. The main rank opens first: it may have to build the index."""
+    """This rank's stream of the stage. The main rank opens first, for it may have hours of measuring to do."""
     if world.is_main:
         stream = _open_stream(config, stage, progress, world)
-    world.barrier()
+    world.barrier(patience_s=MEASURING_PATIENCE_S)
     if not world.is_main:
         stream = _open_stream(config, stage, progress, world)
     return stream
@@ -181,14 +203,18 @@ def _open_data(config: TrainConfig, stage: StageConfig, progress: Progress, worl
 def _open_stream(config: TrainConfig, stage: StageConfig, progress: Progress, world: World) -> Stream:
     data = stage.data
     return open_stream(
-        [Source(path=source.path, weight=source.weight, name=source.name) for source in data.sources],
+        [
+            Source(path=source.path, weight=source.weight, rules=source.rules, name=source.name)
+            for source in data.sources
+        ],
         checkpoint=config.model.folder,
         token_budget=data.token_budget,
         patch_budget=data.patch_budget,
         rows_per_batch=data.rows_per_step,
-        block_samples=data.block_samples,
         seed=config.seed,
         num_epochs=stage.epochs,
+        window_shards=data.window_shards,
+        block_samples=data.block_samples,
         rank=world.rank,
         num_ranks=world.size,
         state=progress.data,
@@ -196,6 +222,7 @@ def _open_stream(config: TrainConfig, stage: StageConfig, progress: Progress, wo
         num_workers=data.workers,
         max_bad_share=data.max_bad_share,
         bad_log=config.run / "bad_samples.jsonl",
+        on_progress=lambda what, done: logger.info("%s: %d of %d shards", what, done.num_done, done.num_shards),
     )
 
 

@@ -12,12 +12,11 @@ import gc
 import json
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,8 +30,10 @@ from saccade.train.guard import Action, Guard, Verdict
 from saccade.train.journal import Journal
 from saccade.train.learner import Learner
 from saccade.train.loss import TrainedModel
-from saccade.train.metrics import Step, Work
+from saccade.train.metrics import Step
 from saccade.train.process import garbage_by_hand, stop_requests
+from saccade.train.progress import LEARNED_TOKENS, Progress, StepNumbers, brought_by
+from saccade.train.trace import Tracer
 from saccade.train.watchdog import Watchdog
 from saccade.world import World
 
@@ -48,46 +49,6 @@ class Ending(Enum):
     FINISHED = "finished"
     STOPPED = "stopped"
     """By a signal; the state is saved, and the same command goes on from it."""
-
-
-@dataclass
-class Progress:
-    """How far a run is; saved as JSON beside the tensors."""
-
-    stage: int = 0
-    """Number of the stage, from 0."""
-    step: int = 0
-    """Steps of the run, bad ones counted."""
-    stage_step: int = 0
-    """Steps of the stage."""
-    stage_samples: int = 0
-    """Samples seen in the stage."""
-    samples: int = 0
-    """Samples seen in the run."""
-    tokens: int = 0
-    """Tokens seen in the run."""
-    is_stage_done: bool = False
-    """Whether the next stage is to begin."""
-    data: dict[str, int | str] | None = None
-    """Where the stage's data goes on; None at its beginning."""
-
-
-@dataclass(frozen=True)
-class StepNumbers:
-    """What is known of a step once it is computed, summed over the ranks."""
-
-    loss: float
-    """Mean over the learned tokens."""
-    grad_norm: float
-    """Before clipping."""
-    work: Work
-    """What its rows held and cost."""
-    must_stop: bool
-    """Some rank was told to end."""
-    save_failed: bool
-    """Some rank could not save."""
-    source_losses: dict[str, tuple[float, float]]
-    """(sum of the loss, learned tokens) of each source; empty in steps that are not logged."""
 
 
 class Trainer:
@@ -112,37 +73,49 @@ class Trainer:
         self._config, self._stage, self._progress = config, stage, progress
         self._learner, self._feed, self._guard, self._saver, self._world = learner, feed, guard, saver, world
         self._journal, self._num_samples, self._probe = journal, num_samples, probe
+        self._watchdog = Watchdog(config.run / "hang", config.guard.hang_timeout_s, rank=world.rank)
+        self._tracer = Tracer(config.log, config.run / "trace", world)
         self._waited_s = 0.0
         self._lr_factor = 0.0
-        self._saved_step: int | None = None
         self._has_checked_gradients = False
 
     def run(self) -> Ending:
         """Train until the stage is over, or someone asks to stop."""
-        watchdog = Watchdog(self._config.run / "hang", self._config.guard.hang_timeout_s, rank=self._world.rank)
-        with stop_requests() as asked_to_stop, garbage_by_hand(), watchdog:
-            rows = self._next_rows(self._progress.stage_step)
-            while rows is not None:
-                losses, results = self._accumulate(rows, is_asked_to_stop=asked_to_stop.is_set())
-                upcoming = self._next_rows(self._progress.stage_step + 1)
-                numbers = self._read(results)
-                verdict = self._guard.judge(numbers.loss, numbers.grad_norm)
-                if verdict.action is Action.ACCEPT:
-                    self._update(numbers)
-                else:
-                    self._reject(verdict, numbers, rows, losses)
-                self._advance(rows, numbers)
-                self._log(numbers, verdict)
-                if upcoming is None:
-                    break
-                if numbers.must_stop:
-                    return self._stop()
-                self._save_and_export(numbers)
-                self._evaluate()
-                self._collect_garbage()
-                watchdog.feed()
-                rows = upcoming
-            return self._finish()
+        with stop_requests() as asked_to_stop, garbage_by_hand():
+            with self._watchdog, self._tracer:
+                ending = self._make_steps(asked_to_stop)
+            if ending is Ending.FINISHED:
+                self._finish()
+            else:
+                self._stop()
+        return ending
+
+    def _make_steps(self, asked_to_stop: threading.Event) -> Ending:
+        rows = self._next_rows(self._progress.stage_step)
+        while rows is not None:
+            self._tracer.step_begins(self._progress.step + 1)
+            losses, results = self._accumulate(rows, must_stop=asked_to_stop.is_set())
+            upcoming = self._next_rows(self._progress.stage_step + 1)
+            numbers = StepNumbers.read(results.tolist(), self._feed.source_names)  # the one wait for the GPU
+            verdict = self._guard.judge(numbers.loss, numbers.grad_norm)
+            if verdict.action is Action.ACCEPT:
+                self._update(numbers)
+            else:
+                self._reject(verdict, numbers, rows, losses)
+            self._begin_journal(numbers)
+            self._progress.advance(numbers.work, rows.state)
+            self._log(numbers, verdict)
+            self._tracer.step_ended(self._progress.step)
+            if upcoming is None:
+                break
+            if numbers.must_stop:
+                return Ending.STOPPED
+            self._save_and_export(numbers)
+            self._evaluate()
+            self._collect_garbage()
+            self._watchdog.feed()
+            rows = upcoming
+        return Ending.FINISHED
 
     # -------------------------------------------------------------- one step
 
@@ -159,13 +132,13 @@ class Trainer:
         """Whether the GPU still has work, so that waiting for data has cost nothing."""
         return self._world.device.type == "cuda" and not torch.cuda.current_stream(self._world.device).query()
 
-    def _accumulate(self, rows: StepRows, *, is_asked_to_stop: bool) -> tuple[list[Tensor], Tensor]:
-        """Enqueue forward and backward of every row; (each row's loss, the numbers of the step), on the device."""
-        flags = [is_asked_to_stop, self._saver.failure is not None]
-        brought = np.array([*rows.work, *flags, *rows.learned_by_source], dtype=np.float64)
-        totals = self._world.all_sum(to_device(brought, self._world.device))
-        count = totals[Work._fields.index("learned_tokens")].clamp(min=1.0).float()
-        losses, by_source = [], torch.zeros(len(rows.learned_by_source), device=self._world.device)
+    def _accumulate(self, rows: StepRows, *, must_stop: bool) -> tuple[list[Tensor], Tensor]:
+        """Enqueue forward and backward of every row; (each row's loss, the vector of `progress.py`), on the device."""
+        device = self._world.device
+        brought = brought_by(rows, must_stop=must_stop, save_failed=self._saver.failure is not None)
+        totals = self._world.all_sum(to_device(brought, device))
+        count = totals[LEARNED_TOKENS].clamp(min=1.0).float()
+        losses, by_source = [], torch.zeros(len(rows.learned_by_source), device=device)
         for number, row in enumerate(rows.on_device, start=1):
             loss, sums = self._learner.backward(row, count, is_last_row=number == rows.num_rows)
             losses.append(loss)
@@ -173,24 +146,10 @@ class Trainer:
         results = self._world.all_sum(torch.cat([by_source, torch.stack(losses).sum()[None]]).double())
         return losses, torch.cat([totals, results, self._learner.grad_norm().double()[None]])
 
-    def _read(self, results: Tensor) -> StepNumbers:
-        """The one wait for the GPU in a step."""
-        *values, loss, grad_norm = results.tolist()
-        work, flags, by_source = values[: len(Work())], values[len(Work()) :][:2], values[len(Work()) + 2 :]
-        learned, sums = by_source[: len(by_source) // 2], by_source[len(by_source) // 2 :]
-        return StepNumbers(
-            loss=loss,
-            grad_norm=grad_norm,
-            work=Work(*work),
-            must_stop=flags[0] > 0,
-            save_failed=flags[1] > 0,
-            source_losses=dict(zip(self._feed.source_names, zip(sums, learned, strict=True), strict=False)),
-        )
-
     def _update(self, numbers: StepNumbers) -> None:
         """Clip and step."""
         self._check_gradients()
-        self._lr_factor = self.lr_factor
+        self._lr_factor = self._scheduled_factor()
         self._learner.step(self._lr_factor, grad_scale=min(1.0, self._stage.clip_norm / (numbers.grad_norm + 1e-6)))
 
     def _check_gradients(self) -> None:
@@ -199,8 +158,7 @@ class Trainer:
             raise AssertionError(f"{len(missing)} trained parameters got no gradient: {', '.join(missing[:8])}")
         self._has_checked_gradients = True
 
-    @property
-    def lr_factor(self) -> float:
+    def _scheduled_factor(self) -> float:
         """The schedule's factor for the step at hand; by samples seen where the stage's length is in epochs."""
         schedule, step = self._stage.schedule, self._progress.stage_step
         if self._stage.known_steps is not None:
@@ -209,15 +167,6 @@ class Trainer:
             return schedule.factor(step, schedule.warmup_steps)
         falling = dataclasses.replace(schedule, warmup_steps=0)
         return falling.factor(self._progress.stage_samples, self._num_samples or 1)
-
-    def _advance(self, rows: StepRows, numbers: StepNumbers) -> None:
-        progress, work = self._progress, numbers.work
-        progress.step += 1
-        progress.stage_step += 1
-        progress.samples += int(work.samples)
-        progress.stage_samples += int(work.samples)
-        progress.tokens += int(work.text_tokens + work.image_tokens)
-        progress.data = rows.state
 
     # -------------------------------------------------------------- bad steps
 
@@ -271,9 +220,6 @@ class Trainer:
     def _log(self, numbers: StepNumbers, verdict: Verdict) -> None:
         """Count the step; one record an interval."""
         progress = self._progress
-        if not self._journal.has_begun:
-            left = self._steps_left(numbers.work)
-            self._journal.begin(num_steps=progress.step + left, tokens=progress.tokens, samples=progress.samples)
         step = Step(
             number=progress.step,
             loss=numbers.loss,
@@ -286,12 +232,17 @@ class Trainer:
         )
         self._journal.add(step, {group.name: group.lr * self._lr_factor for group in self._learner.optimizer.groups})
 
-    def _steps_left(self, work: Work) -> int:
-        """Steps to the end of the stage; estimated from the size of this one where the length is in epochs."""
+    def _begin_journal(self, numbers: StepNumbers) -> None:
+        """At the first step, say how long the stage will be; an estimate where its length is in epochs."""
+        if self._journal.has_begun:
+            return
+        progress = self._progress
         if self._stage.known_steps is not None:
-            return self._stage.known_steps - self._progress.stage_step
-        samples_left = (self._num_samples or 0) - self._progress.stage_samples
-        return math.ceil(max(0, samples_left) / max(1.0, work.samples))
+            steps_left = self._stage.known_steps - progress.stage_step
+        else:
+            samples_left = (self._num_samples or 0) - progress.stage_samples
+            steps_left = math.ceil(samples_left / max(1.0, numbers.work.samples))
+        self._journal.begin(num_steps=progress.step + steps_left, tokens=progress.tokens, samples=progress.samples)
 
     def _save_and_export(self, numbers: StepNumbers) -> None:
         if numbers.save_failed:
@@ -304,15 +255,12 @@ class Trainer:
 
     def _save(self) -> None:
         """Everything a run goes on from. Training waits for the copy to host memory only."""
-        if self._saved_step == self._progress.step:
-            return
         progress = dataclasses.asdict(self._progress) | {
             "guard": self._guard.state_dict(),
             "optimizer_steps": self._learner.optimizer.num_steps,
             "fingerprint": self._config.fingerprint,
         }
         self._saver.save(self._progress.step, self._learner.tensors(), progress)
-        self._saved_step = self._progress.step
 
     def _take_note_of_failure(self) -> None:
         """Stop or go on, as configured; every rank has heard of it."""
@@ -330,18 +278,20 @@ class Trainer:
             like=self._config.model.folder,
             dtype=DTYPES[self._config.checkpoint.export_dtype],
             world=self._world,
+            only_adapter=self._stage.lora is not None and self._stage.lora.export == "adapter",
         )
         logger.info("exported %s", out)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, *, is_last: bool = False) -> None:
         every = self._config.probe.every
-        if self._probe is None or every is None or self._progress.step % every:
+        if self._probe is None or every is None or (self._progress.step % every and not is_last):
             return
         trained = self._learner.parallel.trained.eval()
         with torch.no_grad():
             scores = self._probe(trained, self._progress.step)
         trained.train()
         self._journal.add_scores(self._progress.step, scores)
+        self._journal.seconds_since_last()  # the time it took is no step's
 
     def _collect_garbage(self) -> None:
         if self._progress.step % self._config.gc_every == 0:
@@ -349,19 +299,17 @@ class Trainer:
 
     # -------------------------------------------------------------- endings
 
-    def _stop(self) -> Ending:
+    def _stop(self) -> None:
         """Save, and wait until it is on disk."""
         self._save()
         self._saver.finish_or_raise()
-        logger.warning("stopped after step %d; the same command goes on from here", self._progress.step)
-        return Ending.STOPPED
+        logger.info("stopped after step %d; the same command goes on from here", self._progress.step)
 
-    def _finish(self) -> Ending:
+    def _finish(self) -> None:
         """Export, then save the state that says the stage is done: what dies in between is done again."""
+        self._evaluate(is_last=True)
         self._export()
         self._progress.is_stage_done = True
-        self._saved_step = None
         self._save()
         self._saver.finish_or_raise()
         logger.info("stage %s is done after %d steps", self._stage.name, self._progress.stage_step)
-        return Ending.FINISHED

@@ -211,6 +211,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(photos, checkpoint, opened):
         pids.append(parent_of(pids[0]))
         assert len(set(pids)) == 3
         assert all(map(is_alive, pids))
+        assert len(list(Path(f"/proc/{pids[-1]}/task").iterdir())) == 1, "the process that forks has one thread"
         trainer.kill()
     assert_gone(pids)
     assert set(Path("/dev/shm").iterdir()) <= shared_before

@@ -13,9 +13,8 @@ from saccade.data.row_memory import RowFile, read_row
 from saccade.errors import ConfigError, DataError
 from saccade.processor import Processor
 
-
-PATCHES = 16
-"""Of one picture of 60 x 40 pixels, which is enlarged to the least there is."""
+PATCHES = 4 * 6
+"""Of one picture of 60 x 40 pixels."""
 
 
 def made_row(processor, into, *, num_copies=1):

@@ -7,6 +7,7 @@ from closeness import BOUNDS, assert_close, perturbed
 from saccade.kernels import launch
 from saccade.kernels import quant_linear as module
 from saccade.kernels.quant_linear import (
+    dequantize_int4,
     interleave_int4,
     linear_w4a16,
     linear_w4a16_reference,
@@ -141,6 +142,16 @@ def test_interleaved_words_stand_for_the_same_weight():
     packed, scale, _ = quantize_weight_int4(weight, 64)
     expected = (unpack_int4(packed, 384).view(9, 6, 64) * scale.unsqueeze(2)).flatten(1)
     assert torch.equal(module.dequantize_int4_reference(interleave_int4(packed), scale, None, torch.float32), expected)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "with zero points"])
+@pytest.mark.parametrize("group_size", [16, 64, 128])
+def test_the_kernel_makes_weights_whole_as_the_reference_does(group_size, symmetric, device, dtype):
+    weight, _ = weights(70, 384, device, dtype)
+    words, scale, zero = four_bits(weight, group_size, symmetric)
+    with launch.forced("triton"):
+        actual = dequantize_int4(words, scale, zero, dtype)
+    assert torch.equal(actual, module.dequantize_int4_reference(words, scale, zero, dtype))
 
 
 def four_bits(weight, group_size, symmetric=True):

@@ -1,6 +1,7 @@
 """Model families: for each, the names and sizes its checkpoints use. One small file per family.
 
-A vision-language family module has `SIZES`, `parse_config`, `describe_config`, `name_on_disk` and `name_in_model`.
+A vision-language family module has `SIZES`, `parse_config`, `describe_config`, `name_on_disk`, `name_in_model` and
+`name_in_transformers`.
 A text family module (a decoder to build on) has `parse_text_config`.
 """
 

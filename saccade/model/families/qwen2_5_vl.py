@@ -23,6 +23,12 @@ from saccade.model.families.reading import (
 MODEL_TYPE = "qwen2_5_vl"
 
 _DISK_PREFIXES = {"projector.": "visual.merger.", "vision.": "visual.", "language.": "model.", "head.": "lm_head."}
+_TRANSFORMERS_PREFIXES = {
+    "projector.": "model.visual.merger.",
+    "vision.": "model.visual.",
+    "language.": "model.language_model.",
+    "head.": "lm_head.",
+}
 _MODEL_PREFIXES = {
     "model.visual.merger.": "projector.",
     "model.visual.": "vision.",
@@ -37,6 +43,11 @@ _MODEL_PREFIXES = {
 def name_on_disk(name: str) -> str:
     """A parameter's name in the checkpoint files."""
     return _replace_prefix(name, _DISK_PREFIXES) or name
+
+
+def name_in_transformers(name: str) -> str:
+    """A module's or parameter's name in the model that `transformers` builds; adapters go by it."""
+    return _replace_prefix(name, _TRANSFORMERS_PREFIXES) or name
 
 
 def name_in_model(name: str) -> str | None:

@@ -1,0 +1,100 @@
+"""Planning at the size of LAION: positions of 5.85 billion samples, and the first batch of 100 million indexed ones.
+
+    python -m bench.data_scale
+
+The shards do not exist; their index does (a few Parquet files under ten thousand names), and the code is that of training.
+"""
+
+import json
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from saccade.data.index import open_index
+from saccade.data.order import EpochOrder
+from saccade.data.plan import Position, StreamPlan
+from saccade.data.sample import TextRules
+from saccade.data.stream_source import OpenSource
+
+NUM_SHARDS, SAMPLES = 10_000, 10_000
+
+
+def peak_mb() -> float:
+    """Largest resident size of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def positions() -> None:
+    """The next 10,000 samples, anywhere in an epoch of 5.85 billion."""
+    begin = time.perf_counter()
+    order = EpochOrder(np.full(585_000, 10_000), seed=0, epoch=0, window_shards=16)
+    opened = time.perf_counter() - begin
+    worst = 0.0
+    for start in (0, 1_234_567_890, 5_849_990_000):
+        begin = time.perf_counter()
+        order.locate(np.arange(start, start + 10_000))
+        worst = max(worst, time.perf_counter() - begin)
+    print(
+        f"5.85e9 samples: opened in {opened * 1e3:.0f} ms, 10,000 positions in {worst * 1e3:.1f} ms, {peak_mb():.0f} MB resident"
+    )
+
+
+def write_index(folder: Path) -> None:
+    """Index and lengths of 100 million samples of LAION-like lengths."""
+    rng = np.random.default_rng(0)
+    patches = 4 * rng.integers(8, 25, SAMPLES) * rng.integers(8, 25, SAMPLES)
+    tokens = patches // 4 + np.clip(rng.lognormal(3.3, 0.8, SAMPLES), 8, 400).astype(int) + 20
+    row = pa.table({"key": [f"{n:09d}" for n in range(SAMPLES)], "error": pa.nulls(SAMPLES, pa.string())})
+    lengths = pa.table(
+        {
+            "tokens": pa.array([[t] for t in tokens.tolist()], pa.list_(pa.int32())),
+            "patches": pa.array(patches, pa.int32()),
+            "error": pa.nulls(SAMPLES, pa.string()),
+        }
+    )
+    for place, table in ((folder / "index", row), (folder / "index" / "lengths-synthetic", lengths)):
+        place.mkdir(parents=True)
+        pq.write_table(table, place / "00000.parquet")
+        for shard in range(1, NUM_SHARDS):
+            os.link(place / "00000.parquet", place / f"{shard:05d}.parquet")
+    entry = {"bytes": 10**9, "num_samples": SAMPLES, "num_errors": 0}
+    entries = [{"name": f"{shard:05d}.tar", **entry} for shard in range(NUM_SHARDS)]
+    (folder / "index" / "shards.json").write_text(json.dumps({"version": 1, "shards": entries}))
+
+
+def first_batch() -> None:
+    """Open 100 million samples, plan the first batch; then one at 90 % as a resumed run would."""
+    with tempfile.TemporaryDirectory() as scratch:
+        write_index(Path(scratch))
+        begin = time.perf_counter()
+        index = open_index(scratch, check_files=False)
+        opened = time.perf_counter() - begin
+        source = OpenSource("laion", None, TextRules(), index, "synthetic")
+        plan = StreamPlan([source], seed=0, token_budget=16384, patch_budget=65536, rows_per_batch=8)
+        first = next(plan.batches())
+        planned = time.perf_counter() - begin
+        print(
+            f"{len(index):.2e} samples: opened in {opened:.2f} s, first batch planned at {planned:.2f} s ({len(first.rows)} rows)"
+        )
+        late = Position(block=int(0.9 * len(index) / plan.block_samples), row=5, batch=10**6)
+        state = plan.save(late)
+        times = []
+        for _ in range(5):
+            index.forget()
+            begin = time.perf_counter()
+            next(plan.batches(plan.restore(state)))
+            times.append(time.perf_counter() - begin)
+        print(
+            f"resumed at 90 %: {min(times) * 1e3:.0f} ms, state {len(json.dumps(state))} bytes, {peak_mb():.0f} MB resident"
+        )
+
+
+if __name__ == "__main__":
+    positions()
+    first_batch()

@@ -1,0 +1,236 @@
+"""Whether a run fits a GPU, and what to change where it does not: what `saccade plan` says, before anything is started.
+
+    row = RowSize(tokens=16384, patches=36864)
+    plan(config, row, world_size=8).total_gib
+    report(Planner(config=config, world_size=8), row, "H200").lines()
+
+`memory.py` walks through a step and adds up, `activations.py` says what backward needs; here settings are compared.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from saccade.errors import ConfigError
+from saccade.model.config import ModelConfig
+from saccade.model.families import vision_language_family
+from saccade.model.initialize import named_size
+from saccade.processor.folder import read_config
+from saccade.train.activations import RowSize
+from saccade.train.config import Recompute, StageConfig, TrainConfig
+from saccade.train.memory import MemoryPlan, Planner
+from saccade.train.metrics import forward_flops, training_flops
+
+__all__ = ["Choice", "MemoryPlan", "Planner", "Report", "RowSize", "gpu_gib", "model_config", "of_stage", "plan", "report", "suggest"]  # fmt: skip
+
+GPU_GIB = {"B200": 178.0, "H200": 139.8, "H100": 79.1, "A100": 79.1, "L40S": 44.4, "A100-40GB": 39.4, "RTX4090": 23.5}
+"""Memory that torch can use. The H200's is measured, the others' are as published less what the driver takes."""
+
+EXTENTS: tuple[Recompute, ...] = get_args(Recompute)
+"""What can be recomputed of each tower."""
+_STEP = 256
+"""Rows are made larger and smaller by so many tokens."""
+_MOST_TOKENS = 2**20
+_MOST_RANKS = 1024
+
+
+def plan(config: ModelConfig, row: RowSize, **settings: Any) -> MemoryPlan:
+    """The memory of a GPU at its fullest; `settings` are those of `Planner`."""
+    return Planner(config=config, **settings).plan(row)
+
+
+def gpu_gib(name: str) -> float:
+    """Usable memory of a GPU, by its name or as a number of GiB."""
+    sizes = {known.lower(): size for known, size in GPU_GIB.items()}
+    try:
+        size = sizes.get(name.lower()) or float(name)
+    except ValueError:
+        size = math.nan
+    if not 0.0 < size < math.inf:
+        raise ConfigError(f"unknown GPU {name!r}. Known: {', '.join(GPU_GIB)}; or give its memory in GiB, such as 80")
+    return size
+
+
+def model_config(model: str) -> ModelConfig:
+    """The model of a checkpoint folder, or of a size's name."""
+    if not Path(model).is_dir():
+        return named_size(model)
+    raw = read_config(Path(model))
+    config: ModelConfig = vision_language_family(raw.get("model_type")).parse_config(raw)
+    return config
+
+
+def of_stage(config: TrainConfig, stage: StageConfig, model: ModelConfig, world_size: int) -> tuple[Planner, RowSize]:
+    """What a stage of a recipe asks for: its settings, and the largest row it allows."""
+    planner = Planner(
+        config=model,
+        world_size=world_size,
+        rows_per_rank=math.ceil(stage.data.rows_per_step / world_size),
+        dtype=config.model.dtype,
+        parallel=config.parallel,
+        optimizer=stage.optimizer,
+        lora=stage.lora,
+    )
+    return planner, RowSize(tokens=stage.data.token_budget, patches=stage.data.patch_budget)
+
+
+# ------------------------------------------------------------------ choices
+
+
+class Choice(NamedTuple):
+    """One way to trade time for memory."""
+
+    recompute_vision: Recompute
+    recompute_language: Recompute
+    total_gib: float
+    """For the row asked for."""
+    fits: bool
+    """Whether the GPU has that much."""
+    max_tokens: int
+    """Tokens of the largest row that fits, with images in proportion; 0 where none does."""
+    extra_compute: float
+    """Share of a step's matrix products that are computed once more."""
+
+
+def suggest(planner: Planner, row: RowSize, gib: float) -> list[Choice]:
+    """Every way to recompute, the cheapest first. The first that fits is the one to take."""
+    choices = []
+    for vision, language in product(EXTENTS, EXTENTS):
+        total = planner.plan(row, (vision, language)).total_gib
+        most = _max_tokens(planner, row, (vision, language), gib)
+        extra = _extra_compute(planner, row, vision, language)
+        choices.append(Choice(vision, language, total, total <= gib, most, extra))
+    return sorted(choices, key=lambda choice: choice.extra_compute)
+
+
+def _max_tokens(planner: Planner, row: RowSize, chosen: tuple[Recompute, Recompute], gib: float) -> int:
+    """Halve the range until it is a step wide."""
+    low, high = 0, _MOST_TOKENS // _STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = planner.plan(_scaled(row, middle * _STEP), chosen).total_gib <= gib
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * _STEP
+
+
+def _scaled(row: RowSize, tokens: int) -> RowSize:
+    """A row of so many tokens, images and learned tokens in proportion."""
+    share = tokens / row.tokens
+    return RowSize(tokens=tokens, patches=int(row.patches * share), learned=min(tokens, int(row.num_learned * share)))
+
+
+def _extra_compute(planner: Planner, row: RowSize, vision: Recompute, language: Recompute) -> float:
+    config = planner.config
+    grids = [(max(1, row.patches // 64), 8, 8)] if row.patches else []
+    forward = forward_flops(config, [1] * row.tokens, grids, row.num_learned)
+    trained = {
+        "embedding" if name == "language.embed_tokens" else name.split(".")[0] for name in planner.trained_blocks
+    }
+    step = sum(training_flops(forward, trained, tied_head=config.tied_head))
+    kv_share = config.language.num_kv_heads / config.language.num_heads
+    tower = _again(vision, config.vision.hidden_size, config.vision.intermediate_size, 4.0)
+    decoder = _again(language, config.language.hidden_size, config.language.intermediate_size, 2.0 + 2.0 * kv_share)
+    return (forward.vision * tower + forward.language * decoder) / step
+
+
+def _again(extent: Recompute, width: int, inner: int, attention_widths: float) -> float:
+    """Share of a block that is computed again: never the last projection, of which backward needs only the input.
+
+    `attention_widths`: size of its other matrices together, in squares of the width.
+    """
+    total = attention_widths * width + 3 * inner
+    return {"none": 0, "selective": 2 * inner, "full": total - inner}[extent] / total
+
+
+# ------------------------------------------------------------------ what is said
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything `saccade plan` prints."""
+
+    plan: MemoryPlan
+    gpu: str
+    gib: float
+    """Usable memory of the GPU."""
+    choices: list[Choice]
+    """The cheapest first."""
+    advice: list[str]
+    """Settings that make it fit, the least painful first."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the settings as they are do."""
+        return self.plan.total_gib <= self.gib
+
+    def lines(self) -> list[str]:
+        """For people."""
+        verdict = "fits" if self.fits else "does not fit"
+        table = [
+            f"  {choice.recompute_vision:<10} {choice.recompute_language:<10} {choice.total_gib:7.1f} {choice.extra_compute:>14.0%}   "
+            + (f"{choice.max_tokens} tokens" if choice.max_tokens else "none")
+            for choice in self.choices
+        ]
+        header = f"  {'tower':<10} {'decoder':<10} {'GiB':>7} {'extra compute':>14}   largest row that fits"
+        return [
+            *self.plan.lines(), f"  {verdict} in {self.gpu} ({self.gib:.1f} GiB)",
+            "recompute", header, *table, *self.advice,
+        ]  # fmt: skip
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "fits": self.fits,
+            "gpu": self.gpu,
+            "gpu_gib": self.gib,
+            "plan": self.plan.record(),
+            "choices": [choice._asdict() for choice in self.choices],
+            "advice": self.advice,
+        }
+
+
+def report(planner: Planner, row: RowSize, gpu: str) -> Report:
+    """The plan of a row on a GPU, what else could be chosen, and what to change."""
+    gib = gpu_gib(gpu)
+    choices = suggest(planner, row, gib)
+    return Report(planner.plan(row), gpu, gib, choices, advice(planner, row, gib, choices))
+
+
+def advice(planner: Planner, row: RowSize, gib: float, choices: list[Choice] | None = None) -> list[str]:
+    """Settings that make the row fit; where recomputing alone does not, all other ways there are."""
+    choices = choices or suggest(planner, row, gib)
+    for choice in choices:
+        if choice.fits:
+            return [
+                "cheapest that fits: "
+                f"--set parallel.recompute_vision={choice.recompute_vision} --set parallel.recompute_language={choice.recompute_language}"
+            ]
+    found = []
+    if most := max(choice.max_tokens for choice in choices):
+        small = _scaled(row, most)
+        found.append(
+            f"smaller rows: data.token_budget = {most}, data.patch_budget = {small.patches}, and recompute full"
+        )
+    thrifty = replace(planner, optimizer=replace(planner.optimizer, kind="adamw8bit"))
+    if planner.optimizer.kind != "adamw8bit" and _fits_somehow(thrifty, row, gib):
+        found.append("8-bit moments: optimizer.kind = 'adamw8bit'")
+    if ranks := _ranks_needed(planner, row, gib):
+        found.append(f"more GPUs: {ranks} with parallel.strategy = 'fsdp'")
+    return [f"to make it fit, {line}" for line in found] or ["nothing here makes it fit: take a smaller model, or LoRA"]
+
+
+def _fits_somehow(planner: Planner, row: RowSize, gib: float) -> bool:
+    return any(planner.plan(row, chosen).total_gib <= gib for chosen in product(EXTENTS, EXTENTS))
+
+
+def _ranks_needed(planner: Planner, row: RowSize, gib: float) -> int | None:
+    """The smallest power of two of ranks that share the model and have room for the row."""
+    parallel = replace(planner.parallel, strategy="fsdp", shard_size=None, compress_gradients="none")
+    ranks = 2 * planner.world_size
+    while ranks <= _MOST_RANKS:
+        if _fits_somehow(replace(planner, world_size=ranks, parallel=parallel), row, gib):
+            return ranks
+        ranks *= 2
+    return None

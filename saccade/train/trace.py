@@ -1,0 +1,91 @@
+"""Looking into a run: a profiler's trace of some steps, and the history of the GPU's memory.
+
+    RUN/trace/steps-20-22-rank0.json     for https://ui.perfetto.dev or chrome://tracing
+    RUN/trace/memory-rank0.pickle        for https://pytorch.org/memory_viz; torch's own format, load none from strangers
+
+Every rank writes its own. Both cost time and host memory while they run, so they are off unless asked for.
+"""
+
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from saccade.errors import ConfigError
+from saccade.train.config import LogConfig
+from saccade.world import World
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_STEP = 3
+"""The step of a process after which the memory's history is written, where no steps are profiled: the first are unlike the rest."""
+_MAX_EVENTS = 200_000
+"""Allocations that are remembered; a step of a 3B model makes about 10,000."""
+
+
+class Tracer:
+    """Watches the steps it is told of, while it is entered."""
+
+    def __init__(self, config: LogConfig, folder: Path, world: World) -> None:
+        if config.memory_snapshot and world.device.type != "cuda":
+            raise ConfigError("log.memory_snapshot is about a GPU's memory, and this run is on the CPU. Remove it")
+        self._folder, self._world = folder, world
+        steps = config.profile_steps
+        self._first = steps[0] if steps else None
+        self._last = steps[1] if steps else None
+        self._has_snapshot = not config.memory_snapshot
+        self._num_steps = 0
+        self._profiler: profile | None = None
+
+    def __enter__(self) -> Self:
+        if not self._has_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS)
+        return self
+
+    def step_begins(self, step: int) -> None:
+        """Step `step` of the run is about to be computed."""
+        if step == self._first:
+            kinds = [ProfilerActivity.CPU]
+            if self._world.device.type == "cuda":
+                kinds.append(ProfilerActivity.CUDA)
+            self._profiler = profile(activities=kinds, acc_events=True)
+            self._profiler.start()
+
+    def step_ended(self, step: int) -> None:
+        """Step `step` has been computed and its update enqueued."""
+        self._num_steps += 1
+        if step == self._last:
+            self._write_trace()
+        if step == self._last or (self._last is None and self._num_steps == SNAPSHOT_STEP):
+            self._write_snapshot()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """What was begun is written too, above all where memory ran out."""
+        self._write_trace()
+        self._write_snapshot()
+
+    def _write_trace(self) -> None:
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        name = f"steps-{self._first}-{self._last}-rank{self._world.rank}.json"
+        profiler.export_chrome_trace(str(self._file(name)))
+
+    def _write_snapshot(self) -> None:
+        if self._has_snapshot:
+            return
+        self._has_snapshot = True
+        file = self._file(f"memory-rank{self._world.rank}.pickle")
+        torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _file(self, name: str) -> Path:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        logger.info("wrote %s", self._folder / name)
+        return self._folder / name

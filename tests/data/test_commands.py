@@ -1,0 +1,97 @@
+"""`saccade data` from the outside: real folders in, lines or JSON out."""
+
+import json
+
+import pytest
+from data.making import make_jpeg, make_sample, write_samples
+from typer.testing import CliRunner
+
+from saccade.cli import app
+from saccade.data.sample import Sample
+from saccade.data.toy import QUESTIONS, toy_sample, write_toy_shards
+from saccade.errors import ConfigError
+
+
+def saccade(*words):
+    result = CliRunner().invoke(app, ["data", *map(str, words)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+@pytest.fixture
+def loose(tmp_path):
+    """A folder of pictures with captions, one picture twice."""
+    folder = tmp_path / "loose"
+    folder.mkdir()
+    for number, seed in enumerate([0, 1, 2, 1]):
+        (folder / f"{number}.jpg").write_bytes(make_jpeg(96, 80, seed))
+        (folder / f"{number}.txt").write_text(f"A picture with the number {number} in its name.")
+    return folder
+
+
+def test_prepare_shards_judges_and_inspect_shows_why(loose, tmp_path):
+    made = json.loads(saccade("prepare", loose, "-o", tmp_path / "shards", "--workers", 1, "--json"))
+    assert (made["samples"], made["shards"]) == (4, 1)
+    assert made["curation"]["num_kept"] == 3
+    assert made["curation"]["dropped"] == {"exact duplicate": 1}
+    page = tmp_path / "look.html"
+    shown = saccade("inspect", tmp_path / "shards", "--page", page)
+    assert "3 of 4 samples kept" in shown
+    assert "exact duplicate" in page.read_text()
+    again = saccade("prepare", loose, "-o", tmp_path / "shards", "--workers", 1)
+    assert "4 samples in 1 shards" in again
+
+
+def test_curate_takes_settings_and_copies_what_is_kept(loose, tmp_path):
+    saccade("prepare", loose, "-o", tmp_path / "shards", "--no-curate")
+    report = json.loads(
+        saccade(
+            "curate",
+            tmp_path / "shards",
+            "--set",
+            "min_side=90",
+            "--workers",
+            1,
+            "--write",
+            tmp_path / "kept",
+            "--json",
+        )
+    )
+    assert report["dropped"] == {"image too small": 4}
+    report = json.loads(
+        saccade(
+            "curate",
+            tmp_path / "shards",
+            "--set",
+            "exact_duplicates=false",
+            "--set",
+            "near_duplicate_images=false",
+            "--json",
+        )
+    )
+    assert report["num_kept"] == 4
+    with pytest.raises(ConfigError, match="min_side"):
+        saccade("curate", tmp_path / "shards", "--set", "min_sides=3")
+
+
+def test_index_says_what_cannot_be_used(tmp_path):
+    write_samples(tmp_path / "a.tar", [make_sample("a"), Sample("b", "s", {"jpg": b"no picture", "txt": b"text"})])
+    assert "2 samples in 1 shards (1 read now), 1 cannot be used" in saccade("index", tmp_path)
+    assert json.loads(saccade("index", tmp_path, "--json"))["num_scanned"] == 0
+
+
+def test_contamination_names_the_pairs(tmp_path):
+    for name, keys in (("train", "abc"), ("test", "xc")):
+        (tmp_path / name).mkdir()
+        write_samples(tmp_path / name / "0.tar", [make_sample(key, seed=ord(key)) for key in keys])
+    found = json.loads(saccade("contamination", tmp_path / "train", tmp_path / "test", "--workers", 1, "--json"))
+    assert [match["training"] for match in found["matches"]] == ["0.tar/c"]
+
+
+def test_toy_samples_depend_on_their_number_alone(tmp_path):
+    assert toy_sample(7).members == toy_sample(7).members != toy_sample(8).members
+    write_toy_shards(tmp_path, first=5, count=4)
+    assert "4 samples in 1 shards" in saccade("index", tmp_path)
+    asked = {json.loads(toy_sample(n).members["json"])["questions"][0]["question"] for n in range(20)}
+    assert asked == set(QUESTIONS.values())

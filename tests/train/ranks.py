@@ -1,0 +1,93 @@
+"""A process of its own that does training jobs one after another, alone or together with others.
+
+A job: `recipe` (a TOML file), `set` (overrides), `probe` (the name of one of the functions below, called every step when the recipe
+says so), `ending` (what is expected).
+"""
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from saccade.config import load_config
+from saccade.errors import UserError
+from saccade.train.config import TrainConfig
+from saccade.train.stages import train_in
+from saccade.world import open_world
+
+
+def no_probe(trained, step):
+    return {}
+
+
+def kill_rank_1_once(trained, step):
+    """Like a machine that dies: only in the first life of the run."""
+    if step == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def die_while_saving(trained, step):
+    """The save of step 10 is under way, and its files never reach the disk."""
+    if step == 9:
+        os.fsync = lambda descriptor: time.sleep(60)
+    if step == 10:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def terminate(trained, step):
+    if step == 7:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return {}
+
+
+def fill_the_disk(trained, step):
+    """From step 7 on no file may grow beyond a megabyte; after step 12 there is room again."""
+    if step == 7:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+    if step == 12:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return {}
+
+
+def hang(trained, step):
+    if step == 2:
+        time.sleep(60)
+    return {}
+
+
+def say_what_the_world_says(world, job):
+    total = world.all_sum(torch.tensor([1.0, float(world.rank)]))
+    world.barrier()
+    told = {"sum": total.tolist(), "gathered": world.gather({"rank": world.rank}), "shared": world.share(world.rank)}
+    Path(job["world"]).with_suffix(f".{world.rank}").write_text(json.dumps(told))
+
+
+def do(world, job):
+    if "world" in job:
+        say_what_the_world_says(world, job)
+        return
+    config = load_config(TrainConfig, Path(job["recipe"]), job.get("set", []))
+    try:
+        ending = train_in(world, config, probe=globals()[job.get("probe", "no_probe")]).value
+    except UserError as error:
+        ending = f"{type(error).__name__}: {error}"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if not ending.startswith(job.get("ending", "finished")):
+        sys.exit(f"{job} ended with {ending!r}")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    with open_world("cpu") as world:
+        for job in json.loads(Path(sys.argv[1]).read_text()):
+            do(world, job)

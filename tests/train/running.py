@@ -1,0 +1,135 @@
+"""Small runs for the tests of this room: a tiny checkpoint, toy shards, a recipe, and processes that train together."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from saccade.config import load_config
+from saccade.data.sample import Sample
+from saccade.data.shards import ShardWriter
+from saccade.data.toy import toy_sample
+from saccade.model.initialize import initialize_random, named_size
+from saccade.train.config import TrainConfig
+
+RANKS = Path(__file__).with_name("ranks.py")
+
+RECIPE = """
+run = "{run}"
+seed = 3
+[model]
+folder = "{checkpoint}"
+dtype = "fp32"
+[checkpoint]
+every = 10
+export_dtype = "fp32"
+[log]
+every = 1
+[[stages]]
+name = "learn"
+steps = 20
+[stages.data]
+sources = [{{ path = "{shards}" }}]
+token_budget = 240
+patch_budget = 512
+rows_per_step = 2
+workers = 0
+[stages.optimizer]
+lr = 1e-3
+weight_decay = 0.1
+[stages.schedule]
+kind = "constant"
+warmup_steps = 3
+"""
+
+
+def make_checkpoint(folder: Path) -> Path:
+    initialize_random(folder, named_size("tiny"), dtype=torch.float32)
+    return folder
+
+
+def write_shards(folder: Path, count: int = 48, *, text_every: int | None = None) -> Path:
+    """Toy pictures of 56 px, 4 tokens each; every `text_every`-th sample is a text without a picture."""
+    with ShardWriter(folder, max_samples=16) as writer:
+        for number in range(count):
+            is_text = text_every is not None and number % text_every != 0
+            writer.write(_text_sample(number) if is_text else toy_sample(number, side=56))
+    return folder
+
+
+def _text_sample(number: int) -> Sample:
+    messages = [
+        {"role": "user", "content": f"Count to {number}."},
+        {"role": "assistant", "content": "one two three " * (1 + number % 3)},
+    ]
+    return Sample(key=f"{number:08d}", source="text", members={"json": json.dumps({"messages": messages}).encode()})
+
+
+def write_recipe(path: Path, *, run: Path, checkpoint: Path, shards: Path, text: str = RECIPE) -> Path:
+    path.write_text(text.format(run=run, checkpoint=checkpoint, shards=shards))
+    return path
+
+
+def read_recipe(path: Path, *overrides: str) -> TrainConfig:
+    return load_config(TrainConfig, path, overrides)
+
+
+def records(run: Path) -> dict[int, dict]:
+    """The records of a run by step."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record for record in map(json.loads, lines) if "loss" in record}
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for _, record in sorted(records(run).items())]
+
+
+def skipped(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "skipped_steps.jsonl").read_text().splitlines()]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return kept | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": str(RANKS.parents[1])} | more
+
+
+def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: int = 0) -> subprocess.Popen:
+    """One process that does the jobs, alone or as a rank among others. See `ranks.py` for what a job is."""
+    file.write_text(json.dumps(jobs))
+    place = {}
+    if size > 1:
+        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with file.with_suffix(".log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-W", "error", str(RANKS), str(file)],
+            env=environment(**{name: str(value) for name, value in place.items()}),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def run_together(jobs: list[dict], folder: Path, *, num_ranks: int, timeout_s: float = 240.0) -> None:
+    """Do the jobs in several processes that train together; any that fails fails the test with its output."""
+    port, files = free_port(), [folder / f"jobs-{rank}.json" for rank in range(num_ranks)]
+    ranks = [start(jobs, file, rank=rank, size=num_ranks, port=port) for rank, file in enumerate(files)]
+    end = time.monotonic() + timeout_s
+    while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    logs = [file.with_suffix(".log").read_text()[-3000:] for file in files]
+    assert all(rank.returncode == 0 for rank in ranks), "\n----\n".join(logs)

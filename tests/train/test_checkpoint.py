@@ -1,0 +1,202 @@
+"""The state of a run on disk: whole or not there, and enough to go on as if nothing had happened."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from train.running import losses, make_checkpoint, read_recipe, write_recipe, write_shards
+
+from saccade.errors import CheckpointError
+from saccade.model import load_model
+from saccade.train import checkpoint as checkpoints
+from saccade.train.checkpoint import SavedState, Saver, load_tensors, newest_state, states
+from saccade.train.config import CheckpointConfig
+from saccade.train.stages import train
+from saccade.world import open_world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("data") / "shards")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, folder, shards):
+    """A run of eight steps that nobody interrupted."""
+    place = tmp_path_factory.mktemp("whole")
+    recipe = write_recipe(place / "recipe.toml", run=place / "run", checkpoint=folder, shards=shards)
+    train(read_recipe(recipe, "stages.0.steps=8", "checkpoint.every=3"), device="cpu")
+    return place / "run"
+
+
+@pytest.fixture
+def world():
+    with open_world("cpu") as world:
+        yield world
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((3, 4), value), "b": torch.full((2,), value, dtype=torch.bfloat16)}
+
+
+# ------------------------------------------------------------------ resumed = uninterrupted
+
+
+def test_a_run_in_two_parts_is_bit_for_bit_the_run_in_one(tmp_path, folder, shards, whole):
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=folder, shards=shards)
+    train(read_recipe(recipe, "stages.0.steps=5"), device="cpu")
+    train(read_recipe(recipe, "stages.0.steps=8"), device="cpu")
+    assert losses(tmp_path / "run") == losses(whole)
+    one, other = (load_model(run / "checkpoints/step-00000008", device="cpu") for run in (tmp_path / "run", whole))
+    for (name, parameter), twin in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, twin), name
+
+
+@pytest.mark.parametrize("kind", ["adamw8bit", "muon"])
+def test_in_bf16_and_with_every_optimizer_it_goes_on_bit_for_bit(tmp_path, folder, shards, kind):
+    """Parameters in bf16 are rounded masters: these must be saved, not the parameters."""
+    settings = ["model.dtype=bf16", f"stages.0.optimizer.kind={kind}"]
+    runs = {}
+    for name, lengths in (("one", [6]), ("two", [3, 6])):
+        recipe = write_recipe(tmp_path / f"{name}.toml", run=tmp_path / name, checkpoint=folder, shards=shards)
+        for length in lengths:
+            train(read_recipe(recipe, f"stages.0.steps={length}", *settings), device="cpu")
+        runs[name] = losses(tmp_path / name)
+    assert runs["one"] == runs["two"]
+    assert runs["one"][0] > runs["one"][-1]
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path, whole, folder, shards):
+    copy = shutil.copytree(whole, tmp_path / "run")
+    recipe = write_recipe(tmp_path / "recipe.toml", run=copy, checkpoint=folder, shards=shards)
+    before = sorted(path.name for path in copy.rglob("*"))
+    train(read_recipe(recipe, "stages.0.steps=8"), device="cpu")
+    assert sorted(path.name for path in copy.rglob("*")) == before
+    assert losses(copy) == losses(whole)
+
+
+def test_a_state_without_its_mark_or_with_a_short_file_does_not_count(tmp_path, whole, folder, shards):
+    copy = shutil.copytree(whole, tmp_path / "run")
+    assert [state.step for state in states(copy / "state")] == [6, 8]
+    (copy / "state/step-00000008/complete.json").unlink()
+    assert [state.step for state in states(copy / "state")] == [6]
+    shutil.copytree(whole / "state/step-00000008", copy / "state/step-00000008", dirs_exist_ok=True)
+    data = next((copy / "state/step-00000008").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    assert [state.step for state in states(copy / "state")] == [6]
+    recipe = write_recipe(tmp_path / "recipe.toml", run=copy, checkpoint=folder, shards=shards)
+    train(read_recipe(recipe, "stages.0.steps=8"), device="cpu")
+    assert losses(copy) == losses(whole), "it went on from step 6"
+
+
+def test_a_state_of_another_model_is_refused(tmp_path, whole, folder, shards):
+    copy = shutil.copytree(whole, tmp_path / "run")
+    recipe = write_recipe(tmp_path / "recipe.toml", run=copy, checkpoint=folder, shards=shards)
+    with pytest.raises(CheckpointError, match=r"are not in it, among them optimizer/.*other settings"):
+        train(read_recipe(recipe, "stages.0.steps=9", "stages.0.optimizer.kind=muon"), device="cpu")
+
+
+# ------------------------------------------------------------------ the exported folder
+
+
+def test_the_exported_folder_loads_and_has_the_trained_weights(whole, folder):
+    exported = load_model(whole / "checkpoints/step-00000008", device="cpu")
+    start = load_model(folder, device="cpu")
+    assert exported.config == start.config
+    moved = [not torch.equal(a, b) for a, b in zip(exported.parameters(), start.parameters(), strict=True)]
+    assert all(moved)
+    files = {path.name for path in (whole / "checkpoints/step-00000008").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= files
+    assert json.loads((whole / "checkpoints/step-00000008/config.json").read_text())["torch_dtype"] == "float32"
+
+
+# ------------------------------------------------------------------ saving
+
+
+def test_saved_then_loaded_is_as_before(tmp_path, world):
+    with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
+        source = tensors(1.0)
+        saver.save(1, source, {"note": [1, 2]})
+        for tensor in source.values():
+            tensor.fill_(7.0)  # training goes on while the copy is written
+    state = newest_state(tmp_path / "state", world)
+    loaded = tensors(0.0)
+    load_tensors(state, loaded, world)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors(1.0).items())
+    assert (state.step, state.progress) == (1, {"note": [1, 2]})
+
+
+def test_the_last_states_are_kept_and_some_for_good(tmp_path, world):
+    with Saver(tmp_path / "state", CheckpointConfig(keep_last=2, keep_every=4), world) as saver:
+        for step in range(1, 10):
+            saver.save(step, tensors(step), {})
+    assert [state.step for state in states(tmp_path / "state")] == [4, 8, 9]
+    assert sorted(path.name for path in (tmp_path / "state").iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_failed_save_is_reported_and_loses_nothing(tmp_path, world, monkeypatch):
+    """The disk is full when the last file is written."""
+    with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
+        saver.save(1, tensors(1.0), {})
+        saver.finish()
+
+        def full(path, value):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(checkpoints, "_write_json", full)
+        saver.save(2, tensors(2.0), {})
+        saver.finish()
+        assert "step-00000002: the state was not saved: No space left on device. Free space" in saver.failure
+        with pytest.raises(CheckpointError, match="No space left"):
+            saver.finish_or_raise()
+        monkeypatch.undo()
+        saver.failure = None
+        saver.save(3, tensors(3.0), {})
+    assert saver.failure is None
+    assert [state.step for state in states(tmp_path / "state")] == [1, 3]
+    assert len(list((tmp_path / "state").iterdir())) == 2
+
+
+def test_what_the_disk_cannot_hold_is_refused_before_it_is_written(tmp_path, world, monkeypatch):
+    with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+        saver.save(1, tensors(1.0), {})
+    assert "GiB, the disk has 0.00 GiB free" in saver.failure
+    assert states(tmp_path / "state") == []
+
+
+def test_a_tensor_that_is_not_there_is_named(tmp_path, world):
+    with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
+        saver.save(1, tensors(1.0), {})
+    state = newest_state(tmp_path / "state", world)
+    with pytest.raises(CheckpointError, match="1 tensors are not in it, among them c"):
+        load_tensors(state, {"c": torch.zeros(2)}, world)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_tensors(state, {"a": torch.zeros(5, 5)}, world)
+
+
+def test_random_numbers_go_on(tmp_path, world):
+    import random
+
+    import numpy as np
+
+    def draw():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
+        saver.save(1, tensors(1.0), {})
+    expected = draw()
+    state = newest_state(tmp_path / "state", world)
+    checkpoints.restore_random_state(state, world, seed=0)
+    assert draw() == expected
+    new_rank = type(world)(5, 8, 5, world.device)
+    checkpoints.restore_random_state(SavedState(state.path, {}), new_rank, seed=0)
+    fresh = draw()
+    checkpoints.seed_everything(5)
+    assert draw() == fresh

@@ -1,0 +1,125 @@
+"""What happens to real processes: killed, told to stop, out of disk, hanging. The run goes on as if nothing had happened."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from train.running import RANKS, environment, losses, make_checkpoint, read_recipe, start, write_recipe, write_shards
+
+from saccade.train.checkpoint import states
+from saccade.train.stages import train
+from saccade.train.watchdog import EXIT_STATUS, Watchdog
+
+SETTINGS = ["probe.every=1", "checkpoint.every=5", "stages.0.steps=13"]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    place = tmp_path_factory.mktemp("faults")
+    return make_checkpoint(place / "checkpoint"), write_shards(place / "shards")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, parts):
+    place = tmp_path_factory.mktemp("whole")
+    recipe = write_recipe(place / "recipe.toml", run=place / "run", checkpoint=parts[0], shards=parts[1])
+    train(read_recipe(recipe, *SETTINGS), device="cpu")
+    return losses(place / "run")
+
+
+@pytest.fixture
+def recipe(tmp_path, parts):
+    return write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=parts[0], shards=parts[1])
+
+
+def do(jobs, tmp_path):
+    """The exit status and the output of a process that does these jobs."""
+    file = tmp_path / "jobs.json"
+    process = start(jobs, file)
+    try:
+        return process.wait(timeout=120), file.with_suffix(".log").read_text()
+    finally:
+        process.kill()
+
+
+def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(recipe, tmp_path, whole):
+    """kill -9 of one of two ranks after step 7: torchrun starts both again, they go on from step 5."""
+    (tmp_path / "jobs.json").write_text(
+        json.dumps([{"recipe": str(recipe), "set": SETTINGS, "probe": "kill_rank_1_once"}])
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    run = subprocess.run(
+        [*torchrun, "--monitor-interval=0.1", str(RANKS), str(tmp_path / "jobs.json")],
+        env=environment(), capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-9000:]
+    assert "stage learn from step 5" in run.stderr
+    assert losses(tmp_path / "run") == pytest.approx(whole, abs=1e-5)
+
+
+def test_a_process_killed_while_it_saves_leaves_the_state_before(recipe, tmp_path, whole):
+    status, output = do([{"recipe": str(recipe), "set": SETTINGS, "probe": "die_while_saving"}], tmp_path)
+    assert status == -signal.SIGKILL, output
+    folder = tmp_path / "run/state"
+    assert [state.step for state in states(folder)] == [5]
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [".step-00000010.partial"]
+    train(read_recipe(recipe, *SETTINGS), device="cpu")
+    assert losses(tmp_path / "run") == whole
+    assert [path.name for path in sorted(folder.iterdir())] == ["step-00000010", "step-00000013"]
+
+
+def test_told_to_stop_it_saves_and_ends_well_and_a_full_disk_does_not_end_it(recipe, tmp_path, parts, whole):
+    full = write_recipe(tmp_path / "full.toml", run=tmp_path / "full", checkpoint=parts[0], shards=parts[1])
+    strict = write_recipe(tmp_path / "strict.toml", run=tmp_path / "strict", checkpoint=parts[0], shards=parts[1])
+    on_failure = "checkpoint.on_failure=stop"
+    jobs = [
+        {"recipe": str(recipe), "set": SETTINGS, "probe": "terminate", "ending": "stopped"},
+        {"recipe": str(full), "set": SETTINGS, "probe": "fill_the_disk"},
+        {"recipe": str(strict), "set": [*SETTINGS, on_failure], "probe": "fill_the_disk", "ending": "CheckpointError"},
+    ]
+    status, output = do(jobs, tmp_path)
+    assert status == 0, output[-4000:]
+    # SIGTERM during step 7, seen by all ranks in step 8, which is the last one made.
+    assert [state.step for state in states(tmp_path / "run/state")] == [5, 8]
+    assert losses(tmp_path / "run") == whole[:8]
+    train(read_recipe(recipe, *SETTINGS), device="cpu")
+    assert losses(tmp_path / "run") == whole, "bit for bit"
+    # No room at step 10: said, and training went on to the end.
+    assert (
+        output.count(
+            "step-00000010: the state was not saved: rank 0: a file broke off while it was written, as on a full disk. Free space"
+        )
+        == 2
+    )
+    assert losses(tmp_path / "full") == whole
+    assert [state.step for state in states(tmp_path / "full/state")] == [5, 13]
+    # The strict one stopped, with the state before whole.
+    assert [state.step for state in states(tmp_path / "strict/state")] == [5]
+    assert len(losses(tmp_path / "strict")) < 13
+
+
+def test_a_process_that_makes_no_progress_says_where_it_stands_and_ends(recipe, tmp_path):
+    settings = [*SETTINGS, "guard.hang_timeout_s=2"]
+    began = time.monotonic()
+    status, output = do([{"recipe": str(recipe), "set": settings, "probe": "hang"}], tmp_path)
+    assert status == EXIT_STATUS, output[-3000:]
+    assert time.monotonic() - began < 40
+    stacks = (tmp_path / "run/hang/stacks-rank0.txt").read_text()
+    assert "in hang" in stacks
+    assert "in _evaluate" in stacks
+    assert "no step for 2 s: this process ends" in output
+
+
+def test_a_watchdog_that_is_fed_does_nothing(tmp_path):
+    hung = []
+    with Watchdog(tmp_path, 0.4, on_hang=lambda: hung.append(True)) as watchdog:
+        for _ in range(8):
+            time.sleep(0.1)
+            watchdog.feed()
+        assert not hung
+        time.sleep(0.8)
+        assert hung == [True]
+    assert (tmp_path / "stacks-rank0.txt").exists()

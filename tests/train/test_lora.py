@@ -1,0 +1,489 @@
+"""LoRA and QLoRA: the same on any strategy, resumed = uninterrupted, merged = unmerged, only the matrices learn."""
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from train.running import losses, read_recipe, run_together, write_recipe, write_shards
+
+from saccade.config import load_config
+from saccade.errors import CheckpointError, ConfigError
+from saccade.model import load_model
+from saccade.model.families.qwen2_5_vl import name_on_disk
+from saccade.model.initialize import initialize_random, named_size
+from saccade.processor import Processor
+from saccade.train.checkpoint import newest_state, stored_names
+from saccade.train.config import LoraConfig, TrainConfig
+from saccade.train.export import export
+from saccade.train.learner import Learner
+from saccade.train.lora import (
+    GROUP_SIZE,
+    LoraLinear,
+    held_weight,
+    lora_layers,
+    lora_parameters,
+    target_layers,
+    whole_weight,
+)
+from saccade.train.loss import num_labels, row_labels
+from saccade.train.metrics import Flops, training_flops
+from saccade.train.optimizer import build_optimizer
+from saccade.train.parallelize import parallelize, trainable_table
+from saccade.train.stages import train
+from saccade.world import World
+
+WORLD = World(0, 1, 0, torch.device("cpu"))
+TARGETS = '["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj", "qkv", "attn.proj", "mlp.0"]'
+SETTINGS = [
+    "stages.0.steps=4",
+    "stages.0.optimizer.lr=2e-3",
+    "stages.0.schedule.warmup_steps=0",
+    "stages.0.data.block_samples=64",
+    f'stages.0.lora={{rank=4, alpha=8, parts=["language", "vision", "projector"], targets={TARGETS}}}',
+]
+RECOMPUTE = ["parallel.recompute_language=full", "parallel.recompute_vision=selective"]
+ALONE = {
+    "lora": [],
+    "int8": ["stages.0.lora.quantize_base=int8"],
+    "int4": ["stages.0.lora.quantize_base=int4"],
+}
+TOGETHER = {
+    "lora-fsdp": RECOMPUTE,
+    "int4-ddp": ALONE["int4"],
+    "int4-fsdp": [*ALONE["int4"], "model.dtype=bf16"],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tower whose feed-forward is wider in memory than on disk."""
+    tiny = named_size("tiny")
+    folder = tmp_path_factory.mktemp("model") / "checkpoint"
+    odd = replace(tiny, vision=replace(tiny.vision, intermediate_size=100))
+    initialize_random(folder, odd, dtype=torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, checkpoint):
+    """Runs on one rank in this process, then those on two."""
+    folder = tmp_path_factory.mktemp("lora")
+    shards = write_shards(folder / "shards")
+
+    def recipe(name):
+        return write_recipe(folder / f"{name}.toml", run=folder / name, checkpoint=checkpoint, shards=shards)
+
+    for name, settings in ALONE.items():
+        train(read_recipe(recipe(name), *SETTINGS, *settings), device="cpu")
+    jobs = [{"recipe": str(recipe(name)), "set": [*SETTINGS, *settings]} for name, settings in TOGETHER.items()]
+    jobs += [
+        {"recipe": str(recipe("int4-resumed")), "set": [*SETTINGS, *ALONE["int4"], *RECOMPUTE, "stages.0.steps=2"]}
+    ]
+    run_together(jobs, folder, num_ranks=2)
+    train(read_recipe(folder / "int4-resumed.toml", *SETTINGS, *ALONE["int4"]), device="cpu")
+    return folder
+
+
+def exported(place, name):
+    return place / name / "checkpoints" / "step-00000004"
+
+
+def built(checkpoint, tmp_path, *overrides, settings=SETTINGS):
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=tmp_path)
+    config = read_recipe(recipe, *settings, *overrides)
+    stage = config.stages[0]
+    parallel = parallelize(checkpoint, stage, config.parallel, WORLD, dtype=config.model.dtype, seed=config.seed)
+    return parallel, Learner(parallel, build_optimizer(parallel.model.named_parameters(), stage.optimizer), WORLD)
+
+
+def trained_model(place, name, checkpoint, tmp_path):
+    """The model of a finished run with its matrices beside the weights."""
+    parallel, learner = built(checkpoint, tmp_path, *ALONE[name])
+    learner.load_weights(newest_state(place / name / "state", WORLD))
+    return parallel.model.eval()
+
+
+def conversations():
+    from model.hugging_face import answer, ask, picture
+
+    return [
+        [ask(picture(56, 84), "What is it?"), answer("A wave.")],
+        [ask("Hello?"), answer("Yes, hello, how are you?")],
+    ]
+
+
+@torch.no_grad()
+def logits(model, checkpoint):
+    return model(Processor.load(checkpoint)(conversations())).float()
+
+
+def loss_and_gradients(parallel, inputs):
+    """With matrices that count from the first step on, and the same random numbers at every call."""
+    torch.manual_seed(0)
+    for layer in lora_layers(parallel.model).values():
+        nn.init.normal_(layer.lora_B, std=0.1)
+    labels = row_labels(inputs)
+    loss, _ = parallel.wrapped(inputs, labels, torch.tensor(float(num_labels(labels))), num_labels(labels))
+    loss.backward()
+    named = parallel.model.named_parameters()
+    return float(loss.detach()), {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+# ------------------------------------------------------------------ training
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_two_ranks_compute_the_losses_of_one(place, name):
+    alone = losses(place / name.removesuffix("-fsdp").removesuffix("-ddp"))
+    assert len(alone) == 4
+    assert alone[0] > alone[-1] + 0.2, "it learns"
+    assert losses(place / name) == pytest.approx(alone, abs=0.01 if name == "int4-fsdp" else 1e-5)
+
+
+def test_a_run_that_two_ranks_began_goes_on_alone(place):
+    assert losses(place / "int4-resumed") == pytest.approx(losses(place / "int4"), abs=1e-5)
+
+
+def test_a_state_holds_the_matrices_and_nothing_else(place):
+    names = stored_names(newest_state(place / "int4" / "state", WORLD))
+    assert names
+    assert all(".lora_A" in name or ".lora_B" in name for name in names)
+
+
+def test_8_and_4_bits_train_nearly_like_16(place):
+    for name, bound in (("int8", 0.002), ("int4", 0.03)):
+        assert losses(place / name) == pytest.approx(losses(place / "lora"), abs=bound), name
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["lora", "int8", "int4"])
+@pytest.mark.parametrize("more", [[], ["parallel.compile=true", *RECOMPUTE]], ids=["plain", "compiled"])
+def test_a_gpu_computes_the_losses_of_the_cpu(place, tmp_path, name, more):
+    recipe = (place / f"{name}.toml").read_text().replace(str(place / name), str(tmp_path / "run"))
+    (tmp_path / "recipe.toml").write_text(recipe)
+    train(read_recipe(tmp_path / "recipe.toml", *SETTINGS, *ALONE[name], "model.dtype=bf16", *more), device="cuda")
+    assert losses(tmp_path / "run") == pytest.approx(losses(place / name), abs=0.03)
+
+
+def test_dropout_is_drawn_alike_where_activations_are_recomputed(checkpoint, tmp_path):
+    inputs = Processor.load(checkpoint)(conversations())
+    plain, dropped, recomputed = (
+        loss_and_gradients(built(checkpoint, tmp_path, *overrides)[0], inputs)
+        for overrides in ([], ["stages.0.lora.dropout=0.2"], ["stages.0.lora.dropout=0.2", *RECOMPUTE])
+    )
+    assert dropped[0] == recomputed[0]
+    assert all(torch.equal(dropped[1][name], recomputed[1][name]) for name in dropped[1])
+    assert any(not torch.equal(plain[1][name], dropped[1][name]) for name in dropped[1])
+
+
+def test_training_begins_at_the_model_as_it_is(checkpoint, tmp_path):
+    parallel, _ = built(checkpoint, tmp_path)
+    assert torch.equal(logits(parallel.model, checkpoint), logits(load_model(checkpoint), checkpoint))
+
+
+def test_a_resumed_run_with_another_rank_is_refused(place, checkpoint, tmp_path):
+    _, learner = built(checkpoint, tmp_path, "stages.0.lora.rank=2")
+    with pytest.raises(CheckpointError, match="step-00000004"):
+        learner.load_weights(newest_state(place / "lora" / "state", WORLD))
+
+
+def test_matrices_follow_a_stage_that_trained_the_weights_themselves(place, checkpoint, tmp_path):
+    """The second stage stands on the weights of the first, and what is exported holds both."""
+    recipe = (place / "lora.toml").read_text().replace(str(place / "lora"), str(tmp_path / "run"))
+    first, second = recipe.index("[[stages]]"), recipe[recipe.index("[[stages]]") :]
+    (tmp_path / "two.toml").write_text(
+        recipe[:first] + second.replace("learn", "align") + second + "[stages.lora]\nrank = 4\n"
+    )
+    short = [f"stages.{stage}.{key}" for stage in (0, 1) for key in ("steps=2", "data.block_samples=64")]
+    train(read_recipe(tmp_path / "two.toml", *short, "stages.0.optimizer.lrs={language=0, vision=0}"), device="cpu")
+    start, aligned, both = (
+        load_model(folder)
+        for folder in (
+            checkpoint,
+            *(tmp_path / "run/checkpoints" / step for step in ("step-00000002", "step-00000004")),
+        )
+    )
+    assert not torch.equal(start.projector.mlp[0].weight, aligned.projector.mlp[0].weight)
+    assert torch.equal(aligned.projector.mlp[0].weight, both.projector.mlp[0].weight)
+    assert not torch.equal(aligned.language.layers[0].mlp.up_proj.weight, both.language.layers[0].mlp.up_proj.weight)
+
+
+# ------------------------------------------------------------------ merged and exported
+
+
+def test_the_exported_folder_says_what_the_model_with_matrices_says(place, checkpoint, tmp_path):
+    merged, start = load_model(exported(place, "lora")), load_model(checkpoint)
+    unmerged = logits(trained_model(place, "lora", checkpoint, tmp_path), checkpoint)
+    assert torch.allclose(logits(merged, checkpoint), unmerged, atol=1e-5)
+    assert not torch.allclose(logits(start, checkpoint), unmerged, atol=0.1), "the matrices count"
+
+
+def test_what_two_ranks_export_is_what_one_exports(place):
+    for name in ("lora-fsdp", "int4-ddp"):
+        alone = load_file(exported(place, name.rpartition("-")[0]) / "model.safetensors")
+        together = load_file(exported(place, name) / "model.safetensors")
+        assert alone.keys() == together.keys()
+        assert all(torch.allclose(alone[key], together[key], atol=1e-5) for key in alone)
+
+
+def test_4_bits_are_merged_into_the_original_weights(place, checkpoint, tmp_path):
+    """Exactly the product of the matrices is added; what was trained differs by the rounding of the base, half a scale at most."""
+    model = trained_model(place, "int4", checkpoint, tmp_path)
+    start, merged = (load_file(folder / "model.safetensors") for folder in (checkpoint, exported(place, "int4")))
+    for name, layer in lora_layers(model).items():
+        stored = name_on_disk(f"{name}.weight")
+        N, D = start[stored].shape
+        learned = layer.scale * (layer.lora_B @ layer.lora_A)[:N, :D]
+        assert learned.abs().max() > 1e-3
+        assert torch.allclose(merged[stored] - start[stored], learned, atol=1e-6)
+        base = whole_weight([layer.weight_bits, layer.weight_scale], "int4", layer.in_features)[:N, :D]
+        half_scale = 0.5 * layer.weight_scale.repeat_interleave(GROUP_SIZE, 1)[:N, :D]
+        assert ((merged[stored] - (base + learned)).abs() <= half_scale + 1e-6).all()
+    difference = logits(load_model(exported(place, "int4")), checkpoint) - logits(model, checkpoint)
+    assert difference.abs().max() < 0.25
+    assert difference.abs().max() > 1e-3
+
+
+def test_the_adapter_alone_has_the_names_and_shapes_of_peft(place, checkpoint):
+    stored = load_file(exported(place, "lora") / "adapter" / "adapter_model.safetensors")
+    described = json.loads((exported(place, "lora") / "adapter" / "adapter_config.json").read_text())
+    assert {name: described[name] for name in ("peft_type", "r", "lora_alpha")} == {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+    }
+    assert stored.keys() == {
+        f"base_model.model.{name}.lora_{matrix}.weight" for name in described["target_modules"] for matrix in "AB"
+    }
+    name = "base_model.model.model.visual.blocks.0.mlp.down_proj.lora"
+    assert stored[f"{name}_A.weight"].shape == (4, 100)
+    assert stored[f"{name}_B.weight"].shape == (64, 4)
+
+
+def test_the_adapter_can_be_all_that_is_exported(checkpoint, tmp_path):
+    parallel, learner = built(checkpoint, tmp_path)
+    for _ in range(2):  # the second replaces the first
+        out, options = (
+            tmp_path / "out",
+            {"like": checkpoint, "dtype": torch.bfloat16, "world": WORLD, "only_adapter": True},
+        )
+        export(out, parallel.model, learner.weights(), **options)
+    assert sorted(file.name for file in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_peft_reads_the_adapter_beside_the_original_model(place, checkpoint, tmp_path):
+    """`transformers` with the adapter says what our model with its matrices says."""
+    peft = pytest.importorskip("peft")
+    from model.hugging_face import Oracle
+
+    oracle = Oracle(checkpoint)
+    inputs = oracle.inputs(conversations()[0])
+    ours = logits(trained_model(place, "lora", checkpoint, tmp_path), checkpoint)[: inputs["input_ids"].shape[1]]
+    begun = oracle.logits(inputs)
+    oracle.model = peft.PeftModel.from_pretrained(oracle.model, exported(place, "lora") / "adapter")
+    assert torch.allclose(oracle.logits(inputs), ours, atol=1e-4)
+    assert not torch.allclose(begun, ours, atol=1e-2)
+
+
+# ------------------------------------------------------------------ the layer
+
+
+def layer_of(linear, dtype=torch.float32, **settings):
+    layer = LoraLinear(linear, LoraConfig(rank=4, alpha=8.0, **settings), dtype).eval()
+    torch.nn.init.normal_(layer.lora_A, std=0.1)
+    torch.nn.init.normal_(layer.lora_B, std=0.1)
+    return layer
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_inputs", [128, 104])
+def test_the_layer_and_its_gradients_follow_the_formula(quantization, dtype, num_inputs):
+    torch.manual_seed(0)
+    layer = layer_of(nn.Linear(num_inputs, 72).to(dtype), dtype, quantize_base=quantization)
+    held = [layer.weight] if quantization == "none" else [layer.weight_bits, layer.weight_scale]
+    weight = whole_weight(held, quantization, num_inputs).float()
+    x = torch.randn(2, 5, num_inputs, dtype=dtype, requires_grad=True)
+    exact = [tensor.detach().float().requires_grad_() for tensor in (x, layer.lora_A, layer.lora_B)]
+    expected = F.linear(exact[0], weight, layer.bias.float()) + 2.0 * exact[0] @ exact[1].T @ exact[2].T
+    actual, d_y = layer(x), torch.randn(2, 5, 72)
+    actual.backward(d_y.to(dtype))
+    expected.backward(d_y)
+    bound = 1e-5 if dtype == torch.float32 else 0.03
+    for ours, reference in zip(
+        (actual, x.grad, layer.lora_A.grad, layer.lora_B.grad), (expected, *(e.grad for e in exact)), strict=True
+    ):
+        assert ours.dtype == dtype
+        assert (ours.float() - reference).norm() < bound * reference.norm()
+
+
+def test_dropout_reaches_the_matrices_alone():
+    torch.manual_seed(0)
+    layer, x = layer_of(nn.Linear(128, 72), dropout=0.5), torch.randn(64, 128, requires_grad=True)
+    nn.init.zeros_(layer.lora_B)
+    assert torch.equal(layer.train()(x), layer.eval()(x))
+    nn.init.normal_(layer.lora_B)
+    torch.manual_seed(1)
+    actual = layer.train()(x)
+    torch.manual_seed(1)
+    expected = F.linear(x, layer.weight, layer.bias) + 2.0 * F.dropout(x, 0.5) @ layer.lora_A.T @ layer.lora_B.T
+    (d_actual,), (d_expected,) = (torch.autograd.grad(y.square().sum(), x) for y in (actual, expected))
+    assert torch.allclose(actual, expected, atol=1e-4)
+    assert torch.allclose(d_actual, d_expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("quantization", "share", "error"), [("int4", 0.27, 0.12), ("int8", 0.51, 0.01)])
+def test_a_frozen_weight_takes_a_quarter_or_half_of_its_memory(quantization, share, error):
+    weight = torch.randn(256, 512)
+    held = list(held_weight(weight.bfloat16(), quantization, torch.bfloat16).values())
+    assert sum(tensor.nbytes for tensor in held) <= share * 2 * weight.numel()
+    assert all(tensor.dtype == torch.bfloat16 for tensor in held), "FSDP casts other floats and refuses integers"
+    assert (whole_weight(held, quantization, 512).float() - weight).norm() < error * weight.norm()
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_nothing_large_is_kept_for_backward_but_the_input(quantization):
+    layer, kept = layer_of(nn.Linear(512, 768), quantize_base=quantization), []
+    x = torch.randn(32, 512, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        layer(x)
+    parameters = {parameter.data_ptr() for parameter in layer.parameters()}
+    added = [tensor for tensor in kept if tensor.data_ptr() not in parameters]
+    assert sorted(tuple(tensor.shape) for tensor in added) == [(32, 4), (32, 512)]
+    assert x.data_ptr() in {tensor.data_ptr() for tensor in added}, "the input itself, not a copy"
+
+
+# ------------------------------------------------------------------ what learns
+
+
+def test_the_matrices_learn_and_all_else_is_frozen(checkpoint, tmp_path):
+    overrides = ["stages.0.lora.quantize_base=int4", "stages.0.optimizer.lrs={lora=1e-4}", "stages.0.optimizer.lr=0"]
+    parallel, learner = built(checkpoint, tmp_path, *overrides)
+    assert learner.trained == {f"{name}.lora_{matrix}" for name in lora_layers(parallel.model) for matrix in "AB"}
+    assert [(group.name, group.lr) for group in learner.optimizer.groups] == [("lora", 1e-4)]
+    whole, _ = built(checkpoint, tmp_path, settings=())
+    counted, expected = (
+        {line.split()[0]: line.split()[1:] for line in trainable_table(model).splitlines()[1:]}
+        for model in (parallel.model, whole.model)
+    )
+    for part, (total, trained) in counted.items():
+        matrices = int(trained.replace(",", ""))
+        assert int(total.replace(",", "")) == int(expected[part][0].replace(",", "")) + matrices, part
+    assert counted["embedding"][1] == "0"
+
+
+def test_parts_have_rates_of_their_own(checkpoint, tmp_path):
+    _, learner = built(checkpoint, tmp_path, "stages.0.optimizer.lrs={vision=1e-4, projector=0}")
+    rates = {name: group.lr for group in learner.optimizer.groups for name in group.parameter_names}
+    assert rates["vision.blocks.0.attn.qkv.lora_A"] == 1e-4
+    assert rates["language.layers.0.self_attn.q_proj.lora_B"] == 2e-3
+    assert not any(name.startswith("projector.") for name in rates)
+
+
+def test_a_frozen_tower_keeps_no_graph(checkpoint, tmp_path):
+    parallel, _ = built(checkpoint, tmp_path, "stages.0.lora={rank=4}", "parallel.recompute_language=full")
+    inputs = Processor.load(checkpoint)(conversations())
+    assert not parallel.model.embed(inputs).requires_grad
+    _, gradients = loss_and_gradients(parallel, inputs)
+    assert gradients.keys() == lora_parameters(parallel.model).keys()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantized_layers_stay_outside_compiled_code(checkpoint, tmp_path):
+    for quantization, is_outside in (("int4", True), ("none", False)):
+        overrides = [f"stages.0.lora.quantize_base={quantization}", "parallel.compile=true"]
+        parallel, _ = built(checkpoint, tmp_path, *overrides)
+        for layer in lora_layers(parallel.model).values():
+            assert hasattr(layer.forward, "_torchdynamo_disable") == is_outside
+
+
+def test_work_in_parts_with_matrices_is_counted_without_gradients_of_weights():
+    forward = Flops(vision=1.0, projector=1.0, language=1.0, head=1.0)
+    assert training_flops(forward, {"language.lora"}, tied_head=True) == (1, 1, 2, 2)
+    assert training_flops(forward, {"vision.lora", "language.lora"}, tied_head=True) == (2, 2, 2, 2)
+
+
+# ------------------------------------------------------------------ settings
+
+NAMES = [
+    "language.layers.0.self_attn.q_proj", "language.layers.0.mlp.gate_proj", "language.layers.1.self_attn.q_proj",
+    "language.layers.1.mlp.gate_proj", "vision.blocks.0.attn.proj", "vision.blocks.0.mlp.gate_proj", "projector.mlp.0",
+    "projector.mlp.2", "head",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "numbers"),
+    [
+        ({"targets": ("gate_proj",)}, [1, 3]),
+        ({"targets": ("gate_proj",), "parts": ("language", "vision")}, [1, 3, 5]),
+        ({"targets": ("proj",), "parts": ("vision",)}, [4]),
+        ({"targets": (r"layers\.1\.", "gate_proj")}, [1, 2, 3]),
+        ({"targets": (".*",), "parts": ("language", "vision", "projector")}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"targets": ("mlp.2",), "parts": ("projector",)}, [7]),
+    ],
+)
+def test_targets_are_ends_of_names_or_regular_expressions_within_the_parts(settings, numbers):
+    assert target_layers(NAMES, LoraConfig(**settings)) == [NAMES[number] for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"targets": ("q_porj",)}, "Near names: q_proj"),
+        ({"targets": ("q_proj", "qkv")}, "target 'qkv' is no linear layer of language"),
+        ({"targets": (r"layers\.7\.",)}, "Near names: language.layers"),
+        ({"targets": ("q_proj",), "parts": ("language", "vision")}, "no target is a layer of vision"),
+        ({"targets": ("(",)}, "neither a name nor a regular expression"),
+        ({"targets": ()}, "cannot be empty"),
+        ({"rank": 0}, "rank is 0"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+    ],
+)
+def test_settings_without_meaning_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        target_layers(NAMES, LoraConfig(**settings))
+
+
+def test_rates_of_what_cannot_learn_are_refused(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"'embedding' matches no parameter.*only the matrices learn"):
+        built(checkpoint, tmp_path, "stages.0.optimizer.lrs={embedding=1e-4}")
+
+
+def test_stages_that_would_have_to_merge_between_them_are_refused(place):
+    recipe = (place / "lora.toml").read_text()
+    stage = recipe[recipe.index("[[stages]]") :]
+    plain, lora, int4 = "", "[stages.lora]\nrank = 4\n", "[stages.lora]\nquantize_base = 'int4'\n"
+    for first, second, is_good in (
+        (plain, lora, True), (lora, lora, True), (int4, int4, True), (lora, plain, False), (plain, int4, False), (lora, int4, False),
+    ):  # fmt: skip
+        file = place / "stages.toml"
+        file.write_text(recipe + first + stage.replace("learn", "more") + second)
+        if is_good:
+            load_config(TrainConfig, file)
+        else:
+            with pytest.raises(ConfigError, match="begin another from the folder it exports"):
+                load_config(TrainConfig, file)
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_training_recipes_load(path):
+    if "stages" not in tomllib.loads(path.read_text()):
+        pytest.skip("not of training")
+    load_config(TrainConfig, path)
+
+
+def test_there_is_a_recipe_for_lora():
+    config = load_config(TrainConfig, next(path for path in RECIPES if path.stem == "qwen2.5-vl-3b-lora"))
+    assert config.stages[0].lora is not None

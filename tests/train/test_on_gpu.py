@@ -1,0 +1,68 @@
+"""The same on a GPU: losses near those of the CPU, one wait for the GPU in a step."""
+
+import warnings
+
+import pytest
+import torch
+from train.running import losses, make_checkpoint, read_recipe, write_recipe, write_shards
+
+from saccade.train.stages import train
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = ["stages.0.steps=8", "model.dtype=bf16"]
+VARIANTS = {
+    "plain": [],
+    "sharded": ["parallel.strategy=fsdp"],
+    "offloaded": ["parallel.strategy=fsdp", "parallel.offload=true"],
+    "ddp": ["parallel.strategy=ddp", "parallel.compress_gradients=bf16"],
+    "recomputed": ["parallel.recompute_vision=full", "parallel.recompute_language=selective"],
+    "compiled": ["parallel.compile=true", "parallel.recompute_language=full"],
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run on the CPU in fp32 to compare with."""
+    folder = tmp_path_factory.mktemp("gpu")
+    make_checkpoint(folder / "checkpoint")
+    write_shards(folder / "shards")
+    train(read_recipe(recipe(folder, "cpu"), "stages.0.steps=8"), device="cpu")
+    return folder
+
+
+def recipe(folder, name):
+    return write_recipe(
+        folder / f"{name}.toml", run=folder / name, checkpoint=folder / "checkpoint", shards=folder / "shards"
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_way_of_training_has_the_losses_of_the_cpu_within_bf16(place, name):
+    train(read_recipe(recipe(place, name), *SETTINGS, *VARIANTS[name]), device="cuda")
+    assert losses(place / name) == pytest.approx(losses(place / "cpu"), abs=0.05)
+
+
+def test_a_run_goes_on_on_the_gpu(place):
+    for steps in (4, 8):
+        train(read_recipe(recipe(place, "two-parts"), *SETTINGS, f"stages.0.steps={steps}"), device="cuda")
+    assert losses(place / "two-parts") == pytest.approx(losses(place / "cpu"), abs=0.05)
+
+
+def test_a_step_waits_for_the_gpu_once(place):
+    """Steps 5 and 6 are watched; by then everything is compiled."""
+    waits = []
+
+    def probe(trained, step):
+        torch.cuda.set_sync_debug_mode("warn" if 4 <= step < 6 else "default")
+        if step == 4:
+            waits.append(len(caught))
+        if step == 6:
+            waits.append(len(caught))
+        return {}
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(read_recipe(recipe(place, "watched"), *SETTINGS, "probe.every=1"), device="cuda", probe=probe)
+    assert waits[1] - waits[0] == 2, [str(warning.message) for warning in caught]

@@ -1,0 +1,227 @@
+"""Sharded = single device, whatever the strategy; a run goes on with another number of ranks."""
+
+import functools
+import json
+from itertools import islice
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from train.running import (
+    losses,
+    make_checkpoint,
+    read_recipe,
+    records,
+    run_together,
+    skipped,
+    write_recipe,
+    write_shards,
+)
+
+from saccade.data import open_stream
+from saccade.errors import ConfigError
+from saccade.processor import Processor
+from saccade.train.config import ParallelConfig
+from saccade.train.loss import num_labels, row_labels
+from saccade.train.parallelize import choose_strategy, parallelize, trainable_table
+from saccade.train.stages import train
+from saccade.world import World
+
+VARIANTS = {
+    "fsdp": [],
+    "ddp": ["parallel.strategy=ddp"],
+    "hsdp": ["parallel.strategy=hsdp", "parallel.shard_size=1", "stages.0.steps=3"],
+    "zero2": ["parallel.reshard_after_forward=false", "parallel.recompute_language=full", "stages.0.steps=3"],
+    "zero1": ["parallel.reshard_after_forward=false", "parallel.reduce_each_row=false", "stages.0.steps=3"],
+    "offload": ["parallel.offload=true", "parallel.recompute_vision=full", "parallel.strategy=fsdp", "stages.0.steps=3"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Runs on one rank in this process, then everything that takes two, in two processes."""
+    folder = tmp_path_factory.mktemp("parallel")
+    checkpoint, shards = make_checkpoint(folder / "checkpoint"), write_shards(folder / "shards")
+    mixed = write_shards(folder / "mixed", text_every=6)
+
+    def recipe(name, data=shards):
+        return write_recipe(folder / f"{name}.toml", run=folder / name, checkpoint=checkpoint, shards=data)
+
+    # More rows than ranks, and not a multiple of them: one rank runs an empty row.
+    rows = ["stages.0.data.rows_per_step=3"]
+    train(read_recipe(recipe("one"), *rows), device="cpu")
+    train(read_recipe(recipe("mixed-one", mixed), "stages.0.steps=4", "stages.0.data.token_budget=120"), device="cpu")
+    train(read_recipe(recipe("one-then-two"), "stages.0.steps=4", *rows), device="cpu")
+    named = ["guard.max_grad_norm=1e-9", "guard.max_skips=1000", *rows]
+    train(read_recipe(recipe("named-one-then-two"), "stages.0.steps=2", *named), device="cpu")
+    jobs = [{"world": str(folder / "world.json")}]
+    jobs += [{"recipe": str(recipe(name)), "set": [*rows, *settings]} for name, settings in VARIANTS.items()]
+    jobs += [
+        {"recipe": str(recipe("mixed-two", mixed)), "set": ["stages.0.steps=4", "stages.0.data.token_budget=120"]},
+        {"recipe": str(recipe("mixed-ddp", mixed)), "set": ["stages.0.steps=4", "stages.0.data.token_budget=120", "parallel.strategy=ddp"]},
+        {"recipe": str(recipe("one-then-two")), "set": ["stages.0.steps=7", *rows]},
+        {"recipe": str(recipe("two-then-one")), "set": ["stages.0.steps=4", *rows]},
+        {"recipe": str(recipe("named-two")), "set": ["stages.0.steps=4", *named]},
+        {"recipe": str(folder / "named-one-then-two.toml"), "set": ["stages.0.steps=4", *named]},
+    ]  # fmt: skip
+    run_together(jobs, folder, num_ranks=2)
+    train(read_recipe(folder / "two-then-one.toml", "stages.0.steps=7", *rows), device="cpu")
+    return folder
+
+
+def test_two_ranks_sum_gather_and_share(place):
+    for rank in range(2):
+        told = json.loads((place / f"world.{rank}").read_text())
+        assert told == {"sum": [2.0, 1.0], "gathered": [{"rank": 0}, {"rank": 1}], "shared": 0}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_compute_the_losses_of_one(place, name):
+    single = losses(place / "one")
+    assert len(single) == 20
+    assert single[0] > single[-1] + 0.5, "it learns"
+    many = losses(place / name)
+    assert len(many) in (3, 20)
+    assert many == pytest.approx(single[: len(many)], abs=1e-5)
+    norms = [(records(place / run)[3]["grad_norm"]) for run in (name, "one")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixed-two", "mixed-ddp"])
+def test_a_rank_without_images_trains_beside_one_with_images(place, name):
+    """They would wait for each other forever if they ran different blocks."""
+    assert losses(place / name) == pytest.approx(losses(place / "mixed-one"), abs=1e-5)
+
+
+def test_those_ranks_do_have_rows_with_and_without_images(place):
+    settings = {"token_budget": 120, "patch_budget": 512, "rows_per_batch": 2, "seed": 3, "num_workers": 0}
+    with open_stream(place / "mixed", checkpoint=place / "checkpoint", **settings) as stream:
+        has_image = [[len(row.inputs.patches) > 0 for row in batch.rows] for batch in islice(stream, 4)]
+    assert any(any(step) and not all(step) for step in has_image), "a step with both"
+    assert any(not any(step) for step in has_image), "a step without images"
+
+
+@pytest.mark.parametrize("name", ["one-then-two", "two-then-one"])
+def test_a_run_goes_on_with_another_number_of_ranks(place, name):
+    assert losses(place / name) == pytest.approx(losses(place / "one")[:7], abs=1e-6)
+
+
+def test_another_number_of_ranks_sees_the_same_samples(place):
+    """Every step is refused here, so every step's samples are named."""
+
+    def samples(name):
+        steps = skipped(place / name)
+        return {step["step"]: sorted(sample for row in step["rows"] for sample in row["samples"]) for step in steps}
+
+    changed = samples("named-one-then-two")
+    assert list(changed) == [1, 2, 3, 4]
+    assert changed == samples("named-two")
+
+
+# ------------------------------------------------------------------ one rank
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "checkpoint")
+
+
+def built(checkpoint, tmp_path, *overrides):
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=tmp_path)
+    config = read_recipe(recipe, *overrides)
+    world = World(0, 1, 0, torch.device("cpu"))
+    return parallelize(checkpoint, config.stages[0], config.parallel, world, dtype=config.model.dtype)
+
+
+def rows_of(checkpoint):
+    """Packed rows of different lengths, with pictures and without."""
+    from model.hugging_face import answer, ask, picture
+
+    processor = Processor.load(checkpoint)
+    conversations = [
+        [ask(picture(56, 84), "What is it?"), answer("A wave.")],
+        [ask("Hello?"), answer("Yes, hello, how are you?")],
+        [ask(picture(140, 28), "And this?"), answer("Another.")],
+    ]
+    return [processor(conversations[:1]), processor(conversations), processor(conversations[1:2])]
+
+
+def loss_and_gradients(parallel, inputs):
+    labels = row_labels(inputs)
+    parallel.trained.zero_grad()
+    loss, _ = parallel.wrapped(inputs, labels, torch.tensor(float(num_labels(labels))), num_labels(labels))
+    loss.backward()
+    return float(loss.detach()), {name: parameter.grad.clone() for name, parameter in parallel.model.named_parameters()}
+
+
+def assert_same(one, other, inputs, tolerance):
+    (loss, gradients), (other_loss, other_gradients) = (
+        loss_and_gradients(one, inputs),
+        loss_and_gradients(other, inputs),
+    )
+    assert other_loss == pytest.approx(loss, abs=tolerance)
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, other_gradients[name], atol=tolerance), name
+
+
+@pytest.mark.parametrize("extent", ["selective", "full"])
+def test_recomputing_changes_no_bit(checkpoint, tmp_path, extent):
+    plain = built(checkpoint, tmp_path)
+    other = built(checkpoint, tmp_path, f"parallel.recompute_vision={extent}", f"parallel.recompute_language={extent}")
+    for inputs in rows_of(checkpoint):
+        assert_same(plain, other, inputs, tolerance=0.0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("extent", ["none", "full"])
+def test_compiled_blocks_compute_the_same_and_are_compiled_once(checkpoint, tmp_path, monkeypatch, extent):
+    """Captured and differentiated by the compiler; the C++ it would write takes a minute to build and is left out."""
+    dynamo.reset()
+    settings = [f"parallel.recompute_vision={extent}", f"parallel.recompute_language={extent}"]
+    plain = built(checkpoint, tmp_path, *settings)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    compiled = built(checkpoint, tmp_path, "parallel.compile=true", *settings)
+    first, *others = rows_of(checkpoint)
+    assert_same(plain, compiled, first, tolerance=1e-5)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for inputs in others:
+            assert_same(plain, compiled, inputs, tolerance=1e-5)
+
+
+def test_what_has_a_learning_rate_of_0_is_frozen(checkpoint, tmp_path):
+    parallel = built(checkpoint, tmp_path, "stages.0.optimizer.lrs={vision=0, language=0, embedding=0}")
+    learns = {name.split(".")[0] for name, parameter in parallel.model.named_parameters() if parameter.requires_grad}
+    assert learns == {"projector"}
+    table = trainable_table(parallel.model)
+    assert [line.split() for line in table.splitlines()][1:] == [
+        ["vision", "158,592", "0"],
+        ["projector", "98,752", "98,752"],
+        ["embedding", "40,960", "0"],
+        ["language", "296,064", "0"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["stages.0.optimizer.lr=0"], "nothing would be trained"),
+        (["parallel.shard_size=2"], "shard_size goes with strategy"),
+        (["parallel.strategy=hsdp"], "hsdp needs it"),
+        (["parallel.compress_gradients=bf16"], "goes with strategy = 'ddp'"),
+        (["parallel.strategy=ddp", "parallel.offload=true"], "offload goes with fsdp"),
+        (["parallel.strategy=ddp", "parallel.compress_gradients=powersgd"], "needs GPUs and NCCL"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(checkpoint, tmp_path, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        built(checkpoint, tmp_path, *overrides)
+
+
+def test_the_strategy_follows_from_the_ranks():
+    worlds = {size: World(0, size, 0, torch.device("cpu")) for size in (1, 8)}
+    assert choose_strategy(ParallelConfig(), worlds[1]) == "none"
+    assert choose_strategy(ParallelConfig(), worlds[8]) == "fsdp"
+    with pytest.raises(ConfigError, match="each would train a model of its own"):
+        choose_strategy(ParallelConfig(strategy="none"), worlds[8])
+    with pytest.raises(ConfigError, match="8 ranks cannot be cut into groups of shard_size 3"):
+        choose_strategy(ParallelConfig(strategy="hsdp", shard_size=3), worlds[8])

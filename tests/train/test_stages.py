@@ -1,0 +1,211 @@
+"""Several stages as one run: what is handed over, what begins anew, and that it can be taken up anywhere."""
+
+import json
+import logging
+
+import pytest
+import torch
+from train.running import losses, make_checkpoint, read_recipe, records, write_recipe, write_shards
+
+from saccade.config import encode, load_config, write_config
+from saccade.errors import ConfigError
+from saccade.model import load_model
+from saccade.train import TrainConfig, train
+from saccade.train.config import changed_keys
+from saccade.train.trainer import Ending
+
+RECIPE = """
+run = "{run}"
+seed = 5
+[model]
+folder = "{checkpoint}"
+dtype = "fp32"
+[checkpoint]
+every = 2
+keep_last = 20
+export_dtype = "fp32"
+[log]
+every = 1
+
+[[stages]]
+name = "align"
+steps = 3
+[stages.data]
+sources = [{{ path = "{shards}" }}]
+token_budget = 240
+workers = 0
+[stages.optimizer]
+lr = 0.0
+lrs = {{ projector = 1e-3 }}
+
+[[stages]]
+name = "pretrain"
+tokens = 960
+continue_optimizer = true
+[stages.data]
+sources = [{{ path = "{shards}" }}]
+token_budget = 120
+rows_per_step = 2
+workers = 0
+[stages.optimizer]
+lr = 1e-4
+
+[[stages]]
+name = "instruct"
+epochs = 1
+[stages.data]
+sources = [{{ path = "{shards}" }}]
+token_budget = 240
+rows_per_step = 2
+workers = 0
+[stages.optimizer]
+lr = 1e-4
+lrs = {{ vision = 0 }}
+[stages.schedule]
+kind = "linear"
+"""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    place = tmp_path_factory.mktemp("stages")
+    return make_checkpoint(place / "checkpoint"), write_shards(place / "shards", count=12)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, parts):
+    """All three stages without a break."""
+    place = tmp_path_factory.mktemp("whole")
+    recipe = write_recipe(place / "recipe.toml", run=place / "run", checkpoint=parts[0], shards=parts[1], text=RECIPE)
+    assert train(read_recipe(recipe), device="cpu") is Ending.FINISHED
+    return place / "run"
+
+
+def progress(run, step):
+    return json.loads((run / f"state/step-{step:08d}/progress.json").read_text())
+
+
+def weights(folder):
+    return dict(load_model(folder, device="cpu").named_parameters())
+
+
+def changed_parts(before, after):
+    return {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_each_stage_trains_what_it_says_and_begins_with_the_weights_of_the_one_before(whole, parts):
+    start = weights(parts[0])
+    folders = sorted((whole / "checkpoints").iterdir())
+    align, pretrain, instruct = (weights(folder) for folder in folders)
+    assert [folder.name for folder in folders[:2]] == ["step-00000003", "step-00000007"]
+    assert changed_parts(start, align) == {"projector"}
+    assert changed_parts(align, pretrain) == {"vision", "projector", "language"}
+    assert changed_parts(pretrain, instruct) == {"projector", "language"}
+    stages = [record["stage"] for _, record in sorted(records(whole).items())]
+    assert stages == ["align"] * 3 + ["pretrain"] * 4 + ["instruct"] * (len(stages) - 7)
+
+
+def test_steps_tokens_and_samples_count_through_while_stages_count_anew(whole):
+    at_the_end = progress(whole, 3)
+    assert (at_the_end["stage"], at_the_end["stage_step"], at_the_end["is_stage_done"]) == (0, 3, True)
+    early = progress(whole, 4)
+    assert (early["stage"], early["step"], early["stage_step"], early["data"]["batch"]) == (1, 4, 1, 1)
+    assert early["samples"] > early["stage_samples"]
+    seen = [record["tokens"] for _, record in sorted(records(whole).items())]
+    assert seen == sorted(seen)
+
+
+def test_moments_are_handed_over_where_asked_for_and_only_there(whole):
+    """The projector has learned for 3 steps when the second stage takes its moments over; the third begins anew."""
+    assert progress(whole, 4)["optimizer_steps"] == 4
+    assert progress(whole, 8)["optimizer_steps"] == 1
+
+
+@pytest.mark.parametrize("kept", [2, 3, 5, 7])
+def test_a_run_taken_up_anywhere_ends_like_the_one_without_a_break(tmp_path, whole, parts, kept):
+    """In the middle of a stage, at its end, in the next one: all states after the `kept` step are lost."""
+    import shutil
+
+    run = shutil.copytree(whole, tmp_path / "run")
+    for state in (run / "state").iterdir():
+        if int(state.name.removeprefix("step-")) > kept:
+            shutil.rmtree(state)
+    recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
+    train(read_recipe(recipe), device="cpu")
+    assert losses(run) == losses(whole)
+    last = sorted(path.name for path in (whole / "checkpoints").iterdir())[-1]
+    ours, theirs = weights(run / "checkpoints" / last), weights(whole / "checkpoints" / last)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# ------------------------------------------------------------------ settings
+
+
+def test_the_resolved_settings_lie_in_the_run_folder_and_load_back_equal(whole, parts, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.toml", run=whole, checkpoint=parts[0], shards=parts[1], text=RECIPE)
+    config = read_recipe(recipe, "stages.align.clip_norm=inf", "log.trackers.tensorboard=true")
+    write_config(config, tmp_path / "again.toml")
+    assert load_config(TrainConfig, tmp_path / "again.toml") == config
+    assert load_config(TrainConfig, whole / "config.toml") == read_recipe(recipe)
+    assert config.fingerprint != read_recipe(recipe).fingerprint
+    assert read_recipe(recipe, "log.every=7", "parallel.strategy=fsdp").fingerprint == read_recipe(recipe).fingerprint
+
+
+def test_changed_settings_are_named_when_a_run_is_taken_up(whole, parts, tmp_path, caplog):
+    recipe = write_recipe(tmp_path / "recipe.toml", run=whole, checkpoint=parts[0], shards=parts[1], text=RECIPE)
+    config, other = read_recipe(recipe), read_recipe(recipe, "stages.instruct.optimizer.lr=2e-4", "seed=6")
+    assert changed_keys(config, other) == ["seed 5 -> 6", "stages.2.optimizer.lr 0.0001 -> 0.0002"]
+    assert changed_keys(config, config) == []
+    with caplog.at_level(logging.INFO):
+        train(read_recipe(recipe, "log.every=2"), device="cpu")
+    assert "settings have changed since this run was last started: log.every 1 -> 2" in caplog.text
+    assert "every stage of this run is done" in caplog.text
+    train(config, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["stages=[]"], "stages is empty"),
+        (["stages.align.name=pretrain"], "each needs a name of its own"),
+        (["stages.align.name=a b"], "use letters, digits"),
+        (["stages.align.epochs=1"], "give exactly one of steps, epochs and tokens"),
+        (["stages.align.steps=0"], "steps is 0; it must be above 0"),
+        (["stages.align.clip_norm=-1"], "clip_norm is -1.0"),
+        (["stages.align.data.sources=[]"], "sources is empty"),
+        (["stages.align.data.workers=-1"], "workers is -1"),
+        (['stages.instruct.data.sources=[{path="a", weight=1}]'], "sources with weights have no epochs"),
+        (["stages.align.optimzer.lr=1"], "unknown key stages[0].optimzer. Did you mean optimizer?"),
+        (["checkpoint.keep_last=0"], "keep_last is 0"),
+        (["log.every=0"], "every is 0"),
+        (["probe.every=0"], "every is 0"),
+        (["seed=-1"], "seed is -1"),
+        (["model.dtype=fp64"], "model.dtype = 'fp64' is not one of"),
+    ],
+)
+def test_settings_without_sense_are_refused(tmp_path, overrides, words):
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path, checkpoint=tmp_path, shards=tmp_path, text=RECIPE)
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(recipe, *overrides)
+    assert words in str(caught.value)
+
+
+def test_a_run_folder_with_more_stages_than_the_recipe_is_refused(whole, parts, tmp_path):
+    import shutil
+
+    run = shutil.copytree(whole, tmp_path / "run")
+    recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
+    config = read_recipe(recipe)
+    fewer = encode(config) | {"stages": encode(config)["stages"][:1]}
+    from saccade.config import decode
+
+    with pytest.raises(ConfigError, match="is in stage 2, the recipe has 1"):
+        train(decode(TrainConfig, fewer), device="cpu")
+
+
+def test_the_settings_need_no_torch():
+    import subprocess
+    import sys
+
+    script = "import sys, saccade.train, saccade.train.config, saccade.train.guard; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,239 @@
+"""The loop: the losses of `transformers` with torch's AdamW, bad steps, bad samples, lengths in epochs and tokens."""
+
+import json
+from itertools import islice, pairwise
+
+import pytest
+import torch
+from model.hugging_face import SHAPES, Oracle
+from model.hugging_face import make_checkpoint as make_hugging_face_checkpoint
+from train.running import losses, make_checkpoint, read_recipe, records, skipped, write_recipe, write_shards
+
+from saccade.data import open_stream
+from saccade.data.index import open_index
+from saccade.errors import DataError
+from saccade.train.stages import train
+from saccade.train.trainer import Ending
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("data") / "shards")
+
+
+@pytest.fixture
+def recipe(tmp_path, checkpoint, shards):
+    return write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=shards)
+
+
+# ------------------------------------------------------------------ the same as transformers
+
+
+def test_twenty_steps_have_the_losses_of_transformers_with_torchs_adamw(tmp_path, shards):
+    folder = make_hugging_face_checkpoint(tmp_path / "checkpoint", SHAPES[0])
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=folder, shards=shards)
+    config = read_recipe(recipe, "stages.0.clip_norm=0.5", "guard.spike_sigmas=inf")
+    assert train(config, device="cpu") is Ending.FINISHED
+    theirs = losses_of_transformers(Oracle(folder), folder, shards, config.stages[0])
+    assert theirs[0] > theirs[-1] + 0.3, "it learns"
+    assert losses(tmp_path / "run") == pytest.approx(theirs, abs=1e-4)
+
+
+def losses_of_transformers(oracle, folder, shards, stage):
+    """The same samples one conversation at a time: their forward, torch's cross entropy, clipping, AdamW and our schedule."""
+    model = oracle.model.train()
+    groups = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[parameter.ndim > 1 and "embed_tokens" not in name].append(parameter)
+    optimizer = torch.optim.AdamW(
+        [{"params": parameters, "weight_decay": 0.1 * decays} for decays, parameters in groups.items()],
+        lr=1.0, betas=(0.9, 0.95), eps=1e-8,
+    )  # fmt: skip
+    found = []
+    with open_stream(
+        shards, checkpoint=folder, token_budget=240, patch_budget=512, rows_per_batch=2, seed=3, num_workers=0
+    ) as stream:
+        for step, batch in enumerate(islice(stream, 20)):
+            sums, count = [], 0
+            for inputs, labels in conversations_of(batch):
+                model.model.rope_deltas = None
+                logits = model(**inputs, mm_token_type_ids=oracle.token_types(inputs["input_ids"])).logits[0, :-1]
+                sums.append(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
+                count += int((labels != -100).sum())
+            loss = torch.stack(sums).sum() / count
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), stage.clip_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = stage.optimizer.lr * stage.schedule.factor(step, 20)
+            optimizer.step()
+            found.append(float(loss.detach()))
+    return found
+
+
+def conversations_of(batch):
+    """Each conversation of a batch as `transformers` takes it, and the labels of all tokens but the first."""
+    for row in batch.rows:
+        packed, image, patch = row.inputs, 0, 0
+        for start, end in pairwise(packed.cu_seqlens.tolist()):
+            ids, learned = packed.token_ids[start:end], packed.is_learned[start:end]
+            num_tokens = int(((packed.image_token_index >= start) & (packed.image_token_index < end)).sum())
+            inputs = {"input_ids": ids[None]}
+            if num_tokens:  # toy samples have one picture each
+                inputs["image_grid_thw"] = packed.image_grids[image : image + 1]
+                inputs["pixel_values"] = packed.normalized_patches()[patch : patch + 4 * num_tokens]
+                image, patch = image + 1, patch + 4 * num_tokens
+            yield inputs, ids[1:].masked_fill(~learned[1:], -100)
+
+
+# ------------------------------------------------------------------ bad steps
+
+
+def spoil_next_loss(trained):
+    """The next row's loss is not a number, once."""
+
+    def spoil(module, args):
+        handle.remove()
+        inputs, labels, count, *rest = args
+        return (inputs, labels, count * float("nan"), *rest)
+
+    handle = trained.register_forward_pre_hook(spoil)
+
+
+def test_a_step_that_is_no_number_is_skipped_and_its_samples_are_named(recipe, tmp_path):
+    before = {}
+
+    def probe(trained, step):
+        if step == 3:
+            spoil_next_loss(trained)
+            before["weights"] = trained.model.head.weight.clone()
+        if step == 4:
+            assert torch.equal(trained.model.head.weight, before["weights"]), "the bad step moved nothing"
+        return {}
+
+    train(read_recipe(recipe, "stages.0.steps=6", "probe.every=1"), device="cpu", probe=probe)
+    [step] = skipped(tmp_path / "run")
+    assert (step["step"], step["stage"], step["action"], step["reason"]) == (4, "learn", "skip", "the loss is nan")
+    assert [row["is_finite"] for row in step["rows"]] == [False, True], "the row that spoilt it is told from the other"
+    with open_stream(
+        read_recipe(recipe).stages[0].data.sources[0].path, checkpoint=read_recipe(recipe).model.folder,
+        token_budget=240, patch_budget=512, rows_per_batch=2, seed=3, num_workers=0,
+    ) as stream:  # fmt: skip
+        fourth = list(islice(stream, 4))[3]
+    assert [row["samples"] for row in step["rows"]] == [row.sample_ids for row in fourth.rows]
+    assert [record["skipped"] for _, record in sorted(records(tmp_path / "run").items())] == [0, 0, 0, 1, 0, 0]
+    assert losses(tmp_path / "run")[3] is None
+    assert "learn" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_after_bad_steps_in_a_row_the_weights_go_back_and_the_data_goes_on(recipe, tmp_path):
+    def probe(trained, step):
+        if step == 6:
+            with torch.no_grad():
+                trained.model.language.norm.weight.fill_(float("nan"))  # from here on nothing is a number
+        return {}
+
+    settings = ["stages.0.steps=12", "checkpoint.every=5", "probe.every=1", "guard.max_skips=3"]
+    assert train(read_recipe(recipe, *settings), device="cpu", probe=probe) is Ending.FINISHED
+    steps = skipped(tmp_path / "run")
+    assert [(step["step"], step["action"]) for step in steps] == [(7, "skip"), (8, "skip"), (9, "roll back")]
+    after = losses(tmp_path / "run")
+    assert after[6:9] == [None, None, None]
+    assert all(loss < after[0] for loss in after[9:]), "with the weights of step 5, not with those of the start"
+    progress = json.loads((tmp_path / "run/state/step-00000012/progress.json").read_text())
+    assert progress["data"]["batch"] == 12, "bad batches are behind it"
+    assert progress["optimizer_steps"] == 5 + 3
+
+
+def test_a_run_that_never_recovers_gives_up(recipe, tmp_path):
+    settings = ["guard.max_grad_norm=1e-9", "guard.max_skips=2", "guard.max_rollbacks=1"]
+    with pytest.raises(
+        DataError, match=r"step 4: the gradient norm .* set back 1 times already.*lower the learning rate"
+    ):
+        train(read_recipe(recipe, *settings), device="cpu")
+    assert [step["action"] for step in skipped(tmp_path / "run")] == ["skip", "roll back", "skip", "give up"]
+
+
+def test_a_parameter_that_the_loss_does_not_reach_is_named_in_the_first_step(recipe, monkeypatch):
+    from saccade.model.projector import PatchMerger
+
+    def cut(self, x_PD):
+        return self.mlp(self.ln_q(x_PD.detach()).view(-1, self.merged_size))
+
+    monkeypatch.setattr(PatchMerger, "forward", cut)
+    with pytest.raises(
+        AssertionError, match=r"\d+ trained parameters got no gradient: vision\.patch_embed\.proj\.weight"
+    ):
+        train(read_recipe(recipe), device="cpu")
+
+
+# ------------------------------------------------------------------ data
+
+
+def damage(shards, checkpoint, *, row):
+    """Change a byte of a sample's picture, after the folder's index and lengths were made."""
+    open_stream(shards, checkpoint=checkpoint, token_budget=240, num_workers=0).close()
+    index = open_index(str(shards))
+    [tar] = [shards / name for name in index.shards]
+    data = bytearray(tar.read_bytes())
+    data[index.read(0, ["offsets"])["offsets"][row].as_py()[0] + 40] ^= 0xFF
+    tar.write_bytes(data)
+
+
+def test_a_corrupted_sample_is_left_out_and_named(tmp_path, checkpoint):
+    shards = write_shards(tmp_path / "shards", count=8)
+    damage(shards, checkpoint, row=5)
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=shards)
+    train(read_recipe(recipe, "stages.0.steps=4"), device="cpu")
+    bad = [json.loads(line) for line in (tmp_path / "run/bad_samples.jsonl").read_text().splitlines()]
+    assert {one["key"] for one in bad} == {"00000005"}
+    assert len(losses(tmp_path / "run")) == 4
+
+
+def test_a_row_whose_samples_are_all_bad_is_one_more_empty_row(tmp_path, checkpoint):
+    shards = write_shards(tmp_path / "shards", count=2)
+    damage(shards, checkpoint, row=0)
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=shards)
+    settings = ["stages.0.steps=5", "stages.0.data.token_budget=100", "stages.0.data.max_bad_share=1.0"]
+    train(read_recipe(recipe, *settings), device="cpu")
+    seen = [0, *(record["samples"] for _, record in sorted(records(tmp_path / "run").items()))]
+    samples = [after - before for before, after in pairwise(seen)]
+    assert 0 in samples, "a step in which nothing was left"
+    assert 1 in samples, "a step with an empty row beside a full one"
+    assert [loss == 0.0 for loss in losses(tmp_path / "run")] == [count == 0 for count in samples]
+
+
+def test_a_stage_of_epochs_ends_with_its_data_and_its_rate_falls_to_the_end(tmp_path, checkpoint):
+    shards = write_shards(tmp_path / "shards", count=10)
+    text = (
+        write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=shards)
+        .read_text()
+        .replace("steps = 20", "epochs = 2")
+    )
+    (tmp_path / "recipe.toml").write_text(text)
+    settings = ["stages.0.schedule.kind=linear", "stages.0.schedule.final_factor=0", "stages.0.schedule.warmup_steps=2"]
+    train(read_recipe(tmp_path / "recipe.toml", *settings), device="cpu")
+    found = records(tmp_path / "run")
+    assert found[max(found)]["samples"] == 20
+    rates = [found[step]["lr"]["default"] for step in sorted(found)]
+    assert rates[:2] == pytest.approx([5e-4, 1e-3])
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates[-1] < 3e-4
+
+
+def test_losses_are_recorded_by_source(tmp_path, checkpoint, shards):
+    texts = write_shards(tmp_path / "texts", count=12, text_every=1000)
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=shards)
+    sources = (
+        f'stages.0.data.sources=[{{path="{shards}", name="toy", weight=2}}, {{path="{texts}", name="text", weight=1}}]'
+    )
+    train(read_recipe(recipe, sources, "stages.0.steps=4", "log.every=2"), device="cpu")
+    for record in records(tmp_path / "run").values():
+        assert set(record["source_loss"]) <= {"toy", "text"}
+        assert min(record["source_loss"].values()) > 1.0
+    assert {name for record in records(tmp_path / "run").values() for name in record["source_loss"]} == {"toy", "text"}
