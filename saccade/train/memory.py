@@ -140,14 +140,19 @@ class Planner:
     """One model and one way to train it; it plans rows of any size."""
 
     config: ModelConfig
+    """The model's sizes."""
     world_size: int = 1
+    """Ranks that train together."""
     rows_per_rank: int = 1
     """Rows of a step that a rank computes one after another."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Number format of activations and matrix products."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the model is spread, and what is recomputed."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """What learns, and what its optimizer holds."""
     lora: LoraConfig | None = None
+    """Low-rank matrices instead, where a stage trains them."""
 
     def plan(self, row: RowSize, recompute: tuple[Recompute, Recompute] | None = None) -> MemoryPlan:
         """The peak for a row of this size. `recompute`: of tower and decoder, in the place of what `parallel` says."""
