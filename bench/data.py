@@ -262,6 +262,10 @@ def worker_loader(reader: str, folder: Path) -> Iterable[list[int]]:
         from streaming import StreamingDataset as MosaicDataset
 
         return DataLoader(MosaicDataset(local=str(folder / "mds"), shuffle=True, batch_size=32), **options)
+    if reader == "saccade":  # as our own workers begin
+        from saccade.data.workers import keep_freed_memory
+
+        options["worker_init_fn"] = lambda number: keep_freed_memory()
     kind = type("Passes", (_Passes, IterableDataset), {})
     return DataLoader(kind(reader, folder), **options)
 

@@ -246,6 +246,7 @@ def foreman(control_fd: int, trainer_pid: int) -> None:
         signal.SIGCHLD, signal.SIG_IGN
     )  # dead workers are not waited for: the trainer sees their connection end
     torch.set_num_threads(1)
+    keep_freed_memory()
     with socket.socket(fileno=control_fd) as control:
         setup = _receive(control)
         try:
@@ -265,6 +266,20 @@ def foreman(control_fd: int, trainer_pid: int) -> None:
                 os._exit(0)
             os.close(fds[0])
             _send(control, {"pid": pid})
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep memory that is freed instead of giving it back: the next picture needs it again at once.
+
+    By default blocks of pictures' sizes are returned and fetched anew, a page fault for every 4 KiB: reading a sample of 90 KB
+    took a worker 0.115 ms of CPU time, and takes 0.046 so.
+    """
+    if sys.platform == "linux":
+        m_trim_threshold, m_mmap_threshold, num_bytes = -1, -3, 2**30
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            mallopt(m_trim_threshold, num_bytes)
+            mallopt(m_mmap_threshold, 2**25)  # the most it takes: 32 MiB
 
 
 def _die_with(parent_pid: int) -> None:

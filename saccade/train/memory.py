@@ -50,7 +50,7 @@ STREAMED_BYTES = GIB
 """Of an offloaded optimizer: what is on its way in, and what on its way out."""
 
 STAYING = ("parameters", "masters", "moments")
-PARTS = (
+COMPONENTS = (
     *STAYING, "gradients", "gathered parameters", "activations of the tower", "activations of the decoder", "loss",
     "work space", "the row itself", "context and fragmentation",
 )  # fmt: skip
@@ -62,7 +62,7 @@ class MemoryPlan:
     """The moment of a step at which a GPU holds most."""
 
     parts: Mapping[str, int]
-    """Bytes of each of `PARTS`; those of nothing are left out."""
+    """Bytes of each of `COMPONENTS`; those of nothing are left out."""
     tensors: Mapping[str, int]
     """Bytes of all activations by what they are, such as `decoder: gate and up`."""
     moment: str
@@ -82,7 +82,7 @@ class MemoryPlan:
 
     def lines(self) -> list[str]:
         """As a table for people."""
-        width = max(map(len, PARTS))
+        width = max(map(len, COMPONENTS))
         lines = [f"memory of a GPU, GiB: {self.setting}"]
         for part, size in self.parts.items():
             lines.append(f"  {part:<{width}}  {size / GIB:7.2f}  {self._largest(part)}".rstrip())
@@ -164,7 +164,7 @@ class Planner:
         allowance = outside + int(FRAGMENTATION * sum(passing.values()))
         parts = {**self._staying(), **passing, "context and fragmentation": allowance}
         return MemoryPlan(
-            parts={name: parts[name] for name in PARTS if parts.get(name)},
+            parts={name: parts[name] for name in COMPONENTS if parts.get(name)},
             tensors=_by_tensor(blocks),
             moment=moment,
             setting=self._setting(row, *chosen),

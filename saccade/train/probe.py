@@ -24,10 +24,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from saccade.data.index import open_index
 from saccade.data.loader import Source, Stream, open_stream
-from saccade.data.sample import conversations, images
-from saccade.errors import DataError
+from saccade.data.sample import Sample, TextRules, conversations, images
+from saccade.errors import DataError, UserError
 from saccade.model.generation import generate
 from saccade.processor import Processor
+from saccade.processor.inputs import ModelInputs
 from saccade.train.config import SourceConfig, StageConfig, TrainConfig
 from saccade.train.feed import Feed
 from saccade.train.loss import TrainedModel
@@ -126,11 +127,11 @@ class HeldOut:
     def _answer(self, trained: TrainedModel, step: int) -> dict[str, float]:
         """Answer the first samples greedily and write the answers down."""
         processor = Processor.load(self._config.model.folder, resize=self._data.resize)
-        asked = list(islice(_first_questions(self._probe.sources), self._num_answers))
+        asked = list(islice(_first_questions(self._probe.sources, processor), self._num_answers))
         num_right = 0
         for start in range(0, len(asked), ANSWERED_AT_ONCE):
             questions = asked[start : start + ANSWERED_AT_ONCE]
-            inputs = processor([question.prompt for question in questions], add_generation_prompt=True)
+            inputs = ModelInputs.pack([question.inputs for question in questions])
             answers = generate(
                 trained.model, inputs, max_new_tokens=self._probe.max_new_tokens, eos_ids=processor.eos_ids
             )
@@ -138,33 +139,41 @@ class HeldOut:
                 text = processor.decode([token for token in answer if token not in processor.eos_ids])
                 num_right += text.strip() == question.reference.strip()
                 self._samples.log({"step": step, "answer": text} | question.record())
-        return {"answers_right": num_right / len(asked)}
+        return {"answers_right": num_right / len(asked)} if asked else {}
 
 
 class _Question(NamedTuple):
     """A held-out conversation up to its last answer, and that answer."""
 
-    prompt: list[Any]
+    inputs: ModelInputs
+    prompt: str
     reference: str
     picture: bytes | None
 
     def record(self) -> dict[str, str]:
         """For samples.jsonl."""
-        shown = {"prompt": _text(self.prompt[-1]), "reference": self.reference}
+        shown = {"prompt": self.prompt, "reference": self.reference}
         return shown if self.picture is None else shown | {"image": thumbnail(self.picture)}
 
 
-def _first_questions(sources: Sequence[SourceConfig]) -> Iterator[_Question]:
-    """The samples of all sources in their order."""
+def _first_questions(sources: Sequence[SourceConfig], processor: Processor) -> Iterator[_Question]:
+    """The samples of all sources in their order; unusable ones are passed over, and named where the loss meets them."""
     for source in sources:
         index = open_index(source.path)
         for shard in range(len(index.shards)):
             for row in index.kept(shard):
-                sample = index.read_sample(shard, int(row))
-                talk = conversations(sample, source.rules)[0]
-                last = max(number for number, message in enumerate(talk) if message["role"] == "assistant")
-                pictures = images(sample)
-                yield _Question(list(talk[:last]), _text(talk[last]), pictures[0] if pictures else None)
+                try:
+                    question = _question(index.read_sample(shard, int(row)), source.rules, processor)
+                except UserError:
+                    continue
+                yield question
+
+
+def _question(sample: Sample, rules: TextRules, processor: Processor) -> _Question:
+    talk, pictures = conversations(sample, rules)[0], images(sample)
+    last = max(number for number, message in enumerate(talk) if message["role"] == "assistant")
+    inputs = processor.prepare(talk[:last], add_generation_prompt=True)
+    return _Question(inputs, _text(talk[last - 1]), _text(talk[last]), pictures[0] if pictures else None)
 
 
 def _text(message: Mapping[str, Any]) -> str:
