@@ -6,6 +6,7 @@ Rows of 4096 tokens from 600 photos, two workers; the process tree's proportiona
 """
 
 import argparse
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -22,8 +23,11 @@ def tree_mb() -> float:
     """Proportional set size of this process and all below it."""
     import psutil
 
-    me = psutil.Process(os.getpid())
-    return sum(process.memory_full_info().pss for process in (me, *me.children(recursive=True))) / 2**20
+    total, me = 0, psutil.Process(os.getpid())
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a helper of the C library's that has just ended
+            total += process.memory_full_info().pss
+    return total / 2**20
 
 
 def main() -> None:
