@@ -86,9 +86,9 @@ def transformers_step(config: ModelConfig, *, liger: bool) -> Callable[[ModelInp
         from liger_kernel.transformers import apply_liger_kernel_to_qwen2_5_vl
 
         apply_liger_kernel_to_qwen2_5_vl()
-    described = describe_config(config) | {
-        "image_token_id": IMAGE_PAD, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END,
-    }  # fmt: skip
+    token_ids = {"image": IMAGE_PAD, "video": IMAGE_PAD + 1, "vision_start": VISION_START, "vision_end": VISION_END}
+    described = describe_config(config, token_ids=token_ids, eos_id=151645, dtype="bfloat16")
+    described.pop("model_type")
     with torch.device("cuda"):
         kind = Qwen2_5_VLConfig(**described)
         model = Qwen2_5_VLForConditionalGeneration._from_config(kind, dtype=torch.bfloat16, attn_implementation="sdpa")
