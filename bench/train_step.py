@@ -1,6 +1,8 @@
 """Training steps of the 3B shape on one GPU: loss, backward, clipping and AdamW, beside transformers with SDPA and with Liger.
 
-    python -m bench.train_step [--workload uniform ragged] [--recompute none selective full] [--peers] [--out rows.json]
+    python -m bench.train_step [--workload uniform ragged] [--recompute none selective/none full] [--peers] [--out rows.json]
+
+`--recompute a` is for both towers, `a/b` for vision and decoder.
 
 Workloads are those of `bench/workloads.py`; random weights, bf16 compute, fp32 masters (the peers train in pure bf16, which costs
 them less). Reported: the median of the steps after warm-up, tokens/s, MFU (tower included, 3 x forward, recomputation not counted) and
@@ -14,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -24,6 +26,7 @@ from saccade.model.initialize import named_size
 from saccade.model.layers import FeedForward
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
+from saccade.train.config import Recompute
 from saccade.train.feed import Row
 from saccade.train.groups import PARTS, OptimizerConfig
 from saccade.train.learner import Learner
@@ -53,11 +56,24 @@ def random_model(config: ModelConfig) -> VLM:
     return model.train()
 
 
+def extents(name: str) -> tuple[Recompute, Recompute]:
+    """What is recomputed of the tower and of the decoder: `selective`, or `full/none`."""
+    of_vision, _, of_language = name.partition("/")
+    both = of_vision, of_language or of_vision
+    for extent in both:
+        if extent not in get_args(Recompute):
+            raise SystemExit(
+                f"--recompute {name}: use {', '.join(get_args(Recompute))}, or two of them as vision/decoder"
+            )
+    return both  # type: ignore[return-value]
+
+
 def ours(config: ModelConfig, extent: str) -> Callable[[ModelInputs], None]:
     """One step of the trainer's own parts."""
     model = random_model(config)
-    recompute(model.vision.blocks, extent)
-    recompute(model.language.layers, extent)
+    of_vision, of_language = extents(extent)
+    recompute(model.vision.blocks, of_vision)
+    recompute(model.language.layers, of_language)
     trained = TrainedModel(model)
     optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(lr=1e-5, weight_decay=0.1))
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cuda"))
@@ -169,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="3b")
     parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--recompute", nargs="+", default=["none"], choices=["none", "selective", "full"])
+    parser.add_argument("--recompute", nargs="+", default=["none"])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--out", type=Path)

@@ -1,4 +1,4 @@
-"""Run each attention, norm, RoPE and SwiGLU kernel once, small and odd-sized, for a memory checker:
+"""Run each attention, norm, RoPE, SwiGLU and AdamW kernel once, small and odd-sized, for a memory checker:
 
 compute-sanitizer --tool memcheck python -m bench.kernels.sanitize_pointwise_attention
 """
@@ -6,10 +6,11 @@ compute-sanitizer --tool memcheck python -m bench.kernels.sanitize_pointwise_att
 import torch
 
 from saccade.kernels import launch
+from saccade.kernels.adamw import Settings, adamw, adamw8bit, zero_moment
 from saccade.kernels.attention import attention
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quant
 from saccade.kernels.rope import rope, rope_
-from saccade.kernels.swiglu import swiglu
+from saccade.kernels.swiglu import swiglu, swiglu_linear
 
 ATTENTION = [
     # lengths, heads, key heads, head dim, causal, window
@@ -45,12 +46,19 @@ def main() -> None:
             rms_norm_quant(x, weight, 1e-6, dtype)
         _backward(swiglu(x, residual))
         _backward(swiglu(*_random(num_rows, 2 * dim).chunk(2, dim=1)))
+        _backward(swiglu_linear(x, residual, _random(24, dim), _random(24)))
     for num_tokens, num_heads, num_kv_heads, head_dim in ((1, 16, 2, 128), (7, 3, 1, 80), (129, 2, 2, 72)):
         q, k = _random(num_tokens, num_heads, head_dim), _random(num_tokens, num_kv_heads, head_dim)
         angles = torch.rand(num_tokens, head_dim // 2, device="cuda")
         table = angles.cos(), angles.sin()
         _backward(*rope(q, k, table))
         rope_(q.detach(), k.detach(), table)
+    masters = [torch.randn(size, device="cuda") for size in ((7, 129), (1,), (3, 5, 257))]
+    gradients, parameters = [x.bfloat16() for x in masters], [x.bfloat16() for x in masters]
+    settings = Settings(1e-3, 0.9, 0.99, 1e-8, 0.1, step=1)
+    adamw(gradients, masters, *([torch.zeros_like(x) for x in masters] for _ in range(2)), parameters, settings)
+    moments = ([zero_moment(x, dtype) for x in masters] for dtype in (torch.int8, torch.uint8))
+    adamw8bit(gradients, masters, *moments, parameters, settings)
     torch.cuda.synchronize()
     print("every kernel ran")
 

@@ -51,7 +51,13 @@ def is_interpreting() -> bool:
 
 
 def able(x: Tensor, *best_first: Path) -> tuple[Path, ...]:
-    """`best_first` as the device of `x` allows: Triton needs a GPU; interpreted, it comes last, for whoever forces it."""
+    """`best_first` as the device of `x` allows: Triton needs a GPU; interpreted, it comes last, for whoever forces it.
+
+    Inside `torch.compile` nothing but the reference: the compiler writes kernels of its own from it, and cannot follow a launch whose
+    constants depend on a length it keeps open.
+    """
+    if torch.compiler.is_compiling():
+        return ()
     if isinstance(triton, _Absent):
         return tuple(path for path in best_first if path != "triton")
     if x.is_cuda or "triton" not in best_first:
