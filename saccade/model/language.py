@@ -6,6 +6,8 @@ Parameter names are those of the checkpoint (`q_proj`, `input_layernorm`, ...), 
 quantization list is found here as it is on disk.
 """
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from saccade.model.attention import AttentionContext
@@ -24,14 +26,20 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size)
         self.v_proj = nn.Linear(config.hidden_size, kv_size)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.qkv_proj: nn.Linear | None = None
+        """The three projections as one, in a model that was merged (`merge.py`); they are then gone."""
+        self._sizes = (config.hidden_size, kv_size, kv_size)
 
     def forward(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
         """[T, D] to the same."""
-        q_THK, k_TGK, v_TGK = (
-            project(x_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q_THK, k_TGK, v_TGK = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_TD))  # type: ignore[no-untyped-call]
         out: Tensor = self.o_proj(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1))
         return out
+
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        if self.qkv_proj is not None:
+            return self.qkv_proj(x_TD).split(self._sizes, dim=-1)  # type: ignore[no-any-return]
+        return self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)
 
 
 class DecoderLayer(nn.Module):
@@ -46,10 +54,21 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
         """[T, D] to the same."""
-        attended_TD = self.self_attn(self.input_layernorm(x_TD), attend)
+        x_TD, thought_TD = self.advance(x_TD, None, attend)
+        return x_TD + thought_TD
+
+    def advance(self, x_TD: Tensor, thought_TD: Tensor | None, attend: AttentionContext) -> tuple[Tensor, Tensor]:
+        """The same with the last sum left open: `x + thought` goes in, and comes out, as its two parts.
+
+        The sum is then made by the norm that reads it next, which saves a pass over memory.
+        """
+        if thought_TD is None:
+            normed_TD = self.input_layernorm(x_TD)
+        else:
+            normed_TD, x_TD = self.input_layernorm.of_sum(thought_TD, x_TD)
+        attended_TD = self.self_attn(normed_TD, attend)
         normed_TD, x_TD = self.post_attention_layernorm.of_sum(attended_TD, x_TD)
-        out: Tensor = x_TD + self.mlp(normed_TD)
-        return out
+        return x_TD, self.mlp(normed_TD)
 
 
 class LanguageModel(nn.Module):
@@ -67,3 +86,11 @@ class LanguageModel(nn.Module):
             x_TD = layer(x_TD, attend)
         out: Tensor = self.norm(x_TD)
         return out
+
+    def infer(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
+        """`forward` with fewer passes over memory. It goes past what wraps the layers (sharding, recomputation): not for training."""
+        thought_TD: Tensor | None = None
+        for layer in self.layers:
+            x_TD, thought_TD = cast(DecoderLayer, layer).advance(x_TD, thought_TD, attend)
+        assert thought_TD is not None, "a decoder has layers"
+        return self.norm.of_sum(thought_TD, x_TD)[0]

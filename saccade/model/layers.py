@@ -46,6 +46,8 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, aligned_size, bias=bias)
         self.up_proj = nn.Linear(hidden_size, aligned_size, bias=bias)
         self.down_proj = nn.Linear(aligned_size, hidden_size, bias=bias)
+        self.gate_up_proj: nn.Linear | None = None
+        """Gate and up as one, in a model that was merged (`merge.py`); they are then gone."""
         self.clear_added()
 
     def clear_added(self) -> None:
@@ -58,7 +60,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] to the same."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.gate_up_proj is not None:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
         if self.fuses_down and torch.is_grad_enabled() and type(self.down_proj) is nn.Linear:
             return swiglu_linear(gate, up, self.down_proj.weight, self.down_proj.bias)
         out: Tensor = self.down_proj(swiglu(gate, up))

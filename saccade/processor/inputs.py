@@ -53,11 +53,7 @@ class ModelInputs:
 
     def normalized_patches(self) -> Tensor:
         """[P, patch_dim] fp32: pixel / 255, less the mean, over the deviation. What Hugging Face calls `pixel_values`."""
-        if self.patches.is_floating_point():
-            return self.patches
-        channels = self.patches.chunk(len(self.pixel_mean), dim=1)  # a patch lies channel by channel
-        scaled = zip(channels, self.pixel_mean, self.pixel_std, strict=True)
-        return torch.cat([(pixels.float() / 255.0 - mean) / std for pixels, mean, std in scaled], dim=1)
+        return normalize_patches(self.patches, self.pixel_mean, self.pixel_std)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> ModelInputs:
         """The same row on another device. `image_grids` stays on the CPU, where plans are made from it."""
@@ -91,6 +87,15 @@ class ModelInputs:
             ),
             max_seqlen=max(row.max_seqlen for row in rows),
         )
+
+
+def normalize_patches(patches: Tensor, pixel_mean: Sequence[float], pixel_std: Sequence[float]) -> Tensor:
+    """[P, patch_dim] fp32 from uint8 pixels; float ones are taken to be normalised already."""
+    if patches.is_floating_point():
+        return patches
+    channels = patches.chunk(len(pixel_mean), dim=1)  # a patch lies channel by channel
+    scaled = zip(channels, pixel_mean, pixel_std, strict=True)
+    return torch.cat([(pixels.float() / 255.0 - mean) / std for pixels, mean, std in scaled], dim=1)
 
 
 def patch_segments(image_grids: Tensor) -> Tensor:

@@ -1,0 +1,69 @@
+"""How the engine uses the machine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from saccade.errors import ConfigError
+
+KVFormat = Literal["model", "fp8", "int8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes and switches of one engine."""
+
+    page_size: int = 16
+    """Tokens of a page of the key/value cache: a power of two, 1 to 128."""
+    num_pages: int | None = None
+    """Pages of the cache. None: as many as fit into `memory_share` beside a measured step."""
+    memory_share: float = 0.9
+    """Share of the GPU's memory the engine may use in all."""
+    kv_format: KVFormat = "model"
+    """What keys and values are kept in: the model's own number format, or 8 bits with a scale per token and head."""
+    max_length: int | None = None
+    """Longest prompt and answer together, in tokens. None: what the model was made for, or what the cache can hold."""
+    max_requests: int = 256
+    """Requests that run at once."""
+    max_step_tokens: int = 8192
+    """Tokens of a step. Prompts are computed in chunks that fit; more is faster in all, less is smoother for those who wait."""
+    max_step_patches: int = 32768
+    """Patches the tower encodes in a step; a larger image is encoded alone."""
+    image_pool_tokens: int = 65536
+    """Tokens of image features kept on the device."""
+    image_cache: bool = True
+    """Keep features of images that no request uses any more until their room is needed."""
+    prefix_cache: bool = True
+    """Keep pages of ended requests for others that begin alike."""
+    target_step_ms: float | None = None
+    """Compute less of waiting prompts per step, so that steps take about this long. None: as much as fits."""
+    max_draft_tokens: int = 0
+    """Guess up to this many tokens ahead from what was said before (0: never). Tokens stay the same, steps may become fewer."""
+    cuda_graphs: bool = True
+    """Replay recorded steps where only answers grow. Recorded when first needed."""
+    num_workers: int | None = None
+    """Processes that prepare images. 0: none, everything in this one. None: by the number of cores."""
+    host_image_bytes: int = 2 << 30
+    """Prepared images kept in host memory."""
+
+    def __post_init__(self) -> None:
+        if self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
+            raise ConfigError(f"page_size is {self.page_size}; use a power of two from 1 to 128")
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(f"memory_share is {self.memory_share}; use a number above 0 and up to 1")
+        for name in (
+            "num_pages",
+            "max_length",
+            "max_requests",
+            "max_step_tokens",
+            "max_step_patches",
+            "image_pool_tokens",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; use 1 or more")
+        if self.target_step_ms is not None and not 0 < self.target_step_ms < float("inf"):
+            raise ConfigError(f"target_step_ms is {self.target_step_ms}; use a positive number of milliseconds")
+        if not 0 <= self.max_draft_tokens <= 16:
+            raise ConfigError(f"max_draft_tokens is {self.max_draft_tokens}; use 0 to 16")
+        if self.num_workers is not None and self.num_workers < 0:
+            raise ConfigError(f"num_workers is {self.num_workers}; use 0 or more")

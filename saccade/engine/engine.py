@@ -1,0 +1,367 @@
+"""The door: conversations in, answers out.
+
+    engine = Engine.load("checkpoint")
+    [answer] = engine.generate([conversation], SamplingParams(max_tokens=64))
+    async for part in engine.stream(conversation): ...
+
+A thread of its own runs the loop (`core.py`); whoever asks puts commands into its inbox and is called back. Conversations are made
+into tokens and patches in worker processes (`preparation.py`) before the loop sees them, and its tokens into text behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import queue
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from saccade.engine.answers import Answer
+from saccade.engine.config import EngineConfig
+from saccade.engine.core import EngineCore, Statistics, Update
+from saccade.engine.loading import load_runner
+from saccade.engine.preparation import Preparation
+from saccade.engine.prompt import TokenPrompt
+from saccade.engine.request import Completion, Failure, Request, SamplingParams, TokenLogprobs
+from saccade.engine.runner import PixelScale, Runner
+from saccade.engine.sampler import check_sampling
+from saccade.errors import RequestError, UserError
+from saccade.processor import Processor
+from saccade.processor.image import MediaLimits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerPart:
+    """What is new of an answer. The last part has the whole of it as `completion`."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()
+    completion: Completion | None = None
+
+
+OnPart = Callable[[AnswerPart], None]
+"""Called from the engine's thread; it must return at once."""
+
+
+class Engine:
+    """A model that answers many at once. Safe to use from several threads."""
+
+    def __init__(self, runner: Runner, processor: Processor, preparation: Preparation) -> None:
+        self._runner, self._processor, self._preparation = runner, processor, preparation
+        self._core = EngineCore(runner)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._open: dict[str, _Open] = {}
+        self._lock = threading.Lock()
+        self._failure: Failure | None = None
+        self._thread = threading.Thread(target=self._serve, name="saccade-engine", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def load(
+        folder: str | Path,
+        *,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype | None = None,
+        config: EngineConfig | None = None,
+        limits: MediaLimits | None = None,
+    ) -> Engine:
+        """The engine of a checkpoint folder. `limits` bound what images may be."""
+        folder, config = Path(folder), config or EngineConfig()
+        processor = Processor.load(folder, limits=limits)
+        preparation = Preparation(
+            folder, num_workers=_num_workers(config), host_image_bytes=config.host_image_bytes, limits=limits
+        )
+        try:
+            pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
+            runner = load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
+        except BaseException:
+            preparation.close()
+            raise
+        return Engine(runner, processor, preparation)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counters since the start."""
+        return self._core.statistics
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt and answer together, in tokens."""
+        return self._runner.max_length
+
+    # -------------------------------------------------------------- asking
+
+    def generate(
+        self,
+        conversations: Sequence[Sequence[dict[str, Any]]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """The answers, in order. One that cannot be given has the finish reason `failed` and says why."""
+        return self._wait([self._preparation.submit(messages) for messages in conversations], sampling)
+
+    def generate_tokens(
+        self,
+        prompts: Sequence[tuple[Sequence[int], Sequence[Any]]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """The same for token ids with their images; each image's placeholder stands once in the ids."""
+        return self._wait([self._preparation.submit_tokens(ids, images) for ids, images in prompts], sampling)
+
+    def _wait(
+        self, prompts: Sequence[Future[TokenPrompt]], sampling: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Completion]:
+        samplings = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else sampling
+        if len(samplings) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts but {len(samplings)} sampling parameters: give one, or one for each"
+            )
+        answers: list[Future[Completion]] = [Future() for _ in prompts]
+        ids = [
+            self.submit(prompt, one, partial(_complete, answer), streams=False)
+            for prompt, one, answer in zip(prompts, samplings, answers, strict=True)
+        ]
+        try:
+            return [answer.result() for answer in answers]
+        except BaseException:
+            for request_id in ids:
+                self.cancel(request_id)
+            raise
+
+    async def stream(
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> AsyncIterator[AnswerPart]:
+        """The answer as it is made. Leaving the loop early cancels the request."""
+        loop = asyncio.get_running_loop()
+        parts: asyncio.Queue[AnswerPart] = asyncio.Queue()
+        prompt = self._preparation.submit(messages)
+        request_id = self.submit(
+            prompt, sampling or SamplingParams(), lambda part: _post(loop, parts, part), priority=priority, salt=salt
+        )
+        try:
+            while True:
+                part = await parts.get()
+                yield part
+                if part.completion is not None:
+                    return
+        finally:
+            self.cancel(request_id)
+
+    def submit(
+        self,
+        prompt: Future[TokenPrompt],
+        sampling: SamplingParams,
+        on_part: OnPart,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+        streams: bool = True,
+    ) -> str:
+        """Answer a prompt as soon as it is prepared; its id. `on_part` gets every part if it `streams`, else the last alone."""
+        check_sampling(sampling, self._runner.model.config.language.vocab_size)
+        request_id = f"request-{next(self._numbers)}"
+        opened = _Open(self, request_id, sampling, on_part, streams)
+        with self._lock:
+            if self._failure is not None:
+                raise RequestError(self._failure.message)
+            self._open[request_id] = opened
+        prompt.add_done_callback(lambda done: self._inbox.put(partial(self._begin, opened, done, priority, salt)))
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, wherever it is; its last part says `cancelled`. One that has ended stays as it is."""
+        opened = self._open.get(request_id)
+        if opened is not None:
+            opened.is_cancelled = True
+            self._inbox.put(partial(self._core.cancel, request_id))
+
+    # -------------------------------------------------------------- the engine's own thread
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                if not self._take_commands(waits=not self._core.has_work):
+                    return
+                if self._core.has_work:
+                    self._core.step()
+        except Exception as error:
+            logger.exception("the engine has stopped")
+            self._fail_all(Failure("running", f"the engine has stopped: {type(error).__name__}. Start it again"))
+
+    def _take_commands(self, *, waits: bool) -> bool:
+        """Do what is in the inbox. False: the engine is to close."""
+        while True:
+            try:
+                command = self._inbox.get(block=waits)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            waits = False
+
+    def _begin(self, opened: _Open, prepared: Future[TokenPrompt], priority: int, salt: bytes) -> None:
+        """Hand a prepared prompt to the loop."""
+        if opened.is_cancelled:
+            opened.end_early("cancelled", None)
+            return
+        try:
+            prompt = prepared.result()
+            request = opened.request_of(prompt, self._processor.eos_ids, priority, salt)
+            self._core.add(request, prompt, opened.seed, opened.listen)
+        except (UserError, CancelledError) as error:
+            opened.end_early("failed", Failure("preparing", str(error) or "the engine is closing"))
+        except Exception as error:
+            logger.warning("request %s failed while preparing: %r", opened.id, error, exc_info=error)
+            opened.end_early("failed", Failure("preparing", "the request could not be prepared"))
+
+    def _finish(self, request_id: str) -> None:
+        """End a request whose text is complete. Not now: its listener is being called from inside a step."""
+        self._inbox.put(partial(self._core.finish, request_id))
+
+    def _closed(self, request_id: str) -> None:
+        with self._lock:
+            self._open.pop(request_id, None)
+
+    def _fail_all(self, failure: Failure) -> None:
+        with self._lock:
+            self._failure = failure
+            waiting = list(self._open.values())
+        for opened in waiting:
+            opened.end_early("failed", failure)
+
+    # -------------------------------------------------------------- closing
+
+    def close(self) -> None:
+        """End everything; open requests fail."""
+        self._inbox.put(None)
+        self._thread.join()
+        self._preparation.close()
+        self._fail_all(Failure("running", "the engine was closed"))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Open:
+    """A request from `submit` to its last part. All but `is_cancelled` is the engine thread's."""
+
+    def __init__(
+        self, engine: Engine, request_id: str, sampling: SamplingParams, on_part: OnPart, streams: bool
+    ) -> None:
+        self.id, self.sampling = request_id, sampling
+        self.seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
+        self.is_cancelled = False
+        self._engine, self._on_part, self._streams = engine, on_part, streams
+        self._answer = Answer(engine._processor.decode, sampling)
+        self._unread: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._has_ended = False
+
+    def request_of(self, prompt: TokenPrompt, eos_ids: frozenset[int], priority: int, salt: bytes) -> Request:
+        sampling = self.sampling
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
+        return Request(
+            id=self.id,
+            token_ids=list(prompt.token_ids),
+            num_prompt_tokens=len(prompt.token_ids),
+            images=tuple(image.span for image in prompt.images),
+            sampling=sampling,
+            stop_ids=ends,
+            priority=priority,
+            salt=salt,
+        )
+
+    def listen(self, update: Update) -> None:
+        """Called by the core for every step that gave something."""
+        if self._has_ended:
+            return
+        self._logprobs += update.logprobs
+        self._prompt_logprobs += update.prompt_logprobs
+        text, is_stopped = self._read(update)
+        if is_stopped and not update.is_last:
+            self._engine._finish(self.id)
+        if update.is_last or is_stopped:
+            self._end(update.request, update.token_ids, text, update.logprobs)
+        elif self._streams:
+            self._on_part(AnswerPart(text=text, token_ids=update.token_ids, logprobs=update.logprobs))
+
+    def _read(self, update: Update) -> tuple[str, bool]:
+        """New text, and whether a stop string is complete. Text nobody waits for is made at the end, all at once."""
+        if not (self._streams or self.sampling.stop):
+            self._unread += update.token_ids
+            return "", False
+        text, is_stopped = self._answer.push(update.token_ids)
+        return text, is_stopped
+
+    def _end(self, request: Request, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> None:
+        if self._unread:
+            text += self._answer.push(self._unread).text
+        text += self._answer.finish()
+        completion = self._answer.completion(
+            request,
+            logprobs=self._logprobs if self.sampling.logprobs is not None else None,
+            prompt_logprobs=self._prompt_logprobs if self.sampling.prompt_logprobs is not None else None,
+        )
+        self._give_last(AnswerPart(text=text, token_ids=token_ids, logprobs=logprobs, completion=completion))
+
+    def end_early(self, reason: Any, failure: Failure | None) -> None:
+        """End without having come to the loop, or after it has stopped."""
+        if self._has_ended:
+            return
+        completion = Completion(
+            text=self._answer.text,
+            token_ids=list(self._answer.token_ids),
+            finish_reason=reason,
+            num_prompt_tokens=0,
+            failure=failure,
+        )
+        self._give_last(AnswerPart(text="", token_ids=(), completion=completion))
+
+    def _give_last(self, part: AnswerPart) -> None:
+        self._has_ended = True
+        self._engine._closed(self.id)
+        self._on_part(part)
+
+
+def _complete(answer: Future[Completion], part: AnswerPart) -> None:
+    if part.completion is not None:
+        answer.set_result(part.completion)
+
+
+def _post(loop: asyncio.AbstractEventLoop, parts: asyncio.Queue[AnswerPart], part: AnswerPart) -> None:
+    """Into a queue of another thread's loop, which may have ended."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(parts.put_nowait, part)
+
+
+def _num_workers(config: EngineConfig) -> int:
+    """Two cores stay for the loop and whoever feeds it."""
+    if config.num_workers is not None:
+        return config.num_workers
+    return max(0, min(12, (os.cpu_count() or 1) - 2))

@@ -1,0 +1,92 @@
+"""Keys and values of all requests on the device, in pages, and how a step's tokens attend to them.
+
+Legend: T tokens of the step, R requests, H query heads, G key/value heads, K head dim, L layers, N pages, P tokens per page,
+        W pages of the longest request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.device import to_device
+from saccade.engine.config import KVFormat
+from saccade.kernels.paged_attention import paged_attention, write_pages
+from saccade.kernels.rope import AngleTable
+from saccade.model.config import LanguageConfig
+
+_FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def bytes_per_page(config: LanguageConfig, page_size: int, kv_format: KVFormat, dtype: torch.dtype) -> int:
+    """What one page takes, over all layers."""
+    rows = config.num_layers * 2 * config.num_kv_heads * page_size
+    if kv_format == "model":
+        return rows * config.head_dim * dtype.itemsize
+    return rows * (config.head_dim * _FORMATS[kv_format].itemsize + torch.float32.itemsize)
+
+
+class KVCache:
+    """The pages. Which request has which is the scheduler's business."""
+
+    def __init__(
+        self, config: LanguageConfig, *, num_pages: int, page_size: int, kv_format: KVFormat, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.page_size, self.num_pages = page_size, num_pages
+        shape = (config.num_layers, 2, num_pages, config.num_kv_heads, page_size, config.head_dim)
+        # Zeros, not whatever lay there: a page's unused slots are read and then masked, and 0 * NaN is NaN.
+        self.entries = torch.zeros(shape, dtype=_FORMATS.get(kv_format, dtype), device=device)
+        self.scales = None if kv_format == "model" else torch.zeros(shape[:-1], dtype=torch.float32, device=device)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens it holds. A token written to this slot is not stored."""
+        return self.num_pages * self.page_size
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages (from, to); no page is both."""
+        device = self.entries.device
+        sources, targets = (to_device(torch.tensor(column).numpy(), device) for column in zip(*pairs, strict=True))
+        for tensor in (self.entries, self.scales):
+            if tensor is not None:
+                flat = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # fp8 has no index kernels
+                flat.index_copy_(2, targets, flat.index_select(2, sources))
+
+
+@dataclass(frozen=True, eq=False)
+class PagedAttention:
+    """An `AttentionContext`: new tokens go into the pages and attend to all of their request's."""
+
+    cache: KVCache
+    angles: AngleTable
+    slots: Tensor
+    """[T]: where each token's key and value go."""
+    page_table: Tensor
+    """[R, W] int32."""
+    cu_seqlens: Tensor
+    """[R + 1] int32: cumulative new tokens."""
+    context_lengths: Tensor
+    """[R] int32: tokens with the new ones."""
+    max_new: int
+    """Bounds known on the host, which shape the launch."""
+    max_context: int
+
+    def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+        """See `AttentionContext`. `q` and `k` are turned where they lie."""
+        keys, values = self.cache.entries[layer]
+        key_scales, value_scales = (None, None) if self.cache.scales is None else self.cache.scales[layer]
+        write_pages(q_THK, k_TGK, v_TGK, self.angles, self.slots, keys, values, key_scales, value_scales)
+        return paged_attention(
+            q_THK, keys, values, self.page_table, self.cu_seqlens, self.context_lengths, max_seqlen_q=self.max_new,
+            max_context_length=self.max_context, key_scales_NGP=key_scales, value_scales_NGP=value_scales,
+        )  # fmt: skip
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold this many tokens."""
+    return math.ceil(num_tokens / page_size)

@@ -1,0 +1,389 @@
+"""Processes that prepare prompts, seen from the engine: images are decoded in them, not beside it.
+
+    engine  --a description on a socket, bytes in the worker's inbox-->  worker  --a description, bytes in its outbox-->  engine
+
+One *foreman* process imports torch, loads the processor and forks the workers: they start in a few milliseconds, again after a
+crash, and share its memory. If the engine's process dies, however suddenly, the kernel ends the foreman, and with it the workers.
+
+Workers decode what strangers send, so the engine takes nothing from them on trust. Descriptions are JSON of a bounded size, and
+checked. Inbox and outbox are files in memory without a name; the engine reads and writes them but does not map them: memory that
+another process can cut off would end this one when it is touched, and pixels could change after they were checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import queue
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saccade.engine.host_images import MadeImage
+from saccade.engine.preparation_messages import MemoryFile, receive, send
+from saccade.engine.preparation_work import Facts, ImageWork, Source, VisualFacts, WorkSetup
+from saccade.errors import CheckpointError, ConfigError, ImageError, RequestError, UserError
+from saccade.processor.conversation import Message
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 2
+"""Workers an image or a text may end; then it is its fault, not theirs."""
+PATIENCE_S = 600.0
+"""A worker that takes longer for one image or text is taken for stuck and ended."""
+_KEPT_BYTES = 32 * 2**20
+"""Larger inboxes and outboxes are emptied after use; smaller ones stay, since fresh memory is slow."""
+_MAX_ANSWER_BYTES = 2**20
+"""No description a worker gives is longer."""
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Keeps libraries from starting threads in the foreman, which could not be forked cleanly."""
+_ERRORS: dict[str, type[UserError]] = {
+    kind.__name__: kind for kind in (ImageError, RequestError, CheckpointError, ConfigError)
+}
+_Result = TypeVar("_Result")
+_Number = TypeVar("_Number", np.int64, np.uint8)
+
+
+class WorkerLostError(Exception):
+    """A worker died, hung, or answered what makes no sense."""
+
+
+class WorkerPool:
+    """Does a workshop's work in `num_workers` processes. As many threads may ask at once."""
+
+    def __init__(self, setup: WorkSetup, num_workers: int) -> None:
+        """Starts the processes, but does not wait for them."""
+        self._setup, self._num_workers = setup, num_workers
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        """Workers that have nothing to do, the last used on top. None is one that is to be started."""
+        self._lock = threading.Lock()
+        self._workers: set[_Worker] = set()
+        self._foreman: _Foreman | None = None
+        self._is_closed = False
+        self.num_lost = 0
+        """Workers that died or had to be ended."""
+        # The kernel ends the foreman together with the *thread* that started it, so one thread does that and lives on.
+        self._starter = ThreadPoolExecutor(1, "saccade-foreman")
+        self._facts = self._starter.submit(self._start_all)
+
+    @property
+    def pids(self) -> list[int]:
+        """The worker processes at present."""
+        with self._lock:
+            return [worker.pid for worker in self._workers]
+
+    @property
+    def facts(self) -> Facts:
+        """What the foreman has read in the checkpoint folder. Waits for it."""
+        return self._facts.result()
+
+    def tokens(self, messages: Sequence[Message]) -> list[int]:
+        """As `Workshop.tokens`."""
+        vocab_size = self.facts.vocab_size
+
+        def read(answer: dict[str, Any], worker: _Worker) -> list[int]:
+            ids = worker.read_outbox((_whole(answer.get("num_tokens")),), np.int64)
+            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+                raise WorkerLostError("it gave tokens that are not in the vocabulary")
+            found: list[int] = ids.tolist()
+            return found
+
+        return self._ask({"messages": messages}, [], read)
+
+    def image(self, work: ImageWork) -> MadeImage:
+        """As `Workshop.image`."""
+        facts = self.facts.of(work.kind)
+
+        def read(answer: dict[str, Any], worker: _Worker) -> MadeImage:
+            key, grid, time_step = _check_image(answer, work, facts)
+            patches = worker.read_outbox((math.prod(grid), facts.patch_dim), np.uint8)
+            patches.flags.writeable = False
+            return MadeImage(key, grid, time_step, patches)
+
+        return self._ask({"image": work.describe()}, work.sources, read)
+
+    def close(self) -> None:
+        """End all processes; those who wait for one get an error."""
+        with self._lock:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.hang_up()
+            if self._foreman:
+                self._foreman.end()
+            self._close_idle()
+            for _ in range(self._num_workers):
+                self._idle.put(None)
+        self._starter.shutdown(cancel_futures=True)
+        if self._foreman:
+            self._foreman.close()
+
+    def _close_idle(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if worker := self._idle.get_nowait():
+                    worker.close()
+
+    def _ask(
+        self,
+        question: dict[str, Any],
+        sources: Sequence[Source],
+        read: Callable[[dict[str, Any], _Worker], _Result],
+    ) -> _Result:
+        """Have a worker do it; if it is lost over it, another one."""
+        for _ in range(MAX_ATTEMPTS):
+            worker = self._take()
+            try:
+                answer = worker.ask(question, sources)
+                result = None if "error" in answer else read(answer, worker)
+                worker.tidy()
+            except WorkerLostError as error:
+                self._bury(worker, error)
+                continue
+            except BaseException as error:
+                self._bury(worker, error)
+                raise
+            self._give_back(worker)
+            if result is None:
+                raise _told_error(answer)
+            return result
+        error_type = ImageError if "image" in question else RequestError
+        raise error_type(
+            f"preparing it killed its worker process {MAX_ATTEMPTS} times: memory ran out or a decoder crashed. "
+            "Send less, or save the image again as PNG or JPEG"
+        )
+
+    def _take(self) -> _Worker:
+        """An idle worker that is alive."""
+        while (worker := self._idle.get()) is not None:
+            if worker.is_waiting():
+                return worker
+            self._bury(worker, WorkerLostError("it died while it had nothing to do"))
+        try:
+            return self._starter.submit(self._start_worker).result()
+        except BaseException:
+            self._idle.put(None)
+            raise
+
+    def _give_back(self, worker: _Worker) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._idle.put(worker)
+                return
+        self._bury(worker, WorkerLostError("closed"))
+
+    def _bury(self, worker: _Worker, error: BaseException) -> None:
+        """End it, if it has not ended, and have another one started when it is needed."""
+        with self._lock:
+            self._workers.discard(worker)
+            if not self._is_closed:
+                self.num_lost += 1
+                logger.warning("process %d that prepares prompts is lost, another takes over: %s", worker.pid, error)
+        worker.kill()
+        worker.close()
+        self._idle.put(None)
+
+    def _start_all(self) -> Facts:
+        started: list[_Worker | None] = []
+        try:
+            started += [self._start_worker() for _ in range(self._num_workers)]
+        finally:
+            for worker in started + [None] * (self._num_workers - len(started)):
+                self._idle.put(worker)
+        assert self._foreman is not None, "the foreman has started the workers"
+        return self._foreman.facts
+
+    def _start_worker(self) -> _Worker:
+        """Only in the starter's thread."""
+        worker = self._foreman.start_worker() if self._foreman else None
+        if worker is None:  # there is no foreman yet, or it was killed
+            worker = self._new_foreman().start_worker()
+        if worker is None:
+            raise RuntimeError("the process that starts the workers died at once. Its last words are above")
+        with self._lock:
+            if not self._is_closed:
+                self._workers.add(worker)
+                return worker
+        worker.close()
+        raise RuntimeError("the preparation of prompts was closed")
+
+    def _new_foreman(self) -> _Foreman:
+        with self._lock:
+            if self._foreman:
+                self._foreman.end()
+                self._foreman.close()
+            if self._is_closed:
+                raise RuntimeError("the preparation of prompts was closed")
+            self._foreman = _Foreman(self._setup)
+        self._foreman.wait_until_ready()
+        return self._foreman
+
+
+class _Worker:
+    """A worker process, seen from the engine. Used by one thread at a time."""
+
+    def __init__(self, connection: socket.socket, pid: int, inbox: MemoryFile, outbox: MemoryFile) -> None:
+        self.pid = pid
+        self._connection, self._inbox, self._outbox = connection, inbox, outbox
+        self._has_ended = False
+        connection.settimeout(PATIENCE_S)
+
+    def ask(self, question: dict[str, Any], sources: Sequence[Source]) -> dict[str, Any]:
+        """Its answer. What belongs to it lies in the outbox."""
+        position = 0
+        for source in sources:
+            position += self._inbox.write(source.data, position)
+        try:
+            send(self._connection, question)
+            answer = receive(self._connection, _MAX_ANSWER_BYTES)
+        except TimeoutError as error:
+            raise WorkerLostError(f"no answer in {PATIENCE_S:.0f} s") from error
+        except OSError:
+            answer = None
+        except (ValueError, RecursionError) as error:
+            raise WorkerLostError(f"it gave an answer that cannot be read: {error}") from error
+        if answer is None:
+            self._has_ended = True
+            raise WorkerLostError("it died (killed? out of memory?)")
+        if not isinstance(answer, dict):
+            raise WorkerLostError("it gave an answer that makes no sense")
+        return answer
+
+    def read_outbox(self, shape: tuple[int, ...], dtype: type[_Number]) -> NDArray[_Number]:
+        """A copy of what lies in it."""
+        array = np.empty(shape, dtype)
+        if not self._outbox.read_into(array):
+            raise WorkerLostError("it gave less than it said")
+        return array
+
+    def tidy(self) -> None:
+        """Give the memory of unusually large images back."""
+        self._inbox.shrink(_KEPT_BYTES)
+        self._outbox.shrink(_KEPT_BYTES)
+
+    def is_waiting(self) -> bool:
+        """Whether it is alive and has nothing to say, as it should be when it was asked nothing."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return not poll.poll(0)
+
+    def hang_up(self) -> None:
+        """End the conversation; another thread that waits for an answer gets an error."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def kill(self) -> None:
+        """End the process unless it is known to have ended; its number may belong to another one then."""
+        if not self._has_ended:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of it. Without a connection it ends by itself."""
+        self._connection.close()
+
+
+class _Foreman:
+    """The process that forks workers, seen from the engine."""
+
+    facts: Facts
+
+    def __init__(self, setup: WorkSetup) -> None:
+        self._control, theirs = socket.socketpair()
+        # The path is handed over so that the foreman finds this package wherever the engine found it.
+        code = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from saccade.engine.preparation_worker import foreman; foreman(int(sys.argv[2]), int(sys.argv[3]))"
+        command = [sys.executable, "-c", code, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603
+                command, pass_fds=[theirs.fileno()], env=os.environ | _ENVIRONMENT, stdin=subprocess.DEVNULL
+            )
+        with contextlib.suppress(OSError):  # it may have died at once, as `wait_until_ready` will find
+            send(self._control, setup.to_json())
+
+    def wait_until_ready(self) -> None:
+        """Until it has loaded the processor; raises what is wrong with the checkpoint folder."""
+        try:
+            answer = receive(self._control)
+        except OSError:
+            answer = None
+        if answer is None:
+            raise RuntimeError("the process that starts the workers died at once. Its last words are above")
+        if "error" in answer:
+            raise _told_error(answer)
+        self.facts = Facts.from_json(answer)
+
+    def start_worker(self) -> _Worker | None:
+        """A new worker; None if the foreman is no more."""
+        ours, theirs = socket.socketpair()
+        inbox, outbox = MemoryFile(), MemoryFile()
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"w"], [theirs.fileno(), inbox.fd, outbox.fd])
+            answer = receive(self._control)
+        except OSError:
+            answer = None
+        if answer is None:
+            ours.close()
+            return None
+        return _Worker(ours, answer["pid"], inbox, outbox)
+
+    def end(self) -> None:
+        """End it, and with it the workers. Can be called again."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._control.close()
+
+
+# ------------------------------------------------------------------ checking what workers say
+
+
+def _whole(value: object) -> int:
+    """A count."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**40:
+        raise WorkerLostError("it gave something else than a count")
+    return value
+
+
+def _check_image(
+    answer: dict[str, Any], work: ImageWork, facts: VisualFacts
+) -> tuple[bytes, tuple[int, int, int], float]:
+    """Key, grid and time step, if such an image can have come of the work."""
+    key, grid, time_step = answer.get("key"), answer.get("grid"), answer.get("time_step")
+    if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
+        raise WorkerLostError("it gave no key")
+    if not isinstance(grid, list) or len(grid) != 3:
+        raise WorkerLostError("it gave no grid")
+    pairs, rows, columns = map(_whole, grid)
+    is_possible = (
+        pairs == math.ceil(len(work.sources) / facts.frames_per_patch)
+        and 0 < rows * columns <= facts.max_patches
+        and rows % facts.merge_size == columns % facts.merge_size == 0
+    )
+    if not is_possible:
+        raise WorkerLostError(f"it gave the grid {grid}, which no such image has")
+    if not isinstance(time_step, float) or not 0 < time_step < 2**31:
+        raise WorkerLostError("it gave no time step")
+    return bytes.fromhex(key), (pairs, rows, columns), time_step
+
+
+def _told_error(answer: dict[str, Any]) -> Exception:
+    """The exception that another process has described."""
+    kind, text = str(answer["error"]), str(answer.get("text"))
+    if kind in _ERRORS:
+        return _ERRORS[kind](text)
+    return RuntimeError(f"a prompt could not be prepared:\n{text}")

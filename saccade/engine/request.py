@@ -1,0 +1,200 @@
+"""A request: what is asked for, how far it has come, how it ended. Plain Python, no torch.
+
+A request has *known* tokens (its prompt, then what was sampled and read back) and *computed* ones (their keys and values lie in
+its pages, or will once the steps under way have run). Serving it is letting computed tokens chase known ones: there is no prefill
+phase and no decode phase. A token that was sampled but not yet read back is *pending*: its value is on the GPU alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from saccade.errors import ConfigError
+
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
+Stage = Literal["preparing", "encoding", "running"]
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_BIASED_TOKENS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of an answer are chosen and when it ends."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest token; above 0 the logits are divided by it and a token is drawn."""
+    top_k: int | None = None
+    """Draw among the k likeliest tokens only."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens that together have this probability."""
+    min_p: float = 0.0
+    """Draw among tokens at least this many times as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens seen in prompt or answer are divided by it if positive, multiplied if negative; 1 changes nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer has."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time the answer has it."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    max_tokens: int = 256
+    """The answer ends here at the latest."""
+    min_tokens: int = 0
+    """Tokens before which the answer cannot end by itself."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they are not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer, beside those of the checkpoint."""
+    ignore_eos: bool = False
+    """Go on behind the checkpoint's end-of-turn tokens."""
+    seed: int | None = None
+    """Same seed and prompt, same tokens, whatever else is in the batch. None: one is drawn."""
+    logprobs: int | None = None
+    """Also return the log-probability of each token and of this many likeliest ones; 0 for the token's own alone."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt. Such a request computes its whole prompt, whatever is cached."""
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, self.temperature >= 0, "0 or a positive number")
+        _check("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "1 or more")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and up to 1")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "a number from 0 to 1")
+        _check(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0 < self.repetition_penalty <= 100,
+            "a number above 0, up to 100",
+        )
+        _check("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2, "a number from -2 to 2")
+        _check("frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 2, "a number from -2 to 2")
+        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more")
+        _check("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "0 up to max_tokens")
+        _check("seed", self.seed, self.seed is None or 0 <= self.seed < 2**63, "0 up to 2^63 - 1")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(name, value, value is None or 0 <= value <= MAX_LOGPROBS, f"0 up to {MAX_LOGPROBS}")
+        _check(
+            "stop", self.stop, len(self.stop) <= MAX_STOPS and all(self.stop), f"up to {MAX_STOPS} texts, none empty"
+        )
+        are_biases = len(self.logit_bias) <= MAX_BIASED_TOKENS and all(
+            math.isfinite(bias) and abs(bias) <= 100 for bias in self.logit_bias.values()
+        )
+        _check("logit_bias", self.logit_bias, are_biases, f"up to {MAX_BIASED_TOKENS} token ids, each -100 to 100")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on which tokens came before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def _check(name: str, value: object, is_fine: bool, expected: str) -> None:
+    is_number = not isinstance(value, float) or math.isfinite(value)
+    if not (is_fine and is_number):
+        raise ConfigError(f"{name} is {value!r}; use {expected}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSpan:
+    """An image in the tokens of a request."""
+
+    key: bytes
+    """sha256 of its pixels, its size, and how they were made; equal keys mean equal features."""
+    start: int
+    """Its first token."""
+    num_tokens: int
+    """Tokens it takes."""
+    num_patches: int
+    """Patches the tower reads for it."""
+
+    @property
+    def end(self) -> int:
+        """The token behind its last."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request failed."""
+
+    stage: Stage
+    """What was being done with it."""
+    message: str
+    """One line for the one who asked."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One request in the engine. The scheduler alone changes it."""
+
+    id: str
+    token_ids: list[int]
+    """Known tokens: the prompt, then the answer as far as it was read back."""
+    num_prompt_tokens: int
+    images: tuple[ImageSpan, ...] = ()
+    """In order of their tokens, not overlapping."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: frozenset[int] = frozenset()
+    """Every token that ends the answer: the checkpoint's, unless ignored, and the request's own."""
+    priority: int = 0
+    """Lower is served earlier; waiting makes up for it."""
+    salt: bytes = b""
+    """Requests share cached prefixes and images only with those of equal salt: tenant, adapter and weights."""
+
+    arrival: int = 0
+    """How many requests had been added before."""
+    num_computed: int = 0
+    """Tokens whose keys and values lie in its pages, counting steps under way."""
+    num_pending: int = 0
+    """Tokens sampled in steps under way."""
+    pages: list[int] = field(default_factory=list)
+    row: int | None = None
+    """Its place in the runner's tables while it runs."""
+    num_cached: int = 0
+    """Prompt tokens that were not computed, because a cache had them."""
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    failure: Failure | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens there are, counting pending ones."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens of the answer, counting pending ones."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def answer(self) -> list[int]:
+        """Known tokens of the answer."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one token: its own, and the likeliest ones as (token, log-probability), best first."""
+
+    token_id: int
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """An answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    """Prompt tokens that a cache had."""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """None for the first token, which nothing predicts."""
+    failure: Failure | None = None

@@ -1,0 +1,401 @@
+"""Steps, carried out: the only file of the engine that computes on the device.
+
+    copy pages -> encode images -> embed, decode, project -> sample -> start the copy of the tokens to the host
+
+Everything is queued on one stream and nothing is waited for; `Launched.read` waits. A token that was sampled but not read yet is
+taken by the next step from `_last_tokens`, on the device.
+
+Legend: T tokens, S sampled places, D decoder width, V vocabulary, M tokens that are image features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from saccade.device import to_device
+from saccade.engine.batch import (
+    Ints,
+    Place,
+    Sizes,
+    StepBuffers,
+    StepBuilder,
+    StepNumbers,
+    cut,
+    feature_slots,
+    table_width,
+)
+from saccade.engine.config import EngineConfig
+from saccade.engine.graphs import Graphs, GraphSize, graph_size
+from saccade.engine.image_pool import IMAGE_PAGE
+from saccade.engine.kv_cache import KVCache, PagedAttention
+from saccade.engine.prompt import PreparedImage, TokenPrompt
+from saccade.engine.request import Request, TokenLogprobs
+from saccade.engine.sampler import Logprobs, Sampler
+from saccade.engine.step_plan import Chunk, ImageToEncode, StepPlan
+from saccade.model.vlm import VLM
+from saccade.processor.inputs import normalize_patches
+
+logger = logging.getLogger(__name__)
+
+PromptLogprobs = list[tuple[Chunk, Sequence[int], Logprobs]]
+"""Chunks with prompt tokens to report, these tokens (each behind one of the chunk's), and their log-probabilities."""
+
+_HEAD_ROWS = 1024
+"""Rows of logits made at once for the log-probabilities of prompts."""
+
+
+class StepTokens(NamedTuple):
+    """What a step gave, on the host, by request id."""
+
+    token_ids: dict[str, list[int]]
+    """Sampled tokens; with drafts those that were accepted, and the one behind them."""
+    logprobs: dict[str, list[TokenLogprobs]]
+    """Of these tokens, where asked for."""
+    prompt_logprobs: dict[str, list[TokenLogprobs]]
+    """Of the prompt tokens behind those computed in this step, where asked for."""
+
+
+class Launched:
+    """A step under way."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], tokens: Tensor, logprobs: Logprobs | None,
+        prompt_logprobs: PromptLogprobs,
+    ) -> None:  # fmt: skip
+        self._chunks = chunks
+        self._tokens = _to_host(tokens)
+        self._logprobs = None if logprobs is None else _LogprobsToRead(logprobs)
+        self._prompts = [(chunk, targets, _LogprobsToRead(found)) for chunk, targets, found in prompt_logprobs]
+        self._done: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def read(self) -> StepTokens:
+        """Wait for the step and take its tokens."""
+        if self._done is not None:
+            self._done.synchronize()
+        step = StepTokens({}, {}, {})
+        sampled, place = self._tokens.tolist(), 0
+        for chunk in self._chunks:
+            if not chunk.samples:
+                continue
+            places = range(place, place + 1 + len(chunk.drafts))
+            place = places.stop
+            accepted = _accepted([sampled[i] for i in places], chunk.drafts)
+            step.token_ids[chunk.request.id] = accepted
+            num_top = chunk.request.sampling.logprobs
+            if num_top is not None and self._logprobs is not None:
+                asked = zip(accepted, places, strict=False)
+                step.logprobs[chunk.request.id] = [self._logprobs.at(i, token, num_top) for token, i in asked]
+        for chunk, targets, found in self._prompts:
+            num_top = chunk.request.sampling.prompt_logprobs or 0
+            step.prompt_logprobs[chunk.request.id] = [found.at(i, token, num_top) for i, token in enumerate(targets)]
+        return step
+
+
+def _accepted(sampled: list[int], drafts: Sequence[int]) -> list[int]:
+    """The tokens that stand: each was sampled behind guesses that were all right."""
+    num_right = 0
+    while num_right < len(drafts) and sampled[num_right] == drafts[num_right]:
+        num_right += 1
+    return sampled[: num_right + 1]
+
+
+class _LogprobsToRead:
+    """Log-probabilities on their way to the host."""
+
+    def __init__(self, found: Logprobs) -> None:
+        self._own = _to_host(found.logprobs)
+        self._top = None
+        if found.top_ids is not None and found.top_logprobs is not None:
+            self._top = _to_host(found.top_ids), _to_host(found.top_logprobs)
+
+    def at(self, place: int, token_id: int, num_top: int) -> TokenLogprobs:
+        top: list[tuple[int, float]] = []
+        if self._top is not None:
+            ids, values = (column[place, :num_top].tolist() for column in self._top)
+            top = list(zip(ids, values, strict=True))
+        return TokenLogprobs(token_id, float(self._own[place]), top)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, complete once the stream has come to it."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelScale:
+    """How uint8 pixels become what the tower reads."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class Runner:
+    """The model, its pages and its image features on one device."""
+
+    def __init__(
+        self, model: VLM, config: EngineConfig, *, pixels: PixelScale, num_pages: int, max_length: int
+    ) -> None:
+        """The model must have been merged (`model/merge.py`)."""
+        self.model, self.config, self._pixels = model, config, pixels
+        self.device, self.dtype = model.head.weight.device, model.head.weight.dtype
+        language = model.config.language
+        self.max_length = max_length
+        with self.on_stream():
+            self.cache = KVCache(
+                language, num_pages=num_pages, page_size=config.page_size, kv_format=config.kv_format,
+                dtype=self.dtype, device=self.device,
+            )  # fmt: skip
+            num_features = config.image_pool_tokens // IMAGE_PAGE * IMAGE_PAGE
+            self._features = torch.zeros(num_features, language.hidden_size, dtype=self.dtype, device=self.device)
+            self._last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int32, device=self.device)
+            self.sampler = Sampler(vocab_size=language.vocab_size, num_rows=config.max_requests, device=self.device)
+        max_pages = table_width(max_length, config.page_size)
+        self._builder = StepBuilder(
+            num_rows=config.max_requests,
+            page_size=config.page_size,
+            max_pages=max_pages,
+            num_slots=self.cache.num_slots,
+        )
+        self._buffers = StepBuffers(self._largest_step(max_pages), self.device)
+        self._graphs = Graphs(self._recordable) if config.cuda_graphs and self.device.type == "cuda" else None
+        self._places: dict[str, Place] = {}
+        self._seeds: dict[str, int] = {}
+
+    def _largest_step(self, max_pages: int) -> int:
+        config = self.config
+        tokens = max(config.max_step_tokens, config.max_requests) + 64
+        samples = config.max_requests * (1 + config.max_draft_tokens)
+        return Sizes(tokens, config.max_requests + 32, samples, tokens, max_pages).total
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Everything on the device happens on one stream, which is not the default one: that cannot be recorded."""
+        if self.device.type != "cuda":
+            yield
+            return
+        if not hasattr(self, "_stream"):
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the weights were made there
+        with torch.cuda.stream(self._stream):
+            yield
+
+    # -------------------------------------------------------------- requests come and go
+
+    def admit(self, request: Request, prompt: TokenPrompt, seed: int) -> None:
+        """Keep what computing the request will need."""
+        self._places[request.id] = Place(prompt)
+        self._seeds[request.id] = seed
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._places.pop(request.id, None)
+        self._seeds.pop(request.id, None)
+
+    def is_alive(self) -> bool:
+        """Whether the device still computes. After some errors (an illegal address) it does not, until the process ends."""
+        if self.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
+
+    @property
+    def num_admitted(self) -> int:
+        """Requests kept."""
+        return len(self._places)
+
+    # -------------------------------------------------------------- the three parts of a step
+
+    @torch.inference_mode()
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages before they are written to."""
+        with self.on_stream():
+            if pairs:
+                self.cache.copy(pairs)
+
+    @torch.inference_mode()
+    def encode(self, images: Sequence[ImageToEncode]) -> None:
+        """Put the features of images into the pool, all of them in one pass of the tower."""
+        with self.on_stream():
+            prepared = [self._prepared(image) for image in images]
+            patches = np.concatenate([image.patches for image in prepared])
+            grids = torch.tensor([image.grid for image in prepared])
+            pixels = normalize_patches(to_device(patches, self.device), self._pixels.mean, self._pixels.std)
+            features_MD = self.model.encode_images(pixels, grids)
+            slots = [feature_slots(image.places, 0, image.image.num_tokens) for image in images]
+            self._features.index_copy_(0, to_device(np.concatenate(slots), self.device), features_MD.to(self.dtype))
+
+    def _prepared(self, image: ImageToEncode) -> PreparedImage:
+        for prepared in self._places[image.request.id].prompt.images:
+            if prepared.span.start == image.image.start:
+                return prepared
+        raise AssertionError(f"request {image.request.id} has no image at token {image.image.start}")
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk], began: Sequence[Request]) -> Launched:
+        """Compute the chunks and sample behind those that reach the end of their request."""
+        with self.on_stream():
+            self._begin(chunks, began)
+            places = [self._places[chunk.request.id] for chunk in chunks]
+            if self._graphs is not None and all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
+                return self._sample(chunks, self._run_recorded(self._graphs, chunks, places), [])
+            return self._sample(chunks, *self._run(chunks, places))
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """A whole step."""
+        self.copy_pages(plan.copies)
+        if plan.images:
+            self.encode(plan.images)
+        return self.run(plan.chunks, plan.began)
+
+    # -------------------------------------------------------------- inside
+
+    def _begin(self, chunks: Sequence[Chunk], began: Sequence[Request]) -> None:
+        """Requests that got a row: their pages are other ones, and the sampler must know what they ask for."""
+        rows = {chunk.request.id: chunk.row for chunk in chunks} if began else {}
+        for request in began:
+            if request.id in rows:
+                self._builder.begin(self._places[request.id])
+                self.sampler.begin(rows[request.id], request, self._seeds[request.id])
+
+    def _run(self, chunks: Sequence[Chunk], places: Sequence[Place]) -> tuple[Tensor, PromptLogprobs]:
+        sizes = self._builder.sizes(chunks)
+        self._builder.fill(cut(self._host(sizes), sizes), chunks, places)
+        step = cut(self._buffers.upload(sizes.total), sizes)
+        max_new = max(chunk.num_tokens for chunk in chunks)
+        hidden_TD = self._decode(step, max_new=max_new, max_context=max(chunk.end for chunk in chunks))
+        logits_SV = self.model.head(hidden_TD.index_select(0, step.sampled))
+        return logits_SV, self._prompt_logprobs(chunks, hidden_TD)
+
+    def _run_recorded(self, graphs: Graphs, chunks: Sequence[Chunk], places: Sequence[Place]) -> Tensor:
+        longest = max(chunk.end for chunk in chunks)
+        size = graph_size(
+            len(chunks), longest, max_requests=self.config.max_requests, max_length=self.max_length
+        )  # fmt: skip
+        sizes = self._answer_sizes(size)
+        self._builder.fill_answers(cut(self._host(sizes), sizes), chunks, places)
+        self._buffers.upload(sizes.total)
+        return graphs.run(size)[: len(chunks)]
+
+    def _answer_sizes(self, size: GraphSize) -> Sizes:
+        n = size.num_requests
+        return Sizes(n, n, 0, 0, table_width(size.max_context, self.config.page_size))
+
+    def _recordable(self, size: GraphSize) -> Tensor:
+        """Logits of a step of answers whose numbers lie in the device's buffer. Only tensors decide what it does."""
+        assert self._buffers.device is not None, "recorded steps are a GPU's"
+        step = cut(self._buffers.device, self._answer_sizes(size))
+        logits_SV: Tensor = self.model.head(self._decode(step, max_new=1, max_context=size.max_context))
+        return logits_SV
+
+    def _host(self, sizes: Sizes) -> Ints:
+        assert sizes.total <= self._buffers.capacity, f"a step of {sizes} is larger than the buffers"
+        return self._buffers.next_host()
+
+    def _decode(self, step: StepNumbers[Tensor], *, max_new: int, max_context: int) -> Tensor:
+        """[T, D]: what the head reads."""
+        is_pending = step.pending_rows < self.config.max_requests
+        token_ids = torch.where(is_pending, self._last_tokens[step.pending_rows], step.token_ids)
+        x_TD: Tensor = self.model.language.embed_tokens(token_ids)
+        if len(step.feature_tokens):
+            features_MD = self._features.index_select(0, step.feature_slots)
+            x_TD = x_TD.index_copy(0, step.feature_tokens.long(), features_MD)
+        attend = PagedAttention(
+            self.cache, self.model.angles(step.positions), step.slots, step.page_table, step.cu_seqlens,
+            step.context_lengths, max_new, max_context,
+        )  # fmt: skip
+        return self.model.language.infer(x_TD, attend)
+
+    def _sample(self, chunks: Sequence[Chunk], logits_SV: Tensor, prompt_logprobs: PromptLogprobs) -> Launched:
+        rows: list[int] = []
+        positions: list[int] = []
+        answered: list[int] = []
+        for chunk in chunks:
+            if chunk.samples:
+                for end in range(chunk.end - len(chunk.drafts), chunk.end + 1):
+                    rows.append(chunk.row)
+                    positions.append(end)
+                    answered.append(end - chunk.request.num_prompt_tokens)
+        sampled = self.sampler.sample(logits_SV, _int64(rows), _int64(positions), _int64(answered))
+        if rows:
+            self._last_tokens[to_device(_int64(rows), self.device)] = sampled.token_ids.int()
+        logprobs = None
+        if sampled.logprobs is not None:
+            logprobs = Logprobs(sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        return Launched(chunks, sampled.token_ids, logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> PromptLogprobs:
+        found: PromptLogprobs = []
+        start = 0
+        for chunk in chunks:
+            request = chunk.request
+            targets = request.token_ids[chunk.start + 1 : min(chunk.end + 1, request.num_prompt_tokens)]
+            if request.sampling.prompt_logprobs is not None and targets:
+                found.append(
+                    (chunk, targets, self._logprobs(hidden_TD[start:], targets, request.sampling.prompt_logprobs))
+                )
+            start += chunk.num_tokens
+        return found
+
+    def _logprobs(self, hidden_TD: Tensor, targets: Sequence[int], num_top: int) -> Logprobs:
+        """Of `targets`, each behind one of the first rows of `hidden`."""
+        target_ids = to_device(_int64(targets), self.device)
+        parts = [
+            self.sampler.logprobs_of(self.model.head(hidden), ids, num_top)
+            for hidden, ids in zip(
+                torch.split(hidden_TD[: len(targets)], _HEAD_ROWS), torch.split(target_ids, _HEAD_ROWS), strict=True
+            )
+        ]
+        own, ids, values = zip(*parts, strict=True)
+        if num_top == 0:
+            return Logprobs(torch.cat(own), None, None)
+        return Logprobs(torch.cat(own), torch.cat(ids), torch.cat(values))
+
+    # -------------------------------------------------------------- start-up
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """The largest step there can be, with nobody's tokens: compiles kernels and shows how much memory a step takes."""
+        config, vision = self.config, self.model.config.vision
+        with self.on_stream():
+            if config.max_step_patches >= 4 * vision.patches_per_token:
+                side = vision.merge_size * 2 * max(1, int(config.max_step_patches**0.5) // (2 * vision.merge_size))
+                patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+                pixels = torch.zeros(side * side, patch_dim, device=self.device)
+                self.model.encode_images(pixels, torch.tensor([[1, side, side]]))
+            num_tokens = min(config.max_step_tokens, self.max_length)
+            sizes = Sizes(num_tokens, 1, 1, 0, table_width(num_tokens, config.page_size))
+            step = cut(self._host(sizes), sizes)
+            for part in step:
+                part[...] = 0
+            step.pending_rows[:] = config.max_requests
+            step.slots[:] = self.cache.num_slots
+            step.cu_seqlens[:] = (0, num_tokens)
+            step.context_lengths[:] = num_tokens
+            on_device = cut(self._buffers.upload(sizes.total), sizes)
+            hidden_TD = self._decode(on_device, max_new=num_tokens, max_context=num_tokens)
+            num_samples = min(config.max_requests, num_tokens)
+            self.model.head(hidden_TD[:num_samples]).float()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+
+
+def _int64(values: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(values, np.int64)

@@ -1,0 +1,119 @@
+"""A tiny model, prompts for it, and the plain tokens that every way of serving them must give."""
+
+import dataclasses
+import functools
+import random
+
+import numpy as np
+import torch
+from model.hugging_face import picture
+
+from saccade.engine.config import EngineConfig
+from saccade.engine.core import EngineCore
+from saccade.engine.loading import make_runner
+from saccade.engine.prompt import PreparedImage, TokenPrompt
+from saccade.engine.request import ImageSpan, Request, SamplingParams
+from saccade.engine.runner import PixelScale
+from saccade.model import load_model
+from saccade.model.generation import generate
+from saccade.processor import ModelInputs, Processor
+
+
+def prompt_of(inputs: ModelInputs, merge: int = 2) -> TokenPrompt:
+    """What the engine is given, from a row of one conversation."""
+    import hashlib
+
+    images, patch, token = [], 0, 0
+    places = inputs.image_token_index.tolist()
+    for grid in inputs.image_grids.tolist():
+        num_patches = int(np.prod(grid))
+        num_tokens = num_patches // merge**2
+        patches = inputs.patches[patch : patch + num_patches].numpy()
+        key = hashlib.sha256(repr(grid).encode() + patches.tobytes()).digest()
+        span = ImageSpan(key=key, start=places[token], num_tokens=num_tokens, num_patches=num_patches)
+        images.append(PreparedImage(span=span, grid=tuple(grid), patches=patches))
+        patch, token = patch + num_patches, token + num_tokens
+    return TokenPrompt(
+        token_ids=inputs.token_ids.tolist(), positions=inputs.positions.numpy(), images=tuple(images)
+    )
+
+
+def request_of(name: str, prompt: TokenPrompt, sampling: SamplingParams, **fields) -> Request:
+    return Request(
+        id=name, token_ids=list(prompt.token_ids), num_prompt_tokens=len(prompt.token_ids),
+        images=tuple(image.span for image in prompt.images), sampling=sampling, **fields,
+    )  # fmt: skip
+
+
+def make_core(folder, config: EngineConfig, runner_class=None, device="cpu", dtype=None) -> EngineCore:
+    processor = Processor.load(folder)
+    model = load_model(folder, device=device, dtype=dtype).requires_grad_(False)
+    pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
+    runner = make_runner(model, config, pixels=pixels)
+    if runner_class is not None:
+        runner.__class__ = runner_class
+    return EngineCore(runner)
+
+
+class Collected:
+    """What a listener heard."""
+
+    def __init__(self) -> None:
+        self.token_ids, self.logprobs, self.prompt_logprobs, self.num_endings, self.request = [], [], [], 0, None
+
+    def __call__(self, update) -> None:
+        assert self.num_endings == 0, "told after the end"
+        self.token_ids += update.token_ids
+        self.logprobs += update.logprobs
+        self.prompt_logprobs += update.prompt_logprobs
+        self.num_endings += update.is_last
+        self.request = update.request
+
+
+def run_all(core: EngineCore, requests, at_once: int | None = None, max_steps: int = 100_000) -> list[Collected]:
+    """Serve requests (request, prompt) to their ends; `at_once` arrive per step."""
+    heard = [Collected() for _ in requests]
+    waiting = list(zip(requests, heard, strict=True))
+    waiting.reverse()
+    for _ in range(max_steps):
+        for _ in range(min(len(waiting), at_once or len(waiting))):
+            (request, prompt), collected = waiting.pop()
+            core.add(request, prompt, request.sampling.seed or 0, collected)
+        if not core.has_work and not waiting:
+            break
+        core.step()
+    assert all(collected.num_endings == 1 for collected in heard)
+    core.check()
+    return heard
+
+
+PICTURES = [picture(56, 56, 1), picture(84, 56, 2), picture(112, 140, 3), picture(28, 28, 4), picture(60, 90, 5)]
+WORDS = "the a cat dog red blue sits runs under over what is this colour how many please tell me".split()
+
+
+def conversation(rng: random.Random, *, num_images: int, num_words: int, prefix: str = "") -> list[dict]:
+    content = [{"type": "text", "text": prefix}] if prefix else []
+    for _ in range(num_images):
+        content.append({"type": "image", "image": rng.choice(PICTURES)})
+        content.append({"type": "text", "text": " ".join(rng.choices(WORDS, k=rng.randint(1, 4)))})
+    content.append({"type": "text", "text": " ".join(rng.choices(WORDS, k=num_words))})
+    return [{"role": "user", "content": content}]
+
+
+@functools.lru_cache(maxsize=4)
+def plain(folder, seed: int, count: int, max_tokens: int):
+    """Random prompts with the tokens plain generation gives them."""
+    rng = random.Random(seed)
+    processor, model = Processor.load(folder), load_model(folder, device="cpu").requires_grad_(False)
+    prefixes = ["", "", "you are a careful assistant " * 2, "look " * 9]
+    prompts, answers = [], []
+    while len(prompts) < count:
+        messages = conversation(
+            rng, num_images=rng.choice([0, 0, 1, 1, 2, 3]), num_words=rng.randint(1, 30), prefix=rng.choice(prefixes)
+        )
+        inputs = processor([messages], add_generation_prompt=True)
+        num_tokens = rng.randint(1, max_tokens)
+        [tokens] = generate(model, inputs, max_new_tokens=num_tokens)
+        prompts.append(prompt_of(inputs))
+        answers.append(tokens)
+    return prompts, answers
