@@ -42,6 +42,7 @@ def learn(folder: Path, num_held_out: int, overrides: list[str]) -> dict[str, fl
     train(load_config(TrainConfig, RECIPE, [*places, *overrides]), device="cpu")
     seconds = time.perf_counter() - began
     lines = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["step"] == lines[-1]["step"]]
     right: dict[str, list[bool]] = defaultdict(list)
     for line in lines:
         for kind, question in QUESTIONS.items():

@@ -241,11 +241,12 @@ class EngineCore:
 
     def _watch_pace(self, plan: StepPlan, began_at: float) -> None:
         """A step counts from when the one before was read: until then the device was busy with that one."""
-        now = self._clock()
-        num_answers = sum([_is_answering(chunk) for chunk in plan.chunks])
-        num_prompt = sum([chunk.num_tokens for chunk in plan.chunks if not _is_answering(chunk)])
-        self._pace.observe((now - max(began_at, self._last_read)) * 1e3, num_prompt, num_answers)
+        now, before = self._clock(), self._last_read
         self._last_read = now
+        if not plan.images:  # how long images take says nothing about tokens
+            num_answers = sum([chunk.num_tokens for chunk in plan.chunks if _is_answering(chunk)])
+            num_prompt = sum([chunk.num_tokens for chunk in plan.chunks]) - num_answers
+            self._pace.observe((now - max(began_at, before)) * 1e3, num_prompt, num_answers)
 
     def _read(self, part: Launched) -> StepTokens:
         try:

@@ -114,20 +114,19 @@ class PagePool:
 
     def check(self, owned: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError, naming the page, unless `owned` (the pages of every request) agrees with the books."""
-        owners = Counter(chain.from_iterable(owned))
-        unused = set(self._unused)
-        assert len(unused) == len(self._unused), "a page is among the unused ones twice"
-        for page in range(self.num_pages):
-            num_owners = self._owners[page]
-            assert num_owners == owners[page], (
-                f"page {page} has {num_owners} owners in the books and {owners[page]} in truth"
-            )
-            places = (num_owners > 0) + (page in unused) + (page in self._kept)
-            assert places == 1, f"page {page} is in {places} of: owned, unused, kept"
-            assert (page not in self._kept) or page in self._key_of, f"page {page} is kept but has no key"
-            assert (page not in unused) or page not in self._key_of, f"page {page} is unused but has a key"
-        assert len(unused) + len(self._kept) + len(+owners) == self.num_pages, f"pages that do not exist: {set(owners)}"
-        assert {key: page for page, key in self._key_of.items()} == self._page_of, "keys and pages disagree"
+        owners = [0] * self.num_pages
+        for page in chain.from_iterable(owned):
+            owners[page] += 1
+        for page in range(self.num_pages) if owners != self._owners else ():
+            assert owners[page] == self._owners[page], f"page {page} has {owners[page]} owners, the books say {self._owners[page]}"
+        places = [*self._unused, *self._kept, *(page for page, num in enumerate(owners) if num)]
+        wrong = Counter(places) if sorted(places) != list(range(self.num_pages)) else {}
+        for page in range(self.num_pages) if wrong else ():
+            assert wrong[page] == 1, f"page {page} is in {wrong[page]} of: unused, kept, owned"
+        assert self._kept.keys() <= self._key_of.keys(), f"pages {self._kept.keys() - self._key_of.keys()} are kept without key"
+        assert self._key_of.keys().isdisjoint(self._unused), f"pages {self._key_of.keys() & set(self._unused)} are unused with key"
+        found = dict(zip(self._key_of.values(), self._key_of, strict=True))
+        assert found == self._page_of, f"pages {set(self._key_of) ^ set(self._page_of.values())} are found under another key or none"
 
     def _forget_oldest(self) -> int:
         page = next(iter(self._kept))

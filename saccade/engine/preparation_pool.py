@@ -159,11 +159,11 @@ class WorkerPool:
             if result is None:
                 raise _told_error(answer)
             return result
-        error_type = ImageError if "image" in question else RequestError
-        raise error_type(
+        happened = (
             f"preparing it killed its worker process {MAX_ATTEMPTS} times: memory ran out or a decoder crashed. "
             "Send less, or save the image again as PNG or JPEG"
         )
+        raise ImageError(happened) if "image" in question else RequestError(f"text: {happened}")
 
     def _take(self) -> _Worker:
         """An idle worker that is alive."""

@@ -81,11 +81,12 @@ class Roster:
     def check(self) -> None:
         """Raise AssertionError unless pages, images, rows and queues agree with what the requests hold."""
         self.pages.check([ticket.request.pages for ticket in self._tickets.values()])
-        self.images.check(Counter(key for ticket in self._tickets.values() for key in ticket.images_in_use))
+        self.images.check(Counter([key for ticket in self.running for key in ticket.images_in_use]))
         rows = [ticket.request.row for ticket in self.running if ticket.request.row is not None]
         assert sorted(self._free_rows + rows) == list(range(self._max_requests)), "a row is lost or was given out twice"
-        queued = sorted(ticket.request.id for ticket in self.running + self.waiting)
-        assert queued == sorted(self._tickets), "a request is in no queue or in two"
+        queued = [ticket.request.id for ticket in self.running + self.waiting]
+        assert len(queued) == len(self._tickets), "a request is in no queue or in two"
+        assert set(queued) == self._tickets.keys(), "a request is in no queue or in two"
         for ticket in self.waiting:
             holds_nothing = ticket.request.row is None and not ticket.request.pages and not ticket.images_in_use
             assert holds_nothing, f"request {ticket.request.id} waits but holds something"

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -343,8 +345,11 @@ def _all_tensors(config: ModelConfig, text: TextModel | None, seed: int) -> Iter
         name = qwen2_5_vl.name_in_model(stored_name)
         assert name is not None, "checked by _check_text_tensors"
         yield name, _fit_rows(tensor, waiting.pop(name))
-    for name, shape in waiting.items():
-        yield name, fresh_tensor(name, shape, seed)
+    names = list(waiting)
+    with ThreadPoolExecutor(num_threads := os.cpu_count() or 1) as pool:
+        for start in range(0, len(names), num_threads):
+            some = names[start : start + num_threads]
+            yield from zip(some, pool.map(lambda name: fresh_tensor(name, waiting[name], seed), some), strict=True)
 
 
 def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -40,7 +40,10 @@ def test_two_hundred_random_requests_get_the_tokens_of_plain_generation(folder, 
     chosen = rng.sample(range(40), 10)
     core = make_core(folder, settings(seed))
     requests = [
-        (request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(answers[i])), priority=rng.randint(-1, 1)), prompts[i])
+        (
+            request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(answers[i])), priority=rng.randint(-1, 1)),
+            prompts[i],
+        )
         for i in chosen
     ]
     heard = run_all(core, requests, at_once=rng.choice([1, 3, None]))

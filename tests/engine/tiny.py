@@ -1,11 +1,9 @@
 """A tiny model, prompts for it, and the plain tokens that every way of serving them must give."""
 
-import dataclasses
 import functools
 import random
 
 import numpy as np
-import torch
 from model.hugging_face import picture
 
 from saccade.engine.config import EngineConfig
@@ -33,9 +31,7 @@ def prompt_of(inputs: ModelInputs, merge: int = 2) -> TokenPrompt:
         span = ImageSpan(key=key, start=places[token], num_tokens=num_tokens, num_patches=num_patches)
         images.append(PreparedImage(span=span, grid=tuple(grid), patches=patches))
         patch, token = patch + num_patches, token + num_tokens
-    return TokenPrompt(
-        token_ids=inputs.token_ids.tolist(), positions=inputs.positions.numpy(), images=tuple(images)
-    )
+    return TokenPrompt(token_ids=inputs.token_ids.tolist(), positions=inputs.positions.numpy(), images=tuple(images))
 
 
 def request_of(name: str, prompt: TokenPrompt, sampling: SamplingParams, **fields) -> Request:
@@ -88,7 +84,27 @@ def run_all(core: EngineCore, requests, at_once: int | None = None, max_steps: i
 
 
 PICTURES = [picture(56, 56, 1), picture(84, 56, 2), picture(112, 140, 3), picture(28, 28, 4), picture(60, 90, 5)]
-WORDS = "the a cat dog red blue sits runs under over what is this colour how many please tell me".split()
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "red",
+    "blue",
+    "sits",
+    "runs",
+    "under",
+    "over",
+    "what",
+    "is",
+    "this",
+    "colour",
+    "how",
+    "many",
+    "please",
+    "tell",
+    "me",
+]
 
 
 def conversation(rng: random.Random, *, num_images: int, num_words: int, prefix: str = "") -> list[dict]:

@@ -1,0 +1,239 @@
+"""Serving without a server: latency and throughput of the engine on the workloads of docs/benchmarks.md.
+
+    python -m bench.serve [--size 3b | --checkpoint FOLDER] [--workload first latency images shared text long] [--profile] [--out rows.json]
+
+Images are uniform noise, 672 x 672. A prompt with an image is vision-start, the image, vision-end and 62 random token ids. Greedy, end
+of turn ignored, prefix cache off. All requests of a workload are submitted at once; TTFT is a request for one token on an idle
+engine, with preparing the image; TPOT is the rest of a request for 128 tokens, divided by 127. A workload runs once to warm up
+and then `--rounds` times with other images and tokens; the median is reported.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from saccade.engine import Engine, EngineConfig, SamplingParams
+
+Prompt = tuple[list[int], list[Image.Image]]
+Record = dict[str, Any]
+
+SIDE, NUM_TEXT, NUM_REQUESTS, NUM_ANSWER = 672, 62, 256, 128
+VLLM = {
+    "start": "169 s",
+    "ttft": "108 ms",
+    "tpot": "3.10 ms",
+    "images": "23.5 req/s",
+    "shared": "60.9 req/s",
+    "text": "13257 tok/s",
+    "long": "9327 tok/s",
+}
+"""vLLM 0.26 on the same card, shape and workloads."""
+
+
+def process_age() -> float:
+    """Seconds since this process was started, importing torch included."""
+    ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime - ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Prompts:
+    """Random prompts for one model."""
+
+    def __init__(self, folder: Path, seed: int, side: int) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        self._image_id = config["image_token_id"]
+        self._marks = config["vision_start_token_id"], config["vision_end_token_id"]
+        self._num_ids = min(config["vision_start_token_id"], self._image_id, 150_000)
+        self._rng, self._side = np.random.default_rng(seed), side
+
+    def image(self) -> Image.Image:
+        """Noise."""
+        return Image.fromarray(self._rng.integers(0, 256, (self._side, self._side, 3), dtype=np.uint8))
+
+    def ids(self, count: int) -> list[int]:
+        """Random text."""
+        return [int(i) for i in self._rng.integers(1, self._num_ids, count)]
+
+    def with_image(self, image: Image.Image | None = None, num_text: int = NUM_TEXT) -> Prompt:
+        """An image and text behind it."""
+        start, end = self._marks
+        return [start, self._image_id, end, *self.ids(num_text)], [image or self.image()]
+
+    def text(self, low: int, high: int) -> Prompt:
+        """Text of a random length."""
+        return self.ids(int(self._rng.integers(low, high + 1))), []
+
+    def lengths(self, low: int, high: int, count: int) -> list[int]:
+        """Random answer lengths."""
+        return [int(n) for n in self._rng.integers(low, high + 1, count)]
+
+
+def answer(num_tokens: int) -> SamplingParams:
+    """Greedy, of exactly this length."""
+    return SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+
+
+def timed(engine: Engine, prompts: list[Prompt], samplings: list[SamplingParams]) -> tuple[float, int]:
+    """Seconds until the last answer, and tokens answered."""
+    begin = time.perf_counter()
+    completions = engine.generate_tokens(prompts, samplings)
+    seconds = time.perf_counter() - begin
+    for completion, sampling in zip(completions, samplings, strict=True):
+        assert len(completion.token_ids) == sampling.max_tokens, completion.failure
+    return seconds, sum(len(completion.token_ids) for completion in completions)
+
+
+def latency(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record]:
+    """TTFT and TPOT of one request at a time."""
+    for _ in range(3):
+        timed(engine, [prompts.with_image()], [answer(NUM_ANSWER)])
+    first = [timed(engine, [prompts.with_image()], [answer(1)])[0] for _ in range(4 * rounds)]
+    whole = [timed(engine, [prompts.with_image()], [answer(NUM_ANSWER)])[0] for _ in range(2 * rounds)]
+    ttft = statistics.median(first)
+    tpot = (statistics.median(whole) - ttft) / (NUM_ANSWER - 1)
+    yield {"workload": "ttft", "value": f"{ttft * 1e3:.1f} ms", "ttft_ms": ttft * 1e3}
+    yield {"workload": "tpot", "value": f"{tpot * 1e3:.2f} ms", "tpot_ms": tpot * 1e3}
+
+
+def throughput(
+    name: str, engine: Engine, make: Callable[[], tuple[list[Prompt], list[SamplingParams]]], rounds: int
+) -> Record:
+    """Requests and tokens per second of many requests at once."""
+    timed(engine, *make())
+    found = [(seconds, tokens, len(prompts)) for prompts, samplings in (make() for _ in range(rounds))
+             for seconds, tokens in [timed(engine, prompts, samplings)]]  # fmt: skip
+    seconds, tokens, requests = sorted(found)[len(found) // 2]
+    value = f"{tokens / seconds:.0f} tok/s" if name in ("text", "long") else f"{requests / seconds:.1f} req/s"
+    return {
+        "workload": name,
+        "value": value,
+        "requests_per_s": requests / seconds,
+        "tokens_per_s": tokens / seconds,
+        "seconds": seconds,
+    }
+
+
+def workloads(prompts: Prompts, count: int) -> dict[str, Callable[[], tuple[list[Prompt], list[SamplingParams]]]]:
+    """What is submitted at once, made anew for every round."""
+
+    def shared() -> tuple[list[Prompt], list[SamplingParams]]:
+        image = prompts.image()
+        return [prompts.with_image(image) for _ in range(count)], [answer(NUM_ANSWER)] * count
+
+    return {
+        "images": lambda: ([prompts.with_image() for _ in range(count)], [answer(NUM_ANSWER)] * count),
+        "shared": shared,
+        "text": lambda: ([prompts.text(64, 512) for _ in range(count)], [answer(NUM_ANSWER)] * count),
+        "long": lambda: (
+            [prompts.text(100, 1024) for _ in range(count)],
+            [answer(n) for n in prompts.lengths(100, 1024, count)],
+        ),
+    }
+
+
+def profile(engine: Engine, prompts: Prompts, count: int) -> Iterator[Record]:
+    """How much of the time the GPU computes, for one request and for many, from a profiler's trace."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    for name, num in (("gpu busy, 1 request", 1), (f"gpu busy, {count} requests", count)):
+        batch = [prompts.text(64, 64) for _ in range(num)]
+        timed(engine, batch, [answer(NUM_ANSWER)] * num)
+        with profiler(activities=[ProfilerActivity.CUDA]) as trace:
+            seconds, _ = timed(engine, [prompts.text(64, 64) for _ in range(num)], [answer(NUM_ANSWER)] * num)
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in trace.events()
+            if event.device_type.name == "CUDA"
+        )
+        busy, end = 0.0, 0.0
+        for start, stop in spans:
+            busy += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        share = busy / 1e6 / seconds
+        yield {"workload": name, "value": f"{share:.1%}", "off_gpu": 1 - share}
+
+
+def show(record: Record) -> None:
+    """One line."""
+    print(f"{record['workload']:<24}{record['value']:>16}   vLLM 0.26: {VLLM.get(record['workload'], '-')}", flush=True)
+
+
+def make_checkpoint(folder: Path, size: str) -> None:
+    """Random weights of a named size, made by another process so that this one starts clean."""
+    code = (
+        "import sys; from saccade.model.initialize import initialize_random, named_size; "
+        "initialize_random(sys.argv[1], named_size(sys.argv[2]))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder), size], check=True)
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="3b")
+    parser.add_argument("--checkpoint", type=Path)
+    names = ["first", "latency", "images", "shared", "text", "long"]
+    parser.add_argument("--workload", nargs="+", default=names, choices=names)
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
+    parser.add_argument("--side", type=int, default=SIDE)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of EngineConfig")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.checkpoint is None:
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "checkpoint"
+            make_checkpoint(made, options.size)
+            again = [sys.executable, "-m", "bench.serve", *sys.argv[1:], "--checkpoint", str(made)]
+            raise SystemExit(subprocess.run(again, check=False).returncode)
+    for record in measure(options):
+        show(record)
+
+
+def measure(options: argparse.Namespace) -> list[Record]:
+    """All records; written to a file if asked for."""
+    settings = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}
+    config = EngineConfig(**({"prefix_cache": False, "max_requests": options.requests, "max_length": 8192} | settings))
+    records: list[Record] = []
+    prompts = Prompts(options.checkpoint, seed=0, side=options.side)
+
+    def note(record: Record) -> None:
+        records.append(record)
+        print(f"{time.strftime('%H:%M:%S')} {record['workload']}: {record['value']}", file=sys.stderr, flush=True)
+
+    with Engine.load(options.checkpoint, config=config) as engine:
+        timed(engine, [prompts.with_image()], [answer(1)])
+        if "first" in options.workload:
+            note({"workload": "start", "value": f"{process_age():.1f} s", "start_s": process_age()})
+        if "latency" in options.workload:
+            for record in latency(engine, prompts, options.rounds):
+                note(record)
+        for name, make in workloads(prompts, options.requests).items():
+            if name in options.workload:
+                note(throughput(name, engine, make, options.rounds))
+        if options.profile:
+            for record in profile(engine, prompts, options.requests):
+                note(record)
+    if options.out:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        options.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": records}, indent=1))
+    return records
+
+
+if __name__ == "__main__":
+    main()

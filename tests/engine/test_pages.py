@@ -1,0 +1,124 @@
+"""Pages: who owns them, what is kept, what is found."""
+
+import pytest
+
+from saccade.engine.pages import PagePool, page_key, root_key
+
+KEYS = [bytes([number]) * 32 for number in range(8)]
+
+
+def test_a_page_key_depends_on_everything_before_it():
+    root = root_key(b"")
+    image = (b"i" * 32, 3)
+    keys = {
+        page_key(root, [1, 2], []),
+        page_key(root, [1, 3], []),
+        page_key(root, [1, 2, 0], []),
+        page_key(root, [12], []),
+        page_key(root_key(b"tenant"), [1, 2], []),
+        page_key(page_key(root, [1, 2], []), [1, 2], []),
+        page_key(root, [1, 2], [image]),
+        page_key(root, [1, 2], [(image[0], 4)]),
+        page_key(root, [1, 2], [(image[0], -3)]),
+        page_key(root, [1, 2], [(b"j" * 32, 3)]),
+        page_key(root, [1, 2], [image, image]),
+    }
+    assert len(keys) == 11
+    assert page_key(root, (1, 2), iter([image])) == page_key(root, [1, 2], [image])
+    assert all(len(key) == 32 for key in keys)
+
+
+def test_pages_are_given_out_once_and_come_back():
+    pool = PagePool(4, 16)
+    first, second = pool.allocate(3), pool.allocate(1)
+    assert sorted(first + second) == [0, 1, 2, 3]
+    assert not pool.can_allocate(1)
+    pool.check([first, second])
+    pool.free(first)
+    assert pool.num_free == 3
+    pool.check([second])
+
+
+def test_a_registered_page_is_kept_found_and_shared():
+    pool = PagePool(4, 16)
+    [page] = pool.allocate(1)
+    assert pool.is_writable(page)
+    pool.register(page, KEYS[0])
+    assert not pool.is_writable(page)
+    pool.free([page])
+    assert pool.num_free == 4
+    assert pool.find(KEYS[0]) == page
+    pool.share(page)
+    pool.share(page)
+    assert pool.owners(page) == 2
+    assert pool.num_free == 3
+    pool.check([[page], [page]])
+
+
+def test_unused_pages_go_first_then_those_freed_longest_ago():
+    pool = PagePool(4, 16)
+    pages = pool.allocate(3)
+    for page, key in zip(pages, KEYS, strict=False):
+        pool.register(page, key)
+    pool.free(reversed(pages))
+    pool.allocate(1)
+    assert [pool.find(key) for key in KEYS[:3]] == pages
+    assert pool.allocate(1) == [pages[2]]
+    assert [pool.find(key) for key in KEYS[:3]] == [pages[0], pages[1], None]
+    pool.share(pages[1])
+    pool.free([pages[1]])
+    assert pool.allocate(1) == [pages[0]]
+
+
+def test_the_first_page_under_a_key_stays_the_one_that_is_found():
+    pool = PagePool(4, 16)
+    first, second = pool.allocate(2)
+    pool.register(first, KEYS[0])
+    pool.register(second, KEYS[0])
+    assert pool.find(KEYS[0]) == first
+    assert pool.is_writable(second)
+    pool.check([[first, second]])
+
+
+def test_a_pool_that_keeps_no_prefixes_finds_none():
+    pool = PagePool(4, 16, keeps_prefixes=False)
+    [page] = pool.allocate(1)
+    pool.register(page, KEYS[0])
+    assert pool.find(KEYS[0]) is None
+    assert pool.is_writable(page)
+
+
+def test_nothing_is_found_after_forgetting():
+    pool = PagePool(4, 16)
+    kept, owned = pool.allocate(2)
+    pool.register(kept, KEYS[0])
+    pool.register(owned, KEYS[1])
+    pool.free([kept])
+    pool.forget_all()
+    assert pool.find(KEYS[0]) is None
+    assert pool.find(KEYS[1]) is None
+    assert pool.num_free == 3
+    pool.check([[owned]])
+
+
+@pytest.mark.parametrize("owned", [[[]], [[0, 0]], [[0], [0]], [[0, 1]]])
+def test_the_check_names_a_page_whose_owners_are_miscounted(owned):
+    pool = PagePool(2, 16)
+    assert pool.allocate(1) == [0]
+    with pytest.raises(AssertionError, match="page [01] has"):
+        pool.check(owned)
+
+
+def test_the_check_names_a_page_that_is_free_and_owned():
+    pool = PagePool(2, 16)
+    pool._unused.append(pool.allocate(1)[0])
+    with pytest.raises(AssertionError, match="page 0 is in 2 of"):
+        pool.check([[0]])
+
+
+def test_freeing_twice_is_noticed():
+    pool = PagePool(2, 16)
+    pages = pool.allocate(1)
+    pool.free(pages)
+    with pytest.raises(AssertionError, match="page 0"):
+        pool.free(pages)

@@ -1,0 +1,609 @@
+"""Prompts made by worker processes equal those of the processor, whatever is sent, cached, killed or closed."""
+
+import base64
+import concurrent.futures
+import functools
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from saccade.engine import preparation_pool
+from saccade.engine.preparation import Preparation
+from saccade.engine.preparation_messages import MemoryFile, receive, send
+from saccade.engine.preparation_work import ImageWork, Source, VisualFacts
+from saccade.errors import CheckpointError, ImageError, RequestError, UserError
+from saccade.model.initialize import initialize_random, named_size
+from saccade.processor import MediaLimits, Processor
+
+TIMEOUT_S = 60
+CACHE_BYTES = 2**28
+
+
+def noise(width, height, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(image, kind="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def url(data, kind="png"):
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def turned(image, orientation):
+    """The same pixels with a camera's note how to hold them."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(image, "JPEG", exif=exif)
+
+
+def ask(*parts):
+    """One user's message: text for a string, an image for anything else, a ready part for a dict."""
+
+    def part(content):
+        if isinstance(content, dict):
+            return content
+        return {"type": "text", "text": content} if isinstance(content, str) else {"type": "image", "image": content}
+
+    return [{"role": "user", "content": [part(content) for content in parts]}]
+
+
+def video(num_frames, width=60, height=60, **options):
+    return {"type": "video", "video": [noise(width, height, seed) for seed in range(num_frames)], **options}
+
+
+@functools.cache
+def _huge_picture():
+    return encoded(Image.fromarray(np.zeros((7000, 7000), dtype=np.uint8)), compress_level=1)
+
+
+def huge_picture(seed):
+    """Takes a worker about a second. What stands behind a file's end makes it another file."""
+    return _huge_picture() + bytes([seed])
+
+
+def assert_equal(prompt, inputs):
+    """A prompt is what the processor makes."""
+    assert prompt.token_ids == inputs.token_ids.tolist()
+    assert prompt.positions.dtype == np.int64
+    np.testing.assert_array_equal(prompt.positions, inputs.positions.numpy())
+    assert [list(image.grid) for image in prompt.images] == inputs.image_grids.tolist()
+    patches = np.concatenate([np.zeros((0, inputs.patches.shape[1]), np.uint8), *(i.patches for i in prompt.images)])
+    np.testing.assert_array_equal(patches, inputs.patches.numpy())
+    tokens = [index for image in prompt.images for index in range(image.span.start, image.span.end)]
+    assert tokens == inputs.image_token_index.tolist()
+    assert [image.span.num_patches for image in prompt.images] == inputs.image_grids.prod(dim=1).tolist()
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def is_busy(pid):
+    """Whether it has work in hand: it computes, and does not wait for a question."""
+    return is_alive(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preparation") / "checkpoint"
+    initialize_random(folder, named_size("tiny"), dtype=torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processor(checkpoint):
+    return Processor.load(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def two_workers(checkpoint):
+    with Preparation(checkpoint, num_workers=2, host_image_bytes=CACHE_BYTES) as preparation:
+        yield preparation
+
+
+@pytest.fixture(scope="module")
+def no_workers(checkpoint):
+    with Preparation(checkpoint, num_workers=0, host_image_bytes=CACHE_BYTES) as preparation:
+        yield preparation
+
+
+@pytest.fixture(params=["two_workers", "no_workers"])
+def preparation(request):
+    return request.getfixturevalue(request.param)
+
+
+# ------------------------------------------------------------------ prompts equal the processor's
+
+
+CONVERSATIONS = {
+    "text": ask("What is a saccade? <|image_pad|>"),
+    "an empty text": ask(""),
+    "an image": ask(noise(120, 90), "what?"),
+    "many turns": [
+        {"role": "system", "content": "be brief"},
+        *ask("look", noise(60, 60), "and", noise(200, 40, 1)),
+        {"role": "assistant", "content": "seen"},
+        *ask(noise(30, 200, 2)),
+    ],
+    "a video": ask(video(5, fps=3.0), "and", noise(90, 60, 3), "?"),
+    "images alone": ask(noise(60, 60, 4), noise(60, 60, 5), noise(60, 60, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_prompt_is_what_the_processor_makes(preparation, processor, name):
+    expected = processor.prepare(CONVERSATIONS[name], add_generation_prompt=True)
+    assert_equal(preparation.submit(CONVERSATIONS[name]).result(TIMEOUT_S), expected)
+
+
+PICTURE = noise(150, 80, 7)
+SOURCES = {
+    "png": encoded(PICTURE),
+    "jpeg": encoded(PICTURE, "JPEG"),
+    "jpeg on its side": turned(PICTURE, 6),
+    "webp": encoded(PICTURE, "WEBP", lossless=True),
+    "data url": url(encoded(PICTURE)),
+    "pil": PICTURE,
+    "pil gray": PICTURE.convert("L"),
+    "pil with palette": PICTURE.convert("P"),
+    "pil transparent": Image.merge("RGBA", (*PICTURE.split(), noise(150, 80, 8).convert("L"))),
+    "pil on its side": Image.open(io.BytesIO(turned(PICTURE, 8))),
+    "pil 16 bits": Image.fromarray(np.arange(80 * 150, dtype=np.uint16).reshape(80, 150) * 5),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_image_can_be_given_in_any_form(preparation, processor, name):
+    part = {"type": "image", "image": SOURCES[name]}
+    expected = processor.prepare(ask("see", part), add_generation_prompt=True)
+    assert_equal(preparation.submit(ask("see", part)).result(TIMEOUT_S), expected)
+    tokens = processor.tokenize(ask("see", part), add_generation_prompt=True)
+    assert_equal(preparation.submit_tokens(tokens, [SOURCES[name]]).result(TIMEOUT_S), expected)
+
+
+def test_an_image_can_be_a_file(preparation, processor, tmp_path):
+    path = tmp_path / "picture.png"
+    path.write_bytes(encoded(PICTURE))
+    expected = processor.prepare(ask(PICTURE), add_generation_prompt=True)
+    for source in (path, str(path)):
+        part = {"type": "image_url", "image_url": {"url": source}}
+        assert_equal(preparation.submit(ask(part)).result(TIMEOUT_S), expected)
+
+
+def test_placeholders_among_tokens_are_expanded_in_place(preparation, processor):
+    image_id = processor.vision.image_id
+    images = [noise(120, 60, 11), noise(60, 200, 12)]
+    prompt = preparation.submit_tokens([5, image_id, 6, 7, image_id], images).result(TIMEOUT_S)
+    lengths = [image.span.num_tokens for image in prompt.images]
+    assert prompt.token_ids == [5, *[image_id] * lengths[0], 6, 7, *[image_id] * lengths[1]]
+    assert [image.span.start for image in prompt.images] == [1, 3 + lengths[0]]
+    assert prompt.positions.shape == (3, len(prompt.token_ids))
+    plain = preparation.submit_tokens(np.array([3, 4]), []).result(TIMEOUT_S)
+    assert (plain.token_ids, plain.images) == ([3, 4], ())
+
+
+def test_patches_and_pixels_cannot_be_written_by_those_who_share_them(preparation):
+    prompt = preparation.submit(ask(PICTURE)).result(TIMEOUT_S)
+    with pytest.raises(ValueError, match="read-only"):
+        prompt.images[0].patches[0, 0] = 1
+
+
+# ------------------------------------------------------------------ keys and the cache
+
+
+def keys(preparation, *sources):
+    return [preparation.submit(ask(source)).result(TIMEOUT_S).images[0].span.key for source in sources]
+
+
+def test_one_picture_has_one_key_however_it_is_sent(preparation):
+    picture = noise(90, 150, 20)
+    png, bmp = encoded(picture), encoded(picture, "BMP")
+    part = {"type": "image_url", "image_url": {"url": url(png)}}
+    found = keys(preparation, png, bmp, picture, part, encoded(picture, compress_level=0))
+    assert len(set(found)) == 1
+    assert len(found[0]) == 32
+
+
+def test_other_shapes_of_the_same_bytes_have_other_keys(preparation):
+    gray = np.full((56, 112, 3), 77, dtype=np.uint8)
+    pixels = np.asarray(noise(112, 56, 21))
+    shapes = [gray, gray.transpose(1, 0, 2), pixels, pixels.reshape(112, 56, 3), pixels.transpose(1, 0, 2)]
+    assert len(set(keys(preparation, *map(Image.fromarray, shapes)))) == len(shapes)
+
+
+def test_an_image_a_video_and_a_faster_video_have_different_keys(preparation):
+    frame = noise(60, 60, 22)
+    videos = [{"type": "video", "video": [frame] * 2, "fps": fps} for fps in (1.0, 2.0)]
+    assert len(set(keys(preparation, frame, *videos))) == 3
+
+
+def test_another_resize_makes_another_key(checkpoint, no_workers):
+    picture = noise(56, 56, 23)  # no pixel needs to be resized
+    with Preparation(checkpoint, num_workers=0, host_image_bytes=0, resize="torch") as other:
+        assert keys(other, picture) != keys(no_workers, picture)
+
+
+def test_an_image_that_is_cached_is_not_decoded_again(preparation, processor):
+    png = encoded(noise(140, 100, 24))
+    first = preparation.submit(ask(png, "what?")).result(TIMEOUT_S)
+    before = preparation.statistics
+    second = preparation.submit(ask("now", png, "who?")).result(TIMEOUT_S)
+    after = preparation.statistics
+    assert (after.num_made, after.num_found) == (before.num_made, before.num_found + 1)
+    assert second.images[0].patches is first.images[0].patches
+    assert_equal(second, processor.prepare(ask("now", png, "who?"), add_generation_prompt=True))
+    assert after.kept_bytes == before.kept_bytes >= first.images[0].patches.nbytes
+
+
+def test_two_files_of_one_picture_share_its_memory(preparation):
+    picture = noise(140, 100, 25)
+    prompts = [preparation.submit(ask(source)).result(TIMEOUT_S) for source in (encoded(picture), picture)]
+    assert prompts[0].images[0].patches is prompts[1].images[0].patches
+
+
+def test_prompts_that_ask_for_the_same_new_image_at_once_have_it_made_once(preparation):
+    png = encoded(noise(900, 900, 26), compress_level=1)
+    before = preparation.statistics
+    futures = [preparation.submit(ask(png, f"question {number}")) for number in range(12)]
+    patches = [future.result(TIMEOUT_S).images[0].patches for future in futures]
+    after = preparation.statistics
+    assert after.num_made == before.num_made + 1
+    assert after.num_found + after.num_shared == before.num_found + before.num_shared + 11
+    assert all(p is patches[0] for p in patches)
+
+
+def test_the_cache_stays_within_its_bound(checkpoint):
+    with Preparation(checkpoint, num_workers=0, host_image_bytes=10**5) as small:
+        for _ in range(2):
+            for seed in range(8):
+                small.submit(ask(noise(112, 112, seed))).result(TIMEOUT_S)
+            assert 0 < small.statistics.kept_bytes <= 10**5
+        assert small.statistics.num_made == 16
+
+
+# ------------------------------------------------------------------ what cannot be prepared
+
+
+GOOD = encoded(noise(60, 60))
+FRAMES_OF_TWO_SIZES = {"type": "video", "video": [noise(60, 60), noise(61, 60)]}
+ANIMATED = encoded(noise(40, 40), "GIF", save_all=True, append_images=[noise(40, 40, 1)])
+BAD = {
+    "no image": ask(b"not an image"),
+    "no bytes": [{"role": "user", "content": [{"type": "image", "image": b""}]}],
+    "cut": ask(encoded(noise(300, 300))[:-5000]),
+    "cut jpeg": ask("a", GOOD, encoded(noise(300, 300), "JPEG")[:3000]),
+    "animated": ask(ANIMATED),
+    "a narrow strip": ask(noise(900, 4)),
+    "no such file": ask(GOOD, Path("/no/such.png")),
+    "a folder": ask(Path("/tmp")),
+    "remote": ask({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}),
+    "no base64": ask({"type": "image_url", "image_url": "data:image/png;base64,*"}),
+    "half a surrogate pair in a url": ask({"type": "image_url", "image_url": "data:image/png;base64,\ud800"}),
+    "not an image url": ask({"type": "image_url", "image_url": "data:text/plain;base64,AAAA"}),
+    "an array": ask(np.zeros((60, 60, 3), np.uint8)),
+    "two bad ones": ask(encoded(noise(300, 300))[:-5000], Path("/no/such.png")),
+    "a bad frame": ask({"type": "video", "video": [GOOD, b"nothing"]}),
+    "a missing frame": ask(GOOD, {"type": "video", "video": [GOOD, "/no/such.png"]}),
+    "frames of two sizes": ask(FRAMES_OF_TWO_SIZES),
+    "too many frames": ask({"type": "video", "video": [GOOD] * 769}),
+    "pil of floats": ask(Image.new("F", (60, 60))),
+    "no messages": [],
+    "no role": [{"content": "x"}],
+    "another role": [{"role": "tool", "content": "x"}],
+    "no list": "hello",
+    "no text": [{"role": "user", "content": 7}],
+    "half a surrogate pair": ask("\ud800"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_the_processor_refuses_is_refused_with_the_same_words(preparation, processor, name):
+    with pytest.raises(UserError) as expected:
+        processor.prepare(BAD[name], add_generation_prompt=True)
+    with pytest.raises(UserError) as found:
+        preparation.submit(BAD[name]).result(TIMEOUT_S)
+    assert str(found.value) == str(expected.value)
+    assert type(found.value) is type(expected.value)
+
+
+def test_limits_hold_in_every_process(checkpoint, tmp_path):
+    (tmp_path / "a.png").write_bytes(GOOD)
+    limits = MediaLimits(allow_local_files=False, max_pixels=5000, max_frames=2, max_bytes=50_000)
+    strict = Processor.load(checkpoint, limits=limits)
+    bad = [str(tmp_path / "a.png"), encoded(noise(100, 100)), noise(100, 100), encoded(noise(200, 200), "BMP")]
+    conversations = [ask({"type": "image", "image": source}) for source in bad] + [ask(video(3, 40, 40))]
+    with Preparation(checkpoint, num_workers=1, host_image_bytes=CACHE_BYTES, limits=limits) as preparation:
+        for messages in conversations:
+            with pytest.raises(ImageError) as expected:
+                strict.prepare(messages, add_generation_prompt=True)
+            with pytest.raises(ImageError) as found:
+                preparation.submit(messages).result(TIMEOUT_S)
+            assert str(found.value) == str(expected.value)
+
+
+def test_placeholders_and_images_must_pair_up(preparation, processor):
+    image_id, video_id = processor.vision.image_id, processor.vision.video_id
+    for token_ids, images in (
+        ([1, 2], [PICTURE]),
+        ([image_id], []),
+        ([image_id] * 2, [PICTURE]),
+        ([video_id], [PICTURE]),
+    ):
+        with pytest.raises(RequestError, match=f"placeholders.*Put one {image_id} where each image stands"):
+            preparation.submit_tokens(token_ids, images).result(TIMEOUT_S)
+    for token_ids in ([1, "2"], [1.0], [-1]):
+        with pytest.raises(RequestError, match="token ids are"):
+            preparation.submit_tokens(token_ids, []).result(TIMEOUT_S)
+
+
+def test_a_folder_that_is_no_checkpoint_is_told_at_once_or_when_ready(tmp_path):
+    with pytest.raises(CheckpointError):
+        Preparation(tmp_path, num_workers=0, host_image_bytes=0)
+    with Preparation(tmp_path, num_workers=1, host_image_bytes=0) as preparation:
+        with pytest.raises(CheckpointError):
+            preparation.wait_until_ready()
+        with pytest.raises(CheckpointError):
+            preparation.submit(ask("hello")).result(TIMEOUT_S)
+
+
+# ------------------------------------------------------------------ load
+
+
+def test_many_threads_submit_at_once(preparation, processor):
+    conversations = [ask(noise(60 + 30 * (n % 5), 60, n % 7), f"number {n}", noise(60, 90, 100 + n)) for n in range(40)]
+    expected = [processor.prepare(messages, add_generation_prompt=True) for messages in conversations]
+    with ThreadPoolExecutor(8) as threads:
+        futures = list(threads.map(preparation.submit, conversations))
+    for future, inputs in zip(futures, expected, strict=True):
+        assert_equal(future.result(TIMEOUT_S), inputs)
+
+
+def test_a_long_image_holds_up_only_its_worker(two_workers):
+    long = two_workers.submit(ask(huge_picture(1)))
+    for number in range(6):
+        two_workers.submit(ask(noise(60, 60, 200 + number), "short")).result(TIMEOUT_S)
+    assert not long.done()
+    assert len(long.result(TIMEOUT_S).images) == 1
+
+
+def test_a_future_can_be_cancelled_while_it_waits(two_workers):
+    png = huge_picture(2)
+    futures = [two_workers.submit(ask(png, str(number))) for number in range(4)]
+    assert futures[2].cancel()
+    done, _ = concurrent.futures.wait(futures, TIMEOUT_S)
+    assert done == set(futures)
+    assert [future.cancelled() for future in futures] == [False, False, True, False]
+
+
+# ------------------------------------------------------------------ processes that die
+
+
+def busy_worker(preparation, processor, png):
+    """A prompt being made, and the process that makes its image."""
+    future = preparation.submit_tokens(processor.tokenize(ask(png, "what?"), add_generation_prompt=True), [png])
+    found = []
+
+    def find():
+        found[:] = [pid for pid in preparation.worker_pids if is_busy(pid)]
+        return found
+
+    wait_for(find, "no worker is at work")
+    return future, found[0]
+
+
+def test_a_prompt_whose_worker_is_killed_is_made_by_another(two_workers, processor):
+    png = huge_picture(3)
+    before = two_workers.statistics
+    future, pid = busy_worker(two_workers, processor, png)
+    others = [two_workers.submit(ask(noise(60, 60, 300 + number))) for number in range(4)]
+    os.kill(pid, signal.SIGKILL)
+    assert_equal(future.result(TIMEOUT_S), processor.prepare(ask(png, "what?"), add_generation_prompt=True))
+    assert all(len(other.result(TIMEOUT_S).images) == 1 for other in others)
+    assert two_workers.statistics.num_lost_workers == before.num_lost_workers + 1
+    assert pid not in two_workers.worker_pids
+
+
+def test_an_image_that_kills_two_workers_fails_alone(two_workers, processor):
+    before = two_workers.statistics
+    future, pid = busy_worker(two_workers, processor, huge_picture(4))
+    killed = set()
+    while not future.done():
+        for pid in two_workers.worker_pids:
+            if is_busy(pid) and pid not in killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        time.sleep(0.002)
+    with pytest.raises(RequestError, match="image 1: preparing it killed its worker process 2 times"):
+        future.result()
+    assert (
+        two_workers.statistics.num_lost_workers == before.num_lost_workers + 2 == before.num_lost_workers + len(killed)
+    )
+    assert len(two_workers.submit(ask(noise(60, 60, 301))).result(TIMEOUT_S).images) == 1
+
+
+def test_workers_killed_while_idle_are_not_held_against_the_next_prompt(two_workers):
+    two_workers.submit(ask("warm")).result(TIMEOUT_S)
+    before = two_workers.worker_pids
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, before)), "a killed worker lives")
+    futures = [two_workers.submit(ask(noise(60, 60, 310 + number))) for number in range(6)]
+    assert all(len(future.result(TIMEOUT_S).images) == 1 for future in futures)
+    assert not set(before) & set(two_workers.worker_pids)
+
+
+def test_another_foreman_takes_over_when_it_is_killed(checkpoint):
+    with Preparation(checkpoint, num_workers=1, host_image_bytes=0) as preparation:
+        preparation.wait_until_ready()
+        worker = preparation.worker_pids[0]
+        os.kill(parent_of(worker), signal.SIGKILL)
+        wait_for(lambda: not is_alive(worker), "the worker outlives its foreman")
+        assert len(preparation.submit(ask(PICTURE)).result(TIMEOUT_S).images) == 1
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_closing_cancels_what_is_not_ready_and_ends_all_processes(checkpoint):
+    preparation = Preparation(checkpoint, num_workers=2, host_image_bytes=CACHE_BYTES)
+    preparation.submit(ask("warm")).result(TIMEOUT_S)
+    pids = preparation.worker_pids
+    pids.append(parent_of(pids[0]))
+    futures = [preparation.submit(ask(huge_picture(50 + number))) for number in range(8)]
+    closer = threading.Thread(target=preparation.close)
+    closer.start()
+    done, _ = concurrent.futures.wait(futures, TIMEOUT_S)
+    closer.join(TIMEOUT_S)
+    assert done == set(futures)
+    assert all(future.cancelled() for future in futures)
+    wait_for(lambda: not any(map(is_alive, pids)), "a process outlives the preparation")
+    with pytest.raises(RuntimeError, match="closed"):
+        preparation.submit(ask("late"))
+    preparation.close()
+
+
+def test_closing_before_the_workers_are_ready_does_not_wait_for_them(checkpoint):
+    preparation = Preparation(checkpoint, num_workers=2, host_image_bytes=0)
+    futures = [preparation.submit(ask("hello")), preparation.submit_tokens([1, 2], [])]
+    preparation.close()
+    assert all(future.cancelled() for future in futures)
+
+
+def test_workers_end_with_the_process_that_started_them(checkpoint):
+    script = (
+        "import sys, time; from pathlib import Path; from saccade.engine.preparation import Preparation\n"
+        "p = Preparation(Path(sys.argv[1]), num_workers=2, host_image_bytes=0); p.wait_until_ready()\n"
+        "print(*p.worker_pids, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(checkpoint)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        pids = list(map(int, process.stdout.readline().split()))
+        pids.append(parent_of(pids[0]))
+        assert all(map(is_alive, pids))
+        process.kill()
+    wait_for(lambda: not any(map(is_alive, pids)), "workers outlive their engine")
+
+
+def test_workers_do_not_end_with_the_thread_that_asked_for_them(checkpoint):
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Preparation(checkpoint, num_workers=1, host_image_bytes=0)))
+    thread.start()
+    thread.join()
+    with made[0] as preparation:
+        preparation.wait_until_ready()
+        pids = preparation.worker_pids
+        time.sleep(0.1)
+        assert len(preparation.submit(ask(PICTURE)).result(TIMEOUT_S).images) == 1
+        assert preparation.worker_pids == pids
+
+
+# ------------------------------------------------------------------ workers that were taken over
+
+
+FACTS = VisualFacts(token_id=9, merge_size=2, patch_dim=6, frames_per_patch=2, max_patches=64)
+WORK = ImageWork("image", [Source("file", b"encoded")])
+IMAGE = {"key": "0f" * 32, "grid": [1, 4, 6], "time_step": 1.0}
+
+
+def test_what_a_worker_says_of_an_image_is_believed_only_if_it_can_be():
+    assert preparation_pool._check_image(IMAGE, WORK, FACTS) == (b"\x0f" * 32, (1, 4, 6), 1.0)
+    wrong = {
+        "key": [None, 3, "", "0f" * 31, "0F" * 32, ["0f" * 32], "0f" * 31 + "\n0"],
+        "grid": [
+            None, 24, [4, 6], [1, 4, 6, 1], [2, 4, 6], [0, 4, 6], [1, 3, 6], [1, 4, -6], [1, 0, 6], [1, 4, "6"], [1, 4, 6.0],
+            [1, 4, True], [1, 2**20, 2**20], [1, 8, 10], {"0": 1},
+        ],
+        "time_step": [None, 1, "1.0", 0.0, -1.0, 1e300, float("inf"), float("nan")],
+    }  # fmt: skip
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(preparation_pool.WorkerLostError):
+                preparation_pool._check_image(IMAGE | {name: value}, WORK, FACTS)
+
+
+def framed(body):
+    return len(body).to_bytes(8, "little") + body
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        framed(b"not json"),
+        framed(b"[1, 2]"),
+        framed(b"\xff\xfe"),
+        framed(b"[" * 100_000),
+        framed(b""),
+        b"\xff" * 8,
+        b"\x01",
+        b"",
+    ],
+)
+def test_an_answer_that_makes_no_sense_loses_its_worker_and_nothing_else(answer):
+    ours, theirs = socket.socketpair()
+    worker = preparation_pool._Worker(ours, 2**22 + 1, MemoryFile(), MemoryFile())
+    with theirs, ours:
+        theirs.sendall(answer)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(preparation_pool.WorkerLostError):
+            worker.ask({"messages": []}, [])
+
+
+def test_an_outbox_that_is_cut_off_loses_its_worker_and_nothing_else():
+    ours, theirs = socket.socketpair()
+    outbox = MemoryFile()
+    worker = preparation_pool._Worker(ours, 2**22 + 1, MemoryFile(), outbox)
+    outbox.write(np.arange(10), 0)
+    with theirs, ours:
+        np.testing.assert_array_equal(worker.read_outbox((10,), np.int64), np.arange(10))
+        os.ftruncate(outbox.fd, 79)
+        with pytest.raises(preparation_pool.WorkerLostError, match="less than it said"):
+            worker.read_outbox((10,), np.int64)
+
+
+def test_messages_and_memory_come_over_whole():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for message in ({"a": [1, "\ufdd0ü"]}, {}, None, "x" * 100_000):
+            send(ours, message)
+            assert receive(theirs) == message
+        with pytest.raises(ValueError, match="100002 bytes"):
+            send(ours, "x" * 100_000) or receive(theirs, max_bytes=1000)
+    file, array = MemoryFile(), np.arange(60, dtype=np.int64).reshape(3, 4, 5)
+    assert (file.write(b"head", 0), file.write(array, 4), file.write(b"", 484)) == (4, 480, 0)
+    copy = np.zeros_like(array)
+    assert file.read_into(copy, 4)
+    np.testing.assert_array_equal(copy, array)
+    assert not file.read_into(copy, 5)
+    assert file.read_into(np.zeros((0, 7)), 10**6)
+    file.shrink(484)
+    assert os.fstat(file.fd).st_size == 484
+    file.shrink(483)
+    assert os.fstat(file.fd).st_size == 0

@@ -1,0 +1,315 @@
+"""The sampler against a plain one for each request alone, and against Hugging Face's repetition penalty."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from saccade.engine.request import Request, SamplingParams
+from saccade.engine.sampler import Sampler, check_sampling
+from saccade.errors import RequestError
+from saccade.kernels.sampler import sample_reference
+
+VOCAB = 37
+CPU = torch.device("cpu")
+EVERYTHING = SamplingParams(
+    temperature=0.9,
+    top_k=20,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=0.3,
+    logit_bias={3: 2.5, 36: -100.0, 0: 1.0},
+    min_tokens=4,
+    logprobs=3,
+)
+
+
+def make_request(name="a", prompt=(1, 2, 3, 2), answer=(), stop_ids=(5, 6), **params):
+    sampling = params.pop("sampling", None) or SamplingParams(**params)
+    return Request(
+        id=name, token_ids=[*prompt, *answer], num_prompt_tokens=len(prompt), sampling=sampling, stop_ids=frozenset(stop_ids)
+    )  # fmt: skip
+
+
+def logits_of(name, position, dtype=torch.float32):
+    """What the model of these tests would say: a function of the request and the place alone."""
+    generator = torch.Generator().manual_seed(1000 * sum(name.encode()) + position)
+    return (torch.randn(VOCAB, generator=generator) * 3).to(dtype)
+
+
+def adjusted_reference(logits, request):
+    """Bias, penalties and bans as one would write them for one request."""
+    params, x = request.sampling, logits.float().clone()
+    for token_id, bias in params.logit_bias.items():
+        x[token_id] += bias
+    penalize = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
+    x = penalize(torch.tensor([request.token_ids]), x.unsqueeze(0))[0]
+    for token_id, count in Counter(request.answer).items():
+        x[token_id] = (
+            x[token_id] - torch.tensor(params.frequency_penalty) * count - torch.tensor(params.presence_penalty)
+        )
+    if len(request.answer) < params.min_tokens:
+        for token_id in request.stop_ids:
+            x[token_id] = float("-inf")
+    return x
+
+
+def next_token_reference(logits, request, seed):
+    params = request.sampling
+    numbers = (params.temperature, params.top_k or VOCAB, params.top_p, params.min_p, seed, len(request.token_ids))
+    return sample_reference(adjusted_reference(logits, request).unsqueeze(0), *(torch.tensor([n]) for n in numbers)).token_ids.item()  # fmt: skip
+
+
+def answer_reference(request, seed, num_tokens, dtype=torch.float32):
+    request = make_request(request.id, request.token_ids, stop_ids=request.stop_ids, sampling=request.sampling)
+    for _ in range(num_tokens):
+        logits = logits_of(request.id, len(request.token_ids), dtype)
+        request.token_ids.append(next_token_reference(logits, request, seed))
+    return request.answer
+
+
+def step(sampler, requests, logits=None, dtype=torch.float32):
+    """One token for each (row, request)."""
+    if logits is None:
+        logits = torch.stack([logits_of(request.id, len(request.token_ids), dtype) for _, request in requests])
+    columns = [(row, len(request.token_ids), len(request.answer)) for row, request in requests]
+    sampled = sampler.sample(logits, *(np.array(column, np.int64) for column in zip(*columns, strict=True)))
+    for (_, request), token_id in zip(requests, sampled.token_ids.tolist(), strict=True):
+        request.token_ids.append(token_id)
+    return sampled
+
+
+def random_params(rng):
+    def sometimes(value, otherwise):
+        return value if rng.random() < 0.5 else otherwise
+
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 1.5]),
+        top_k=sometimes(rng.randint(1, 50), None),
+        top_p=sometimes(rng.uniform(0.3, 1), 1.0),
+        min_p=sometimes(rng.uniform(0, 0.2), 0.0),
+        repetition_penalty=sometimes(rng.uniform(0.5, 2), 1.0),
+        presence_penalty=sometimes(rng.uniform(-2, 2), 0.0),
+        frequency_penalty=sometimes(rng.uniform(-2, 2), 0.0),
+        logit_bias=sometimes({rng.randrange(VOCAB): rng.uniform(-20, 20) for _ in range(3)}, {}),
+        min_tokens=sometimes(rng.randint(1, 6), 0),
+        logprobs=sometimes(rng.randint(0, 3), None),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_request_gets_the_tokens_it_would_get_alone(dtype):
+    """Twelve requests in four rows: they come and go, stand in any order, and are preempted."""
+    rng, sampler = random.Random(7), Sampler(vocab_size=VOCAB, num_rows=4, device=CPU)
+    num_tokens = 8
+    waiting = [
+        make_request(f"r{n}", rng.choices(range(VOCAB), k=rng.randint(1, 9)), sampling=random_params(rng)) for n in range(12)
+    ]  # fmt: skip
+    everyone, running = {request.id: request for request in waiting}, {}
+    expected = {request.id: answer_reference(request, ord(request.id[1]), num_tokens, dtype) for request in waiting}
+    while waiting or running:
+        for row in range(4):
+            if row not in running and waiting and rng.random() < 0.7:
+                running[row] = waiting.pop(0)
+                sampler.begin(row, running[row], ord(running[row].id[1]))
+        places = rng.sample(sorted(running.items()), k=len(running))
+        if places:
+            step(sampler, places, dtype=dtype)
+        for row, request in places:
+            is_done = len(request.answer) == num_tokens
+            if is_done or rng.random() < 0.1:
+                del running[row]
+                sampler.end(row)
+                waiting += [] if is_done else [request]
+    assert {name: request.answer for name, request in everyone.items()} == expected
+
+
+def test_a_request_without_extras_next_to_one_with_all_of_them_is_not_changed():
+    alone, beside = make_request("plain", temperature=1.0), make_request("plain", temperature=1.0)
+    busy, sampler = make_request("busy", sampling=EVERYTHING), Sampler(vocab_size=VOCAB, num_rows=3, device=CPU)
+    other = Sampler(vocab_size=VOCAB, num_rows=1, device=CPU)
+    sampler.begin(2, beside, 11)
+    sampler.begin(0, busy, 12)
+    other.begin(0, alone, 11)
+    for _ in range(10):
+        step(sampler, [(0, busy), (2, beside)], dtype=torch.bfloat16)
+        step(other, [(0, alone)], dtype=torch.bfloat16)
+    assert alone.answer == beside.answer
+
+
+def test_a_row_leaves_nothing_to_its_next_request():
+    used, fresh = (Sampler(vocab_size=VOCAB, num_rows=1, device=CPU) for _ in range(2))
+    before = make_request("before", prompt=range(20), sampling=EVERYTHING)
+    used.begin(0, before, 1)
+    for _ in range(5):
+        step(used, [(0, before)])
+    used.end(0)
+    for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, presence_penalty=1.0), EVERYTHING):
+        requests = [make_request("after", sampling=params) for _ in range(2)]
+        for sampler, request in zip((used, fresh), requests, strict=True):
+            sampler.begin(0, request, 2)
+            for _ in range(8):
+                sampled = step(sampler, [(0, request)])
+            assert (sampled.logprobs is None) == (params.logprobs is None)
+        assert requests[0].answer == requests[1].answer
+
+
+def test_places_behind_guessed_tokens_get_what_single_steps_get():
+    params = SamplingParams(temperature=0.8, min_tokens=3, logit_bias={4: 3.0}, logprobs=2)
+    expected = answer_reference(make_request(sampling=params), 5, 5)
+    request, sampler = make_request(sampling=params), Sampler(vocab_size=VOCAB, num_rows=2, device=CPU)
+    sampler.begin(1, request, 5)
+    positions = len(request.token_ids) + np.arange(5)
+    logits = torch.stack([logits_of(request.id, int(position)) for position in positions])
+    sampled = sampler.sample(logits, np.full(5, 1), positions, np.arange(5))
+    assert sampled.token_ids.tolist() == expected
+
+
+def test_a_request_with_penalties_cannot_have_two_places():
+    request, sampler = make_request(presence_penalty=1.0), Sampler(vocab_size=VOCAB, num_rows=1, device=CPU)
+    sampler.begin(0, request, 5)
+    with pytest.raises(AssertionError, match="one place"):
+        sampler.sample(torch.zeros(2, VOCAB), np.zeros(2, np.int64), np.arange(2), np.arange(2))
+
+
+def test_a_row_without_a_request_cannot_be_sampled():
+    sampler = Sampler(vocab_size=VOCAB, num_rows=2, device=CPU)
+    sampler.begin(1, make_request(), 0)
+    sampler.end(1)
+    with pytest.raises(AssertionError, match=r"rows \[1\]"):
+        sampler.sample(torch.zeros(1, VOCAB), np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+
+def test_a_step_without_places_gives_no_tokens():
+    nothing = np.zeros(0, np.int64)
+    sampled = Sampler(vocab_size=VOCAB, num_rows=2, device=CPU).sample(torch.zeros(0, VOCAB), nothing, nothing, nothing)
+    assert sampled.token_ids.shape == (0,)
+    assert sampled.logprobs is None
+
+
+def test_an_answer_cannot_end_before_min_tokens():
+    request, sampler = make_request(min_tokens=2), Sampler(vocab_size=VOCAB, num_rows=1, device=CPU)
+    sampler.begin(0, request, 0)
+    wants_to_end = torch.zeros(1, VOCAB)
+    wants_to_end[0, 5], wants_to_end[0, 6], wants_to_end[0, 9] = 9.0, 8.0, 1.0
+    for _ in range(3):
+        step(sampler, [(0, request)], wants_to_end.clone())
+    assert request.answer == [9, 9, 5]
+
+
+def test_an_end_of_turn_token_beyond_the_heads_vocabulary_needs_no_ban():
+    request, sampler = (
+        make_request(min_tokens=2, stop_ids=(VOCAB, 5)),
+        Sampler(vocab_size=VOCAB, num_rows=1, device=CPU),
+    )
+    sampler.begin(0, request, 0)
+    assert step(sampler, [(0, request)], torch.zeros(1, VOCAB)).token_ids.tolist() == [0]
+
+
+def test_draws_follow_the_biased_distribution():
+    """Chi-square with 36 degrees of freedom: it stays below 90 but once in 100 000 times."""
+    num_draws, sampler = 4000, Sampler(vocab_size=VOCAB, num_rows=1, device=CPU)
+    request = make_request(temperature=1.3, logit_bias={2: 1.0, 7: -1.0})
+    sampler.begin(0, request, 3)
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
+    zeros = np.zeros(num_draws, np.int64)
+    sampled = sampler.sample(logits.repeat(num_draws, 1), zeros, np.arange(num_draws), zeros)
+    expected = (adjusted_reference(logits, request) / 1.3).softmax(0) * num_draws
+    observed = torch.bincount(sampled.token_ids, minlength=VOCAB)
+    assert ((observed - expected).square() / expected).sum() < 90
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_log_probabilities_are_those_of_the_raw_logits(dtype):
+    sampler = Sampler(vocab_size=VOCAB, num_rows=4, device=CPU)
+    asked = [None, 0, 2, 5]
+    requests = [
+        make_request(f"n{n}", temperature=0.5, logprobs=n, logit_bias={1: 9.0}, presence_penalty=1.0) for n in asked
+    ]
+    for row, request in enumerate(requests):
+        sampler.begin(row, request, row)
+    logits = torch.randn(4, VOCAB).to(dtype)
+    raw = logits.float().log_softmax(-1)
+    sampled = step(sampler, list(enumerate(requests)), logits)
+    assert sampled.top_ids.shape == sampled.top_logprobs.shape == (4, 5)
+    best = raw.topk(5)
+    for place in (1, 2, 3):
+        assert sampled.logprobs[place] == raw[place, sampled.token_ids[place]]
+        k = asked[place]
+        assert torch.equal(sampled.top_logprobs[place, :k], best.values[place, :k])
+        assert torch.equal(raw[place, sampled.top_ids[place, :k]], best.values[place, :k])
+
+
+def test_log_probabilities_of_the_token_alone_come_without_likeliest_ones():
+    request, sampler = make_request(logprobs=0), Sampler(vocab_size=VOCAB, num_rows=1, device=CPU)
+    sampler.begin(0, request, 0)
+    logits = torch.randn(1, VOCAB)
+    sampled = step(sampler, [(0, request)], logits.clone())
+    assert sampled.logprobs[0] == logits.log_softmax(-1).max()
+    assert sampled.top_ids is sampled.top_logprobs is None
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 64, 129])
+def test_log_probabilities_of_given_tokens_equal_log_softmax(num_rows):
+    logits, token_ids = torch.randn(num_rows, VOCAB) * 4, torch.randint(0, VOCAB, (num_rows,))
+    own, top_ids, top = Sampler.logprobs_of(logits, token_ids, 4)
+    expected = logits.log_softmax(-1)
+    assert torch.equal(own, expected[torch.arange(num_rows), token_ids])
+    assert torch.equal(top, expected.topk(4).values)
+    assert torch.equal(expected.gather(1, top_ids), top)
+    assert Sampler.logprobs_of(logits, token_ids, 0)[1:] == (None, None)
+    assert Sampler.logprobs_of(logits, token_ids, 100)[1].shape == (num_rows, VOCAB)
+
+
+def test_memory_for_penalties_is_taken_when_first_needed():
+    sampler = Sampler(vocab_size=VOCAB, num_rows=3, device=CPU)
+    sampler.begin(0, make_request(temperature=1.0, logit_bias={1: 1.0}, min_tokens=3), 0)
+    assert sampler._num_answer_RV is None
+    sampler.begin(1, make_request(repetition_penalty=1.1), 0)
+    tables = (sampler._num_answer_RV, sampler._is_prompt_RV)
+    assert sum(table.nbytes for table in tables) == sampler.penalty_bytes == 3 * VOCAB * 5
+
+
+@pytest.mark.parametrize(
+    ("field", "params"),
+    [
+        ("logit_bias", {"logit_bias": {VOCAB: 1.0}}),
+        ("logit_bias", {"logit_bias": {-1: 1.0}}),
+        ("stop_token_ids", {"stop_token_ids": (3, VOCAB)}),
+    ],
+)
+def test_token_ids_outside_the_vocabulary_are_refused_by_name(field, params):
+    with pytest.raises(RequestError, match=f"^{field} names token"):
+        check_sampling(SamplingParams(**params), VOCAB)
+
+
+def test_token_ids_of_the_vocabulary_are_fine():
+    check_sampling(SamplingParams(logit_bias={0: 1.0, VOCAB - 1: 1.0}, stop_token_ids=(0, VOCAB - 1)), VOCAB)
+
+
+@pytest.mark.gpu
+def test_the_sampler_never_waits_for_the_gpu_and_draws_as_on_the_cpu():
+    device, answers = torch.device("cuda"), []
+    for place in (device, CPU):
+        sampler = Sampler(vocab_size=VOCAB, num_rows=4, device=place)
+        requests = [make_request(f"r{n}", sampling=params) for n, params in enumerate([EVERYTHING, SamplingParams(temperature=1.0), EVERYTHING])]  # fmt: skip
+        rows, drawn = np.array([3, 0, 1]), []
+        for number in range(8):
+            positions, num_answered = np.full(3, 4 + number), np.full(3, number)
+            logits = torch.stack([logits_of(request.id, 4 + number, torch.bfloat16) for request in requests]).to(place)
+            torch.cuda.set_sync_debug_mode("error" if number > 0 else "default")  # the first step compiles the kernel
+            try:
+                if number < 2:  # once allocating, once not
+                    for row, request in zip(rows.tolist(), requests, strict=True):
+                        sampler.begin(row, request, seed=row)
+                drawn.append(sampler.sample(logits, rows, positions, num_answered))
+                sampler.logprobs_of(logits, drawn[-1].token_ids, 3)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        answers.append(torch.stack([sampled.token_ids.cpu() for sampled in drawn]))
+    assert torch.equal(*answers)

@@ -1,0 +1,37 @@
+"""Long random runs of the scheduler: 200,000 steps, each checked against a simulated device."""
+
+from itertools import count
+
+import pytest
+from engine.traces import Trace
+
+NUM_RUNS = 8
+STEPS_PER_RUN = 25_000
+
+
+@pytest.mark.parametrize("run", range(NUM_RUNS))
+def test_random_days_leak_nothing_mix_up_nothing_and_leave_nobody_waiting(run):
+    num_steps, seen = 0, set()
+    for seed in count(run, NUM_RUNS):
+        trace = Trace(seed)
+        try:
+            num_steps += trace.run()
+        except AssertionError as error:
+            error.add_note(f"seed {seed}")
+            raise
+        seen |= trace.seen
+        if num_steps >= STEPS_PER_RUN:
+            break
+    assert seen == {
+        "copy",
+        "preemption",
+        "pending",
+        "draft",
+        "shared image",
+        "cached prefix",
+        "image in chunks",
+        "abandoned",
+        "failed image",
+        "ended under way",
+        "weights changed",
+    }
