@@ -1,6 +1,6 @@
 """A step's numbers in one buffer: filled on the host, sent to the device by one copy, cut into tensors there.
 
-Legend: T tokens, R requests, S sampled places, M tokens that are image features, W pages of the longest request.
+Legend: T tokens, R requests, S sampled places, W pages of the longest request.
 
 The same cut serves host and device, so neither can disagree about where something lies. A recorded step (`graphs.py`) is cut like
 any other, only to sizes rounded up, and its unused places are filled with *nobody*: a token that is stored nowhere, of a request
@@ -10,7 +10,7 @@ without context.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,16 +31,13 @@ class Sizes(NamedTuple):
     num_tokens: int
     num_requests: int
     num_samples: int
-    num_features: int
     table_width: int
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Numbers of each part, in the order of `StepNumbers`."""
-        tokens, requests, samples, features, width = self
-        return (
-            tokens, tokens, 3 * tokens, tokens, requests + 1, requests, samples, features, features, requests * width
-        )  # fmt: skip
+        tokens, requests, samples, width = self
+        return tokens, tokens, 3 * tokens, tokens, tokens, requests + 1, requests, samples, requests * width
 
     @property
     def total(self) -> int:
@@ -59,16 +56,14 @@ class StepNumbers(NamedTuple, Generic[Numbers]):
     """[3, T]"""
     slots: Numbers
     """[T]: where keys and values go."""
+    feature_slots: Numbers
+    """[T]: where in the image pool a token's features lie; the size of the pool where it has none."""
     cu_seqlens: Numbers
     """[R + 1]"""
     context_lengths: Numbers
     """[R]"""
     sampled: Numbers
     """[S]: the tokens behind which one is sampled."""
-    feature_tokens: Numbers
-    """[M]: the tokens that are image features."""
-    feature_slots: Numbers
-    """[M]: where in the image pool each of these features lies."""
     page_table: Numbers
     """[R, W]"""
 
@@ -104,26 +99,17 @@ class Place:
 class StepBuilder:
     """Fills buffers from chunks. Keeps the page table of every row, so that a step writes only what is new."""
 
-    def __init__(self, *, num_rows: int, page_size: int, max_pages: int, num_slots: int) -> None:
+    def __init__(self, *, num_rows: int, page_size: int, max_pages: int, num_slots: int, num_features: int) -> None:
         self._num_rows, self._page_size, self._num_slots = num_rows, page_size, num_slots
+        self._num_features = num_features
         self._table = np.zeros((num_rows, max_pages), dtype=np.int32)
 
     def begin(self, place: Place) -> None:
         """The request has a new row, and other pages than before."""
         place.num_listed = 0
 
-    def sizes(self, chunks: Sequence[Chunk]) -> Sizes:
-        """The exact sizes of a step."""
-        return Sizes(
-            num_tokens=sum(chunk.num_tokens for chunk in chunks),
-            num_requests=len(chunks),
-            num_samples=sum(1 + len(chunk.drafts) for chunk in chunks if chunk.samples),
-            num_features=sum(num_features(chunk) for chunk in chunks),
-            table_width=table_width(max(chunk.end for chunk in chunks), self._page_size),
-        )
-
     def fill_answers(self, out: StepNumbers[Ints], chunks: Sequence[Chunk], places: Sequence[Place]) -> None:
-        """A step in which every request computes one token. `out` may have more places than chunks; those get nobody."""
+        """A step in which every request computes one token of text. Places beyond those of the chunks get nobody."""
         n, page_size = len(chunks), self._page_size
         self._list_pages(out, chunks, places)
         starts = [chunk.start for chunk in chunks]
@@ -132,31 +118,30 @@ class StepBuilder:
             for chunk, start in zip(chunks, starts, strict=True)
         ]
         out.pending_rows[:n] = [chunk.row if chunk.reads_pending else self._num_rows for chunk in chunks]
-        for number, (start, place) in enumerate(zip(starts, places, strict=True)):
-            if start >= len(place.prompt.token_ids):
-                out.positions[:, number] = place.first_answer_position + start - len(place.prompt.token_ids)
-            else:
-                out.positions[:, number] = place.prompt.positions[:, start]
+        out.positions[:, :n] = [
+            place.first_answer_position + start - len(place.prompt.token_ids)
+            if start >= len(place.prompt.token_ids)
+            else place.prompt.positions[0, start]
+            for start, place in zip(starts, places, strict=True)
+        ]
         out.slots[:n] = [
             chunk.pages[start // page_size] * page_size + start % page_size
             for chunk, start in zip(chunks, starts, strict=True)
         ]
+        out.feature_slots[:n] = self._num_features
         out.context_lengths[:n] = starts
         out.context_lengths[:n] += 1
         out.cu_seqlens[:] = np.arange(len(out.cu_seqlens))
-        if n < len(out.slots):
-            out.token_ids[n:] = 0
-            out.pending_rows[n:] = self._num_rows
-            out.positions[:, n:] = 0
-            out.slots[n:] = self._num_slots
-            out.context_lengths[n:] = 0
+        self._fill_nobody(out, n)
+        out.context_lengths[n:] = 0
 
     def fill(self, out: StepNumbers[Ints], chunks: Sequence[Chunk], places: Sequence[Place]) -> None:
-        """Any step, cut exactly."""
-        page_size, token, sample, feature = self._page_size, 0, 0, 0
+        """Any step. Places beyond those of the chunks get nobody."""
+        page_size, token, sample = self._page_size, 0, 0
         self._list_pages(out, chunks, places)
         out.cu_seqlens[0] = 0
         out.pending_rows[:] = self._num_rows
+        out.feature_slots[:] = self._num_features
         for number, (chunk, place) in enumerate(zip(chunks, places, strict=True)):
             end = token + chunk.num_tokens
             if chunk.reads_pending:
@@ -171,12 +156,24 @@ class StepBuilder:
             out.slots[token:end] = self._table[chunk.row, index // page_size] * page_size + index % page_size
             out.cu_seqlens[number + 1] = end
             out.context_lengths[number] = chunk.end
-            feature = _fill_features(out, feature, chunk, token)
+            _fill_features(out.feature_slots[token:end], chunk)
             if chunk.samples:
                 count = 1 + len(chunk.drafts)
                 out.sampled[sample : sample + count] = np.arange(end - count, end)
                 sample += count
             token = end
+        out.cu_seqlens[len(chunks) + 1 :] = token  # requests without new tokens
+        out.context_lengths[len(chunks) :] = 0
+        out.sampled[sample:] = 0
+        self._fill_nobody(out, token)
+
+    def _fill_nobody(self, out: StepNumbers[Ints], start: int) -> None:
+        """Tokens of no request: they are computed and stored nowhere."""
+        out.token_ids[start:] = 0
+        out.pending_rows[start:] = self._num_rows
+        out.positions[:, start:] = 0
+        out.slots[start:] = self._num_slots
+        out.feature_slots[start:] = self._num_features
 
     def _list_pages(self, out: StepNumbers[Ints], chunks: Sequence[Chunk], places: Sequence[Place]) -> None:
         for chunk, place in zip(chunks, places, strict=True):
@@ -200,27 +197,20 @@ def table_width(longest: int, page_size: int) -> int:
     return -(-longest // (page_size * 16)) * 16
 
 
-def num_features(chunk: Chunk) -> int:
-    """Tokens of the chunk that are image features."""
-    return sum(min(placed.image.end, chunk.end) - max(placed.image.start, chunk.start) for placed in chunk.images)
-
-
 def feature_slots(places: Sequence[int], start: int, end: int) -> NDArray[np.int64]:
     """Where in the image pool tokens start .. end of an image lie."""
     index = np.arange(start, end)
     return np.asarray(places)[index // IMAGE_PAGE] * IMAGE_PAGE + index % IMAGE_PAGE
 
 
-def _fill_features(out: StepNumbers[Ints], feature: int, chunk: Chunk, first_token: int) -> int:
-    """Say which tokens are image features; the number of features filled in so far."""
+def _fill_features(out: Ints, chunk: Chunk) -> None:
+    """Say where the features of the chunk's images lie."""
     for placed in chunk.images:
         image = placed.image
         start, end = max(image.start, chunk.start), min(image.end, chunk.end)
-        stop = feature + end - start
-        out.feature_tokens[feature:stop] = np.arange(start, end) + (first_token - chunk.start)
-        out.feature_slots[feature:stop] = feature_slots(placed.places, start - image.start, end - image.start)
-        feature = stop
-    return feature
+        out[start - chunk.start : end - chunk.start] = feature_slots(
+            placed.places, start - image.start, end - image.start
+        )
 
 
 class StepBuffers:
@@ -232,25 +222,27 @@ class StepBuffers:
     def __init__(self, capacity: int, device: torch.device) -> None:
         is_gpu = device.type == "cuda"
         self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=is_gpu) for _ in range(2)]
-        self._arrays = [host.numpy() for host in self._hosts]
-        self.device = torch.zeros(capacity, dtype=torch.int32, device=device) if is_gpu else None
+        self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if is_gpu else None
         self._turn = 0
 
     @property
     def capacity(self) -> int:
         """Numbers a step may have."""
-        return len(self._arrays[0])
+        return len(self._hosts[0])
+
+    @property
+    def uploaded(self) -> Tensor:
+        """What was uploaded last, on the device. On a GPU it is always the same memory."""
+        return self._hosts[self._turn] if self._device is None else self._device
 
     def next_host(self) -> Ints:
         """The array to fill for the next step."""
         self._turn = 1 - self._turn
-        array: Any = self._arrays[self._turn]
-        return array  # type: ignore[no-any-return]
+        array: Ints = self._hosts[self._turn].numpy()
+        return array
 
     def upload(self, total: int) -> Tensor:
-        """What was filled last, on the device; nothing is waited for."""
-        host = self._hosts[self._turn][:total]
-        if self.device is None:
-            return host
-        self.device[:total].copy_(host, non_blocking=True)
-        return self.device
+        """Send what was filled last; nothing is waited for."""
+        if self._device is not None:
+            self._device[:total].copy_(self._hosts[self._turn][:total], non_blocking=True)
+        return self.uploaded

@@ -131,7 +131,7 @@ class EngineCore:
     # -------------------------------------------------------------- a step
 
     def step(self) -> None:
-        """Plan and launch the next step, then take in the one before; when there is nothing to do, check the books."""
+        """Plan and launch the next step, then take in the one before."""
         plan = self.scheduler.plan(self._pace.budget())
         before, self._under_way = self._under_way, None
         if plan is not None:
@@ -141,13 +141,18 @@ class EngineCore:
         if self._lookup is not None and self._under_way is not None:
             under_way, self._under_way = self._under_way, None
             self._take_in(under_way)
-        if not self.has_work and not self._is_checked:
-            self.check()
+
+    @property
+    def wants_check(self) -> bool:
+        """Whether there is nothing to do, and the books have not been checked since there was."""
+        return not self.has_work and not self._is_checked
 
     def check(self) -> None:
         """Raise AssertionError if anything was lost or is owned twice."""
-        self.scheduler.check()
-        assert self.scheduler.has_work or self.scheduler.is_idle_clean(), "nobody is here, but pages are owned"
+        if self.scheduler.has_work:
+            self.scheduler.check()
+        else:
+            assert self.scheduler.is_idle_clean(), "nobody is here, but pages are owned"
         assert self.scheduler.has_work or self._runner.num_admitted == 0, "nobody is here, but prompts are kept"
         self._is_checked = True
 

@@ -42,6 +42,9 @@ from saccade.processor.image import MediaLimits
 
 logger = logging.getLogger(__name__)
 
+_IDLE_S = 1.0
+"""Without work for so long, the engine checks its books: pages, images, rows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerPart:
@@ -211,8 +214,11 @@ class Engine:
         """Do what is in the inbox. False: the engine is to close."""
         while True:
             try:
-                command = self._inbox.get(block=waits)
+                command = self._inbox.get(waits, _IDLE_S if self._core.wants_check else None)
             except queue.Empty:
+                if waits:
+                    self._core.check()
+                    continue
                 return True
             if command is None:
                 return False

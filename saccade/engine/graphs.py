@@ -1,50 +1,76 @@
-"""Recorded steps: where every request computes one token, the whole forward is replayed from a CUDA graph.
+"""Recorded steps: a forward that has been run before is replayed from a CUDA graph, one launch instead of hundreds.
 
-A graph is recorded for a number of requests (rounded up) and a bound on their length (rounded up), when a step of that size comes
-for the second time; the first has run as it is and thereby compiled every kernel. Recording runs nothing and takes a few
-milliseconds, so starting up waits for none of it.
+A step is rounded up to one of a few sizes. A size is recorded when it comes for the second time; the first has run as it is and
+thereby compiled every kernel. Recording runs nothing and takes milliseconds, so starting up waits for none of it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+_TOKENS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+"""Tokens of recorded steps with prompts. Larger ones keep the GPU busy long enough for the host to launch them."""
+_REQUESTS = (4, 16, 64, 256, 1024)
 _SHORTEST_BOUND = 1024
+_MAX_RECORDED = 128
 
 
-class GraphSize(NamedTuple):
-    """What a recorded step is made for."""
+class StepSize(NamedTuple):
+    """What a recorded step is made for: so many tokens, requests and sampled places, of requests up to a length."""
 
+    num_tokens: int
     num_requests: int
+    num_samples: int
     max_context: int
 
+    @property
+    def is_answers(self) -> bool:
+        """Whether every request computes one token, and samples behind it."""
+        return self.num_tokens == self.num_requests
 
-def graph_size(num_requests: int, longest: int, *, max_requests: int, max_length: int) -> GraphSize:
-    """The smallest recorded size that takes this step. Few sizes, so that a size is soon seen again."""
+
+def answers_size(num_requests: int, longest: int, max_length: int) -> StepSize:
+    """The recorded size that takes a step of this many answers."""
     if num_requests <= 8:
         rounded = 1 << (num_requests - 1).bit_length()
     elif num_requests <= 64:
         rounded = -(-num_requests // 8) * 8
     else:
         rounded = -(-num_requests // 32) * 32
+    return StepSize(rounded, rounded, rounded, _length_bound(longest, max_length))
+
+
+def mixed_size(num_tokens: int, num_requests: int, num_samples: int, longest: int, max_length: int) -> StepSize | None:
+    """The recorded size that takes a step with prompts or guesses. None: it is too large to be worth it."""
+    if num_tokens > _TOKENS[-1] or num_requests > _REQUESTS[-1]:
+        return None
+    tokens = _TOKENS[bisect_left(_TOKENS, num_tokens)]
+    requests = _REQUESTS[bisect_left(_REQUESTS, num_requests)]
+    samples = requests if num_samples <= requests else tokens
+    # One token more than requests at least, or it would be taken for a step of answers.
+    return StepSize(max(tokens, requests + 1), requests, samples, _length_bound(longest, max_length))
+
+
+def _length_bound(longest: int, max_length: int) -> int:
     bound = _SHORTEST_BOUND
     while bound < longest:
         bound *= 4
-    return GraphSize(max(num_requests, min(rounded, max_requests)), min(bound, max(max_length, longest)))
+    return min(bound, max(max_length, longest))
 
 
 class Graphs:
     """The recordings of one runner. All run on one stream and share their memory."""
 
-    def __init__(self, forward: Callable[[GraphSize], Tensor]) -> None:
-        """`forward` queues the step of a size on the current stream and returns its logits, in memory that stays."""
+    def __init__(self, forward: Callable[[StepSize], Tensor]) -> None:
+        """`forward` queues the step of a size on the current stream and returns its logits."""
         self._forward = forward
-        self._seen: set[GraphSize] = set()
-        self._recorded: dict[GraphSize, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._seen: set[StepSize] = set()
+        self._recorded: dict[StepSize, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
 
     @property
@@ -52,19 +78,18 @@ class Graphs:
         """Sizes recorded so far."""
         return len(self._recorded)
 
-    def run(self, size: GraphSize) -> Tensor:
+    def run(self, size: StepSize) -> Tensor:
         """The logits of the step whose numbers lie in the buffer. They are overwritten by the next step."""
-        if size in self._recorded:
-            graph, logits = self._recorded[size]
-        elif size in self._seen:
-            graph, logits = self._record(size)
-        else:
-            self._seen.add(size)
-            return self._forward(size)
+        if size not in self._recorded:
+            if size not in self._seen or len(self._recorded) >= _MAX_RECORDED:
+                self._seen.add(size)
+                return self._forward(size)
+            self._record(size)
+        graph, logits = self._recorded[size]
         graph.replay()
         return logits
 
-    def _record(self, size: GraphSize) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _record(self, size: StepSize) -> None:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -75,4 +100,3 @@ class Graphs:
         finally:
             graph.capture_end()
         self._recorded[size] = graph, logits
-        return graph, logits

@@ -118,15 +118,23 @@ class PagePool:
         for page in chain.from_iterable(owned):
             owners[page] += 1
         for page in range(self.num_pages) if owners != self._owners else ():
-            assert owners[page] == self._owners[page], f"page {page} has {owners[page]} owners, the books say {self._owners[page]}"
-        places = [*self._unused, *self._kept, *(page for page, num in enumerate(owners) if num)]
+            assert owners[page] == self._owners[page], (
+                f"page {page} has {owners[page]} owners, the books say {self._owners[page]}"
+            )
+        places = [*self._unused, *self._kept, *[page for page, num in enumerate(owners) if num]]
         wrong = Counter(places) if sorted(places) != list(range(self.num_pages)) else {}
         for page in range(self.num_pages) if wrong else ():
             assert wrong[page] == 1, f"page {page} is in {wrong[page]} of: unused, kept, owned"
-        assert self._kept.keys() <= self._key_of.keys(), f"pages {self._kept.keys() - self._key_of.keys()} are kept without key"
-        assert self._key_of.keys().isdisjoint(self._unused), f"pages {self._key_of.keys() & set(self._unused)} are unused with key"
+        assert self._kept.keys() <= self._key_of.keys(), (
+            f"pages {self._kept.keys() - self._key_of.keys()} are kept without key"
+        )
+        assert self._key_of.keys().isdisjoint(self._unused), (
+            f"pages {self._key_of.keys() & set(self._unused)} are unused with key"
+        )
         found = dict(zip(self._key_of.values(), self._key_of, strict=True))
-        assert found == self._page_of, f"pages {set(self._key_of) ^ set(self._page_of.values())} are found under another key or none"
+        assert found == self._page_of, (
+            f"pages {set(self._key_of) ^ set(self._page_of.values())} are found under another key or none"
+        )
 
     def _forget_oldest(self) -> int:
         page = next(iter(self._kept))

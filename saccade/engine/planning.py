@@ -60,20 +60,22 @@ class Planning:
 
     def _serve_running(self) -> None:
         running = self._roster.running
-        self._num_answering = sum([ticket.num_missing == 1 for ticket in running])
-        index = 0
-        while index < len(running):  # who is preempted stands behind the one being served, or is that one
-            self._serve(running[index])
-            index += 1
+        all_missing = [ticket.num_missing for ticket in running]
+        self._num_answering = all_missing.count(1)
+        for index, num_missing in enumerate(all_missing):
+            if index >= len(running):  # who is preempted stands behind the one being served, or is that one
+                break
+            if num_missing:
+                self._serve(running[index], num_missing)
 
-    def _serve(self, ticket: Ticket) -> None:
+    def _serve(self, ticket: Ticket, num_missing: int) -> None:
         """Give a running request its share of the step; for want of pages it may be preempted instead."""
-        num_missing, budget = ticket.num_missing, self._tokens_left
+        budget = self._tokens_left
         if num_missing == 1:
             self._num_answering -= 1
         else:
             budget = min(num_missing, budget - self._num_answering, self._prompt_tokens_left)
-        if num_missing == 0 or budget <= 0:
+        if budget <= 0:
             return
         start, num_images = ticket.request.num_computed, len(self.images)
         end = self._enter_images(ticket, start + min(num_missing, budget))
@@ -121,20 +123,22 @@ class Planning:
         roster = self._roster
         if not roster.waiting or not roster.has_row or self._budget <= 0:
             return
-        num_promised = sum(self._num_lacking(ticket.request) for ticket in roster.running)
+        num_promised = sum(self._num_lacking(ticket) for ticket in roster.running)
         while roster.waiting and roster.has_row and self._budget > 0:
             ticket = roster.waiting[0]
             if not self._admit(ticket, num_promised):
                 break  # nobody passes it
-            num_promised += self._num_lacking(ticket.request)
+            num_promised += self._num_lacking(ticket)
 
     @property
     def _budget(self) -> int:
         return min(self._tokens_left, self._prompt_tokens_left)
 
-    def _num_lacking(self, request: Request) -> int:
+    def _num_lacking(self, ticket: Ticket) -> int:
         """Pages that the tokens it has will still take."""
-        return max(0, self._roster.pages.num_pages_for(request.num_tokens) - len(request.pages))
+        request = ticket.request
+        num_tokens = min(request.num_tokens, ticket.limit - 1)  # its last token is never computed
+        return max(0, self._roster.pages.num_pages_for(num_tokens) - len(request.pages))
 
     def _admit(self, ticket: Ticket, num_promised: int) -> bool:
         """Let a request run, if it can compute at least one token in this step."""

@@ -44,7 +44,8 @@ from saccade.processor.processor import (
 
 _AHEAD = 2
 """Images read for each worker before it can take them. More would only take memory."""
-_PICTURE_LOCKS = 64
+_PICTURE_LOCKS = 61
+"""A prime: the ids of objects are multiples of 16."""
 _Value = TypeVar("_Value")
 
 

@@ -46,6 +46,8 @@ PATIENCE_S = 600.0
 """A worker that takes longer for one image or text is taken for stuck and ended."""
 _KEPT_BYTES = 32 * 2**20
 """Larger inboxes and outboxes are emptied after use; smaller ones stay, since fresh memory is slow."""
+_MAX_TOKENS = 2**24
+"""No text has more."""
 _MAX_ANSWER_BYTES = 2**20
 """No description a worker gives is longer."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -95,7 +97,7 @@ class WorkerPool:
         vocab_size = self.facts.vocab_size
 
         def read(answer: dict[str, Any], worker: _Worker) -> list[int]:
-            ids = worker.read_outbox((_whole(answer.get("num_tokens")),), np.int64)
+            ids = worker.read_outbox((_whole(answer.get("num_tokens"), _MAX_TOKENS),), np.int64)
             if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
                 raise WorkerLostError("it gave tokens that are not in the vocabulary")
             found: list[int] = ids.tolist()
@@ -108,10 +110,10 @@ class WorkerPool:
         facts = self.facts.of(work.kind)
 
         def read(answer: dict[str, Any], worker: _Worker) -> MadeImage:
-            key, grid, time_step = _check_image(answer, work, facts)
+            grid, time_step = _check_image(answer, work, facts)
             patches = worker.read_outbox((math.prod(grid), facts.patch_dim), np.uint8)
             patches.flags.writeable = False
-            return MadeImage(key, grid, time_step, patches)
+            return MadeImage(_check_key(worker.hear()), grid, time_step, patches)
 
         return self._ask({"image": work.describe()}, work.sources, read)
 
@@ -196,12 +198,14 @@ class WorkerPool:
         self._idle.put(None)
 
     def _start_all(self) -> Facts:
-        started: list[_Worker | None] = []
+        num_open = self._num_workers
         try:
-            started += [self._start_worker() for _ in range(self._num_workers)]
+            while num_open:
+                self._idle.put(self._start_worker())
+                num_open -= 1
         finally:
-            for worker in started + [None] * (self._num_workers - len(started)):
-                self._idle.put(worker)
+            for _ in range(num_open):
+                self._idle.put(None)
         assert self._foreman is not None, "the foreman has started the workers"
         return self._foreman.facts
 
@@ -245,8 +249,13 @@ class _Worker:
         position = 0
         for source in sources:
             position += self._inbox.write(source.data, position)
-        try:
+        with contextlib.suppress(OSError):  # if it has died, there will be no answer
             send(self._connection, question)
+        return self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        """What it says next."""
+        try:
             answer = receive(self._connection, _MAX_ANSWER_BYTES)
         except TimeoutError as error:
             raise WorkerLostError(f"no answer in {PATIENCE_S:.0f} s") from error
@@ -277,7 +286,13 @@ class _Worker:
         """Whether it is alive and has nothing to say, as it should be when it was asked nothing."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
-        return not poll.poll(0)
+        if not poll.poll(0):
+            return True
+        try:
+            self._has_ended = not self._connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            self._has_ended = True
+        return False
 
     def hang_up(self) -> None:
         """End the conversation; another thread that waits for an answer gets an error."""
@@ -352,23 +367,19 @@ class _Foreman:
 # ------------------------------------------------------------------ checking what workers say
 
 
-def _whole(value: object) -> int:
+def _whole(value: object, maximum: int) -> int:
     """A count."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**40:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= maximum:
         raise WorkerLostError("it gave something else than a count")
     return value
 
 
-def _check_image(
-    answer: dict[str, Any], work: ImageWork, facts: VisualFacts
-) -> tuple[bytes, tuple[int, int, int], float]:
-    """Key, grid and time step, if such an image can have come of the work."""
-    key, grid, time_step = answer.get("key"), answer.get("grid"), answer.get("time_step")
-    if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
-        raise WorkerLostError("it gave no key")
+def _check_image(answer: dict[str, Any], work: ImageWork, facts: VisualFacts) -> tuple[tuple[int, int, int], float]:
+    """Grid and time step, if such an image can have come of the work."""
+    grid, time_step = answer.get("grid"), answer.get("time_step")
     if not isinstance(grid, list) or len(grid) != 3:
         raise WorkerLostError("it gave no grid")
-    pairs, rows, columns = map(_whole, grid)
+    pairs, rows, columns = (_whole(number, _MAX_TOKENS) for number in grid)
     is_possible = (
         pairs == math.ceil(len(work.sources) / facts.frames_per_patch)
         and 0 < rows * columns <= facts.max_patches
@@ -378,7 +389,14 @@ def _check_image(
         raise WorkerLostError(f"it gave the grid {grid}, which no such image has")
     if not isinstance(time_step, float) or not 0 < time_step < 2**31:
         raise WorkerLostError("it gave no time step")
-    return bytes.fromhex(key), (pairs, rows, columns), time_step
+    return (pairs, rows, columns), time_step
+
+
+def _check_key(answer: dict[str, Any]) -> bytes:
+    key = answer.get("key")
+    if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
+        raise WorkerLostError("it gave no key")
+    return bytes.fromhex(key)
 
 
 def _told_error(answer: dict[str, Any]) -> Exception:

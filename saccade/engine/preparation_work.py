@@ -150,12 +150,24 @@ class Workshop:
 
     def image(self, work: ImageWork) -> MadeImage:
         """Decode, resize, cut, hash. Errors name the frame, but not which image it was."""
+        visual = self.cut(work)
+        return MadeImage(self.key(work.kind, visual), visual.grid, visual.span.time_step, visual.patches)
+
+    def cut(self, work: ImageWork) -> Visual:
+        """All of it but the hash. The patches are read only."""
         if work.kind == "image":
             visual = self._processor.cut_image(self._pixels(work.sources[0]))
         else:
             visual = self._processor.cut_video(self._frames(work.sources), work.fps)
         visual.patches.flags.writeable = False
-        return MadeImage(self._key(work.kind, visual), visual.grid, visual.span.time_step, visual.patches)
+        return visual
+
+    def key(self, kind: VisualKind, visual: Visual) -> bytes:
+        """Equal for equal features: of the pixels as the model gets them, their arrangement, and how they were made."""
+        made_by = [kind, repr(self._settings[kind]), self._setup.resize]
+        digest = hashlib.sha256(json.dumps([made_by, visual.grid, visual.span.time_step]).encode())
+        digest.update(flat_bytes(visual.patches))
+        return digest.digest()
 
     def warm_up(self) -> None:
         """Do once what is slow the first time."""
@@ -183,13 +195,6 @@ class Workshop:
         if isinstance(source.data, np.ndarray):
             return source.data
         return load_image(source.data.decode() if source.form == "url" else source.data, self._setup.limits)
-
-    def _key(self, kind: VisualKind, visual: Visual) -> bytes:
-        """Equal for equal features: of the pixels as the model gets them, their arrangement, and how they were made."""
-        made_by = [kind, repr(self._settings[kind]), self._setup.resize]
-        digest = hashlib.sha256(json.dumps([made_by, visual.grid, visual.span.time_step]).encode())
-        digest.update(flat_bytes(visual.patches))
-        return digest.digest()
 
 
 def _max_patches(settings: ImageSettings, max_aspect_ratio: float) -> int:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,9 +32,7 @@ def foreman(control_fd: int, engine_pid: int) -> None:
     """Main function of the foreman: get ready once, then fork a worker whenever the engine sends a connection for one."""
     _die_with(engine_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then ends us
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_IGN
-    )  # dead workers are not waited for: the engine sees their connection end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # dead workers vanish: the engine sees their connection end
     torch.set_num_threads(1)
     _keep_freed_memory()
     with socket.socket(fileno=control_fd) as control:
@@ -46,6 +44,7 @@ def foreman(control_fd: int, engine_pid: int) -> None:
             send(control, _describe_error(error))
             return
         gc.freeze()  # what is here now stays shared with the workers
+        own_pid = os.getpid()
         send(control, workshop.facts.to_json())
         while True:
             request, fds, _, _ = socket.recv_fds(control, 1, 3)
@@ -53,16 +52,16 @@ def foreman(control_fd: int, engine_pid: int) -> None:
                 return
             if (pid := os.fork()) == 0:
                 control.close()
-                _live(fds, workshop)
+                _live(fds, workshop, own_pid)
             for fd in fds:
                 os.close(fd)
             send(control, {"pid": pid})
 
 
-def _live(fds: Sequence[int], workshop: Workshop) -> NoReturn:
+def _live(fds: Sequence[int], workshop: Workshop, foreman_pid: int) -> NoReturn:
     """A worker's life, from the fork on."""
     try:
-        _die_with(os.getppid())
+        _die_with(foreman_pid)
         _go_first_when_memory_runs_out()
         _work(socket.socket(fileno=fds[0]), MemoryFile(fds[1]), MemoryFile(fds[2]), workshop)
     except BaseException:
@@ -75,24 +74,28 @@ def _work(connection: socket.socket, inbox: MemoryFile, outbox: MemoryFile, work
     """One question after the other until the connection ends."""
     while (question := receive(connection)) is not None:
         try:
-            answer = _answer(question, inbox, outbox, workshop)
-        except Exception as error:
-            answer = _describe_error(error)
-        try:
-            send(connection, answer)
-        except OSError:
+            for answer in _answers(question, inbox, outbox, workshop):
+                send(connection, answer)
+        except (BrokenPipeError, ConnectionResetError):
             return
+        except Exception as error:
+            send(connection, _describe_error(error))
 
 
-def _answer(question: dict[str, Any], inbox: MemoryFile, outbox: MemoryFile, workshop: Workshop) -> dict[str, Any]:
+def _answers(
+    question: dict[str, Any], inbox: MemoryFile, outbox: MemoryFile, workshop: Workshop
+) -> Iterator[dict[str, Any]]:
+    """An image is answered twice, so that its patches are read over there while they are hashed here."""
     if "messages" in question:
         token_ids = workshop.tokens(question["messages"])
         outbox.write(np.array(token_ids, dtype=np.int64), 0)
-        return {"num_tokens": len(token_ids)}
-    work = question["image"]
-    image = workshop.image(ImageWork(work["kind"], _sources(work["sources"], inbox), work["fps"]))
-    outbox.write(image.patches, 0)
-    return {"key": image.key.hex(), "grid": image.grid, "time_step": image.time_step}
+        yield {"num_tokens": len(token_ids)}
+    else:
+        work = question["image"]
+        visual = workshop.cut(ImageWork(work["kind"], _sources(work["sources"], inbox), work["fps"]))
+        outbox.write(visual.patches, 0)
+        yield {"grid": visual.grid, "time_step": visual.span.time_step}
+        yield {"key": workshop.key(work["kind"], visual).hex()}
 
 
 def _sources(descriptions: Sequence[Sequence[Any]], inbox: MemoryFile) -> list[Source]:

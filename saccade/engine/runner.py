@@ -5,7 +5,7 @@
 Everything is queued on one stream and nothing is waited for; `Launched.read` waits. A token that was sampled but not read yet is
 taken by the next step from `_last_tokens`, on the device.
 
-Legend: T tokens, S sampled places, D decoder width, V vocabulary, M tokens that are image features.
+Legend: T tokens, S sampled places, D decoder width, V vocabulary, M tokens of images.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from saccade.engine.batch import (
     table_width,
 )
 from saccade.engine.config import EngineConfig
-from saccade.engine.graphs import Graphs, GraphSize, graph_size
+from saccade.engine.graphs import Graphs, StepSize, answers_size, mixed_size
 from saccade.engine.image_pool import IMAGE_PAGE
 from saccade.engine.kv_cache import KVCache, PagedAttention
 from saccade.engine.prompt import PreparedImage, TokenPrompt
@@ -160,8 +160,9 @@ class Runner:
                 language, num_pages=num_pages, page_size=config.page_size, kv_format=config.kv_format,
                 dtype=self.dtype, device=self.device,
             )  # fmt: skip
-            num_features = config.image_pool_tokens // IMAGE_PAGE * IMAGE_PAGE
-            self._features = torch.zeros(num_features, language.hidden_size, dtype=self.dtype, device=self.device)
+            self._num_features = config.image_pool_tokens // IMAGE_PAGE * IMAGE_PAGE
+            shape = (self._num_features + 1, language.hidden_size)  # the last row is read for tokens that are none
+            self._features = torch.zeros(shape, dtype=self.dtype, device=self.device)
             self._last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int32, device=self.device)
             self.sampler = Sampler(vocab_size=language.vocab_size, num_rows=config.max_requests, device=self.device)
         max_pages = table_width(max_length, config.page_size)
@@ -170,6 +171,7 @@ class Runner:
             page_size=config.page_size,
             max_pages=max_pages,
             num_slots=self.cache.num_slots,
+            num_features=self._num_features,
         )
         self._buffers = StepBuffers(self._largest_step(max_pages), self.device)
         self._graphs = Graphs(self._recordable) if config.cuda_graphs and self.device.type == "cuda" else None
@@ -178,9 +180,8 @@ class Runner:
 
     def _largest_step(self, max_pages: int) -> int:
         config = self.config
-        tokens = max(config.max_step_tokens, config.max_requests) + 64
-        samples = config.max_requests * (1 + config.max_draft_tokens)
-        return Sizes(tokens, config.max_requests + 32, samples, tokens, max_pages).total
+        tokens = max(config.max_step_tokens, config.max_requests, 2048) + 1024  # with room for rounding up
+        return Sizes(tokens, config.max_requests + 1024, tokens, max_pages).total
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -254,8 +255,9 @@ class Runner:
         with self.on_stream():
             self._begin(chunks, began)
             places = [self._places[chunk.request.id] for chunk in chunks]
-            if self._graphs is not None and all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
-                return self._sample(chunks, self._run_recorded(self._graphs, chunks, places), [])
+            size = None if self._graphs is None else self._size_to_record(chunks)
+            if self._graphs is not None and size is not None:
+                return self._sample(chunks, self._run_recorded(self._graphs, size, chunks, places), [])
             return self._sample(chunks, *self._run(chunks, places))
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -276,47 +278,65 @@ class Runner:
                 self.sampler.begin(rows[request.id], request, self._seeds[request.id])
 
     def _run(self, chunks: Sequence[Chunk], places: Sequence[Place]) -> tuple[Tensor, PromptLogprobs]:
-        sizes = self._builder.sizes(chunks)
+        """The step as it is."""
+        sizes = Sizes(
+            num_tokens=sum(chunk.num_tokens for chunk in chunks),
+            num_requests=len(chunks),
+            num_samples=_num_samples(chunks),
+            table_width=table_width(max(chunk.end for chunk in chunks), self.config.page_size),
+        )
         self._builder.fill(cut(self._host(sizes), sizes), chunks, places)
         step = cut(self._buffers.upload(sizes.total), sizes)
-        max_new = max(chunk.num_tokens for chunk in chunks)
-        hidden_TD = self._decode(step, max_new=max_new, max_context=max(chunk.end for chunk in chunks))
-        logits_SV = self.model.head(hidden_TD.index_select(0, step.sampled))
+        hidden_TD = self._decode(
+            step,
+            max_new=max(chunk.num_tokens for chunk in chunks),
+            max_context=max(chunk.end for chunk in chunks),
+            has_images=any(chunk.images for chunk in chunks),
+        )
+        logits_SV: Tensor = self.model.head(hidden_TD.index_select(0, step.sampled))
         return logits_SV, self._prompt_logprobs(chunks, hidden_TD)
 
-    def _run_recorded(self, graphs: Graphs, chunks: Sequence[Chunk], places: Sequence[Place]) -> Tensor:
+    def _size_to_record(self, chunks: Sequence[Chunk]) -> StepSize | None:
+        """The size of a recording that does this step, if there is to be one."""
         longest = max(chunk.end for chunk in chunks)
-        size = graph_size(
-            len(chunks), longest, max_requests=self.config.max_requests, max_length=self.max_length
-        )  # fmt: skip
-        sizes = self._answer_sizes(size)
-        self._builder.fill_answers(cut(self._host(sizes), sizes), chunks, places)
+        if all(chunk.num_tokens == 1 and chunk.samples and not chunk.images for chunk in chunks):
+            return answers_size(len(chunks), longest, self.max_length)
+        if any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks):
+            return None
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        return mixed_size(num_tokens, len(chunks), _num_samples(chunks), longest, self.max_length)
+
+    def _run_recorded(self, graphs: Graphs, size: StepSize, chunks: Sequence[Chunk], places: Sequence[Place]) -> Tensor:
+        sizes = self._sizes_of(size)
+        fill = self._builder.fill_answers if size.is_answers else self._builder.fill
+        fill(cut(self._host(sizes), sizes), chunks, places)
         self._buffers.upload(sizes.total)
-        return graphs.run(size)[: len(chunks)]
+        return graphs.run(size)[: _num_samples(chunks)]
 
-    def _answer_sizes(self, size: GraphSize) -> Sizes:
-        n = size.num_requests
-        return Sizes(n, n, 0, 0, table_width(size.max_context, self.config.page_size))
+    def _sizes_of(self, size: StepSize) -> Sizes:
+        width = table_width(size.max_context, self.config.page_size)
+        return Sizes(size.num_tokens, size.num_requests, size.num_samples, width)
 
-    def _recordable(self, size: GraphSize) -> Tensor:
-        """Logits of a step of answers whose numbers lie in the device's buffer. Only tensors decide what it does."""
-        assert self._buffers.device is not None, "recorded steps are a GPU's"
-        step = cut(self._buffers.device, self._answer_sizes(size))
-        logits_SV: Tensor = self.model.head(self._decode(step, max_new=1, max_context=size.max_context))
+    def _recordable(self, size: StepSize) -> Tensor:
+        """Logits of the step whose numbers lie in the device's buffer. Only tensors decide what it does."""
+        step = cut(self._buffers.uploaded, self._sizes_of(size))
+        max_new = 1 if size.is_answers else size.num_tokens
+        hidden_TD = self._decode(step, max_new=max_new, max_context=size.max_context, has_images=not size.is_answers)
+        logits_SV: Tensor = self.model.head(hidden_TD if size.is_answers else hidden_TD.index_select(0, step.sampled))
         return logits_SV
 
     def _host(self, sizes: Sizes) -> Ints:
         assert sizes.total <= self._buffers.capacity, f"a step of {sizes} is larger than the buffers"
         return self._buffers.next_host()
 
-    def _decode(self, step: StepNumbers[Tensor], *, max_new: int, max_context: int) -> Tensor:
+    def _decode(self, step: StepNumbers[Tensor], *, max_new: int, max_context: int, has_images: bool) -> Tensor:
         """[T, D]: what the head reads."""
         is_pending = step.pending_rows < self.config.max_requests
         token_ids = torch.where(is_pending, self._last_tokens[step.pending_rows], step.token_ids)
         x_TD: Tensor = self.model.language.embed_tokens(token_ids)
-        if len(step.feature_tokens):
-            features_MD = self._features.index_select(0, step.feature_slots)
-            x_TD = x_TD.index_copy(0, step.feature_tokens.long(), features_MD)
+        if has_images:
+            is_feature = step.feature_slots < self._num_features
+            x_TD = torch.where(is_feature[:, None], self._features.index_select(0, step.feature_slots), x_TD)
         attend = PagedAttention(
             self.cache, self.model.angles(step.positions), step.slots, step.page_table, step.cu_seqlens,
             step.context_lengths, max_new, max_context,
@@ -381,20 +401,25 @@ class Runner:
                 pixels = torch.zeros(side * side, patch_dim, device=self.device)
                 self.model.encode_images(pixels, torch.tensor([[1, side, side]]))
             num_tokens = min(config.max_step_tokens, self.max_length)
-            sizes = Sizes(num_tokens, 1, 1, 0, table_width(num_tokens, config.page_size))
+            sizes = Sizes(num_tokens, 1, 1, table_width(num_tokens, config.page_size))
             step = cut(self._host(sizes), sizes)
             for part in step:
                 part[...] = 0
             step.pending_rows[:] = config.max_requests
             step.slots[:] = self.cache.num_slots
+            step.feature_slots[:] = self._num_features
             step.cu_seqlens[:] = (0, num_tokens)
             step.context_lengths[:] = num_tokens
             on_device = cut(self._buffers.upload(sizes.total), sizes)
-            hidden_TD = self._decode(on_device, max_new=num_tokens, max_context=num_tokens)
+            hidden_TD = self._decode(on_device, max_new=num_tokens, max_context=num_tokens, has_images=True)
             num_samples = min(config.max_requests, num_tokens)
             self.model.head(hidden_TD[:num_samples]).float()
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
+
+
+def _num_samples(chunks: Sequence[Chunk]) -> int:
+    return sum([1 + len(chunk.drafts) for chunk in chunks if chunk.samples])
 
 
 def _int64(values: Sequence[int]) -> NDArray[np.int64]:

@@ -1,13 +1,15 @@
 """The engine's tokens are those of plain generation, however it is cut up, cached, preempted or guessed."""
 
+import dataclasses
 import random
 
 import pytest
-from engine.tiny import make_core, plain, request_of, run_all
+from engine.tiny import make_core, plain, request_of, row_of, run_all
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.request import SamplingParams
+from saccade.model import load_model
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +50,57 @@ def test_two_hundred_random_requests_get_the_tokens_of_plain_generation(folder, 
     ]
     heard = run_all(core, requests, at_once=rng.choice([1, 3, None]))
     assert [collected.token_ids for collected in heard] == [answers[i] for i in chosen]
+
+
+class Replayed:
+    """In the place of recordings on a CPU: steps are rounded up and padded as for a recording, and run as they are."""
+
+    def __init__(self, runner):
+        self.run = runner._recordable
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_rounded_up_to_a_recorded_size_give_the_same_tokens(folder, seed):
+    prompts, answers = plain(folder, 0, 40, 16)
+    core = make_core(folder, settings(seed))
+    core._runner._graphs = Replayed(core._runner)
+    chosen = range(seed * 8, seed * 8 + 8)
+    requests = [
+        (request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(answers[i]))), prompts[i]) for i in chosen
+    ]
+    assert [heard.token_ids for heard in run_all(core, requests, at_once=3)] == [answers[i] for i in chosen]
+
+
+def test_log_probabilities_equal_those_of_the_training_forward(folder):
+    prompts, _ = plain(folder, 0, 40, 16)
+    config = EngineConfig(num_pages=400, page_size=8, max_length=550, max_requests=4, max_step_tokens=64)
+    sampling = SamplingParams(max_tokens=10, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    requests = [(request_of(f"r{i}", prompt, sampling), prompt) for i, prompt in enumerate(prompts[:8])]
+    model = load_model(folder, device="cpu").requires_grad_(False)
+    for (_, prompt), heard in zip(requests, run_all(make_core(folder, config), requests), strict=True):
+        expected = model(row_of(prompt, heard.token_ids)).log_softmax(-1)
+        tokens = [*prompt.token_ids, *heard.token_ids]
+        entries = [*heard.prompt_logprobs, *heard.logprobs]
+        assert len(entries) == len(tokens) - 1
+        for number, entry in enumerate(entries):
+            assert entry.token_id == tokens[number + 1]
+            assert entry.logprob == pytest.approx(float(expected[number, entry.token_id]), abs=1e-4)
+            best = expected[number].topk(len(entry.top))
+            assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(folder):
+    prompts, _ = plain(folder, 0, 40, 16)
+    config = EngineConfig(num_pages=100, page_size=16, max_length=550, max_requests=8, max_step_tokens=64)
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.95, seed=7)
+    alone = [
+        run_all(make_core(folder, config), [(request_of("r", prompts[i], sampling), prompts[i])])[0] for i in (0, 1)
+    ]
+    crowd = [(request_of(f"r{i}", prompt, sampling), prompt) for i, prompt in enumerate(prompts[:10])]
+    together = run_all(make_core(folder, config), crowd)
+    assert [heard.token_ids for heard in together[:2]] == [heard.token_ids for heard in alone]
+    drafting = dataclasses.replace(config, max_draft_tokens=4)
+    guessed = run_all(
+        make_core(folder, drafting), [(request_of(f"d{i}", p, sampling), p) for i, p in enumerate(prompts[:2])]
+    )
+    assert [heard.token_ids for heard in guessed] == [heard.token_ids for heard in alone]

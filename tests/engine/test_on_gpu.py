@@ -5,13 +5,12 @@ import warnings
 
 import pytest
 import torch
-from engine.tiny import make_core, plain, request_of, run_all
+from engine.tiny import make_core, plain, request_of, row_of, run_all
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.request import SamplingParams
 from saccade.model import load_model
-from saccade.processor import ModelInputs
 
 pytestmark = pytest.mark.gpu
 
@@ -48,46 +47,32 @@ def test_tokens_are_those_of_plain_generation_on_the_cpu(folder, changes):
     assert [collected.token_ids for collected in heard] == answers
 
 
-@pytest.mark.parametrize(("kv_format", "bound"), [("model", 0.02), ("fp8", 0.1), ("int8", 0.05)])
-def test_log_probabilities_are_those_of_the_training_forward_within_bf16(folder, kv_format, bound):
+@pytest.mark.parametrize(("kv_format", "times"), [("model", 1.5), ("int8", 2.5), ("fp8", 8.0)])
+def test_log_probabilities_are_as_near_to_fp32_as_those_of_the_training_forward(folder, kv_format, times):
+    """In bf16 both are off; the engine by no more than `times` the training forward's own distance (RMS)."""
     prompts, _ = plain(folder, 0, 40, 16)
     core = make_core(folder, dataclasses.replace(CONFIG, kv_format=kv_format), device="cuda", dtype="bf16")
     sampling = SamplingParams(max_tokens=12, logprobs=0, ignore_eos=True)
-    requests = [(request_of(f"r{i}", prompt, sampling), prompt) for i, prompt in enumerate(prompts[:12])]
+    requests = [(request_of(f"r{i}", prompt, sampling), prompt) for i, prompt in enumerate(prompts[:24])]
     heard = run_all(core, requests)
-    model = load_model(folder, device="cuda", dtype="bf16").requires_grad_(False)
+    models = {dtype: load_model(folder, device="cuda", dtype=dtype).requires_grad_(False) for dtype in ("fp32", "bf16")}
+    of_engine, of_training = [], []
     for prompt, collected in zip(prompts, heard, strict=False):
+        ids = torch.tensor(collected.token_ids)[:, None]
+        row = row_of(prompt, collected.token_ids).to("cuda")
         with torch.no_grad():
-            logits = model(row_of(prompt, collected.token_ids).to("cuda"))
-        expected = logits.log_softmax(-1, dtype=torch.float32)[len(prompt.token_ids) - 1 : -1].cpu()
-        found = torch.tensor([entry.logprob for entry in collected.logprobs])
-        wanted = expected.gather(1, torch.tensor(collected.token_ids)[:, None])[:, 0]
-        assert (found - wanted).abs().max() < bound
-
-
-def row_of(prompt, answer) -> ModelInputs:
-    """Prompt and answer as one row of training."""
-    from saccade.processor.inputs import patch_segments
-
-    num_prompt, first = len(prompt.token_ids), int(prompt.positions.max()) + 1
-    later = torch.arange(first, first + len(answer)).expand(3, -1)
-    grids = torch.tensor([image.grid for image in prompt.images], dtype=torch.int64).reshape(-1, 3)
-    index = [i for image in prompt.images for i in range(image.span.start, image.span.end)]
-    patches = [torch.from_numpy(image.patches) for image in prompt.images]
-    num_tokens = num_prompt + len(answer)
-    return ModelInputs(
-        token_ids=torch.tensor([*prompt.token_ids, *answer]),
-        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
-        positions=torch.cat([torch.from_numpy(prompt.positions.copy()), later], dim=1),
-        is_learned=torch.zeros(num_tokens, dtype=torch.bool),
-        patches=torch.cat(patches) if patches else torch.zeros(0, 1176, dtype=torch.uint8),
-        patch_cu_seqlens=patch_segments(grids),
-        image_grids=grids,
-        image_token_index=torch.tensor(index, dtype=torch.int64),
-        pixel_mean=(0.48145466, 0.4578275, 0.40821073),
-        pixel_std=(0.26862954, 0.26130258, 0.27577711),
-        max_seqlen=num_tokens,
-    )
+            exact, rounded = (
+                model(row)
+                .log_softmax(-1, dtype=torch.float32)[len(prompt.token_ids) - 1 : -1]
+                .cpu()
+                .gather(1, ids)[:, 0]
+                for model in (models["fp32"], models["bf16"])
+            )
+        of_engine.append(torch.tensor([entry.logprob for entry in collected.logprobs]) - exact)
+        of_training.append(rounded - exact)
+    engine, training = (torch.cat(errors).square().mean().sqrt() for errors in (of_engine, of_training))
+    print(f"{kv_format}: engine {engine:.5f}, training forward {training:.5f}")
+    assert engine < times * training
 
 
 def test_launching_a_step_waits_for_nothing(folder):

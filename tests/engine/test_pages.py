@@ -105,7 +105,7 @@ def test_nothing_is_found_after_forgetting():
 def test_the_check_names_a_page_whose_owners_are_miscounted(owned):
     pool = PagePool(2, 16)
     assert pool.allocate(1) == [0]
-    with pytest.raises(AssertionError, match="page [01] has"):
+    with pytest.raises(AssertionError, match=r"page [01] has"):
         pool.check(owned)
 
 

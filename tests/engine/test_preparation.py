@@ -530,13 +530,16 @@ def test_workers_do_not_end_with_the_thread_that_asked_for_them(checkpoint):
 
 FACTS = VisualFacts(token_id=9, merge_size=2, patch_dim=6, frames_per_patch=2, max_patches=64)
 WORK = ImageWork("image", [Source("file", b"encoded")])
-IMAGE = {"key": "0f" * 32, "grid": [1, 4, 6], "time_step": 1.0}
+IMAGE = {"grid": [1, 4, 6], "time_step": 1.0}
 
 
 def test_what_a_worker_says_of_an_image_is_believed_only_if_it_can_be():
-    assert preparation_pool._check_image(IMAGE, WORK, FACTS) == (b"\x0f" * 32, (1, 4, 6), 1.0)
+    assert preparation_pool._check_image(IMAGE, WORK, FACTS) == ((1, 4, 6), 1.0)
+    assert preparation_pool._check_key({"key": "0f" * 32}) == b"\x0f" * 32
+    for key in (None, 3, "", "0f" * 31, "0F" * 32, ["0f" * 32], "0f" * 31 + "\n0"):
+        with pytest.raises(preparation_pool.WorkerLostError):
+            preparation_pool._check_key({"key": key})
     wrong = {
-        "key": [None, 3, "", "0f" * 31, "0F" * 32, ["0f" * 32], "0f" * 31 + "\n0"],
         "grid": [
             None, 24, [4, 6], [1, 4, 6, 1], [2, 4, 6], [0, 4, 6], [1, 3, 6], [1, 4, -6], [1, 0, 6], [1, 4, "6"], [1, 4, 6.0],
             [1, 4, True], [1, 2**20, 2**20], [1, 8, 10], {"0": 1},

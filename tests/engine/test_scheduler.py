@@ -210,7 +210,7 @@ def test_who_is_urgent_passes_but_only_finitely_many_do():
 
 def test_a_small_request_does_not_pass_a_large_one_that_waits_for_pages():
     scheduler = make(num_pages=10, keeps_prefixes=False)
-    added(scheduler, ask("a", 16, max_tokens=8), ask("large", 30), ask("small", 2))
+    added(scheduler, ask("a", 16, max_tokens=8), ask("large", 30), ask("small", 2, max_tokens=1))
     assert sizes(step(scheduler)) == {"a": 16}
     assert scheduler.num_waiting == 2
     plans = finish_all(scheduler)
@@ -298,14 +298,9 @@ def test_the_last_token_is_computed_in_a_copy_of_its_page():
     assert (plan.chunks[0].start, plan.chunks[0].num_tokens, again.num_cached) == (7, 1, 7)
     assert source == last
     assert plan.chunks[0].pages[1] == target
-    assert scheduler.pages.find(again_key(again, scheduler, 1)) == last
+    assert not scheduler.pages.is_writable(source)
+    assert scheduler.pages.is_writable(target)
     finish_all(scheduler)
-
-
-def again_key(request, scheduler, index):
-    from saccade.engine.ticket import Ticket
-
-    return Ticket(request, 200).page_key(index, scheduler.pages.page_size)
 
 
 def test_a_page_that_is_copied_from_is_not_written_in_the_same_step():
@@ -401,7 +396,7 @@ def test_an_image_larger_than_a_chunk_is_encoded_once():
 
 
 def test_a_popular_image_does_not_keep_others_waiting_for_ever():
-    scheduler = make(image_places=1, max_step_tokens=4, keeps_prefixes=False)
+    scheduler = make(image_places=1, max_step_tokens=8, keeps_prefixes=False)
     names = iter(range(1000))
     added(scheduler, ask(f"popular-{next(names)}", 12, [image(b"p", 0, 12)], max_tokens=1))
     [other] = added(scheduler, ask("other", 12, [image(b"o", 3, 8)], max_tokens=1))

@@ -4,6 +4,7 @@ import functools
 import random
 
 import numpy as np
+import torch
 from model.hugging_face import picture
 
 from saccade.engine.config import EngineConfig
@@ -15,6 +16,7 @@ from saccade.engine.runner import PixelScale
 from saccade.model import load_model
 from saccade.model.generation import generate
 from saccade.processor import ModelInputs, Processor
+from saccade.processor.inputs import patch_segments
 
 
 def prompt_of(inputs: ModelInputs, merge: int = 2) -> TokenPrompt:
@@ -81,6 +83,29 @@ def run_all(core: EngineCore, requests, at_once: int | None = None, max_steps: i
     assert all(collected.num_endings == 1 for collected in heard)
     core.check()
     return heard
+
+
+def row_of(prompt, answer) -> ModelInputs:
+    """Prompt and answer as one row of training."""
+    num_prompt, first = len(prompt.token_ids), int(prompt.positions.max()) + 1
+    later = torch.arange(first, first + len(answer)).expand(3, -1)
+    grids = torch.tensor([image.grid for image in prompt.images], dtype=torch.int64).reshape(-1, 3)
+    index = [i for image in prompt.images for i in range(image.span.start, image.span.end)]
+    patches = [torch.from_numpy(image.patches) for image in prompt.images]
+    num_tokens = num_prompt + len(answer)
+    return ModelInputs(
+        token_ids=torch.tensor([*prompt.token_ids, *answer]),
+        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
+        positions=torch.cat([torch.from_numpy(prompt.positions.copy()), later], dim=1),
+        is_learned=torch.zeros(num_tokens, dtype=torch.bool),
+        patches=torch.cat(patches) if patches else torch.zeros(0, 1176, dtype=torch.uint8),
+        patch_cu_seqlens=patch_segments(grids),
+        image_grids=grids,
+        image_token_index=torch.tensor(index, dtype=torch.int64),
+        pixel_mean=(0.48145466, 0.4578275, 0.40821073),
+        pixel_std=(0.26862954, 0.26130258, 0.27577711),
+        max_seqlen=num_tokens,
+    )
 
 
 PICTURES = [picture(56, 56, 1), picture(84, 56, 2), picture(112, 140, 3), picture(28, 28, 4), picture(60, 90, 5)]

@@ -421,12 +421,14 @@ class Trace:
         self.seen.add("abandoned")
 
     def _update(self, plan: StepPlan, sampled: dict[str, list[int]]) -> None:
-        for request in self.scheduler.update(plan, sampled):
+        ended = self.scheduler.update(plan, sampled)
+        for request in ended:
             answer, reason = self.truths[request.id].answer()
             assert request.answer == answer, f"the answer of {request.id} is wrong"
             assert request.finish_reason == reason, f"{request.id} ended by {request.finish_reason}, not by {reason}"
             self._ends(request)
-        self.scheduler.check()
+        if ended:  # else the next plan is soon enough
+            self.scheduler.check()
         for chunk in plan.chunks:
             request = chunk.request
             assert request.token_ids[-1] == self.truths[request.id].tokens[len(request.token_ids) - 1]
