@@ -1,0 +1,149 @@
+"""What goes wrong with one request stays with it: the others get the tokens they would have had."""
+
+import dataclasses
+
+import pytest
+from engine.tiny import make_core, plain, request_of, run_all
+from model.hugging_face import SHAPES, make_checkpoint
+
+from saccade.engine.config import EngineConfig
+from saccade.engine.core import EngineError
+from saccade.engine.request import SamplingParams
+from saccade.engine.runner import Runner
+from saccade.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("engine") / "checkpoint", SHAPES[0])
+
+
+CONFIG = EngineConfig(num_pages=200, page_size=8, max_length=550, max_requests=12, max_step_tokens=96, image_pool_tokens=512)
+DOOMED = "doomed"
+
+
+class FailsEncoding(Runner):
+    def encode(self, images):
+        if any(image.request.id.startswith(DOOMED) for image in images):
+            raise RuntimeError("bad image")
+        super().encode(images)
+
+
+class FailsAtOnce(Runner):
+    def run(self, chunks, began):
+        if any(chunk.request.id.startswith(DOOMED) for chunk in chunks):
+            raise RuntimeError("bad request")
+        return super().run(chunks, began)
+
+
+class FailsMidAnswer(Runner):
+    def run(self, chunks, began):
+        if any(chunk.request.id.startswith(DOOMED) and chunk.request.num_answered > 4 for chunk in chunks):
+            raise ValueError("bad token")
+        return super().run(chunks, began)
+
+
+class FailsSampling(Runner):
+    def _sample(self, chunks, logits_SV, prompt_logprobs):
+        if any(chunk.request.id.startswith(DOOMED) for chunk in chunks):
+            raise MemoryError("no memory")
+        return super()._sample(chunks, logits_SV, prompt_logprobs)
+
+
+class FailsBatchesOnly(Runner):
+    """Too large a batch fails; every request by itself is fine."""
+
+    def run(self, chunks, began):
+        if len(chunks) > 3:
+            raise MemoryError("out of memory")
+        return super().run(chunks, began)
+
+
+def load(folder, dooms):
+    """A hundred requests, one in fifty of them (with an image of its own) doomed; and the tokens each should get."""
+    prompts, answers = plain(folder, 1, 50, 12)
+    requests = []
+    for number in range(100):
+        prompt, answer = prompts[number % 50], answers[number % 50]
+        is_doomed = dooms and number % 50 == 20
+        if is_doomed:
+            prompt, answer = next((p, a) for p, a in zip(prompts, answers, strict=True) if p.images and len(a) > 6)
+            images = tuple(
+                dataclasses.replace(
+                    image, span=dataclasses.replace(image.span, key=bytes([number]) + image.span.key[1:])
+                )
+                for image in prompt.images
+            )
+            prompt = dataclasses.replace(prompt, images=images)
+        name = f"{DOOMED if is_doomed else 'r'}-{number}"
+        requests.append(((request_of(name, prompt, SamplingParams(max_tokens=len(answer))), prompt), answer))
+    return [request for request, _ in requests], [answer for _, answer in requests]
+
+
+@pytest.mark.parametrize("kind", [FailsEncoding, FailsAtOnce, FailsMidAnswer, FailsSampling])
+def test_of_fifty_requests_one_fails_and_the_others_get_their_tokens(folder, kind):
+    requests, answers = load(folder, dooms=True)
+    core = make_core(folder, CONFIG, runner_class=kind)
+    heard = run_all(core, requests, at_once=4)
+    for (request, _), collected, answer in zip(requests, heard, answers, strict=True):
+        if request.id.startswith(DOOMED):
+            assert request.finish_reason == "failed"
+            assert request.failure.stage == ("encoding" if kind is FailsEncoding else "running")
+            assert "bad" not in request.failure.message  # the error's own words stay in the log
+        else:
+            assert collected.token_ids == answer
+    assert core.statistics.ended["failed"] == 2
+    assert core.scheduler.is_idle_clean()
+
+
+def test_the_image_of_a_failed_request_is_refused_from_then_on(folder):
+    requests, _ = load(folder, dooms=True)
+    core = make_core(folder, CONFIG, runner_class=FailsEncoding)
+    run_all(core, requests[:30])
+    doomed = next(prompt for request, prompt in requests if request.id.startswith(DOOMED))
+    with pytest.raises(RequestError, match="image"):
+        core.add(request_of("again", doomed, SamplingParams()), doomed, 0, lambda update: None)
+
+
+def test_a_batch_that_fails_as_a_whole_is_run_in_parts(folder):
+    requests, answers = load(folder, dooms=False)
+    heard = run_all(make_core(folder, CONFIG, runner_class=FailsBatchesOnly), requests[:30])
+    assert [collected.token_ids for collected in heard] == answers[:30]
+
+
+class Dies(Runner):
+    is_dead = False
+
+    def run(self, chunks, began):
+        if any(chunk.request.num_answered > 3 for chunk in chunks):
+            self.is_dead = True
+            raise RuntimeError("illegal memory access")
+        return super().run(chunks, began)
+
+    def is_alive(self):
+        return not self.is_dead
+
+
+def test_when_the_device_dies_every_request_ends_once_and_the_engine_says_so(folder):
+    requests, _ = load(folder, dooms=False)
+    core = make_core(folder, CONFIG, runner_class=Dies)
+    with pytest.raises(EngineError, match="device"):
+        run_all(core, requests[:20])
+    assert all(request.finish_reason in ("failed", "length") for request, _ in requests[:20])
+
+
+def test_cancelling_at_any_moment_gives_everything_back(folder):
+    requests, _ = load(folder, dooms=False)
+    core = make_core(folder, CONFIG)
+    endings = []
+    for request, prompt in requests[:24]:
+        core.add(request, prompt, 0, lambda update: endings.append(update.request.id) if update.is_last else None)
+    for number, (request, _) in enumerate(requests[:24]):
+        core.step()
+        if number % 2:
+            core.cancel(request.id)
+            core.cancel(request.id)
+    while core.has_work:
+        core.step()
+    core.check()
+    assert sorted(endings) == sorted(request.id for request, _ in requests[:24])
