@@ -74,3 +74,56 @@ def data(
     found = import_module("bench.data").run(samples, folder, (lambda line: None) if as_json else typer.echo)
     if as_json:
         typer.echo(json.dumps({"rows": found}))
+
+
+@app.command("serve")
+def serve(
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder; random weights of --size if not given.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="A named size with random weights: tiny, 3b, 7b.")] = "3b",
+    offline: Annotated[bool, typer.Option(help="Ask the engine in this process; no server is involved.")] = True,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this one; may be repeated: first, latency, images, shared, text, long."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests submitted at once.")] = 256,
+    side: Annotated[int, typer.Option(min=28, help="Side of the images, in pixels.")] = 672,
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions; the median is reported.")] = 3,
+    profile: Annotated[bool, typer.Option(help="Also the share of the time in which the GPU computes.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Latency and throughput of the engine on the workloads of docs/benchmarks.md."""
+    import subprocess
+    import tempfile
+
+    if not offline:
+        raise ConfigError("there is no server to measure yet. Use --offline")
+    root = _checkout()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [
+            sys.executable,
+            "-m",
+            "bench.serve",
+            "--size",
+            size,
+            "--requests",
+            str(requests),
+            "--side",
+            str(side),
+        ]
+        command += [
+            "--rounds",
+            str(rounds),
+            "--out",
+            str(out),
+            *(["--checkpoint", str(checkpoint)] if checkpoint else []),
+        ]
+        command += [*(["--workload", *workload] if workload else []), *(["--profile"] if profile else [])]
+        shown = subprocess.DEVNULL if as_json else None
+        done = subprocess.run(command, cwd=root, stdout=shown, stderr=shown, check=False)  # noqa: S603  our own script
+        if done.returncode:
+            raise ConfigError(f"the benchmark ended with status {done.returncode}. Run it without --json to see why")
+        if as_json:
+            typer.echo(out.read_text())

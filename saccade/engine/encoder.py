@@ -38,7 +38,7 @@ _LARGEST_BUDGET = 2048
 
 
 def patch_budgets(max_patches: int, patches_per_token: int) -> tuple[int, ...]:
-    """Numbers of patches to record the tower for: 64 tokens apart at first, then four to a doubling, so a fifth is nobody's at most."""
+    """Numbers of patches to record the tower for: 64 tokens apart, then four to a doubling, which leaves nobody a fifth at most."""
     tokens, budgets = _SMALLEST_BUDGET, [_SMALLEST_BUDGET]
     while tokens < _LARGEST_BUDGET and tokens * patches_per_token < max_patches:
         tokens += max(_SMALLEST_BUDGET, 1 << (tokens.bit_length() - 1) >> 2)

@@ -232,6 +232,7 @@ class Engine:
             return
         try:
             prompt = prepared.result()
+            self._check_ids(prompt.token_ids)
             request = opened.request_of(prompt, self._processor.eos_ids, priority, salt)
             self._core.add(request, prompt, opened.seed, opened.listen)
         except (UserError, CancelledError) as error:
@@ -239,6 +240,14 @@ class Engine:
         except Exception as error:
             logger.warning("request %s failed while preparing: %r", opened.id, error, exc_info=error)
             opened.end_early("failed", Failure("preparing", "the request could not be prepared"))
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        """An id without an embedding would take the device down, and all requests with it."""
+        vocab_size = self._runner.model.config.language.vocab_size
+        if token_ids and max(token_ids) >= vocab_size:
+            raise RequestError(
+                f"token {max(token_ids)} is not among the {vocab_size} the model knows. Use its own tokenizer"
+            )
 
     def _finish(self, request_id: str) -> None:
         """End a request whose text is complete. Not now: its listener is being called from inside a step."""

@@ -34,6 +34,7 @@ from saccade.engine.batch import (
     table_width,
 )
 from saccade.engine.config import EngineConfig
+from saccade.engine.encoder import Encoder, patch_budgets
 from saccade.engine.graphs import Graphs, StepSize, answers_size, mixed_size
 from saccade.engine.image_pool import IMAGE_PAGE
 from saccade.engine.kv_cache import KVCache, PagedAttention
@@ -42,7 +43,6 @@ from saccade.engine.request import Request, TokenLogprobs
 from saccade.engine.sampler import Logprobs, Sampler
 from saccade.engine.step_plan import Chunk, ImageToEncode, StepPlan
 from saccade.model.vlm import VLM
-from saccade.processor.inputs import normalize_patches
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class Runner:
         self, model: VLM, config: EngineConfig, *, pixels: PixelScale, num_pages: int, max_length: int
     ) -> None:
         """The model must have been merged (`model/merge.py`)."""
-        self.model, self.config, self._pixels = model, config, pixels
+        self.model, self.config = model, config
         self.device, self.dtype = model.head.weight.device, model.head.weight.dtype
         language = model.config.language
         self.max_length = max_length
@@ -165,6 +165,11 @@ class Runner:
             self._features = torch.zeros(shape, dtype=self.dtype, device=self.device)
             self._last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int32, device=self.device)
             self.sampler = Sampler(vocab_size=language.vocab_size, num_rows=config.max_requests, device=self.device)
+            budgets = patch_budgets(config.max_step_patches, model.config.vision.patches_per_token)
+            is_recorded = config.cuda_graphs and self.device.type == "cuda"
+            self._encoder = Encoder(
+                model, pixel_mean=pixels.mean, pixel_std=pixels.std, budgets=budgets if is_recorded else ()
+            )
         max_pages = table_width(max_length, config.page_size)
         self._builder = StepBuilder(
             num_rows=config.max_requests,
@@ -235,11 +240,7 @@ class Runner:
     def encode(self, images: Sequence[ImageToEncode]) -> None:
         """Put the features of images into the pool, all of them in one pass of the tower."""
         with self.on_stream():
-            prepared = [self._prepared(image) for image in images]
-            patches = np.concatenate([image.patches for image in prepared])
-            grids = torch.tensor([image.grid for image in prepared])
-            pixels = normalize_patches(to_device(patches, self.device), self._pixels.mean, self._pixels.std)
-            features_MD = self.model.encode_images(pixels, grids)
+            features_MD = self._encoder.encode([self._prepared(image) for image in images])
             slots = [feature_slots(image.places, 0, image.image.num_tokens) for image in images]
             self._features.index_copy_(0, to_device(np.concatenate(slots), self.device), features_MD.to(self.dtype))
 

@@ -1,0 +1,213 @@
+"""Padded to a budget, replayed from a recording: the features stay those of the tower run on the images alone."""
+
+import random
+import warnings
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from closeness import assert_close
+from model.hugging_face import SHAPES, make_checkpoint
+
+from saccade.engine.encoder import Encoder, budget_sizes, padded_plan, patch_budgets
+from saccade.engine.prompt import PreparedImage
+from saccade.engine.request import ImageSpan
+from saccade.kernels import launch
+from saccade.model import load_model
+from saccade.model.config import VisionConfig
+from saccade.processor.inputs import normalize_patches
+
+MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
+BUDGETS = patch_budgets(1024, 4)
+VISION = VisionConfig(
+    num_layers=2, hidden_size=64, num_heads=2, intermediate_size=64, full_attention_layers=(1,)
+)  # fmt: skip
+
+BATCHES = {
+    "one image beside much padding": [(1, 2, 2)],
+    "one image": [(1, 16, 12)],
+    "an image of odd sides": [(1, 18, 22)],
+    "several images": [(1, 8, 8), (1, 2, 14), (1, 20, 6), (1, 10, 10)],
+    "a video and an image": [(3, 6, 10), (1, 12, 8)],
+    "an image that fills the budget": [(1, 16, 16)],
+    "images that fill the budget": [(1, 16, 16), (1, 8, 16), (2, 8, 8)],
+    "one token short of the budget": [(1, 2, 254), (1, 16, 16)],
+}
+
+
+def image_of(grid: tuple[int, int, int], seed: int) -> PreparedImage:
+    num_patches = int(np.prod(grid))
+    patches = np.random.default_rng(seed).integers(0, 256, (num_patches, 1176), dtype=np.uint8)
+    span = ImageSpan(key=bytes([seed]) * 32, start=0, num_tokens=num_patches // 4, num_patches=num_patches)
+    return PreparedImage(span=span, grid=grid, patches=patches)
+
+
+def images_of(grids, seed: int = 0) -> list[PreparedImage]:
+    return [image_of(grid, seed + i) for i, grid in enumerate(grids)]
+
+
+def plain(model, images: list[PreparedImage]) -> torch.Tensor:
+    """The tower on the images as they are."""
+    patches = torch.from_numpy(np.concatenate([image.patches for image in images])).to(model.head.weight.device)
+    with torch.no_grad():
+        return model.encode_images(
+            normalize_patches(patches, MEAN, STD), torch.tensor([image.grid for image in images])
+        )
+
+
+def encoder_of(model, budgets=BUDGETS) -> Encoder:
+    return Encoder(model, pixel_mean=MEAN, pixel_std=STD, budgets=budgets)
+
+
+@pytest.fixture(scope="module", params=[SHAPES[0], SHAPES[5]], ids=lambda shape: shape.name)
+def folder(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("encoder") / "checkpoint", request.param)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder, device="cpu").requires_grad_(False)
+
+
+@pytest.mark.parametrize("grids", BATCHES.values(), ids=BATCHES)
+def test_padded_features_are_those_of_the_images_alone(model, grids):
+    images = images_of(grids)
+    assert_close("features", encoder_of(model).encode(images), plain(model, images), 1e-5)
+
+
+def test_padded_features_are_the_same_by_the_kernels_a_recording_holds(model):
+    images = images_of([(1, 12, 14)])
+    with launch.forced("triton"):
+        found = encoder_of(model).encode(images)
+    assert_close("features", found, plain(model, images), 1e-5)
+
+
+def test_without_budgets_images_are_encoded_as_they_are(model):
+    images = images_of(BATCHES["several images"])
+    assert torch.equal(encoder_of(model, ()).encode(images), plain(model, images))
+
+
+@pytest.mark.parametrize("grids", [[(1, 2, 2)] * 100, [(1, 32, 34)]], ids=["too many", "too large"])
+def test_images_that_fit_no_recording_are_encoded_as_they_are(model, grids):
+    images = images_of(grids)
+    assert torch.equal(encoder_of(model).encode(images), plain(model, images))
+
+
+def test_one_batch_after_another_leaves_no_trace(model):
+    """Also not in what is nobody's: the same images give the same bits whatever was encoded before."""
+    encoder = encoder_of(model)
+    for seed, grids in enumerate([*BATCHES.values(), *reversed(BATCHES.values())]):
+        images = images_of(grids, seed)
+        assert torch.equal(encoder.encode(images), encoder_of(model).encode(images))
+
+
+def test_budgets_rise_in_steps_of_a_quarter_at_most():
+    budgets = patch_budgets(32768, 4)
+    assert (budgets[0], budgets[-1], len(budgets)) == (256, 8192, 16)
+    for before, after in pairwise(budgets):
+        assert before < after <= max(before + 256, before * 1.25)
+
+
+@pytest.mark.parametrize("max_patches", [1, 256, 257, 3000, 8192])
+def test_what_a_step_may_encode_fits_the_largest_budget(max_patches):
+    budgets = patch_budgets(max_patches, 4)
+    assert budgets[-1] >= max_patches
+    assert len(budgets) == 1 or budgets[-2] < max_patches
+
+
+@pytest.mark.parametrize("side", [224, 336, 448, 672, 896, 1008])
+def test_recordings_have_room_for_ordinary_images(side):
+    """Alone, and as many as a budget takes."""
+    grid = (1, side // 28 * 2, side // 28 * 2)
+    num_patches = grid[1] * grid[2]
+    for count in {1, 8192 // num_patches}:
+        budget = next(budget for budget in patch_budgets(8192, 4) if budget >= count * num_patches)
+        assert padded_plan([grid] * count, budget, VISION) is not None
+
+
+def test_every_patch_of_a_padded_plan_has_one_window_and_one_image():
+    rng = random.Random(0)
+    num_refused = 0
+    for _ in range(200):
+        grids = [(rng.choice([1, 1, 3]), 2 * rng.randint(1, 20), 2 * rng.randint(1, 20)) for _ in range(3)]
+        num_patches = sum(int(np.prod(grid)) for grid in grids)
+        budget = next(budget for budget in patch_budgets(1 << 15, 4) if budget >= num_patches)
+        plan, room = padded_plan(grids, budget, VISION), budget_sizes(budget, VISION)
+        if plan is None:
+            num_refused += 1
+            continue
+        buffer = np.full(room.total, 12345, np.int32)
+        plan.write(buffer, room)
+        token_order, reading_order, positions, images, windows = room.cut(buffer)
+        assert sorted(token_order) == list(range(budget // 4))
+        assert (token_order[reading_order] == np.arange(budget // 4)).all()
+        assert reading_order[: num_patches // 4].max() < num_patches // 4, "images lie before nobody"
+        assert set(positions) <= set(range(budget))
+        for starts, longest in ((images, room.max_image), (windows, room.max_window)):
+            lengths = np.diff(starts)
+            assert (starts[0], starts[-1]) == (0, budget)
+            assert set(lengths) <= set(range(longest + 1))
+    assert num_refused < 20
+
+
+# ------------------------------------------------------------------ recorded
+
+
+GPU_BATCHES = [[(1, 16, 12)], [(1, 18, 22), (1, 2, 2)], [(3, 6, 10), (1, 24, 20)], [(1, 16, 16)]]
+GPU_BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
+
+
+@pytest.fixture
+def stream():
+    """A recording cannot be made on the default stream."""
+    made = torch.cuda.Stream()
+    made.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(made):
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_BOUNDS)
+def test_recorded_features_are_those_of_the_images_alone(folder, dtype, stream):
+    """First as it is, then recorded, then replayed, of other images each time."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = load_model(folder, device="cuda", dtype=dtype).requires_grad_(False)
+    encoder = encoder_of(model)
+    for turn in range(4):
+        for seed, grids in enumerate(GPU_BATCHES):
+            images = images_of(grids, seed + 10 * turn)
+            assert_close(dtype, encoder.encode(images).float(), plain(model, images).float(), GPU_BOUNDS[dtype])
+    assert encoder.num_recorded == 3, "two of the batches share a budget"
+
+
+@pytest.mark.gpu
+def test_a_replay_gives_the_bits_of_the_first_run(folder, stream):
+    model = load_model(folder, device="cuda", dtype="bf16").requires_grad_(False)
+    encoder = encoder_of(model)
+    for grids in GPU_BATCHES:
+        images, others = images_of(grids), images_of(grids, 50)
+        first = encoder.encode(images).clone()
+        for _ in range(2):
+            different = encoder.encode(others).clone()
+            assert torch.equal(encoder.encode(images), first)
+            assert not torch.equal(different, first)
+
+
+@pytest.mark.gpu
+def test_calls_queued_behind_a_busy_gpu_keep_their_own_pixels(folder, stream):
+    """More calls than there are host buffers: one is filled again only when its copy has left. Nothing else is waited for."""
+    model = load_model(folder, device="cuda", dtype="bf16").requires_grad_(False)
+    encoder = encoder_of(model)
+    batches = [images_of([(1, 16, 12)], seed) for seed in range(6)]
+    expected = [encoder.encode(images).clone() for images in batches]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(20_000_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [encoder.encode(images).clone() for images in batches]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
