@@ -35,10 +35,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.kernels import launch
-from saccade.kernels.attention import attention_reference
+from saccade.kernels.attention import attention, attention_reference
 from saccade.kernels.launch import tl, triton
 from saccade.kernels.rope import AngleTable, rope_reference
 
@@ -123,6 +124,57 @@ def _gather_pages(pages_NGPK: Tensor, scales_NGP: Tensor | None, pages: Tensor) 
     if scales_NGP is not None:
         rows = rows * scales_NGP[pages].unsqueeze(-1)
     return rows.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_gathered(
+    q_THK: Tensor,
+    key_pages_NGPK: Tensor,
+    value_pages_NGPK: Tensor,
+    page_table_RW: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lengths_R: Tensor,
+    *,
+    key_scales_NGP: Tensor | None = None,
+    value_scales_NGP: Tensor | None = None,
+) -> Tensor:
+    """On a CPU: requests with one new token all at once, on their gathered pages; prompts one by one."""
+    page_size, out_THK = key_pages_NGPK.shape[2], torch.zeros_like(q_THK)
+    starts, lengths = cu_seqlens_q.tolist(), context_lengths_R.tolist()
+    answering = [r for r, length in enumerate(lengths) if starts[r + 1] - starts[r] == 1 and length > 0]
+
+    def gathered(pages: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
+        """[requests, G, tokens, K]"""
+        rows = pages[table] if scales is None else (pages[table].float() * scales[table].unsqueeze(-1)).to(q_THK.dtype)
+        return rows.transpose(1, 2).flatten(2, 3)
+
+    if answering:
+        own = context_lengths_R[answering]
+        table = page_table_RW[answering, : -(-max(lengths[r] for r in answering) // page_size)].long()
+        is_own = torch.arange(table.shape[1] * page_size) < own.unsqueeze(1)
+        # What lies behind a request's last token may be anything, and 0 * NaN is NaN.
+        table = table.masked_fill(~is_own[:, ::page_size], 0)
+        k, v = (
+            gathered(pages, scales, table).masked_fill(~is_own[:, None, :, None], 0.0)
+            for pages, scales in ((key_pages_NGPK, key_scales_NGP), (value_pages_NGPK, value_scales_NGP))
+        )
+        rows = cu_seqlens_q[:-1][answering].long()
+        attended = F.scaled_dot_product_attention(
+            q_THK[rows].unsqueeze(2), k, v, attn_mask=is_own[:, None, None], enable_gqa=True
+        )
+        out_THK[rows] = attended.squeeze(2)
+    for r, (start, end) in enumerate(pairwise(starts)):
+        if end - start < 2 or lengths[r] == 0:
+            continue
+        table = page_table_RW[r : r + 1, : -(-lengths[r] // page_size)].long()
+        k, v = (
+            gathered(pages, scales, table)[0, :, : lengths[r]].transpose(0, 1)
+            for pages, scales in ((key_pages_NGPK, key_scales_NGP), (value_pages_NGPK, value_scales_NGP))
+        )
+        out_THK[start:end] = attention(
+            q_THK[start:end], k, v, torch.tensor([0, end - start], dtype=torch.int32),
+            torch.tensor([0, lengths[r]], dtype=torch.int32), max_seqlen_q=end - start, max_seqlen_k=lengths[r], causal=True,
+        )  # fmt: skip
+    return out_THK
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -753,7 +805,13 @@ def paged_attention(
         )
     most_keys = page_table_RW.shape[1] * key_pages_NGPK.shape[2]
     bound = most_keys if max_context_length is None else min(max_context_length, most_keys)
-    if launch.choose("paged_attention", *launch.able(q_THK, "triton")) == "reference":
+    path = launch.choose("paged_attention", *_paths(q_THK))
+    if path == "library":
+        return _attend_gathered(
+            q_THK, key_pages_NGPK, value_pages_NGPK, page_table_RW, cu_seqlens_q, context_lengths_R,
+            key_scales_NGP=key_scales_NGP, value_scales_NGP=value_scales_NGP,
+        )  # fmt: skip
+    if path == "reference":
         return paged_attention_reference(
             q_THK, key_pages_NGPK, value_pages_NGPK, page_table_RW, cu_seqlens_q, context_lengths_R,
             max_seqlen_q=max_seqlen_q, max_context_length=bound,
@@ -768,6 +826,11 @@ def paged_attention(
         q_THK, key_pages_NGPK, value_pages_NGPK, page_table_RW, cu_seqlens_q, context_lengths_R, schedule=schedule,
         is_decode=max_seqlen_q <= 1, key_scales_NGP=key_scales_NGP, value_scales_NGP=value_scales_NGP,
     )  # fmt: skip
+
+
+def _paths(q_THK: Tensor) -> tuple[launch.Path, ...]:
+    """Gathering needs lengths on the host, which are there on a CPU alone."""
+    return launch.able(q_THK, "triton") if q_THK.is_cuda else launch.able(q_THK, "library", "triton")
 
 
 def _check_pages(

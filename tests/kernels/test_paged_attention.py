@@ -97,6 +97,17 @@ def test_prompt_chunks_and_decode_mix_in_one_call(heads, device, dtype):
     expect_equal(make_case([7, 1, 33, 1, 0, 2], [7, 60, 129, 1, 9, 70], heads, device, dtype), dtype)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=["plain", "int8", "fp8"])
+@pytest.mark.parametrize("new", [[1, 1, 1, 1], [1, 9, 0, 3, 1, 70]], ids=["decode", "mixed"])
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_gathered_on_the_cpu_equals_the_reference(new, page_size, cache_dtype):
+    context = DECODE if len(new) == 4 else [5, 40, 3, 3, 129, 70]
+    case = make_case(new, context, (4, 2, 64), "cpu", torch.float32, page_size, cache_dtype)
+    with launch.forced("library"):
+        actual = paged_attention(*case.tensors, **case.options)
+    assert_close("out", actual, expected_of(case), BOUNDS[torch.float32])
+
+
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 32, 64, 128])
 def test_every_page_size_gives_the_same(page_size, device, one_dtype):
     expect_equal(make_case([1, 3], [70, 129], (2, 1, 64), device, one_dtype, page_size), one_dtype)
