@@ -89,7 +89,7 @@ class Encoder:
         self._pixel_mean, self._pixel_std = pixel_mean, pixel_std
         self._device = model.head.weight.device
         self._budgets = budgets
-        self._graphs: Graphs | None = None
+        self._graphs: Graphs[int] | None = None
         if budgets:
             num_numbers = budget_sizes(budgets[-1], self._config).total
             pixel_shape = (budgets[-1], _patch_dim(self._config))
@@ -97,7 +97,7 @@ class Encoder:
             self._numbers = torch.zeros(num_numbers, dtype=torch.int32, device=self._device)
             self._staging = [_Staging(pixel_shape, num_numbers, self._device) for _ in range(2)]
             if self._device.type == "cuda":
-                self._graphs = Graphs(self._forward)  # type: ignore[arg-type]
+                self._graphs = Graphs(self._forward)
 
     @property
     def num_recorded(self) -> int:
@@ -118,7 +118,7 @@ class Encoder:
         if budget is None or plan is None:
             return self._encode_as_it_is(images)
         self._upload(images, num_patches, plan, budget)
-        features_MD = self._forward(budget) if self._graphs is None else self._graphs.run(budget)  # type: ignore[arg-type]
+        features_MD = self._forward(budget) if self._graphs is None else self._graphs.run(budget)
         return features_MD[: num_patches // self._config.patches_per_token]
 
     def _encode_as_it_is(self, images: Sequence[PreparedImage]) -> Tensor:

@@ -7,8 +7,8 @@ thereby compiled every kernel. Recording runs nothing and takes milliseconds, so
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ _TOKENS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 _REQUESTS = (4, 16, 64, 256, 1024)
 _SHORTEST_BOUND = 1024
 _MAX_RECORDED = 128
+
+Size = TypeVar("Size", bound=Hashable)
 
 
 class StepSize(NamedTuple):
@@ -63,14 +65,14 @@ def _length_bound(longest: int, max_length: int) -> int:
     return min(bound, max(max_length, longest))
 
 
-class Graphs:
-    """The recordings of one runner. All run on one stream and share their memory."""
+class Graphs(Generic[Size]):
+    """The recordings of one kind of forward, by size. All run on one stream and share their memory."""
 
-    def __init__(self, forward: Callable[[StepSize], Tensor]) -> None:
-        """`forward` queues the step of a size on the current stream and returns its logits."""
+    def __init__(self, forward: Callable[[Size], Tensor]) -> None:
+        """`forward` queues the work of a size on the current stream and returns what it gives."""
         self._forward = forward
-        self._seen: set[StepSize] = set()
-        self._recorded: dict[StepSize, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._seen: set[Size] = set()
+        self._recorded: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
 
     @property
@@ -78,25 +80,25 @@ class Graphs:
         """Sizes recorded so far."""
         return len(self._recorded)
 
-    def run(self, size: StepSize) -> Tensor:
-        """The logits of the step whose numbers lie in the buffer. They are overwritten by the next step."""
+    def run(self, size: Size) -> Tensor:
+        """What the forward gives for the numbers that lie in its buffers. It is overwritten by the next run."""
         if size not in self._recorded:
             if size not in self._seen or len(self._recorded) >= _MAX_RECORDED:
                 self._seen.add(size)
                 return self._forward(size)
             self._record(size)
-        graph, logits = self._recorded[size]
+        graph, out = self._recorded[size]
         graph.replay()
-        return logits
+        return out
 
-    def _record(self, size: StepSize) -> None:
+    def _record(self, size: Size) -> None:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # Not the context manager of torch: it collects garbage, empties the memory cache and waits for the GPU.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            logits = self._forward(size)
+            out = self._forward(size)
         finally:
             graph.capture_end()
-        self._recorded[size] = graph, logits
+        self._recorded[size] = graph, out

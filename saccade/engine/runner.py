@@ -307,7 +307,9 @@ class Runner:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         return mixed_size(num_tokens, len(chunks), _num_samples(chunks), longest, self.max_length)
 
-    def _run_recorded(self, graphs: Graphs, size: StepSize, chunks: Sequence[Chunk], places: Sequence[Place]) -> Tensor:
+    def _run_recorded(
+        self, graphs: Graphs[StepSize], size: StepSize, chunks: Sequence[Chunk], places: Sequence[Place]
+    ) -> Tensor:
         sizes = self._sizes_of(size)
         fill = self._builder.fill_answers if size.is_answers else self._builder.fill
         fill(cut(self._host(sizes), sizes), chunks, places)

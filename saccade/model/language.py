@@ -10,6 +10,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from saccade.kernels.small_linear import gated_linear, small_linear
 from saccade.model.attention import AttentionContext
 from saccade.model.config import LanguageConfig
 from saccade.model.layers import FeedForward, RMSNorm
@@ -32,14 +33,19 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
         """[T, D] to the same."""
-        q_THK, k_TGK, v_TGK = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_TD))  # type: ignore[no-untyped-call]
+        if self.qkv_proj is not None:
+            return self.attend(self.qkv_proj(x_TD), attend)
+        q_THK, k_TGK, v_TGK = (
+            project(x_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
         out: Tensor = self.o_proj(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1))
         return out
 
-    def _project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
-        if self.qkv_proj is not None:
-            return self.qkv_proj(x_TD).split(self._sizes, dim=-1)  # type: ignore[no-any-return]
-        return self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)
+    def attend(self, qkv_TN: Tensor, attend: AttentionContext) -> Tensor:
+        """[T, D] from queries, keys and values behind one another."""
+        parts: tuple[Tensor, ...] = qkv_TN.split(self._sizes, dim=-1)  # type: ignore[no-untyped-call]
+        q_THK, k_TGK, v_TGK = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)  # type: ignore[no-untyped-call]
+        return small_linear(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1), self.o_proj.weight, self.o_proj.bias)
 
 
 class DecoderLayer(nn.Module):
@@ -54,21 +60,26 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
         """[T, D] to the same."""
-        x_TD, thought_TD = self.advance(x_TD, None, attend)
-        return x_TD + thought_TD
-
-    def advance(self, x_TD: Tensor, thought_TD: Tensor | None, attend: AttentionContext) -> tuple[Tensor, Tensor]:
-        """The same with the last sum left open: `x + thought` goes in, and comes out, as its two parts.
-
-        The sum is then made by the norm that reads it next, which saves a pass over memory.
-        """
-        if thought_TD is None:
-            normed_TD = self.input_layernorm(x_TD)
-        else:
-            normed_TD, x_TD = self.input_layernorm.of_sum(thought_TD, x_TD)
-        attended_TD = self.self_attn(normed_TD, attend)
+        attended_TD = self.self_attn(self.input_layernorm(x_TD), attend)
         normed_TD, x_TD = self.post_attention_layernorm.of_sum(attended_TD, x_TD)
-        return x_TD, self.mlp(normed_TD)
+        out: Tensor = x_TD + self.mlp(normed_TD)
+        return out
+
+    def infer(self, x_TD: Tensor, thought_TD: Tensor | None, attend: AttentionContext) -> tuple[Tensor, Tensor]:
+        """`forward` of a merged model with the last sum left open: `x + thought` goes in, and comes out, as its two parts.
+
+        Sums and norms are made by the products that read them, and so is the activation: for few tokens a layer is then five
+        kernels that read its weights, and attention.
+        """
+        attention, feed_forward = self.self_attn, self.mlp
+        assert attention.qkv_proj is not None, "merge_projections comes first"
+        assert feed_forward.gate_up_proj is not None, "merge_projections comes first"
+        new_TD, residual_TD = (x_TD, None) if thought_TD is None else (thought_TD, x_TD)
+        qkv_TN, x_TD = self.input_layernorm.then(attention.qkv_proj, new_TD, residual_TD)
+        attended_TD = attention.attend(qkv_TN, attend)
+        gate_up_TN, x_TD = self.post_attention_layernorm.then(feed_forward.gate_up_proj, attended_TD, x_TD)
+        down = feed_forward.down_proj
+        return x_TD, gated_linear(gate_up_TN, down.weight, down.bias)
 
 
 class LanguageModel(nn.Module):
@@ -88,9 +99,9 @@ class LanguageModel(nn.Module):
         return out
 
     def infer(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
-        """`forward` with fewer passes over memory. It goes past what wraps the layers (sharding, recomputation): not for training."""
+        """`forward` of a merged model, with fewer passes over memory."""
         thought_TD: Tensor | None = None
         for layer in self.layers:
-            x_TD, thought_TD = cast(DecoderLayer, layer).advance(x_TD, thought_TD, attend)
+            x_TD, thought_TD = cast(DecoderLayer, layer).infer(x_TD, thought_TD, attend)
         assert thought_TD is not None, "a decoder has layers"
         return self.norm.of_sum(thought_TD, x_TD)[0]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm
+from saccade.kernels.small_linear import norm_linear
 from saccade.kernels.swiglu import swiglu, swiglu_linear
 
 
@@ -22,6 +23,10 @@ class RMSNorm(nn.Module):
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual), in one pass over memory."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def then(self, layer: nn.Linear, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(`layer` of the norm of x + residual, x + residual). For inference."""
+        return norm_linear(x, residual, self.weight, self.eps, layer.weight, layer.bias)
 
 
 ALIGNMENT = 8

@@ -4,12 +4,14 @@ Legend: P patches of all images in one row, D hidden size, H heads, K head dim.
 
 Most blocks attend within windows of 8 x 8 patches, a few over the whole image. So that windows are segments of the packed row,
 patches are put into window order once, before the first block, and features back into reading order once, after the merger.
-Which patch goes where follows from the image grids alone: `plan_windows` works it out on the host, in plain integers.
+Which patch goes where follows from the image grids alone: `plan_windows` works it out on the host, in plain integers. `TowerInputs`
+is the plan on the device. Reading it, the tower asks the host for nothing but sizes, so that its work can be recorded and replayed.
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from saccade.model.config import VisionConfig
 from saccade.model.layers import FeedForward, RMSNorm
 
 Integers = NDArray[np.int64]
+Numbers = TypeVar("Numbers", NDArray[np.int32], Tensor)
 
 NORM_EPS = 1e-6
 """Added to the mean square in each norm; fixed in this family's towers."""
@@ -36,7 +39,70 @@ class Segments:
     cu_seqlens: Tensor
     """[segments + 1] int32."""
     max_seqlen: int
-    """Patches of the longest segment."""
+    """No segment has more patches."""
+
+
+@dataclass(frozen=True)
+class TowerInputs:
+    """What the tower reads beside pixels, on their device: int32 throughout."""
+
+    token_order: Tensor
+    """[tokens]: the token, in reading order, that stands at each place in window order."""
+    reading_order: Tensor
+    """[tokens]: the place in window order of each token in reading order."""
+    positions: Tensor
+    """[2, patches]: row and column of each patch, in window order."""
+    images: Segments
+    """Images, each frame pair of a video one."""
+    windows: Segments
+    """Windows."""
+
+
+class PlanSizes(NamedTuple):
+    """What a plan takes in a flat buffer of int32. A plan may be written to larger sizes than its own (`WindowPlan.write`)."""
+
+    num_tokens: int
+    num_patches: int
+    num_images: int
+    num_windows: int
+    max_image: int
+    """Bound on the patches of an image."""
+    max_window: int
+    """Bound on the patches of a window."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Numbers of each part: two orders, positions, two lists of segments."""
+        return self.num_tokens, self.num_tokens, 2 * self.num_patches, self.num_images + 1, self.num_windows + 1
+
+    @property
+    def total(self) -> int:
+        """Numbers in all."""
+        return sum(map(_aligned, self.lengths))
+
+    def cut(self, buffer: Numbers) -> list[Numbers]:
+        """The parts of a buffer of `total` numbers or more."""
+        parts, start = [], 0
+        for length in self.lengths:
+            parts.append(buffer[start : start + length])
+            start += _aligned(length)
+        return parts
+
+    def inputs(self, buffer: Tensor) -> TowerInputs:
+        """The tower's inputs in a buffer that a plan was written to."""
+        token_order, reading_order, positions, images, windows = self.cut(buffer)
+        return TowerInputs(
+            token_order=token_order,
+            reading_order=reading_order,
+            positions=positions.view(2, -1),
+            images=Segments(images, self.max_image),
+            windows=Segments(windows, self.max_window),
+        )
+
+
+def _aligned(length: int) -> int:
+    """Parts begin at multiples of 16 bytes: Triton compiles a kernel anew for pointers that do not."""
+    return -(-length // 4) * 4
 
 
 @dataclass(frozen=True)
@@ -53,6 +119,36 @@ class WindowPlan:
     """Patches of each window."""
     image_lengths: Integers
     """Patches of each image (of each frame pair of a video)."""
+
+    @property
+    def sizes(self) -> PlanSizes:
+        """Exactly those of this plan."""
+        return PlanSizes(
+            num_tokens=len(self.token_order),
+            num_patches=self.positions.shape[1],
+            num_images=len(self.image_lengths),
+            num_windows=len(self.window_lengths),
+            max_image=int(self.image_lengths.max()),
+            max_window=int(self.window_lengths.max()),
+        )
+
+    def write(self, buffer: NDArray[np.int32], sizes: PlanSizes) -> None:
+        """Write the plan. Where `sizes` has more images and windows, the rest of them are empty; tokens and patches must agree."""
+        token_order, reading_order, positions, images, windows = sizes.cut(buffer)
+        token_order[:] = self.token_order
+        reading_order[:] = self.reading_order
+        positions[:] = self.positions.reshape(-1)
+        for ends, lengths in ((images, self.image_lengths), (windows, self.window_lengths)):
+            ends[0] = 0
+            ends[1 : len(lengths) + 1] = np.cumsum(lengths)
+            ends[len(lengths) + 1 :] = ends[len(lengths)]
+
+    def to(self, device: torch.device) -> TowerInputs:
+        """The plan on the device, by one copy that is not waited for."""
+        sizes = self.sizes
+        buffer = np.zeros(sizes.total, np.int32)
+        self.write(buffer, sizes)
+        return sizes.inputs(to_device(buffer, device))
 
 
 def plan_windows(grids: Sequence[tuple[int, int, int]], config: VisionConfig) -> WindowPlan:
@@ -150,21 +246,16 @@ class VisionTower(nn.Module):
         self.patch_embed = PatchEmbedding(config)
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
 
-    def forward(self, pixels: Tensor, plan: WindowPlan) -> Tensor:
+    def forward(self, pixels: Tensor, inputs: TowerInputs) -> Tensor:
         """[P, patch_dim] normalised pixels in reading order to [P, D] features in window order."""
-        device = pixels.device
-        x_PD = _reorder(self.patch_embed(pixels), plan.token_order, self.config.patches_per_token)
-        angles = vision_angles(to_device(plan.positions, device), self.config.head_dim)
-        images, windows = _segments(plan.image_lengths, device), _segments(plan.window_lengths, device)
+        x_PD = _reorder(self.patch_embed(pixels), inputs.token_order, self.config.patches_per_token)
+        angles = vision_angles(inputs.positions, self.config.head_dim)
         for layer, block in enumerate(self.blocks):
-            x_PD = block(x_PD, angles, images if layer in self.config.full_attention_layers else windows)
+            is_full = layer in self.config.full_attention_layers
+            x_PD = block(x_PD, angles, inputs.images if is_full else inputs.windows)
         return x_PD
 
 
-def _reorder(x_PD: Tensor, token_order: Integers, patches_per_token: int) -> Tensor:
+def _reorder(x_PD: Tensor, token_order: Tensor, patches_per_token: int) -> Tensor:
     """Move whole tokens, that is groups of `patches_per_token` rows."""
-    return x_PD.view(-1, patches_per_token, x_PD.shape[-1])[to_device(token_order, x_PD.device)].flatten(0, 1)
-
-
-def _segments(lengths: Integers, device: torch.device) -> Segments:
-    return Segments(to_device(np.cumsum([0, *lengths], dtype=np.int32), device), int(lengths.max()))
+    return x_PD.view(-1, patches_per_token, x_PD.shape[-1])[token_order.long()].flatten(0, 1)

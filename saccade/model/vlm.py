@@ -5,13 +5,12 @@ Legend: T tokens, P patches, M image tokens (merged patches), D decoder width, V
 
 from torch import Tensor, nn
 
-from saccade.device import to_device
 from saccade.kernels.rope import AngleTable, text_angles
 from saccade.model.attention import AttentionContext, PackedAttention
 from saccade.model.config import ModelConfig
 from saccade.model.language import LanguageModel
 from saccade.model.projector import PatchMerger
-from saccade.model.vision import VisionTower, plan_windows
+from saccade.model.vision import TowerInputs, VisionTower, plan_windows
 from saccade.processor.inputs import ModelInputs
 
 
@@ -49,8 +48,12 @@ class VLM(nn.Module):
     def encode_images(self, pixels: Tensor, image_grids: Tensor) -> Tensor:
         """[M, D]: features of all images in reading order. `pixels` [P, patch_dim] normalised, `image_grids` on the CPU."""
         plan = plan_windows([(t, h, w) for t, h, w in image_grids.tolist()], self.config.vision)
-        features_MD: Tensor = self.projector(self.vision(pixels, plan))
-        return features_MD[to_device(plan.reading_order, pixels.device)]
+        return self.encode_patches(pixels, plan.to(pixels.device))
+
+    def encode_patches(self, pixels: Tensor, inputs: TowerInputs) -> Tensor:
+        """`encode_images` by a plan that lies on the device already. Reads nothing back and copies nothing there: it can be recorded."""
+        features_MD: Tensor = self.projector(self.vision(pixels, inputs))
+        return features_MD[inputs.reading_order.long()]
 
     def decode(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
         """[T, D] hidden states of the embedded tokens under any attention context."""

@@ -1,0 +1,394 @@
+# mypy: allow-untyped-decorators
+"""Linear layers for a handful of tokens (decoding a small batch), with the elementwise work before them in the same launch.
+
+Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs, I intermediate channels of a feed-forward layer.
+
+    small_linear:  out = x W' + bias
+    norm_linear:   out = rms_norm(s) W' + bias,  s = x + residual (or x itself);   returns (out, s)
+    gated_linear:  out = swiglu(gate, up) W' + bias,  [gate, up] the halves of each row of gate_up [T, 2 I]
+
+x, residual, W [N, D], bias [N] and the outputs share one dtype: bf16, fp16 or fp32. What the unfused layers round, this rounds too:
+s, the normalised row before and after its weight, and the gated row are rounded to x's dtype; norm, activation and every sum are
+fp32; out is rounded once, after the bias. Forward only: where a gradient is asked for, and for more tokens, the layers are
+composed of `rms_norm`, `swiglu` and torch's own product.
+
+Bound by memory: N * D elements of W are read once, and that is all of that order. A program owns BLOCK_N outputs and walks the
+inputs in tiles of BLOCK_K. It makes the rows it multiplies with itself: T * D elements from the cache, and two barriers for the
+norm, cost less than a launch. Each thread adds up its own products of each token, and they meet once, at the end. No atomics and
+no splits: two runs agree to the bit, and the tiles do not depend on T, so that neither does the order of any sum.
+
+On Hopper a launch starts while the one before it ends, and has its first DEPTH tiles of W under way before it waits for it.
+Only constants (W, bias, the norm's weight) are read before the wait. They must not come from a kernel that itself lets its
+successor start early (`gdc_launch_dependents`); here only this file and the first half of paged_attention do that.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.kernels import launch
+from saccade.kernels.launch import tl, triton
+from saccade.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from saccade.kernels.swiglu import swiglu, swiglu_reference
+
+MAX_TOKENS = 8
+"""Beyond this many tokens the products, one by one and not in the matrix unit, would cost more than reading the weight."""
+
+
+def small_linear_reference(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """The first formula above."""
+    return F.linear(x_TD, weight_ND, bias_N)
+
+
+def norm_linear_reference(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    norm_weight_D: Tensor,
+    eps: float,
+    weight_ND: Tensor,
+    bias_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The second: (out, what was normalised)."""
+    if residual_TD is None:
+        return F.linear(rms_norm_reference(x_TD, norm_weight_D, eps), weight_ND, bias_N), x_TD
+    normalized_TD, total_TD = add_rms_norm_reference(x_TD, residual_TD, norm_weight_D, eps)
+    return F.linear(normalized_TD, weight_ND, bias_N), total_TD
+
+
+def gated_linear_reference(gate_up_T2I: Tensor, weight_DI: Tensor, bias_D: Tensor | None = None) -> Tensor:
+    """The third."""
+    return F.linear(swiglu_reference(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)
+
+
+@triton.jit
+def _load(rows: tl.tensor, k: tl.tensor, K: tl.constexpr, IS_EVEN: tl.constexpr, POLICY: tl.constexpr) -> tl.tensor:
+    """Columns k of rows; zeros past K."""
+    if IS_EVEN:
+        return tl.load(rows + k[None, :], eviction_policy=POLICY)
+    return tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def _load_turn(
+    rows: tl.tensor,
+    k: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    POLICY: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """DEPTH tiles, the first of columns k."""
+    tiles = (_load(rows, k, K, IS_EVEN, POLICY),)
+    for i in tl.static_range(1, DEPTH):
+        tiles = tiles + (_load(rows, i * BLOCK_K + k, K, IS_EVEN, POLICY),)  # type: ignore[assignment]  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def _sum_of_vectors(x: tl.tensor, VECTOR: tl.constexpr) -> tl.tensor:
+    """[R, C] to [R, C / VECTOR]: VECTOR neighbours lie in one thread, loaded by one instruction."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // VECTOR, VECTOR]), 2)
+
+
+@triton.jit
+def _sum_of_rows(sums: tl.tensor, TOKENS: tl.constexpr) -> tl.tensor:
+    """TOKENS x [R, C] to [R, TOKENS], the threads meeting once for all tokens. Even before odd: so `join` leaves them in order."""
+    if TOKENS == 1:
+        joined = sums[0]
+    elif TOKENS == 2:
+        joined = tl.join(sums[0], sums[1])
+    elif TOKENS == 4:
+        joined = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
+    else:
+        even = tl.join(tl.join(sums[0], sums[4]), tl.join(sums[2], sums[6]))
+        odd = tl.join(tl.join(sums[1], sums[5]), tl.join(sums[3], sums[7]))
+        joined = tl.join(even, odd)
+    return tl.reshape(tl.sum(joined, 1), [sums[0].shape[0], TOKENS])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "N"])
+def _linear_kernel(
+    x: tl.tensor,
+    residual: tl.tensor,
+    norm_weight: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    total: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    N: tl.tensor,
+    eps: tl.tensor,
+    K: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """BLOCK_N outputs of all tokens; TOKENS is num_tokens rounded up. VECTOR: elements in 16 bytes.
+
+    DEPTH tiles of W are under way at any time. The loops take DEPTH steps at once, after which the tuple of tiles is in order
+    again: no tile ever moves from the registers it was loaded into.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    TURN: tl.constexpr = DEPTH * BLOCK_K
+    IS_EVEN: tl.constexpr = K == TURN  # a single turn, all of it inside the row
+    dtype = out.dtype.element_ty
+    k = tl.arange(0, BLOCK_K)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Outputs past the last repeat it, tokens past the last repeat that: nothing to mask until the end.
+    weights = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * weight_stride
+    scales = norm_weight + tl.zeros([1, 1], tl.int32)
+    tiles = _load_turn(weights, k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_first")
+    if HAS_NORM:
+        scale_tiles = _load_turn(scales, k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_last")
+    added = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        added += tl.load(bias + tl.minimum(n, N - 1)).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+    token = tl.arange(0, TOKENS)
+    tokens = tl.minimum(token, num_tokens - 1).to(tl.int64)[:, None]
+    rstd = tl.zeros([TOKENS], tl.float32)
+    if HAS_NORM:
+        # s = x + residual, rounded; rstd = 1 / sqrt(mean(s^2) + eps)
+        squares = tl.zeros([TOKENS, BLOCK_K // VECTOR], tl.float32)
+        stored = tl.where(tl.program_id(0) == 0, num_tokens, 0)  # the first program stores s
+        for first in range(0, K, TURN):
+            x_tiles = _load_turn(x + tokens * x_stride, first + k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_last")
+            if HAS_RESIDUAL:
+                others = residual + tokens * residual_stride
+                residual_tiles = _load_turn(others, first + k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_last")
+            for i in tl.static_range(DEPTH):
+                row = x_tiles[i]
+                if HAS_RESIDUAL:
+                    row += residual_tiles[i]
+                    at = first + i * BLOCK_K + k
+                    in_total = (token < stored)[:, None] & (at < K)[None, :]
+                    tl.store(total + tokens * K + at[None, :], row, mask=in_total)
+                row = row.to(tl.float32)
+                squares += _sum_of_vectors(row * row, VECTOR)
+        rstd = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+
+    sums = (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)
+    for _ in tl.static_range(1, TOKENS):
+        sums = sums + (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    for first in range(0, K, TURN):
+        for i in tl.static_range(DEPTH):
+            at = first + i * BLOCK_K + k
+            tile = tiles[0]
+            w = tile.to(tl.float32)
+            if K > TURN:
+                tile = _load(weights, TURN + at, K, False, "evict_first")
+            tiles = tiles[1:] + (tile,)  # noqa: RUF005
+            if HAS_NORM:
+                scale_tile = scale_tiles[0]
+                scale = scale_tile.to(tl.float32)
+                if K > TURN:
+                    scale_tile = _load(scales, TURN + at, K, False, "evict_last")
+                scale_tiles = scale_tiles[1:] + (scale_tile,)  # noqa: RUF005
+            for t in tl.static_range(TOKENS):
+                place = tl.minimum(t, num_tokens - 1).to(tl.int64)
+                rows = x + place * x_stride + tl.zeros([1, 1], tl.int32)
+                row = _load(rows, at, K, IS_EVEN, "evict_last")
+                if HAS_RESIDUAL:
+                    other_rows = residual + place * residual_stride + tl.zeros([1, 1], tl.int32)
+                    row += _load(other_rows, at, K, IS_EVEN, "evict_last")
+                row = row.to(tl.float32)
+                if HAS_NORM:
+                    # y = weight * round(s * rstd), rounded
+                    own_rstd = tl.sum(tl.where(token == t, rstd, 0.0), 0)
+                    row = ((row * own_rstd).to(dtype).to(tl.float32) * scale).to(dtype).to(tl.float32)
+                if IS_GATED:
+                    # y = gate sigmoid(gate) up, rounded
+                    up = _load(rows + K, at, K, IS_EVEN, "evict_last").to(tl.float32)
+                    row = (row * tl.sigmoid(row) * up).to(dtype).to(tl.float32)
+                # Here too: after one turn of the tokens their sums are in order again.
+                sums = sums[1:] + (sums[0] + _sum_of_vectors(w * row, VECTOR),)  # noqa: RUF005
+
+    result = _sum_of_rows(sums, TOKENS) + added[:, None]
+    in_out = (n < N)[:, None] & (token < num_tokens)[None, :]
+    tl.store(out + token.to(tl.int64)[None, :] * N + n[:, None], result.to(dtype), mask=in_out)
+
+
+class Cut(NamedTuple):
+    """How a layer is cut among programs. It follows from the layer's shape alone, never from the number of tokens."""
+
+    block_n: int
+    """Outputs of a program."""
+    block_k: int
+    """Inputs per step, of 16 bits; half as many of 32. At 256 or more per warp each thread owns the same inputs of every tile."""
+    num_warps: int
+    depth: int
+    """Tiles of W under way at once, in registers."""
+
+
+# (more than 4096 inputs, more than 8192 outputs) -> cut. To be measured: bench/kernels/small_linear.py --tune. Starting values: four
+# programs or more per multiprocessor of an H200 where there are outputs enough, 16 KiB of W or more under way in each.
+_CUTS = {
+    (False, False): Cut(block_n=4, block_k=1024, num_warps=4, depth=2),
+    (False, True): Cut(block_n=8, block_k=1024, num_warps=4, depth=2),
+    (True, False): Cut(block_n=8, block_k=1024, num_warps=4, depth=3),
+    (True, True): Cut(block_n=8, block_k=1024, num_warps=4, depth=3),
+}
+_FUSED_TOKENS = {"norm": 8, "gate": 2}
+"""Beyond these the norm or the activation is a launch of its own, before the same product. To be measured: fused, every program
+does that work again for all tokens, in ~12 instructions an element for the norm and ~25 for the activation."""
+
+
+def cut_for(num_outputs: int, num_inputs: int) -> Cut:
+    """From the table; no tile longer than a row."""
+    cut = _CUTS[num_inputs > 4096, num_outputs > 8192]
+    block_k = min(cut.block_k, max(256, triton.next_power_of_2(num_inputs)))
+    depth = min(cut.depth, triton.cdiv(num_inputs, block_k))
+    return cut._replace(block_k=block_k, num_warps=min(cut.num_warps, block_k // 256), depth=depth)
+
+
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    """Whether a launch may start before the one it depends on has ended: NVIDIA's Hopper and later."""
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def run(
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    *,
+    residual: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    is_gated: bool = False,
+    cut: Cut | None = None,
+    overlaps: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel: (out, x or its sum with `residual`). `cut` and `overlaps`: as the table and the device say."""
+    (N, K), num_tokens = weight_NK.shape, len(x)
+    cut = cut or cut_for(N, K)
+    overlaps = _can_overlap(x.device) if overlaps is None else overlaps
+    out_TN = x.new_empty((num_tokens, N))
+    total = x if residual is None else x.new_empty(x.shape)
+    others = x if residual is None else residual
+    norm_weight, eps = norm if norm is not None else (weight_NK, 0.0)
+    halves = x.element_size() // 2
+    early = {"launch_pdl": True} if overlaps else {}
+    _linear_kernel[(triton.cdiv(N, cut.block_n),)](
+        x, others, norm_weight, weight_NK, out_TN if bias_N is None else bias_N, out_TN, total, x.stride(0),
+        others.stride(0), weight_NK.stride(0), num_tokens, N, eps, K=K, HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual is not None, IS_GATED=is_gated, HAS_BIAS=bias_N is not None,
+        TOKENS=triton.next_power_of_2(num_tokens), BLOCK_N=cut.block_n, BLOCK_K=cut.block_k // halves, DEPTH=cut.depth,
+        VECTOR=8 // halves, OVERLAP=overlaps, num_warps=cut.num_warps, **early,
+    )  # fmt: skip
+    return out_TN, total
+
+
+def _is_small(operation: str, x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernel may serve this call. If not, the parts the layer is composed of choose their paths themselves."""
+    tensors = [x, weight, *(other for other in others if other is not None)]
+    is_small = (
+        1 <= len(x) <= MAX_TOKENS
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and len(weight) > 0
+        and weight.shape[1] > 0
+        and all(tensor.dtype == x.dtype and tensor.stride(-1) == 1 for tensor in tensors)
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    )
+    if not is_small:
+        launch.say(f"{operation}: in parts")
+    return is_small
+
+
+def small_linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x W' + bias."""
+    _check("small_linear", x_TD, weight_ND, bias_N, num_inputs=x_TD.shape[1])
+    if not _is_small("small_linear", x_TD, weight_ND, bias_N):
+        return F.linear(x_TD, weight_ND, bias_N)
+    if launch.choose("small_linear", *launch.able(x_TD, "triton")) == "triton":
+        return run(x_TD, weight_ND, bias_N)[0]
+    return small_linear_reference(x_TD, weight_ND, bias_N)
+
+
+def norm_linear(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    norm_weight_D: Tensor,
+    eps: float,
+    weight_ND: Tensor,
+    bias_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual) W' + bias, x + residual); without a residual the second is x itself."""
+    _check("norm_linear", x_TD, weight_ND, bias_N, num_inputs=x_TD.shape[1])
+    if norm_weight_D.shape != x_TD.shape[1:] or (residual_TD is not None and residual_TD.shape != x_TD.shape):
+        residual_shape = None if residual_TD is None else tuple(residual_TD.shape)
+        raise ValueError(
+            f"norm_linear: x {tuple(x_TD.shape)}, residual {residual_shape} and norm weight "
+            f"{tuple(norm_weight_D.shape)} do not fit"
+        )
+    if not _is_small("norm_linear", x_TD, weight_ND, bias_N, residual_TD, norm_weight_D):
+        return norm_linear_in_parts(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
+    if launch.choose("norm_linear", *launch.able(x_TD, "triton")) == "triton":
+        if len(x_TD) > _FUSED_TOKENS["norm"]:
+            normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
+            return run(normalized_TD, weight_ND, bias_N)[0], total_TD
+        return run(x_TD, weight_ND, bias_N, residual=residual_TD, norm=(norm_weight_D, eps))
+    return norm_linear_reference(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
+
+
+def norm_linear_in_parts(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    norm_weight_D: Tensor,
+    eps: float,
+    weight_ND: Tensor,
+    bias_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same for any number of tokens, with gradients: one launch per part."""
+    normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
+    return F.linear(normalized_TD, weight_ND, bias_N), total_TD
+
+
+def _norm(x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(the norm, what was normalised)."""
+    if residual_TD is None:
+        return rms_norm(x_TD, norm_weight_D, eps), x_TD
+    return add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+
+
+def gated_linear(gate_up_T2I: Tensor, weight_DI: Tensor, bias_D: Tensor | None = None) -> Tensor:
+    """(silu(gate) * up) W' + bias of rows that hold gate, then up."""
+    _check("gated_linear", gate_up_T2I, weight_DI, bias_D, num_inputs=gate_up_T2I.shape[1] / 2)
+    if not _is_small("gated_linear", gate_up_T2I, weight_DI, bias_D):
+        return gated_linear_in_parts(gate_up_T2I, weight_DI, bias_D)
+    if launch.choose("gated_linear", *launch.able(gate_up_T2I, "triton")) == "triton":
+        if len(gate_up_T2I) > _FUSED_TOKENS["gate"]:
+            return run(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)[0]
+        return run(gate_up_T2I, weight_DI, bias_D, is_gated=True)[0]
+    return gated_linear_reference(gate_up_T2I, weight_DI, bias_D)
+
+
+def gated_linear_in_parts(gate_up_T2I: Tensor, weight_DI: Tensor, bias_D: Tensor | None = None) -> Tensor:
+    """The same for any number of tokens, with gradients: one launch per part."""
+    return F.linear(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)
+
+
+def _check(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, num_inputs: float) -> None:
+    is_fit = x.dim() == weight.dim() == 2 and weight.shape[1] == num_inputs
+    if not is_fit or (bias is not None and bias.shape != weight.shape[:1]):
+        bias_shape = None if bias is None else tuple(bias.shape)
+        raise ValueError(
+            f"{operation}: x {tuple(x.shape)}, weight {tuple(weight.shape)} and bias {bias_shape} do not fit"
+        )

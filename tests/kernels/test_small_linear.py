@@ -1,0 +1,271 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from closeness import BOUNDS, assert_close, perturbed
+
+from saccade.kernels import launch, small_linear
+from saccade.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from saccade.kernels.small_linear import (
+    MAX_TOKENS,
+    Cut,
+    gated_linear,
+    gated_linear_reference,
+    norm_linear,
+    norm_linear_reference,
+    small_linear_reference,
+)
+from saccade.kernels.swiglu import swiglu_linear, swiglu_reference
+
+EPS = 1e-6
+
+
+def inputs(num_tokens, shape, device, dtype, has_bias=True):
+    """x, residual, the norm's weight, the weight and the bias of one layer."""
+    num_outputs, num_inputs = shape
+    x, residual = (torch.randn(num_tokens, num_inputs, device=device).to(dtype) for _ in range(2))
+    norm_weight = (1 + 0.2 * torch.randn(num_inputs, device=device)).to(dtype)
+    weight = (torch.randn(shape, device=device) / num_inputs**0.5).to(dtype)
+    bias = torch.randn(num_outputs, device=device).to(dtype) if has_bias else None
+    return x, residual, norm_weight, weight, bias
+
+
+def product(rows, weight, bias):
+    """In fp32, from rows that are rounded already."""
+    return F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+
+
+def expect_linear(x, weight, bias, dtype):
+    with launch.forced("triton"):
+        actual = small_linear.small_linear(x, weight, bias)
+    assert actual.dtype == dtype
+    expected = product(x, weight, bias)
+    assert_close("out", actual, expected, BOUNDS[dtype])
+    return actual, expected
+
+
+def expect_norm_linear(x, residual, norm_weight, weight, bias, dtype):
+    with launch.forced("triton"):
+        actual, total = norm_linear(x, residual, norm_weight, EPS, weight, bias)
+    expected_total = x if residual is None else x + residual
+    assert torch.equal(total, expected_total)
+    expected = product(rms_norm_reference(expected_total, norm_weight, EPS), weight, bias)
+    assert_close("out", actual, expected, BOUNDS[dtype])
+    return actual
+
+
+def expect_gated_linear(gate_up, weight, bias, dtype):
+    with launch.forced("triton"):
+        actual = gated_linear(gate_up, weight, bias)
+    activated = swiglu_reference(*gate_up.float().chunk(2, dim=1)).to(dtype)  # rounded once, as `swiglu` rounds
+    assert_close("out", actual, product(activated, weight, bias), BOUNDS[dtype])
+    return actual
+
+
+def expect_layers(x, residual, norm_weight, weight, bias, dtype):
+    expect_linear(x, weight, bias, dtype)
+    expect_norm_linear(x, residual, norm_weight, weight, bias, dtype)
+    expect_gated_linear(torch.cat([x, residual], dim=1), weight, bias, dtype)
+
+
+@pytest.mark.parametrize("num_tokens", range(1, MAX_TOKENS + 1))
+def test_every_number_of_tokens_equals_the_reference(num_tokens, device, dtype, monkeypatch):
+    monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": MAX_TOKENS, "gate": MAX_TOKENS})
+    expect_layers(*inputs(num_tokens, (7, 129), device, dtype), dtype)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (9, 64), (5, 2500), (3, 4999)], ids=str)  # outputs, inputs
+def test_every_shape_equals_the_reference(shape, has_bias, device, dtype):
+    x, residual, norm_weight, weight, bias = inputs(2, shape, device, dtype, has_bias)
+    expect_layers(x, residual, norm_weight, weight, bias, dtype)
+    expect_norm_linear(x, None, norm_weight, weight, bias, dtype)
+
+
+def test_the_references_are_the_layers_one_after_the_other(device):
+    x, residual, norm_weight, weight, bias = inputs(3, (7, 16), device, torch.float32)
+    normalized, total = add_rms_norm(x, residual, norm_weight, EPS)
+    for actual, expected in zip(
+        norm_linear_reference(x, residual, norm_weight, EPS, weight, bias),
+        (F.linear(normalized, weight, bias), total),
+        strict=True,
+    ):
+        assert_close("out", actual, expected, 1e-6)
+    expected = swiglu_linear(x, residual, weight, bias)
+    assert_close("out", gated_linear_reference(torch.cat([x, residual], dim=1), weight, bias), expected, 1e-6)
+    assert torch.equal(small_linear_reference(x, weight, bias), F.linear(x, weight, bias))
+
+
+def test_without_a_residual_the_sum_is_the_input_itself(device):
+    x, _, norm_weight, weight, bias = inputs(2, (7, 16), device, torch.float32)
+    for path in ("triton", "reference"):
+        with launch.forced(path):
+            assert norm_linear(x, None, norm_weight, EPS, weight, bias)[1] is x
+
+
+@pytest.mark.parametrize("fused_tokens", [0, MAX_TOKENS])
+def test_norm_and_activation_may_be_launches_of_their_own(fused_tokens, device, dtype, monkeypatch):
+    monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": fused_tokens, "gate": fused_tokens})
+    expect_layers(*inputs(5, (7, 64), device, dtype), dtype)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Cut(2, 256, 1, 1),
+        Cut(4, 256, 1, 3),
+        Cut(16, 256, 4, 2),  # warps side by side along the outputs
+        Cut(8, 512, 2, 5),  # more steps at once than the row has
+        Cut(32, 2048, 8, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(17, 2048), (5, 1100)], ids=str)
+def test_any_cut_gives_the_same_layer(cut, shape, device, dtype, monkeypatch):
+    monkeypatch.setattr(small_linear, "cut_for", lambda num_outputs, num_inputs: cut)
+    expect_layers(*inputs(2, shape, device, dtype), dtype)
+
+
+def test_rows_apart_equal_copies(device, dtype):
+    _, _, norm_weight, weight, bias = inputs(1, (9, 48), device, dtype)
+    wide = torch.randn(5, 4 * 48 + 1, device=device).to(dtype)
+    x, residual, gate_up = wide[:, 48:96], wide[:, 97:145], wide[:, 96:192]
+    wide_weight = torch.cat([weight, weight], dim=1)[:, :48]
+    for w in (weight, wide_weight):
+        assert torch.equal(expect_linear(x, w, bias, dtype)[0], expect_linear(x.clone(), w, bias, dtype)[0])
+        expect_norm_linear(x, residual, norm_weight, w, bias, dtype)
+        expect_gated_linear(gate_up, w, bias, dtype)
+
+
+def test_a_token_does_not_depend_on_the_others(device, dtype, monkeypatch):
+    """Nor on how many there are: alone, and in every batch up to the largest, its outputs are the same bits."""
+    monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": MAX_TOKENS, "gate": MAX_TOKENS})
+    shape = (1040, 2048) if device == "cuda" else (5, 1100)
+    x, residual, norm_weight, weight, bias = inputs(MAX_TOKENS, shape, device, dtype)
+
+    def layers(rows):
+        with launch.forced("triton"):
+            gated = gated_linear(torch.cat([x, residual], dim=1)[rows], weight, bias)
+            plain = small_linear.small_linear(x[rows], weight, bias)
+            return gated, plain, *norm_linear(x[rows], residual[rows], norm_weight, EPS, weight, bias)
+
+    for token in (0, 2):
+        alone = layers(slice(token, token + 1))
+        for num_tokens in range(token + 1, MAX_TOKENS + 1):
+            for one, many in zip(alone, layers(slice(0, num_tokens)), strict=True):
+                assert torch.equal(one[0], many[token]), num_tokens
+
+
+def test_the_activation_rounds_as_the_kernel_of_its_own_does(device, dtype, monkeypatch):
+    x, residual, _, weight, bias = inputs(3, (9, 512), device, dtype)
+    gate_up = 3 * torch.cat([x, residual], dim=1)
+    results = []
+    for fused_tokens in (0, MAX_TOKENS):
+        monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": 0, "gate": fused_tokens})
+        results.append(expect_gated_linear(gate_up, weight, bias, dtype))
+    assert_close("out", results[1], results[0].float(), 1e-6 if dtype == torch.float32 else BOUNDS[dtype] / 4)
+
+
+def test_more_tokens_and_training_are_served_in_parts(device):
+    dtype = torch.float32
+    for num_tokens in (0, MAX_TOKENS + 1):
+        expect_layers(*inputs(num_tokens, (7, 64), device, dtype), dtype)
+    x, residual, norm_weight, weight, bias = (t.requires_grad_() for t in inputs(2, (7, 64), device, dtype))
+    with launch.forced("triton"):
+        out, total = norm_linear(x, residual, norm_weight, EPS, weight, bias)
+        (out.sum() + gated_linear(torch.cat([x, residual], dim=1), weight, bias).sum() + total.sum()).backward()
+    leaves = (x, residual, norm_weight, weight, bias)
+    actual = [leaf.grad for leaf in leaves]
+    out, total = norm_linear_reference(x, residual, norm_weight, EPS, weight, bias)
+    loss = out.sum() + gated_linear_reference(torch.cat([x, residual], dim=1), weight, bias).sum() + total.sum()
+    for name, a, e in zip(
+        ("x", "residual", "norm", "weight", "bias"), actual, torch.autograd.grad(loss, leaves), strict=True
+    ):
+        assert_close(f"d{name}", a, e, BOUNDS[dtype])
+
+
+def test_columns_apart_and_other_dtypes_are_served_in_parts(device):
+    x, residual, norm_weight, weight, bias = inputs(3, (7, 64), device, torch.float16)
+    expect_linear(x.T.contiguous().T, weight, bias, torch.float16)
+    with launch.forced("triton"):
+        _, total = norm_linear(x.double(), residual.double(), norm_weight.double(), EPS, weight.double())
+    assert total.dtype == torch.float64
+
+
+def test_unforced_the_device_decides(device):
+    x, residual, norm_weight, weight, bias = inputs(3, (7, 64), device, torch.float32)
+    out, _ = norm_linear(x, residual, norm_weight, EPS, weight, bias)
+    expected, _ = norm_linear_reference(x, residual, norm_weight, EPS, weight, bias)
+    assert_close("out", out, expected, 1e-5)
+    assert_close("out", small_linear.small_linear(x, weight), x @ weight.T, 1e-5)
+
+
+def test_shapes_that_do_not_fit_are_refused(device):
+    x, residual, norm_weight, weight, bias = inputs(2, (7, 16), device, torch.float32)
+    for wrong in (
+        lambda: small_linear.small_linear(x, weight[:, 1:]),
+        lambda: small_linear.small_linear(x, weight, bias[1:]),
+        lambda: norm_linear(x, residual[:1], norm_weight, EPS, weight),
+        lambda: norm_linear(x, None, norm_weight[1:], EPS, weight),
+        lambda: gated_linear(x, weight),
+        lambda: gated_linear(torch.cat([x, residual, x[:, :1]], dim=1), weight),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            wrong()
+
+
+def test_an_error_of_twice_the_bound_is_noticed(device, dtype):
+    x, _, _, weight, bias = inputs(5, (9, 64), device, dtype)
+    actual, expected = expect_linear(x, weight, bias, dtype)
+    with pytest.raises(AssertionError, match="out"):
+        assert_close("out", perturbed(actual, BOUNDS[dtype]), expected, BOUNDS[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+@pytest.mark.parametrize("shape", [(2560, 2048), (2048, 2048), (22016, 2048), (2048, 11008)], ids=str)
+def test_real_shapes_equal_the_reference(shape, num_tokens, device, dtype, monkeypatch):
+    monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": MAX_TOKENS, "gate": MAX_TOKENS})
+    expect_layers(*inputs(num_tokens, shape, device, dtype), dtype)
+
+
+@pytest.mark.gpu
+def test_a_chain_of_layers_started_early_gives_what_layers_one_by_one_give(device):
+    """Each launch starts before the one it reads from has ended; repeated, so that a race would show."""
+    dtype = torch.bfloat16
+    x, residual, norm_weight, first, bias = inputs(1, (2048, 2048), device, dtype)
+    gate_up, down = (inputs(1, shape, device, dtype)[3] for shape in ((22016, 2048), (2048, 11008)))
+
+    def chain(wait):
+        out, total = x, residual
+        for _ in range(6):
+            out = wait(small_linear.small_linear(rms_norm(out, norm_weight, EPS), first, bias))
+            middle, total = wait(norm_linear(out, total, norm_weight, EPS, gate_up))
+            out = wait(gated_linear(middle, down))
+        return out, total
+
+    def synchronized(result):
+        torch.cuda.synchronize()
+        return result
+
+    with launch.forced("triton"):
+        expected = chain(synchronized)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = chain(lambda result: result)
+        for _ in range(50):
+            graph.replay()
+            for result in (captured, chain(lambda result: result)):
+                for a, e in zip(result, expected, strict=True):
+                    assert torch.equal(a, e)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(device):
+    num_outputs = 2**31 // 4096 + 8
+    weight = torch.zeros(num_outputs, 4096, device=device, dtype=torch.bfloat16)
+    weight[-8:] = torch.randn(8, 4096, device=device)
+    x = torch.randn(2, 4096, device=device, dtype=torch.bfloat16)
+    with launch.forced("triton"):
+        out = small_linear.small_linear(x, weight)
+        assert torch.equal(out[:, -8:], small_linear.small_linear(x, weight[-8:]))
+    assert not out[:, :-8].any()
