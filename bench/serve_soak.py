@@ -26,13 +26,23 @@ from bench.serve import make_checkpoint
 from saccade.engine import Engine, EngineConfig, SamplingParams
 
 
+def descendants(pid: int) -> list[int]:
+    """Processes that a process started, and those they did."""
+    found = []
+    for child in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split():
+        found += [int(child), *descendants(int(child))]
+    return found
+
+
 def resident_mb() -> float:
-    """Memory of this process and its children, shared pages counted in each by their share (PSS)."""
-    children = subprocess.run(
-        ["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False
-    ).stdout.split()
+    """Memory of this process and those it started, shared pages counted in each by their share (PSS)."""
+    return sum(proportional_mb(pid) for pid in [os.getpid(), *descendants(os.getpid())])
+
+
+def proportional_mb(pid: int) -> float:
+    """PSS of a process."""
     total = 0.0
-    for pid in [str(os.getpid()), *children]:
+    for pid in [pid]:
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         except OSError:

@@ -242,7 +242,7 @@ class Cut(NamedTuple):
 _CUTS = {
     (False, False): Cut(block_n=4, block_k=1024, num_warps=4, depth=2),
     (False, True): Cut(block_n=8, block_k=1024, num_warps=4, depth=2),
-    (True, False): Cut(block_n=8, block_k=1024, num_warps=4, depth=3),
+    (True, False): Cut(block_n=8, block_k=1024, num_warps=4, depth=2),
     (True, True): Cut(block_n=8, block_k=1024, num_warps=4, depth=3),
 }
 _FUSED_TOKENS = {"norm": 8, "gate": 2}
@@ -250,7 +250,7 @@ _FUSED_TOKENS = {"norm": 8, "gate": 2}
 does that work again for all tokens, in ~12 instructions an element for the norm and ~25 for the activation."""
 
 
-def cut_for(num_outputs: int, num_inputs: int) -> Cut:
+def _cut_for(num_outputs: int, num_inputs: int) -> Cut:
     """From the table; no tile longer than a row."""
     cut = _CUTS[num_inputs > 4096, num_outputs > 8192]
     block_k = min(cut.block_k, max(256, triton.next_power_of_2(num_inputs)))
@@ -265,7 +265,7 @@ def _can_overlap(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def run(
+def _run(
     x: Tensor,
     weight_NK: Tensor,
     bias_N: Tensor | None,
@@ -278,7 +278,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel: (out, x or its sum with `residual`). `cut` and `overlaps`: as the table and the device say."""
     (N, K), num_tokens = weight_NK.shape, len(x)
-    cut = cut or cut_for(N, K)
+    cut = cut or _cut_for(N, K)
     overlaps = _can_overlap(x.device) if overlaps is None else overlaps
     out_TN = x.new_empty((num_tokens, N))
     total = x if residual is None else x.new_empty(x.shape)
@@ -318,7 +318,7 @@ def small_linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) 
     if not _is_small("small_linear", x_TD, weight_ND, bias_N):
         return F.linear(x_TD, weight_ND, bias_N)
     if launch.choose("small_linear", *launch.able(x_TD, "triton")) == "triton":
-        return run(x_TD, weight_ND, bias_N)[0]
+        return _run(x_TD, weight_ND, bias_N)[0]
     return small_linear_reference(x_TD, weight_ND, bias_N)
 
 
@@ -339,26 +339,14 @@ def norm_linear(
             f"{tuple(norm_weight_D.shape)} do not fit"
         )
     if not _is_small("norm_linear", x_TD, weight_ND, bias_N, residual_TD, norm_weight_D):
-        return norm_linear_in_parts(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
+        normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
+        return F.linear(normalized_TD, weight_ND, bias_N), total_TD
     if launch.choose("norm_linear", *launch.able(x_TD, "triton")) == "triton":
         if len(x_TD) > _FUSED_TOKENS["norm"]:
             normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
-            return run(normalized_TD, weight_ND, bias_N)[0], total_TD
-        return run(x_TD, weight_ND, bias_N, residual=residual_TD, norm=(norm_weight_D, eps))
+            return _run(normalized_TD, weight_ND, bias_N)[0], total_TD
+        return _run(x_TD, weight_ND, bias_N, residual=residual_TD, norm=(norm_weight_D, eps))
     return norm_linear_reference(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
-
-
-def norm_linear_in_parts(
-    x_TD: Tensor,
-    residual_TD: Tensor | None,
-    norm_weight_D: Tensor,
-    eps: float,
-    weight_ND: Tensor,
-    bias_N: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The same for any number of tokens, with gradients: one launch per part."""
-    normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
-    return F.linear(normalized_TD, weight_ND, bias_N), total_TD
 
 
 def _norm(x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -372,17 +360,12 @@ def gated_linear(gate_up_T2I: Tensor, weight_DI: Tensor, bias_D: Tensor | None =
     """(silu(gate) * up) W' + bias of rows that hold gate, then up."""
     _check("gated_linear", gate_up_T2I, weight_DI, bias_D, num_inputs=gate_up_T2I.shape[1] / 2)
     if not _is_small("gated_linear", gate_up_T2I, weight_DI, bias_D):
-        return gated_linear_in_parts(gate_up_T2I, weight_DI, bias_D)
+        return F.linear(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)
     if launch.choose("gated_linear", *launch.able(gate_up_T2I, "triton")) == "triton":
         if len(gate_up_T2I) > _FUSED_TOKENS["gate"]:
-            return run(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)[0]
-        return run(gate_up_T2I, weight_DI, bias_D, is_gated=True)[0]
+            return _run(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)[0]
+        return _run(gate_up_T2I, weight_DI, bias_D, is_gated=True)[0]
     return gated_linear_reference(gate_up_T2I, weight_DI, bias_D)
-
-
-def gated_linear_in_parts(gate_up_T2I: Tensor, weight_DI: Tensor, bias_D: Tensor | None = None) -> Tensor:
-    """The same for any number of tokens, with gradients: one launch per part."""
-    return F.linear(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)
 
 
 def _check(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, num_inputs: float) -> None:

@@ -109,20 +109,20 @@ def test_norm_and_activation_may_be_launches_of_their_own(fused_tokens, device, 
 
 
 @pytest.mark.parametrize(
-    "cut",
+    ("cut", "num_inputs"),
     [
-        Cut(2, 256, 1, 1),
-        Cut(4, 256, 1, 3),
-        Cut(16, 256, 4, 2),  # warps side by side along the outputs
-        Cut(8, 512, 2, 5),  # more steps at once than the row has
-        Cut(32, 2048, 8, 1),
+        (Cut(2, 256, 1, 1), 700),
+        (Cut(4, 256, 1, 3), 1100),
+        (Cut(16, 256, 4, 2), 1024),  # warps side by side along the outputs
+        (Cut(8, 512, 2, 5), 1100),  # more steps at once than the row has
+        (Cut(8, 512, 2, 4), 2048),  # as many
+        (Cut(32, 2048, 8, 1), 2048),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("shape", [(17, 2048), (5, 1100)], ids=str)
-def test_any_cut_gives_the_same_layer(cut, shape, device, dtype, monkeypatch):
-    monkeypatch.setattr(small_linear, "cut_for", lambda num_outputs, num_inputs: cut)
-    expect_layers(*inputs(2, shape, device, dtype), dtype)
+def test_any_cut_gives_the_same_layer(cut, num_inputs, device, dtype, monkeypatch):
+    monkeypatch.setattr(small_linear, "_cut_for", lambda num_outputs, num_inputs: cut)
+    expect_layers(*inputs(2, (9, num_inputs), device, dtype), dtype)
 
 
 def test_rows_apart_equal_copies(device, dtype):
@@ -139,7 +139,7 @@ def test_rows_apart_equal_copies(device, dtype):
 def test_a_token_does_not_depend_on_the_others(device, dtype, monkeypatch):
     """Nor on how many there are: alone, and in every batch up to the largest, its outputs are the same bits."""
     monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": MAX_TOKENS, "gate": MAX_TOKENS})
-    shape = (1040, 2048) if device == "cuda" else (5, 1100)
+    shape = (1040, 2048) if device == "cuda" else (5, 300)
     x, residual, norm_weight, weight, bias = inputs(MAX_TOKENS, shape, device, dtype)
 
     def layers(rows):
@@ -148,11 +148,14 @@ def test_a_token_does_not_depend_on_the_others(device, dtype, monkeypatch):
             plain = small_linear.small_linear(x[rows], weight, bias)
             return gated, plain, *norm_linear(x[rows], residual[rows], norm_weight, EPS, weight, bias)
 
-    for token in (0, 2):
+    for token in (0, 1):
         alone = layers(slice(token, token + 1))
-        for num_tokens in range(token + 1, MAX_TOKENS + 1):
+        for num_tokens in (2, 3, 4, 8) if device == "cuda" else (3, 8):
             for one, many in zip(alone, layers(slice(0, num_tokens)), strict=True):
-                assert torch.equal(one[0], many[token]), num_tokens
+                if device == "cuda":
+                    assert torch.equal(one[0], many[token]), num_tokens
+                else:  # the interpreter adds in numpy's order, which follows the shape
+                    assert_close("out", one[0], many[token], BOUNDS[dtype] / 10)
 
 
 def test_the_activation_rounds_as_the_kernel_of_its_own_does(device, dtype, monkeypatch):
@@ -229,8 +232,9 @@ def test_real_shapes_equal_the_reference(shape, num_tokens, device, dtype, monke
 
 
 @pytest.mark.gpu
-def test_a_chain_of_layers_started_early_gives_what_layers_one_by_one_give(device):
+def test_a_chain_of_layers_started_early_gives_what_layers_one_by_one_give(device, monkeypatch):
     """Each launch starts before the one it reads from has ended; repeated, so that a race would show."""
+    monkeypatch.undo()  # memory is not poisoned here: its filling would come between the launches
     dtype = torch.bfloat16
     x, residual, norm_weight, first, bias = inputs(1, (2048, 2048), device, dtype)
     gate_up, down = (inputs(1, shape, device, dtype)[3] for shape in ((22016, 2048), (2048, 11008)))
