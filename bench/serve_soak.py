@@ -40,15 +40,12 @@ def resident_mb() -> float:
 
 
 def proportional_mb(pid: int) -> float:
-    """PSS of a process."""
-    total = 0.0
-    for pid in [pid]:
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(float(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
-    return total
+    """PSS of a process; nothing for one that has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return sum(float(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 class Load:

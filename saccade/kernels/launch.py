@@ -35,7 +35,7 @@ try:
 except ImportError:
     triton = tl = _Absent()
 
-__all__ = ["Path", "able", "choose", "forced", "is_interpreting", "say", "tl", "triton"]
+__all__ = ["Path", "able", "choose", "forced", "is_forced", "is_interpreting", "say", "tl", "triton"]
 
 Path = Literal["triton", "library", "reference"]
 
@@ -76,6 +76,11 @@ def choose(operation: str, *candidates: Path) -> Path:
     path = _forced or paths[0]
     say(f"{operation}: {path}")
     return path
+
+
+def is_forced(path: Path) -> bool:
+    """Whether a test or comparison wants this path wherever it is possible, worthwhile or not."""
+    return _forced == path
 
 
 def say(message: str) -> None:

@@ -146,12 +146,13 @@ def test_splits_fill_the_gpu_and_stay_within_bounds():
         (requests, longest): module._schedule(
             num_tokens=requests, num_requests=requests, max_context_length=longest, **shape
         ).num_splits
-        for requests, longest in [(256, 1024), (16, 4096), (1, 65536), (1, 100), (256, 32768)]
+        for requests, longest in [(256, 1024), (16, 4096), (1, 65536), (1, 1024), (1, 31), (256, 32768)]
     }
     assert splits[256, 1024] == 1, "enough requests: nothing to combine"
     assert splits[16, 4096] == 16, "four programs on each of 132 multiprocessors, not one more"
     assert splits[1, 65536] == 256
-    assert splits[1, 100] == 1, "too short to be worth a second program"
+    assert splits[1, 1024] == 32, "one short request: a program for each tile of keys"
+    assert splits[1, 31] == 1, "too short to be worth a second program"
     assert splits[256, 32768] == 4, "a long request among many does not run alone at the end"
     mixed = module._schedule(
         num_tokens=4096, num_requests=8, max_context_length=4096, **(shape | {"max_seqlen_q": 2048})
