@@ -41,9 +41,13 @@ class Update:
     """What became of a request in a step. The last one says how it ended."""
 
     request: Request
+    """Whose it is; its `finish_reason` says whether it has ended."""
     token_ids: Sequence[int] = ()
+    """New tokens of the answer."""
     logprobs: Sequence[TokenLogprobs] = ()
+    """Of these, if asked for."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """Of prompt tokens computed in the step, if asked for."""
 
     @property
     def is_last(self) -> bool:

@@ -51,9 +51,13 @@ class AnswerPart:
     """What is new of an answer. The last part has the whole of it as `completion`."""
 
     text: str
+    """New text that is certain: no half character, no beginning of a stop string."""
     token_ids: Sequence[int]
+    """New tokens; their text may come with a later part."""
     logprobs: Sequence[TokenLogprobs] = ()
+    """Of these tokens, if asked for."""
     completion: Completion | None = None
+    """The whole answer, in the last part."""
 
 
 OnPart = Callable[[AnswerPart], None]

@@ -27,6 +27,7 @@ class TokenPrompt:
     """One prompt, ready to be computed."""
 
     token_ids: list[int]
+    """Each image stands in them as so many placeholders."""
     positions: NDArray[np.int64]
     """[3, tokens]: time, height, width. An answer's tokens go on at the largest position plus one."""
     images: tuple[PreparedImage, ...] = ()

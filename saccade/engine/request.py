@@ -131,12 +131,15 @@ class Request:
     """One request in the engine. The scheduler alone changes it."""
 
     id: str
+    """Not that of any other open request."""
     token_ids: list[int]
     """Known tokens: the prompt, then the answer as far as it was read back."""
     num_prompt_tokens: int
+    """How many of them are the prompt."""
     images: tuple[ImageSpan, ...] = ()
     """In order of their tokens, not overlapping."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How the answer is chosen and when it ends."""
     stop_ids: frozenset[int] = frozenset()
     """Every token that ends the answer: the checkpoint's, unless ignored, and the request's own."""
     priority: int = 0
@@ -151,13 +154,17 @@ class Request:
     num_pending: int = 0
     """Tokens sampled in steps under way."""
     pages: list[int] = field(default_factory=list)
+    """Its pages, in order of its tokens."""
     row: int | None = None
     """Its place in the runner's tables while it runs."""
     num_cached: int = 0
     """Prompt tokens that were not computed, because a cache had them."""
     num_preemptions: int = 0
+    """How often it lost its pages to another."""
     finish_reason: FinishReason | None = None
+    """How it ended; None while it is open."""
     failure: Failure | None = None
+    """Why, if it failed."""
 
     @property
     def num_tokens(self) -> int:
@@ -189,12 +196,18 @@ class Completion:
     """An answer."""
 
     text: str
+    """Up to a stop text, if one ended it."""
     token_ids: list[int]
+    """With the token that ended it."""
     finish_reason: FinishReason
+    """`stop`: it ended by itself or by a stop text; `length`: at `max_tokens` or the longest there can be."""
     num_prompt_tokens: int
+    """Tokens of the prompt, those of images counted."""
     num_cached_tokens: int = 0
     """Prompt tokens that a cache had."""
     logprobs: list[TokenLogprobs] | None = None
+    """Of each token, if asked for."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """None for the first token, which nothing predicts."""
     failure: Failure | None = None
+    """Why it failed, if it did."""

@@ -141,7 +141,9 @@ class PixelScale:
     """How uint8 pixels become what the tower reads."""
 
     mean: tuple[float, ...]
+    """Per channel, in units of the 0..1 range; subtracted."""
     std: tuple[float, ...]
+    """Per channel, in units of the 0..1 range; divided by."""
 
 
 class Runner:

@@ -286,7 +286,7 @@ def _to_rgb(image: Image.Image) -> Pixels:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return np.asarray(image.convert("RGB"))
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))  # converting RGB to RGB would copy
 
 
 def pillow_resize(pixels: Pixels, height: int, width: int) -> Pixels:
