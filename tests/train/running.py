@@ -101,7 +101,8 @@ def free_port() -> int:
 
 def environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return kept | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": str(RANKS.parents[1])} | more
+    path = os.pathsep.join([str(RANKS.parents[1]), os.environ.get("PYTHONPATH", "")])
+    return kept | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": path} | more
 
 
 def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: int = 0) -> subprocess.Popen:
