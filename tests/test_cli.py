@@ -1,11 +1,13 @@
 """The command line as a user meets it: help, answers, and one line with exit status 2 for what is wrong."""
 
+import dataclasses
 import json
 import logging
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +15,13 @@ from PIL import Image
 
 import saccade
 from saccade.cli import app, main
-from saccade.config import override_config, write_config
+from saccade.config import load_config, override_config, write_config
+from saccade.data.toy import toy_sample
 from saccade.errors import UserError
 from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size
+from saccade.quickstart import held_out_questions, recipe
+from saccade.train import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -401,16 +406,32 @@ def test_chat_asks_for_a_question_behind_the_image(command, checkpoint, picture)
 # ------------------------------------------------------------------ quickstart
 
 
-def test_quickstart_runs_and_ends_with_the_next_step(command, tmp_path):
-    ended = command("quickstart", "--folder", tmp_path / "first")
+def test_quickstart_makes_data_trains_asks_and_ends_with_the_next_step(command, tmp_path):
+    ended = command("quickstart", "--folder", tmp_path / "first", "--steps", 12)
     assert ended.status == 0
-    assert ended.err == ""
+    assert "step 12/12  100.0%  loss" in ended.err, "progress is shown"
     lines = ended.out.splitlines()
-    assert [line[:2] for line in lines if line[:1].isdigit()] == ["1.", "2.", "3."]
+    assert [line[:2] for line in lines if line[:1].isdigit()] == ["1.", "2.", "3.", "4."]
+    shown = [line for line in lines if "picture-" in line and "  answer: " in line]
+    assert [line.split("  truth: ")[1] for line in shown] == [question.truth for question in held_out_questions()[:3]]
+    assert sum("of 64 answers are right" in line for line in lines) == 1
     assert lines[-1].strip().startswith("saccade ")
-    assert (tmp_path / "first" / "picture.png").is_file()
-    question = ["what?", "--max-tokens", 1, "--device", "cpu"]
-    assert command("chat", tmp_path / "first" / "checkpoint", tmp_path / "first" / "picture.png", *question).status == 0
+    [chat] = [line.split('"') for line in lines if line.startswith(f"   saccade chat {tmp_path}")]
+    words = [*chat[0].split()[1:], chat[1], "--max-tokens", 1, "--device", "cpu"]
+    assert command(*words).status == 0
+
+
+def test_quickstart_learns_as_the_tiny_recipe_does(tmp_path):
+    [short] = recipe(tmp_path, tmp_path, tmp_path, num_steps=100).stages
+    [whole] = load_config(TrainConfig, Path(__file__).parents[1] / "recipes" / "tiny.toml").stages
+    for name in ("optimizer", "schedule", "clip_norm"):
+        assert getattr(short, name) == getattr(whole, name)
+    assert dataclasses.replace(short.data, sources=whole.data.sources) == whole.data
+
+
+def test_quickstart_asks_about_pictures_that_are_not_trained_on():
+    trained = {toy_sample(number).members["png"] for number in range(2000)}
+    assert not trained & {question.picture for question in held_out_questions()}
 
 
 def test_quickstart_refuses_a_folder_that_holds_something(command, tmp_path):

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,12 +12,13 @@ from saccade.errors import ConfigError
 
 
 def quickstart(
-    folder: Annotated[Path, typer.Option(help="Where to put the picture and the checkpoint.")] = Path("quickstart"),
+    folder: Annotated[Path, typer.Option(help="Where to put data, checkpoints and pictures.")] = Path("quickstart"),
+    steps: Annotated[int, typer.Option(min=1, help="Steps of training: fewer end sooner, and answer worse.")] = 800,
 ) -> None:
-    """The whole flow at toy size on this machine."""
+    """The whole flow at toy size on this machine: make data, train, ask. Takes two minutes."""
     from saccade.quickstart import quickstart as run
 
-    run(folder, say=typer.echo)
+    run(folder, say=typer.echo, num_steps=steps)
 
 
 def init(
@@ -88,33 +89,37 @@ def chat(
     as_json: JsonOption = False,
 ) -> None:
     """Ask a model about images, or just talk to it. The answer is printed as it is generated."""
-    from saccade.model import load_model
-    from saccade.model.generation import Sampling, stream
-    from saccade.processor import Processor, TextStream
+    import asyncio
+
+    from saccade.engine import Engine, EngineConfig, SamplingParams
+    from saccade.errors import RequestError
 
     *images, question = words
     if os.path.isfile(question):  # noqa: PTH113  Path.is_file raises for a question longer than a file name
         raise ConfigError(f"the last word is the question, but {question} is a file. Ask something about it")
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    processor = Processor.load(checkpoint)
+    sampling = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=1.0 if top_p is None else top_p, seed=seed, max_tokens=max_tokens
+    )
     content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    inputs = processor([[*messages, {"role": "user", "content": content}]], add_generation_prompt=True)
-    model = load_model(checkpoint, device=device, dtype=dtype)
-    text, token_ids = TextStream(processor.decode), []
-    for [token_id] in stream(model, inputs, max_new_tokens=max_tokens, eos_ids=processor.eos_ids, sampling=sampling):
-        assert token_id is not None, "the only conversation has not ended"
-        token_ids.append(token_id)
-        if not as_json:
-            typer.echo(text.push([token_id]), nl=False)
-    if as_json:
-        ending = "stop" if token_ids[-1] in processor.eos_ids else "length"
-        answer = {
-            "text": processor.decode(token_ids),
-            "prompt_tokens": inputs.num_tokens,
-            "tokens": len(token_ids),
-            "finish_reason": ending,
-        }
-        typer.echo(json.dumps(answer, ensure_ascii=False))
-    else:
-        typer.echo(text.finish())
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
+    conversation = [*messages, {"role": "user", "content": content}]
+
+    async def answer(engine: Engine) -> None:
+        async for part in engine.stream(conversation, sampling):
+            if not as_json:
+                typer.echo(part.text, nl=False)
+            if (whole := part.completion) is None:
+                continue
+            if whole.failure is not None:
+                raise RequestError(whole.failure.message)
+            found = {
+                "text": whole.text,
+                "prompt_tokens": whole.num_prompt_tokens,
+                "tokens": len(whole.token_ids),
+                "finish_reason": whole.finish_reason,
+            }
+            typer.echo(json.dumps(found, ensure_ascii=False) if as_json else "")
+
+    config = EngineConfig(max_requests=1, num_workers=0, prefix_cache=False)
+    with Engine.load(checkpoint, device=device, dtype=dtype, config=config) as engine:
+        asyncio.run(answer(engine))

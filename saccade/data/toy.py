@@ -19,21 +19,23 @@ from saccade.data.shards import ShardWriter
 
 COLOURS = {
     "red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 90, 200), "yellow": (240, 210, 20),
-    "purple": (128, 50, 160), "orange": (255, 127, 14), "white": (245, 245, 245), "black": (15, 15, 15),
+    "purple": (128, 50, 160), "orange": (255, 127, 14), "pink": (250, 130, 190), "black": (15, 15, 15),
 }  # fmt: skip
-SHAPES = ("circle", "square", "triangle", "bar")
+SHAPES = ("bar", "cross", "ring", "square")
 QUESTIONS = {"colour": "What colour is it?", "shape": "What shape is it?"}
-GROUND = (120, 140, 150)
+GROUND = (235, 235, 235)
+SIDE = 84
+"""Of a picture, in pixels: 36 patches, 9 tokens."""
 
 
-def write_toy_shards(folder: str | Path, *, first: int, count: int, seed: int = 0, side: int = 112) -> None:
-    """Write the samples `first` .. `first + count` into shards of 500."""
-    with ShardWriter(folder, max_samples=500) as writer:
+def write_toy_shards(folder: str | Path, *, first: int, count: int, seed: int = 0, side: int = SIDE) -> None:
+    """Write the samples `first` .. `first + count` into shards of 2000."""
+    with ShardWriter(folder, max_samples=2000) as writer:
         for number in range(first, first + count):
             writer.write(toy_sample(number, seed=seed, side=side))
 
 
-def toy_sample(number: int, *, seed: int = 0, side: int = 112) -> Sample:
+def toy_sample(number: int, *, seed: int = 0, side: int = SIDE) -> Sample:
     """One picture, one question, one word for an answer."""
     rng = random.Random(f"{seed}/{number}")  # noqa: S311 (a drawing, not a secret)
     colour, shape, kind = rng.choice(sorted(COLOURS)), rng.choice(SHAPES), rng.choice(sorted(QUESTIONS))
@@ -44,20 +46,20 @@ def toy_sample(number: int, *, seed: int = 0, side: int = 112) -> Sample:
 
 
 def _draw(shape: str, colour: str, rng: random.Random, side: int) -> bytes:
-    """A shape of random size and place on a noisy ground."""
-    picture = Image.new("RGB", (side, side), tuple(channel + rng.randint(-15, 15) for channel in GROUND))
-    radius = rng.randint(side // 6, side // 3)
-    x, y = (rng.randint(radius, side - radius) for _ in range(2))
+    """A shape of random size and shade, near the middle of a ground of random shade."""
+    picture = Image.new("RGB", (side, side), tuple(channel + rng.randint(-8, 8) for channel in GROUND))
+    radius = rng.randint(side // 4, side // 3)
+    x, y = (side // 2 + rng.randint(-side // 8, side // 8) for _ in range(2))
     pen, fill = ImageDraw.Draw(picture), tuple(max(0, min(255, c + rng.randint(-12, 12))) for c in COLOURS[colour])
-    box = (x - radius, y - radius, x + radius, y + radius)
-    if shape == "circle":
-        pen.ellipse(box, fill=fill)
+    box, thin = (x - radius, y - radius, x + radius, y + radius), radius * 2 // 5
+    if shape == "ring":
+        pen.ellipse(box, outline=fill, width=radius // 2)
     elif shape == "square":
         pen.rectangle(box, fill=fill)
-    elif shape == "triangle":
-        pen.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill=fill)
     else:
-        pen.rectangle((x - radius, y - radius // 4, x + radius, y + radius // 4), fill=fill)
+        pen.rectangle((x - radius, y - thin, x + radius, y + thin), fill=fill)
+        if shape == "cross":
+            pen.rectangle((x - thin, y - radius, x + thin, y + radius), fill=fill)
     file = io.BytesIO()
     picture.save(file, "PNG")
     return file.getvalue()

@@ -20,7 +20,7 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,6 +257,7 @@ def load_tensors(state: SavedState, tensors: Mapping[str, Tensor], world: World)
             f"{state.path}: {len(missing)} tensors are not in it, among them {', '.join(missing[:4])}. It is of a run with "
             "other settings: set them back, or give the run another folder"
         )
+    _check_shapes(state, tensors)
     world.open_local_group()
     try:
         load(dict(tensors), storage_reader=_reader(state), process_group=world.cpu_group)
@@ -264,6 +265,27 @@ def load_tensors(state: SavedState, tensors: Mapping[str, Tensor], world: World)
         raise CheckpointError(
             f"{state.path}: cannot be read: {_cause(error)}. Remove this folder to go on from the state before it"
         ) from error
+
+
+def _check_shapes(state: SavedState, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a state whose tensors have other shapes than ours, as after a change of the LoRA rank."""
+    stored = _reader(state).read_metadata().state_dict_metadata
+    shapes = {name: tuple(getattr(stored[name], "size", ())) for name in tensors}
+    changed = sorted(name for name, tensor in tensors.items() if shapes[name] != tuple(tensor.shape))
+    if not changed:
+        return
+    first = changed[0]
+    cause = (
+        "lora.rank was changed" if first.endswith((".lora_A", ".lora_B")) else "the model or its settings were changed"
+    )
+    raise CheckpointError(
+        f"{state.path}: {first} is {_shape(shapes[first])} in it and {_shape(tensors[first].shape)} in this run "
+        f"({len(changed)} tensors differ): {cause} since it was saved. Set it back to go on, or give the run another folder: --set run=NAME"
+    )
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "a single number"
 
 
 def _reader(state: SavedState) -> FileSystemReader:

@@ -1,5 +1,12 @@
-"""The model and its optimizer as one thing: it takes rows, moves, is saved and taken up again."""
+"""The model and its optimizer as one thing: it takes rows, moves, is saved and taken up again.
 
+Rows of a step are added up in fp32, so that many small ones do not vanish beside their sum. fsdp does so by itself. Without
+sharding, parameters of lower precision are given fp32 gradients for as long as a step has rows to come; the gradient of a step's
+only row stays as it is. ddp averages over the ranks in the parameters' own format: there the sum is rounded before the last row
+joins it.
+"""
+
+import torch
 from torch import Tensor
 
 from saccade.errors import CheckpointError
@@ -21,17 +28,37 @@ class Learner:
         self._parameters = dict(parallel.model.named_parameters())
         self.trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
         """Parameters that this stage or one before has changed; the others are as in the folder the run began with."""
+        is_sharded = parallel.strategy in ("fsdp", "hsdp")
+        trained = [] if is_sharded else [self._parameters[name] for name in self.trained]
+        self._summed = [parameter for parameter in trained if parameter.dtype != torch.float32]
+        self._sums_in_fp32 = False
+        self._has_rows = False
 
     # -------------------------------------------------------------- a step
 
     def backward(self, row: Row, count: Tensor, *, is_last_row: bool) -> tuple[Tensor, Tensor]:
         """Add a row's gradients; (its loss, its sums by source), on the device. `count`: learned tokens of the step."""
+        self._choose_sums(is_last_row=is_last_row)
         self.parallel.sync_gradients(is_last_row=is_last_row, each_row=self._reduce_each_row)
         # FSDP and DDP average over the ranks where we want the sum, so every rank's loss is taken times their number.
         share = count / self._world.size
         loss, by_source = self.parallel.wrapped(row.inputs, row.labels, share, row.num_learned, row.by_source)
         loss.backward()
         return loss.detach() / self._world.size, by_source
+
+    def _choose_sums(self, *, is_last_row: bool) -> None:
+        """Gradients in fp32, or in the format of their parameters: see above."""
+        is_averaged = is_last_row and self.parallel.strategy == "ddp"
+        in_fp32 = (self._has_rows or not is_last_row) and not is_averaged
+        self._has_rows = True
+        if in_fp32 == self._sums_in_fp32:
+            return
+        self._sums_in_fp32 = in_fp32
+        for parameter in self._summed:
+            dtype = torch.float32 if in_fp32 else parameter.dtype
+            gradient, parameter.grad = parameter.grad, None  # only a parameter without one may change the format
+            parameter.grad_dtype = dtype
+            parameter.grad = None if gradient is None else gradient.to(dtype)
 
     def grad_norm(self) -> Tensor:
         """Norm of all gradients, the same on every rank, on the device."""
@@ -46,12 +73,16 @@ class Learner:
     def step(self, lr_factor: float, grad_scale: float) -> None:
         """Move the parameters and drop the gradients."""
         self.optimizer.step(lr_factor, grad_scale)
-        self.optimizer.zero_grad()
+        self._forget_rows()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a bad step."""
-        self.optimizer.zero_grad()
+        self._forget_rows()
         self.parallel.forget_gradients()
+
+    def _forget_rows(self) -> None:
+        self.optimizer.zero_grad()
+        self._has_rows = False
 
     # -------------------------------------------------------------- saved and loaded
 

@@ -48,6 +48,8 @@ FRAGMENTATION = 0.05
 """Share lost between tensors that come and go; rows of different sizes leave holes. What stays all the time leaves none."""
 STREAMED_BYTES = GIB
 """Of an offloaded optimizer: what is on its way in, and what on its way out."""
+SUM_BYTES = 4
+"""Of a gradient that several rows are added up in; see `learner.py`."""
 
 STAYING = ("parameters", "masters", "moments")
 COMPONENTS = (
@@ -262,15 +264,16 @@ class Planner:
         states = 2 * self.config.language.hidden_size * element * row.tokens  # what the head reads, and its gradient
         logits = min(CHUNK_BYTES, self.config.language.vocab_size * element * row.num_learned)
         yield now("the loss", loss=states + logits + head * element)
-        gradients += self._left_behind(head, is_root=True)
+        gradients += head * element if is_tied else self._left_behind(head, is_root=True)
         for block in reversed(blocks):
             is_embedding = block.name == "language.embed_tokens"
             working = block.needs.remade + block.needs.working + self._averaged(block)
-            # Of a head that is the embedding there are now two gradients, soon to be one.
-            yield now(f"backward of {block.name}", working=working + is_embedding * block.trained * element)
+            # Of a head that is the embedding there are now two gradients: the first has waited for the second.
+            working += is_embedding * block.trained * (SUM_BYTES if self._sums_rows else element)
+            yield now(f"backward of {block.name}", working=working)
             held[block.place] -= block.needs.num_kept
-            if not (is_embedding and is_tied):
-                gradients += self._left_behind(block.trained, is_root=block.is_root)
+            gradients += self._left_behind(block.trained, is_root=block.is_root)
+            gradients -= head * element if is_embedding and is_tied else 0
         root = sum(block.trained for block in blocks if block.is_root) + (0 if is_tied else head)
         yield now("the update", working=root * self._reduce_element if self._is_sharded else 0)
 
@@ -279,13 +282,20 @@ class Planner:
         return DTYPES[self.parallel.reduce_dtype].itemsize
 
     @property
+    def _sums_rows(self) -> bool:
+        """Whether gradients are fp32 sums, whatever the parameters are."""
+        return self.rows_per_rank > 1 and not self._is_sharded
+
+    @property
     def _earlier_gradients(self) -> int:
-        """Gradients that are there when backward begins: of the rows before, or always (DDP's buckets)."""
-        if self.rows_per_rank == 1 and self.strategy != "ddp":
+        """Gradients that are there when backward begins: of the rows before, and DDP's buckets, which always are."""
+        trained = self._weights.trained
+        if not self._is_sharded:
+            buckets = trained * self._element if self.strategy == "ddp" else 0
+            return buckets + (trained * SUM_BYTES if self._sums_rows else 0)
+        if self.rows_per_rank == 1:
             return 0
-        if self._is_sharded and not self.parallel.reduce_each_row:
-            return self._weights.trained * self._reduce_element
-        return self._settled(self._weights.trained)
+        return self._settled(trained) if self.parallel.reduce_each_row else trained * self._reduce_element
 
     def _left_behind(self, trained: int, *, is_root: bool) -> int:
         """Gradients that a block's backward adds to those there are. Those of fsdp's root are cut at the very end."""

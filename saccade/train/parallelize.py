@@ -26,6 +26,7 @@ Units. Each decoder layer and each vision block is gathered and freed by itself,
 
 Numbers. FSDP holds parameters in fp32 and gathers them in the compute dtype; gradients are averaged in `reduce_dtype`. Without
 sharding, parameters are in the compute dtype and the optimizer holds the fp32 masters: no casts on the way, the fastest on one GPU.
+Several rows of a step are added up in fp32 either way; see `learner.py`.
 """
 
 import functools

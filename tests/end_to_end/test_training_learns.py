@@ -1,6 +1,6 @@
 """From random weights to answers about pictures never seen: data, training, export, generation, in one go.
 
-Short, so the bar is low: most colours right, where guessing gets one in eight. `bench/learn_toy.py` goes on to shapes.
+Short, so only colours are asked for: nearly all right, where guessing gets one in eight. `bench/learn_toy.py` goes on to shapes.
 """
 
 import json
@@ -34,4 +34,4 @@ def test_a_model_learns_to_name_colours_from_pictures(tmp_path):
     colours = [answer for answer in answers if answer["prompt"] == QUESTIONS["colour"]]
     right = sum(answer["answer"] == answer["reference"] for answer in colours)
     assert len(colours) > 20
-    assert right / len(colours) > 0.6, [(answer["reference"], answer["answer"]) for answer in colours]
+    assert right / len(colours) > 0.8, [(answer["reference"], answer["answer"]) for answer in colours]

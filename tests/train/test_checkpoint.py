@@ -1,6 +1,7 @@
 """The state of a run on disk: whole or not there, and enough to go on as if nothing had happened."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -177,8 +178,39 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path, world):
     state = newest_state(tmp_path / "state", world)
     with pytest.raises(CheckpointError, match="1 tensors are not in it, among them c"):
         load_tensors(state, {"c": torch.zeros(2)}, world)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_tensors(state, {"a": torch.zeros(5, 5)}, world)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path, world):
+    with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
+        saver.save(1, tensors(1.0), {})
+    state = newest_state(tmp_path / "state", world)
+    with pytest.raises(CheckpointError, match=r"a is 3 x 4 in it and 5 x 5 in this run \(1 tensors differ\)"):
+        load_tensors(state, {"a": torch.zeros(5, 5), "b": torch.zeros(2)}, world)
+    with pytest.raises(CheckpointError, match="b is 2 in it and a single number in this run"):
+        load_tensors(state, {"b": torch.zeros(())}, world)
+
+
+def test_a_state_that_cannot_be_read_says_how_to_go_on(tmp_path, world):
+    with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
+        saver.save(1, tensors(1.0), {})
+    state = newest_state(tmp_path / "state", world)
+    for file in state.path.glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read: .* Remove this folder to go on from the state before it"
+    ):
+        load_tensors(state, tensors(0.0), world)
+
+
+def test_a_lora_run_with_another_rank_is_refused_in_one_line(tmp_path, folder, shards):
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=folder, shards=shards)
+    train(read_recipe(recipe, "stages.0.steps=2", "stages.0.lora={rank=4}"), device="cpu")
+    with pytest.raises(CheckpointError) as refused:
+        train(read_recipe(recipe, "stages.0.steps=3", "stages.0.lora={rank=8}"), device="cpu")
+    message = str(refused.value)
+    assert re.search(r"lora_A is 4 x \d+ in it and 8 x \d+ in this run", message)
+    assert "lora.rank was changed since it was saved. Set it back to go on, or give the run another folder" in message
+    assert len(message.splitlines()) == 1
 
 
 def test_random_numbers_go_on(tmp_path, world):

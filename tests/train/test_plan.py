@@ -143,7 +143,17 @@ def test_states_are_cut_over_the_ranks_and_gradients_follow_the_rows():
     assert plan(config, row, world_size=8, parallel=ParallelConfig(strategy="ddp")).parts["gradients"] == pytest.approx(
         one.parts["parameters"], rel=0.07
     )
-    assert one.parts["gradients"] < 0.1 * plan(config, row, rows_per_rank=2).parts["gradients"]
+
+
+def test_several_rows_of_a_step_are_counted_with_the_fp32_sums_of_their_gradients():
+    config, row = named_size("7b"), UNIFORM
+    one, several = plan(config, row), plan(config, row, rows_per_rank=2)
+    assert one.parts["gradients"] < 0.1 * several.parts["gradients"]
+    assert several.parts["gradients"] == one.parts["masters"]
+    ddp = ParallelConfig(strategy="ddp")
+    buckets = plan(config, row, world_size=8, parallel=ddp).parts["gradients"]
+    assert plan(config, row, world_size=8, rows_per_rank=2, parallel=ddp).parts["gradients"] == 3 * buckets
+    assert buckets * 2 == one.parts["masters"]
 
 
 def test_settings_that_save_memory_save_it_in_the_plan():

@@ -24,7 +24,7 @@ def test_every_recipe_can_be_read(recipe):
 @pytest.mark.parametrize(
     ("name", "size", "ranks", "gpu", "stated"),
     [
-        ("qwen2.5-vl-3b", "3b", 1, "H200", 129),
+        ("qwen2.5-vl-3b", "3b", 1, "H200", 111),
         ("qwen2.5-vl-7b-fsdp", "7b", 8, "H100", 52),
         ("qwen2.5-vl-3b-lora", "3b", 1, "H200", None),
     ],
