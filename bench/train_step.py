@@ -155,10 +155,17 @@ def timed(step: Callable[[ModelInputs], None], batches: list[ModelInputs], round
 
 
 def measure(
-    path: str, workload: str, config: ModelConfig, make: Callable[[], Callable[[ModelInputs], None]], rounds: int
+    path: str,
+    workload: str,
+    config: ModelConfig,
+    make: Callable[[], Callable[[ModelInputs], None]],
+    rounds: int,
+    num_batches: int | None = None,
 ) -> Record:
     """One line of the report; running out of memory is a result."""
-    batches = [packed_row(samples, config.vision, seed=i) for i, samples in enumerate(WORKLOADS[workload]())]
+    batches = [
+        packed_row(samples, config.vision, seed=i) for i, samples in enumerate(WORKLOADS[workload]()[:num_batches])
+    ]
     work = [row_work(config, batch, num_labels(row_labels(batch)), PARTS) for batch in batches]
     flops = statistics.mean(w.tower_flops + w.decoder_flops for w in work)
     tokens = statistics.mean(batch.num_tokens for batch in batches)
@@ -185,9 +192,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="3b")
     parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--recompute", nargs="+", default=["none"])
+    parser.add_argument("--recompute", nargs="*", default=["none"])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument(
+        "--peer-batches", type=int, help="ragged batches the peers are given, from the first; all if not given"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     config = named_size(options.size)
@@ -205,7 +215,12 @@ def main() -> None:
             for workload in options.workload:
                 records.append(
                     measure(
-                        name, workload, config, lambda has_liger=liger: transformers_step(config, liger=has_liger), 1
+                        name,
+                        workload,
+                        config,
+                        lambda has_liger=liger: transformers_step(config, liger=has_liger),
+                        1,
+                        options.peer_batches,
                     )
                 )
     if options.out:
