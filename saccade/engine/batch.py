@@ -10,7 +10,7 @@ without context.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -216,13 +216,15 @@ def _fill_features(out: Ints, chunk: Chunk) -> None:
 class StepBuffers:
     """The buffer on the host, twice, and on the device, once.
 
-    A step is filled while the one before may still wait to be copied, so they take turns; the one before that has been read back.
+    A step is filled while the one before may still wait to be copied, so they take turns. Whoever is filled again first waits for
+    its last copy, which has nearly always been made long ago.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         is_gpu = device.type == "cuda"
         self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=is_gpu) for _ in range(2)]
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if is_gpu else None
+        self._copied: list[Any] = [torch.cuda.Event() for _ in self._hosts] if is_gpu else []  # type: ignore[no-untyped-call]
         self._turn = 0
 
     @property
@@ -238,6 +240,8 @@ class StepBuffers:
     def next_host(self) -> Ints:
         """The array to fill for the next step."""
         self._turn = 1 - self._turn
+        if self._copied:
+            self._copied[self._turn].synchronize()
         array: Ints = self._hosts[self._turn].numpy()
         return array
 
@@ -245,4 +249,5 @@ class StepBuffers:
         """Send what was filled last; nothing is waited for."""
         if self._device is not None:
             self._device[:total].copy_(self._hosts[self._turn][:total], non_blocking=True)
+            self._copied[self._turn].record()
         return self.uploaded
