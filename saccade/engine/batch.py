@@ -91,7 +91,7 @@ class Place:
 
     def __init__(self, prompt: TokenPrompt) -> None:
         self.prompt = prompt
-        self.first_answer_position = int(prompt.positions.max()) + 1
+        self.first_answer_position = int(prompt.positions[:, -1].max()) + 1
         self.num_listed = 0
         """Pages already written to the host's page table."""
 

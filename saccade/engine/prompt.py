@@ -29,6 +29,6 @@ class TokenPrompt:
     token_ids: list[int]
     """Each image stands in them as so many placeholders."""
     positions: NDArray[np.int64]
-    """[3, tokens]: time, height, width. An answer's tokens go on at the largest position plus one."""
+    """[3, tokens]: time, height, width. An answer goes on behind the largest position of the last token."""
     images: tuple[PreparedImage, ...] = ()
     """In order of their tokens."""

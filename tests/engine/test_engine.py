@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from engine.tiny import PICTURES, conversation
-from model.hugging_face import SHAPES, make_checkpoint
+from model.hugging_face import SHAPES, make_checkpoint, picture
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
 from saccade.errors import ConfigError, RequestError
@@ -43,6 +43,20 @@ def test_answers_are_those_of_plain_generation(engine, folder, conversations):
         assert answer.text == processor.decode(expected)
         assert answer.num_prompt_tokens == inputs.num_tokens
         assert answer.finish_reason == ("stop" if expected[-1] in processor.eos_ids else "length")
+
+
+def test_a_video_longer_than_wide_is_answered_as_plain_generation_does(engine, folder):
+    """Its last time position lies behind those of the text after it: the answer goes on behind the text."""
+    frames = [picture(28, 28, seed) for seed in range(16)]
+    messages = [
+        {"role": "user", "content": [{"type": "video", "video": frames, "fps": 0.5}, {"type": "text", "text": "what"}]}
+    ]
+    model, processor = load_model(folder, device="cpu").requires_grad_(False), Processor.load(folder)
+    inputs = processor([messages], add_generation_prompt=True)
+    assert inputs.positions.max() > inputs.positions[:, -1].max()
+    [expected] = generate(model, inputs, max_new_tokens=10)
+    [answer] = engine.generate([messages], SamplingParams(max_tokens=10, ignore_eos=True))
+    assert answer.token_ids == expected
 
 
 def test_prepared_in_processes_equals_prepared_here(engine, folder, conversations):

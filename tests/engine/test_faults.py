@@ -18,7 +18,9 @@ def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("engine") / "checkpoint", SHAPES[0])
 
 
-CONFIG = EngineConfig(num_pages=200, page_size=8, max_length=550, max_requests=12, max_step_tokens=96, image_pool_tokens=512)
+CONFIG = EngineConfig(
+    num_pages=200, page_size=8, max_length=550, max_requests=12, max_step_tokens=96, image_pool_tokens=512
+)
 DOOMED = "doomed"
 
 

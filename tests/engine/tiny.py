@@ -87,7 +87,7 @@ def run_all(core: EngineCore, requests, at_once: int | None = None, max_steps: i
 
 def row_of(prompt, answer) -> ModelInputs:
     """Prompt and answer as one row of training."""
-    num_prompt, first = len(prompt.token_ids), int(prompt.positions.max()) + 1
+    num_prompt, first = len(prompt.token_ids), int(prompt.positions[:, -1].max()) + 1
     later = torch.arange(first, first + len(answer)).expand(3, -1)
     grids = torch.tensor([image.grid for image in prompt.images], dtype=torch.int64).reshape(-1, 3)
     index = [i for image in prompt.images for i in range(image.span.start, image.span.end)]
