@@ -58,6 +58,14 @@ def mixed_size(num_tokens: int, num_requests: int, num_samples: int, longest: in
     return StepSize(max(tokens, requests + 1), requests, samples, _length_bound(longest, max_length))
 
 
+def most_places(max_tokens: int, max_requests: int) -> tuple[int, int]:
+    """Tokens and requests of the largest step there can be, rounded up."""
+    requests = answers_size(max_requests, 1, 1).num_requests
+    if max_requests <= _REQUESTS[-1]:
+        requests = max(requests, _REQUESTS[bisect_left(_REQUESTS, max_requests)])
+    return max(max_tokens, _TOKENS[-1], requests + 1), requests
+
+
 def _length_bound(longest: int, max_length: int) -> int:
     bound = _SHORTEST_BOUND
     while bound < longest:

@@ -35,7 +35,7 @@ from saccade.engine.batch import (
 )
 from saccade.engine.config import EngineConfig
 from saccade.engine.encoder import Encoder, patch_budgets
-from saccade.engine.graphs import Graphs, StepSize, answers_size, mixed_size
+from saccade.engine.graphs import Graphs, StepSize, answers_size, mixed_size, most_places
 from saccade.engine.image_pool import IMAGE_PAGE
 from saccade.engine.kv_cache import KVCache, PagedAttention
 from saccade.engine.prompt import PreparedImage, TokenPrompt
@@ -187,8 +187,8 @@ class Runner:
 
     def _largest_step(self, max_pages: int) -> int:
         config = self.config
-        tokens = max(config.max_step_tokens, config.max_requests, 2048) + 1024  # with room for rounding up
-        return Sizes(tokens, config.max_requests + 1024, tokens, max_pages).total
+        tokens, requests = most_places(config.max_step_tokens, config.max_requests)
+        return Sizes(tokens, requests, tokens, max_pages).total
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
