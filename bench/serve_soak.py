@@ -35,17 +35,17 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident_mb() -> float:
-    """Memory of this process and those it started, shared pages counted in each by their share (PSS)."""
+    """Memory of this process and those it started; that of files is left out, as it depends on who else has them open."""
     return sum(proportional_mb(pid) for pid in [os.getpid(), *descendants(os.getpid())])
 
 
 def proportional_mb(pid: int) -> float:
-    """PSS of a process; nothing for one that has ended."""
+    """Memory of its own and its share of shared memory (PSS without files); nothing for a process that has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0.0
-    return sum(float(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+    return sum(float(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))) / 1024
 
 
 class Load:

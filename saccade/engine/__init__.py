@@ -2,8 +2,8 @@
 
     conversation -> prepare -> request -> schedule -> run -> sample -> tokens -> text
 
-Where to start reading: `scheduler.py` decides what a step computes, in plain Python over integers; `engine.py` carries steps out
-one after another; `runner.py` is the only file that touches the GPU's memory. `pages.py` and `image_pool.py` say who owns what.
+Where to start reading: `scheduler.py` decides what a step computes, in plain Python over integers; `core.py` has steps carried
+out one after another; `runner.py` runs them on the device; `engine.py` is the door, where tokens become text. `pages.py` and `image_pool.py` say who owns what.
 """
 
 import importlib

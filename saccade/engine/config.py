@@ -1,7 +1,7 @@
 """How the engine uses the machine."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from saccade.errors import ConfigError
 
@@ -39,31 +39,34 @@ class EngineConfig:
     max_draft_tokens: int = 0
     """Guess up to this many tokens ahead from what was said before (0: never). Tokens stay the same, steps may become fewer."""
     cuda_graphs: bool = True
-    """Replay recorded steps where only answers grow. Recorded when first needed."""
+    """Replay steps and the vision tower from recordings, by size. Each is recorded when its size comes for the second time."""
     num_workers: int | None = None
     """Processes that prepare images. 0: none, everything in this one. None: by the number of cores."""
     host_image_bytes: int = 2 << 30
     """Prepared images kept in host memory."""
 
     def __post_init__(self) -> None:
+        for name in ("page_size", "max_requests", "max_step_tokens", "max_step_patches", "image_pool_tokens"):
+            self._check_whole(name, least=1)
+        for name in ("num_pages", "max_length"):
+            if getattr(self, name) is not None:
+                self._check_whole(name, least=1)
+        self._check_whole("host_image_bytes", least=0)
+        self._check_whole("max_draft_tokens", least=0)
+        if self.num_workers is not None:
+            self._check_whole("num_workers", least=0)
         if self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
             raise ConfigError(f"page_size is {self.page_size}; use a power of two from 1 to 128")
+        if self.kv_format not in get_args(KVFormat):
+            raise ConfigError(f"kv_format is {self.kv_format!r}; use one of {', '.join(get_args(KVFormat))}")
         if not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share is {self.memory_share}; use a number above 0 and up to 1")
-        for name in (
-            "num_pages",
-            "max_length",
-            "max_requests",
-            "max_step_tokens",
-            "max_step_patches",
-            "image_pool_tokens",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; use 1 or more")
         if self.target_step_ms is not None and not 0 < self.target_step_ms < float("inf"):
             raise ConfigError(f"target_step_ms is {self.target_step_ms}; use a positive number of milliseconds")
-        if not 0 <= self.max_draft_tokens <= 16:
+        if self.max_draft_tokens > 16:
             raise ConfigError(f"max_draft_tokens is {self.max_draft_tokens}; use 0 to 16")
-        if self.num_workers is not None and self.num_workers < 0:
-            raise ConfigError(f"num_workers is {self.num_workers}; use 0 or more")
+
+    def _check_whole(self, name: str, *, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} is {value!r}; use a whole number from {least}")

@@ -3,9 +3,9 @@
 While the device computes a step, the host plans and launches the next; the tokens of the first are read after that. A step that
 guesses tokens (drafts) is read at once, since the next guess needs to know them.
 
-When preparing, encoding or running fails, the failure is narrowed to the request that caused it: the images, then the chunks, of
-the step are tried again in halves until one is left. That one ends as failed, what it held is given back, its images are refused
-from then on, and the others go on with the tokens they would have had.
+When encoding or running fails, the failure is narrowed to the request that caused it: the images, then the chunks, of the step are
+tried again in halves until one is left. That one ends as failed, what it held is given back, and the others go on with the tokens
+they would have had. An image that could not be encoded is refused from then on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.drafts import PromptLookup
@@ -100,6 +102,7 @@ class EngineCore:
         )
         self._pace = Pace(config.target_step_ms, config.max_step_tokens)
         self._listeners: dict[str, Listener] = {}
+        self._num_told: dict[str, int] = {}  # prompt tokens whose log-probabilities were told, by request
         self._under_way: _UnderWay | None = None
         self._is_checked = True
         self._last_read = 0.0
@@ -114,8 +117,12 @@ class EngineCore:
 
     def add(self, request: Request, prompt: TokenPrompt, seed: int, listener: Listener) -> None:
         """Take a request; `listener` is told what becomes of it, from `step`. RequestError: it can never run."""
-        self.scheduler.add(request)
         self._runner.admit(request, prompt, seed)
+        try:
+            self.scheduler.add(request)
+        except BaseException:
+            self._runner.forget(request)
+            raise
         self._listeners[request.id] = listener
         self._is_checked = False
 
@@ -162,33 +169,49 @@ class EngineCore:
 
     def _draft(self, request: Request, num_tokens: int) -> Sequence[int]:
         assert self._lookup is not None, "drafts were switched on"
-        return () if request.sampling.has_penalties else self._lookup.propose(request, num_tokens)
+        return self._lookup.propose(request, num_tokens)
 
     # -------------------------------------------------------------- launching, and narrowing down what fails
 
     def _launch(self, plan: StepPlan) -> _UnderWay:
         began_at = self._clock()
-        self._runner.copy_pages(plan.copies)
-        self._encode(plan, plan.images)
+        self._copy(plan, plan.copies)
+        for request in self._encode(plan, plan.images):
+            self._tell_end(request)
         parts = self._run([chunk for chunk in plan.chunks if chunk.request.finish_reason is None], plan.began)
         self._count(plan)
         return _UnderWay(plan, parts, began_at)
 
-    def _encode(self, plan: StepPlan, images: Sequence[ImageToEncode]) -> None:
+    def _copy(self, plan: StepPlan, copies: Sequence[tuple[int, int]]) -> None:
+        try:
+            self._runner.copy_pages(copies)
+        except Exception as error:
+            self._check_alive(error)
+            if len(copies) > 1:
+                for pair in copies:
+                    self._copy(plan, [pair])
+                return
+            [(_, target)] = copies
+            for chunk in plan.chunks:
+                if target in chunk.pages:
+                    self._fail("running", chunk.request, error)
+
+    def _encode(self, plan: StepPlan, images: Sequence[ImageToEncode]) -> list[Request]:
+        """The requests that failed. They are told, and forgotten, when all images were tried: others may share theirs."""
         if not images:
-            return
+            return []
         try:
             self._runner.encode(images)
         except Exception as error:
             self._check_alive(error)
             if len(images) > 1:
-                for half in (images[: len(images) // 2], images[len(images) // 2 :]):
-                    self._encode(plan, half)
-                return
-            self._quarantine_image(images[0].image.key)
+                halves = (images[: len(images) // 2], images[len(images) // 2 :])
+                return [request for half in halves for request in self._encode(plan, half)]
+            if not isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
+                self._quarantine_image(images[0].image.key)
             failure = self._failure("encoding", images[0].request, error)
-            for request in self.scheduler.fail_image(plan, images[0].key, failure):
-                self._tell_end(request)
+            return self.scheduler.fail_image(plan, images[0].key, failure)
+        return []
 
     def _run(self, chunks: Sequence[Chunk], began: Sequence[Request]) -> list[Launched]:
         if not chunks:
@@ -200,12 +223,12 @@ class EngineCore:
             if len(chunks) > 1:
                 halves = (chunks[: len(chunks) // 2], chunks[len(chunks) // 2 :])
                 return [part for half in halves for part in self._run(half, began)]
-            request = chunks[0].request
-            for image in request.images:
-                self._quarantine_image(image.key)
-            if self.scheduler.fail(request, self._failure("running", request, error)):
-                self._tell_end(request)
+            self._fail("running", chunks[0].request, error)
             return []
+
+    def _fail(self, stage: Stage, request: Request, error: Exception) -> None:
+        if self.scheduler.fail(request, self._failure(stage, request, error)):
+            self._tell_end(request)
 
     def _failure(self, stage: Stage, request: Request, error: Exception) -> Failure:
         """What the one who asked is told. The error itself goes to the log: its text may hold what is not theirs to see."""
@@ -273,12 +296,21 @@ class EngineCore:
             self.statistics.num_drafts_accepted += num_accepted
             self._lookup.observe(request, len(chunk.drafts), num_accepted)
         logprobs = _of(request, [step.logprobs for step in steps])[: len(token_ids)]
-        prompt_logprobs = _of(request, [step.prompt_logprobs for step in steps])
+        prompt_logprobs = self._untold(chunk, _of(request, [step.prompt_logprobs for step in steps]))
         if token_ids or prompt_logprobs or request.finish_reason is not None:
             update = Update(request=request, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
             self._listeners[request.id](update)
         if request.finish_reason is not None:
             self._forget(request)
+
+    def _untold(self, chunk: Chunk, prompt_logprobs: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Those of tokens not told yet: a preempted request computes its prompt again."""
+        first = chunk.start + 1
+        told = self._num_told.get(chunk.request.id, 1)
+        if not prompt_logprobs or first + len(prompt_logprobs) <= told:
+            return []
+        self._num_told[chunk.request.id] = first + len(prompt_logprobs)
+        return prompt_logprobs[told - first :]
 
     def _tell_end(self, request: Request) -> None:
         self._listeners[request.id](Update(request=request))
@@ -286,6 +318,7 @@ class EngineCore:
 
     def _forget(self, request: Request) -> None:
         del self._listeners[request.id]
+        self._num_told.pop(request.id, None)
         self._runner.forget(request)
         if self._lookup is not None:
             self._lookup.forget(request)

@@ -36,12 +36,13 @@ from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Completion, Failure, Request, SamplingParams, TokenLogprobs
 from saccade.engine.runner import PixelScale, Runner
 from saccade.engine.sampler import check_sampling
-from saccade.errors import RequestError, UserError
+from saccade.errors import RequestError
 from saccade.processor import Processor
 from saccade.processor.image import MediaLimits
 
 logger = logging.getLogger(__name__)
 
+_MAX_PRIORITY = 1000
 _IDLE_S = 1.0
 """Without work for so long, the engine checks its books: pages, images, rows."""
 
@@ -65,7 +66,7 @@ OnPart = Callable[[AnswerPart], None]
 
 
 class Engine:
-    """A model that answers many at once. Safe to use from several threads."""
+    """A model that answers many at once. Safe to use from several threads. Close it: its thread and processes live until then."""
 
     def __init__(self, runner: Runner, processor: Processor, preparation: Preparation) -> None:
         self._runner, self._processor, self._preparation = runner, processor, preparation
@@ -96,10 +97,10 @@ class Engine:
         try:
             pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
             runner = load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
+            return Engine(runner, processor, preparation)
         except BaseException:
             preparation.close()
             raise
-        return Engine(runner, processor, preparation)
 
     @property
     def statistics(self) -> Statistics:
@@ -119,7 +120,7 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """The answers, in order. One that cannot be given has the finish reason `failed` and says why."""
-        return self._wait([self._preparation.submit(messages) for messages in conversations], sampling)
+        return self._answer([partial(self._preparation.submit, messages) for messages in conversations], sampling)
 
     def generate_tokens(
         self,
@@ -127,22 +128,26 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """The same for token ids with their images; each image's placeholder stands once in the ids."""
-        return self._wait([self._preparation.submit_tokens(ids, images) for ids, images in prompts], sampling)
+        return self._answer([partial(self._preparation.submit_tokens, *prompt) for prompt in prompts], sampling)
 
-    def _wait(
-        self, prompts: Sequence[Future[TokenPrompt]], sampling: SamplingParams | Sequence[SamplingParams] | None
+    def _answer(
+        self,
+        prompts: Sequence[Callable[[], Future[TokenPrompt]]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Completion]:
+        """Submit all, wait for all; whatever interrupts that cancels them."""
         samplings = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else sampling
         if len(samplings) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts but {len(samplings)} sampling parameters: give one, or one for each"
             )
+        for one in samplings:
+            self._check_request(one, 0, b"")
         answers: list[Future[Completion]] = [Future() for _ in prompts]
-        ids = [
-            self.submit(prompt, one, partial(_complete, answer), streams=False)
-            for prompt, one, answer in zip(prompts, samplings, answers, strict=True)
-        ]
+        ids: list[str] = []
         try:
+            for prompt, one, answer in zip(prompts, samplings, answers, strict=True):
+                ids.append(self.submit(prompt(), one, partial(_complete, answer), streams=False))
             return [answer.result() for answer in answers]
         except BaseException:
             for request_id in ids:
@@ -160,10 +165,16 @@ class Engine:
         """The answer as it is made. Leaving the loop early cancels the request."""
         loop = asyncio.get_running_loop()
         parts: asyncio.Queue[AnswerPart] = asyncio.Queue()
+        sampling = sampling or SamplingParams()
+        self._check_request(sampling, priority, salt)
         prompt = self._preparation.submit(messages)
-        request_id = self.submit(
-            prompt, sampling or SamplingParams(), lambda part: _post(loop, parts, part), priority=priority, salt=salt
-        )
+
+        def post(part: AnswerPart) -> None:
+            loop.call_soon_threadsafe(
+                parts.put_nowait, part
+            )  # raises when the loop has ended, which cancels the request
+
+        request_id = self.submit(prompt, sampling, post, priority=priority, salt=salt)
         try:
             while True:
                 part = await parts.get()
@@ -183,22 +194,35 @@ class Engine:
         salt: bytes = b"",
         streams: bool = True,
     ) -> str:
-        """Answer a prompt as soon as it is prepared; its id. `on_part` gets every part if it `streams`, else the last alone."""
-        check_sampling(sampling, self._runner.model.config.language.vocab_size)
+        """Answer a prompt as soon as it is prepared; its id. `on_part` gets every part if it `streams`, else the last alone.
+
+        An `on_part` that raises is told no more, and its request is cancelled.
+        """
+        self._check_request(sampling, priority, salt)
         request_id = f"request-{next(self._numbers)}"
-        opened = _Open(self, request_id, sampling, on_part, streams)
+        opened = _Open(self, request_id, prompt, sampling, on_part, streams)
         with self._lock:
-            if self._failure is not None:
-                raise RequestError(self._failure.message)
             self._open[request_id] = opened
         prompt.add_done_callback(lambda done: self._inbox.put(partial(self._begin, opened, done, priority, salt)))
         return request_id
+
+    def _check_request(self, sampling: SamplingParams, priority: int, salt: bytes) -> None:
+        """Refuse at the door what the loop could not bear."""
+        with self._lock:
+            if self._failure is not None:
+                raise RequestError(self._failure.message)
+        if not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
+            raise RequestError(f"priority is {priority!r}; use a whole number from {-_MAX_PRIORITY} to {_MAX_PRIORITY}")
+        if not isinstance(salt, bytes):
+            raise RequestError(f"salt is {type(salt).__name__}; use bytes")
+        check_sampling(sampling, self._runner.model.config.language.vocab_size)
 
     def cancel(self, request_id: str) -> None:
         """End a request, wherever it is; its last part says `cancelled`. One that has ended stays as it is."""
         opened = self._open.get(request_id)
         if opened is not None:
             opened.is_cancelled = True
+            opened.prompt.cancel()  # if it is still being prepared, it ends by this
             self._inbox.put(partial(self._core.cancel, request_id))
 
     # -------------------------------------------------------------- the engine's own thread
@@ -210,9 +234,9 @@ class Engine:
                     return
                 if self._core.has_work:
                     self._core.step()
-        except Exception as error:
+        except BaseException:
             logger.exception("the engine has stopped")
-            self._fail_all(Failure("running", f"the engine has stopped: {type(error).__name__}. Start it again"))
+            self._fail_all(Failure("running", "the engine has stopped. Start it again"))
 
     def _take_commands(self, *, waits: bool) -> bool:
         """Do what is in the inbox. False: the engine is to close."""
@@ -239,8 +263,10 @@ class Engine:
             self._check_ids(prompt.token_ids)
             request = opened.request_of(prompt, self._processor.eos_ids, priority, salt)
             self._core.add(request, prompt, opened.seed, opened.listen)
-        except (UserError, CancelledError) as error:
-            opened.end_early("failed", Failure("preparing", str(error) or "the engine is closing"))
+        except RequestError as error:
+            opened.end_early("failed", Failure("preparing", str(error)))
+        except CancelledError:
+            opened.end_early("cancelled", None)
         except Exception as error:
             logger.warning("request %s failed while preparing: %r", opened.id, error, exc_info=error)
             opened.end_early("failed", Failure("preparing", "the request could not be prepared"))
@@ -248,10 +274,11 @@ class Engine:
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         """An id without an embedding would take the device down, and all requests with it."""
         vocab_size = self._runner.model.config.language.vocab_size
-        if token_ids and max(token_ids) >= vocab_size:
-            raise RequestError(
-                f"token {max(token_ids)} is not among the {vocab_size} the model knows. Use its own tokenizer"
-            )
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"token {token_id} is not among the {vocab_size} the model knows. Use its own tokenizer"
+                )
 
     def _finish(self, request_id: str) -> None:
         """End a request whose text is complete. Not now: its listener is being called from inside a step."""
@@ -272,6 +299,8 @@ class Engine:
 
     def close(self) -> None:
         """End everything; open requests fail."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("the engine cannot be closed from inside one of its answers")
         self._inbox.put(None)
         self._thread.join()
         self._preparation.close()
@@ -290,9 +319,15 @@ class _Open:
     """A request from `submit` to its last part. All but `is_cancelled` is the engine thread's."""
 
     def __init__(
-        self, engine: Engine, request_id: str, sampling: SamplingParams, on_part: OnPart, streams: bool
+        self,
+        engine: Engine,
+        request_id: str,
+        prompt: Future[TokenPrompt],
+        sampling: SamplingParams,
+        on_part: OnPart,
+        streams: bool,
     ) -> None:
-        self.id, self.sampling = request_id, sampling
+        self.id, self.prompt, self.sampling = request_id, prompt, sampling
         self.seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
         self.is_cancelled = False
         self._engine, self._on_part, self._streams = engine, on_part, streams
@@ -317,9 +352,19 @@ class _Open:
         )
 
     def listen(self, update: Update) -> None:
-        """Called by the core for every step that gave something."""
+        """Called by the core for every step that gave something. What goes wrong with one answer must not reach the loop."""
         if self._has_ended:
             return
+        try:
+            self._listen(update)
+        except Exception as error:
+            logger.warning("request %s: its answer could not be given: %r", self.id, error, exc_info=error)
+            self._has_ended = True
+            self._engine._closed(self.id)
+            if not update.is_last:
+                self._engine._inbox.put(partial(self._engine._core.cancel, self.id))
+
+    def _listen(self, update: Update) -> None:
         self._logprobs += update.logprobs
         self._prompt_logprobs += update.prompt_logprobs
         text, is_stopped = self._read(update)
@@ -353,6 +398,8 @@ class _Open:
         """End without having come to the loop, or after it has stopped."""
         if self._has_ended:
             return
+        self._answer.push(self._unread)
+        self._answer.finish()
         completion = Completion(
             text=self._answer.text,
             token_ids=list(self._answer.token_ids),
@@ -365,7 +412,10 @@ class _Open:
     def _give_last(self, part: AnswerPart) -> None:
         self._has_ended = True
         self._engine._closed(self.id)
-        self._on_part(part)
+        try:
+            self._on_part(part)
+        except Exception as error:
+            logger.warning("request %s: its last part could not be given: %r", self.id, error)
 
 
 def _complete(answer: Future[Completion], part: AnswerPart) -> None:
@@ -373,14 +423,8 @@ def _complete(answer: Future[Completion], part: AnswerPart) -> None:
         answer.set_result(part.completion)
 
 
-def _post(loop: asyncio.AbstractEventLoop, parts: asyncio.Queue[AnswerPart], part: AnswerPart) -> None:
-    """Into a queue of another thread's loop, which may have ended."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(parts.put_nowait, part)
-
-
 def _num_workers(config: EngineConfig) -> int:
     """Two cores stay for the loop and whoever feeds it."""
     if config.num_workers is not None:
         return config.num_workers
-    return max(0, min(12, (os.cpu_count() or 1) - 2))
+    return max(0, min(12, len(os.sched_getaffinity(0)) - 2))

@@ -6,12 +6,15 @@ thereby compiled every kernel. Recording runs nothing and takes milliseconds, so
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _TOKENS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 """Tokens of recorded steps with prompts. Larger ones keep the GPU busy long enough for the host to launch them."""
@@ -81,6 +84,7 @@ class Graphs(Generic[Size]):
         self._forward = forward
         self._seen: set[Size] = set()
         self._recorded: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._failed: set[Size] = set()
         self._pool: Any = None
 
     @property
@@ -91,15 +95,25 @@ class Graphs(Generic[Size]):
     def run(self, size: Size) -> Tensor:
         """What the forward gives for the numbers that lie in its buffers. It is overwritten by the next run."""
         if size not in self._recorded:
-            if size not in self._seen or len(self._recorded) >= _MAX_RECORDED:
-                self._seen.add(size)
+            is_wanted = size in self._seen and size not in self._failed and len(self._recorded) < _MAX_RECORDED
+            self._seen.add(size)
+            if not (is_wanted and self._record(size)):
                 return self._forward(size)
-            self._record(size)
         graph, out = self._recorded[size]
         graph.replay()
         return out
 
-    def _record(self, size: Size) -> None:
+    def _record(self, size: Size) -> bool:
+        """Whether that went well; else (there is no memory for it, say) the size is run as it is from then on."""
+        try:
+            self._capture(size)
+        except RuntimeError as error:
+            logger.warning("a step of %s could not be recorded: %r", size, error)
+            self._failed.add(size)
+            return False
+        return True
+
+    def _capture(self, size: Size) -> None:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

@@ -34,7 +34,10 @@ def load_runner(
 def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runner:
     """A runner of a loaded model, whose projections are merged by this."""
     merge_projections(model)
-    max_length = min(config.max_length or model.config.language.max_positions, model.config.language.max_positions)
+    most = model.config.language.max_positions
+    if config.max_length is not None and config.max_length > most:
+        raise ConfigError(f"max_length is {config.max_length}, but the model was made for {most} tokens. Lower it")
+    max_length = config.max_length or most
     num_pages = config.num_pages or _pages_that_fit(model, config, pixels, max_length)
     if num_pages * config.page_size < max_length:
         if config.max_length is not None:

@@ -237,14 +237,15 @@ class Preparation:
         """In a thread of the bench."""
         try:
             image = self._workshop.image(work)
+            with self._lock:
+                image = self._kept.keep(source, image)
+                self._num_made += 1
         except BaseException as error:
             with self._lock:
                 del self._in_making[source]
             future.set_exception(error)
             return
         with self._lock:
-            image = self._kept.keep(source, image)
-            self._num_made += 1
             del self._in_making[source]
         future.set_result(image)
 

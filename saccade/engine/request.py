@@ -7,7 +7,7 @@ phase and no decode phase. A token that was sampled but not yet read back is *pe
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,6 +18,8 @@ FinishReason = Literal["stop", "length", "cancelled", "failed"]
 Stage = Literal["preparing", "encoding", "running"]
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
+MAX_STOP_IDS = 1024
 MAX_BIASED_TOKENS = 1024
 
 
@@ -59,31 +61,39 @@ class SamplingParams:
     """The same for the tokens of the prompt. Such a request computes its whole prompt, whatever is cached."""
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, self.temperature >= 0, "0 or a positive number")
-        _check("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "1 or more")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and up to 1")
-        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "a number from 0 to 1")
-        _check(
-            "repetition_penalty",
-            self.repetition_penalty,
-            0 < self.repetition_penalty <= 100,
-            "a number above 0, up to 100",
-        )
-        _check("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2, "a number from -2 to 2")
-        _check("frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 2, "a number from -2 to 2")
-        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more")
-        _check("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "0 up to max_tokens")
-        _check("seed", self.seed, self.seed is None or 0 <= self.seed < 2**63, "0 up to 2^63 - 1")
+        _check("temperature", self.temperature, _is_within(self.temperature, 0, 100), "a number from 0 to 100")
+        _check("top_k", self.top_k, self.top_k is None or _is_count(self.top_k, 1), "a whole number from 1")
+        _check("top_p", self.top_p, _is_within(self.top_p, 0, 1) and self.top_p > 0, "a number above 0 and up to 1")
+        _check("min_p", self.min_p, _is_within(self.min_p, 0, 1), "a number from 0 to 1")
+        is_penalty = _is_within(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0
+        _check("repetition_penalty", self.repetition_penalty, is_penalty, "a number above 0, up to 100")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(name, getattr(self, name), _is_within(getattr(self, name), -2, 2), "a number from -2 to 2")
+        _check("max_tokens", self.max_tokens, _is_count(self.max_tokens, 1), "a whole number from 1")
+        is_least = _is_count(self.min_tokens, 0) and self.min_tokens <= self.max_tokens
+        _check("min_tokens", self.min_tokens, is_least, "a whole number from 0 to max_tokens")
+        _check("seed", self.seed, self.seed is None or _is_count(self.seed, 0, 2**63 - 1), "0 up to 2^63 - 1")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _check(name, value, value is None or 0 <= value <= MAX_LOGPROBS, f"0 up to {MAX_LOGPROBS}")
-        _check(
-            "stop", self.stop, len(self.stop) <= MAX_STOPS and all(self.stop), f"up to {MAX_STOPS} texts, none empty"
+            _check(
+                name,
+                value,
+                value is None or _is_count(value, 0, MAX_LOGPROBS),
+                f"a whole number from 0 to {MAX_LOGPROBS}",
+            )
+        are_texts = isinstance(self.stop, tuple) and all(isinstance(stop, str) for stop in self.stop)
+        is_short = (
+            are_texts and len(self.stop) <= MAX_STOPS and all(0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop)
         )
-        are_biases = len(self.logit_bias) <= MAX_BIASED_TOKENS and all(
-            math.isfinite(bias) and abs(bias) <= 100 for bias in self.logit_bias.values()
+        _check("stop", self.stop, is_short, f"a tuple of up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
+        is_few = isinstance(self.stop_token_ids, tuple) and len(self.stop_token_ids) <= MAX_STOP_IDS
+        are_ids = is_few and all(_is_count(token_id, 0) for token_id in self.stop_token_ids)
+        _check("stop_token_ids", self.stop_token_ids, are_ids, f"a tuple of up to {MAX_STOP_IDS} token ids")
+        are_biases = isinstance(self.logit_bias, dict) and len(self.logit_bias) <= MAX_BIASED_TOKENS
+        are_biases = are_biases and all(
+            _is_count(token_id, 0) and _is_within(bias, -100, 100) for token_id, bias in self.logit_bias.items()
         )
-        _check("logit_bias", self.logit_bias, are_biases, f"up to {MAX_BIASED_TOKENS} token ids, each -100 to 100")
+        _check("logit_bias", self.logit_bias, are_biases, f"up to {MAX_BIASED_TOKENS} token ids, each with -100 to 100")
 
     @property
     def has_penalties(self) -> bool:
@@ -91,10 +101,17 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
+def _is_count(value: object, least: int, most: int = 2**31 - 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_within(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
 def _check(name: str, value: object, is_fine: bool, expected: str) -> None:
-    is_number = not isinstance(value, float) or math.isfinite(value)
-    if not (is_fine and is_number):
-        raise ConfigError(f"{name} is {value!r}; use {expected}")
+    if not is_fine:
+        raise ConfigError(f"{name} is {reprlib.repr(value)}; use {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Steps, carried out: the only file of the engine that computes on the device.
+"""Steps, carried out on the device.
 
     copy pages -> encode images -> embed, decode, project -> sample -> start the copy of the tokens to the host
 
@@ -41,7 +41,7 @@ from saccade.engine.kv_cache import KVCache, PagedAttention
 from saccade.engine.prompt import PreparedImage, TokenPrompt
 from saccade.engine.request import Request, TokenLogprobs
 from saccade.engine.sampler import Logprobs, Sampler
-from saccade.engine.step_plan import Chunk, ImageToEncode, StepPlan
+from saccade.engine.step_plan import Chunk, ImageToEncode
 from saccade.model.vlm import VLM
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,9 @@ class Runner:
             num_slots=self.cache.num_slots,
             num_features=self._num_features,
         )
-        self._buffers = StepBuffers(self._largest_step(max_pages), self.device)
+        with self.on_stream():
+            self._buffers = StepBuffers(self._largest_step(max_pages), self.device)
+            self._logits = torch.empty(self._most_samples(), language.vocab_size, dtype=self.dtype, device=self.device)
         self._graphs = Graphs(self._recordable) if config.cuda_graphs and self.device.type == "cuda" else None
         self._places: dict[str, Place] = {}
         self._seeds: dict[str, int] = {}
@@ -189,6 +191,16 @@ class Runner:
         config = self.config
         tokens, requests = most_places(config.max_step_tokens, config.max_requests)
         return Sizes(tokens, requests, tokens, max_pages).total
+
+    def _most_samples(self) -> int:
+        """Places of the largest step, rounded up. All steps share one memory for logits, recorded or not."""
+        config = self.config
+        tokens, requests = most_places(config.max_step_tokens, config.max_requests)
+        return requests if config.max_draft_tokens == 0 else tokens
+
+    def _head(self, hidden_SD: Tensor) -> Tensor:
+        """[S, V] logits, overwritten by the next step's."""
+        return torch.mm(hidden_SD, self.model.head.weight.t(), out=self._logits[: len(hidden_SD)])
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -263,13 +275,6 @@ class Runner:
                 return self._sample(chunks, self._run_recorded(self._graphs, size, chunks, places), [])
             return self._sample(chunks, *self._run(chunks, places))
 
-    def launch(self, plan: StepPlan) -> Launched:
-        """A whole step."""
-        self.copy_pages(plan.copies)
-        if plan.images:
-            self.encode(plan.images)
-        return self.run(plan.chunks, plan.began)
-
     # -------------------------------------------------------------- inside
 
     def _begin(self, chunks: Sequence[Chunk], began: Sequence[Request]) -> None:
@@ -296,7 +301,7 @@ class Runner:
             max_context=max(chunk.end for chunk in chunks),
             has_images=any(chunk.images for chunk in chunks),
         )
-        logits_SV: Tensor = self.model.head(hidden_TD.index_select(0, step.sampled))
+        logits_SV = self._head(hidden_TD.index_select(0, step.sampled))
         return logits_SV, self._prompt_logprobs(chunks, hidden_TD)
 
     def _size_to_record(self, chunks: Sequence[Chunk]) -> StepSize | None:
@@ -327,8 +332,7 @@ class Runner:
         step = cut(self._buffers.uploaded, self._sizes_of(size))
         max_new = 1 if size.is_answers else size.num_tokens
         hidden_TD = self._decode(step, max_new=max_new, max_context=size.max_context, has_images=not size.is_answers)
-        logits_SV: Tensor = self.model.head(hidden_TD if size.is_answers else hidden_TD.index_select(0, step.sampled))
-        return logits_SV
+        return self._head(hidden_TD if size.is_answers else hidden_TD.index_select(0, step.sampled))
 
     def _host(self, sizes: Sizes) -> Ints:
         assert sizes.total <= self._buffers.capacity, f"a step of {sizes} is larger than the buffers"
@@ -358,13 +362,16 @@ class Runner:
                     rows.append(chunk.row)
                     positions.append(end)
                     answered.append(end - chunk.request.num_prompt_tokens)
+        on_device = to_device(_int64(rows), self.device)
         sampled = self.sampler.sample(logits_SV, _int64(rows), _int64(positions), _int64(answered))
-        if rows:
-            self._last_tokens[to_device(_int64(rows), self.device)] = sampled.token_ids.int()
         logprobs = None
         if sampled.logprobs is not None:
             logprobs = Logprobs(sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-        return Launched(chunks, sampled.token_ids, logprobs, prompt_logprobs)
+        launched = Launched(chunks, sampled.token_ids, logprobs, prompt_logprobs)
+        # Last, when nothing can fail any more: a step that is tried again must find all as it was.
+        self.sampler.commit()
+        self._last_tokens[on_device] = sampled.token_ids.int()
+        return launched
 
     def _prompt_logprobs(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> PromptLogprobs:
         found: PromptLogprobs = []
@@ -418,7 +425,7 @@ class Runner:
             on_device = cut(self._buffers.upload(sizes.total), sizes)
             hidden_TD = self._decode(on_device, max_new=num_tokens, max_context=num_tokens, has_images=True)
             num_samples = min(config.max_requests, num_tokens)
-            self.model.head(hidden_TD[:num_samples]).float()
+            self._head(hidden_TD[:num_samples]).float()
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
 

@@ -38,6 +38,9 @@ from saccade.kernels import sampler as kernel
 _ROWS_AT_ONCE = 64
 """Logits rows that are penalised or normalised at once, which bounds the memory in between: 40 MB per copy at V = 152k."""
 
+_GREEDY_BELOW = 1e-5
+"""A temperature that leaves nothing to chance counts as 0."""
+
 _SETTINGS = np.dtype(
     [
         ("temperature", np.float32),
@@ -120,6 +123,7 @@ class Sampler:
         self._settings = np.zeros(num_rows, _SETTINGS)
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, NDArray[np.int64]] = {}
+        self._drawn: tuple[Tensor, _Step] | None = None
         self._is_prompt_RV: Tensor | None = None
         self._num_answer_RV: Tensor | None = None
 
@@ -132,7 +136,7 @@ class Sampler:
         """A request takes a row, the first time or again after preemption. Tokens it drew in earlier steps must have been read."""
         params = request.sampling
         self._settings[row] = (
-            params.temperature,
+            params.temperature if params.temperature >= _GREEDY_BELOW else 0.0,
             params.top_p,
             params.min_p,
             min(params.top_k or self._vocab_size, self._vocab_size),
@@ -180,10 +184,17 @@ class Sampler:
         token_ids = kernel.sample(
             adjusted_SV, step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.position
         ).token_ids
-        self._count(token_ids, step)
+        self._drawn = token_ids, step
         if not len(step.asking):
             return SampledStep(token_ids, None, None, None)
         return SampledStep(token_ids, *self._ask(logits_SV, token_ids, step))
+
+    @torch.inference_mode()
+    def commit(self) -> None:
+        """The tokens drawn last belong to their answers from now on. Until then drawing them again changes nothing."""
+        if self._drawn is not None:
+            self._count(*self._drawn)
+            self._drawn = None
 
     @staticmethod
     @torch.inference_mode()

@@ -37,6 +37,10 @@ _TILE, _WARPS = 8192, 16
 """Tokens per step and warps of the one program of a row; a multiple of 4 * _SPAN."""
 
 
+_LEAST_TEMPERATURE = 1e-30
+"""Lower ones count as this: their inverse would be infinite, and the likeliest token's score not a number."""
+
+
 class Sampled(NamedTuple):
     """One token per request."""
 
@@ -86,7 +90,7 @@ def sample_reference(
         temperature, peak = temperature_R[row], x.max()
         if temperature <= 0 or peak == float("-inf"):
             continue
-        scaled = (x - peak) * (1 / temperature)
+        scaled = (x - peak) * (1 / temperature.clamp(min=_LEAST_TEMPERATURE))
         kept = x >= x.topk(int(top_k_R[row].clamp(1, len(x)))).values[-1]
         if top_p_R[row] < 1:
             values, place = x[kept].unique(return_inverse=True)
@@ -292,7 +296,7 @@ def _sample_kernel(
     x = peak
     temperature = tl.load(temperatures + r)
     if (temperature > 0) & (peak > float("-inf")):
-        inverse_temperature = 1 / temperature
+        inverse_temperature = 1 / tl.maximum(temperature, 1.0e-30)  # _LEAST_TEMPERATURE
         k = tl.maximum(tl.load(top_ks + r), 1)
         top_p = tl.load(top_ps + r)
         low = least

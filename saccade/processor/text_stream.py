@@ -7,6 +7,8 @@ So new text is the difference between decoding a short window with and without t
 from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"
+_LONGEST_CHARACTER = 16
+"""Tokens of the longest sequence worth waiting for; four bytes, or a few joined characters that a tokenizer cuts apart."""
 
 
 class TextStream:
@@ -19,7 +21,10 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """Take new tokens, return the new text."""
+        before = len(self._window) - self._num_given
         self._window += ids
+        if not self._is_worth_a_look(before, before + len(ids)):
+            return ""
         text = self._new_text()
         if not text or text.endswith(_REPLACEMENT):
             return ""
@@ -32,6 +37,12 @@ class TextStream:
         text = self._new_text()
         self._window, self._num_given = [], 0
         return text
+
+    @staticmethod
+    def _is_worth_a_look(before: int, now: int) -> bool:
+        """Any character is whole within a few tokens. Where it is not, the text is broken: looking at it at every doubling keeps
+        the cost of a token constant, however long that goes on."""
+        return now <= _LONGEST_CHARACTER or now.bit_length() > before.bit_length()
 
     def _new_text(self) -> str:
         return self._decode(self._window)[len(self._decode(self._window[: self._num_given])) :]

@@ -1,8 +1,10 @@
 """The door: conversations in, answers out; streamed or not, stopped, cancelled, failed."""
 
 import asyncio
+import contextlib
 import random
 import threading
+import time
 
 import pytest
 from engine.tiny import PICTURES, conversation
@@ -185,5 +187,109 @@ def test_closing_ends_every_open_request(folder, conversations):
     engine.submit(prompt, sampling, lambda part: endings.append(part.completion) if part.completion else None)
     engine.close()
     assert [ending.finish_reason for ending in endings] == ["failed"]
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RequestError, match="closed"):
         engine.generate(conversations[:1])
+    engine.close()
+
+
+def test_a_listener_that_raises_ends_its_own_request_alone(engine, conversations):
+    def fails(part):
+        raise RuntimeError("nobody listens")
+
+    engine.submit(engine._preparation.submit(conversations[0]), SamplingParams(max_tokens=50, ignore_eos=True), fails)
+    [answer] = engine.generate(conversations[1:2], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert answer.finish_reason == "length"
+    engine.submit(engine._preparation.submit(conversations[0]), SamplingParams(max_tokens=1), fails, streams=False)
+    [answer] = engine.generate(conversations[1:2], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert answer.finish_reason == "length"
+
+
+def test_a_stream_whose_loop_has_ended_is_cancelled(engine, conversations):
+    async def begin():
+        stream = engine.stream(conversations[0], SamplingParams(max_tokens=500, ignore_eos=True))
+        await anext(stream)
+        return stream
+
+    before = engine.statistics.ended.get("cancelled", 0)
+    loop = asyncio.new_event_loop()
+    stream = loop.run_until_complete(begin())
+    loop.close()
+    for _ in range(200):
+        engine.generate(conversations[:1], SamplingParams(max_tokens=1))
+        if engine.statistics.ended.get("cancelled", 0) > before:
+            break
+    assert engine.statistics.ended["cancelled"] == before + 1
+    with contextlib.suppress(StopIteration):
+        stream.aclose().send(None)
+
+
+def test_a_request_that_is_still_being_prepared_can_be_cancelled(engine):
+    from concurrent.futures import Future
+
+    prompt, endings = Future(), []
+    request_id = engine.submit(prompt, SamplingParams(), lambda part: endings.append(part.completion.finish_reason))
+    engine.cancel(request_id)
+    for _ in range(100):
+        if endings:
+            break
+        time.sleep(0.02)
+    assert endings == ["cancelled"]
+
+
+def test_log_probabilities_of_a_prompt_come_once_even_after_preemption(folder, conversations):
+    import dataclasses
+
+    small = dataclasses.replace(CONFIG, num_pages=75, max_step_tokens=24)
+    with Engine.load(folder, device="cpu", config=small) as engine:
+        sampling = SamplingParams(max_tokens=30, ignore_eos=True, prompt_logprobs=0)
+        answers = engine.generate(conversations, sampling)
+        assert engine.statistics.num_preemptions > 0
+    for answer in answers:
+        assert len(answer.prompt_logprobs) == answer.num_prompt_tokens
+        assert answer.prompt_logprobs[0] is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": "1"}, {"temperature": 10**400}, {"temperature": True}, {"top_k": 1.5}, {"max_tokens": None}, {"max_tokens": 30.5},
+        {"max_tokens": 2**64}, {"min_tokens": 300}, {"logprobs": 1.5}, {"stop": "abc"}, {"stop": None},
+        {"stop": ("x" * 10**6,)}, {"stop_token_ids": 5}, {"stop_token_ids": (5.5,)}, {"stop_token_ids": tuple(range(5000))},
+        {"logit_bias": {5.5: 1.0}}, {"logit_bias": {5: float("nan")}}, {"top_p": float("nan")}, {"seed": -1},
+    ],
+    ids=lambda wrong: ", ".join(wrong),
+)  # fmt: skip
+def test_wishes_that_make_no_sense_are_refused_by_name(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))) as refusal:
+        SamplingParams(**wrong)
+    assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kv_format": "bogus"},
+        {"num_workers": 1.5},
+        {"max_draft_tokens": 1.5},
+        {"page_size": 16.0},
+        {"host_image_bytes": -1},
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused_by_name(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        EngineConfig(**wrong)
+
+
+def test_priority_and_salt_are_checked_at_the_door(engine, conversations):
+    async def ask(**more):
+        return [part async for part in engine.stream(conversations[0], SamplingParams(max_tokens=1), **more)]
+
+    for more in ({"salt": "tenant"}, {"priority": float("nan")}, {"priority": 10**9}):
+        with pytest.raises(RequestError, match=next(iter(more))):
+            asyncio.run(ask(**more))
+
+
+def test_a_length_the_model_was_not_made_for_is_refused(folder):
+    with pytest.raises(ConfigError, match="made for"):
+        Engine.load(folder, device="cpu", config=EngineConfig(max_length=10**8, num_workers=0))

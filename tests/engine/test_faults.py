@@ -149,3 +149,94 @@ def test_cancelling_at_any_moment_gives_everything_back(folder):
         core.step()
     core.check()
     assert sorted(endings) == sorted(request.id for request, _ in requests[:24])
+
+
+class FailsOneImage(Runner):
+    """The image of a given key cannot be encoded."""
+
+    bad: bytes = b""
+
+    def encode(self, images):
+        if any(image.image.key == self.bad for image in images):
+            raise RuntimeError("bad image")
+        super().encode(images)
+
+
+def test_a_bad_image_leaves_the_good_one_beside_it_to_others(folder):
+    """One request has both, another the good one alone, in the same step."""
+    prompts, _ = plain(folder, 1, 50, 12)
+    both = next(p for p in prompts if len({image.span.key for image in p.images}) >= 2)
+    bad, good = both.images[0].span.key, both.images[1].span.key
+    alone = next(p for p in prompts if [image.span.key for image in p.images] == [good])
+    expected = run_all(make_core(folder, CONFIG), [(request_of("r", alone, SamplingParams(max_tokens=6)), alone)])
+    core = make_core(folder, dataclasses.replace(CONFIG, max_step_tokens=512), runner_class=FailsOneImage)
+    core._runner.bad = bad
+    requests = [
+        (request_of(name, p, SamplingParams(max_tokens=6)), p) for name, p in (("both", both), ("alone", alone))
+    ]
+    heard = run_all(core, requests)
+    assert [request.finish_reason for request, _ in requests] == ["failed", "length"]
+    assert heard[1].token_ids == expected[0].token_ids
+
+
+class FailsCopying(Runner):
+    def copy_pages(self, pairs):
+        if pairs:
+            raise RuntimeError("no memory")
+        super().copy_pages(pairs)
+
+
+def test_a_page_that_cannot_be_copied_fails_its_own_request(folder):
+    prompts, answers = plain(folder, 1, 50, 12)
+    whole = next(i for i, p in enumerate(prompts) if len(p.token_ids) % CONFIG.page_size == 0)
+    core = make_core(folder, CONFIG, runner_class=FailsCopying)
+    sampling = SamplingParams(max_tokens=4)
+    first = run_all(core, [(request_of("first", prompts[whole], sampling), prompts[whole])])
+    again, other = request_of("again", prompts[whole], sampling), request_of("other", prompts[0], sampling)
+    heard = run_all(core, [(again, prompts[whole]), (other, prompts[0])])
+    assert first[0].request.finish_reason == other.finish_reason == "length"
+    assert again.finish_reason == "failed"
+    assert heard[1].token_ids == answers[0][:4]
+
+
+class FailsOnceAfterSampling(Runner):
+    """The first tries of some steps fail when their tokens have been drawn."""
+
+    num_tries = 0
+
+    def _sample(self, chunks, logits_SV, prompt_logprobs):
+        self.num_tries += 1
+        if self.num_tries % 3 == 0 and len(chunks) > 1:
+            commit = self.sampler.commit
+            self.sampler.commit = lambda: (_ for _ in ()).throw(MemoryError("no memory"))
+            try:
+                return super()._sample(chunks, logits_SV, prompt_logprobs)
+            finally:
+                self.sampler.commit = commit
+        return super()._sample(chunks, logits_SV, prompt_logprobs)
+
+
+def test_a_step_that_is_tried_again_gives_the_same_tokens(folder):
+    """Penalties count every token once, and a token that waits on the device is not overwritten by a try."""
+    prompts, _ = plain(folder, 1, 50, 12)
+    sampling = SamplingParams(
+        max_tokens=12, temperature=0.8, seed=5, frequency_penalty=1.5, repetition_penalty=1.3, logprobs=1
+    )
+    found = [
+        run_all(
+            make_core(folder, CONFIG, runner_class=kind),
+            [(request_of(f"r{i}", prompt, sampling), prompt) for i, prompt in enumerate(prompts[:10])],
+        )
+        for kind in (None, FailsOnceAfterSampling)
+    ]
+    assert [heard.token_ids for heard in found[0]] == [heard.token_ids for heard in found[1]]
+
+
+def test_a_prompt_the_runner_cannot_take_is_refused_and_leaves_nothing(folder):
+    core = make_core(folder, CONFIG)
+    prompts, _ = plain(folder, 1, 50, 12)
+    broken = dataclasses.replace(prompts[0], positions=prompts[0].positions[:, :0])
+    with pytest.raises(IndexError):
+        core.add(request_of("broken", broken, SamplingParams()), broken, 0, lambda update: None)
+    assert not core.has_work
+    core.check()

@@ -206,3 +206,21 @@ def test_rows_beyond_two_to_the_31_elements_are_found():
     wide = torch.zeros(3, 2**30 + 8, dtype=torch.float16, device="cuda")
     wide[2, 99] = 5
     assert run_triton(wide[:, :1000], parameters(3, "cuda", temperature=0.0)).token_ids.tolist() == [0, 0, 99]
+
+
+def test_a_temperature_next_to_nothing_takes_the_likeliest_token(device):
+    """Its inverse would be infinite; a token outside the vocabulary would take the device down with the next step."""
+    logits = torch.randn(3, 1000, device=device)
+    rows = len(logits)
+    for top_k in (1, 1000):
+        arguments = (
+            torch.full((rows,), 1e-40, device=device),
+            torch.full((rows,), top_k, dtype=torch.int32, device=device),
+            torch.ones(rows, device=device),
+            torch.zeros(rows, device=device),
+            torch.arange(rows, device=device),
+            torch.arange(rows, device=device),
+        )
+        for path in ("triton", "reference"):
+            with launch.forced(path):
+                assert sample(logits, *arguments).token_ids.tolist() == logits.argmax(1).tolist()

@@ -113,3 +113,18 @@ def test_a_decoder_that_treats_the_first_token_differently_streams_the_same(text
     ids = tokenizer.encode(text).ids
     parts, rest = streamed(tokenizer.decode, ids, sizes)
     assert "".join(parts) + rest == tokenizer.decode(ids) == text
+
+
+def test_endless_broken_text_costs_the_same_per_token():
+    """A lone byte again and again never becomes a character; it must not be decoded from its beginning at every token."""
+    num_decoded = 0
+
+    def decode(ids):
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return bytes(ids).decode(errors="replace")
+
+    stream, tokens = TextStream(decode), [0xF0] * 5000 + list(b"and then text")
+    text = "".join(stream.push([token]) for token in tokens) + stream.finish()
+    assert text == bytes(tokens).decode(errors="replace")
+    assert num_decoded < 20 * len(tokens)
