@@ -151,12 +151,15 @@ def _attend_gathered(
         own = context_lengths_R[answering]
         table = page_table_RW[answering, : -(-max(lengths[r] for r in answering) // page_size)].long()
         is_own = torch.arange(table.shape[1] * page_size) < own.unsqueeze(1)
-        # What lies behind a request's last token may be anything, and 0 * NaN is NaN.
         table = table.masked_fill(~is_own[:, ::page_size], 0)
         k, v = (
-            gathered(pages, scales, table).masked_fill(~is_own[:, None, :, None], 0.0)
+            gathered(pages, scales, table)
             for pages, scales in ((key_pages_NGPK, key_scales_NGP), (value_pages_NGPK, value_scales_NGP))
         )
+        # What lies behind a request's last token may be anything, and 0 * NaN is NaN.
+        strangers = (~is_own).nonzero(as_tuple=True)
+        for x in (k, v):
+            x[strangers[0], :, strangers[1]] = 0.0
         rows = cu_seqlens_q[:-1][answering].long()
         attended = F.scaled_dot_product_attention(
             q_THK[rows].unsqueeze(2), k, v, attn_mask=is_own[:, None, None], enable_gqa=True

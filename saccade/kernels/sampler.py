@@ -84,12 +84,13 @@ def sample_reference(
 ) -> Sampled:
     """The definition above, row by row."""
     x_RV = torch.where(logits_RV.isnan(), float("-inf"), logits_RV.float()).clamp(max=1e30)
-    noise_RV = exponential_noise(seeds_R, positions_R, x_RV.shape[1])
     token_ids = x_RV.argmax(1)
-    for row, (x, noise) in enumerate(zip(x_RV, noise_RV, strict=True)):
-        temperature, peak = temperature_R[row], x.max()
-        if temperature <= 0 or peak == float("-inf"):
+    for row in (temperature_R > 0).nonzero()[:, 0].tolist():
+        x, temperature = x_RV[row], temperature_R[row]
+        peak = x.max()
+        if peak == float("-inf"):
             continue
+        [noise] = exponential_noise(seeds_R[row : row + 1], positions_R[row : row + 1], len(x))
         scaled = (x - peak) * (1 / temperature.clamp(min=_LEAST_TEMPERATURE))
         kept = x >= x.topk(int(top_k_R[row].clamp(1, len(x)))).values[-1]
         if top_p_R[row] < 1:
