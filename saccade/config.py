@@ -1,6 +1,6 @@
 """Configuration: frozen dataclasses, one TOML file, `--set a.b=c`; unknown keys refused with the nearest match.
 
-    config = load_config(TrainConfig, Path("recipes/tiny.toml"), overrides=["optimizer.lr=3e-4"])
+    config = load_config(TrainConfig, Path("recipes/tiny.toml"), overrides=["stages.learn.optimizer.lr=3e-4"])
     write_config(config, run / "config.toml")          # the resolved config; loading it back gives an equal object
 
 Decoding is strict: a key that no field carries, a missing value and a value of another type are errors that name the key by
@@ -180,8 +180,10 @@ def encode(config: object) -> dict[str, Any]:
 
 
 def write_config(config: object, path: Path) -> None:
-    """Write the resolved config as TOML, so that a run can be read and repeated."""
-    path.write_text("\n".join(_toml_lines(encode(config))) + "\n", encoding="utf-8")
+    """Write the resolved config as TOML, so that a run can be read and repeated. The file is whole or as it was."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("\n".join(_toml_lines(encode(config))) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def _toml_lines(section: dict[str, Any], name: str = "") -> list[str]:

@@ -5,6 +5,7 @@ claim the folder -> draw pictures -> make a small checkpoint -> train -> ask -> 
 
 import io
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from saccade.train.config import CheckpointConfig, DataConfig, LogConfig, Source
 from saccade.train.groups import OptimizerConfig
 from saccade.train.schedule import ScheduleConfig
 from saccade.train.trainer import Ending
+
+logger = logging.getLogger(__name__)
 
 NUM_STEPS = 800
 """A minute and a half on one core; `recipes/tiny.toml` takes some more."""
@@ -70,6 +73,10 @@ def learn(shards: Path, checkpoint: Path, run: Path, num_steps: int) -> Path:
     """Train all of the model as `recipes/tiny.toml` does, but shorter; the checkpoint folder that comes of it."""
     ending = train(recipe(shards, checkpoint, run, num_steps), device="cpu")
     if ending is Ending.STOPPED:
+        logger.info(
+            "quickstart itself begins anew in an empty folder; saccade train %s goes on with this run",
+            run / "config.toml",
+        )
         raise KeyboardInterrupt
     [trained] = (run / "checkpoints").iterdir()
     return trained

@@ -16,8 +16,8 @@ from PIL import Image
 import saccade
 from saccade.cli import app, main
 from saccade.config import load_config, override_config, write_config
-from saccade.data.toy import toy_sample
-from saccade.errors import UserError
+from saccade.data.toy import toy_sample, write_toy_shards
+from saccade.errors import DataError, UserError
 from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size
 from saccade.quickstart import held_out_questions, recipe
@@ -403,6 +403,47 @@ def test_chat_asks_for_a_question_behind_the_image(command, checkpoint, picture)
     assert_refused(command("chat", checkpoint, picture), "question", str(picture))
 
 
+# ------------------------------------------------------------------ plan
+
+
+@pytest.fixture
+def tiny_recipe(checkpoint, tmp_path):
+    path = tmp_path / "recipe.toml"
+    write_config(recipe(tmp_path / "shards", checkpoint, tmp_path / "run", num_steps=100), path)
+    return path
+
+
+def test_a_recipe_is_planned_with_its_own_settings_or_those_of_set(command, tiny_recipe):
+    def plan_of(*words):
+        ended = command("plan", tiny_recipe, "--json", *words)
+        assert ended.status == 0, ended.err
+        return json.loads(ended.out)["stage learn"]["plan"]["total_gib"]
+
+    assert plan_of("--set", "stages.learn.data.token_budget=65536") > plan_of() + 0.1
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "key"),
+    [
+        ("--tokens", "4096", "stages.NAME.data.token_budget=4096"),
+        ("--patches", "0", "stages.NAME.data.patch_budget=0"),
+        ("--recompute-vision", "full", "parallel.recompute_vision=full"),
+        ("--recompute-language", "none", "parallel.recompute_language=none"),
+    ],
+)
+def test_flags_that_a_recipe_answers_itself_are_refused_with_it(command, tiny_recipe, flag, value, key):
+    assert_refused(command("plan", tiny_recipe, flag, value), flag, f"--set {key}")
+
+
+def test_set_without_a_recipe_is_refused_by_plan(command):
+    assert_refused(command("plan", "3b", "--set", "parallel.recompute_vision=full"), "--set changes a recipe")
+
+
+def test_plan_names_the_checkpoint_folder_that_a_recipe_lacks(command, tiny_recipe, tmp_path):
+    ended = command("plan", tiny_recipe, "--set", f"model.folder={tmp_path / 'nowhere'}")
+    assert_refused(ended, "nowhere: no config.json, so it is not a checkpoint folder")
+
+
 # ------------------------------------------------------------------ quickstart
 
 
@@ -443,6 +484,13 @@ def test_quickstart_refuses_a_folder_that_holds_something(command, tmp_path):
 def test_quickstart_refuses_a_file(command, tmp_path):
     (tmp_path / "file").write_text("x")
     assert_refused(command("quickstart", "--folder", tmp_path / "file"), "file")
+
+
+def test_toy_shards_are_not_added_to_a_folder_that_has_some(tmp_path):
+    write_toy_shards(tmp_path, first=0, count=2)
+    with pytest.raises(DataError, match="holds shards already"):
+        write_toy_shards(tmp_path, first=0, count=2)
+    assert [path.name for path in tmp_path.glob("*.tar")] == ["00000.tar"]
 
 
 def test_every_user_error_is_caught_at_the_door():

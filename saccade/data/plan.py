@@ -215,7 +215,7 @@ class StreamPlan:
         if plan != self.fingerprint:
             raise DataError(
                 f"the saved position belongs to another data stream: {self._difference(plan)}. Its samples are not the ones read "
-                "next here. Set back what changed, or start the data anew by leaving the saved position out"
+                "next here. Set back what changed, leave the saved position out to start the data anew, or give the run another folder"
             )
         return Position(block, row, batch)
 

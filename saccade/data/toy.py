@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw
 
 from saccade.data.sample import Sample
 from saccade.data.shards import ShardWriter
+from saccade.errors import DataError
 
 COLOURS = {
     "red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 90, 200), "yellow": (240, 210, 20),
@@ -29,7 +30,11 @@ SIDE = 84
 
 
 def write_toy_shards(folder: str | Path, *, first: int, count: int, seed: int = 0, side: int = SIDE) -> None:
-    """Write the samples `first` .. `first + count` into shards of 2000."""
+    """Write the samples `first` .. `first + count` into shards of 2000, in a folder that has none yet."""
+    if any(Path(folder).glob("*.tar")):
+        raise DataError(
+            f"{folder} holds shards already: their samples would be there twice. Remove it, or choose another"
+        )
     with ShardWriter(folder, max_samples=2000) as writer:
         for number in range(first, first + count):
             writer.write(toy_sample(number, seed=seed, side=side))

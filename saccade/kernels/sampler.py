@@ -94,7 +94,7 @@ def sample_reference(
         scaled = (x - peak) * (1 / temperature.clamp(min=_LEAST_TEMPERATURE))
         kept = x >= x.topk(int(top_k_R[row].clamp(1, len(x)))).values[-1]
         if top_p_R[row] < 1:
-            values, place = x[kept].unique(return_inverse=True)
+            values, place = x[kept].unique(return_inverse=True)  # type: ignore[no-untyped-call]
             mass = torch.zeros_like(values).index_add_(0, place, scaled[kept].exp())
             more_likely = mass.flip(0).cumsum(0).flip(0) - mass
             allowed = (more_likely < top_p_R[row] * mass.sum()) | (values == peak)

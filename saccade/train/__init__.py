@@ -1,7 +1,7 @@
 """Training: a recipe of stages, on one device or many, that can be stopped and taken up at any time.
 
     from saccade.train import TrainConfig, train
-    train(load_config(TrainConfig, Path("recipes/toy.toml")))
+    train(load_config(TrainConfig, Path("recipes/tiny.toml")))
 
 Read `stages.py` first (a run is its stages), then `trainer.py` (a stage is a loop). `parallelize.py` spreads the model over devices
 from outside, `learner.py` is model and optimizer as one, `feed.py` brings rows to the device, `loss.py` is what they are trained on,

@@ -94,7 +94,7 @@ class Saver:
     def __init__(self, folder: Path, config: CheckpointConfig, world: World) -> None:
         self.folder, self._config, self._world = folder, config, world
         self.failure: str | None = None
-        """What went wrong with the last save; None when nothing did."""
+        """What went wrong with a save; it stays until whoever takes note of it sets it back to None."""
         self._group = world.new_cpu_group()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saccade save")
         self._running: Future[None] | None = None
@@ -108,7 +108,6 @@ class Saver:
     def save(self, step: int, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
         """Copy the state and write the copy. Returns after the copy, or when all is written if not in the background."""
         self.finish()
-        self.failure = None
         name = f"step-{step:08d}"
         if self._lacks_space(tensors, name):
             return

@@ -210,6 +210,20 @@ class StageConfig:
         _check_positive(self, "steps", "epochs", "tokens", "clip_norm")
         if self.epochs is not None and any(source.weight is not None for source in self.data.sources):
             raise ConfigError(f"stage {self.name}: sources with weights have no epochs. Give steps or tokens, or remove the weights")  # fmt: skip
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        """Refuse a schedule that the stage is too short for, or whose steps nobody could count from its end."""
+        if self.epochs is not None and self.schedule.decay_steps is not None:
+            raise ConfigError(
+                f"stage {self.name}: decay_steps counts from the last step, and a stage of epochs does not know which that is. Remove "
+                "it (the last tenth of the samples decays), or give the length in steps or tokens"
+            )
+        if self.known_steps is not None:
+            try:
+                self.schedule.check(self.known_steps)
+            except ConfigError as error:
+                raise ConfigError(f"stage {self.name}: schedule: {error}") from error
 
     @property
     def known_steps(self) -> int | None:
@@ -263,7 +277,7 @@ class GuardConfig:
     max_rollbacks: int = 3
     """Times a stage may go back; then the run stops."""
     hang_timeout_s: float = 900.0
-    """Seconds without a step after which the process says where it stands and ends, so that torchrun can start it again; inf never."""
+    """Seconds without a step, probes, saves and exports not counted, after which the process says where it stands and ends, so that torchrun can start it again; inf never."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "window", "min_history", "spike_sigmas", "spike_floor", "spike_factor", "max_grad_norm", "max_skips", "hang_timeout_s")  # fmt: skip

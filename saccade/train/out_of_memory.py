@@ -10,7 +10,7 @@ import torch
 from saccade.errors import ConfigError
 from saccade.train.config import StageConfig, TrainConfig
 from saccade.train.memory import GIB, Planner
-from saccade.train.plan import RowSize, advice, model_config, of_stage
+from saccade.train.plan import RowSize, advice, folder_config, of_stage
 from saccade.world import World
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 @contextlib.contextmanager
 def memory_explained(config: TrainConfig, stage: StageConfig, world: World) -> Iterator[None]:
     """Around a stage: the plan in the log (on a GPU), and a `ConfigError` with plan and remedies if memory runs out."""
-    planner, row = of_stage(config, stage, model_config(str(config.model.folder)), world.size)
+    planner, row = of_stage(config, stage, folder_config(config.model.folder), world.size)
     if world.device.type == "cuda":
         _announce(planner, row, device_gib(world.device))
     try:

@@ -132,6 +132,10 @@ def _take_memory(trained: TrainedModel, device: torch.device | str) -> None:
 def choose_strategy(config: ParallelConfig, world: World) -> Strategy:
     """`auto` is none for one rank and fsdp for several; what cannot be is refused."""
     if config.strategy == "auto":
+        if config.offload and world.size == 1:
+            raise ConfigError(
+                "offload goes with fsdp, and auto is no sharding on one rank. Set parallel.strategy = 'fsdp', or use optimizer.offload"
+            )
         return "none" if world.size == 1 else "fsdp"
     if config.strategy == "none" and world.size > 1:
         raise ConfigError(

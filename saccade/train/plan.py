@@ -23,7 +23,7 @@ from saccade.train.config import Recompute, StageConfig, TrainConfig
 from saccade.train.memory import MemoryPlan, Planner
 from saccade.train.metrics import forward_flops, training_flops
 
-__all__ = ["Choice", "MemoryPlan", "Planner", "Report", "RowSize", "gpu_gib", "model_config", "of_stage", "plan", "report", "suggest"]  # fmt: skip
+__all__ = ["Choice", "MemoryPlan", "Planner", "Report", "RowSize", "folder_config", "gpu_gib", "model_config", "of_stage", "plan", "report", "suggest"]  # fmt: skip
 
 GPU_GIB = {"B200": 178.0, "H200": 139.8, "H100": 79.1, "A100": 79.1, "L40S": 44.4, "A100-40GB": 39.4, "RTX4090": 23.5}
 """Memory that torch can use. The H200's is measured, the others' are as published less what the driver takes."""
@@ -55,9 +55,12 @@ def gpu_gib(name: str) -> float:
 
 def model_config(model: str) -> ModelConfig:
     """The model of a checkpoint folder, or of a size's name."""
-    if not Path(model).is_dir():
-        return named_size(model)
-    raw = read_config(Path(model))
+    return folder_config(Path(model)) if Path(model).is_dir() else named_size(model)
+
+
+def folder_config(folder: Path) -> ModelConfig:
+    """The model of a checkpoint folder."""
+    raw = read_config(folder)
     config: ModelConfig = vision_language_family(raw.get("model_type")).parse_config(raw)
     return config
 

@@ -1,14 +1,47 @@
-"""What the process does around the training loop: it hears signals, and collects Python's garbage when the loop says so."""
+"""What the process does around the training loop: it holds the run folder, hears signals, and collects garbage when the loop says so."""
 
 import contextlib
+import fcntl
 import gc
 import logging
+import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
+from typing import TextIO
+
+from saccade.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+def lock_folder(run: Path) -> TextIO:
+    """Make the run folder and hold it until the file is closed or this process ends, however it ends."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        file = (run / ".lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{run} cannot be the run folder: {error.strerror}. Choose one that can be written: --set run=NAME"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    except BlockingIOError as error:
+        file.seek(0)
+        with file:
+            owner = file.read()
+        raise ConfigError(
+            f"{run} is in use by another process ({owner}). Wait for it, or give this run another folder: --set run=NAME"
+        ) from error
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s): see to it that no other run uses this folder", run, error.strerror)
+    return file
 
 
 @contextlib.contextmanager
@@ -24,7 +57,10 @@ def stop_requests() -> Iterator[threading.Event]:
         asked.set()
         for one, handler in before.items():
             signal.signal(one, handler)
-        logger.info("%s: this step is finished and saved, then the run ends", signal.Signals(number).name)
+        logger.info(
+            "%s: what is under way is finished and saved, then the run ends; a second signal ends it at once",
+            signal.Signals(number).name,
+        )
 
     for number in before:
         signal.signal(number, ask)

@@ -25,7 +25,7 @@ class ScheduleConfig:
     warmup_steps: int = 0
     """Steps over which the rate rises to its peak."""
     decay_steps: int | None = None
-    """wsd only: steps at the end over which the rate falls; a tenth of the run where not given."""
+    """wsd only: steps at the end over which the rate falls, for stages of steps or tokens; a tenth of the run where not given."""
     final_factor: float = 0.1
     """Share of the peak that is left at the end; constant has none to reach."""
 

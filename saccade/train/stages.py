@@ -14,10 +14,13 @@ crash are one path. What is taken over:
     losses the guard knows  yes             begins anew
 """
 
+import contextlib
 import dataclasses
 import gc
 import logging
 import platform
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -38,6 +41,7 @@ from saccade.train.optimizer import build_optimizer
 from saccade.train.out_of_memory import memory_explained
 from saccade.train.parallelize import parallelize, trainable_table
 from saccade.train.probe import held_out_probe, together
+from saccade.train.process import lock_folder, stop_requests
 from saccade.train.progress import Progress
 from saccade.train.report import write_report
 from saccade.train.trackers import Trackers, open_trackers
@@ -58,17 +62,31 @@ def train(config: TrainConfig, *, device: str = "auto", probe: Probe | None = No
 
 def train_in(world: World, config: TrainConfig, *, probe: Probe | None = None) -> Ending:
     """The same for ranks that have met already."""
-    _open_run_folder(config, world)
-    with Saver(config.run / "state", config.checkpoint, world) as saver:
+    with (
+        stop_requests() as asked_to_stop,
+        _open_run_folder(config, world),
+        Saver(config.run / "state", config.checkpoint, world) as saver,
+    ):
         state = newest_state(saver.folder, world)
+        remaining = range(_first_stage(config, state), len(config.stages))
         with _open_trackers(config, state, world) as trackers:
-            for number in range(_first_stage(config, state), len(config.stages)):
+            for number in remaining:
+                if _must_stop(asked_to_stop, config.stages[number], world):
+                    return Ending.STOPPED
                 with memory_explained(config, config.stages[number], world):
-                    ending = _run_stage(config, number, saver, trackers, world, probe)
+                    ending = _run_stage(config, number, saver, trackers, world, probe, asked_to_stop)
                 _close_stage(config, world)
                 if ending is Ending.STOPPED:
                     return Ending.STOPPED
     return Ending.FINISHED
+
+
+def _must_stop(asked_to_stop: threading.Event, stage: StageConfig, world: World) -> bool:
+    """Whether some rank was asked to stop since the last step of the stage before, when all that is done is saved."""
+    must_stop = any(world.gather(asked_to_stop.is_set()))
+    if must_stop:
+        logger.info("stopped before a step of stage %s was made; the same command goes on from here", stage.name)
+    return must_stop
 
 
 def _close_stage(config: TrainConfig, world: World) -> None:
@@ -83,19 +101,58 @@ def _close_stage(config: TrainConfig, world: World) -> None:
         torch.cuda.empty_cache()
 
 
-def _open_run_folder(config: TrainConfig, world: World) -> None:
-    """Write the resolved settings; say what has changed since the run was last started."""
+@contextlib.contextmanager
+def _open_run_folder(config: TrainConfig, world: World) -> Iterator[None]:
+    """Hold the run folder for this run alone; say what has changed since it was last trained."""
+    with contextlib.ExitStack() as held:
+        _on_main(world, lambda: held.enter_context(lock_folder(config.run)))
+        if world.is_main:
+            _name_changes(config)
+            logger.info(
+                "saccade %s, torch %s, python %s; run %s on %d x %s",
+                __version__, torch.__version__, platform.python_version(), config.run, world.size, world.device.type,
+            )  # fmt: skip
+        yield
+
+
+def _name_changes(config: TrainConfig) -> None:
+    """Compare with the settings in the run folder, if they can be read."""
+    file = config.run / "config.toml"
+    try:
+        changes = changed_keys(load_config(TrainConfig, file), config) if file.exists() else []
+    except ConfigError as error:
+        logger.warning(
+            "the settings this run was last trained with cannot be read, and will be written anew: %s", error
+        )
+        return
+    if changes:
+        logger.warning("settings have changed since this run was last started: %s", "; ".join(changes))
+
+
+def _write_settings(config: TrainConfig, world: World) -> None:
+    """Into the run folder, when all that they ask for is there: those of a run that is refused do not replace the old."""
+
+    def write() -> None:
+        try:
+            write_config(config, config.run / "config.toml")
+        except OSError as error:
+            raise ConfigError(
+                f"{config.run / 'config.toml'} cannot be written: {error.strerror}. Free space, or choose another folder: --set run=NAME"
+            ) from error
+
+    _on_main(world, write)
+
+
+def _on_main(world: World, do: Callable[[], object]) -> None:
+    """Do it on the main rank; what is refused there is refused on every rank."""
+    refusal = None
     if world.is_main:
-        file = config.run / "config.toml"
-        config.run.mkdir(parents=True, exist_ok=True)
-        if file.exists() and (changes := changed_keys(load_config(TrainConfig, file), config)):
-            logger.warning("settings have changed since this run was last started: %s", "; ".join(changes))
-        write_config(config, file)
-        logger.info(
-            "saccade %s, torch %s, python %s; run %s on %d x %s",
-            __version__, torch.__version__, platform.python_version(), config.run, world.size, world.device.type,
-        )  # fmt: skip
-    world.barrier()
+        try:
+            do()
+        except ConfigError as error:
+            refusal = str(error)
+    if (refusal := world.share(refusal)) is not None:
+        raise ConfigError(refusal)
 
 
 def _open_trackers(config: TrainConfig, state: SavedState | None, world: World) -> Trackers:
@@ -117,15 +174,35 @@ def _first_stage(config: TrainConfig, state: SavedState | None) -> int:
             f"{config.run} is in stage {number}, the recipe has {len(config.stages)}, counted from 0. Use the recipe the run was "
             "made with, or another run folder"
         )
-    if state.progress["is_stage_done"] and state.progress["stage_step"] >= (config.stages[number].known_steps or 0):
-        number += 1
+    if state.progress["is_stage_done"]:
+        _check_epochs(config, number, state)
+        if state.progress["stage_step"] >= (config.stages[number].known_steps or 0):
+            number += 1
     if number == len(config.stages):
         logger.info("every stage of this run is done. Give it more steps, or another run folder")
     return number
 
 
+def _check_epochs(config: TrainConfig, number: int, state: SavedState) -> None:
+    """Refuse more epochs for a stage that is done: where its data ends belongs to the order of its samples."""
+    stage, done = config.stages[number], state.progress.get("epochs")
+    if stage.epochs is None or "epochs" not in state.progress or (done is not None and stage.epochs <= done):
+        return
+    length = f"{state.progress['stage_step']} steps" if done is None else f"{done} epochs"
+    raise ConfigError(
+        f"stage {stage.name} was done after {length}, and epochs = {stage.epochs} cannot make it longer: the order of its samples was "
+        f"planned for that length. Add a stage after it, or begin another run from the newest folder in {config.run / 'checkpoints'}"
+    )
+
+
 def _run_stage(
-    config: TrainConfig, number: int, saver: Saver, trackers: Trackers, world: World, probe: Probe | None
+    config: TrainConfig,
+    number: int,
+    saver: Saver,
+    trackers: Trackers,
+    world: World,
+    probe: Probe | None,
+    asked_to_stop: threading.Event,
 ) -> Ending:
     """Build what the stage needs, take over what was saved, train."""
     stage = config.stages[number]
@@ -140,6 +217,9 @@ def _run_stage(
         "stage %s from step %d, %s\n%s", stage.name, progress.step, parallel.strategy, trainable_table(parallel.model)
     )
     with _open_data(config, stage, progress, world) as stream:
+        _write_settings(config, world)
+        if _must_stop(asked_to_stop, stage, world):
+            return Ending.STOPPED
         return Trainer(
             config=config,
             stage=stage,
@@ -150,6 +230,7 @@ def _run_stage(
             saver=saver,
             journal=Journal(trackers, stage.name, config.log.every, world),
             world=world,
+            asked_to_stop=asked_to_stop,
             num_samples=_num_samples(stage),
             probe=together(probe, held_out_probe(config, stage, world, step=progress.step)),
         ).run()

@@ -31,7 +31,7 @@ from saccade.train.journal import Journal
 from saccade.train.learner import Learner
 from saccade.train.loss import TrainedModel
 from saccade.train.metrics import Step
-from saccade.train.process import garbage_by_hand, stop_requests
+from saccade.train.process import garbage_by_hand
 from saccade.train.progress import LEARNED_TOKENS, Progress, StepNumbers, brought_by
 from saccade.train.trace import Tracer
 from saccade.train.watchdog import Watchdog
@@ -66,13 +66,15 @@ class Trainer:
         saver: Saver,
         world: World,
         journal: Journal,
+        asked_to_stop: threading.Event,
         num_samples: int | None = None,
         probe: Probe | None = None,
     ) -> None:
-        """`num_samples`: samples of the stage, where its length is given in epochs."""
+        """`asked_to_stop`: set from outside, on any rank. `num_samples`: of the stage, where its length is given in epochs."""
         self._config, self._stage, self._progress = config, stage, progress
         self._learner, self._feed, self._guard, self._saver, self._world = learner, feed, guard, saver, world
         self._journal, self._num_samples, self._probe = journal, num_samples, probe
+        self._asked_to_stop = asked_to_stop
         self._watchdog = Watchdog(config.run / "hang", config.guard.hang_timeout_s, rank=world.rank)
         self._tracer = Tracer(config.log, config.run / "trace", world)
         self._waited_s = 0.0
@@ -81,20 +83,20 @@ class Trainer:
 
     def run(self) -> Ending:
         """Train until the stage is over, or someone asks to stop."""
-        with stop_requests() as asked_to_stop, garbage_by_hand():
+        with garbage_by_hand():
             with self._watchdog, self._tracer:
-                ending = self._make_steps(asked_to_stop)
+                ending = self._make_steps()
             if ending is Ending.FINISHED:
                 self._finish()
             else:
                 self._stop()
         return ending
 
-    def _make_steps(self, asked_to_stop: threading.Event) -> Ending:
+    def _make_steps(self) -> Ending:
         rows = self._next_rows(self._progress.stage_step)
         while rows is not None:
             self._tracer.step_begins(self._progress.step + 1)
-            losses, results = self._accumulate(rows, must_stop=asked_to_stop.is_set())
+            losses, results = self._accumulate(rows, must_stop=self._asked_to_stop.is_set())
             upcoming = self._next_rows(self._progress.stage_step + 1)
             numbers = StepNumbers.read(results.tolist(), self._feed.source_names)  # the one wait for the GPU
             verdict = self._guard.judge(numbers.loss, numbers.grad_norm)
@@ -110,8 +112,9 @@ class Trainer:
                 break
             if numbers.must_stop:
                 return Ending.STOPPED
-            self._save_and_export(numbers)
-            self._evaluate()
+            with self._watchdog.paused():
+                self._save_and_export(numbers)
+                self._evaluate()
             self._collect_garbage()
             self._watchdog.feed()
             rows = upcoming
@@ -175,7 +178,8 @@ class Trainer:
         self._learner.drop_gradients()
         file = self._name_samples(verdict, numbers, rows, losses)
         if verdict.action is Action.ROLL_BACK:
-            self._roll_back()
+            with self._watchdog.paused():
+                self._roll_back()
         if verdict.action is Action.GIVE_UP:
             raise DataError(
                 f"step {self._progress.step + 1}: {verdict.reason}, and the weights have been set back {self._config.guard.max_rollbacks} times "
@@ -259,6 +263,7 @@ class Trainer:
             "guard": self._guard.state_dict(),
             "optimizer_steps": self._learner.optimizer.num_steps,
             "fingerprint": self._config.fingerprint,
+            "epochs": self._stage.epochs,
         }
         self._saver.save(self._progress.step, self._learner.tensors(), progress)
 
@@ -301,15 +306,20 @@ class Trainer:
 
     def _stop(self) -> None:
         """Save, and wait until it is on disk."""
+        self._save_and_wait()
+        logger.info("stopped after step %d; the same command goes on from here", self._progress.step)
+
+    def _save_and_wait(self) -> None:
+        """The last save of a stage decides alone: where it works, one that failed before it has done no harm."""
+        self._saver.finish()
+        self._saver.failure = None
         self._save()
         self._saver.finish_or_raise()
-        logger.info("stopped after step %d; the same command goes on from here", self._progress.step)
 
     def _finish(self) -> None:
         """Export, then save the state that says the stage is done: what dies in between is done again."""
         self._evaluate(is_last=True)
         self._export()
         self._progress.is_stage_done = True
-        self._save()
-        self._saver.finish_or_raise()
+        self._save_and_wait()
         logger.info("stage %s is done after %d steps", self._stage.name, self._progress.stage_step)

@@ -6,6 +6,7 @@ where there is one, into the run folder, and ends the process; `torchrun --max-r
 saved state.
 """
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -13,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -39,12 +40,23 @@ class Watchdog:
     ) -> None:
         self._folder, self._timeout_s, self._rank, self._on_hang = folder, timeout_s, rank, on_hang
         self._fed_at = time.monotonic()
+        self._is_paused = False
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="saccade watchdog", daemon=True)
 
     def feed(self) -> None:
         """A step was made."""
         self._fed_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For work between two steps whose length nobody knows: a probe, a save, an export."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self.feed()
+            self._is_paused = False
 
     def __enter__(self) -> Self:
         self.feed()
@@ -61,7 +73,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._is_done.wait(min(1.0, self._timeout_s / 4)):
-            if time.monotonic() - self._fed_at > self._timeout_s:
+            if not self._is_paused and time.monotonic() - self._fed_at > self._timeout_s:
                 file = write_stacks(self._folder, self._rank)
                 logger.error(
                     "no step for %.0f s: this process ends, so that torchrun can start it again. Where it stood: %s",

@@ -49,6 +49,18 @@ def terminate(trained, step):
     return {}
 
 
+def terminate_rank_1(trained, step):
+    if step == 7 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return {}
+
+
+def look_for_long(trained, step):
+    if step == 2:
+        time.sleep(4)
+    return {}
+
+
 def fill_the_disk(trained, step):
     """From step 7 on no file may grow beyond a megabyte; after step 12 there is room again."""
     if step == 7:
@@ -59,9 +71,14 @@ def fill_the_disk(trained, step):
 
 
 def hang(trained, step):
+    """The forward pass of the third step does not come back."""
     if step == 2:
-        time.sleep(60)
+        trained.register_forward_pre_hook(lambda *_: hang_in_forward())
     return {}
+
+
+def hang_in_forward():
+    time.sleep(60)
 
 
 def say_what_the_world_says(world, job):

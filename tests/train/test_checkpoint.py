@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from saccade.train import checkpoint as checkpoints
 from saccade.train.checkpoint import SavedState, Saver, load_tensors, newest_state, states
 from saccade.train.config import CheckpointConfig
 from saccade.train.stages import train
+from saccade.train.trainer import Ending
 from saccade.world import open_world
 
 
@@ -164,6 +166,47 @@ def test_a_failed_save_is_reported_and_loses_nothing(tmp_path, world, monkeypatc
     assert len(list((tmp_path / "state").iterdir())) == 2
 
 
+@pytest.fixture
+def slow_full_disk(monkeypatch):
+    """Saves take longer than the steps between them, and fail as long as the list is empty."""
+    has_room, real_save = [], checkpoints.save
+
+    def slow(*args, **settings):
+        if not has_room:
+            time.sleep(1.0)
+            raise OSError(28, "No space left on device")
+        return real_save(*args, **settings)
+
+    monkeypatch.setattr(checkpoints, "save", slow)
+    return has_room
+
+
+@pytest.mark.usefixtures("slow_full_disk")
+def test_a_failed_save_stops_the_run_even_if_the_next_one_had_to_wait_for_it(tmp_path, folder, shards):
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=folder, shards=shards)
+    settings = ["checkpoint.every=2", "checkpoint.on_failure=stop", "stages.0.steps=8"]
+    with pytest.raises(CheckpointError, match=r"step-0000000[24]: the state was not saved: No space left"):
+        train(read_recipe(recipe, *settings), device="cpu")
+    assert len(losses(tmp_path / "run")) == 5, (
+        "the save of step 2 failed while that of step 4 waited; step 5 heard of it"
+    )
+
+
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+def test_a_save_that_failed_does_not_end_a_run_whose_last_save_worked(
+    tmp_path, folder, shards, slow_full_disk, on_failure
+):
+    def probe(trained, step):
+        if step == 4:  # the stage is over, the save of step 2 still under way
+            slow_full_disk.append(True)
+        return {}
+
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=folder, shards=shards)
+    settings = ["checkpoint.every=2", f"checkpoint.on_failure={on_failure}", "stages.0.steps=4", "probe.every=100"]
+    assert train(read_recipe(recipe, *settings), device="cpu", probe=probe) is Ending.FINISHED
+    assert [state.step for state in states(tmp_path / "run/state")] == [4]
+
+
 def test_what_the_disk_cannot_hold_is_refused_before_it_is_written(tmp_path, world, monkeypatch):
     with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
@@ -204,9 +247,10 @@ def test_a_state_that_cannot_be_read_says_how_to_go_on(tmp_path, world):
 
 def test_a_lora_run_with_another_rank_is_refused_in_one_line(tmp_path, folder, shards):
     recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=folder, shards=shards)
-    train(read_recipe(recipe, "stages.0.steps=2", "stages.0.lora={rank=4}"), device="cpu")
+    train(read_recipe(recipe, "stages.0.steps=3", "stages.0.lora={rank=4}"), device="cpu")
     with pytest.raises(CheckpointError) as refused:
-        train(read_recipe(recipe, "stages.0.steps=3", "stages.0.lora={rank=8}"), device="cpu")
+        train(read_recipe(recipe, "stages.0.steps=4", "stages.0.lora={rank=8}"), device="cpu")
+    assert "steps = 3" in (tmp_path / "run/config.toml").read_text(), "settings that are refused do not replace the old"
     message = str(refused.value)
     assert re.search(r"lora_A is 4 x \d+ in it and 8 x \d+ in this run", message)
     assert "lora.rank was changed since it was saved. Set it back to go on, or give the run another folder" in message

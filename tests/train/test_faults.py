@@ -1,15 +1,28 @@
 """What happens to real processes: killed, told to stop, out of disk, hanging. The run goes on as if nothing had happened."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from train.running import RANKS, environment, losses, make_checkpoint, read_recipe, start, write_recipe, write_shards
+from train.running import (
+    RANKS,
+    RECIPE,
+    environment,
+    losses,
+    make_checkpoint,
+    read_recipe,
+    run_together,
+    start,
+    write_recipe,
+    write_shards,
+)
 
 from saccade.train.checkpoint import states
+from saccade.train.process import lock_folder
 from saccade.train.stages import train
 from saccade.train.watchdog import EXIT_STATUS, Watchdog
 
@@ -101,6 +114,44 @@ def test_told_to_stop_it_saves_and_ends_well_and_a_full_disk_does_not_end_it(rec
     assert len(losses(tmp_path / "strict")) < 13
 
 
+def test_told_to_stop_as_a_stage_ends_no_rank_begins_the_next_and_a_folder_in_use_is_refused_on_all(tmp_path, parts):
+    """SIGTERM to one of two ranks: in the last step of the first stage, and in the probe that closes it."""
+    text = RECIPE + RECIPE[RECIPE.index("[[stages]]") :].replace("learn", "more")
+    recipes = {
+        name: write_recipe(
+            tmp_path / f"{name}.toml", run=tmp_path / name, checkpoint=parts[0], shards=parts[1], text=text
+        )
+        for name in ("last-step", "closing-probe", "in-use")
+    }
+    settings = ["probe.every=1", "stages.more.steps=3"]
+    in_last_step = {"recipe": str(recipes["last-step"]), "set": [*settings, "stages.learn.steps=8"]}
+    in_probe = {"recipe": str(recipes["closing-probe"]), "set": [*settings, "stages.learn.steps=7"]}
+    stopped = {"probe": "terminate_rank_1", "ending": "stopped"}
+    refused = f"ConfigError: {tmp_path / 'in-use'} is in use by another process (pid {os.getpid()} on "
+    jobs = [in_last_step | stopped, in_probe | stopped, {"recipe": str(recipes["in-use"]), "ending": refused}]
+    with lock_folder(tmp_path / "in-use"):
+        run_together(jobs, tmp_path, num_ranks=2)
+    assert len(losses(tmp_path / "last-step")) == 8
+    assert [state.step for state in states(tmp_path / "last-step/state")] == [8]
+    assert len(losses(tmp_path / "closing-probe")) == 7
+    train(read_recipe(recipes["closing-probe"], *in_probe["set"]), device="cpu")
+    assert len(losses(tmp_path / "closing-probe")) == 10
+
+
+def test_told_to_stop_while_it_is_built_it_ends_well(recipe, tmp_path):
+    file = tmp_path / "jobs.json"
+    process = start([{"recipe": str(recipe), "set": ["stages.0.steps=100000"], "ending": "stopped"}], file)
+    try:
+        end = time.monotonic() + 60
+        while "; run " not in file.with_suffix(".log").read_text() and time.monotonic() < end:
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(timeout=60) == 0, file.with_suffix(".log").read_text()[-3000:]
+    finally:
+        process.kill()
+    assert "SIGTERM: what is under way is finished and saved" in file.with_suffix(".log").read_text()
+
+
 def test_a_process_that_makes_no_progress_says_where_it_stands_and_ends(recipe, tmp_path):
     settings = [*SETTINGS, "guard.hang_timeout_s=2"]
     began = time.monotonic()
@@ -108,9 +159,17 @@ def test_a_process_that_makes_no_progress_says_where_it_stands_and_ends(recipe, 
     assert status == EXIT_STATUS, output[-3000:]
     assert time.monotonic() - began < 40
     stacks = (tmp_path / "run/hang/stacks-rank0.txt").read_text()
-    assert "in hang" in stacks
-    assert "in _evaluate" in stacks
+    assert "in hang_in_forward" in stacks
+    assert "in _accumulate" in stacks
     assert "no step for 2 s: this process ends" in output
+
+
+def test_a_long_probe_is_not_taken_for_a_hang(recipe, tmp_path):
+    settings = [*SETTINGS, "guard.hang_timeout_s=2", "stages.0.steps=4"]
+    status, output = do([{"recipe": str(recipe), "set": settings, "probe": "look_for_long"}], tmp_path)
+    assert status == 0, output[-3000:]
+    assert not (tmp_path / "run/hang").exists()
+    assert len(losses(tmp_path / "run")) == 4
 
 
 def test_a_watchdog_that_is_fed_does_nothing(tmp_path):

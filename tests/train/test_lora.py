@@ -201,7 +201,11 @@ def test_matrices_follow_a_stage_that_trained_the_weights_themselves(place, chec
     (tmp_path / "two.toml").write_text(
         recipe[:first] + second.replace("learn", "align") + second + "[stages.lora]\nrank = 4\n"
     )
-    short = [f"stages.{stage}.{key}" for stage in (0, 1) for key in ("steps=2", "data.block_samples=64")]
+    short = [
+        f"stages.{stage}.{key}"
+        for stage in (0, 1)
+        for key in ("steps=2", "schedule.warmup_steps=2", "data.block_samples=64")
+    ]
     train(read_recipe(tmp_path / "two.toml", *short, "stages.0.optimizer.lrs={language=0, vision=0}"), device="cpu")
     start, aligned, both = (
         load_model(folder)

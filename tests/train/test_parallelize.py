@@ -52,7 +52,7 @@ def place(tmp_path_factory):
     train(read_recipe(recipe("one"), *rows), device="cpu")
     train(read_recipe(recipe("mixed-one", mixed), "stages.0.steps=4", "stages.0.data.token_budget=120"), device="cpu")
     train(read_recipe(recipe("one-then-two"), "stages.0.steps=4", *rows), device="cpu")
-    named = ["guard.max_grad_norm=1e-9", "guard.max_skips=1000", *rows]
+    named = ["guard.max_grad_norm=1e-9", "guard.max_skips=1000", "stages.0.schedule.warmup_steps=2", *rows]
     train(read_recipe(recipe("named-one-then-two"), "stages.0.steps=2", *named), device="cpu")
     jobs = [{"world": str(folder / "world.json")}]
     jobs += [{"recipe": str(recipe(name)), "set": [*rows, *settings]} for name, settings in VARIANTS.items()]
@@ -221,6 +221,11 @@ def test_the_strategy_follows_from_the_ranks():
     worlds = {size: World(0, size, 0, torch.device("cpu")) for size in (1, 8)}
     assert choose_strategy(ParallelConfig(), worlds[1]) == "none"
     assert choose_strategy(ParallelConfig(), worlds[8]) == "fsdp"
+    assert choose_strategy(ParallelConfig(offload=True), worlds[8]) == "fsdp"
+    with pytest.raises(
+        ConfigError, match=r"offload goes with fsdp, and auto is no sharding on one rank\. Set parallel"
+    ):
+        choose_strategy(ParallelConfig(offload=True), worlds[1])
     with pytest.raises(ConfigError, match="each would train a model of its own"):
         choose_strategy(ParallelConfig(strategy="none"), worlds[8])
     with pytest.raises(ConfigError, match="8 ranks cannot be cut into groups of shard_size 3"):

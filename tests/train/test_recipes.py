@@ -16,9 +16,6 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 def test_every_recipe_can_be_read(recipe):
     config = load_config(TrainConfig, recipe)
     assert config.run == Path("runs") / (recipe.stem.removesuffix("-fsdp"))
-    for stage in config.stages:
-        if stage.known_steps is not None:
-            stage.schedule.check(stage.known_steps)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +23,7 @@ def test_every_recipe_can_be_read(recipe):
     [
         ("qwen2.5-vl-3b", "3b", 1, "H200", 111),
         ("qwen2.5-vl-7b-fsdp", "7b", 8, "H100", 52),
-        ("qwen2.5-vl-3b-lora", "3b", 1, "H200", None),
+        ("qwen2.5-vl-3b-lora", "3b", 1, "31", 26),
     ],
 )
 def test_recipes_fit_their_gpu_and_state_what_the_planner_says(name, size, ranks, gpu, stated):
@@ -37,6 +34,18 @@ def test_recipes_fit_their_gpu_and_state_what_the_planner_says(name, size, ranks
         planner, row = of_stage(config, stage, named_size(size), ranks)
         totals.append(planner.plan(row).total_gib)
     assert max(totals) <= gpu_gib(gpu)
-    if stated is not None:
-        assert max(totals) == pytest.approx(stated, abs=1.0)
-        assert str(stated) in recipe.read_text()
+    assert max(totals) == pytest.approx(stated, abs=1.0)
+    assert str(stated) in recipe.read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "stated"),
+    [(["stages.instruct.lora.quantize_base=int4"], 22), (["parallel.recompute_language=full"], 14)],
+)
+def test_with_int4_or_with_the_decoder_recomputed_the_lora_recipe_fits_24_gb(settings, stated):
+    [recipe] = [path for path in RECIPES if path.stem == "qwen2.5-vl-3b-lora"]
+    config = load_config(TrainConfig, recipe, settings)
+    planner, row = of_stage(config, config.stages[0], named_size("3b"), 1)
+    assert planner.plan(row).total_gib <= gpu_gib("RTX4090")
+    assert planner.plan(row).total_gib == pytest.approx(stated, abs=1.0)
+    assert str(stated) in recipe.read_text()

@@ -2,16 +2,19 @@
 
 import json
 import logging
+import os
+import shutil
 
 import pytest
 import torch
 from train.running import losses, make_checkpoint, read_recipe, records, write_recipe, write_shards
 
 from saccade.config import encode, load_config, write_config
-from saccade.errors import ConfigError
+from saccade.errors import CheckpointError, ConfigError
 from saccade.model import load_model
 from saccade.train import TrainConfig, train
 from saccade.train.config import changed_keys
+from saccade.train.process import lock_folder
 from saccade.train.trainer import Ending
 
 RECIPE = """
@@ -124,8 +127,6 @@ def test_moments_are_handed_over_where_asked_for_and_only_there(whole):
 @pytest.mark.parametrize("kept", [2, 3, 5, 7])
 def test_a_run_taken_up_anywhere_ends_like_the_one_without_a_break(tmp_path, whole, parts, kept):
     """In the middle of a stage, at its end, in the next one: all states after the `kept` step are lost."""
-    import shutil
-
     run = shutil.copytree(whole, tmp_path / "run")
     for state in (run / "state").iterdir():
         if int(state.name.removeprefix("step-")) > kept:
@@ -178,6 +179,12 @@ def test_changed_settings_are_named_when_a_run_is_taken_up(whole, parts, tmp_pat
         (["stages.align.optimzer.lr=1"], "unknown key stages[0].optimzer. Did you mean optimizer?"),
         (["checkpoint.keep_last=0"], "keep_last is 0"),
         (["log.every=0"], "every is 0"),
+        (["stages.align.schedule.warmup_steps=4"], "stage align: schedule: 4 steps of warm-up do not fit in 3"),
+        (["stages.pretrain.schedule.warmup_steps=5"], "stage pretrain: schedule: 5 steps of warm-up do not fit in 4"),
+        (
+            ["stages.instruct.schedule={kind='wsd', decay_steps=3}"],
+            "stage instruct: decay_steps counts from the last step",
+        ),
         (["probe.every=0"], "every is 0"),
         (["seed=-1"], "seed is -1"),
         (["model.dtype=fp64"], "model.dtype = 'fp64' is not one of"),
@@ -191,8 +198,6 @@ def test_settings_without_sense_are_refused(tmp_path, overrides, words):
 
 
 def test_a_run_folder_with_more_stages_than_the_recipe_is_refused(whole, parts, tmp_path):
-    import shutil
-
     run = shutil.copytree(whole, tmp_path / "run")
     recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
     config = read_recipe(recipe)
@@ -201,6 +206,57 @@ def test_a_run_folder_with_more_stages_than_the_recipe_is_refused(whole, parts, 
 
     with pytest.raises(ConfigError, match="is in stage 2, the recipe has 1"):
         train(decode(TrainConfig, fewer), device="cpu")
+
+
+def test_more_epochs_for_a_stage_that_is_done_are_refused_and_fewer_are_not(whole, parts, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
+    with pytest.raises(
+        ConfigError, match="stage instruct was done after 1 epochs, and epochs = 2 cannot make it longer"
+    ):
+        train(read_recipe(recipe, "stages.instruct.epochs=2"), device="cpu")
+    assert train(read_recipe(recipe), device="cpu") is Ending.FINISHED
+
+
+def test_settings_in_the_run_folder_that_cannot_be_read_do_not_keep_a_run_from_going_on(whole, parts, tmp_path, caplog):
+    run = shutil.copytree(whole, tmp_path / "run")
+    for step in range(6, 20):
+        shutil.rmtree(run / f"state/step-{step:08d}", ignore_errors=True)
+    (run / "config.toml").write_text("run = 'broken off")
+    recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
+    assert train(read_recipe(recipe), device="cpu") is Ending.FINISHED
+    assert "cannot be read, and will be written anew" in caplog.text
+    assert load_config(TrainConfig, run / "config.toml") == read_recipe(recipe)
+    assert losses(run) == losses(whole)
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(parts, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    run = tmp_path / "file" / "run"
+    recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
+    with pytest.raises(ConfigError, match=r"file/run cannot be the run folder: Not a directory\. .*--set run=NAME"):
+        train(read_recipe(recipe), device="cpu")
+
+
+def test_a_run_folder_in_use_is_refused_with_the_process_that_holds_it(parts, tmp_path):
+    run = tmp_path / "run"
+    recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
+    with (
+        lock_folder(run),
+        pytest.raises(ConfigError, match=rf"run is in use by another process \(pid {os.getpid()} on "),
+    ):
+        train(read_recipe(recipe), device="cpu")
+    with lock_folder(run):
+        pass
+
+
+def test_a_checkpoint_folder_that_is_not_there_is_named_as_one(tmp_path, parts):
+    nowhere = tmp_path / "nowhere"
+    recipe = write_recipe(
+        tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=nowhere, shards=parts[1], text=RECIPE
+    )
+    with pytest.raises(CheckpointError, match=r"nowhere: no config\.json, so it is not a checkpoint folder"):
+        train(read_recipe(recipe), device="cpu")
 
 
 def test_the_settings_need_no_torch():
