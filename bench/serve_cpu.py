@@ -1,6 +1,6 @@
 """The engine on a CPU beside transformers: the same checkpoint, prompts and number of tokens, fp32.
 
-    python -m bench.serve_cpu [--requests 16] [--layers 12] [--width 896]
+    python -m bench.serve_cpu [--requests 32] [--layers 12] [--width 896]
 
 A Qwen2.5-VL of 12 layers, 896 wide; each request has a 336 x 336 image, 64 tokens of text, and gets 64 tokens. transformers' `generate` runs
 one request at a time, and in padded batches of 8. Images are prepared inside the time. Reported as seconds and as ratios of one run.
@@ -91,7 +91,7 @@ class Transformers:
 def main() -> None:
     """Ours, then theirs in both ways."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=896)

@@ -176,7 +176,10 @@ def _by_length(call: _Call) -> Tensor:
             continue
         q_rows = _row_numbers([q0 for q0, _ in starts], num_queries, call.q.device)
         k_rows = _row_numbers([k0 for _, k0 in starts], num_keys, call.q.device)
-        q, k, v = (x[rows].transpose(1, 2) for x, rows in ((call.q, q_rows), (call.k, k_rows), (call.v, k_rows)))
+        if call.has_equal_lengths:  # nothing to gather: the rows are the segments, one behind another
+            q, k, v = (x.unflatten(0, (len(starts), -1)).transpose(1, 2) for x in (call.q, call.k, call.v))  # type: ignore[no-untyped-call]
+        else:
+            q, k, v = (x[rows].transpose(1, 2) for x, rows in ((call.q, q_rows), (call.k, k_rows), (call.v, k_rows)))
         k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
         if call.causal and (call.window is not None or num_queries != num_keys):
             seen_TS = _causal_mask(num_queries, num_keys, call.window, q.device)
