@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from saccade.engine.answers import Answer
-from saccade.engine.request import Failure, Request, SamplingParams, TokenLogprobs
+from saccade.engine.request import MAX_STOP_LENGTH, Failure, Request, SamplingParams, TokenLogprobs
 from saccade.processor import TextStream
 from saccade.processor.tokenizer import Tokenizer
 
@@ -182,7 +182,7 @@ def test_a_token_costs_no_more_late_in_a_long_answer(tokenizer, case):
 
     unit = [tokenizer.control_id("<|im_end|>")] if case == "control tokens" else tokenizer.encode_text("aab"[: 3 if case == "words" else 1])  # fmt: skip
     ids = (unit * num_tokens)[:num_tokens]
-    answer = Answer(decode, SamplingParams(stop=("a" * 20_000 + "b", "bbb")))
+    answer = Answer(decode, SamplingParams(stop=("a" * (MAX_STOP_LENGTH - 1) + "b", "bbb")))
     start = time.process_time()
     streamed(answer, ids)
     assert num_decoded <= 8 * num_tokens

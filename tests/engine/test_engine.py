@@ -255,7 +255,7 @@ def test_log_probabilities_of_a_prompt_come_once_even_after_preemption(folder, c
         {"temperature": "1"}, {"temperature": 10**400}, {"temperature": True}, {"top_k": 1.5}, {"max_tokens": None}, {"max_tokens": 30.5},
         {"max_tokens": 2**64}, {"min_tokens": 300}, {"logprobs": 1.5}, {"stop": "abc"}, {"stop": None},
         {"stop": ("x" * 10**6,)}, {"stop_token_ids": 5}, {"stop_token_ids": (5.5,)}, {"stop_token_ids": tuple(range(5000))},
-        {"logit_bias": {5.5: 1.0}}, {"logit_bias": {5: float("nan")}}, {"top_p": float("nan")}, {"seed": -1},
+        {"logit_bias": {5.5: 1.0}}, {"logit_bias": {-1: 1.0}}, {"logit_bias": {5: float("nan")}}, {"top_p": float("nan")}, {"seed": -1},
     ],
     ids=lambda wrong: ", ".join(wrong),
 )  # fmt: skip

@@ -79,6 +79,7 @@ def step(sampler, requests, logits=None, dtype=torch.float32):
         logits = torch.stack([logits_of(request.id, len(request.token_ids), dtype) for _, request in requests])
     columns = [(row, len(request.token_ids), len(request.answer)) for row, request in requests]
     sampled = sampler.sample(logits, *(np.array(column, np.int64) for column in zip(*columns, strict=True)))
+    sampler.commit()
     for (_, request), token_id in zip(requests, sampled.token_ids.tolist(), strict=True):
         request.token_ids.append(token_id)
     return sampled
@@ -279,7 +280,6 @@ def test_memory_for_penalties_is_taken_when_first_needed():
     ("field", "params"),
     [
         ("logit_bias", {"logit_bias": {VOCAB: 1.0}}),
-        ("logit_bias", {"logit_bias": {-1: 1.0}}),
         ("stop_token_ids", {"stop_token_ids": (3, VOCAB)}),
     ],
 )
@@ -308,6 +308,7 @@ def test_the_sampler_never_waits_for_the_gpu_and_draws_as_on_the_cpu():
                     for row, request in zip(rows.tolist(), requests, strict=True):
                         sampler.begin(row, request, seed=row)
                 drawn.append(sampler.sample(logits, rows, positions, num_answered))
+                sampler.commit()
                 sampler.logprobs_of(logits, drawn[-1].token_ids, 3)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
