@@ -170,9 +170,8 @@ class Engine:
         prompt = self._preparation.submit(messages)
 
         def post(part: AnswerPart) -> None:
-            loop.call_soon_threadsafe(
-                parts.put_nowait, part
-            )  # raises when the loop has ended, which cancels the request
+            """Raises when the asyncio loop has ended, which cancels the request."""
+            loop.call_soon_threadsafe(parts.put_nowait, part)
 
         request_id = self.submit(prompt, sampling, post, priority=priority, salt=salt)
         try:
@@ -202,20 +201,23 @@ class Engine:
         request_id = f"request-{next(self._numbers)}"
         opened = _Open(self, request_id, prompt, sampling, on_part, streams)
         with self._lock:
+            self._refuse_if_stopped()
             self._open[request_id] = opened
         prompt.add_done_callback(lambda done: self._inbox.put(partial(self._begin, opened, done, priority, salt)))
         return request_id
 
     def _check_request(self, sampling: SamplingParams, priority: int, salt: bytes) -> None:
         """Refuse at the door what the loop could not bear."""
-        with self._lock:
-            if self._failure is not None:
-                raise RequestError(self._failure.message)
+        self._refuse_if_stopped()
         if not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
             raise RequestError(f"priority is {priority!r}; use a whole number from {-_MAX_PRIORITY} to {_MAX_PRIORITY}")
         if not isinstance(salt, bytes):
             raise RequestError(f"salt is {type(salt).__name__}; use bytes")
         check_sampling(sampling, self._runner.model.config.language.vocab_size)
+
+    def _refuse_if_stopped(self) -> None:
+        if self._failure is not None:
+            raise RequestError(self._failure.message)
 
     def cancel(self, request_id: str) -> None:
         """End a request, wherever it is; its last part says `cancelled`. One that has ended stays as it is."""
