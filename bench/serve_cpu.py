@@ -97,18 +97,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=896)
     options = parser.parse_args()
     sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
-    asked = conversations(options.requests)
+    *asked, first = conversations(options.requests + 1)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "checkpoint"
         make_checkpoint(folder, options.layers, options.width)
         config = EngineConfig(max_requests=64, max_length=2048, num_workers=0, prefix_cache=False)
         with Engine.load(folder, device="cpu", config=config) as engine:
-            engine.generate(asked[:1], SamplingParams(max_tokens=2))
+            engine.generate([first], SamplingParams(max_tokens=2))
             begin = time.perf_counter()
             ours = engine.generate(asked, sampling)
             seconds = {"saccade": time.perf_counter() - begin}
         peer = Transformers(folder)
-        peer.generate(asked[:1], 2)
+        peer.generate([first], 2)
         begin = time.perf_counter()
         alone = [peer.generate([one], options.tokens)[0].tolist() for one in asked]
         seconds["transformers, one by one"] = time.perf_counter() - begin

@@ -295,14 +295,17 @@ class Runner:
         )
         self._builder.fill(cut(self._host(sizes), sizes), chunks, places)
         step = cut(self._buffers.upload(sizes.total), sizes)
-        hidden_TD = self._decode(
+        wants_all = any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks)
+        hidden = self._decode(
             step,
+            places_S=None if wants_all else step.sampled,
             max_new=max(chunk.num_tokens for chunk in chunks),
             max_context=max(chunk.end for chunk in chunks),
             has_images=any(chunk.images for chunk in chunks),
         )
-        logits_SV = self._head(hidden_TD.index_select(0, step.sampled))
-        return logits_SV, self._prompt_logprobs(chunks, hidden_TD)
+        if not wants_all:
+            return self._head(hidden), []
+        return self._head(hidden.index_select(0, step.sampled)), self._prompt_logprobs(chunks, hidden)
 
     def _size_to_record(self, chunks: Sequence[Chunk]) -> StepSize | None:
         """The size of a recording that does this step, if there is to be one."""
@@ -331,15 +334,29 @@ class Runner:
         """Logits of the step whose numbers lie in the device's buffer. Only tensors decide what it does."""
         step = cut(self._buffers.uploaded, self._sizes_of(size))
         max_new = 1 if size.is_answers else size.num_tokens
-        hidden_TD = self._decode(step, max_new=max_new, max_context=size.max_context, has_images=not size.is_answers)
-        return self._head(hidden_TD if size.is_answers else hidden_TD.index_select(0, step.sampled))
+        hidden_SD = self._decode(
+            step,
+            places_S=None if size.is_answers else step.sampled,
+            max_new=max_new,
+            max_context=size.max_context,
+            has_images=not size.is_answers,
+        )
+        return self._head(hidden_SD)
 
     def _host(self, sizes: Sizes) -> Ints:
         assert sizes.total <= self._buffers.capacity, f"a step of {sizes} is larger than the buffers"
         return self._buffers.next_host()
 
-    def _decode(self, step: StepNumbers[Tensor], *, max_new: int, max_context: int, has_images: bool) -> Tensor:
-        """[T, D]: what the head reads."""
+    def _decode(
+        self,
+        step: StepNumbers[Tensor],
+        *,
+        places_S: Tensor | None,
+        max_new: int,
+        max_context: int,
+        has_images: bool,
+    ) -> Tensor:
+        """[S, D]: what the head reads, at the given places (None: at all)."""
         is_pending = step.pending_rows < self.config.max_requests
         token_ids = torch.where(is_pending, self._last_tokens[step.pending_rows], step.token_ids)
         x_TD: Tensor = self.model.language.embed_tokens(token_ids)
@@ -350,7 +367,7 @@ class Runner:
             self.cache, self.model.angles(step.positions), step.slots, step.page_table, step.cu_seqlens,
             step.context_lengths, max_new, max_context,
         )  # fmt: skip
-        return self.model.language.infer(x_TD, attend)
+        return self.model.language.infer(x_TD, attend, places_S)
 
     def _sample(self, chunks: Sequence[Chunk], logits_SV: Tensor, prompt_logprobs: PromptLogprobs) -> Launched:
         rows: list[int] = []
@@ -423,7 +440,9 @@ class Runner:
             step.cu_seqlens[:] = (0, num_tokens)
             step.context_lengths[:] = num_tokens
             on_device = cut(self._buffers.upload(sizes.total), sizes)
-            hidden_TD = self._decode(on_device, max_new=num_tokens, max_context=num_tokens, has_images=True)
+            hidden_TD = self._decode(
+                on_device, places_S=None, max_new=num_tokens, max_context=num_tokens, has_images=True
+            )
             num_samples = min(config.max_requests, num_tokens)
             self._head(hidden_TD[:num_samples]).float()
             if self.device.type == "cuda":

@@ -144,8 +144,12 @@ def _attend_gathered(
 
     def gathered(pages: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
         """[requests, G, tokens, K]"""
-        rows = pages[table] if scales is None else (pages[table].float() * scales[table].unsqueeze(-1)).to(q_THK.dtype)
-        return rows.transpose(1, 2).flatten(2, 3)
+        G = pages.shape[1]
+        places = (table.unsqueeze(1) * G + torch.arange(G).unsqueeze(1)).flatten()  # requests, heads, pages
+        rows = pages.flatten(0, 1).index_select(0, places)
+        if scales is not None:
+            rows = (rows.float() * scales.flatten(0, 1).index_select(0, places).unsqueeze(-1)).to(q_THK.dtype)
+        return rows.view(len(table), G, -1, rows.shape[-1])
 
     if answering:
         own = context_lengths_R[answering]
@@ -161,10 +165,8 @@ def _attend_gathered(
         for x in (k, v):
             x[strangers[0], :, strangers[1]] = 0.0
         rows = cu_seqlens_q[:-1][answering].long()
-        attended = F.scaled_dot_product_attention(
-            q_THK[rows].unsqueeze(2), k, v, attn_mask=is_own[:, None, None], enable_gqa=True
-        )
-        out_THK[rows] = attended.squeeze(2)
+        q = q_THK[rows].unflatten(1, (k.shape[1], -1))  # the heads that share keys, as if they were tokens: read these once
+        out_THK[rows] = F.scaled_dot_product_attention(q, k, v, attn_mask=is_own[:, None, None]).flatten(1, 2)
     for r, (start, end) in enumerate(pairwise(starts)):
         if end - start < 2 or lengths[r] == 0:
             continue

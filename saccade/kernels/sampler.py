@@ -83,6 +83,9 @@ def sample_reference(
     with_logprobs: bool = False,
 ) -> Sampled:
     """The definition above, row by row."""
+    peaks_R, best_R = logits_RV.max(1)  # NaN, where there is one
+    if not with_logprobs and bool(((temperature_R <= 0) & (peaks_R <= 1e30)).all()):
+        return Sampled(best_R, None)
     x_RV = torch.where(logits_RV.isnan(), float("-inf"), logits_RV.float()).clamp(max=1e30)
     token_ids = x_RV.argmax(1)
     for row in (temperature_R > 0).nonzero()[:, 0].tolist():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from saccade.kernels.small_linear import gated_linear, small_linear
 from saccade.model.attention import AttentionContext
 from saccade.model.config import LanguageConfig
-from saccade.model.layers import FeedForward, RMSNorm
+from saccade.model.layers import FeedForward, RMSNorm, in_blocks
 
 
 class SelfAttention(nn.Module):
@@ -65,20 +65,31 @@ class DecoderLayer(nn.Module):
         out: Tensor = x_TD + self.mlp(normed_TD)
         return out
 
-    def infer(self, x_TD: Tensor, thought_TD: Tensor | None, attend: AttentionContext) -> tuple[Tensor, Tensor]:
+    def infer(
+        self, x_TD: Tensor, thought_TD: Tensor | None, attend: AttentionContext, places_S: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """`forward` of a merged model with the last sum left open: `x + thought` goes in, and comes out, as its two parts.
+        What comes out is of the given places (None: all).
 
         Sums and norms are made by the products that read them, and so is the activation: for few tokens a layer is then five
         kernels that read its weights, and attention.
         """
-        attention, feed_forward = self.self_attn, self.mlp
+        attention = self.self_attn
         assert attention.qkv_proj is not None, "merge_projections comes first"
-        assert feed_forward.gate_up_proj is not None, "merge_projections comes first"
         new_TD, residual_TD = (x_TD, None) if thought_TD is None else (thought_TD, x_TD)
         qkv_TN, x_TD = self.input_layernorm.then(attention.qkv_proj, new_TD, residual_TD)
         attended_TD = attention.attend(qkv_TN, attend)
-        gate_up_TN, x_TD = self.post_attention_layernorm.then(feed_forward.gate_up_proj, attended_TD, x_TD)
-        down = feed_forward.down_proj
+        if places_S is not None:
+            attended_TD, x_TD = attended_TD.index_select(0, places_S), x_TD.index_select(0, places_S)
+        if x_TD.is_cpu:
+            return in_blocks(self._think, attended_TD, x_TD)
+        return self._think(attended_TD, x_TD)
+
+    def _think(self, attended_TD: Tensor, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + attended, the feed-forward of its norm)."""
+        gate_up, down = self.mlp.gate_up_proj, self.mlp.down_proj
+        assert gate_up is not None, "merge_projections comes first"
+        gate_up_TN, x_TD = self.post_attention_layernorm.then(gate_up, attended_TD, x_TD)
         return x_TD, gated_linear(gate_up_TN, down.weight, down.bias)
 
 
@@ -98,10 +109,14 @@ class LanguageModel(nn.Module):
         out: Tensor = self.norm(x_TD)
         return out
 
-    def infer(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
-        """`forward` of a merged model, with fewer passes over memory."""
+    def infer(self, x_TD: Tensor, attend: AttentionContext, places_S: Tensor | None = None) -> Tensor:
+        """`forward` of a merged model, with fewer passes over memory. [S, D]: of the given places (None: all).
+
+        The last layer thinks about these alone: behind a prompt only its end is asked for.
+        """
         thought_TD: Tensor | None = None
-        for layer in self.layers:
-            x_TD, thought_TD = cast(DecoderLayer, layer).infer(x_TD, thought_TD, attend)
+        for i, layer in enumerate(self.layers, start=1):
+            asked = places_S if i == len(self.layers) else None
+            x_TD, thought_TD = cast(DecoderLayer, layer).infer(x_TD, thought_TD, attend, asked)
         assert thought_TD is not None, "a decoder has layers"
         return self.norm.of_sum(thought_TD, x_TD)[0]

@@ -1,5 +1,7 @@
 """The two small modules both towers are made of."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +36,21 @@ ALIGNMENT = 8
 tower's 36864 x 1280 x 3420 runs at 258 TFLOP/s, with 3424 at 731 (H200)."""
 
 
+_BLOCK_ROWS = 640
+
+
+def in_blocks(function: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:
+    """`function` of a few rows at a time, its results joined. On a CPU, for what makes wide rows on the way to narrow ones.
+
+    These then stay in the cache and in memory the process already has. Thousands of rows of 10,000 numbers take fresh memory from
+    the system every time, which costs a third of a prompt's feed-forward time.
+    """
+    if len(rows[0]) <= _BLOCK_ROWS:
+        return function(*rows)
+    parts = [function(*block) for block in zip(*(x.split(_BLOCK_ROWS) for x in rows), strict=True)]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
 class FeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)).
 
@@ -65,6 +82,12 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] to the same."""
+        if x.is_cpu and not torch.is_grad_enabled():
+            [out] = in_blocks(lambda rows: (self._forward(rows),), x.flatten(0, -2))
+            return out.view(x.shape)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         if self.gate_up_proj is not None:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:

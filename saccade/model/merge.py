@@ -1,13 +1,14 @@
 """Projections that read the same input, made one matrix product each: for a model that only answers.
 
 Queries, keys and values become `qkv_proj`, gate and up `gate_up_proj`. Fewer and larger products run nearer to the limit of the
-machine. The separate weights are given up one layer at a time, so that no more than one layer is held twice.
+machine. The separate weights are given up one layer at a time, so that no more than one layer is held twice. On a CPU weights are
+also laid out anew.
 """
 
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from saccade.model.language import SelfAttention
 from saccade.model.layers import FeedForward
@@ -24,6 +25,15 @@ def merge_projections(model: VLM) -> None:
         elif isinstance(module, FeedForward):
             module.gate_up_proj = _merged([module.gate_proj, module.up_proj])
             del module.gate_proj, module.up_proj
+    embedding = model.language.embed_tokens.weight  # by rows, as it is read
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.is_cpu and module.weight is not embedding:
+            module.weight = nn.Parameter(_by_columns(module.weight), requires_grad=False)
+
+
+def _by_columns(weight_ND: Tensor) -> Tensor:
+    """The same matrix, laid out in memory by columns: as MKL multiplies a few rows fastest (8 rows twice, 16 rows a quarter)."""
+    return weight_ND.t().contiguous().t()
 
 
 def _merged(layers: Sequence[nn.Linear]) -> nn.Linear:
