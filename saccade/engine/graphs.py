@@ -1,13 +1,15 @@
 """Recorded steps: a forward that has been run before is replayed from a CUDA graph, one launch instead of hundreds.
 
-A step is rounded up to one of a few sizes. A size is recorded when it comes for the second time; the first has run as it is and
-thereby compiled every kernel. Recording runs nothing and takes milliseconds, so starting up waits for none of it.
+A step is rounded up to one of a few sizes. A size is recorded when it has come so often that recording will pay; the first time
+has run as it is and thereby compiled every kernel. Starting up waits for no recording. One of a whole model takes 100 ms, in which
+the GPU runs out of work, and saves a few to twenty a step.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -37,6 +39,11 @@ class StepSize(NamedTuple):
     def is_answers(self) -> bool:
         """Whether every request computes one token, and samples behind it."""
         return self.num_tokens == self.num_requests
+
+    @property
+    def times_before(self) -> int:
+        """How often it is run before it is recorded. Answers come again at once; a mix of prompts and answers may never."""
+        return 1 if self.is_answers else 4
 
 
 def answers_size(num_requests: int, longest: int, max_length: int) -> StepSize:
@@ -79,10 +86,11 @@ def _length_bound(longest: int, max_length: int) -> int:
 class Graphs(Generic[Size]):
     """The recordings of one kind of forward, by size. All run on one stream and share their memory."""
 
-    def __init__(self, forward: Callable[[Size], Tensor]) -> None:
-        """`forward` queues the work of a size on the current stream and returns what it gives."""
-        self._forward = forward
-        self._seen: set[Size] = set()
+    def __init__(self, forward: Callable[[Size], Tensor], times_before: Callable[[Size], int] = lambda _: 1) -> None:
+        """`forward` queues the work of a size on the current stream and returns what it gives. It is run as it is `times_before`
+        a size is recorded."""
+        self._forward, self._times_before = forward, times_before
+        self._times: Counter[Size] = Counter()
         self._recorded: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._failed: set[Size] = set()
         self._pool: Any = None
@@ -95,8 +103,9 @@ class Graphs(Generic[Size]):
     def run(self, size: Size) -> Tensor:
         """What the forward gives for the numbers that lie in its buffers. It is overwritten by the next run."""
         if size not in self._recorded:
-            is_wanted = size in self._seen and size not in self._failed and len(self._recorded) < _MAX_RECORDED
-            self._seen.add(size)
+            is_due = self._times[size] >= max(1, self._times_before(size))
+            is_wanted = is_due and size not in self._failed and len(self._recorded) < _MAX_RECORDED
+            self._times[size] += 1
             if not (is_wanted and self._record(size)):
                 return self._forward(size)
         graph, out = self._recorded[size]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from saccade.engine.compiling import compiling
 from saccade.engine.config import EngineConfig
 from saccade.engine.kv_cache import bytes_per_page, pages_for
 from saccade.engine.runner import PixelScale, Runner
@@ -28,7 +29,9 @@ def load_runner(
     dtype: str | torch.dtype | None = None,
 ) -> Runner:  # fmt: skip
     """The model of a folder, ready to run steps."""
-    return make_runner(load_model(folder, device=device, dtype=dtype), config, pixels=pixels)
+    with compiling(folder, config, device=device, dtype=dtype):
+        model = load_model(folder, device=device, dtype=dtype)
+    return make_runner(model, config, pixels=pixels)
 
 
 def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runner:

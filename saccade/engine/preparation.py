@@ -42,6 +42,9 @@ from saccade.processor.processor import (
     visual_kind,
 )
 
+_READERS = 2
+"""More would read no faster, as most of it holds the interpreter's lock, and the engine's thread would wait for its turn behind them all:
+with 12 of them 256 requests at once kept its first step waiting for a quarter of a second."""
 _AHEAD = 2
 """Images read for each worker before it can take them. More would only take memory."""
 _PICTURE_LOCKS = 61
@@ -90,7 +93,7 @@ class Preparation:
         self._pool = WorkerPool(setup, num_workers) if num_workers else None
         self._workshop = self._pool or Workshop(setup)
         num_threads = max(1, num_workers)
-        self._readers = ThreadPoolExecutor(num_threads, "saccade-reader")
+        self._readers = ThreadPoolExecutor(min(_READERS, num_threads), "saccade-reader")
         self._bench = ThreadPoolExecutor(num_threads, "saccade-bench")
         """A thread for each worker, which asks it and waits."""
         self._room_ahead = threading.Semaphore(_AHEAD * num_threads)

@@ -15,6 +15,7 @@ The gradient is the rotation by the opposite angle; nothing is saved but the tab
 q and k where they lie (serving; also views of a fused QKV row). Q and K go in one launch, each element is read and written once.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,10 +34,25 @@ def _table(angles_TF: Tensor) -> AngleTable:
     return angles_TF.cos(), angles_TF.sin()
 
 
-def frequencies(num_frequencies: int, theta: float, device: torch.device) -> Tensor:
-    """theta^(-i / F) for i in 0..F-1, in fp32."""
-    exponent = torch.arange(num_frequencies, dtype=torch.float32, device=device) / num_frequencies
-    return 1.0 / theta**exponent
+def frequencies(sections: Sequence[int], theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[F] theta^(-i / F) for i in 0..F-1, in fp32; [F] the axis whose section holds each, in int64.
+
+    Made on the host and kept: on a GPU they would be six launches before every step.
+    """
+    if torch.compiler.is_compiling():
+        return _frequencies(tuple(sections), theta, device)
+    return _kept_frequencies(tuple(sections), theta, device)
+
+
+def _frequencies(sections: tuple[int, ...], theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    num_frequencies = sum(sections)
+    with torch.inference_mode(False):
+        exponents = torch.arange(num_frequencies, dtype=torch.float32, device="cpu") / num_frequencies
+        axis_F = torch.tensor([axis for axis, count in enumerate(sections) for _ in range(count)], device="cpu")
+        return (1.0 / theta**exponents).to(device), axis_F.to(device)
+
+
+_kept_frequencies = functools.cache(_frequencies)
 
 
 def text_angles(positions_AT: Tensor, theta: float, sections: Sequence[int]) -> AngleTable:
@@ -45,15 +61,13 @@ def text_angles(positions_AT: Tensor, theta: float, sections: Sequence[int]) -> 
     `sections` sums to F. Plain text has the same position on all three axes, which makes this ordinary 1-D RoPE.
     """
     assert len(sections) == positions_AT.shape[0], "one section per position axis"
-    inverse_F = frequencies(sum(sections), theta, positions_AT.device)
-    parts = torch.split(inverse_F, list(sections))
-    angles_AT = (positions_AT[axis, :, None].float() * part for axis, part in enumerate(parts))
-    return _table(torch.cat(list(angles_AT), dim=-1))
+    inverse_F, axis_F = frequencies(sections, theta, positions_AT.device)
+    return _table(positions_AT.t().index_select(1, axis_F) * inverse_F)
 
 
 def vision_angles(positions_2P: Tensor, head_dim: int, theta: float = 10000.0) -> AngleTable:
     """2-D: the first half of the frequencies turns with the patch's row, the second half with its column."""
-    inverse = frequencies(head_dim // 4, theta, positions_2P.device)
+    inverse, _ = frequencies((head_dim // 4,), theta, positions_2P.device)
     rows, columns = positions_2P[0, :, None].float() * inverse, positions_2P[1, :, None].float() * inverse
     return _table(torch.cat([rows, columns], dim=-1))
 

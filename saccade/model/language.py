@@ -82,7 +82,8 @@ class DecoderLayer(nn.Module):
         if places_S is not None:
             attended_TD, x_TD = attended_TD.index_select(0, places_S), x_TD.index_select(0, places_S)
         if x_TD.is_cpu:
-            return in_blocks(self._think, attended_TD, x_TD)
+            x_TD, thought_TD = in_blocks(self._think, attended_TD, x_TD)
+            return x_TD, thought_TD
         return self._think(attended_TD, x_TD)
 
     def _think(self, attended_TD: Tensor, x_TD: Tensor) -> tuple[Tensor, Tensor]:

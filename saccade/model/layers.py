@@ -47,7 +47,7 @@ def in_blocks(function: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tup
     """
     if len(rows[0]) <= _BLOCK_ROWS:
         return function(*rows)
-    parts = [function(*block) for block in zip(*(x.split(_BLOCK_ROWS) for x in rows), strict=True)]
+    parts = [function(*block) for block in zip(*(torch.split(x, _BLOCK_ROWS) for x in rows), strict=True)]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 

@@ -3,8 +3,9 @@
 import itertools
 
 import pytest
+import torch
 
-from saccade.engine.graphs import answers_size, mixed_size, most_places
+from saccade.engine.graphs import Graphs, answers_size, mixed_size, most_places
 
 
 @pytest.mark.parametrize("max_requests", [1, 3, 16, 100, 256, 1000, 1500])
@@ -33,3 +34,27 @@ def test_there_are_few_sizes():
 
 def test_large_steps_are_not_recorded():
     assert mixed_size(2049, 4, 4, 100, 4096) is None
+
+
+class OnPaper(Graphs):
+    """Notes what would be recorded."""
+
+    def _capture(self, size):
+        self.noted = [*getattr(self, "noted", []), size]
+        raise RuntimeError("there is no GPU")
+
+
+def test_answers_are_recorded_when_they_come_again_and_prompts_when_they_have_come_some_times():
+    graphs = OnPaper(lambda size: torch.zeros(size.num_samples), lambda size: size.times_before)
+    answers, mixed = answers_size(3, 100, 4096), mixed_size(600, 3, 3, 600, 4096)
+    graphs.run(answers)
+    assert not hasattr(graphs, "noted")
+    graphs.run(answers)
+    assert graphs.noted == [answers]
+    for _ in range(mixed.times_before):
+        graphs.run(mixed)
+    assert graphs.noted == [answers]
+    assert len(graphs.run(mixed)) == mixed.num_samples
+    assert graphs.noted == [answers, mixed]
+    graphs.run(mixed)
+    assert graphs.noted == [answers, mixed], "what could not be recorded is not tried again"

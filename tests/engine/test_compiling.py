@@ -1,0 +1,62 @@
+"""Kernels are compiled beside the reading of weights: of any model, and so that the first answer waits for no compiler."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from saccade.engine import Engine, SamplingParams
+from saccade.engine.compiling import _of_one_layer, answer_once
+from saccade.engine.config import EngineConfig
+from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
+from saccade.model.initialize import initialize_random
+
+LANGUAGE = LanguageConfig(
+    vocab_size=2057, hidden_size=224, num_layers=3, num_heads=7, num_kv_heads=1, intermediate_size=352, rope_theta=1e6,
+    rope_sections=(4, 6, 6), norm_eps=1e-6, max_positions=4096,
+)  # fmt: skip
+VISION = VisionConfig(num_layers=4, hidden_size=144, num_heads=3, intermediate_size=268, full_attention_layers=(1, 3))
+CONFIG = ModelConfig(vision=VISION, language=LANGUAGE, tied_head=True, family="qwen2_5_vl")
+
+ENGINE = EngineConfig(max_step_tokens=256, max_step_patches=1024)
+
+
+@pytest.mark.parametrize("full", [(), (0, 2), (0, 1, 2, 3)], ids=["windows", "both", "full"])
+def test_a_model_of_one_layer_answers(full):
+    config = dataclasses.replace(CONFIG, vision=dataclasses.replace(VISION, full_attention_layers=full))
+    small = _of_one_layer(config)
+    assert small.language.num_layers == 1
+    assert small.vision.num_layers == (2 if full == (0, 2) else 1)
+    assert len(small.vision.full_attention_layers) == (1 if full else 0)
+    assert small.language.vocab_size % 16 == LANGUAGE.vocab_size % 16
+    answer_once(config, ENGINE, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "engine", [{"page_size": 1}, {"max_step_tokens": 1}, {"max_requests": 1}, {"max_length": 64}], ids=str
+)
+def test_any_engine_may_be_asked_for(engine):
+    """Also one whose requests are shorter than the prompt that is tried."""
+    answer_once(CONFIG, dataclasses.replace(ENGINE, **engine), device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.mark.gpu
+def test_the_first_answer_compiles_nothing(tmp_path):
+    import triton
+
+    folder = tmp_path / "checkpoint"
+    initialize_random(folder, CONFIG)
+    compiled = []
+    before = triton.knobs.compilation.listener
+    with Engine.load(folder, config=EngineConfig(num_workers=0, max_length=2048)) as engine:
+        triton.knobs.compilation.listener = lambda **event: compiled.append(event["src"].name)
+        try:
+            image_id = json.loads((folder / "config.json").read_text())["image_token_id"]
+            prompt = [1, image_id, *[1] * 64], [Image.new("RGB", (448, 448))]
+            [answer] = engine.generate_tokens([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
+        finally:
+            triton.knobs.compilation.listener = before
+    assert len(answer.token_ids) == 2
+    assert compiled == []
