@@ -2,8 +2,8 @@
 
     patches, where they are decoded to | the other tensors | a description in JSON: where each tensor lies, sample ids, bad samples
 
-The memory is a file without a name: nothing in /dev/shm, no limit of its size, gone with the last process that has it. It is
-written again when the last tensor of its row is gone: fresh pages are dear (1 of 4.5 ms a sample in a virtual machine).
+The memory is a file without a name. It is written again when the last tensor of its row is gone: fresh pages are dear (1 of 4.5 ms
+a sample in a virtual machine).
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import dataclasses
 import json
 import mmap
 import os
-import tempfile
-import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +23,8 @@ from torch import Tensor
 from saccade.data.bad_samples import BadSample
 from saccade.data.collate import MadeRow, TrainingRow
 from saccade.errors import DataError, UserError
+from saccade.foreman import describe_error, told_error
+from saccade.memory_file import MemoryFile
 from saccade.processor.image import Pixels
 from saccade.processor.inputs import ModelInputs
 
@@ -35,12 +35,13 @@ class RowFile:
     """The writer's side of one row's memory. It grows to the largest row and never shrinks."""
 
     def __init__(self) -> None:
-        self.fd = _nameless_file()
+        self._file = MemoryFile()
+        self.fd = self._file.fd
         self._mapping: mmap.mmap | None = None
 
     def num_bytes(self) -> int:
         """Size of the file."""
-        return os.fstat(self.fd).st_size
+        return self._file.num_bytes()
 
     def write(self, make: Callable[[Pixels], MadeRow], num_patches: int, patch_dim: int) -> tuple[int, int]:
         """Have a row made with its patches in place; where its description lies, and how long it is.
@@ -51,13 +52,9 @@ class RowFile:
         try:
             made = make(np.frombuffer(self._mapped(end), np.uint8, end).reshape(num_patches, patch_dim))
             description, end = self._append(made, end)
-        except UserError as error:
-            description = {"error": str(error)}
-        except Exception:
-            description = {"traceback": traceback.format_exc()}
-        text = json.dumps(description).encode()
-        os.pwrite(self.fd, text, end)
-        return end, len(text)
+        except Exception as error:
+            description = describe_error(error)
+        return end, self._file.write(json.dumps(description).encode(), end)
 
     def _mapped(self, num_bytes: int) -> mmap.mmap:
         """A mapping of at least so many bytes, and some to spare."""
@@ -75,23 +72,19 @@ class RowFile:
                 begin = 0 if name == "patches" else end + -end % _ALIGNMENT
                 tensors[name] = (str(tensor.dtype).removeprefix("torch."), tensor.shape, begin, begin + tensor.nbytes)
                 if name != "patches":
-                    end = begin + os.pwrite(self.fd, tensor.contiguous().numpy().data, begin)
+                    end = begin + self._file.write(tensor.contiguous().numpy(), begin)
         others = {name: value for name, value in fields.items() if not isinstance(value, Tensor)}
         row = {name: value for name, value in vars(made.row).items() if name != "inputs"}
         bad = [dataclasses.asdict(sample) for sample in made.bad]
         return {"tensors": tensors, "others": others, "row": row, "bad": bad, "num_bytes": made.num_bytes}, end
-
-    def __del__(self) -> None:
-        os.close(self.fd)
 
 
 def read_row(memory: mmap.mmap, begin: int, size: int, when_gone: Callable[[], object]) -> MadeRow:
     """The row in this memory, in place. `when_gone` is called once no tensor of it is left."""
     description = json.loads(memory[begin : begin + size])
     if "error" in description:
-        raise DataError(description["error"])
-    if "traceback" in description:
-        raise RuntimeError(f"a row could not be made:\n{description['traceback']}")
+        error = told_error(description, "a row could not be made")
+        raise DataError(str(error)) if isinstance(error, UserError) else error
     array = np.frombuffer(memory, np.uint8)
     weakref.finalize(array, when_gone).atexit = False
     content = torch.from_numpy(array)
@@ -102,11 +95,3 @@ def read_row(memory: mmap.mmap, begin: int, size: int, when_gone: Callable[[], o
     others = {name: tuple(value) if isinstance(value, list) else value for name, value in description["others"].items()}
     row = TrainingRow(inputs=ModelInputs(**(tensors | others)), **description["row"])
     return MadeRow(row, [BadSample(**bad) for bad in description["bad"]], description["num_bytes"])
-
-
-def _nameless_file() -> int:
-    """In memory; where the system cannot, on disk."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("saccade row", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

@@ -1,8 +1,7 @@
 """Kernels compiled while the weights are being read.
 
 Compiling waits for the compiler, reading waits for the disk, so both can go on at once. What has to be compiled follows from the widths
-of a model and not from its weights: a model of one layer and no weights to speak of answers one request with an image, in a
-thread of its own.
+of a model and not from its weights: a model of two layers answers one request with an image, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def _try_all(folder: str | Path, config: EngineConfig, device: torch.device, dty
 
 def answer_once(model_config: ModelConfig, config: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> None:
     """Have a model of these widths answer one request, with an image."""
-    model_config = _of_one_layer(model_config)
+    model_config = _of_few_layers(model_config)
     with torch.device(device):
         model = VLM(model_config).to(dtype).eval().requires_grad_(False)
     merge_projections(model)
@@ -99,8 +98,9 @@ def answer_once(model_config: ModelConfig, config: EngineConfig, *, device: torc
         core.step()
 
 
-def _of_one_layer(config: ModelConfig) -> ModelConfig:
-    """As wide, but one layer; two in the tower if it has both kinds. The vocabulary has the same rest by 16, which kernels are compiled for."""
+def _of_few_layers(config: ModelConfig) -> ModelConfig:
+    """As wide, but two layers (the first adds nothing to what it normalises), and one of each kind in the tower. The vocabulary has the
+    same rest by 16, which kernels are compiled for."""
     kinds = [layer in config.vision.full_attention_layers for layer in range(config.vision.num_layers)]
     is_full = sorted(set(kinds))
     vision = dataclasses.replace(
@@ -109,7 +109,9 @@ def _of_one_layer(config: ModelConfig) -> ModelConfig:
         full_attention_layers=tuple(place for place, full in enumerate(is_full) if full),
     )
     vocab_size = min(config.language.vocab_size, _VOCABULARY + config.language.vocab_size % 16)
-    language = dataclasses.replace(config.language, num_layers=1, vocab_size=vocab_size)
+    language = dataclasses.replace(
+        config.language, num_layers=min(2, config.language.num_layers), vocab_size=vocab_size
+    )
     return dataclasses.replace(config, vision=vision, language=language)
 
 

@@ -2,18 +2,15 @@
 
     engine  --a description on a socket, bytes in the worker's inbox-->  worker  --a description, bytes in its outbox-->  engine
 
-One *foreman* process imports torch, loads the processor and forks the workers: they start in a few milliseconds, again after a
-crash, and share its memory. If the engine's process dies, however suddenly, the kernel ends the foreman, and with it the workers.
-
-Workers decode what strangers send, so the engine takes nothing from them on trust. Descriptions are JSON of a bounded size, and
-checked. Inbox and outbox are files in memory without a name; the engine reads and writes them but does not map them: memory that
-another process can cut off would end this one when it is touched, and pixels could change after they were checked.
+`saccade.foreman` starts the workers, and ends them with the engine. They decode what strangers send, so the engine takes nothing
+from them on trust. Descriptions are JSON of a bounded size, and checked. Inbox and outbox are files in memory without a name; the
+engine reads and writes them but does not map them: memory that another process can cut off would end this one when it is touched,
+and pixels could change after they were checked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -22,8 +19,6 @@ import re
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saccade.engine.host_images import MadeImage
-from saccade.engine.preparation_messages import MemoryFile, receive, send
 from saccade.engine.preparation_work import Facts, ImageWork, Source, VisualFacts, WorkSetup
-from saccade.errors import CheckpointError, ConfigError, ImageError, RequestError, UserError
+from saccade.engine.preparation_worker import get_ready
+from saccade.errors import ImageError, RequestError
+from saccade.foreman import Foreman, ForemanError, receive, send, told_error
+from saccade.memory_file import MemoryFile
 from saccade.processor.conversation import Message
 
 logger = logging.getLogger(__name__)
@@ -50,11 +47,6 @@ _MAX_TOKENS = 2**24
 """No text has more."""
 _MAX_ANSWER_BYTES = 2**20
 """No description a worker gives is longer."""
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Keeps libraries from starting threads in the foreman, which could not be forked cleanly."""
-_ERRORS: dict[str, type[UserError]] = {
-    kind.__name__: kind for kind in (ImageError, RequestError, CheckpointError, ConfigError)
-}
 _Result = TypeVar("_Result")
 _Number = TypeVar("_Number", np.int64, np.uint8)
 
@@ -68,12 +60,12 @@ class WorkerPool:
 
     def __init__(self, setup: WorkSetup, num_workers: int) -> None:
         """Starts the processes, but does not wait for them."""
-        self._setup, self._num_workers = setup, num_workers
+        self._num_workers = num_workers
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         """Workers that have nothing to do, the last used on top. None is one that is to be started."""
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
-        self._foreman: _Foreman | None = None
+        self._foreman = Foreman(get_ready, setup.to_json())
         self._is_closed = False
         self.num_lost = 0
         """Workers that died or had to be ended."""
@@ -123,14 +115,12 @@ class WorkerPool:
             self._is_closed = True
             for worker in self._workers:
                 worker.hang_up()
-            if self._foreman:
-                self._foreman.end()
+            self._foreman.end()
             self._close_idle()
             for _ in range(self._num_workers):
                 self._idle.put(None)
         self._starter.shutdown(cancel_futures=True)
-        if self._foreman:
-            self._foreman.close()
+        self._foreman.close()
 
     def _close_idle(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -159,7 +149,7 @@ class WorkerPool:
                 raise
             self._give_back(worker)
             if result is None:
-                raise _told_error(answer)
+                raise told_error(answer, "a prompt could not be prepared")
             return result
         happened = (
             f"preparing it killed its worker process {MAX_ATTEMPTS} times: memory ran out or a decoder crashed. "
@@ -206,33 +196,21 @@ class WorkerPool:
         finally:
             for _ in range(num_open):
                 self._idle.put(None)
-        assert self._foreman is not None, "the foreman has started the workers"
-        return self._foreman.facts
+        return Facts.from_json(self._foreman.facts)
 
     def _start_worker(self) -> _Worker:
         """Only in the starter's thread."""
-        worker = self._foreman.start_worker() if self._foreman else None
-        if worker is None:  # there is no foreman yet, or it was killed
-            worker = self._new_foreman().start_worker()
-        if worker is None:
-            raise RuntimeError("the process that starts the workers died at once. Its last words are above")
+        inbox, outbox = MemoryFile(), MemoryFile()
+        try:
+            worker = _Worker(*self._foreman.start_worker(inbox.fd, outbox.fd), inbox, outbox)
+        except ForemanError as error:
+            raise RuntimeError("the preparation of prompts was closed" if self._is_closed else str(error)) from error
         with self._lock:
             if not self._is_closed:
                 self._workers.add(worker)
                 return worker
         worker.close()
         raise RuntimeError("the preparation of prompts was closed")
-
-    def _new_foreman(self) -> _Foreman:
-        with self._lock:
-            if self._foreman:
-                self._foreman.end()
-                self._foreman.close()
-            if self._is_closed:
-                raise RuntimeError("the preparation of prompts was closed")
-            self._foreman = _Foreman(self._setup)
-        self._foreman.wait_until_ready()
-        return self._foreman
 
 
 class _Worker:
@@ -310,60 +288,6 @@ class _Worker:
         self._connection.close()
 
 
-class _Foreman:
-    """The process that forks workers, seen from the engine."""
-
-    facts: Facts
-
-    def __init__(self, setup: WorkSetup) -> None:
-        self._control, theirs = socket.socketpair()
-        # The path is handed over so that the foreman finds this package wherever the engine found it.
-        code = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from saccade.engine.preparation_worker import foreman; foreman(int(sys.argv[2]), int(sys.argv[3]))"
-        command = [sys.executable, "-c", code, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603
-                command, pass_fds=[theirs.fileno()], env=os.environ | _ENVIRONMENT, stdin=subprocess.DEVNULL
-            )
-        with contextlib.suppress(OSError):  # it may have died at once, as `wait_until_ready` will find
-            send(self._control, setup.to_json())
-
-    def wait_until_ready(self) -> None:
-        """Until it has loaded the processor; raises what is wrong with the checkpoint folder."""
-        try:
-            answer = receive(self._control)
-        except OSError:
-            answer = None
-        if answer is None:
-            raise RuntimeError("the process that starts the workers died at once. Its last words are above")
-        if "error" in answer:
-            raise _told_error(answer)
-        self.facts = Facts.from_json(answer)
-
-    def start_worker(self) -> _Worker | None:
-        """A new worker; None if the foreman is no more."""
-        ours, theirs = socket.socketpair()
-        inbox, outbox = MemoryFile(), MemoryFile()
-        try:
-            with theirs:
-                socket.send_fds(self._control, [b"w"], [theirs.fileno(), inbox.fd, outbox.fd])
-            answer = receive(self._control)
-        except OSError:
-            answer = None
-        if answer is None:
-            ours.close()
-            return None
-        return _Worker(ours, answer["pid"], inbox, outbox)
-
-    def end(self) -> None:
-        """End it, and with it the workers. Can be called again."""
-        self._process.kill()
-        self._process.wait()
-
-    def close(self) -> None:
-        """Let go of it."""
-        self._control.close()
-
-
 # ------------------------------------------------------------------ checking what workers say
 
 
@@ -397,11 +321,3 @@ def _check_key(answer: dict[str, Any]) -> bytes:
     if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
         raise WorkerLostError("it gave no key")
     return bytes.fromhex(key)
-
-
-def _told_error(answer: dict[str, Any]) -> Exception:
-    """The exception that another process has described."""
-    kind, text = str(answer["error"]), str(answer.get("text"))
-    if kind in _ERRORS:
-        return _ERRORS[kind](text)
-    return RuntimeError(f"a prompt could not be prepared:\n{text}")

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from saccade.engine.host_images import MadeImage
-from saccade.engine.preparation_messages import flat_bytes
+from saccade.memory_file import flat_bytes
 from saccade.processor.conversation import Message
 from saccade.processor.image import ImageSettings, MediaLimits, Pixels, load_image
 from saccade.processor.processor import Processor, ResizeName, Visual, VisualKind, naming_errors

@@ -37,7 +37,7 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.encoder import Encoder, patch_budgets
 from saccade.engine.graphs import Graphs, StepSize, answers_size, mixed_size, most_places
 from saccade.engine.image_pool import IMAGE_PAGE
-from saccade.engine.kv_cache import FreshPrompts, KVCache, PagedAttention, fresh_at_end
+from saccade.engine.kv_cache import KVCache, PagedAttention
 from saccade.engine.prompt import PreparedImage, TokenPrompt
 from saccade.engine.request import Request, TokenLogprobs
 from saccade.engine.sampler import Logprobs, Sampler
@@ -51,8 +51,6 @@ PromptLogprobs = list[tuple[Chunk, Sequence[int], Logprobs]]
 
 _HEAD_ROWS = 1024
 """Rows of logits made at once for the log-probabilities of prompts."""
-_FEW_TOKENS = 256
-"""Of a prompt for which the keys in its pages are shared out among programs, which is another kernel (`paged_attention.py`)."""
 
 
 class StepTokens(NamedTuple):
@@ -273,11 +271,11 @@ class Runner:
         """Compute the chunks and sample behind those that reach the end of their request."""
         with self.on_stream():
             self._begin(chunks, began)
+            places = [self._places[chunk.request.id] for chunk in chunks]
             size = None if self._graphs is None else self._size_to_record(chunks)
             if self._graphs is not None and size is not None:
-                return self._sample(chunks, self._run_recorded(self._graphs, size, chunks), [])
-            chunks = sorted(chunks, key=self._is_fresh)  # fresh ones last: their tokens are then one slice of the row
-            return self._sample(chunks, *self._run(chunks))
+                return self._sample(chunks, self._run_recorded(self._graphs, size, chunks, places), [])
+            return self._sample(chunks, *self._run(chunks, places))
 
     # -------------------------------------------------------------- inside
 
@@ -289,30 +287,23 @@ class Runner:
                 self._builder.begin(self._places[request.id])
                 self.sampler.begin(rows[request.id], request, self._seeds[request.id])
 
-    def _is_fresh(self, chunk: Chunk) -> bool:
-        """Whether the chunk is computed without reading pages (`FreshPrompts`)."""
-        return chunk.start == 0 and self.cache.scales is None
-
-    def _run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, PromptLogprobs]:
-        """The step as it is: chunks that read pages, then fresh ones. A recorded step has no second part: its mix changes."""
+    def _run(self, chunks: Sequence[Chunk], places: Sequence[Place]) -> tuple[Tensor, PromptLogprobs]:
+        """The step as it is."""
         sizes = Sizes(
             num_tokens=sum(chunk.num_tokens for chunk in chunks),
             num_requests=len(chunks),
             num_samples=_num_samples(chunks),
             table_width=table_width(max(chunk.end for chunk in chunks), self.config.page_size),
         )
-        self._builder.fill(cut(self._host(sizes), sizes), chunks, self._places_of(chunks))
+        self._builder.fill(cut(self._host(sizes), sizes), chunks, places)
         step = cut(self._buffers.upload(sizes.total), sizes)
-        reading = [chunk for chunk in chunks if not self._is_fresh(chunk)]
-        fresh = [chunk.num_tokens for chunk in chunks[len(reading) :]]
         wants_all = any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks)
         hidden = self._decode(
             step,
             places_S=None if wants_all else step.sampled,
-            max_new=max((chunk.num_tokens for chunk in reading), default=0),
-            max_context=max((chunk.end for chunk in reading), default=0),
+            max_new=max(chunk.num_tokens for chunk in chunks),
+            max_context=max(chunk.end for chunk in chunks),
             has_images=any(chunk.images for chunk in chunks),
-            fresh=fresh_at_end(step.cu_seqlens, sizes.num_tokens, fresh),
         )
         if not wants_all:
             return self._head(hidden), []
@@ -328,15 +319,14 @@ class Runner:
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         return mixed_size(num_tokens, len(chunks), _num_samples(chunks), longest, self.max_length)
 
-    def _run_recorded(self, graphs: Graphs[StepSize], size: StepSize, chunks: Sequence[Chunk]) -> Tensor:
+    def _run_recorded(
+        self, graphs: Graphs[StepSize], size: StepSize, chunks: Sequence[Chunk], places: Sequence[Place]
+    ) -> Tensor:
         sizes = self._sizes_of(size)
         fill = self._builder.fill_answers if size.is_answers else self._builder.fill
-        fill(cut(self._host(sizes), sizes), chunks, self._places_of(chunks))
+        fill(cut(self._host(sizes), sizes), chunks, places)
         self._buffers.upload(sizes.total)
         return graphs.run(size)[: _num_samples(chunks)]
-
-    def _places_of(self, chunks: Sequence[Chunk]) -> list[Place]:
-        return [self._places[chunk.request.id] for chunk in chunks]
 
     def _sizes_of(self, size: StepSize) -> Sizes:
         width = table_width(size.max_context, self.config.page_size)
@@ -367,20 +357,17 @@ class Runner:
         max_new: int,
         max_context: int,
         has_images: bool,
-        fresh: FreshPrompts | None = None,
     ) -> Tensor:
-        """[S, D]: what the head reads, at the given places (None: at all). The bounds are those of requests that are not fresh."""
+        """[S, D]: what the head reads, at the given places (None: at all)."""
         is_pending = step.pending_rows < self.config.max_requests
         token_ids = torch.where(is_pending, self._last_tokens[step.pending_rows], step.token_ids)
         x_TD: Tensor = self.model.language.embed_tokens(token_ids)
         if has_images:
             is_feature = step.feature_slots < self._num_features
             x_TD = torch.where(is_feature[:, None], self._features.index_select(0, step.feature_slots), x_TD)
-        num_fresh = 0 if fresh is None else len(fresh.cu_seqlens) - 1
-        reading = len(step.context_lengths) - num_fresh
         attend = PagedAttention(
-            self.cache, self.model.angles(step.positions), step.slots, step.page_table[:reading],
-            step.cu_seqlens[: reading + 1], step.context_lengths[:reading], max_new, max_context, fresh,
+            self.cache, self.model.angles(step.positions), step.slots, step.page_table, step.cu_seqlens,
+            step.context_lengths, max_new, max_context,
         )  # fmt: skip
         return self.model.language.infer(x_TD, attend, places_S)
 
@@ -436,10 +423,7 @@ class Runner:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """The largest step there can be, with nobody's tokens: compiles kernels and shows how much memory a step takes.
-
-        Half of it reads pages and half is fresh, so that both ways are compiled and their results are joined.
-        """
+        """The largest step there can be, with nobody's tokens: compiles kernels and shows how much memory a step takes."""
         config, vision = self.config, self.model.config.vision
         with self.on_stream():
             if config.max_step_patches >= 4 * vision.patches_per_token:
@@ -448,37 +432,23 @@ class Runner:
                 pixels = torch.zeros(side * side, patch_dim, device=self.device)
                 self.model.encode_images(pixels, torch.tensor([[1, side, side]]))
             num_tokens = min(config.max_step_tokens, self.max_length)
-            # One more than half: with a round length our own packed kernel may not be chosen.
-            reading = num_tokens // 2 + 1
-            hidden_TD = self._rehearse([reading], [num_tokens - reading])
+            sizes = Sizes(num_tokens, 1, 1, table_width(num_tokens, config.page_size))
+            step = cut(self._host(sizes), sizes)
+            for part in step:
+                part[...] = 0
+            step.pending_rows[:] = config.max_requests
+            step.slots[:] = self.cache.num_slots
+            step.feature_slots[:] = self._num_features
+            step.cu_seqlens[:] = (0, num_tokens)
+            step.context_lengths[:] = num_tokens
+            on_device = cut(self._buffers.upload(sizes.total), sizes)
+            hidden_TD = self._decode(
+                on_device, places_S=None, max_new=num_tokens, max_context=num_tokens, has_images=True
+            )
             num_samples = min(config.max_requests, num_tokens)
             self._head(hidden_TD[:num_samples]).float()
-            self._rehearse([min(num_tokens, _FEW_TOKENS)], [])
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
-
-    def _rehearse(self, reading: Sequence[int], fresh: Sequence[int]) -> Tensor:
-        """[T, D] of requests with so many tokens each, which begin here. None of these is stored."""
-        lengths = [*reading, *fresh]
-        num_tokens = sum(lengths)
-        sizes = Sizes(num_tokens, len(lengths), 1, table_width(max(lengths), self.config.page_size))
-        step = cut(self._host(sizes), sizes)
-        for part in step:
-            part[...] = 0
-        step.pending_rows[:] = self.config.max_requests
-        step.slots[:] = self.cache.num_slots
-        step.feature_slots[:] = self._num_features
-        step.cu_seqlens[1:] = np.cumsum(lengths)
-        step.context_lengths[:] = lengths
-        on_device = cut(self._buffers.upload(sizes.total), sizes)
-        return self._decode(
-            on_device,
-            places_S=None,
-            max_new=max(lengths),
-            max_context=max(lengths),
-            has_images=True,
-            fresh=fresh_at_end(on_device.cu_seqlens, num_tokens, fresh) if self.cache.scales is None else None,
-        )
 
 
 def _num_samples(chunks: Sequence[Chunk]) -> int:

@@ -8,7 +8,8 @@ Legend: T query tokens, S key tokens, H query heads, G key/value heads (H is a m
 head h reads key/value head h // (H / G). With `causal`, the last query of a segment stands beside its last key: query i of n
 sees keys 0 .. i + (m - n) of m. That covers training (n = m), prefill behind a cache (n < m) and decode (n = 1) alike. With
 `window`, a causal query sees that many keys to its left and its own. A query that sees no key gets zero; rows that belong to no
-segment (past the last start) are not written.
+segment (past the last start) are not written; they must not make up for what segments are shorter than the bound, as rows that number
+segments times bound say that all segments have that length.
 q [T, H, K], k and v [S, G, K], out [T, H, K]; softmax in fp32. A segment without queries costs nothing.
 
 Two families of Triton kernels serve it: `_attention_tiled.py`, any mask and any mix of lengths, saves out and one fp32 per query and

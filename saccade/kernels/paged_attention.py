@@ -23,16 +23,11 @@ largest channel of a row becomes 448 / 127. Scores, softmax and sums are fp32; t
 dtype. Decode reads every key and value once: 2 * K * bytes per token and head, and nothing else of that order.
 
 The grid follows from bounds known on the host (T, R, `max_seqlen_q`, `max_context_length`); lengths are read on the device.
-One captured CUDA graph therefore serves every batch within its bounds, and no call waits for the GPU (but the first, once).
+One captured CUDA graph therefore serves every batch within its bounds, and no call waits for the GPU.
 
-Few requests are split among programs: S partial results per row (fp32, with their log2-sum-exp). While the GPU is not full, the
-split of a request and key head that finishes last combines them all, in their order, so that two runs agree to the bit. Long
-requests that fill it leave that to a second launch (16 of 4096 tokens: 24.5 us, in one launch 27.5); `_schedule` decides.
-
-On Hopper the launches for few requests start while the one before them ends, and let the next one do the same. Each waits for
-the one before (`gdc_wait`) before it reads or writes anything at all: slots, lengths and angles may come from the kernel just
-before, and memory that is written here (q and k in place, pages, partial results, counters) may still be in use by it. As every
-program waits, a launch that has ended means that all before it have ended too.
+Few long requests are split among programs: S partial results per row (fp32, with their log2-sum-exp), combined by a second
+launch. On Hopper that launch already waits on the GPU when the first ends. (Combining in the first launch, by the program that
+finishes last, was measured and is slower: 27.5 us against 24.5 for 16 requests of 4096 tokens.)
 """
 
 import functools
@@ -170,8 +165,8 @@ def _attend_gathered(
         for x in (k, v):
             x[strangers[0], :, strangers[1]] = 0.0
         rows = cu_seqlens_q[:-1][answering].long()
-        # The heads that share keys, as if they were tokens: read these once.
-        q = q_THK[rows].unflatten(1, (k.shape[1], -1))  # type: ignore[no-untyped-call]
+        # The heads that share keys, as if they were tokens: keys are then read once for all of them.
+        q = q_THK[rows].view(len(rows), k.shape[1], -1, q_THK.shape[2])
         out_THK[rows] = F.scaled_dot_product_attention(q, k, v, attn_mask=is_own[:, None, None]).flatten(1, 2)
     for r, (start, end) in enumerate(pairwise(starts)):
         if end - start < 2 or lengths[r] == 0:
@@ -221,12 +216,8 @@ def _write_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_F: tl.constexpr,
     LARGEST: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    """One program per token: all its heads. LARGEST is 0 for a cache in k's own dtype. OVERLAP: it was started early."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """One program per token: all its heads. LARGEST is 0 for a cache in k's own dtype."""
     t = tl.program_id(0).to(tl.int64)
     f = tl.arange(0, BLOCK_F)[None, :]
     h = tl.arange(0, BLOCK_H)[:, None]
@@ -235,7 +226,6 @@ def _write_kernel(
     in_k = (g < G) & (f < F)
     cos_f = tl.load(cos + t * table_stride + f, mask=f < F, other=0.0)
     sin_f = tl.load(sin + t * table_stride + f, mask=f < F, other=0.0)
-    slot = tl.load(slots + t).to(tl.int64)
 
     q_rows = q + t * q_stride_t + h * q_stride_h + f
     k_rows = k + t * k_stride_t + g * k_stride_h + f
@@ -257,6 +247,7 @@ def _write_kernel(
     tl.store(k_rows, k1_turned, mask=in_k)
     tl.store(k_rows + F, k2_turned, mask=in_k)
 
+    slot = tl.load(slots + t).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
         page = slot // PAGE
         token = slot % PAGE
@@ -312,7 +303,6 @@ def _attend_kernel(
     out: tl.tensor,
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
-    counters: tl.tensor,
     num_requests: tl.tensor,
     num_splits: tl.tensor,
     min_split: tl.tensor,
@@ -334,10 +324,7 @@ def _attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     SPLIT: tl.constexpr,
-    LAST_COMBINES: tl.constexpr,
     OVERLAP: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -345,13 +332,10 @@ def _attend_kernel(
     """One program: some query tokens of one request, the RATIO heads that share a key head, one split of the keys.
 
     Row m of a block is query token m // RATIO, head m % RATIO. ONE_QUERY: no request has more than one new token. SPLIT:
-    results go to `partial_*`, to be combined by `_combine_kernel`, or, LAST_COMBINES, BLOCK_S splits at once by the program that
-    finishes last (ONE_QUERY only; BLOCK_R is RATIO rounded up). OVERLAP: it was started early.
+    results go to `partial_*`, to be combined by `_combine_kernel`, which OVERLAP lets start early.
     LARGEST: see QUANTIZED_MAX, 0 for a cache in q's own dtype.
     """
     if OVERLAP:
-        # In this order: who comes next finds its place when these programs have work, not while they wait too.
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     BLOCK_Q: tl.constexpr = BLOCK_M // RATIO
     if ONE_QUERY:
@@ -366,19 +350,7 @@ def _attend_kernel(
     start = tl.load(cu_seqlens_q + request)
     num_queries = tl.load(cu_seqlens_q + request + 1) - start
     length = tl.load(context_lengths + request)
-
-    # Keys 0 .. last_key[m] are visible to row m; the block needs those of its last query. Their tiles are shared out evenly
-    # among as many splits as find min_split keys each.
-    visible = tl.maximum(tl.minimum(length, length - num_queries + first_query + BLOCK_Q), 0)
-    num_tiles = tl.cdiv(visible, BLOCK_N)
-    num_used = tl.maximum(tl.minimum(visible // min_split, num_splits), 1)
-    first_key = split * num_tiles // num_used * BLOCK_N
-    end_key = tl.minimum((split + 1) * num_tiles // num_used * BLOCK_N, visible)
-    if LAST_COMBINES:
-        # One question: of two, the second would be loaded for when the first is answered.
-        if (first_query >= num_queries) | (split >= num_used):
-            return
-    elif first_query >= num_queries:
+    if first_query >= num_queries:
         return
 
     m = tl.arange(0, BLOCK_M)
@@ -390,9 +362,16 @@ def _attend_kernel(
     in_block = (m < BLOCK_Q * RATIO) & (query < num_queries)
     in_head = d < K
 
+    # Keys 0 .. last_key[m] are visible to row m; the block needs those of its last query. Their tiles are shared out evenly
+    # among as many splits as find min_split keys each.
     last_key = length - num_queries + query
+    visible = tl.maximum(tl.minimum(length, length - num_queries + first_query + BLOCK_Q), 0)
+    num_tiles = tl.cdiv(visible, BLOCK_N)
+    num_used = tl.maximum(tl.minimum(visible // min_split, num_splits), 1)
+    first_key = split * num_tiles // num_used * BLOCK_N
+    end_key = tl.minimum((split + 1) * num_tiles // num_used * BLOCK_N, visible)
     partial_row = (token * H + head) * num_splits + split
-    if SPLIT and not LAST_COMBINES:  # noqa: SIM102 (decided when compiled)
+    if SPLIT:  # noqa: SIM102 (decided when compiled)
         if split >= num_used:
             tl.store(partial_lse + partial_row, float("-inf"), mask=in_block)
             return
@@ -442,20 +421,6 @@ def _attend_kernel(
         lse = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
         tl.store(partial_lse + partial_row, lse, mask=in_block)
         tl.store(partial_out + partial_row[:, None] * K + d[None, :], acc, mask=to_store)
-        if LAST_COMBINES:
-            # A counter is 0 before and after. The barrier puts the stores of all threads before the one thread that counts;
-            # what the others stored is then read past L1.
-            counter = counters + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-            tl.debug_barrier()
-            is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_used - 1
-            if is_last:
-                tl.store(counter, 0)
-                r = tl.arange(0, BLOCK_R)
-                heads = kv_head * RATIO + r
-                rows = start.to(tl.int64) * H + heads
-                combined = _combine(partial_out, partial_lse, rows, r < RATIO, d, num_used, num_splits, K, BLOCK_S)
-                out_rows = out + start.to(tl.int64) * out_stride_t + heads[:, None] * out_stride_h + d[None, :]
-                tl.store(out_rows, combined.to(out.dtype.element_ty), mask=(r < RATIO)[:, None] & in_head[None, :])
     else:
         out_rows = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + d[None, :]
         tl.store(out_rows, acc.to(out.dtype.element_ty), mask=to_store)
@@ -551,12 +516,14 @@ def _combine(
     rows: tl.tensor,
     in_rows: tl.tensor,
     d: tl.tensor,
+    first: tl.tensor,
     count: tl.tensor,
+    step: tl.tensor,
     num_splits: tl.tensor,
     K: tl.constexpr,
     BLOCK_S: tl.constexpr,
-) -> tl.tensor:
-    """[rows, d] of the results of the first `count` of `num_splits` splits, each weighted by its share of the softmax's sum.
+) -> tuple[tl.tensor, tl.tensor]:
+    """[rows, d] of the results of splits first, first + step, ..., each weighted by its share of the softmax's sum; and lse.
 
     An unused split has lse -inf; its result was never written, may be NaN, and counts for nothing. It is read all the same:
     not to read it would mean waiting for lse first.
@@ -566,14 +533,12 @@ def _combine(
     total = tl.zeros([rows.shape[0]], tl.float32)
     acc = tl.zeros([rows.shape[0], d.shape[0]], tl.float32)
     for tile in range(0, count, BLOCK_S):
-        places = rows * num_splits + tile
+        places = rows[None, :] * num_splits + (first + (tile + s) * step)[:, None]
         in_places = (tile + s < count)[:, None] & in_rows[None, :]
         in_parts = in_places[:, :, None] & (d < K)[None, None, :]
-        # The split is added last: a constant within a thread, which the loads take in.
-        parts_at = (partial_out + places[:, None] * K + d[None, :])[None, :, :] + (s * K)[:, None, None]
+        parts_at = partial_out + places[:, :, None] * K + d[None, None, :]
         parts = tl.load(parts_at, mask=in_parts, other=0.0, cache_modifier=".cg")
-        lse_at = (partial_lse + places)[None, :] + s[:, None]
-        lse = tl.load(lse_at, mask=in_places, other=float("-inf"), cache_modifier=".cg")
+        lse = tl.load(partial_lse + places, mask=in_places, other=float("-inf"), cache_modifier=".cg")
         # weight = 2^(lse - best'),  total' = total 2^(best - best') + sum weight,  acc' = acc 2^(best - best') + weight parts
         new_best = tl.maximum(best, tl.max(lse, 0))
         shift = tl.where(new_best == float("-inf"), 0.0, new_best)
@@ -583,7 +548,8 @@ def _combine(
         weighted = tl.where(weight[:, :, None] > 0, parts * weight[:, :, None], 0.0)
         acc = acc * correction[:, None] + tl.sum(weighted, 0)
         best = new_best
-    return acc / tl.where(total > 0, total, 1.0)[:, None]
+    divisor = tl.where(total > 0, total, 1.0)
+    return acc / divisor[:, None], best + tl.log2(divisor)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -606,7 +572,7 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, 1)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    combined = _combine(partial_out, partial_lse, row + r, r < 1, d, num_splits, num_splits, K, BLOCK_S)
+    combined, _ = _combine(partial_out, partial_lse, row + r, r < 1, d, 0, num_splits, 1, num_splits, K, BLOCK_S)
     out_row = out + (row // H) * out_stride_t + (row % H) * out_stride_h
     tl.store(out_row + r[:, None] + d[None, :], combined.to(out.dtype.element_ty), mask=(d < K)[None, :])
 
@@ -627,8 +593,6 @@ class Schedule:
     """Most programs one request's keys are shared among."""
     min_split: int
     """Fewest keys worth a split of their own; short requests use fewer splits than the grid offers."""
-    combined_at_once: int | None = None
-    """Decode: the split that finishes last combines all, so many at once (a power of two). None: a second launch does."""
 
 
 # (head dim, bytes per cached channel) -> keys per step, warps, stages. Measured on an H200 for head dim 128 in bf16, from a graph
@@ -669,12 +633,6 @@ _MIN_SPLIT = 128
 """Keys: 64 KiB of a bf16 cache with head dim 128, two steps of one program."""
 _SHORT_SPLIT, _SHORT_TILES = 32, (32, 4, 3)
 """Keys of a split, and tiles, where programs abound. H200, bf16: 1 x 600 in 5.8 us instead of 10.7, 4 x 600 in 7.7 instead of 11.3."""
-_COMBINED_PER_THREAD = 256
-"""Most numbers a thread reads to combine splits: with 8 heads to a key head, 128 channels and 4 warps 32 splits of 4 KiB. At the 64 bytes
-a cycle one multiprocessor gets from L2 that is 1.2 us, hardly less than a second launch. An estimate, not yet measured."""
-_HELD_PER_THREAD, _HELD_PER_SM = 128, 2**15
-"""Most of them at once: half of the registers a thread may have, and half of those its multiprocessor has for all programs. Compiled for
-Hopper, the short tiles take 127 registers with 8 such splits at once, so that 4 programs fit, 192 with 16, and 72 without combining."""
 _LONGEST_SERIAL = 8192
 """No program walks more keys than this, so that one long request among many short ones does not finish last by far."""
 
@@ -703,14 +661,6 @@ def _schedule(
         # So few keys that the time is that of one program's steps one after another: as many programs as there are tiles.
         min_split, (block_n, num_warps, num_stages) = _SHORT_SPLIT, _SHORT_TILES
         num_splits = max(1, min(wanted, _MAX_SPLITS, max_context_length // min_split))
-    # One launch, where no program has many keys and a launch is a good part of the time. Programs with many fill the GPU until the end,
-    # and a second launch then combines with all of it: 16 x 4096 in 24.5 us instead of 27.5.
-    combined_at_once = None
-    if is_decode and max_context_length <= wanted * _MIN_SPLIT:
-        combined_at_once = _combined_at_once(
-            num_splits=num_splits, split_size=triton.next_power_of_2(ratio) * triton.next_power_of_2(head_dim),
-            num_threads=32 * num_warps, programs_per_sm=triton.cdiv(num_programs * num_splits, num_sms),
-        )  # fmt: skip
     return Schedule(
         block_m=block_m,
         block_n=block_n,
@@ -718,17 +668,7 @@ def _schedule(
         num_stages=num_stages,
         num_splits=num_splits,
         min_split=-(-min_split // block_n) * block_n,
-        combined_at_once=combined_at_once,
     )
-
-
-def _combined_at_once(*, num_splits: int, split_size: int, num_threads: int, programs_per_sm: int) -> int | None:
-    """How many splits of `split_size` numbers one program combines at once. None: one is not enough, or nothing is to combine."""
-    held = min(num_threads * _HELD_PER_THREAD, _HELD_PER_SM // max(1, programs_per_sm))
-    if num_splits == 1 or num_splits * split_size > num_threads * _COMBINED_PER_THREAD or split_size > held:
-        return None
-    at_once: int = min(triton.next_power_of_2(num_splits), 1 << (held // split_size).bit_length() - 1)
-    return at_once
 
 
 def _num_query_blocks(num_tokens: int, num_requests: int, is_decode: bool, block_q: int) -> int:
@@ -747,30 +687,6 @@ def _can_overlap(device: torch.device) -> bool:
     """Whether a launch may start before the one it depends on has ended: NVIDIA's Hopper and later."""
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-_COUNTER_ROWS, _MAX_COUNTERS = 32, 1024
-"""Streams of a device, and requests times key heads; `_schedule` combines in one launch for at most two to a multiprocessor."""
-_all_counters: dict[torch.device, tuple[Tensor, dict[int, int]]] = {}
-"""Zeroed counters of a device, a row for each stream; and which stream has which row. Never freed: captured graphs hold them."""
-
-
-def _counters(device: torch.device) -> Tensor | None:
-    """The current stream's counters of finished splits. None: too many streams, or the device's first call is in a graph's capture.
-
-    As with cuBLAS's workspaces, what was launched or captured on one stream must not run at the same time as itself: replay
-    graphs that were captured on one stream one after the other.
-    """
-    is_cuda = device.type == "cuda"
-    if device not in _all_counters:
-        if is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        _all_counters[device] = torch.zeros((_COUNTER_ROWS, _MAX_COUNTERS), dtype=torch.int32, device=device), {}
-        if is_cuda:
-            torch.cuda.current_stream(device).synchronize()  # once: other streams find zeros too
-    counters, rows = _all_counters[device]
-    row = rows.setdefault(torch.cuda.current_stream(device).cuda_stream if is_cuda else 0, len(rows))
-    return counters[row] if row < _COUNTER_ROWS else None
 
 
 def _attend(
@@ -801,30 +717,22 @@ def _attend(
     value_scales = value_scales_NGP if value_scales_NGP is not None else value_pages_NGPK
     if num_tokens == 0 or num_requests == 0:
         return out_THK
-    counters, at_once = None, 1
-    if splits > 1 and schedule.combined_at_once is not None and grid[0] * G <= _MAX_COUNTERS:
-        assert is_decode, "splits of several queries are combined by a second launch"
-        counters, at_once = _counters(q_THK.device), schedule.combined_at_once
-    # Not where every multiprocessor has more programs than it runs at once: 256 x 1024 would take 90 us instead of 67.
     overlaps = splits > 1 and _can_overlap(q_THK.device)
-    early = {"launch_pdl": True} if overlaps else {}
     block_k = triton.next_power_of_2(K)
     _attend_kernel[grid](
         q_THK, key_pages_NGPK, value_pages_NGPK, key_scales, value_scales, page_table_RW, cu_seqlens_q, context_lengths_R,
-        out_THK, partial_out, partial_lse, out_THK if counters is None else counters, num_requests, splits, schedule.min_split,
-        K**-0.5 * 1.4426950408889634,
+        out_THK, partial_out, partial_lse, num_requests, splits, schedule.min_split, K**-0.5 * 1.4426950408889634,
         q_THK.stride(0), q_THK.stride(1), out_THK.stride(0), out_THK.stride(1), *key_pages_NGPK.stride()[:3],
         *key_scales.stride()[:2], page_table_RW.stride(0),
         H=H, RATIO=ratio, K=K, PAGE=page_size, BLOCK_M=schedule.block_m, BLOCK_N=schedule.block_n,
-        BLOCK_K=block_k, BLOCK_R=triton.next_power_of_2(ratio), BLOCK_S=at_once, SPLIT=splits > 1,
-        LAST_COMBINES=counters is not None, OVERLAP=overlaps, ONE_QUERY=is_decode,
+        BLOCK_K=block_k, SPLIT=splits > 1, OVERLAP=overlaps, ONE_QUERY=is_decode,
         LARGEST=QUANTIZED_MAX.get(key_pages_NGPK.dtype, 0.0), num_warps=schedule.num_warps, num_stages=schedule.num_stages,
-        **early,
     )  # fmt: skip
-    if splits > 1 and counters is None:
+    if splits > 1:
         # Few rows with many splits: fewer channels per program, so that more programs share them. All loads at once.
         block_s = triton.next_power_of_2(splits)
         block_d = min(block_k, max(32, 4096 // block_s))
+        early = {"launch_pdl": True} if overlaps else {}
         _combine_kernel[num_tokens * H, triton.cdiv(K, block_d)](
             partial_out, partial_lse, out_THK, splits, out_THK.stride(0), out_THK.stride(1), H=H, K=K, OVERLAP=overlaps,
             BLOCK_S=block_s, BLOCK_D=block_d, num_warps=4, **early,
@@ -850,16 +758,12 @@ def _write(
     value_scales = value_scales_NGP if value_scales_NGP is not None else value_pages_NGPK
     if num_tokens == 0:
         return
-    # For more tokens the launch is no longer what takes the time.
-    overlaps = num_tokens <= _num_sms(q_THK.device) and _can_overlap(q_THK.device)
-    early = {"launch_pdl": True} if overlaps else {}
     _write_kernel[(num_tokens,)](
         q_THK, k_TGK, v_TGK, cos, sin, slots_T, key_pages_NGPK, value_pages_NGPK, key_scales, value_scales,
         num_pages * page_size, *q_THK.stride()[:2], *k_TGK.stride()[:2], *v_TGK.stride()[:2], cos.stride(0),
         *key_pages_NGPK.stride()[:3], *key_scales.stride()[:2],
         H=H, G=G, F=K // 2, PAGE=page_size, BLOCK_H=triton.next_power_of_2(H), BLOCK_G=triton.next_power_of_2(G),
-        BLOCK_F=triton.next_power_of_2(K // 2), LARGEST=QUANTIZED_MAX.get(key_pages_NGPK.dtype, 0.0), OVERLAP=overlaps,
-        num_warps=4, **early,
+        BLOCK_F=triton.next_power_of_2(K // 2), LARGEST=QUANTIZED_MAX.get(key_pages_NGPK.dtype, 0.0), num_warps=4,
     )  # fmt: skip
 
 

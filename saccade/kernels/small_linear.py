@@ -19,7 +19,7 @@ no splits: two runs agree to the bit, and the tiles do not depend on T, so that 
 
 On Hopper a launch starts while the one before it ends, and has its first DEPTH tiles of W under way before it waits for it.
 Only constants (W, bias, the norm's weight) are read before the wait. They must not come from a kernel that itself lets its
-successor start early (`gdc_launch_dependents`); here only this file and paged_attention (its writes, and attention in splits) do that.
+successor start early (`gdc_launch_dependents`); here only this file and the first half of paged_attention do that.
 """
 
 import functools

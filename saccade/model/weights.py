@@ -3,26 +3,21 @@
     load:  config -> empty model -> compare names and shapes -> fill tensor by tensor
     save:  tensors -> shards of bounded size -> index -> rename the finished folder into place
 
-Memory: reading holds the model plus a few slices of files (`_OPEN_BYTES`); writing holds one shard more than the model.
+Memory: reading holds the model and nothing else of it (`tensor_reader.py`); writing holds one shard more than the model.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import shutil
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -30,6 +25,7 @@ from saccade.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from saccade.errors import CheckpointError
 from saccade.model.families import vision_language_family
 from saccade.model.layers import stored_shapes
+from saccade.model.tensor_reader import DTYPES, read_header, read_tensors
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config, read_json
 
@@ -42,11 +38,6 @@ PROCESSOR_FILES = (
     "processor_config.json", "generation_config.json",
 )  # fmt: skip
 """What travels with the weights from one checkpoint folder to the next."""
-
-_OPEN_BYTES = 256 * 2**20
-"""A file is mapped again after this many bytes: pages of a mapping stay in memory until it is closed."""
-_READERS = 4
-"""Slices copied to a GPU at once."""
 
 
 # ------------------------------------------------------------------ reading
@@ -80,7 +71,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise CheckpointError(f"{index}: no weight_map from tensors to files. Copy it from the original again")
         files = {name: folder / Path(file).name for name, file in weight_map.items()}
     elif (folder / SINGLE_FILE).is_file():
-        files = dict.fromkeys(_header(folder / SINGLE_FILE), folder / SINGLE_FILE)
+        files = dict.fromkeys(read_header(folder / SINGLE_FILE), folder / SINGLE_FILE)
     else:
         raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}. Only safetensors checkpoints are read")
     missing = sorted({file.name for file in files.values() if not file.is_file()})
@@ -93,7 +84,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 def tensor_shapes(files: dict[str, Path], *, any_dtype: bool) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor, from the headers. Without `any_dtype` all must be of one floating-point dtype."""
-    headers = {file: _header(file) for file in sorted(set(files.values()))}
+    headers = {file: read_header(file) for file in sorted(set(files.values()))}
     astray = [
         f"{name} in {file.name}" for file, header in headers.items() for name in header if files.get(name) != file
     ]
@@ -102,32 +93,14 @@ def tensor_shapes(files: dict[str, Path], *, any_dtype: bool) -> dict[str, tuple
             f"shards hold tensors that the index does not place there: {', '.join(astray[:8])}. Use the index they came with"
         )
     found = {name: entry for header in headers.values() for name, entry in header.items()}
-    dtypes = {dtype for _, dtype in found.values()}
-    if not dtypes <= {"F32", "F16", "BF16"}:
+    dtypes = {entry.dtype for entry in found.values()}
+    if not dtypes <= DTYPES.keys():
         raise CheckpointError(f"tensors are stored as {', '.join(sorted(dtypes))}; only F32, F16 and BF16 are read")
     if len(dtypes) > 1 and not any_dtype:
         raise CheckpointError(
             f"tensors are stored as {', '.join(sorted(dtypes))} together. Choose one with dtype (--dtype bf16)"
         )
-    return {name: shape for name, (shape, _) in found.items()}
-
-
-def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Names, shapes and dtypes from the file's header; no tensor is read."""
-    with _open(file, torch.device("cpu")) as opened:
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-
-
-@contextmanager
-def _open(file: Path, device: torch.device) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt", device=str(device)) as opened:
-            yield opened
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file}: not a readable safetensors file: {error}. Copy it from the original again"
-        ) from error
+    return {name: entry.shape for name, entry in found.items()}
 
 
 def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, name_in_model: Any, folder: Path) -> dict[str, str]:
@@ -156,56 +129,6 @@ def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, name_in_model: 
             f"{folder}: the tensors do not fit config.json: {shown}. Use the config.json these weights were saved with"
         )
     return {name: ours for name, ours in names.items() if ours in expected}
-
-
-def read_tensors(files: dict[str, Path], names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor, copied out of its file onto the device; a file is mapped for at most `_OPEN_BYTES` at a time.
-
-    Onto a GPU several slices of the files are copied at once: one thread alone fills a quarter of the bus.
-    """
-    by_file: dict[Path, list[str]] = {}
-    for name in names:
-        by_file.setdefault(files[name], []).append(name)
-    slices = [(file, part) for file, waiting in by_file.items() for part in _slices(file, waiting)]
-    if device.type == "cpu":
-        for file, part in slices:
-            yield from _read_slice(file, part, device)
-        return
-    with ThreadPoolExecutor(_READERS, "saccade-weights") as pool:
-        under_way: deque[Future[list[tuple[str, Tensor]]]] = deque()
-        try:
-            for file, part in slices:
-                under_way.append(pool.submit(lambda file, part: list(_read_slice(file, part, device)), file, part))
-                if len(under_way) > _READERS:
-                    yield from under_way.popleft().result()
-            while under_way:
-                yield from under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
-
-
-def _slices(file: Path, names: Sequence[str]) -> Iterator[list[str]]:
-    """The names, so many at a time that their tensors take about `_OPEN_BYTES` at most, of four bytes a number."""
-    header = _header(file)
-    part: list[str] = []
-    num_bytes = 0
-    for name in names:
-        part.append(name)
-        num_bytes += 4 * math.prod(header[name][0])
-        if num_bytes >= _OPEN_BYTES:
-            yield part
-            part, num_bytes = [], 0
-    if part:
-        yield part
-
-
-def _read_slice(file: Path, names: Sequence[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    with _open(file, device) as opened:
-        for name in names:
-            tensor = opened.get_tensor(name)
-            yield name, tensor.clone() if device.type == "cpu" else tensor
-            del tensor
 
 
 def _check_tied_copy(files: dict[str, Path], model: VLM, head_name: str) -> None:

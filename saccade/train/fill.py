@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from saccade.errors import CheckpointError
 from saccade.model.families import vision_language_family
+from saccade.model.tensor_reader import read_tensors
 from saccade.model.vlm import VLM
-from saccade.model.weights import read_tensors, tensor_files, tensor_shapes
+from saccade.model.weights import tensor_files, tensor_shapes
 from saccade.processor.folder import read_config
 from saccade.train.lora import base_shapes, first_matrices, lora_layers
 

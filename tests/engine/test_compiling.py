@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from saccade.engine import Engine, SamplingParams
-from saccade.engine.compiling import _of_one_layer, answer_once
+from saccade.engine.compiling import _of_few_layers, answer_once
 from saccade.engine.config import EngineConfig
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.initialize import initialize_random
@@ -24,10 +24,10 @@ ENGINE = EngineConfig(max_step_tokens=256, max_step_patches=1024)
 
 
 @pytest.mark.parametrize("full", [(), (0, 2), (0, 1, 2, 3)], ids=["windows", "both", "full"])
-def test_a_model_of_one_layer_answers(full):
+def test_a_model_of_few_layers_answers(full):
     config = dataclasses.replace(CONFIG, vision=dataclasses.replace(VISION, full_attention_layers=full))
-    small = _of_one_layer(config)
-    assert small.language.num_layers == 1
+    small = _of_few_layers(config)
+    assert small.language.num_layers == 2
     assert small.vision.num_layers == (2 if full == (0, 2) else 1)
     assert len(small.vision.full_attention_layers) == (1 if full else 0)
     assert small.language.vocab_size % 16 == LANGUAGE.vocab_size % 16

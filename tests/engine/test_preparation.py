@@ -21,9 +21,10 @@ from PIL import Image
 
 from saccade.engine import preparation_pool
 from saccade.engine.preparation import Preparation
-from saccade.engine.preparation_messages import MemoryFile, receive, send
 from saccade.engine.preparation_work import ImageWork, Source, VisualFacts
 from saccade.errors import CheckpointError, ImageError, RequestError, UserError
+from saccade.foreman import receive, send
+from saccade.memory_file import MemoryFile
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import MediaLimits, Processor
 

@@ -14,7 +14,6 @@ from saccade.kernels.paged_attention import (
     write_pages,
     write_pages_reference,
 )
-from saccade.kernels.small_linear import small_linear
 
 COMPRESSED = pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 DECODE = [5, 129, 1, 70]
@@ -161,116 +160,21 @@ def test_splits_fill_the_gpu_and_stay_within_bounds():
     assert (mixed.num_splits, mixed.block_m) == (1, 128)
 
 
-def test_few_keys_are_attended_to_in_one_launch():
-    shape = {"H": 16, "G": 2, "head_dim": 128, "num_sms": 132}
-
-    def at_once(requests, longest, cache_bytes=2, max_seqlen_q=1):
-        return module._schedule(
-            num_tokens=requests * max_seqlen_q, num_requests=requests, max_context_length=longest, cache_bytes=cache_bytes,
-            max_seqlen_q=max_seqlen_q, **shape,
-        ).combined_at_once  # fmt: skip
-
-    assert at_once(1, 1024) == at_once(4, 1024) == 16, "registers abound"
-    assert at_once(8, 1024) == 8, "four programs share a multiprocessor's registers"
-    assert at_once(1, 1024, cache_bytes=1) == 8, "no more than there are splits"
-    assert at_once(1, 31) is None, "nothing to combine"
-    assert at_once(1, 4096) is None, "128 splits: too many for one program"
-    assert at_once(16, 4096) is None, "the GPU is full"
-    assert at_once(256, 32768) is None
-    assert at_once(1, 1024, max_seqlen_q=4) is None, "a prompt's chunk"
-
-
 RAGGED = [0, 1, 15, 16, 17, 1000]
 
 
-def many_splits(num_splits, combined_at_once=None):
+def many_splits(num_splits):
     """Splits of 16 keys: 1000 keys have 62 of them."""
-    return module.Schedule(
-        block_m=16, block_n=16, num_warps=2, num_stages=3, num_splits=num_splits, min_split=16,
-        combined_at_once=combined_at_once,
-    )  # fmt: skip
+    return module.Schedule(block_m=16, block_n=16, num_warps=2, num_stages=3, num_splits=num_splits, min_split=16)
 
 
-@pytest.mark.parametrize(("num_splits", "at_once"), [(2, None), (40, None), (12, 4)])
-def test_many_splits_of_ragged_requests_combine_again_and_again(num_splits, at_once, device, one_dtype):
+@pytest.mark.parametrize("num_splits", [2, 40])
+def test_many_splits_of_ragged_requests_combine_again_and_again(num_splits, device, one_dtype):
     case = make_case([1] * 6, RAGGED, (6, 2, 80), device, one_dtype)
     expected = expected_of(case)
     for _ in range(20 if device == "cuda" else 2):
-        out = module._attend(*case.tensors, schedule=many_splits(num_splits, at_once), is_decode=True)
+        out = module._attend(*case.tensors, schedule=many_splits(num_splits), is_decode=True)
         assert_close("out", out, expected, BOUNDS[one_dtype])
-
-
-BOUNDARIES = {
-    "one": [47],
-    "another": [48],
-    "third": [49],
-    "two": [31, 161],
-    "eight": [1, 15, 16, 17, 32, 79, 80, 81],
-    "nobody between": [33, 0, 64],
-}
-"""Context lengths around those at which splits of 16 keys become one more, five at most."""
-
-
-def attend_in_one_launch(case, num_splits=5, at_once=2):
-    """Splits of 16 keys, combined in several rounds."""
-    return module._attend(
-        *case.tensors, schedule=many_splits(num_splits, at_once), is_decode=True,
-        key_scales_NGP=case.options["key_scales_NGP"], value_scales_NGP=case.options["value_scales_NGP"],
-    )  # fmt: skip
-
-
-def assert_no_split_is_counted(device):
-    counters, rows = module._all_counters[torch.empty(0, device=device).device]
-    assert rows, "one launch was taken"
-    assert (counters == 0).all(), "the next launch must find zeros"
-
-
-@pytest.mark.parametrize("context", BOUNDARIES.values(), ids=BOUNDARIES.keys())
-def test_one_launch_equals_the_reference(context, device, one_dtype):
-    case = make_case([1] * len(context), context, (4, 2, 64), device, one_dtype)
-    assert_close("out", attend_in_one_launch(case), expected_of(case), BOUNDS[one_dtype])
-    assert_no_split_is_counted(device)
-
-
-@pytest.mark.parametrize("heads", [(3, 3, 64), (7, 1, 80), (32, 2, 128)], ids=str)
-@pytest.mark.parametrize("at_once", [1, 8])
-def test_one_launch_takes_any_heads(heads, at_once, device, dtype):
-    case = make_case([1, 1], [81, 20], heads, device, dtype)
-    assert_close("out", attend_in_one_launch(case, at_once=at_once), expected_of(case), BOUNDS[dtype])
-
-
-@COMPRESSED
-def test_one_launch_reads_a_compressed_cache(cache_dtype, device, dtype):
-    case = make_case([1] * 3, [5, 129, 70], (4, 2, 64), device, dtype, cache_dtype=cache_dtype)
-    assert_close("out", attend_in_one_launch(case), expected_of(case), BOUNDS[dtype])
-
-
-def test_one_launch_passes_over_requests_without_tokens(device, one_dtype):
-    case = make_case([1, 0, 1], [40, 70, 81], (4, 2, 64), device, one_dtype)
-    assert_close("out", attend_in_one_launch(case), expected_of(case), BOUNDS[one_dtype])
-    assert_no_split_is_counted(device)
-
-
-def test_one_launch_after_another_gives_the_same_bits(device, one_dtype):
-    case = make_case([1, 1], [70, 81], (4, 2, 64), device, one_dtype)
-    first = attend_in_one_launch(case)
-    for _ in range(50 if device == "cuda" else 2):
-        assert torch.equal(attend_in_one_launch(case), first)
-    assert_no_split_is_counted(device)
-
-
-def test_a_short_request_is_attended_to_in_one_launch_unasked(device, monkeypatch):
-    monkeypatch.setattr(module, "_all_counters", {})
-    expect_equal(make_case([1], [300], (4, 1, 64), device, torch.float16), torch.float16)
-    assert_no_split_is_counted(device)
-
-
-def test_more_requests_than_counters_take_a_second_launch(device, one_dtype, monkeypatch):
-    monkeypatch.setattr(module, "_MAX_COUNTERS", 3)
-    monkeypatch.setattr(module, "_all_counters", {})
-    case = make_case([1, 1], [70, 81], (4, 2, 64), device, one_dtype)
-    assert_close("out", attend_in_one_launch(case), expected_of(case), BOUNDS[one_dtype])
-    assert not module._all_counters
 
 
 def test_splits_that_share_a_tile_unevenly_cover_every_key(device, one_dtype):
@@ -459,104 +363,3 @@ def test_captured_splits_combine_in_every_replay(context):
             graph.replay()
         for out in outs:
             assert_close("out", out, expected_of(case), BOUNDS[torch.bfloat16])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_requests", [1, 4, 8])
-@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["plain", "fp8"])
-def test_one_captured_launch_combines_in_every_replay(num_requests, cache_dtype, monkeypatch):
-    """Four calls in a row in one graph, with other queries and lengths each time it is replayed."""
-    monkeypatch.undo()  # poisoning memory would part the launches
-    dtype, bound = torch.bfloat16, 1024
-    case = make_case([1] * num_requests, [bound] * num_requests, (16, 2, 128), "cuda", dtype, cache_dtype=cache_dtype)
-    q, lengths = case.tensors[0], case.tensors[-1]
-    run_triton(case)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [run_triton(case) for _ in range(4)]
-    for _ in range(30):
-        q.normal_()
-        lengths.random_(1, bound + 1)
-        for out in outs:
-            out.fill_(float("nan"))
-        graph.replay()
-        for out in outs:
-            assert_close("out", out, expected_of(case), BOUNDS[dtype])
-            assert torch.equal(out, outs[0])
-    assert_no_split_is_counted("cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("context", [[600], [1024] * 8, [1, 31, 32, 33, 64, 65, 1000, 1024]], ids=["1", "8", "ragged"])
-def test_fifty_runs_in_one_launch_agree_to_the_bit(context):
-    case = make_case([1] * len(context), context, (16, 2, 128), "cuda", torch.bfloat16, bound=1024)
-    first = run_triton(case)
-    for _ in range(50):
-        assert torch.equal(run_triton(case), first)
-    assert_no_split_is_counted("cuda")
-
-
-@pytest.mark.gpu
-def test_streams_do_not_share_counters():
-    case = make_case([1], [1024], (16, 2, 128), "cuda", torch.bfloat16)
-    first = run_triton(case)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()
-    outs = []
-    for stream in streams * 20:
-        with torch.cuda.stream(stream):
-            outs.append(run_triton(case))
-    torch.cuda.synchronize()
-    assert len({module._all_counters[first.device][1][stream.cuda_stream] for stream in streams}) == 2
-    assert all(torch.equal(out, first) for out in outs)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_requests", [1, 3])
-@pytest.mark.parametrize("bound", [1024, 4096], ids=["one launch", "two"])
-def test_launches_that_start_early_equal_those_that_wait(num_requests, bound, monkeypatch):
-    """Project, write, attend, project, eight layers of it in a graph: the same bits as one kernel at a time."""
-    monkeypatch.undo()  # poisoning memory would part the launches
-    dtype, hidden, (H, G, K) = torch.bfloat16, 2048, (16, 2, 128)
-    layers = []
-    for _ in range(8):
-        case = make_case([1] * num_requests, [bound] * num_requests, (H, G, K), "cuda", dtype)
-        weights = [(torch.randn(n, hidden, device="cuda") * hidden**-0.5).to(dtype) for n in ((H + 2 * G) * K, H * K)]
-        layers.append((*weights, *case.tensors[1:3]))
-    page_table, starts, lengths = case.tensors[3:]
-    x = torch.empty(num_requests, hidden, dtype=dtype, device="cuda")
-    angles = torch.empty(num_requests, K // 2, device="cuda")
-    slots = torch.empty(num_requests, dtype=torch.int64, device="cuda")
-
-    def decode(pause):
-        y, table = x, (angles.cos(), angles.sin())
-        for qkv_weight, out_weight, keys, values in layers:
-            qkv = small_linear(y, qkv_weight).unflatten(1, (-1, K))
-            pause()
-            q, k, v = qkv.split([H, G, G], dim=1)
-            write_pages(q, k, v, table, slots, keys, values)
-            pause()
-            out = paged_attention(
-                q, keys, values, page_table, starts, lengths, max_seqlen_q=1, max_context_length=bound
-            )
-            pause()
-            y = small_linear(out.flatten(1), out_weight)
-            pause()
-        return y
-
-    def change_inputs():
-        x.normal_()
-        angles.uniform_(0, 6.28)
-        lengths.random_(1, bound + 1)
-        last = (lengths - 1).long()
-        slots.copy_(page_table.gather(1, (last // 16).unsqueeze(1)).squeeze(1) * 16 + last % 16)
-
-    change_inputs()
-    decode(torch.cuda.synchronize)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        overlapped = decode(lambda: None)
-    for _ in range(20):
-        change_inputs()
-        graph.replay()
-        assert torch.equal(overlapped, decode(torch.cuda.synchronize))

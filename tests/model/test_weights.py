@@ -256,13 +256,12 @@ def test_saving_never_touches_a_folder_that_holds_something(own, tmp_path):
 
 
 def test_loading_peaks_below_1_2_times_the_weights(tmp_path):
-    """0.36 GB in one file, mapped 16 MiB at a time, in a fresh process: its gain in memory at the peak over what it holds."""
+    """0.36 GB in one file, in a fresh process: its gain in memory at the peak over what it holds."""
     deep = override_config(named_size("tiny"), ["language.hidden_size=512", "language.num_layers=12", "language.intermediate_size=4096", "language.rope_sections=[16, 24, 24]"], "test")  # fmt: skip
     initialize_random(tmp_path / "deep", deep, dtype=torch.float32)
     script = """
 import resource, sys
 import saccade.model.weights as weights
-weights._OPEN_BYTES = 16 * 2**20
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 model = weights.load_model(sys.argv[1], device="cpu")
