@@ -13,7 +13,7 @@ Legend: P patches, M image tokens (merged patches), D decoder width.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ _SMALLEST_BUDGET = 64
 """In tokens. Below it the tower takes as long as for it."""
 _LARGEST_BUDGET = 2048
 """In tokens (8192 patches of a tower that merges four). More than that keeps the GPU busy while the host launches the rest."""
+
+_CPU_PATCHES = 2048
+"""Encoded at once on a CPU."""
 
 
 def patch_budgets(max_patches: int, patches_per_token: int) -> tuple[int, ...]:
@@ -122,6 +125,11 @@ class Encoder:
         return features_MD[: num_patches // self._config.patches_per_token]
 
     def _encode_as_it_is(self, images: Sequence[PreparedImage]) -> Tensor:
+        if self._device.type == "cpu":
+            return torch.cat([self._encode_at_once(group) for group in _groups(images)])
+        return self._encode_at_once(images)
+
+    def _encode_at_once(self, images: Sequence[PreparedImage]) -> Tensor:
         patches = to_device(np.concatenate([image.patches for image in images]), self._device)
         pixels = normalize_patches(patches, self._pixel_mean, self._pixel_std)
         return self._model.encode_images(pixels, torch.tensor([image.grid for image in images]))
@@ -141,6 +149,19 @@ class Encoder:
         """Features of what lies in the device's buffers. Only the budget and tensors decide what it does."""
         pixels = normalize_patches(self._pixels[:budget], self._pixel_mean, self._pixel_std)
         return self._model.encode_patches(pixels, budget_sizes(budget, self._config).inputs(self._numbers))
+
+
+def _groups(images: Sequence[PreparedImage]) -> Iterator[list[PreparedImage]]:
+    """The images, so many at a time that what lies between two layers stays in the cache of a CPU."""
+    group: list[PreparedImage] = []
+    num_patches = 0
+    for image in images:
+        if group and num_patches + len(image.patches) > _CPU_PATCHES:
+            yield group
+            group, num_patches = [], 0
+        group.append(image)
+        num_patches += len(image.patches)
+    yield group
 
 
 def _patch_dim(config: VisionConfig) -> int:

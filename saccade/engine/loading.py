@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
+from saccade.device import resolve_device
 from saccade.engine.compiling import compiling
 from saccade.engine.config import EngineConfig
 from saccade.engine.kv_cache import bytes_per_page, pages_for
 from saccade.engine.runner import PixelScale, Runner
 from saccade.errors import ConfigError
+from saccade.foreman import keep_freed_memory
 from saccade.model.merge import merge_projections
 from saccade.model.vlm import VLM
 from saccade.model.weights import load_model
@@ -29,6 +31,9 @@ def load_runner(
     dtype: str | torch.dtype | None = None,
 ) -> Runner:  # fmt: skip
     """The model of a folder, ready to run steps."""
+    device = resolve_device(device)
+    if device.type == "cpu":
+        keep_freed_memory()  # what a layer frees the next one takes; fresh memory from the system costs a tenth of a step
     with compiling(folder, config, device=device, dtype=dtype):
         model = load_model(folder, device=device, dtype=dtype)
     return make_runner(model, config, pixels=pixels)
