@@ -27,8 +27,13 @@ def merge_projections(model: VLM) -> None:
             del module.gate_proj, module.up_proj
     embedding = model.language.embed_tokens.weight  # by rows, as it is read
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.is_cpu and module.weight is not embedding:
+        if isinstance(module, nn.Linear) and module.weight is not embedding and _is_for_mkl(module.weight):
             module.weight = nn.Parameter(_by_columns(module.weight), requires_grad=False)
+
+
+def _is_for_mkl(weight: Tensor) -> bool:
+    """Other number formats are another library's business."""
+    return weight.is_cpu and weight.dtype == torch.float32
 
 
 def _by_columns(weight_ND: Tensor) -> Tensor:
