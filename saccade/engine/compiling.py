@@ -1,7 +1,8 @@
 """Kernels compiled while the weights are being read.
 
-Compiling waits for the compiler, reading waits for the disk, so both can go on at once. What has to be compiled follows from the widths
-of a model and not from its weights: a model of two layers answers one request with an image, in a thread of its own.
+What has to be compiled follows from the widths of a model and not from its weights: a model of two layers answers one request with an
+image, in a thread of its own. Both work in one interpreter, so the first token comes hardly sooner; but the tokens behind it, which are
+made by other kernels, come at once: without this the first of them took 3.4 s on an H200 with an empty kernel cache.
 """
 
 from __future__ import annotations

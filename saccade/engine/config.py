@@ -39,7 +39,7 @@ class EngineConfig:
     max_draft_tokens: int = 0
     """Guess up to this many tokens ahead from what was said before (0: never). Tokens stay the same, steps may become fewer."""
     cuda_graphs: bool = True
-    """Replay steps and the vision tower from recordings, by size. A size is recorded when it has come once (answers) or some times (prompts)."""
+    """Replay steps and the vision tower from recordings, by size. A size is recorded when it has come once (answers) or four times (prompts)."""
     num_workers: int | None = None
     """Processes that prepare images. 0: none, everything in this one. None: by the number of cores."""
     host_image_bytes: int = 2 << 30

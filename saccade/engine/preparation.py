@@ -43,8 +43,8 @@ from saccade.processor.processor import (
 )
 
 _READERS = 2
-"""More would read no faster, as most of it holds the interpreter's lock, and the engine's thread would wait for its turn behind them all:
-with 12 of them 256 requests at once kept its first step waiting for a quarter of a second."""
+"""The engine's thread shares the interpreter with them and waits its turn behind them all. With 12, 256 requests at once held its
+first step up for 0.26 s, with two 0.18; two read and hash some 1000 pictures of 672 x 672 a second."""
 _AHEAD = 2
 """Images read for each worker before it can take them. More would only take memory."""
 _PICTURE_LOCKS = 61
