@@ -21,13 +21,11 @@ RayOption = Annotated[str | None, typer.Option("--ray", help="Address of a Ray c
 
 @app.command()
 def prepare(
-    sources: Annotated[
+    inputs: Annotated[
         list[str], typer.Argument(help="What to read: PATH or KIND:PATH; a wrong kind lists those there are.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Shard folder to write.")],
-    kind: Annotated[
-        str | None, typer.Option(help="Kind of all sources, where it cannot be told from the path.")
-    ] = None,
+    kind: Annotated[str | None, typer.Option(help="Kind of all inputs, where it cannot be told from the path.")] = None,
     images: Annotated[
         Path | None, typer.Option(help="Folder of the images that COCO, VQA and chat files name.")
     ] = None,
@@ -53,10 +51,10 @@ def prepare(
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Turn sources into shards, index them and judge every sample. Run again after a crash, it goes on where it stopped."""
+    """Turn inputs into shards, index them and judge every sample. Run again after a crash, it goes on where it stopped."""
     from saccade.data.prepare import PrepareOptions
     from saccade.data.prepare import prepare as run
-    from saccade.data.sources import parse_source
+    from saccade.data.readers import parse_input
 
     columns = dict(_pair(text) for text in column or [])
     fields = {
@@ -67,7 +65,7 @@ def prepare(
         "name": name,
         "licence": licence,
     }
-    specs = [parse_source(source, **fields) for source in sources]
+    specs = [parse_input(path, **fields) for path in inputs]
     chosen = _curation_settings(settings, set_) if curate else None
     options = PrepareOptions(samples_per_shard=samples_per_shard, resize_longest=resize_longest)
     with progress("samples") as advance:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from saccade.data.fetch import Failed, Fetched, Fetcher, FetchOptions
+from saccade.data.download import Downloaded, Downloader, DownloadOptions, Failed
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -25,8 +25,8 @@ _LINKS_AHEAD = 4
 
 
 def fetch_as_completed(
-    items: Iterable[T], url_of: Callable[[T], str | None], options: FetchOptions
-) -> Iterator[tuple[T, Fetched | Failed | None]]:
+    items: Iterable[T], url_of: Callable[[T], str | None], options: DownloadOptions
+) -> Iterator[tuple[T, Downloaded | Failed | None]]:
     """Each item with what its link gave, as downloads end; an item without a link passes through at once, with None.
 
     Not in the order of the items: one dead host would hold back thousands of images. An item is overtaken by at most `MAX_REACH`.
@@ -58,9 +58,9 @@ def fetch_as_completed(
 class _Background:
     """An event loop in a thread, started by the first link, and the outcomes that nobody has taken yet."""
 
-    def __init__(self, options: FetchOptions) -> None:
+    def __init__(self, options: DownloadOptions) -> None:
         self._options = options
-        self._finished: queue.SimpleQueue[tuple[int, Fetched | Failed]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[int, Downloaded | Failed]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bytes_in, self._bytes_out = 0, 0  # each counted by one thread alone
 
@@ -78,7 +78,7 @@ class _Background:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="fetch", daemon=True)
             self._thread.start()
-            self._fetcher = Fetcher(self._options, has_room=self._has_room)
+            self._fetcher = Downloader(self._options, has_room=self._has_room)
             asyncio.run_coroutine_threadsafe(self._fetcher.__aenter__(), self._loop).result()
         asyncio.run_coroutine_threadsafe(self._fetch(number, url), self._loop)
 
@@ -91,7 +91,7 @@ class _Background:
         self._bytes_in += _num_bytes(outcome)
         self._finished.put((number, outcome))
 
-    def take(self) -> tuple[int, Fetched | Failed]:
+    def take(self) -> tuple[int, Downloaded | Failed]:
         """The number and outcome of a download, waiting for one to end."""
         number, outcome = self._finished.get()
         self._bytes_out += _num_bytes(outcome)
@@ -114,5 +114,5 @@ class _Background:
         await self._fetcher.__aexit__(None, None, None)
 
 
-def _num_bytes(outcome: Fetched | Failed) -> int:
-    return len(outcome.data) if isinstance(outcome, Fetched) else 0
+def _num_bytes(outcome: Downloaded | Failed) -> int:
+    return len(outcome.data) if isinstance(outcome, Downloaded) else 0

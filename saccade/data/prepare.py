@@ -1,10 +1,10 @@
 """Sources to shards: read, download, write, count; after a crash, go on.
 
-    open the sources -> claim the folder -> items in order -> links downloaded -> shards, one by one
+    open the inputs -> claim the folder -> items in order -> links downloaded -> shards, one by one
 
 The unit of work is a shard. When one is whole, `prepare.json` is replaced: what has been counted, and which items have been used.
 A run that finds such a file goes on from there, so every item is used once however often the run was killed. Samples stand in the
-order of their sources, downloaded ones in the order they arrived. Images keep the bytes they have, unless `resize_longest` is set.
+order of their inputs, downloaded ones in the order they arrived. Images keep the bytes they have, unless `resize_longest` is set.
 Nothing is judged here beyond "is this a sample": judging is curation's.
 """
 
@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from saccade.data.fetch import FetchOptions
-from saccade.data.prepare_report import FILE, HIDDEN, Frontier, Place, PrepareReport, SourceReport
+from saccade.data.download import DownloadOptions
+from saccade.data.prepare_report import FILE, HIDDEN, Frontier, InputReport, Place, PrepareReport
+from saccade.data.readers.inputs import Input, fill_links, open_input
+from saccade.data.readers.reader import InputSpec, Item, Skipped
 from saccade.data.resize import resize_in_order
 from saccade.data.sample import Sample
 from saccade.data.shards import ShardWriter
-from saccade.data.sources.kinds import Source, fill_links, open_source
-from saccade.data.sources.source import Item, Skipped, SourceSpec
 from saccade.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class PrepareOptions:
     """Stop when more than this share of the items is skipped, once a thousand have been seen: something is wrong then."""
     num_workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     """Threads that resize."""
-    fetch: FetchOptions = field(default_factory=FetchOptions)
+    download: DownloadOptions = field(default_factory=DownloadOptions)
     """How links are downloaded."""
 
     def __post_init__(self) -> None:
@@ -71,22 +71,22 @@ class PrepareOptions:
 
 
 def prepare(
-    sources: Sequence[SourceSpec],
+    inputs: Sequence[InputSpec],
     out: str | Path,
     options: PrepareOptions | None = None,
     on_progress: Callable[[PrepareReport], None] | None = None,
 ) -> PrepareReport:
-    """Write the samples of the sources as shards into `out`; goes on where an earlier run of the same stopped.
+    """Write the samples of the inputs as shards into `out`; goes on where an earlier run of the same stopped.
 
     `on_progress` is called after every item with the report as it grows.
     """
     options, folder = options or PrepareOptions(), Path(out)
-    if not sources:
-        raise ConfigError("prepare: no sources. Name at least one")
+    if not inputs:
+        raise ConfigError("prepare: no inputs. Name at least one")
     if "://" in str(out):
         raise ConfigError(f"{out}: shards are written to a local folder. Write them there, then copy them")
-    opened = [open_source(spec) for spec in sources]
-    report = PrepareReport(_settings(options), [_describe(source) for source in opened])
+    opened = [open_input(spec) for spec in inputs]
+    report = PrepareReport(_settings(options), [_describe(entry) for entry in opened])
     with _claimed(folder):
         report = _begin_or_go_on(folder, report)
         if report.is_finished:
@@ -103,22 +103,22 @@ def prepare(
 
 def _settings(options: PrepareOptions) -> dict[str, Any]:
     settings = asdict(options)
-    settings["fetch"] |= {name: sorted(settings["fetch"][name]) for name in ("ports", "allow_hosts")}
+    settings["download"] |= {name: sorted(settings["download"][name]) for name in ("ports", "allow_hosts")}
     return settings
 
 
-def _describe(source: Source) -> SourceReport:
+def _describe(entry: Input) -> InputReport:
     """A source as the report names it, so that a later run can tell whether it is the same."""
-    parts = "\n".join(f"{part.name} {part.num_bytes}" for part in source.parts)
+    parts = "\n".join(f"{part.name} {part.num_bytes}" for part in entry.parts)
     details = {
-        "licence": source.spec.licence,
-        "images": str(source.spec.images) if source.spec.images else None,
-        "annotations": str(source.spec.annotations) if source.spec.annotations else None,
-        "columns": dict(source.spec.columns),
-        "num_parts": len(source.parts),
+        "licence": entry.spec.licence,
+        "images": str(entry.spec.images) if entry.spec.images else None,
+        "annotations": str(entry.spec.annotations) if entry.spec.annotations else None,
+        "columns": dict(entry.spec.columns),
+        "num_parts": len(entry.parts),
         "fingerprint": hashlib.sha256(parts.encode()).hexdigest()[:16],
     }
-    return SourceReport(source.name, source.kind, source.spec.path, details)
+    return InputReport(entry.name, entry.kind, entry.spec.path, details)
 
 
 # ------------------------------------------------------------------ the folder
@@ -161,7 +161,7 @@ def _begin_or_go_on(folder: Path, fresh: PrepareReport) -> PrepareReport:
         return found
     if found.num_shards:
         raise DataError(
-            f"{folder}: its {found.num_shards} shards were made from other sources or with other options than these, see "
+            f"{folder}: its {found.num_shards} shards were made from other inputs or with other options than these, see "
             f"{folder / FILE}. Choose another folder, or remove it"
         )
     _remove_unfinished(folder, found)
@@ -186,11 +186,11 @@ def _remove_unfinished(folder: Path, report: PrepareReport) -> None:
             path.unlink()
 
 
-def _check_space(folder: Path, sources: Sequence[Source], options: PrepareOptions, report: PrepareReport) -> None:
+def _check_space(folder: Path, inputs: Sequence[Input], options: PrepareOptions, report: PrepareReport) -> None:
     """Refuse what plainly does not fit, before the work begins."""
     if options.resize_longest is not None:
         return
-    size = sum(part.num_bytes for source in sources if source.kind in _HOLD_IMAGES for part in source.parts)
+    size = sum(part.num_bytes for entry in inputs if entry.kind in _HOLD_IMAGES for part in entry.parts)
     free = shutil.disk_usage(folder).free
     if size - report.num_bytes > free:
         raise DataError(
@@ -218,7 +218,7 @@ def _telling_of_full_disks(folder: Path, report: PrepareReport) -> Iterator[None
 
 def _write_shards(
     folder: Path,
-    sources: Sequence[Source],
+    inputs: Sequence[Input],
     options: PrepareOptions,
     report: PrepareReport,
     on_progress: Callable[[PrepareReport], None],
@@ -229,7 +229,7 @@ def _write_shards(
     digits = max(4, len(str(options.samples_per_shard - 1)))
     # the bounds are kept here, not by the writer: a key names its shard, and the report must know what is in one
     with (
-        closing(_samples(sources, options, frontier)) as items,
+        closing(_samples(inputs, options, frontier)) as items,
         ShardWriter(folder, max_samples=options.samples_per_shard, max_bytes=2**62) as writer,
     ):
         for place, item in items:
@@ -243,7 +243,7 @@ def _write_shards(
                 writer.write(Sample(key, item.source, item.members))
                 num_bytes += size
             frontier.end(place)
-            report.sources[place[0]].count(item)
+            report.inputs[place[0]].count(item)
             if isinstance(item, Skipped):
                 _check_share(report, options)
             on_progress(report)
@@ -264,24 +264,24 @@ def _finish_shard(folder: Path, writer: ShardWriter, report: PrepareReport, fron
 
 
 def _samples(
-    sources: Sequence[Source], options: PrepareOptions, frontier: Frontier
+    inputs: Sequence[Input], options: PrepareOptions, frontier: Frontier
 ) -> Generator[tuple[Place, Sample | Skipped], None, None]:
     """Every item that has not been used, complete, with its place."""
-    placed = ((place, item) for place, _, item in fill_links(_items(sources, frontier), options.fetch))
+    placed = ((place, item) for place, _, item in fill_links(_items(inputs, frontier), options.download))
     if options.resize_longest is None:
         yield from placed
     else:
         yield from resize_in_order(placed, options.resize_longest, options.num_workers)
 
 
-def _items(sources: Sequence[Source], frontier: Frontier) -> Iterator[tuple[Place, Source, Item]]:
-    first_source, first_part, first_item = frontier.next_item
-    for number, source in enumerate(sources[first_source:], first_source):
-        for part in range(first_part, len(source.parts)):
-            for count, item in enumerate(source.read(part, first_item), first_item):
+def _items(inputs: Sequence[Input], frontier: Frontier) -> Iterator[tuple[Place, Input, Item]]:
+    first_input, first_part, first_item = frontier.next_item
+    for number, entry in enumerate(inputs[first_input:], first_input):
+        for part in range(first_part, len(entry.parts)):
+            for count, item in enumerate(entry.read(part, first_item), first_item):
                 place = (number, part, count)
                 if frontier.begin(place):
-                    yield place, source, item
+                    yield place, entry, item
             first_item = 0
         first_part = 0
 
@@ -300,5 +300,5 @@ def _most_frequent(report: PrepareReport) -> str:
     if not report.skipped:
         return "Check the paths"
     reason = next(iter(report.skipped))
-    example = next(source.examples[reason][0] for source in report.sources if reason in source.examples)
+    example = next(entry.examples[reason][0] for entry in report.inputs if reason in entry.examples)
     return f"Most often: {reason} ({report.skipped[reason]} times), for instance {example}"

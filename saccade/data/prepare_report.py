@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from saccade.data.readers.reader import Skipped
 from saccade.data.sample import Sample
-from saccade.data.sources.source import Skipped
 from saccade.errors import DataError
 
-VERSION = 1
+VERSION = 2
 FILE = "prepare.json"
 HIDDEN = f".{FILE}.part"
 _NUM_EXAMPLES = 5
@@ -41,7 +41,7 @@ class Frontier:
         self._used = {(source, part, item + n) for source, part, item, count in used_beyond for n in range(count)}
 
     def begin(self, place: Place) -> bool:
-        """An item is taken up, in the order of the sources; False if it has been used already."""
+        """An item is taken up, in the order of the inputs; False if it has been used already."""
         self._behind = (*place[:2], place[2] + 1)
         if place in self._used:
             return False
@@ -73,7 +73,7 @@ class Frontier:
 
 
 @dataclass
-class SourceReport:
+class InputReport:
     """One source: how it was read, and what became of its items."""
 
     name: str
@@ -104,7 +104,7 @@ class PrepareReport:
     """What a run has made: so far while it goes on, in all when it is finished. Kept as `prepare.json` beside the shards."""
 
     settings: dict[str, Any]
-    sources: list[SourceReport]
+    inputs: list[InputReport]
     num_shards: int = 0
     num_bytes: int = 0
     """Of all shards."""
@@ -121,7 +121,7 @@ class PrepareReport:
     @property
     def num_samples(self) -> int:
         """Samples in the shards."""
-        return sum(source.num_samples for source in self.sources)
+        return sum(entry.num_samples for entry in self.inputs)
 
     @property
     def num_skipped(self) -> int:
@@ -131,14 +131,14 @@ class PrepareReport:
     @property
     def skipped(self) -> dict[str, int]:
         """Items left out by reason, the most frequent first."""
-        total = sum((Counter(source.skipped) for source in self.sources), Counter[str]())
+        total = sum((Counter(entry.skipped) for entry in self.inputs), Counter[str]())
         return dict(sorted(total.items(), key=lambda entry: (-entry[1], entry[0])))
 
     @property
     def origin(self) -> Any:
         """What decides the content of the shards: a run goes on only where it is the same."""
         settings = {name: self.settings[name] for name in _DECISIVE}
-        return settings, [(source.name, source.kind, source.path, source.details) for source in self.sources]
+        return settings, [(entry.name, entry.kind, entry.path, entry.details) for entry in self.inputs]
 
     def save(self, folder: Path) -> None:
         """Replace the file in one step, after everything it speaks of is on the disk."""
@@ -166,7 +166,7 @@ class PrepareReport:
             place = content["next_item"]
             return PrepareReport(
                 settings=content["settings"],
-                sources=[SourceReport(**source) for source in content["sources"]],
+                inputs=[InputReport(**entry) for entry in content["inputs"]],
                 num_shards=content["num_shards"],
                 num_bytes=content["num_bytes"],
                 next_item=None if place is None else (place[0], place[1], place[2]),

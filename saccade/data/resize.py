@@ -11,8 +11,8 @@ from typing import TypeVar
 from PIL import Image
 
 from saccade.data.header import upright_size
+from saccade.data.readers.reader import Skipped
 from saccade.data.sample import Sample, image_names
-from saccade.data.sources.source import Skipped
 from saccade.errors import ImageError
 from saccade.processor.image import MediaLimits, load_image
 

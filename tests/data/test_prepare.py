@@ -21,11 +21,11 @@ from data.loopback import Site
 from data.making import make_jpeg, make_png, make_shards
 from PIL import Image
 
-from saccade.data.fetch import FetchOptions
+from saccade.data.download import DownloadOptions
 from saccade.data.prepare import PrepareOptions, prepare
 from saccade.data.prepare_report import Frontier
+from saccade.data.readers import parse_input, read_input
 from saccade.data.sample import Sample, description, image_names, images, texts
-from saccade.data.sources import parse_source, read_source
 from saccade.errors import ConfigError, DataError
 
 TESTS = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ def make_captions(folder, num_images=6, missing=()):
         "annotations": [{"image_id": number, "caption": f"caption {number}"} for number in range(num_images)],
     }
     (folder / "captions.json").write_text(json.dumps(content))
-    return parse_source(str(folder / "captions.json"), images=folder / "images", name="coco", licence="CC BY 4.0")
+    return parse_input(str(folder / "captions.json"), images=folder / "images", name="coco", licence="CC BY 4.0")
 
 
 def shard_names(folder):
@@ -77,12 +77,12 @@ def contents(folder):
 def test_sources_of_several_kinds_become_one_folder_of_shards(tmp_path):
     specs = [
         make_captions(tmp_path / "coco", 6, missing=[2]),
-        parse_source(str(make_shards(tmp_path / "laion", 2, 4))),
-        parse_source(str(make_files(tmp_path / "photos", 3))),
+        parse_input(str(make_shards(tmp_path / "laion", 2, 4))),
+        parse_input(str(make_files(tmp_path / "photos", 3))),
     ]
     report = prepare(specs, tmp_path / "out", PrepareOptions(samples_per_shard=5))
     written = samples_of(tmp_path / "out")
-    expected = [item for spec in specs for item in read_source(spec) if isinstance(item, Sample)]
+    expected = [item for spec in specs for item in read_input(spec) if isinstance(item, Sample)]
     assert [sample.members for sample in written.values()] == [sample.members for sample in expected]
     assert [f"{name}/{key}" for name, key in written] == [
         f"{shard:05d}.tar/{shard:05d}{number:04d}" for shard, size in enumerate([5, 5, 5, 1]) for number in range(size)
@@ -90,7 +90,7 @@ def test_sources_of_several_kinds_become_one_folder_of_shards(tmp_path):
     assert report.is_finished
     assert (report.num_samples, report.num_skipped, report.num_shards) == (16, 1, 4)
     assert report.skipped == {"image file missing": 1}
-    assert [(source.name, source.kind, source.num_samples) for source in report.sources] == [
+    assert [(entry.name, entry.kind, entry.num_samples) for entry in report.inputs] == [
         ("coco", "coco", 5), ("laion", "tars", 8), ("photos", "files", 3),
     ]  # fmt: skip
     assert report.num_bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.tar"))
@@ -108,19 +108,19 @@ def test_the_report_is_written_beside_the_shards(tmp_path):
     report = prepare(
         [make_captions(tmp_path / "coco", 8, missing=[0, 5])],
         tmp_path / "out",
-        PrepareOptions(samples_per_shard=2, fetch=FetchOptions(user_agent="me")),
+        PrepareOptions(samples_per_shard=2, download=DownloadOptions(user_agent="me")),
         on_progress=lambda report: seen.append((report.num_samples, report.num_skipped, report.num_shards)),
     )
     written = json.loads((tmp_path / "out" / "prepare.json").read_text())
-    assert written["version"] == 1
+    assert written["version"] == 2
     assert written["is_finished"] is True
     assert (written["num_samples"], written["num_skipped"], written["num_shards"]) == (6, 2, 3)
     assert written["skipped"] == {"image file missing": 2}
     assert written["settings"]["samples_per_shard"] == 2
-    assert written["settings"]["fetch"]["user_agent"] == "me"
-    [source] = written["sources"]
-    assert source["skipped"] == {"image file missing": 2}
-    assert [example.partition(":")[0] for example in source["examples"]["image file missing"]] == ["0", "5"]
+    assert written["settings"]["download"]["user_agent"] == "me"
+    [entry] = written["inputs"]
+    assert entry["skipped"] == {"image file missing": 2}
+    assert [example.partition(":")[0] for example in entry["examples"]["image file missing"]] == ["0", "5"]
     assert seen == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 1), (4, 1, 1), (4, 2, 1), (5, 2, 2), (6, 2, 2)]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "00000.tar",
@@ -134,7 +134,7 @@ def test_the_report_is_written_beside_the_shards(tmp_path):
 def test_shards_are_bounded_in_bytes_and_a_larger_sample_has_its_own(tmp_path):
     make_files(tmp_path / "photos", 12)
     (tmp_path / "photos" / "000005.jpg").write_bytes(make_jpeg() + bytes(200_000))
-    prepare([parse_source(str(tmp_path / "photos"))], tmp_path / "out", PrepareOptions(bytes_per_shard=30_000))
+    prepare([parse_input(str(tmp_path / "photos"))], tmp_path / "out", PrepareOptions(bytes_per_shard=30_000))
     sizes = {name: (tmp_path / "out" / name).stat().st_size for name in shard_names(tmp_path / "out")}
     [large] = [name for name, size in sizes.items() if size > 30_000]
     written = samples_of(tmp_path / "out")
@@ -146,7 +146,7 @@ def test_shards_are_bounded_in_bytes_and_a_larger_sample_has_its_own(tmp_path):
 
 def test_large_shards_have_longer_keys(tmp_path):
     make_files(tmp_path / "photos", 2)
-    prepare([parse_source(str(tmp_path / "photos"))], tmp_path / "out", PrepareOptions(samples_per_shard=100_000))
+    prepare([parse_input(str(tmp_path / "photos"))], tmp_path / "out", PrepareOptions(samples_per_shard=100_000))
     assert [key for _, key in samples_of(tmp_path / "out")] == ["0000000000", "0000000001"]
 
 
@@ -160,7 +160,7 @@ def test_only_images_beyond_the_wanted_size_are_encoded_anew(tmp_path):
     for name, data in originals.items():
         (folder / name).write_bytes(data)
         (folder / name).with_suffix(".txt").write_text(name)
-    report = prepare([parse_source(str(folder))], tmp_path / "out", PrepareOptions(resize_longest=128, num_workers=2))
+    report = prepare([parse_input(str(folder))], tmp_path / "out", PrepareOptions(resize_longest=128, num_workers=2))
     written = list(samples_of(tmp_path / "out").values())
     assert [texts(sample) for sample in written] == [["a.jpg"], ["b.jpg"], ["c.png"], ["d.jpg"]]
     (tmp_path / "x").mkdir()
@@ -177,7 +177,7 @@ def test_only_images_beyond_the_wanted_size_are_encoded_anew(tmp_path):
 
 def test_shrinking_keeps_the_picture(tmp_path):
     make_files(tmp_path / "photos", 1, size=(512, 384))
-    prepare([parse_source(str(tmp_path / "photos"))], tmp_path / "out", PrepareOptions(resize_longest=128))
+    prepare([parse_input(str(tmp_path / "photos"))], tmp_path / "out", PrepareOptions(resize_longest=128))
     [sample] = samples_of(tmp_path / "out").values()
     (tmp_path / "small.jpg").write_bytes(images(sample)[0])
     with Image.open(tmp_path / "small.jpg") as small, Image.open(tmp_path / "photos" / "000000.jpg") as large:
@@ -198,11 +198,11 @@ def site():
 def make_links(path, site, names):
     columns = {"url": [site.url(name) for name in names], "caption": [f"text {n}" for n in range(len(names))]}
     pq.write_table(pa.table(columns), path, row_group_size=7)
-    return parse_source(str(path))
+    return parse_input(str(path))
 
 
 def fetch_options(site):
-    return FetchOptions(
+    return DownloadOptions(
         allow_hosts=frozenset({f"127.0.0.1:{site.port}"}), backoff_s=0.01, host_delay_s=0.0, num_retries=2
     )
 
@@ -210,7 +210,7 @@ def fetch_options(site):
 def test_links_are_downloaded_and_failures_counted_under_their_reasons(tmp_path, site):
     names = ["img0", "gone", "img2", "noai", "page", "moved", "img6", "flapping"]
     spec = make_links(tmp_path / "links.parquet", site, names)
-    report = prepare([spec], tmp_path / "out", PrepareOptions(fetch=fetch_options(site)))
+    report = prepare([spec], tmp_path / "out", PrepareOptions(download=fetch_options(site)))
     written = list(samples_of(tmp_path / "out").values())
     assert {texts(sample)[0]: description(sample)["url"] for sample in written} == {
         f"text {number}": site.url(names[number]) for number in (0, 2, 6, 7)
@@ -218,7 +218,7 @@ def test_links_are_downloaded_and_failures_counted_under_their_reasons(tmp_path,
     [sample] = [sample for sample in written if texts(sample) == ["text 2"]]
     assert sample.members["jpg"] == make_jpeg(seed=2)
     assert report.skipped == {"http 404": 1, "not an image": 1, "opted out": 1, "redirect": 1}
-    assert report.sources[0].examples["http 404"] == [f"links.parquet:1: {site.url('gone')}"]
+    assert report.inputs[0].examples["http 404"] == [f"links.parquet:1: {site.url('gone')}"]
 
 
 def test_private_addresses_in_a_list_are_never_asked_by_default(tmp_path, site):
@@ -233,17 +233,17 @@ def test_private_addresses_in_a_list_are_never_asked_by_default(tmp_path, site):
 SCRIPT = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
-from saccade.data.fetch import FetchOptions
+from saccade.data.download import DownloadOptions
 from saccade.data.prepare import PrepareOptions, prepare
 from saccade.data.prepare_report import Frontier
-from saccade.data.sources import parse_source
+from saccade.data.readers import parse_input
 from saccade.errors import UserError
 arguments = json.loads(sys.argv[2])
 allow = frozenset(arguments.get("allow", []))
-fetch = FetchOptions(allow_hosts=allow, host_delay_s=0.0) if allow else FetchOptions()
-options = PrepareOptions(fetch=fetch, **arguments["options"])
+fetch = DownloadOptions(allow_hosts=allow, host_delay_s=0.0) if allow else DownloadOptions()
+options = PrepareOptions(download=fetch, **arguments["options"])
 try:
-    prepare([parse_source(path) for path in arguments["sources"]], arguments["out"], options,
+    prepare([parse_input(path) for path in arguments["inputs"]], arguments["out"], options,
             on_progress=lambda report: time.sleep(arguments.get("pause", 0)))
 except UserError as error:
     sys.exit(f"user error: {error}")
@@ -283,9 +283,9 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path):
     make_files(tmp_path / "photos", 150)
     make_shards(tmp_path / "tars", 3, 40)
     (tmp_path / "photos" / "000017.jpg").write_bytes(b"broken")
-    arguments = {"sources": [str(tmp_path / "photos"), str(tmp_path / "tars")], "options": {"samples_per_shard": 25}}
+    arguments = {"inputs": [str(tmp_path / "photos"), str(tmp_path / "tars")], "options": {"samples_per_shard": 25}}
     prepare(
-        [parse_source(path) for path in arguments["sources"]], tmp_path / "whole", PrepareOptions(samples_per_shard=25)
+        [parse_input(path) for path in arguments["inputs"]], tmp_path / "whole", PrepareOptions(samples_per_shard=25)
     )
     kill_until_done(tmp_path / "killed", 2, **arguments)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
@@ -295,14 +295,14 @@ def test_a_killed_download_goes_on_without_asking_again_for_what_is_whole(tmp_pa
     names = [f"img{number}" if number % 5 else "gone" for number in range(120)]
     make_links(tmp_path / "links.parquet", site, names)
     arguments = {
-        "sources": [str(tmp_path / "links.parquet")],
+        "inputs": [str(tmp_path / "links.parquet")],
         "options": {"samples_per_shard": 20},
         "allow": [f"127.0.0.1:{site.port}"],
     }
     kill_until_done(tmp_path / "killed", 1, **arguments)
     assert sum(count == 1 for count in site.seen.values()) >= 20, "what was in the first shard is not asked for again"
-    options = PrepareOptions(samples_per_shard=20, fetch=fetch_options(site))
-    report = prepare([parse_source(arguments["sources"][0])], tmp_path / "whole", options)
+    options = PrepareOptions(samples_per_shard=20, download=fetch_options(site))
+    report = prepare([parse_input(arguments["inputs"][0])], tmp_path / "whole", options)
     assert report.skipped == {"http 404": 24}
     killed = json.loads((tmp_path / "killed" / "prepare.json").read_text())
     assert (killed["num_samples"], killed["skipped"]) == (96, {"http 404": 24})
@@ -334,7 +334,7 @@ def test_the_frontier_knows_what_is_used_however_items_end():
 
 def test_what_a_crash_left_behind_is_cleared_away(tmp_path):
     make_files(tmp_path / "photos", 10)
-    spec = parse_source(str(tmp_path / "photos"))
+    spec = parse_input(str(tmp_path / "photos"))
     whole = tmp_path / "whole"
     prepare([spec], whole, PrepareOptions(samples_per_shard=3))
 
@@ -384,13 +384,13 @@ def test_a_folder_with_other_things_is_refused(tmp_path):
 def test_shards_of_other_sources_or_options_are_not_mixed(tmp_path):
     spec = make_captions(tmp_path / "coco")
     prepare([spec], tmp_path / "out")
-    with pytest.raises(DataError, match="other sources or with other options"):
+    with pytest.raises(DataError, match="other inputs or with other options"):
         prepare([spec], tmp_path / "out", PrepareOptions(samples_per_shard=2))
-    with pytest.raises(DataError, match="other sources or with other options"):
+    with pytest.raises(DataError, match="other inputs or with other options"):
         prepare([spec, spec], tmp_path / "out")
     path = tmp_path / "coco" / "captions.json"
     path.write_text(path.read_text() + " ")
-    with pytest.raises(DataError, match="other sources or with other options"):
+    with pytest.raises(DataError, match="other inputs or with other options"):
         prepare([spec], tmp_path / "out")
 
 
@@ -432,14 +432,14 @@ def test_what_cannot_fit_is_refused_before_the_work_begins(tmp_path):
     (tmp_path / "tars" / "00001.tar").touch()
     os.truncate(tmp_path / "tars" / "00001.tar", shutil.disk_usage(tmp_path).free + 2**30)  # takes no space itself
     with pytest.raises(DataError, match="GB free"):
-        prepare([parse_source(str(tmp_path / "tars"))], tmp_path / "out")
+        prepare([parse_input(str(tmp_path / "tars"))], tmp_path / "out")
     assert shard_names(tmp_path / "out") == []
 
 
 def test_bad_sources_are_found_before_the_folder_is_touched(tmp_path):
     with pytest.raises(DataError, match="nowhere"):
-        prepare([make_captions(tmp_path / "coco"), parse_source(str(tmp_path / "nowhere"))], tmp_path / "out")
-    with pytest.raises(ConfigError, match="no sources"):
+        prepare([make_captions(tmp_path / "coco"), parse_input(str(tmp_path / "nowhere"))], tmp_path / "out")
+    with pytest.raises(ConfigError, match="no inputs"):
         prepare([], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -455,7 +455,7 @@ def test_options_are_checked(options):
 def test_nothing_usable_is_an_error_and_the_folder_stays_usable(tmp_path):
     spec = make_captions(tmp_path / "coco", 4)
     (tmp_path / "empty").mkdir()
-    wrong = parse_source(spec.path, images=tmp_path / "empty")
+    wrong = parse_input(spec.path, images=tmp_path / "empty")
     with pytest.raises(
         DataError, match=r"not one sample among 4 items.*image file missing \(4 times\), for instance 0: .*0\.jpg"
     ):
@@ -478,7 +478,7 @@ def test_a_file_that_cannot_grow_ends_in_one_line_and_the_run_goes_on_later(tmp_
     """The limit on a file's size is met as a full disk is: in the middle of writing."""
     make_files(tmp_path / "photos", 40)
     arguments = {
-        "sources": [str(tmp_path / "photos")],
+        "inputs": [str(tmp_path / "photos")],
         "options": {"samples_per_shard": 20},
         "out": str(tmp_path / "out"),
     }
@@ -489,8 +489,8 @@ def test_a_file_that_cannot_grow_ends_in_one_line_and_the_run_goes_on_later(tmp_
     assert errors.startswith("user error: ")
     assert "no space left after 1 whole shards" in errors
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["00000.tar", "prepare.json"]
-    prepare([parse_source(arguments["sources"][0])], tmp_path / "out", PrepareOptions(samples_per_shard=20))
-    prepare([parse_source(arguments["sources"][0])], tmp_path / "whole", PrepareOptions(samples_per_shard=20))
+    prepare([parse_input(arguments["inputs"][0])], tmp_path / "out", PrepareOptions(samples_per_shard=20))
+    prepare([parse_input(arguments["inputs"][0])], tmp_path / "whole", PrepareOptions(samples_per_shard=20))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -500,7 +500,7 @@ def test_a_full_disk_leaves_whole_shards_only_and_room_lets_the_run_go_on(tmp_pa
         pytest.skip("needs a mount namespace")
     make_files(tmp_path / "photos", 60)
     (tmp_path / "disk").mkdir()
-    arguments = {"sources": [str(tmp_path / "photos")], "options": {"samples_per_shard": 10, "resize_longest": 4096}, "out": str(tmp_path / "disk" / "out")}  # fmt: skip
+    arguments = {"inputs": [str(tmp_path / "photos")], "options": {"samples_per_shard": 10, "resize_longest": 4096}, "out": str(tmp_path / "disk" / "out")}  # fmt: skip
     run = f'"{sys.executable}" -c "$SCRIPT" "{TESTS.parent}" "$ARGUMENTS"'
     script = f"""
     cd {tmp_path} && mount -t tmpfs -o size=200k tmpfs disk || exit 77
@@ -522,7 +522,7 @@ def test_a_full_disk_leaves_whole_shards_only_and_room_lets_the_run_go_on(tmp_pa
     assert 1 <= len(listed) - 1 < 6
     assert all(name.endswith(".tar") and not name.startswith(".") for name in listed[:-1])
     prepare(
-        [parse_source(str(tmp_path / "photos"))],
+        [parse_input(str(tmp_path / "photos"))],
         tmp_path / "whole",
         PrepareOptions(samples_per_shard=10, resize_longest=4096),
     )
@@ -538,7 +538,7 @@ def test_real_photos_survive_the_way_from_loose_files_to_shards(tmp_path):
         pytest.skip("needs SACCADE_DATA, a folder with flickr8k/val-00000.tar")
     with tarfile.open(Path(root) / "flickr8k" / "val-00000.tar") as tar:
         tar.extractall(tmp_path / "photos", filter="data")
-    report = prepare([parse_source(str(tmp_path / "photos"))], tmp_path / "out", PrepareOptions(samples_per_shard=400))
+    report = prepare([parse_input(str(tmp_path / "photos"))], tmp_path / "out", PrepareOptions(samples_per_shard=400))
     assert report.num_skipped == 0
     written = samples_of(tmp_path / "out")
     assert Counter(name for name, _ in written) == {"00000.tar": 400, "00001.tar": 400, "00002.tar": 200}

@@ -51,7 +51,7 @@ def is_public(address: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Gate:
+class UrlPolicy:
     """What is let through: these ports at public addresses, and the `host:port` that are allowed by name or address."""
 
     ports: frozenset[int]
@@ -98,9 +98,9 @@ def _is_address(host: str) -> bool:
 class CheckedResolver(AbstractResolver):
     """Hands aiohttp the addresses to connect to, all of them checked; one bad address condemns the name."""
 
-    def __init__(self, resolve: Resolve, gate: Gate) -> None:
+    def __init__(self, resolve: Resolve, gate: UrlPolicy) -> None:
         self._resolve = resolve
-        self._gate = gate
+        self._policy = gate
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
@@ -108,7 +108,7 @@ class CheckedResolver(AbstractResolver):
         """The addresses of a name."""
         addresses = await self._resolve(host, port)
         for address in addresses:
-            self._gate.check_address(address, port, host)
+            self._policy.check_address(address, port, host)
         return [
             ResolveResult(hostname=host, host=address, port=port, family=_family(address), proto=0, flags=0)
             for address in addresses

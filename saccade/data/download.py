@@ -26,8 +26,8 @@ import aiohttp
 from yarl import URL
 
 from saccade import __version__
-from saccade.data.gate import CheckedResolver, Gate, RefusedError, Resolve
-from saccade.data.sources.source import image_extension
+from saccade.data.readers.reader import image_extension
+from saccade.data.url_policy import CheckedResolver, RefusedError, Resolve, UrlPolicy
 from saccade.errors import ConfigError
 
 _ROOM_PAUSE_S = 0.02
@@ -40,7 +40,7 @@ _ROBOTS_SETTINGS = {"unavailable_after", "max-snippet", "max-image-preview", "ma
 
 
 @dataclass(frozen=True, kw_only=True)
-class FetchOptions:
+class DownloadOptions:
     """How images are downloaded."""
 
     timeout_s: float = 20.0
@@ -83,7 +83,7 @@ class FetchOptions:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class Downloaded:
     """An image as the server sent it."""
 
     data: bytes
@@ -114,25 +114,25 @@ class _Host:
     num_users: int = 0
 
 
-class Fetcher:
-    """Downloads images inside one event loop: `async with Fetcher(options) as fetcher: await fetcher.fetch(url)`."""
+class Downloader:
+    """Downloads images inside one event loop: `async with Downloader(options) as fetcher: await fetcher.fetch(url)`."""
 
     def __init__(
-        self, options: FetchOptions, resolve: Resolve | None = None, has_room: Callable[[], bool] = lambda: True
+        self, options: DownloadOptions, resolve: Resolve | None = None, has_room: Callable[[], bool] = lambda: True
     ) -> None:
         """`has_room` is asked before a request is sent: whether what was fetched before has been taken away."""
         self._options = options
         self._has_room = has_room
-        self._gate = Gate(options.ports, options.allow_hosts)
+        self._policy = UrlPolicy(options.ports, options.allow_hosts)
         self._resolve = resolve or self._ask_system
         self._dns_threads = ThreadPoolExecutor(_NUM_DNS_THREADS, thread_name_prefix="dns")
         self._hosts: dict[str, _Host] = {}
         self._slots = asyncio.Semaphore(options.max_concurrent)
 
-    async def __aenter__(self) -> Fetcher:
+    async def __aenter__(self) -> Downloader:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                resolver=CheckedResolver(self._resolve, self._gate),
+                resolver=CheckedResolver(self._resolve, self._policy),
                 use_dns_cache=False,  # the system's cache does; here a name is looked up once for each connection
                 limit=0,  # counted here, outside of the deadline
                 keepalive_timeout=1.0,  # a list names few images of one host; idle sockets would exhaust the files
@@ -151,10 +151,10 @@ class Fetcher:
         await self._session.close()
         self._dns_threads.shutdown(wait=False, cancel_futures=True)
 
-    async def fetch(self, text: str) -> Fetched | Failed:
+    async def fetch(self, text: str) -> Downloaded | Failed:
         """The image behind a link, or why there is none. Raises nothing that a server or a list could cause."""
         try:
-            url = self._gate.check_url(text)
+            url = self._policy.check_url(text)
             for attempt in range(self._options.num_retries):
                 try:
                     return await self._attempt(url)
@@ -167,7 +167,7 @@ class Fetcher:
         except (RefusedError, _AttemptError) as failure:
             return Failed(str(failure))
 
-    async def _attempt(self, url: URL) -> Fetched:
+    async def _attempt(self, url: URL) -> Downloaded:
         async with self._turn(url.host or ""):
             try:
                 async with (
@@ -191,7 +191,7 @@ class Fetcher:
                 raise _AttemptError("connection failed", may_pass=True) from error
         if image_extension(data) is None:
             raise _AttemptError("not an image")
-        return Fetched(data)
+        return Downloaded(data)
 
     @asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[None]:
@@ -240,7 +240,7 @@ def _check_status(response: aiohttp.ClientResponse) -> None:
         )
 
 
-def _check_headers(response: aiohttp.ClientResponse, options: FetchOptions) -> None:
+def _check_headers(response: aiohttp.ClientResponse, options: DownloadOptions) -> None:
     """Refuse on the headers what need not be read."""
     headers = response.headers
     if options.respect_opt_out:

@@ -1,6 +1,6 @@
 """Readers of what people have: tars, loose files, lists of links, Parquet with images, COCO, VQA, conversations.
 
-    for item in read_source(parse_source("coco:captions_val2017.json", images=Path("val2017"))): ...   # Sample or Skipped
+    for item in read_input(parse_input("coco:captions_val2017.json", images=Path("val2017"))): ...   # Sample or Skipped
 
 Start in `kinds.py`; `source.py` says what a source and an item are; each other module reads one kind.
 """
@@ -8,11 +8,11 @@ Start in `kinds.py`; `source.py` says what a source and an item are; each other 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from saccade.data.sources.kinds import open_source as open_source
-    from saccade.data.sources.kinds import parse_source as parse_source
-    from saccade.data.sources.kinds import read_source as read_source
+    from saccade.data.readers.inputs import open_input as open_input
+    from saccade.data.readers.inputs import parse_input as parse_input
+    from saccade.data.readers.inputs import read_input as read_input
 
-_DOOR = {"open_source": "kinds", "parse_source": "kinds", "read_source": "kinds"}
+_DOOR = {"open_input": "inputs", "parse_input": "inputs", "read_input": "inputs"}
 
 
 def __getattr__(name: str) -> object:

@@ -7,14 +7,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from saccade.data.sources.source import Part, SourceSpec, file_part
+from saccade.data.readers.reader import InputSpec, Part, file_part
 from saccade.errors import ConfigError, DataError
 
 _BUFFER_BYTES = 1 << 20
 """Read ahead for each column. With it a page of a column is in memory, without it all of its row group."""
 
 
-def list_files(spec: SourceSpec) -> list[Part]:
+def list_files(spec: InputSpec) -> list[Part]:
     """One file, or all Parquet files in a folder and below, by name."""
     path = Path(spec.path)
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
@@ -50,7 +50,7 @@ def read_rows(path: str, columns: Sequence[str], begin: int, batch_rows: int) ->
             raise DataError(f"{path}: damaged: {error}. Copy it again") from error
 
 
-def find_column(spec: SourceSpec, schema: pa.Schema, role: str, names: Sequence[str]) -> str | None:
+def find_column(spec: InputSpec, schema: pa.Schema, role: str, names: Sequence[str]) -> str | None:
     """The column of a role: as given, else the first of the usual names, whatever their case."""
     if (given := spec.columns.get(role)) is not None:
         if given not in schema.names:

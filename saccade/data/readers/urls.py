@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from saccade.data.sources.rows import find_column, list_files, plain_columns, read_rows, schema_of
-from saccade.data.sources.source import Item, Link, Part, SourceSpec, UnusableError, read_item
+from saccade.data.readers.reader import InputSpec, Item, Link, Part, UnusableError, read_item
+from saccade.data.readers.rows import find_column, list_files, plain_columns, read_rows, schema_of
 from saccade.errors import DataError
 
 URL_NAMES = ("url", "image_url", "img_url")
@@ -14,7 +14,7 @@ _USUAL_NAMES = {"aesthetic_score": "aesthetic", "clip_similarity": "similarity"}
 _BATCH_ROWS = 4096
 
 
-def list_parts(spec: SourceSpec) -> list[Part]:
+def list_parts(spec: InputSpec) -> list[Part]:
     """The Parquet files, each with a column of links and one of texts."""
     parts = list_files(spec)
     for part in parts:
@@ -22,7 +22,7 @@ def list_parts(spec: SourceSpec) -> list[Part]:
     return parts
 
 
-def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
+def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
     """The rows in order, from number `begin`."""
     url, text = _columns(spec, part)
     rows = read_rows(part.path, plain_columns(schema_of(part.path)), begin, _BATCH_ROWS)
@@ -31,7 +31,7 @@ def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
         yield read_item(key, _link, key, row, url, text)
 
 
-def _columns(spec: SourceSpec, part: Part) -> tuple[str, str]:
+def _columns(spec: InputSpec, part: Part) -> tuple[str, str]:
     schema = schema_of(part.path)
     url, text = find_column(spec, schema, "url", URL_NAMES), find_column(spec, schema, "text", TEXT_NAMES)
     if url is None or text is None:

@@ -11,17 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 from data.making import encode, make_jpeg, make_picture, make_png, make_shards, make_webp, write_tar
 
+from saccade.data.readers import open_input, parse_input, read_input
+from saccade.data.readers.inputs import KINDS, detect
+from saccade.data.readers.reader import Link, Skipped, image_extension
 from saccade.data.sample import Sample, TextRules, conversations, description, images, texts
-from saccade.data.sources import open_source, parse_source, read_source
-from saccade.data.sources.kinds import KINDS, detect
-from saccade.data.sources.source import Link, Skipped, image_extension
 from saccade.errors import ConfigError, DataError
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 def read(path, **fields):
-    return list(read_source(parse_source(str(path), **fields)))
+    return list(read_input(parse_input(str(path), **fields)))
 
 
 def reasons(items):
@@ -153,7 +153,7 @@ MAKERS = {
 
 def make_source(kind, folder):
     make, images = MAKERS[kind]
-    return parse_source(str(make(folder)), images=folder / images if images else None)
+    return parse_input(str(make(folder)), images=folder / images if images else None)
 
 
 def test_every_kind_has_a_maker():
@@ -164,12 +164,12 @@ def test_every_kind_has_a_maker():
 def test_the_kind_is_told_from_the_path(kind, tmp_path):
     spec = make_source(kind, tmp_path)
     assert spec.kind is None
-    assert open_source(spec).kind == kind
+    assert open_input(spec).kind == kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reading_may_begin_at_any_item(kind, tmp_path):
-    source = open_source(make_source(kind, tmp_path))
+    source = open_input(make_source(kind, tmp_path))
     for part in range(len(source.parts)):
         whole = list(source.read(part))
         assert whole
@@ -180,7 +180,7 @@ def test_reading_may_begin_at_any_item(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_say_where_they_come_from(kind, tmp_path):
     spec = make_source(kind, tmp_path)
-    source = open_source(spec.__class__(**{**vars(spec), "name": "mine", "licence": "CC BY"}))
+    source = open_input(spec.__class__(**{**vars(spec), "name": "mine", "licence": "CC BY"}))
     items = [item for part in range(len(source.parts)) for item in source.read(part)]
     items = [source.finish(item, make_jpeg()) if isinstance(item, Link) else item for item in items]
     samples = [item for item in items if isinstance(item, Sample)]
@@ -313,7 +313,7 @@ def test_lists_of_links_keep_their_scores_as_metadata(tmp_path):
         "embedding": pa.array([[0.1]], pa.list_(pa.float32())),
     }
     pq.write_table(pa.table(columns), tmp_path / "links.parquet")
-    source = open_source(parse_source(str(tmp_path)))
+    source = open_input(parse_input(str(tmp_path)))
     [link] = source.read(0)
     sample = source.finish(link, make_png())
     assert sample.members["png"] == make_png()
@@ -333,21 +333,21 @@ def test_lists_of_links_keep_their_scores_as_metadata(tmp_path):
 
 
 def test_links_without_url_or_text_are_skipped(tmp_path):
-    source = open_source(parse_source(str(make_urls(tmp_path))))
+    source = open_input(parse_input(str(make_urls(tmp_path))))
     assert [getattr(item, "reason", None) for item in source.read(0)] == [None, "no url", "no text"]
 
 
 def test_the_columns_of_a_list_can_be_named(tmp_path):
     pq.write_table(pa.table({"where": ["http://x.example/"], "words": ["one"], "url": ["?"]}), tmp_path / "a.parquet")
-    source = open_source(parse_source(f"urls:{tmp_path}", columns={"url": "where", "text": "words"}))
+    source = open_input(parse_input(f"urls:{tmp_path}", columns={"url": "where", "text": "words"}))
     [link] = source.read(0)
     assert (link.url, link.text) == ("http://x.example/", "one")
     with pytest.raises(DataError, match=r"which column is the text.*where, words, url"):
-        open_source(parse_source(f"urls:{tmp_path}"))
+        open_input(parse_input(f"urls:{tmp_path}"))
     with pytest.raises(ConfigError, match="no column 'wher' for url"):
-        open_source(parse_source(f"urls:{tmp_path}", columns={"url": "wher"}))
+        open_input(parse_input(f"urls:{tmp_path}", columns={"url": "wher"}))
     with pytest.raises(ConfigError, match="no column role is called 'link'"):
-        open_source(parse_source(f"urls:{tmp_path}", columns={"link": "where"}))
+        open_input(parse_input(f"urls:{tmp_path}", columns={"link": "where"}))
 
 
 # ------------------------------------------------------------------ Parquet with images
@@ -464,7 +464,7 @@ def test_parquet_is_read_a_few_rows_at_a_time(tmp_path):
     del table
     before = pa.total_allocated_bytes()
     most = 0
-    for _ in read_source(parse_source(str(tmp_path / "a.parquet"))):
+    for _ in read_input(parse_input(str(tmp_path / "a.parquet"))):
         most = max(most, pa.total_allocated_bytes() - before)
     assert most < 26 * 2**20
 
@@ -568,13 +568,13 @@ def test_text_that_is_no_unicode_is_skipped(tmp_path):
 
 def test_the_kind_can_be_given_before_the_path_or_beside_it(tmp_path):
     path = make_chat(tmp_path)
-    assert parse_source(f"chat:{path}").kind == "chat"
-    assert parse_source(str(path), kind="chat").kind == "chat"
-    assert parse_source("s3://bucket/x").kind is None
+    assert parse_input(f"chat:{path}").kind == "chat"
+    assert parse_input(str(path), kind="chat").kind == "chat"
+    assert parse_input("s3://bucket/x").kind is None
     with pytest.raises(ConfigError, match=r"no kind of source is called 'coca'.*\n(.*\n)*  coco "):
-        parse_source(f"coca:{path}")
+        parse_input(f"coca:{path}")
     with pytest.raises(ConfigError, match="no kind of source is called 'llava'"):
-        open_source(parse_source(str(path), kind="llava"))
+        open_input(parse_input(str(path), kind="llava"))
 
 
 @pytest.mark.parametrize(
@@ -606,7 +606,7 @@ def test_a_wrong_guess_is_an_error_with_the_list_of_kinds(tmp_path):
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_a_path_that_is_not_there_is_named(tmp_path, kind):
     with pytest.raises(DataError, match="no/such/file"):
-        open_source(parse_source(str(tmp_path / "no/such/file"), kind=kind))
+        open_input(parse_input(str(tmp_path / "no/such/file"), kind=kind))
 
 
 @pytest.mark.parametrize(
@@ -616,14 +616,14 @@ def test_a_path_that_is_not_there_is_named(tmp_path, kind):
 def test_a_source_is_called_by_its_folder(tmp_path, monkeypatch, path, name):
     make_tars(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert open_source(parse_source(path)).name == name
+    assert open_input(parse_input(path)).name == name
     monkeypatch.chdir(tmp_path / "laion")
-    assert open_source(parse_source(".")).name == name
+    assert open_input(parse_input(".")).name == name
 
 
 def test_only_tars_are_read_from_afar():
     with pytest.raises(DataError, match="only tars"):
-        open_source(parse_source("parquet:s3://bucket/data"))
+        open_input(parse_input("parquet:s3://bucket/data"))
 
 
 @pytest.mark.parametrize("kind", ["coco", "vqa"])

@@ -12,9 +12,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from saccade.data.sample import Sample
-from saccade.data.sources.chat import take_images
-from saccade.data.sources.rows import (
+from saccade.data.readers.chat import take_images
+from saccade.data.readers.reader import (
+    InputSpec,
+    Item,
+    Part,
+    UnusableError,
+    make_sample,
+    read_image,
+    read_item,
+)
+from saccade.data.readers.rows import (
     find_column,
     is_binary,
     is_list,
@@ -24,15 +32,7 @@ from saccade.data.sources.rows import (
     read_rows,
     schema_of,
 )
-from saccade.data.sources.source import (
-    Item,
-    Part,
-    SourceSpec,
-    UnusableError,
-    make_sample,
-    read_image,
-    read_item,
-)
+from saccade.data.sample import Sample
 from saccade.errors import DataError
 
 _NAMES = {
@@ -58,7 +58,7 @@ class Columns:
     text: str | None
 
 
-def list_parts(spec: SourceSpec) -> list[Part]:
+def list_parts(spec: InputSpec) -> list[Part]:
     """The Parquet files, each with images and text."""
     parts = list_files(spec)
     for part in parts:
@@ -66,7 +66,7 @@ def list_parts(spec: SourceSpec) -> list[Part]:
     return parts
 
 
-def find_columns(spec: SourceSpec, schema: pa.Schema) -> Columns:
+def find_columns(spec: InputSpec, schema: pa.Schema) -> Columns:
     """Which column is which. A form of text that is given counts, else the first: conversations, question and answer, text."""
     fits: dict[str, Callable[[pa.DataType], bool]] = {
         "image": is_image,
@@ -92,7 +92,7 @@ def find_columns(spec: SourceSpec, schema: pa.Schema) -> Columns:
     return Columns(**found)
 
 
-def _find(spec: SourceSpec, schema: pa.Schema, role: str, fits: Callable[[pa.DataType], bool]) -> str | None:
+def _find(spec: InputSpec, schema: pa.Schema, role: str, fits: Callable[[pa.DataType], bool]) -> str | None:
     """Among the columns whose type fits; one that is given must fit too."""
     fitting = pa.schema([field for field in schema if fits(field.type)])
     if role in spec.columns and spec.columns[role] in schema.names and spec.columns[role] not in fitting.names:
@@ -101,7 +101,7 @@ def _find(spec: SourceSpec, schema: pa.Schema, role: str, fits: Callable[[pa.Dat
     return find_column(spec, fitting, role, _NAMES[role])
 
 
-def _unclear(spec: SourceSpec, schema: pa.Schema, role: str) -> DataError:
+def _unclear(spec: InputSpec, schema: pa.Schema, role: str) -> DataError:
     columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
     return DataError(f"{spec.path}: which column is the {role}? It has {columns}. Name it: --column {role}=NAME")
 
@@ -123,7 +123,7 @@ def _is_texts(kind: pa.DataType) -> bool:
     return is_text(kind.value_type if is_list(kind) else kind)
 
 
-def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
+def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
     """The rows in order, from number `begin`."""
     schema = schema_of(part.path)
     columns = find_columns(spec, schema)
@@ -134,7 +134,7 @@ def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
         yield read_item(key, _sample, spec, key, row, columns)
 
 
-def _sample(spec: SourceSpec, key: str, row: Mapping[str, Any], columns: Columns) -> Sample:
+def _sample(spec: InputSpec, key: str, row: Mapping[str, Any], columns: Columns) -> Sample:
     taken = {
         *vars(columns).values(),
         "messages",
@@ -152,7 +152,7 @@ def _sample(spec: SourceSpec, key: str, row: Mapping[str, Any], columns: Columns
     return make_sample(spec, key, _images(spec, row[columns.image or ""]), metadata)
 
 
-def _images(spec: SourceSpec, value: Any) -> list[bytes]:
+def _images(spec: InputSpec, value: Any) -> list[bytes]:
     """The bytes of one image or several; one that is stored as a path is read from the image folder."""
     images = []
     for image in value if isinstance(value, list) else [value]:

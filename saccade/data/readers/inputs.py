@@ -12,12 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from saccade.data.readers.reader import InputSpec, Item, Link, Part, Skipped, make_sample, read_item
 from saccade.data.sample import IMAGE_EXTENSIONS, Sample
-from saccade.data.sources.source import Item, Link, Part, Skipped, SourceSpec, make_sample, read_item
 from saccade.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from saccade.data.fetch import FetchOptions
+    from saccade.data.download import DownloadOptions
 
 T = TypeVar("T")
 
@@ -36,14 +36,14 @@ _COLUMN_ROLES = {"image", "text", "conversations", "question", "answer", "url"}
 _HEAD_BYTES = 1 << 16
 
 
-def parse_source(text: str, **fields: Any) -> SourceSpec:
-    """`PATH`, or `KIND:PATH`; `fields` are those of `SourceSpec`."""
+def parse_input(text: str, **fields: Any) -> InputSpec:
+    """`PATH`, or `KIND:PATH`; `fields` are those of `InputSpec`."""
     kind, colon, path = text.partition(":")
     if colon and kind in KINDS:
-        return SourceSpec(path=path, **{**fields, "kind": kind})
+        return InputSpec(path=path, **{**fields, "kind": kind})
     if colon and re.fullmatch(r"[a-z_]{2,}", kind) and not path.startswith("//") and not Path(text).exists():
         raise ConfigError(f"{text}: no kind of source is called {kind!r}.\n{_kinds()}")
-    return SourceSpec(path=text, **fields)
+    return InputSpec(path=text, **fields)
 
 
 def _kinds() -> str:
@@ -55,10 +55,10 @@ def _kinds() -> str:
 
 
 @dataclass(frozen=True)
-class Source:
+class Input:
     """A source that can be read: its kind and name are known, its parts listed."""
 
-    spec: SourceSpec
+    spec: InputSpec
     parts: tuple[Part, ...]
 
     @property
@@ -85,7 +85,7 @@ class Source:
         return item
 
 
-def open_source(spec: SourceSpec) -> Source:
+def open_input(spec: InputSpec) -> Input:
     """Find the kind, list the parts, check what can be checked before the work begins."""
     kind = spec.kind if spec.kind is not None else detect(spec.path)
     if kind not in KINDS:
@@ -98,7 +98,7 @@ def open_source(spec: SourceSpec) -> Source:
         raise ConfigError(f"no column role is called {min(surplus)!r}. Roles: {', '.join(sorted(_COLUMN_ROLES))}")
     named = replace(spec, kind=kind, name=spec.name if spec.name is not None else _name(spec.path))
     try:
-        return Source(named, tuple(_reader(named).list_parts(named)))
+        return Input(named, tuple(_reader(named).list_parts(named)))
     except DataError as error:
         if spec.kind is not None:
             raise
@@ -107,8 +107,8 @@ def open_source(spec: SourceSpec) -> Source:
         raise DataError(f"{spec.path}: {error.strerror or error}. Check the path") from error
 
 
-def _reader(spec: SourceSpec) -> Any:
-    return import_module(f"saccade.data.sources.{spec.kind}")
+def _reader(spec: InputSpec) -> Any:
+    return import_module(f"saccade.data.readers.{spec.kind}")
 
 
 def _name(path: str) -> str:
@@ -119,31 +119,31 @@ def _name(path: str) -> str:
     return where.stem if where.suffix in (".json", ".jsonl", ".parquet") else where.resolve().name
 
 
-def read_source(spec: SourceSpec, fetch: FetchOptions | None = None) -> Iterator[Sample | Skipped]:
+def read_input(spec: InputSpec, fetch: DownloadOptions | None = None) -> Iterator[Sample | Skipped]:
     """All items of a source: in order, or, where they are links, as their downloads end."""
-    source = open_source(spec)
+    source = open_input(spec)
     items = ((None, source, item) for number in range(len(source.parts)) for item in source.read(number))
     return (item for _, _, item in fill_links(items, fetch))
 
 
 def fill_links(
-    items: Iterable[tuple[T, Source, Item]], fetch: FetchOptions | None = None
-) -> Iterator[tuple[T, Source, Sample | Skipped]]:
+    items: Iterable[tuple[T, Input, Item]], fetch: DownloadOptions | None = None
+) -> Iterator[tuple[T, Input, Sample | Skipped]]:
     """The same items with their links downloaded, each still with its tag; links come as their downloads end."""
+    from saccade.data.download import Downloaded, DownloadOptions
     from saccade.data.downloads import fetch_as_completed
-    from saccade.data.fetch import Fetched, FetchOptions
 
-    for (tag, source, item), outcome in fetch_as_completed(items, _url, fetch or FetchOptions()):
+    for (tag, source, item), outcome in fetch_as_completed(items, _url, fetch or DownloadOptions()):
         if not isinstance(item, Link):
             yield tag, source, item
-        elif isinstance(outcome, Fetched):
+        elif isinstance(outcome, Downloaded):
             yield tag, source, source.finish(item, outcome.data)
         else:
             assert outcome is not None, "every link has an outcome"
             yield tag, source, Skipped(item.key, outcome.reason, item.url)
 
 
-def _url(tagged: tuple[Any, Source, Item]) -> str | None:
+def _url(tagged: tuple[Any, Input, Item]) -> str | None:
     return tagged[2].url if isinstance(tagged[2], Link) else None
 
 
@@ -183,7 +183,7 @@ def _detect_folder(folder: Path) -> str:
 
 
 def _detect_parquet(path: Path) -> str:
-    from saccade.data.sources.parquet import is_image
-    from saccade.data.sources.rows import schema_of
+    from saccade.data.readers.parquet import is_image
+    from saccade.data.readers.rows import schema_of
 
     return "parquet" if any(is_image(field.type) for field in schema_of(str(path))) else "urls"

@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from saccade.data.sample import IMAGE_EXTENSIONS, Sample
-from saccade.data.sources.source import (
+from saccade.data.readers.reader import (
+    InputSpec,
     Item,
     Part,
-    SourceSpec,
     UnusableError,
     make_sample,
     read_image_file,
     read_item,
 )
+from saccade.data.sample import IMAGE_EXTENSIONS, Sample
 from saccade.errors import DataError
 
 _TEXT_EXTENSIONS = {"txt", "json"}
 
 
-def list_parts(spec: SourceSpec) -> list[Part]:
+def list_parts(spec: InputSpec) -> list[Part]:
     """Every folder that has images or texts, in the order of their names."""
     parts = []
     for folder, below, names in os.walk(spec.path):
@@ -36,7 +36,7 @@ def list_parts(spec: SourceSpec) -> list[Part]:
     return parts
 
 
-def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
+def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
     """The keys of one folder in the order of their names, from number `begin`."""
     folder = Path(part.path)
     groups: dict[str, dict[str, Path]] = defaultdict(dict)
@@ -53,7 +53,7 @@ def _extension(name: str) -> str:
     return name.rpartition(".")[2].lower()
 
 
-def _sample(spec: SourceSpec, key: str, files: dict[str, Path]) -> Sample:
+def _sample(spec: InputSpec, key: str, files: dict[str, Path]) -> Sample:
     images = [path for extension, path in sorted(files.items()) if extension in IMAGE_EXTENSIONS]
     if not images:
         raise UnusableError("no image")

@@ -2,29 +2,29 @@
 
 from collections.abc import Iterator
 
-from saccade.data.sample import Sample, description, image_names, split_name
-from saccade.data.shards import ShardFile, TarDamageError, list_shards, window
-from saccade.data.sources.source import (
+from saccade.data.readers.reader import (
     MAX_IMAGE_BYTES,
+    InputSpec,
     Item,
     Part,
     Skipped,
-    SourceSpec,
     UnusableError,
     complete,
     image_extension,
     read_item,
 )
+from saccade.data.sample import Sample, description, image_names, split_name
+from saccade.data.shards import ShardFile, TarDamageError, list_shards, window
 from saccade.data.tar import members
 from saccade.errors import DataError
 
 
-def list_parts(spec: SourceSpec) -> list[Part]:
+def list_parts(spec: InputSpec) -> list[Part]:
     """The tars by name."""
     return [Part(file.url, file.num_bytes) for file in list_shards(spec.path)]
 
 
-def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
+def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
     """The samples of one tar in order, from number `begin`. Of a tar that breaks off, the whole samples are read."""
     seen: set[str] = set()
     num_read = 0
@@ -57,7 +57,7 @@ def _groups(part: Part, begin: int) -> Iterator[tuple[str, dict[str, bytes | Non
         yield key, files
 
 
-def _sample(spec: SourceSpec, key: str, files: dict[str, bytes | None], is_repeated: bool) -> Sample:
+def _sample(spec: InputSpec, key: str, files: dict[str, bytes | None], is_repeated: bool) -> Sample:
     """The members as they are, the json completed."""
     if is_repeated:
         raise UnusableError("key twice in a tar", "The members of a sample must stand side by side")

@@ -10,11 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from saccade.data.sample import Sample
-from saccade.data.sources.source import (
+from saccade.data.readers.reader import (
+    InputSpec,
     Item,
     Part,
-    SourceSpec,
     UnusableError,
     file_part,
     image_folder,
@@ -23,16 +22,17 @@ from saccade.data.sources.source import (
     read_image,
     read_item,
 )
+from saccade.data.sample import Sample
 
 _TURNS = ("messages", "conversations")
 
 
-def list_parts(spec: SourceSpec) -> list[Part]:
+def list_parts(spec: InputSpec) -> list[Part]:
     """The one file."""
     return [file_part(spec.path)]
 
 
-def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
+def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
     """The records in the file's order, from number `begin`."""
     for number, record in enumerate(_records(Path(part.path), begin), begin):
         key = str(record["id"]) if isinstance(record, dict) and "id" in record else str(number)
@@ -54,7 +54,7 @@ def _records(path: Path, begin: int) -> Iterator[Any]:
                 yield line
 
 
-def _sample(spec: SourceSpec, key: str, record: Any) -> Sample:
+def _sample(spec: InputSpec, key: str, record: Any) -> Sample:
     if not isinstance(record, dict):
         raise UnusableError("not a JSON object")
     name = next((name for name in _TURNS if record.get(name)), None)

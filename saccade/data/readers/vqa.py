@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from saccade.data.sample import Sample
-from saccade.data.sources.source import (
+from saccade.data.readers.reader import (
+    InputSpec,
     Item,
     Part,
-    SourceSpec,
     UnusableError,
     file_part,
     image_folder,
@@ -22,18 +21,19 @@ from saccade.data.sources.source import (
     read_item,
     records,
 )
+from saccade.data.sample import Sample
 from saccade.errors import DataError
 
 _EXTENSIONS = (".jpg", ".png", ".jpeg", ".webp")
 
 
-def list_parts(spec: SourceSpec) -> list[Part]:
+def list_parts(spec: InputSpec) -> list[Part]:
     """The file of questions; the answers must be there."""
     answers_path(spec)
     return [file_part(spec.path)]
 
 
-def answers_path(spec: SourceSpec) -> Path:
+def answers_path(spec: InputSpec) -> Path:
     """The annotations: given, or the file beside the questions whose name differs as the official ones do."""
     if spec.annotations is not None:
         if not spec.annotations.is_file():
@@ -46,7 +46,7 @@ def answers_path(spec: SourceSpec) -> Path:
     return guess
 
 
-def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
+def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
     """The images in the order of their first question, from number `begin`."""
     content = load_json(part.path)
     answers_file = answers_path(spec)
@@ -75,7 +75,7 @@ def _answer(annotation: dict[str, Any]) -> str | None:
     return given.most_common(1)[0][0] if given else None
 
 
-def _image_name(spec: SourceSpec, subtype: str, image_id: str) -> str:
+def _image_name(spec: InputSpec, subtype: str, image_id: str) -> str:
     """`COCO_train2014_000000000123.jpg`, or just the number."""
     folder, number = image_folder(spec), image_id.zfill(12)
     stems = [f"COCO_{subtype}_{number}", number, image_id]
@@ -84,7 +84,7 @@ def _image_name(spec: SourceSpec, subtype: str, image_id: str) -> str:
 
 
 def _sample(
-    spec: SourceSpec, key: str, image: str, asked: list[dict[str, Any]], answers: dict[Any, str | None]
+    spec: InputSpec, key: str, image: str, asked: list[dict[str, Any]], answers: dict[Any, str | None]
 ) -> Sample:
     questions = [
         {"question": record["question"], "answer": answer, "question_id": record.get("question_id")}

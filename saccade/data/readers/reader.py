@@ -25,7 +25,7 @@ MAX_IMAGE_BYTES = MediaLimits().max_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceSpec:
+class InputSpec:
     """Where samples come from and how to read them."""
 
     path: str
@@ -96,7 +96,7 @@ def read_item(key: str, make: Callable[P, Sample | Link], *args: P.args, **kwarg
 
 
 def make_sample(
-    spec: SourceSpec, key: str, images: Sequence[bytes], metadata: Mapping[str, Any], text: str | None = None
+    spec: InputSpec, key: str, images: Sequence[bytes], metadata: Mapping[str, Any], text: str | None = None
 ) -> Sample:
     """Images as they are under names that say their true format, the text, and everything else as json."""
     members: dict[str, bytes] = {}
@@ -112,7 +112,7 @@ def make_sample(
     return complete(spec, key, members, metadata)
 
 
-def complete(spec: SourceSpec, key: str, members: Mapping[str, bytes], fields: Mapping[str, Any]) -> Sample:
+def complete(spec: InputSpec, key: str, members: Mapping[str, bytes], fields: Mapping[str, Any]) -> Sample:
     """A sample with its json written from `fields`, if it can be learned from. Only conversations do without an image."""
     sample = Sample(key, spec.name or "", {**members, "json": encode_json(spec, key, fields)})
     if not image_names(members) and not (fields.get("messages") or fields.get("conversations")):
@@ -124,7 +124,7 @@ def complete(spec: SourceSpec, key: str, members: Mapping[str, bytes], fields: M
     return sample
 
 
-def encode_json(spec: SourceSpec, key: str, metadata: Mapping[str, Any]) -> bytes:
+def encode_json(spec: InputSpec, key: str, metadata: Mapping[str, Any]) -> bytes:
     """A sample's json: what is known of it, with `id`, `source` and `licence` where it does not state them."""
     labels = {"id": key, "source": spec.name, "licence": metadata.get("license") or spec.licence}
     missing = {name: label for name, label in labels.items() if label is not None and not metadata.get(name)}
@@ -207,7 +207,7 @@ def file_part(path: str) -> Part:
         raise DataError(f"{path}: {error.strerror}. Check the path") from error
 
 
-def image_folder(spec: SourceSpec) -> Path:
+def image_folder(spec: InputSpec) -> Path:
     """Where the images are that a file names by path."""
     return spec.images if spec.images is not None else Path(spec.path).parent
 

@@ -11,9 +11,9 @@ import pytest
 from data.loopback import Site
 from data.making import make_jpeg, make_png
 
+from saccade.data.download import Downloaded, Downloader, DownloadOptions, Failed, has_opted_out
 from saccade.data.downloads import fetch_as_completed
-from saccade.data.fetch import Failed, Fetched, Fetcher, FetchOptions, has_opted_out
-from saccade.data.gate import is_public
+from saccade.data.url_policy import is_public
 from saccade.errors import ConfigError
 
 
@@ -26,23 +26,23 @@ def site():
 
 def options_for(site, **changes):
     fields = {"timeout_s": 5.0, "backoff_s": 0.01, "num_retries": 0, "host_delay_s": 0.0, "max_bytes": 100_000}
-    return FetchOptions(**{**fields, "allow_hosts": frozenset({f"127.0.0.1:{site.port}"}), **changes})
+    return DownloadOptions(**{**fields, "allow_hosts": frozenset({f"127.0.0.1:{site.port}"}), **changes})
 
 
 def fetch(url, options, resolve=None):
     async def run():
-        async with Fetcher(options, resolve) as fetcher:
+        async with Downloader(options, resolve) as fetcher:
             return await fetcher.fetch(url)
 
     return asyncio.run(run())
 
 
 def test_an_image_arrives_as_the_server_has_it(site):
-    assert fetch(site.url("img7"), options_for(site)) == Fetched(make_jpeg(seed=7))
+    assert fetch(site.url("img7"), options_for(site)) == Downloaded(make_jpeg(seed=7))
 
 
 def test_what_counts_is_the_first_bytes_not_the_stated_type(site):
-    assert fetch(site.url("png"), options_for(site)) == Fetched(make_png())
+    assert fetch(site.url("png"), options_for(site)) == Downloaded(make_png())
     assert fetch(site.url("page"), options_for(site)) == Failed("not an image")
     assert fetch(site.url("empty"), options_for(site)) == Failed("not an image")
 
@@ -85,7 +85,7 @@ def test_the_deadline_holds_for_a_server_that_dawdles(site, name):
 
 
 def test_opting_out_may_be_set_aside_only_explicitly(site):
-    assert isinstance(fetch(site.url("noai"), options_for(site, respect_opt_out=False)), Fetched)
+    assert isinstance(fetch(site.url("noai"), options_for(site, respect_opt_out=False)), Downloaded)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_robots_tags_are_read_for_everyone_and_for_us(tags, expected):
 
 
 def test_errors_that_pass_are_tried_again_and_others_are_not(site):
-    assert isinstance(fetch(site.url("flapping"), options_for(site, num_retries=2)), Fetched)
+    assert isinstance(fetch(site.url("flapping"), options_for(site, num_retries=2)), Downloaded)
     assert site.seen["flapping"] == 3
     assert fetch(site.url("broken"), options_for(site, num_retries=2)) == Failed("http 503")
     assert site.seen["broken"] == 3
@@ -138,7 +138,7 @@ def test_what_answers_but_speaks_no_http_is_a_reason_too(answer):
         thread = threading.Thread(target=serve)
         thread.start()
         port = server.getsockname()[1]
-        options = FetchOptions(num_retries=0, timeout_s=3, allow_hosts=frozenset({f"127.0.0.1:{port}"}))
+        options = DownloadOptions(num_retries=0, timeout_s=3, allow_hosts=frozenset({f"127.0.0.1:{port}"}))
         outcome = fetch(f"http://127.0.0.1:{port}/", options)
         thread.join()
     assert outcome in (Failed("bad answer"), Failed("connection failed"))
@@ -197,12 +197,12 @@ def test_a_link_that_leads_elsewhere_is_refused_before_anything_is_sent(url, rea
     async def never(host, port):
         raise AssertionError("looked up")
 
-    assert fetch(url, FetchOptions(num_retries=0), never) == Failed(reason)
+    assert fetch(url, DownloadOptions(num_retries=0), never) == Failed(reason)
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.1", "0x7f.1", "2130706433", "0177.0.0.1", "127.0.0.1."])
 def test_names_and_numbers_that_mean_this_machine_are_refused(host):
-    outcome = fetch(f"http://{host}/", FetchOptions(num_retries=0))
+    outcome = fetch(f"http://{host}/", DownloadOptions(num_retries=0))
     assert outcome in (Failed("address not public"), Failed("bad url"), Failed("unknown host"))
 
 
@@ -298,14 +298,14 @@ def test_a_name_that_changes_its_mind_after_the_check_gains_nothing():
             )
 
             async def run():
-                async with Fetcher(options, rebinds) as fetcher:
+                async with Downloader(options, rebinds) as fetcher:
                     first = await fetcher.fetch(public.url("img", "rebind.example"))
                     num_lookups = len(lookups)
                     await asyncio.sleep(1.5)  # until the connection is no longer kept
                     return first, num_lookups, await fetcher.fetch(public.url("img", "rebind.example"))
 
             first, num_lookups, second = asyncio.run(run())
-            assert isinstance(first, Fetched)
+            assert isinstance(first, Downloaded)
             assert num_lookups == 1, "the name was looked up again after the check"
             assert second == Failed("address not public")
             with pytest.raises(TimeoutError):
@@ -318,16 +318,16 @@ def test_a_name_nobody_knows_is_a_reason_of_its_own():
     async def unknown(host, port):
         raise socket.gaierror(socket.EAI_NONAME, "no such name")
 
-    assert fetch("http://nowhere.example/a.jpg", FetchOptions(num_retries=3), unknown) == Failed("unknown host")
+    assert fetch("http://nowhere.example/a.jpg", DownloadOptions(num_retries=3), unknown) == Failed("unknown host")
 
 
 def test_allowed_hosts_are_named_with_their_port():
     with pytest.raises(ConfigError, match=r"10\.0\.0\.5:8080"):
-        FetchOptions(allow_hosts=frozenset({"127.0.0.1"}))
+        DownloadOptions(allow_hosts=frozenset({"127.0.0.1"}))
     with pytest.raises(ConfigError, match="max_per_host"):
-        FetchOptions(max_per_host=0)
+        DownloadOptions(max_per_host=0)
     with pytest.raises(ConfigError, match="user_agent"):
-        FetchOptions(user_agent="me\r\nHost: you")
+        DownloadOptions(user_agent="me\r\nHost: you")
 
 
 # ------------------------------------------------------------------ many at once
@@ -344,7 +344,7 @@ def test_every_link_has_one_outcome(site):
     assert outcomes.keys() == set(links)
     for (number, _), outcome in outcomes.items():
         seed = {1: 1, 4: 4}.get(number % 6, 0)
-        assert outcome == (Failed("http 404") if number % 6 == 2 else Fetched(make_jpeg(seed=seed)))
+        assert outcome == (Failed("http 404") if number % 6 == 2 else Downloaded(make_jpeg(seed=seed)))
 
 
 def test_items_without_a_link_pass_through_at_once(site):
@@ -352,7 +352,7 @@ def test_items_without_a_link_pass_through_at_once(site):
     outcomes = [outcome for _, outcome in fetch_as_completed(items, lambda url: url, options_for(site))]
     assert outcomes.count(None) == 3
     assert outcomes[0] is None
-    assert Fetched(make_jpeg()) in outcomes
+    assert Downloaded(make_jpeg()) in outcomes
 
 
 def test_a_dead_link_holds_back_no_other(site):
@@ -370,7 +370,7 @@ def test_requests_to_one_host_and_in_all_stay_within_their_limits(site):
         urls = [wide.url("work", host) for _ in range(12) for host in hosts]
         allow = frozenset(f"{host}:{wide.port}" for host in hosts)
         outcomes = fetch_all(urls, options_for(wide, allow_hosts=allow, max_per_host=2, max_concurrent=5))
-        assert all(isinstance(outcome, Fetched) for outcome in outcomes)
+        assert all(isinstance(outcome, Downloaded) for outcome in outcomes)
         assert max(wide.most_active[host] for host in hosts) == 2
         assert 2 < wide.most_active["all"] <= 5
     finally:
@@ -389,12 +389,12 @@ def test_nothing_more_is_fetched_than_memory_was_given_for(site):
     next(outcomes)
     time.sleep(0.4)  # whoever takes the images is busy
     assert site.seen["img"] < 20, "32 links were begun"
-    assert sum(isinstance(outcome, Fetched) for _, outcome in outcomes) == 99
+    assert sum(isinstance(outcome, Downloaded) for _, outcome in outcomes) == 99
 
 
 def test_leaving_early_ends_the_thread_and_the_requests(site):
     outcomes = fetch_as_completed([site.url("img"), *[site.url("slow")] * 20], lambda url: url, options_for(site))
-    assert isinstance(next(outcomes)[1], Fetched)
+    assert isinstance(next(outcomes)[1], Downloaded)
     start = time.monotonic()
     outcomes.close()
     assert time.monotonic() - start < 1

@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from saccade.data.sample import Sample
-from saccade.data.sources.source import (
+from saccade.data.readers.reader import (
+    InputSpec,
     Item,
     Part,
-    SourceSpec,
     UnusableError,
     file_part,
     image_folder,
@@ -21,15 +20,16 @@ from saccade.data.sources.source import (
     read_item,
     records,
 )
+from saccade.data.sample import Sample
 from saccade.errors import DataError
 
 
-def list_parts(spec: SourceSpec) -> list[Part]:
+def list_parts(spec: InputSpec) -> list[Part]:
     """The one file."""
     return [file_part(spec.path)]
 
 
-def read_part(spec: SourceSpec, part: Part, begin: int) -> Iterator[Item]:
+def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
     """The images in the file's order, from number `begin`."""
     content = load_json(part.path)
     images = records(content, "images", part.path)
@@ -56,7 +56,7 @@ def _captions_of_images(annotations: list[dict[str, Any]]) -> dict[Any, list[str
 
 
 def _sample(
-    spec: SourceSpec, key: str, image: dict[str, Any], captions: dict[Any, list[str]], licences: dict[Any, Any]
+    spec: InputSpec, key: str, image: dict[str, Any], captions: dict[Any, list[str]], licences: dict[Any, Any]
 ) -> Sample:
     if image.get("id") not in captions:
         raise UnusableError("no caption")
