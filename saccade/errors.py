@@ -1,37 +1,37 @@
-"""Errors that tell the user what to do.
+"""Exceptions with a message that says what to do.
 
     Exception
     └── UserError            printed as one line, no traceback, exit status 2
-        ├── ConfigError      a recipe, an option or a `--set` that cannot be honoured
-        ├── DataError        a shard, sample or source file
-        ├── CheckpointError  a checkpoint folder: missing, incomplete, of an unknown kind
-        └── RequestError     a conversation that cannot be answered or learned from
-            └── ImageError   one image or video frame of it
+        ├── ConfigError      a recipe, option or `--set` that is not supported
+        ├── DataError        a shard, sample or input file
+        ├── CheckpointError  a checkpoint folder: missing, incomplete, of an unknown type
+        └── RequestError     a conversation that cannot be converted to model inputs
+            └── ImageError   one of its images or video frames
 
-A message has up to three parts: what happened, with the values; why it matters, if that is not plain; what to do next.
-Anything that is not a `UserError` is a bug of ours and keeps its traceback.
+A message has up to three parts: what happened, with the values; why it matters, if not obvious; what to do next. Any other
+exception is a bug and keeps its traceback.
 """
 
 
 class UserError(Exception):
-    """Something the user can fix; the message says how."""
+    """An error the user can fix; the message says how."""
 
 
 class ConfigError(UserError):
-    """A recipe, an option or a `--set` that cannot be honoured."""
+    """An unsupported recipe, option or `--set`."""
 
 
 class DataError(UserError):
-    """A shard, a sample or a source file that cannot be used."""
+    """An unusable shard, sample or input file."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint folder that is missing, incomplete or of an unknown kind."""
+    """A missing or incomplete checkpoint folder, or one of an unknown type."""
 
 
 class RequestError(UserError):
-    """A conversation that cannot be turned into model inputs."""
+    """A conversation that cannot be converted to model inputs."""
 
 
 class ImageError(RequestError):
-    """An image or video frame that cannot be used."""
+    """An unusable image or video frame."""

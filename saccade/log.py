@@ -1,7 +1,7 @@
-"""One handler for the whole program: rank 0 in full, other ranks from warnings up, each line with its room's name.
+"""Logging: one handler for the whole program, with rank 0 in full and other ranks from warnings up.
 
-Library code asks for `logging.getLogger(__name__)` and never prints. Only a program (the command line, a test, a script)
-calls `set_up_logging`.
+Library code uses `logging.getLogger(__name__)` and never prints. Only a program (the command line, a test, a script) calls
+`set_up_logging`.
 """
 
 import functools
@@ -11,21 +11,21 @@ import os
 from saccade.errors import ConfigError
 
 
-class _RoomFormatter(logging.Formatter):
-    """`12:30:01 model  message`: the room is the second part of the logger's dotted name."""
+class _PackageFormatter(logging.Formatter):
+    """Formats `12:30:01 model  message`: the package is the second part of the logger's name."""
 
     def format(self, record: logging.LogRecord) -> str:
         parts = record.name.split(".")
-        record.room = parts[1] if parts[0] == "saccade" and len(parts) > 1 else parts[0]
+        record.package = parts[1] if parts[0] == "saccade" and len(parts) > 1 else parts[0]
         return super().format(record)
 
 
 def set_up_logging(*, verbose: bool = False) -> None:
-    """Send the log of every room to standard error. Calling it again replaces the earlier handler."""
+    """Log all packages to standard error. Calling it again replaces the earlier handler."""
     rank = rank_of_process()
     handler = logging.StreamHandler()
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    handler.setFormatter(_RoomFormatter(f"%(asctime)s {prefix}%(room)-9s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_PackageFormatter(f"%(asctime)s {prefix}%(package)-9s %(message)s", datefmt="%H:%M:%S"))
     logger = logging.getLogger("saccade")
     logger.handlers[:] = [handler]
     logger.propagate = False
@@ -33,7 +33,7 @@ def set_up_logging(*, verbose: bool = False) -> None:
 
 
 def rank_of_process() -> int:
-    """The launcher's RANK, 0 without a launcher."""
+    """The launcher's RANK; 0 without a launcher."""
     value = os.environ.get("RANK", "0")
     if not (value.isascii() and value.isdigit()):
         raise ConfigError(f"environment variable RANK is {value!r}, not a number. Start through torchrun, or unset it")
@@ -41,6 +41,6 @@ def rank_of_process() -> int:
 
 
 @functools.cache
-def log_once(room: str, message: str, level: int = logging.INFO) -> None:
-    """Log `message` the first time it is seen in this process; a warning that repeats is noise."""
-    logging.getLogger(f"saccade.{room}").log(level, message)
+def log_once(package: str, message: str, level: int = logging.INFO) -> None:
+    """Log `message` the first time it occurs in this process."""
+    logging.getLogger(f"saccade.{package}").log(level, message)

@@ -1,4 +1,4 @@
-"""One log handler with the room's name, and words that become torch devices and dtypes."""
+"""One log handler with the package's name, and names resolved to torch devices and dtypes."""
 
 import logging
 
@@ -11,7 +11,7 @@ from saccade.log import log_once, rank_of_process, set_up_logging
 
 
 @pytest.fixture(autouse=True)
-def put_the_logger_back():
+def restore_logger():
     logger = logging.getLogger("saccade")
     before = logger.handlers[:], logger.propagate, logger.level
     yield
@@ -28,7 +28,7 @@ def rank(monkeypatch):
 # ------------------------------------------------------------------ log
 
 
-def test_each_line_carries_the_rooms_name(rank, capsys):
+def test_each_line_has_the_package_name(rank, capsys):
     set_up_logging()
     logging.getLogger("saccade.model.weights").info("loaded")
     logging.getLogger("saccade.cli").warning("careful")
@@ -55,7 +55,7 @@ def test_setting_up_twice_writes_each_line_once(rank, capsys):
     assert capsys.readouterr().err.count("only once") == 1
 
 
-def test_other_ranks_speak_from_warnings_up_and_say_who_they_are(rank, capsys):
+def test_other_ranks_log_from_warnings_up_with_their_rank(rank, capsys):
     rank("3")
     set_up_logging(verbose=True)
     logging.getLogger("saccade.model").info("hidden")

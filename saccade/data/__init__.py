@@ -10,16 +10,9 @@ it out. `sources/`, `fetch.py` and `prepare.py` make shards, `curate/` judges th
 
 from typing import TYPE_CHECKING
 
+from saccade.lazy import lazy_exports
+
 if TYPE_CHECKING:
     from saccade.data.loader import open_stream as open_stream
 
-_DOOR = {"open_stream": "loader"}
-
-
-def __getattr__(name: str) -> object:
-    """Resolve the door's names on first use."""
-    if name not in _DOOR:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_DOOR[name]}"), name)
+__getattr__ = lazy_exports(__name__, {"open_stream": "loader"})

@@ -23,10 +23,10 @@ from torch import Tensor
 from saccade.data.bad_samples import BadSample
 from saccade.data.collate import MadeRow, TrainingRow
 from saccade.errors import DataError, UserError
-from saccade.foreman import describe_error, told_error
-from saccade.memory_file import MemoryFile
+from saccade.fork_server import decode_error, encode_error
 from saccade.processor.image import Pixels
 from saccade.processor.inputs import ModelInputs
+from saccade.shared_memory import SharedMemory
 
 _ALIGNMENT = 64
 
@@ -35,7 +35,7 @@ class RowFile:
     """The writer's side of one row's memory. It grows to the largest row and never shrinks."""
 
     def __init__(self) -> None:
-        self._file = MemoryFile()
+        self._file = SharedMemory()
         self.fd = self._file.fd
         self._mapping: mmap.mmap | None = None
 
@@ -53,7 +53,7 @@ class RowFile:
             made = make(np.frombuffer(self._mapped(end), np.uint8, end).reshape(num_patches, patch_dim))
             description, end = self._append(made, end)
         except Exception as error:
-            description = describe_error(error)
+            description = encode_error(error)
         return end, self._file.write(json.dumps(description).encode(), end)
 
     def _mapped(self, num_bytes: int) -> mmap.mmap:
@@ -83,7 +83,7 @@ def read_row(memory: mmap.mmap, begin: int, size: int, when_gone: Callable[[], o
     """The row in this memory, in place. `when_gone` is called once no tensor of it is left."""
     description = json.loads(memory[begin : begin + size])
     if "error" in description:
-        error = told_error(description, "a row could not be made")
+        error = decode_error(description, "a row could not be made")
         raise DataError(str(error)) if isinstance(error, UserError) else error
     array = np.frombuffer(memory, np.uint8)
     weakref.finalize(array, when_gone).atexit = False

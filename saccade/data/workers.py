@@ -2,7 +2,7 @@
 
     trainer  --plan of a row-->  worker: read, decode, pack into shared memory  --where it lies-->  trainer
 
-`saccade.foreman` starts the workers, and ends them with the trainer.
+`saccade.fork_server` starts the workers, and ends them with the trainer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from saccade.data.collate import Collator, MadeRow, RowSetup
 from saccade.data.plan import Pick
 from saccade.data.row_memory import RowFile, read_row
 from saccade.errors import DataError, UserError
-from saccade.foreman import Foreman, ForemanError, Work, keep_freed_memory, receive, send
+from saccade.fork_server import ForkServer, ForkServerError, RunWorker, keep_freed_memory, receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class WorkerPool:
         self._num_workers, self._name_of = num_workers, name_of
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
-        self._foreman = Foreman(get_ready, setup.to_json())
+        self._fork_server = ForkServer(get_ready, setup.to_json())
         self._is_closed = False
 
     @property
@@ -111,10 +111,10 @@ class WorkerPool:
     def close(self) -> None:
         """End all processes; also from another thread, whose `make` then ends with an error."""
         self._is_closed = True
-        self._foreman.end()
+        self._fork_server.kill()
 
     def _disconnect(self) -> None:
-        self._foreman.close()
+        self._fork_server.close()
         self._selector.close()
         for worker in self._workers:
             worker.connection.close()
@@ -153,8 +153,8 @@ class WorkerPool:
 
     def _start_worker(self) -> None:
         try:
-            worker = _Worker(*self._foreman.start_worker())
-        except (ForemanError, UserError) as error:
+            worker = _Worker(*self._fork_server.start_worker())
+        except (ForkServerError, UserError) as error:
             raise DataError("the stream was closed" if self._is_closed else str(error)) from error
         self._workers.append(worker)
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)
@@ -193,7 +193,7 @@ def _receive_answer(connection: socket.socket) -> tuple[list[int], int, int] | N
 # ------------------------------------------------------------------ in the workers' processes
 
 
-def get_ready(setup: Any) -> tuple[Work, None]:
+def get_ready(setup: Any) -> tuple[RunWorker, None]:
     """What the workers are forked with, loaded once."""
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -6,20 +6,16 @@ Where to start reading: `scheduler.py` decides what a step computes, in plain Py
 out one after another; `runner.py` runs them on the device; `engine.py` is the door, where tokens become text. `pages.py` and `image_pool.py` say who owns what.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from saccade.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from saccade.engine.config import EngineConfig
-    from saccade.engine.engine import Engine
-    from saccade.engine.request import Completion, SamplingParams
+    from saccade.engine.config import EngineConfig as EngineConfig
+    from saccade.engine.engine import Engine as Engine
+    from saccade.engine.request import Completion as Completion
+    from saccade.engine.request import SamplingParams as SamplingParams
 
-__all__ = ["Completion", "Engine", "EngineConfig", "SamplingParams"]
-
-_MODULES = {"Engine": "engine", "EngineConfig": "config", "SamplingParams": "request", "Completion": "request"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = lazy_exports(
+    __name__, {"Engine": "engine", "EngineConfig": "config", "SamplingParams": "request", "Completion": "request"}
+)

@@ -14,7 +14,7 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.kv_cache import bytes_per_page, pages_for
 from saccade.engine.runner import PixelScale, Runner
 from saccade.errors import ConfigError
-from saccade.foreman import keep_freed_memory
+from saccade.fork_server import keep_freed_memory
 from saccade.model.merge import merge_projections
 from saccade.model.vlm import VLM
 from saccade.model.weights import load_model

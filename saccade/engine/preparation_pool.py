@@ -2,7 +2,7 @@
 
     engine  --a description on a socket, bytes in the worker's inbox-->  worker  --a description, bytes in its outbox-->  engine
 
-`saccade.foreman` starts the workers, and ends them with the engine. They decode what strangers send, so the engine takes nothing
+`saccade.fork_server` starts the workers, and ends them with the engine. They decode what strangers send, so the engine takes nothing
 from them on trust. Descriptions are JSON of a bounded size, and checked. Inbox and outbox are files in memory without a name; the
 engine reads and writes them but does not map them: memory that another process can cut off would end this one when it is touched,
 and pixels could change after they were checked.
@@ -31,9 +31,9 @@ from saccade.engine.host_images import MadeImage
 from saccade.engine.preparation_work import Facts, ImageWork, Source, VisualFacts, WorkSetup
 from saccade.engine.preparation_worker import get_ready
 from saccade.errors import ImageError, RequestError
-from saccade.foreman import Foreman, ForemanError, receive, send, told_error
-from saccade.memory_file import MemoryFile
+from saccade.fork_server import ForkServer, ForkServerError, decode_error, receive, send
 from saccade.processor.conversation import Message
+from saccade.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +65,12 @@ class WorkerPool:
         """Workers that have nothing to do, the last used on top. None is one that is to be started."""
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
-        self._foreman = Foreman(get_ready, setup.to_json())
+        self._fork_server = ForkServer(get_ready, setup.to_json())
         self._is_closed = False
         self.num_lost = 0
         """Workers that died or had to be ended."""
-        # The kernel ends the foreman together with the *thread* that started it, so one thread does that and lives on.
-        self._starter = ThreadPoolExecutor(1, "saccade-foreman")
+        # The kernel ends the fork server together with the *thread* that started it, so one thread does that and lives on.
+        self._starter = ThreadPoolExecutor(1, "saccade-fork-server")
         self._facts = self._starter.submit(self._start_all)
 
     @property
@@ -81,7 +81,7 @@ class WorkerPool:
 
     @property
     def facts(self) -> Facts:
-        """What the foreman has read in the checkpoint folder. Waits for it."""
+        """What the fork server has read in the checkpoint folder. Waits for it."""
         return self._facts.result()
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
@@ -115,12 +115,12 @@ class WorkerPool:
             self._is_closed = True
             for worker in self._workers:
                 worker.hang_up()
-            self._foreman.end()
+            self._fork_server.kill()
             self._close_idle()
             for _ in range(self._num_workers):
                 self._idle.put(None)
         self._starter.shutdown(cancel_futures=True)
-        self._foreman.close()
+        self._fork_server.close()
 
     def _close_idle(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -149,7 +149,7 @@ class WorkerPool:
                 raise
             self._give_back(worker)
             if result is None:
-                raise told_error(answer, "a prompt could not be prepared")
+                raise decode_error(answer, "a prompt could not be prepared")
             return result
         happened = (
             f"preparing it killed its worker process {MAX_ATTEMPTS} times: memory ran out or a decoder crashed. "
@@ -196,14 +196,14 @@ class WorkerPool:
         finally:
             for _ in range(num_open):
                 self._idle.put(None)
-        return Facts.from_json(self._foreman.facts)
+        return Facts.from_json(self._fork_server.metadata)
 
     def _start_worker(self) -> _Worker:
         """Only in the starter's thread."""
-        inbox, outbox = MemoryFile(), MemoryFile()
+        inbox, outbox = SharedMemory(), SharedMemory()
         try:
-            worker = _Worker(*self._foreman.start_worker(inbox.fd, outbox.fd), inbox, outbox)
-        except ForemanError as error:
+            worker = _Worker(*self._fork_server.start_worker(inbox.fd, outbox.fd), inbox, outbox)
+        except ForkServerError as error:
             raise RuntimeError("the preparation of prompts was closed" if self._is_closed else str(error)) from error
         with self._lock:
             if not self._is_closed:
@@ -216,7 +216,7 @@ class WorkerPool:
 class _Worker:
     """A worker process, seen from the engine. Used by one thread at a time."""
 
-    def __init__(self, connection: socket.socket, pid: int, inbox: MemoryFile, outbox: MemoryFile) -> None:
+    def __init__(self, connection: socket.socket, pid: int, inbox: SharedMemory, outbox: SharedMemory) -> None:
         self.pid = pid
         self._connection, self._inbox, self._outbox = connection, inbox, outbox
         self._has_ended = False
@@ -257,8 +257,8 @@ class _Worker:
 
     def tidy(self) -> None:
         """Give the memory of unusually large images back."""
-        self._inbox.shrink(_KEPT_BYTES)
-        self._outbox.shrink(_KEPT_BYTES)
+        self._inbox.free_if_larger(_KEPT_BYTES)
+        self._outbox.free_if_larger(_KEPT_BYTES)
 
     def is_waiting(self) -> bool:
         """Whether it is alive and has nothing to say, as it should be when it was asked nothing."""

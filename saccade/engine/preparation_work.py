@@ -19,10 +19,10 @@ import numpy as np
 from PIL import Image
 
 from saccade.engine.host_images import MadeImage
-from saccade.memory_file import flat_bytes
 from saccade.processor.conversation import Message
 from saccade.processor.image import ImageSettings, MediaLimits, Pixels, load_image
 from saccade.processor.processor import Processor, ResizeName, Visual, VisualKind, naming_errors
+from saccade.shared_memory import byte_view
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ImageWork:
         """sha256 of what was sent."""
         digest = hashlib.sha256(json.dumps(self.describe()).encode())
         for source in self.sources:
-            digest.update(flat_bytes(source.data))
+            digest.update(byte_view(source.data))
         return digest.digest()
 
 
@@ -166,7 +166,7 @@ class Workshop:
         """Equal for equal features: of the pixels as the model gets them, their arrangement, and how they were made."""
         made_by = [kind, repr(self._settings[kind]), self._setup.resize]
         digest = hashlib.sha256(json.dumps([made_by, visual.grid, visual.span.time_step]).encode())
-        digest.update(flat_bytes(visual.patches))
+        digest.update(byte_view(visual.patches))
         return digest.digest()
 
     def warm_up(self) -> None:

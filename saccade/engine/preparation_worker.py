@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from saccade.engine.preparation_work import ImageWork, Source, WorkSetup, Workshop
-from saccade.foreman import Work, describe_error, keep_freed_memory, receive, send
-from saccade.memory_file import MemoryFile
+from saccade.fork_server import RunWorker, encode_error, keep_freed_memory, receive, send
+from saccade.shared_memory import SharedMemory
 
 _KEPT_BYTES = 2**27
 """Freed memory a worker keeps. What the largest images take is given back."""
 
 
-def get_ready(setup: Any) -> tuple[Work, dict[str, Any]]:
+def get_ready(setup: Any) -> tuple[RunWorker, dict[str, Any]]:
     """What the workers are forked with, loaded once, and the facts of the checkpoint folder."""
     torch.set_num_threads(1)
     keep_freed_memory(_KEPT_BYTES)
@@ -35,7 +35,7 @@ def get_ready(setup: Any) -> tuple[Work, dict[str, Any]]:
 def _work(workshop: Workshop, connection: socket.socket, inbox_fd: int, outbox_fd: int) -> None:
     """A worker's life: one question after the other until the connection ends."""
     _go_first_when_memory_runs_out()
-    inbox, outbox = MemoryFile(inbox_fd), MemoryFile(outbox_fd)
+    inbox, outbox = SharedMemory(inbox_fd), SharedMemory(outbox_fd)
     while (question := receive(connection)) is not None:
         try:
             for answer in _answers(question, inbox, outbox, workshop):
@@ -43,11 +43,11 @@ def _work(workshop: Workshop, connection: socket.socket, inbox_fd: int, outbox_f
         except (BrokenPipeError, ConnectionResetError):
             return
         except Exception as error:
-            send(connection, describe_error(error))
+            send(connection, encode_error(error))
 
 
 def _answers(
-    question: dict[str, Any], inbox: MemoryFile, outbox: MemoryFile, workshop: Workshop
+    question: dict[str, Any], inbox: SharedMemory, outbox: SharedMemory, workshop: Workshop
 ) -> Iterator[dict[str, Any]]:
     """An image is answered twice, so that its patches are read over there while they are hashed here."""
     if "messages" in question:
@@ -62,7 +62,7 @@ def _answers(
         yield {"key": workshop.key(work["kind"], visual).hex()}
 
 
-def _sources(descriptions: Sequence[Sequence[Any]], inbox: MemoryFile) -> list[Source]:
+def _sources(descriptions: Sequence[Sequence[Any]], inbox: SharedMemory) -> list[Source]:
     """Take the sources out of the inbox, where they lie one behind the other."""
     sources, position = [], 0
     for form, *shape in descriptions:

@@ -11,6 +11,8 @@ Read `vlm.py` first (four moves: embed text, encode images, put one into the oth
 
 from typing import TYPE_CHECKING
 
+from saccade.lazy import lazy_exports
+
 if TYPE_CHECKING:
     from saccade.model.config import ModelConfig as ModelConfig
     from saccade.model.generation import generate as generate
@@ -18,19 +20,13 @@ if TYPE_CHECKING:
     from saccade.model.weights import load_model as load_model
     from saccade.model.weights import save_model as save_model
 
-_DOOR = {
-    "load_model": "weights",
-    "save_model": "weights",
-    "generate": "generation",
-    "VLM": "vlm",
-    "ModelConfig": "config",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Resolve the door's names on first use."""
-    if name not in _DOOR:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_DOOR[name]}"), name)
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "load_model": "weights",
+        "save_model": "weights",
+        "generate": "generation",
+        "VLM": "vlm",
+        "ModelConfig": "config",
+    },
+)

@@ -10,19 +10,14 @@ Read `processor.py` first (the steps in order), then `conversation.py` (what cou
 
 from typing import TYPE_CHECKING
 
+from saccade.lazy import lazy_exports
+
 if TYPE_CHECKING:
     from saccade.processor.image import MediaLimits as MediaLimits
     from saccade.processor.inputs import ModelInputs as ModelInputs
     from saccade.processor.processor import Processor as Processor
     from saccade.processor.text_stream import TextStream as TextStream
 
-_DOOR = {"Processor": "processor", "ModelInputs": "inputs", "MediaLimits": "image", "TextStream": "text_stream"}
-
-
-def __getattr__(name: str) -> object:
-    """Resolve the door's names on first use, so that importing one pure module loads no torch."""
-    if name not in _DOOR:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_DOOR[name]}"), name)
+__getattr__ = lazy_exports(
+    __name__, {"Processor": "processor", "ModelInputs": "inputs", "MediaLimits": "image", "TextStream": "text_stream"}
+)

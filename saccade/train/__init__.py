@@ -10,17 +10,10 @@ from outside, `learner.py` is model and optimizer as one, `feed.py` brings rows 
 
 from typing import TYPE_CHECKING
 
+from saccade.lazy import lazy_exports
+
 if TYPE_CHECKING:
     from saccade.train.config import TrainConfig as TrainConfig
     from saccade.train.stages import train as train
 
-_DOOR = {"train": "stages", "TrainConfig": "config"}
-
-
-def __getattr__(name: str) -> object:
-    """Resolve the door's names on first use."""
-    if name not in _DOOR:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_DOOR[name]}"), name)
+__getattr__ = lazy_exports(__name__, {"train": "stages", "TrainConfig": "config"})

@@ -135,7 +135,7 @@ def photos(tmp_path):
     return folder
 
 
-def test_a_killed_worker_and_a_killed_foreman_are_replaced_and_nothing_is_lost(photos, opened, caplog):
+def test_a_killed_worker_and_a_killed_fork_server_are_replaced_and_nothing_is_lost(photos, opened, caplog):
     settings = {"num_epochs": 4, "rows_per_batch": 2}
     expected = list(opened(photos, **settings))
     stream = opened(photos, num_workers=2, prefetch=1, **settings)

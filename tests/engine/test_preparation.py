@@ -23,10 +23,10 @@ from saccade.engine import preparation_pool
 from saccade.engine.preparation import Preparation
 from saccade.engine.preparation_work import ImageWork, Source, VisualFacts
 from saccade.errors import CheckpointError, ImageError, RequestError, UserError
-from saccade.foreman import receive, send
-from saccade.memory_file import MemoryFile
+from saccade.fork_server import receive, send
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import MediaLimits, Processor
+from saccade.shared_memory import SharedMemory
 
 TIMEOUT_S = 60
 CACHE_BYTES = 2**28
@@ -459,12 +459,12 @@ def test_workers_killed_while_idle_are_not_held_against_the_next_prompt(two_work
     assert not set(before) & set(two_workers.worker_pids)
 
 
-def test_another_foreman_takes_over_when_it_is_killed(checkpoint):
+def test_another_fork_server_takes_over_when_it_is_killed(checkpoint):
     with Preparation(checkpoint, num_workers=1, host_image_bytes=0) as preparation:
         preparation.wait_until_ready()
         worker = preparation.worker_pids[0]
         os.kill(parent_of(worker), signal.SIGKILL)
-        wait_for(lambda: not is_alive(worker), "the worker outlives its foreman")
+        wait_for(lambda: not is_alive(worker), "the worker outlives its fork server")
         assert len(preparation.submit(ask(PICTURE)).result(TIMEOUT_S).images) == 1
 
 
@@ -572,7 +572,7 @@ def framed(body):
 )
 def test_an_answer_that_makes_no_sense_loses_its_worker_and_nothing_else(answer):
     ours, theirs = socket.socketpair()
-    worker = preparation_pool._Worker(ours, 2**22 + 1, MemoryFile(), MemoryFile())
+    worker = preparation_pool._Worker(ours, 2**22 + 1, SharedMemory(), SharedMemory())
     with theirs, ours:
         theirs.sendall(answer)
         theirs.shutdown(socket.SHUT_WR)
@@ -582,8 +582,8 @@ def test_an_answer_that_makes_no_sense_loses_its_worker_and_nothing_else(answer)
 
 def test_an_outbox_that_is_cut_off_loses_its_worker_and_nothing_else():
     ours, theirs = socket.socketpair()
-    outbox = MemoryFile()
-    worker = preparation_pool._Worker(ours, 2**22 + 1, MemoryFile(), outbox)
+    outbox = SharedMemory()
+    worker = preparation_pool._Worker(ours, 2**22 + 1, SharedMemory(), outbox)
     outbox.write(np.arange(10), 0)
     with theirs, ours:
         np.testing.assert_array_equal(worker.read_outbox((10,), np.int64), np.arange(10))
@@ -600,14 +600,14 @@ def test_messages_and_memory_come_over_whole():
             assert receive(theirs) == message
         with pytest.raises(ValueError, match="100002 bytes"):
             send(ours, "x" * 100_000) or receive(theirs, max_bytes=1000)
-    file, array = MemoryFile(), np.arange(60, dtype=np.int64).reshape(3, 4, 5)
+    file, array = SharedMemory(), np.arange(60, dtype=np.int64).reshape(3, 4, 5)
     assert (file.write(b"head", 0), file.write(array, 4), file.write(b"", 484)) == (4, 480, 0)
     copy = np.zeros_like(array)
     assert file.read_into(copy, 4)
     np.testing.assert_array_equal(copy, array)
     assert not file.read_into(copy, 5)
     assert file.read_into(np.zeros((0, 7)), 10**6)
-    file.shrink(484)
+    file.free_if_larger(484)
     assert os.fstat(file.fd).st_size == 484
-    file.shrink(483)
+    file.free_if_larger(483)
     assert os.fstat(file.fd).st_size == 0

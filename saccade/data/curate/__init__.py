@@ -16,6 +16,8 @@ The shards themselves are never rewritten, unless a copy of the kept samples is 
 
 from typing import TYPE_CHECKING
 
+from saccade.lazy import lazy_exports
+
 if TYPE_CHECKING:
     from saccade.data.curate.contamination import find_contamination as find_contamination
     from saccade.data.curate.funnel import inspect as inspect
@@ -24,20 +26,14 @@ if TYPE_CHECKING:
     from saccade.data.curate.settings import CurationSettings as CurationSettings
     from saccade.data.curate.settings import ScoreRange as ScoreRange
 
-_DOOR = {
-    "CurationSettings": "settings",
-    "ScoreRange": "settings",
-    "curate": "pipeline",
-    "find_contamination": "contamination",
-    "inspect": "funnel",
-    "write_page": "page",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Resolve the door's names on first use."""
-    if name not in _DOOR:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_DOOR[name]}"), name)
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "CurationSettings": "settings",
+        "ScoreRange": "settings",
+        "curate": "pipeline",
+        "find_contamination": "contamination",
+        "inspect": "funnel",
+        "write_page": "page",
+    },
+)

@@ -7,18 +7,11 @@ Start in `kinds.py`; `source.py` says what a source and an item are; each other 
 
 from typing import TYPE_CHECKING
 
+from saccade.lazy import lazy_exports
+
 if TYPE_CHECKING:
     from saccade.data.readers.inputs import open_input as open_input
     from saccade.data.readers.inputs import parse_input as parse_input
     from saccade.data.readers.inputs import read_input as read_input
 
-_DOOR = {"open_input": "inputs", "parse_input": "inputs", "read_input": "inputs"}
-
-
-def __getattr__(name: str) -> object:
-    """Resolve the door's names on first use."""
-    if name not in _DOOR:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_DOOR[name]}"), name)
+__getattr__ = lazy_exports(__name__, {"open_input": "inputs", "parse_input": "inputs", "read_input": "inputs"})
