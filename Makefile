@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help quickstart test lint format clean
+.PHONY: help quickstart test test-gpu lint format clean
 
 help:
 	@echo "make quickstart   the whole flow at toy size"
 	@echo "make test         format, lint, types and all tests"
+	@echo "make test-gpu     all tests that need a GPU"
 	@echo "make lint         format check, lint and types"
-	@echo "make format       rewrite files in the house style"
+	@echo "make format       rewrite files in the project style"
 	@echo "make clean        remove the environment and caches"
 
 # torch comes first and pinned: pip then takes a CPU wheel where one is at hand, and nothing later pulls another build.
@@ -32,6 +33,9 @@ lint: $(READY)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
 
 format: $(READY)
 	$(BIN)/ruff format

@@ -1,4 +1,4 @@
-"""Fixtures all rooms share."""
+"""Fixtures all packages share."""
 
 import os
 
@@ -24,3 +24,11 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def sync_debug_mode_is_reset():
+    """A test that makes synchronisation an error must not make it one for the tests behind it."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
