@@ -101,7 +101,7 @@ def _loss(model: VLM, inputs: ModelInputs) -> float:
     learned = num_labels(labels)
     return float(
         linear_cross_entropy(
-            hidden, model.head.weight, labels.to(hidden.device), count=float(learned), num_learned=learned
+            hidden, model.head.weight, labels.to(hidden.device), count=float(learned), num_labels=learned
         )
     )
 

@@ -52,7 +52,7 @@ def random_model(config: ModelConfig) -> VLM:
         parameter.data.fill_(1.0) if is_scale else parameter.data.normal_(0.0, 0.02)
     for module in model.modules():
         if isinstance(module, FeedForward):
-            module.clear_added()
+            module.zero_padding()
     return model.train()
 
 

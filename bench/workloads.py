@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from saccade.model.config import VisionConfig
-from saccade.processor.inputs import ModelInputs, patch_segments
+from saccade.processor.inputs import ModelInputs
 from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
 
 RAGGED_SIZES = ((224, 224), (336, 336), (336, 504), (448, 448), (448, 672), (672, 448), (672, 672), (896, 672))
@@ -74,9 +74,8 @@ def _one(sample: SampleShape, vision: VisionConfig, generator: torch.Generator) 
         token_ids=token_ids,
         cu_seqlens=torch.tensor([0, len(token_ids)], dtype=torch.int32),
         positions=torch.from_numpy(mrope_positions(spans)),
-        is_learned=torch.ones(len(token_ids), dtype=torch.bool),
+        loss_mask=torch.ones(len(token_ids), dtype=torch.bool),
         patches=torch.randint(256, (num_patches, patch_dim), generator=generator, dtype=torch.uint8),
-        patch_cu_seqlens=patch_segments(grids),
         image_grids=grids,
         image_token_index=torch.arange(1, 1 + num_image),
         pixel_mean=(0.48145466, 0.4578275, 0.40821073),

@@ -23,33 +23,33 @@ def inputs(num_tokens: int, ignored: float) -> tuple[Tensor, Tensor, Tensor, int
     return hidden, weight, labels, num_tokens - int(num_tokens * ignored)
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor, num_learned: int) -> Tensor:
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, num_labels: int) -> Tensor:
     """All logits at once, as a model without any of this does it."""
-    del num_learned
+    del num_labels
     return F.cross_entropy((hidden @ weight.T).float(), labels)
 
 
-def ours(hidden: Tensor, weight: Tensor, labels: Tensor, num_learned: int) -> Tensor:
+def ours(hidden: Tensor, weight: Tensor, labels: Tensor, num_labels: int) -> Tensor:
     """The count is known, as it is in training, where batches are collated on the host."""
-    return linear_cross_entropy(hidden, weight, labels, count=num_learned, num_learned=num_learned)
+    return linear_cross_entropy(hidden, weight, labels, count=num_labels, num_labels=num_labels)
 
 
 def liger() -> Callable[..., Tensor]:
     """Liger's fused linear cross entropy."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    def run(hidden: Tensor, weight: Tensor, labels: Tensor, num_learned: int) -> Tensor:
-        del num_learned
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, num_labels: int) -> Tensor:
+        del num_labels
         result = LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels)
         return result[0] if isinstance(result, tuple) else result
 
     return run
 
 
-def step(run: Callable[..., Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, num_learned: int) -> None:
+def step(run: Callable[..., Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, num_labels: int) -> None:
     """Forward and backward; the gradients go where an optimizer would take them from."""
     hidden.grad = weight.grad = None
-    run(hidden, weight, labels, num_learned).backward()
+    run(hidden, weight, labels, num_labels).backward()
 
 
 def extra_gib(call: Callable[[], object], hidden: Tensor, weight: Tensor) -> float:
@@ -63,15 +63,15 @@ def extra_gib(call: Callable[[], object], hidden: Tensor, weight: Tensor) -> flo
 
 def measure(shape: str, path: str, make: Callable[[], Callable[..., Tensor]]) -> Row:
     """One line, with the memory as an extra column."""
-    hidden, weight, labels, num_learned = inputs(*CASES[shape])
+    hidden, weight, labels, num_labels = inputs(*CASES[shape])
     run = make()
 
     def call() -> None:
-        step(run, hidden, weight, labels, num_learned)
+        step(run, hidden, weight, labels, num_labels)
 
     call()
     gib = extra_gib(call, hidden, weight)
-    work = Work(flops=6 * num_learned * HIDDEN * VOCAB)
+    work = Work(flops=6 * num_labels * HIDDEN * VOCAB)
     line = row("linear_cross_entropy", f"{shape} ({gib:.2f} GiB)", path, gpu_ms(call, budget_ms=500), work)
     return line | {"extra_gib": round(gib, 3)}
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from bench.kernels.timing import Row, Work, compare, gpu_ms, graph_ms, main, row, through
 from saccade.kernels import launch
 from saccade.kernels import rope as module
-from saccade.kernels.rope import AngleTable, rope, rope_, rope_reference
+from saccade.kernels.rope import CosSin, rope, rope_, rope_reference
 
 CASES = {"text": (16384, 16, 2, 128), "vision": (36864, 16, 16, 80), "decode": (256, 16, 2, 128)}
 
 
-def _inputs(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, AngleTable]:
+def _inputs(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, CosSin]:
     q = torch.randn(num_tokens, num_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(num_tokens, num_kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     angles = torch.rand(num_tokens, head_dim // 2, device="cuda")

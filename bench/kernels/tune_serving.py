@@ -140,7 +140,7 @@ def sweep_chunks() -> Iterator[Result]:
 
 def sweep_loss() -> Iterator[Result]:
     """Chunk size, splits of the hidden gradient, and the loss kernel's tile, at 16384 x 2048 x 151936."""
-    hidden, weight, labels, num_learned = loss_bench.inputs(16384, 0.0)
+    hidden, weight, labels, num_labels = loss_bench.inputs(16384, 0.0)
     rows = torch.randperm(16384, device="cuda")[:256]
     part = torch.full_like(labels, -100)
     part[rows] = labels[rows]
@@ -165,9 +165,9 @@ def sweep_loss() -> Iterator[Result]:
         max_bytes = s["chunk"] * loss_bench.VOCAB * 2
 
         def ours(h: Tensor, w: Tensor, y: Tensor, n: int, max_bytes: int = max_bytes) -> Tensor:
-            return loss_module.linear_cross_entropy(h, w, y, count=n, num_learned=n, max_bytes=max_bytes)
+            return loss_module.linear_cross_entropy(h, w, y, count=n, num_labels=n, max_bytes=max_bytes)
 
-        call = lambda ours=ours: loss_bench.step(ours, hidden, weight, labels, num_learned)  # noqa: E731
+        call = lambda ours=ours: loss_bench.step(ours, hidden, weight, labels, num_labels)  # noqa: E731
         result = try_candidate(
             "chunk {chunk} splits {splits} block {block} warps {warps}".format(**s),
             "16384 x 2048 x 151936",

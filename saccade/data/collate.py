@@ -142,13 +142,13 @@ class Collator:
             sample_ids=sample_ids,
             source_of_conversation=sources,
             source_names=[source.name for source in self._sources],
-            num_learned=int(inputs.is_learned.sum()),
+            num_learned=int(inputs.loss_mask.sum()),
         )
         return MadeRow(made, bad, num_bytes)
 
     def _prepare(self, sample: Sample, pick: Pick, rules: TextRules, into: Pixels) -> ModelInputs:
         variants = conversations(sample, rules)
-        row = self._processor.prepare(variants[pick.epoch % len(variants)], into=into)
+        row = self._processor.preprocess(variants[pick.epoch % len(variants)], into=into)
         if (row.num_tokens, len(row.patches)) != (pick.tokens, pick.patches):
             raise DataError(
                 f"sample {sample.key} has {row.num_tokens} tokens and {len(row.patches)} patches, its lengths file says "
@@ -176,19 +176,8 @@ def _open(source: RowSource, storage: StorageConfig) -> ShardIndex:
 
 def _empty_row(processor: Processor) -> ModelInputs:
     """A row of no conversations."""
-    return ModelInputs(
-        token_ids=torch.zeros(0, dtype=torch.int64),
-        cu_seqlens=torch.zeros(1, dtype=torch.int32),
-        positions=torch.zeros(3, 0, dtype=torch.int64),
-        is_learned=torch.zeros(0, dtype=torch.bool),
-        patches=torch.zeros(0, processor.images.patch_dim, dtype=torch.uint8),
-        patch_cu_seqlens=torch.zeros(1, dtype=torch.int32),
-        image_grids=torch.zeros(0, 3, dtype=torch.int64),
-        image_token_index=torch.zeros(0, dtype=torch.int64),
-        pixel_mean=processor.images.mean,
-        pixel_std=processor.images.std,
-        max_seqlen=0,
-    )
+    images = processor.images
+    return ModelInputs.empty(patch_dim=images.patch_dim, pixel_mean=images.mean, pixel_std=images.std)
 
 
 # ------------------------------------------------------------------ lengths

@@ -24,7 +24,7 @@ from saccade.device import to_device
 from saccade.engine.graphs import Graphs
 from saccade.engine.prompt import PreparedImage
 from saccade.model.config import VisionConfig
-from saccade.model.vision import PlanSizes, WindowPlan, plan_windows
+from saccade.model.vision import LayoutSizes, WindowLayout, window_layout
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import normalize_patches
 
@@ -49,13 +49,13 @@ def patch_budgets(max_patches: int, patches_per_token: int) -> tuple[int, ...]:
     return tuple(tokens * patches_per_token for tokens in budgets)
 
 
-def budget_sizes(budget: int, config: VisionConfig) -> PlanSizes:
+def budget_sizes(budget: int, config: VisionConfig) -> LayoutSizes:
     """What a recording of a budget has room for: four times the windows of whole ones, and images of 64 patches each, and a few.
 
     An empty window or image costs next to nothing: a program of the attention kernel that finds it has no rows.
     """
     max_window = config.window_tokens**2 * config.patches_per_token
-    return PlanSizes(
+    return LayoutSizes(
         num_tokens=budget // config.patches_per_token,
         num_patches=budget,
         num_images=budget // 64 + 8,
@@ -65,10 +65,10 @@ def budget_sizes(budget: int, config: VisionConfig) -> PlanSizes:
     )
 
 
-def padded_plan(grids: Sequence[Grid], budget: int, config: VisionConfig) -> WindowPlan | None:
+def padded_plan(grids: Sequence[Grid], budget: int, config: VisionConfig) -> WindowLayout | None:
     """The plan of the images and, behind them, nobody's up to the budget. None: they are too small and too many for a recording."""
     missing = budget - sum(frames * rows * columns for frames, rows, columns in grids)
-    plan = plan_windows([*grids, *_nobody(missing // config.patches_per_token, config)], config)
+    plan = window_layout([*grids, *_nobody(missing // config.patches_per_token, config)], config)
     sizes, room = plan.sizes, budget_sizes(budget, config)
     return plan if sizes.num_images <= room.num_images and sizes.num_windows <= room.num_windows else None
 
@@ -95,7 +95,7 @@ class Encoder:
         self._graphs: Graphs[int] | None = None
         if budgets:
             num_numbers = budget_sizes(budgets[-1], self._config).total
-            pixel_shape = (budgets[-1], _patch_dim(self._config))
+            pixel_shape = (budgets[-1], self._config.patch_dim)
             self._pixels = torch.zeros(pixel_shape, dtype=torch.uint8, device=self._device)
             self._numbers = torch.zeros(num_numbers, dtype=torch.int32, device=self._device)
             self._staging = [_Staging(pixel_shape, num_numbers, self._device) for _ in range(2)]
@@ -134,7 +134,7 @@ class Encoder:
         pixels = normalize_patches(patches, self._pixel_mean, self._pixel_std)
         return self._model.encode_images(pixels, torch.tensor([image.grid for image in images]))
 
-    def _upload(self, images: Sequence[PreparedImage], num_patches: int, plan: WindowPlan, budget: int) -> None:
+    def _upload(self, images: Sequence[PreparedImage], num_patches: int, plan: WindowLayout, budget: int) -> None:
         """Put pixels and plan where `_forward` reads them. Nobody's pixels are zero."""
         sizes = budget_sizes(budget, self._config)
         staging = self._staging[0]
@@ -162,10 +162,6 @@ def _groups(images: Sequence[PreparedImage]) -> Iterator[list[PreparedImage]]:
         group.append(image)
         num_patches += len(image.patches)
     yield group
-
-
-def _patch_dim(config: VisionConfig) -> int:
-    return config.in_channels * config.temporal_patch_size * config.patch_size**2
 
 
 class _Staging:

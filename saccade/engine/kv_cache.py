@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade.device import to_device
 from saccade.engine.config import KVFormat
 from saccade.kernels.paged_attention import paged_attention, write_pages
-from saccade.kernels.rope import AngleTable
+from saccade.kernels.rope import CosSin
 from saccade.model.config import LanguageConfig
 
 _FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -63,7 +63,7 @@ class PagedAttention:
     """An `AttentionContext`: new tokens go into the pages and attend to all of their request's."""
 
     cache: KVCache
-    angles: AngleTable
+    angles: CosSin
     slots: Tensor
     """[T]: where each token's key and value go."""
     page_table: Tensor

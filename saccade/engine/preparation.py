@@ -35,10 +35,10 @@ from saccade.processor.processor import (
     ResizeName,
     VisualKind,
     check_num_frames,
-    naming_errors,
-    place_visuals,
+    expand_placeholders,
+    prefix_errors,
     read_encoded,
-    take_apart,
+    split_visuals,
     visual_kind,
 )
 
@@ -185,7 +185,7 @@ class Preparation:
             _when_all_done([parts.token_ids, *parts.images], partial(self._put_together, future, parts))
 
     def _read_conversation(self, messages: Sequence[Message]) -> _Parts:
-        text, items = take_apart(messages)
+        text, items = split_visuals(messages)
         token_ids = self._bench.submit(self._workshop.tokens, text)
         return _Parts(token_ids, [visual_kind(item) for item in items], [self._image(item) for item in items])
 
@@ -222,7 +222,7 @@ class Preparation:
         check_num_frames(len(item.frames), self._limits)
         sources = []
         for number, frame in enumerate(item.frames):
-            with naming_errors(f"frame {number + 1}"):
+            with prefix_errors(f"frame {number + 1}"):
                 sources.append(self._read_source(frame))
         return ImageWork("video", sources, item.fps)
 
@@ -258,7 +258,7 @@ class Preparation:
             token_ids = parts.token_ids.result()
             images = []
             for number, (kind, image) in enumerate(zip(parts.kinds, parts.images, strict=True)):
-                with naming_errors(f"{kind} {number + 1}"):
+                with prefix_errors(f"{kind} {number + 1}"):
                     images.append(image.result())
             prompt = _token_prompt(token_ids, parts.kinds, images, self._workshop.facts)
         except BaseException as error:
@@ -296,7 +296,7 @@ def _token_prompt(
 ) -> TokenPrompt:
     places = _places(token_ids, kinds, facts)
     spans = [_span(image, facts.of(kind)) for image, kind in zip(images, kinds, strict=True)]
-    expanded, positions, starts = place_visuals(token_ids, places, spans)
+    expanded, positions, starts = expand_placeholders(token_ids, places, spans)
     prepared = [
         PreparedImage(
             span=ImageSpan(key=image.key, start=start, num_tokens=span.length, num_patches=len(image.patches)),

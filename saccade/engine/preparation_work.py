@@ -21,7 +21,7 @@ from PIL import Image
 from saccade.engine.host_images import MadeImage
 from saccade.processor.conversation import Message
 from saccade.processor.image import ImageSettings, MediaLimits, Pixels, load_image
-from saccade.processor.processor import Processor, ResizeName, Visual, VisualKind, naming_errors
+from saccade.processor.processor import Processor, ResizeName, Visual, VisualKind, prefix_errors
 from saccade.shared_memory import byte_view
 
 
@@ -156,9 +156,9 @@ class Workshop:
     def cut(self, work: ImageWork) -> Visual:
         """All of it but the hash. The patches are read only."""
         if work.kind == "image":
-            visual = self._processor.cut_image(self._pixels(work.sources[0]))
+            visual = self._processor.patchify_image(self._pixels(work.sources[0]))
         else:
-            visual = self._processor.cut_video(self._frames(work.sources), work.fps)
+            visual = self._processor.patchify_video(self._frames(work.sources), work.fps)
         visual.patches.flags.writeable = False
         return visual
 
@@ -187,7 +187,7 @@ class Workshop:
     def _frames(self, sources: Sequence[Source]) -> list[Pixels]:
         frames = []
         for number, source in enumerate(sources):
-            with naming_errors(f"frame {number + 1}"):
+            with prefix_errors(f"frame {number + 1}"):
                 frames.append(self._pixels(source))
         return frames
 

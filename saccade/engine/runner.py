@@ -366,10 +366,10 @@ class Runner:
             is_feature = step.feature_slots < self._num_features
             x_TD = torch.where(is_feature[:, None], self._features.index_select(0, step.feature_slots), x_TD)
         attend = PagedAttention(
-            self.cache, self.model.angles(step.positions), step.slots, step.page_table, step.cu_seqlens,
+            self.cache, self.model.cos_sin(step.positions), step.slots, step.page_table, step.cu_seqlens,
             step.context_lengths, max_new, max_context,
         )  # fmt: skip
-        return self.model.language.infer(x_TD, attend, places_S)
+        return self.model.forward_layers(x_TD, attend, places_S)
 
     def _sample(self, chunks: Sequence[Chunk], logits_SV: Tensor, prompt_logprobs: PromptLogprobs) -> Launched:
         rows: list[int] = []
@@ -428,8 +428,7 @@ class Runner:
         with self.on_stream():
             if config.max_step_patches >= 4 * vision.patches_per_token:
                 side = vision.merge_size * 2 * max(1, int(config.max_step_patches**0.5) // (2 * vision.merge_size))
-                patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-                pixels = torch.zeros(side * side, patch_dim, device=self.device)
+                pixels = torch.zeros(side * side, vision.patch_dim, device=self.device)
                 self.model.encode_images(pixels, torch.tensor([[1, side, side]]))
             num_tokens = min(config.max_step_tokens, self.max_length)
             sizes = Sizes(num_tokens, 1, 1, table_width(num_tokens, config.page_size))

@@ -11,7 +11,7 @@ over the tokens whose label is not `ignore_index`. hidden [T, D] and weight [V, 
 
 The gradients are computed in the forward pass, chunk by chunk: logits (matmul), loss and d loss / d logits written over them
 (one kernel), then the gradients of hidden and weight (two matmuls). Ignored tokens are dropped before the first matmul and
-cost nothing. Where the number of learned tokens is not told (`num_learned`), the host waits for the GPU once to learn it.
+cost nothing. Where the number of learned tokens is not told (`num_labels`), the host waits for the GPU once to learn it.
 
 Numbers. Logits and their gradients are rounded to the input dtype once; maximum, sum and loss are fp32. The weight's gradient
 has the weight's dtype: each chunk is summed in fp32 inside its matmul and rounded as it is added, which in bf16 adds a relative
@@ -58,13 +58,13 @@ def linear_cross_entropy_reference(
     ignore_index: int = -100,
     softcap: float | None = None,
     z_loss: float = 0.0,
-    num_learned: int | None = None,
+    num_labels: int | None = None,
     max_bytes: int = CHUNK_BYTES,
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> Tensor:
-    """The formula above with all logits in fp32. `num_learned` and `max_bytes` are here so that the signatures agree."""
-    del num_learned, max_bytes
+    """The formula above with all logits in fp32. `num_labels` and `max_bytes` are here so that the signatures agree."""
+    del num_labels, max_bytes
     learned = labels_T != ignore_index
     labels, hidden = labels_T[learned].long() - vocab_start, hidden_TD[learned].float()
     if group is not None:
@@ -149,7 +149,7 @@ def _write_gradient(
     V: tl.tensor,
     label: tl.tensor,
     lse: tl.tensor,
-    is_learned: tl.tensor,
+    is_labelled: tl.tensor,
     softcap: tl.tensor,
     z_loss: tl.tensor,
     CAPPED: tl.constexpr,
@@ -157,8 +157,8 @@ def _write_gradient(
 ) -> None:
     """d loss / d logits of one row, over the logits: p (1 + 2 z lse) - [v = label], times 1 - tanh^2 under a cap."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    weight = tl.where(is_learned, 1 + 2 * z_loss * lse, 0.0)
-    hot = tl.where(is_learned, label, -1).to(tl.int32)
+    weight = tl.where(is_labelled, 1 + 2 * z_loss * lse, 0.0)
+    hot = tl.where(is_labelled, label, -1).to(tl.int32)
     for start in tl.range(0, V, BLOCK, num_stages=3):
         column = start + tl.arange(0, BLOCK)
         x = _load_logits(row, column, V, softcap, CAPPED)
@@ -187,14 +187,14 @@ def _loss_kernel(
     t = tl.program_id(0).to(tl.int64)
     row = logits + t * stride
     label = tl.load(labels + t)
-    is_learned = label != ignore_index
+    is_labelled = label != ignore_index
     peak, total = _max_and_sum(row, V, softcap, CAPPED, BLOCK)
     lse = peak + tl.log(total)
-    target = _load_logits(row, tl.where(is_learned, label, 0).to(tl.int64), V, softcap, CAPPED)
-    tl.store(losses + t, tl.where(is_learned, lse - target + z_loss * lse * lse, 0.0))
+    target = _load_logits(row, tl.where(is_labelled, label, 0).to(tl.int64), V, softcap, CAPPED)
+    tl.store(losses + t, tl.where(is_labelled, lse - target + z_loss * lse * lse, 0.0))
     if GRADIENT:
         tl.debug_barrier()  # the target is read by every thread before one of them overwrites it
-        _write_gradient(row, V, label, lse, is_learned, softcap, z_loss, CAPPED, BLOCK)
+        _write_gradient(row, V, label, lse, is_labelled, softcap, z_loss, CAPPED, BLOCK)
 
 
 @triton.jit(do_not_specialize=["ignore_index", "vocab_start"])
@@ -254,15 +254,15 @@ def _gradient_kernel(
     )
 
 
-def _learned_rows(labels_T: Tensor, ignore_index: int, num_learned: int) -> tuple[Tensor, Tensor]:
-    """Row numbers and labels of the first `num_learned` learned tokens, without asking the device how many there are.
+def _learned_rows(labels_T: Tensor, ignore_index: int, num_labels: int) -> tuple[Tensor, Tensor]:
+    """Row numbers and labels of the first `num_labels` learned tokens, without asking the device how many there are.
 
     Places left over when there are fewer point at row 0 and carry `ignore_index`.
     """
     learned = labels_T != ignore_index
-    place = torch.where(learned, learned.cumsum(0) - 1, num_learned).clamp_(max=num_learned)
-    rows = place.new_zeros(num_learned + 1).scatter_(0, place, torch.arange(len(labels_T), device=labels_T.device))
-    labels = labels_T.new_full((num_learned + 1,), ignore_index).scatter_(0, place, labels_T)
+    place = torch.where(learned, learned.cumsum(0) - 1, num_labels).clamp_(max=num_labels)
+    rows = place.new_zeros(num_labels + 1).scatter_(0, place, torch.arange(len(labels_T), device=labels_T.device))
+    labels = labels_T.new_full((num_labels + 1,), ignore_index).scatter_(0, place, labels_T)
     return rows[:-1], labels[:-1]
 
 
@@ -336,7 +336,7 @@ def _loss_and_gradients(
     ignore_index: int,
     softcap: float | None,
     z_loss: float,
-    num_learned: int | None,
+    num_labels: int | None,
     max_bytes: int,
     group: dist.ProcessGroup | None,
     vocab_start: int,
@@ -346,7 +346,7 @@ def _loss_and_gradients(
     """The loss's sum, and the gradients of that sum for hidden and weight where wanted."""
     T, V = len(labels_T), len(weight_VD)
     learned = (labels_T != ignore_index).sum()
-    bound = int(learned) if num_learned is None else min(num_learned, T)
+    bound = int(learned) if num_labels is None else min(num_labels, T)
     rows, labels = (None, labels_T) if bound == T else _learned_rows(labels_T, ignore_index, bound)
 
     grad_hidden = torch.zeros_like(hidden_TD) if want_hidden else None
@@ -381,7 +381,7 @@ def _loss_and_gradients(
     if group is not None and grad_hidden is not None:
         dist.all_reduce(grad_hidden, group=group)
     loss = torch.cat(losses).sum() if losses else hidden_TD.new_zeros((), dtype=torch.float32)
-    # More learned tokens than `num_learned` promised would be left out in silence: the loss says so, without a wait.
+    # More learned tokens than `num_labels` promised would be left out in silence: the loss says so, without a wait.
     return torch.where(learned > bound, float("nan"), loss), grad_hidden, grad_weight
 
 
@@ -425,14 +425,14 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     softcap: float | None = None,
     z_loss: float = 0.0,
-    num_learned: int | None = None,
+    num_labels: int | None = None,
     max_bytes: int = CHUNK_BYTES,
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> Tensor:
     """Cross entropy of `hidden` projected by `weight`, see the top of this file.
 
-    `num_learned` promises that at most so many labels are not ignored, which spares a wait for the GPU; if there are more,
+    `num_labels` promises that at most so many labels are not ignored, which spares a wait for the GPU; if there are more,
     the loss is NaN.
     """
     if (
@@ -448,7 +448,7 @@ def linear_cross_entropy(
         "ignore_index": ignore_index,
         "softcap": softcap,
         "z_loss": z_loss,
-        "num_learned": num_learned,
+        "num_labels": num_labels,
         "max_bytes": max_bytes,
         "group": group,
         "vocab_start": vocab_start,

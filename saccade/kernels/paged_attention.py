@@ -41,7 +41,7 @@ from torch import Tensor
 from saccade.kernels import launch
 from saccade.kernels.attention import attention, attention_reference
 from saccade.kernels.launch import tl, triton
-from saccade.kernels.rope import AngleTable, rope_reference
+from saccade.kernels.rope import CosSin, rope_reference
 
 QUANTIZED_MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """The largest value of each compressed cache format."""
@@ -51,7 +51,7 @@ def write_pages_reference(
     q_THK: Tensor,
     k_TGK: Tensor,
     v_TGK: Tensor,
-    table: AngleTable,
+    table: CosSin,
     slots_T: Tensor,
     key_pages_NGPK: Tensor,
     value_pages_NGPK: Tensor,
@@ -744,7 +744,7 @@ def _write(
     q_THK: Tensor,
     k_TGK: Tensor,
     v_TGK: Tensor,
-    table: AngleTable,
+    table: CosSin,
     slots_T: Tensor,
     key_pages_NGPK: Tensor,
     value_pages_NGPK: Tensor,
@@ -771,7 +771,7 @@ def write_pages(
     q_THK: Tensor,
     k_TGK: Tensor,
     v_TGK: Tensor,
-    table: AngleTable,
+    table: CosSin,
     slots_T: Tensor,
     key_pages_NGPK: Tensor,
     value_pages_NGPK: Tensor,

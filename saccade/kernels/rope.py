@@ -26,11 +26,11 @@ from torch.autograd.function import once_differentiable
 from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
 
-AngleTable = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
 """(cos, sin), each [T, F] in fp32."""
 
 
-def _table(angles_TF: Tensor) -> AngleTable:
+def _table(angles_TF: Tensor) -> CosSin:
     return angles_TF.cos(), angles_TF.sin()
 
 
@@ -55,7 +55,7 @@ def _frequencies(sections: tuple[int, ...], theta: float, device: torch.device) 
 _kept_frequencies = functools.cache(_frequencies)
 
 
-def text_angles(positions_AT: Tensor, theta: float, sections: Sequence[int]) -> AngleTable:
+def mrope_cos_sin(positions_AT: Tensor, theta: float, sections: Sequence[int]) -> CosSin:
     """M-RoPE: frequency f takes its position from the axis (time, height, width) whose section holds f.
 
     `sections` sums to F. Plain text has the same position on all three axes, which makes this ordinary 1-D RoPE.
@@ -65,14 +65,14 @@ def text_angles(positions_AT: Tensor, theta: float, sections: Sequence[int]) -> 
     return _table(positions_AT.t().index_select(1, axis_F) * inverse_F)
 
 
-def vision_angles(positions_2P: Tensor, head_dim: int, theta: float = 10000.0) -> AngleTable:
+def vision_cos_sin(positions_2P: Tensor, head_dim: int, theta: float = 10000.0) -> CosSin:
     """2-D: the first half of the frequencies turns with the patch's row, the second half with its column."""
     inverse, _ = frequencies((head_dim // 4,), theta, positions_2P.device)
     rows, columns = positions_2P[0, :, None].float() * inverse, positions_2P[1, :, None].float() * inverse
     return _table(torch.cat([rows, columns], dim=-1))
 
 
-def rope_reference(q_THK: Tensor, k_THK: Tensor, table: AngleTable) -> tuple[Tensor, Tensor]:
+def rope_reference(q_THK: Tensor, k_THK: Tensor, table: CosSin) -> tuple[Tensor, Tensor]:
     """The rotation above, in plain PyTorch."""
     cos, sin = (part.unsqueeze(1) for part in table)
 
@@ -166,7 +166,7 @@ _CONFIG = _Launch(tokens=1, num_warps=4)
 
 
 def _rotate(
-    q_THK: Tensor, k_THK: Tensor, q_out: Tensor, k_out: Tensor, table: AngleTable, inverse: bool
+    q_THK: Tensor, k_THK: Tensor, q_out: Tensor, k_out: Tensor, table: CosSin, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Turn q into q_out and k into k_out, which may be q and k themselves."""
     (num_tokens, num_heads, head_dim), num_kv_heads = q_THK.shape, k_THK.shape[1]
@@ -211,7 +211,7 @@ class _Rope(torch.autograd.Function):
         return *grads, None, None
 
 
-def _check(operation: str, q_THK: Tensor, k_THK: Tensor, table: AngleTable) -> None:
+def _check(operation: str, q_THK: Tensor, k_THK: Tensor, table: CosSin) -> None:
     num_tokens, _, head_dim = q_THK.shape
     fits = k_THK.shape[0] == num_tokens and k_THK.shape[2] == head_dim and head_dim % 2 == 0
     if not fits or any(part.shape != (num_tokens, head_dim // 2) for part in table):
@@ -219,7 +219,7 @@ def _check(operation: str, q_THK: Tensor, k_THK: Tensor, table: AngleTable) -> N
         raise ValueError(f"{operation}: q {shapes[0]}, k {shapes[1]}, cos {shapes[2]}, sin {shapes[3]} do not fit")
 
 
-def rope(q_THK: Tensor, k_THK: Tensor, table: AngleTable) -> tuple[Tensor, Tensor]:
+def rope(q_THK: Tensor, k_THK: Tensor, table: CosSin) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their tokens' angles. Q and K may have different numbers of heads."""
     _check("rope", q_THK, k_THK, table)
     if launch.choose("rope", *launch.able(q_THK, "triton")) == "triton":
@@ -227,7 +227,7 @@ def rope(q_THK: Tensor, k_THK: Tensor, table: AngleTable) -> tuple[Tensor, Tenso
     return rope_reference(q_THK, k_THK, table)
 
 
-def rope_(q_THK: Tensor, k_THK: Tensor, table: AngleTable) -> None:
+def rope_(q_THK: Tensor, k_THK: Tensor, table: CosSin) -> None:
     """`rope` in place, for serving: no backward, no copies."""
     _check("rope_", q_THK, k_THK, table)
     is_adjacent = q_THK.stride(2) == k_THK.stride(2) == 1

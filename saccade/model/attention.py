@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.attention import attention
-from saccade.kernels.rope import AngleTable, rope
+from saccade.kernels.rope import CosSin, rope
 
 
 class AttentionContext(Protocol):
@@ -30,7 +30,7 @@ class AttentionContext(Protocol):
 class PackedAttention:
     """Each conversation of the row attends to itself, causally."""
 
-    def __init__(self, angles: AngleTable, cu_seqlens: Tensor, max_seqlen: int) -> None:
+    def __init__(self, angles: CosSin, cu_seqlens: Tensor, max_seqlen: int) -> None:
         self._angles, self._cu_seqlens, self._max_seqlen = angles, cu_seqlens, max_seqlen
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class KVCache:
 class CachedAttention:
     """Each conversation's new tokens attend to its cached ones and, causally, to each other; they join the cache."""
 
-    def __init__(self, cache: KVCache, angles: AngleTable, cu_seqlens: Tensor) -> None:
+    def __init__(self, cache: KVCache, angles: CosSin, cu_seqlens: Tensor) -> None:
         self._cache, self._angles, self._cu_seqlens_q = cache, angles, cu_seqlens
         new = [end - start for start, end in pairwise(cu_seqlens.tolist())]
         before, cache.lengths = cache.lengths, [old + n for old, n in zip(cache.lengths, new, strict=True)]

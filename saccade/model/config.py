@@ -68,6 +68,11 @@ class VisionConfig:
         return self.window_size // self.patch_size // self.merge_size
 
     @property
+    def patch_dim(self) -> int:
+        """Pixel values of one patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
     def patches_per_token(self) -> int:
         """Patches merged into one token."""
         return self.merge_size**2

@@ -76,8 +76,8 @@ def stream(
     generators = [torch.Generator().manual_seed(one.seed) for one in samplings]
     last = inputs.cu_seqlens[1:].long() - 1
     next_position = inputs.positions[:, last].amax(0) + 1
-    attend = CachedAttention(cache, model.angles(inputs.positions), inputs.cu_seqlens)
-    hidden = model.decode(model.embed(inputs), attend)[last]
+    attend = CachedAttention(cache, model.cos_sin(inputs.positions), inputs.cu_seqlens)
+    hidden = model.forward_layers(model.embed(inputs), attend)[last]
     is_open = [True] * inputs.num_conversations
     one_each = torch.arange(inputs.num_conversations + 1, dtype=torch.int32, device=hidden.device)
     for step in range(max_new_tokens):
@@ -87,8 +87,8 @@ def stream(
         is_open = [is_going and token_id not in eos_ids for token_id, is_going in zip(chosen, is_open, strict=True)]
         if not any(is_open) or step + 1 == max_new_tokens:
             return
-        attend = CachedAttention(cache, model.angles((next_position + step).expand(3, -1)), one_each)
-        hidden = model.decode(model.language.embed_tokens(torch.tensor(chosen, device=hidden.device)), attend)
+        attend = CachedAttention(cache, model.cos_sin((next_position + step).expand(3, -1)), one_each)
+        hidden = model.forward_layers(model.language.embed_tokens(torch.tensor(chosen, device=hidden.device)), attend)
 
 
 def _check_length(model: VLM, num_tokens: int) -> None:

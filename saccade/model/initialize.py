@@ -25,7 +25,7 @@ from saccade.errors import CheckpointError, ConfigError
 from saccade.model.config import LanguageConfig, ModelConfig
 from saccade.model.families import qwen2_5_vl, text_family
 from saccade.model.gguf import GGUFModel, added_token
-from saccade.model.layers import stored_shapes
+from saccade.model.layers import checkpoint_shapes
 from saccade.model.tensor_reader import read_tensors
 from saccade.model.vlm import VLM
 from saccade.model.weights import CheckpointWriter, tensor_files, tensor_shapes
@@ -123,7 +123,7 @@ def initialize_random(
     """A checkpoint folder with random weights. Without `tokenizer_from` the model reads and writes bytes."""
     if config.family != qwen2_5_vl.MODEL_TYPE:
         raise ConfigError(f"family {config.family!r} cannot be made. Use {qwen2_5_vl.MODEL_TYPE}")
-    words = _words_of_folder(tokenizer_from) if tokenizer_from else byte_words()
+    words = _words_of_folder(tokenizer_from) if tokenizer_from else byte_tokenizer()
     words, token_ids, num_tokens = with_vision_tokens(words)
     if num_tokens > config.language.vocab_size:
         raise ConfigError(
@@ -218,7 +218,7 @@ def _words_of_folder(folder: Path) -> Words:
     return Words(tokenizer, read_template(folder), eos_ids, eos_token, token_text(tokens, "bos_token") or None)
 
 
-def byte_words() -> Words:
+def byte_tokenizer() -> Words:
     """A tokenizer of 256 bytes and the ChatML control tokens: any text in any language, nothing to download."""
     from tokenizers import pre_tokenizers
 
@@ -355,7 +355,7 @@ def _all_tensors(config: ModelConfig, text: TextModel | None, seed: int) -> Iter
 
 def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return stored_shapes(VLM(config))
+        return checkpoint_shapes(VLM(config))
 
 
 def _is_qkv_bias(name: str) -> bool:

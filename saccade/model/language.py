@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from saccade.kernels.small_linear import gated_linear, small_linear
 from saccade.model.attention import AttentionContext
 from saccade.model.config import LanguageConfig
-from saccade.model.layers import FeedForward, RMSNorm, in_blocks
+from saccade.model.layers import FeedForward, RMSNorm, in_row_chunks
 
 
 class SelfAttention(nn.Module):
@@ -32,24 +32,22 @@ class SelfAttention(nn.Module):
         self._sizes = (config.hidden_size, kv_size, kv_size)
 
     def forward(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
-        """[T, D] to the same."""
-        if self.qkv_proj is not None:
-            return self.attend(self.qkv_proj(x_TD), attend)
+        """[T, D] to [T, D]."""
         q_THK, k_TGK, v_TGK = (
             project(x_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         out: Tensor = self.o_proj(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1))
         return out
 
-    def attend(self, qkv_TN: Tensor, attend: AttentionContext) -> Tensor:
-        """[T, D] from queries, keys and values behind one another."""
+    def forward_qkv(self, qkv_TN: Tensor, attend: AttentionContext) -> Tensor:
+        """[T, D] from the output of the merged projection."""
         parts: tuple[Tensor, ...] = qkv_TN.split(self._sizes, dim=-1)  # type: ignore[no-untyped-call]
         q_THK, k_TGK, v_TGK = (x.unflatten(-1, (-1, self.head_dim)) for x in parts)  # type: ignore[no-untyped-call]
         return small_linear(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1), self.o_proj.weight, self.o_proj.bias)
 
 
 class DecoderLayer(nn.Module):
-    """Attend, then think: each on a normalised copy, added to the stream."""
+    """Pre-norm transformer layer: self-attention, then the MLP, each with a residual connection."""
 
     def __init__(self, config: LanguageConfig, layer: int) -> None:
         super().__init__()
@@ -59,65 +57,66 @@ class DecoderLayer(nn.Module):
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size, bias=False)
 
     def forward(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
-        """[T, D] to the same."""
-        attended_TD = self.self_attn(self.input_layernorm(x_TD), attend)
-        normed_TD, x_TD = self.post_attention_layernorm.of_sum(attended_TD, x_TD)
+        """[T, D] to [T, D]."""
+        attn_out_TD = self.self_attn(self.input_layernorm(x_TD), attend)
+        normed_TD, x_TD = self.post_attention_layernorm.add_norm(attn_out_TD, x_TD)
         out: Tensor = x_TD + self.mlp(normed_TD)
         return out
 
-    def infer(
-        self, x_TD: Tensor, thought_TD: Tensor | None, attend: AttentionContext, places_S: Tensor | None
+    def forward_fused(
+        self, x_TD: Tensor, mlp_out_TD: Tensor | None, attend: AttentionContext, select_S: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """`forward` of a merged model with the last sum left open: `x + thought` goes in, and comes out, as its two parts.
-        What comes out is of the given places (None: all).
+        """`forward` with merged projections. The last residual sum is left to the next layer: the input is x + mlp_out, the
+        result (x, mlp_out). `select_S`: tokens to return (None: all).
 
-        Sums and norms are made by the products that read them, and so is the activation: for few tokens a layer is then five
-        kernels that read its weights, and attention.
+        Each sum, norm and activation runs in the kernel of the matrix product behind it: for few tokens a layer is five kernels
+        and attention.
         """
         attention = self.self_attn
         assert attention.qkv_proj is not None, "merge_projections comes first"
-        new_TD, residual_TD = (x_TD, None) if thought_TD is None else (thought_TD, x_TD)
-        qkv_TN, x_TD = self.input_layernorm.then(attention.qkv_proj, new_TD, residual_TD)
-        attended_TD = attention.attend(qkv_TN, attend)
-        if places_S is not None:
-            attended_TD, x_TD = attended_TD.index_select(0, places_S), x_TD.index_select(0, places_S)
+        new_TD, residual_TD = (x_TD, None) if mlp_out_TD is None else (mlp_out_TD, x_TD)
+        qkv_TN, x_TD = self.input_layernorm.norm_linear(attention.qkv_proj, new_TD, residual_TD)
+        attn_out_TD = attention.forward_qkv(qkv_TN, attend)
+        if select_S is not None:
+            attn_out_TD, x_TD = attn_out_TD.index_select(0, select_S), x_TD.index_select(0, select_S)
         if x_TD.is_cpu:
-            x_TD, thought_TD = in_blocks(self._think, attended_TD, x_TD)
-            return x_TD, thought_TD
-        return self._think(attended_TD, x_TD)
+            x_TD, mlp_out_TD = in_row_chunks(self._fused_mlp, attn_out_TD, x_TD)
+            return x_TD, mlp_out_TD
+        return self._fused_mlp(attn_out_TD, x_TD)
 
-    def _think(self, attended_TD: Tensor, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + attended, the feed-forward of its norm)."""
+    def _fused_mlp(self, attn_out_TD: Tensor, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + attn_out, mlp(norm(x + attn_out)))."""
         gate_up, down = self.mlp.gate_up_proj, self.mlp.down_proj
         assert gate_up is not None, "merge_projections comes first"
-        gate_up_TN, x_TD = self.post_attention_layernorm.then(gate_up, attended_TD, x_TD)
+        gate_up_TN, x_TD = self.post_attention_layernorm.norm_linear(gate_up, attn_out_TD, x_TD)
         return x_TD, gated_linear(gate_up_TN, down.weight, down.bias)
 
 
 class LanguageModel(nn.Module):
-    """Token embeddings (with image features in their places) to hidden states."""
+    """The decoder: token embeddings (image features already in them) to hidden states."""
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.is_merged = False
+        """Whether the projections are merged (`merge.py`), so that layers run fused."""
 
-    def forward(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
-        """[T, D] embeddings to [T, D] normalised hidden states."""
+    def forward(self, x_TD: Tensor, attend: AttentionContext, select_S: Tensor | None = None) -> Tensor:
+        """[T, D] embeddings to [S, D] normalised hidden states of the tokens `select_S` (None: all)."""
+        if self.is_merged:
+            return self._forward_fused(x_TD, attend, select_S)
         for layer in self.layers:
             x_TD = layer(x_TD, attend)
-        out: Tensor = self.norm(x_TD)
+        out: Tensor = self.norm(x_TD if select_S is None else x_TD.index_select(0, select_S))
         return out
 
-    def infer(self, x_TD: Tensor, attend: AttentionContext, places_S: Tensor | None = None) -> Tensor:
-        """`forward` of a merged model, with fewer passes over memory. [S, D]: of the given places (None: all).
-
-        The last layer thinks about these alone: behind a prompt only its end is asked for.
-        """
-        thought_TD: Tensor | None = None
+    def _forward_fused(self, x_TD: Tensor, attend: AttentionContext, select_S: Tensor | None) -> Tensor:
+        """The MLP of the last layer runs on the selected tokens alone: of a prompt only the last is sampled from."""
+        mlp_out_TD: Tensor | None = None
         for i, layer in enumerate(self.layers, start=1):
-            asked = places_S if i == len(self.layers) else None
-            x_TD, thought_TD = cast(DecoderLayer, layer).infer(x_TD, thought_TD, attend, asked)
-        assert thought_TD is not None, "a decoder has layers"
-        return self.norm.of_sum(thought_TD, x_TD)[0]
+            select = select_S if i == len(self.layers) else None
+            x_TD, mlp_out_TD = cast(DecoderLayer, layer).forward_fused(x_TD, mlp_out_TD, attend, select)
+        assert mlp_out_TD is not None, "a decoder has layers"
+        return self.norm.add_norm(mlp_out_TD, x_TD)[0]

@@ -25,6 +25,7 @@ def merge_projections(model: VLM) -> None:
         elif isinstance(module, FeedForward):
             module.gate_up_proj = _merged([module.gate_proj, module.up_proj])
             del module.gate_proj, module.up_proj
+    model.language.is_merged = True
     embedding = model.language.embed_tokens.weight  # by rows, as it is read
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not embedding and _is_for_mkl(module.weight):

@@ -4,7 +4,7 @@ Legend: P patches of all images in one row, D hidden size, H heads, K head dim.
 
 Most blocks attend within windows of 8 x 8 patches, a few over the whole image. So that windows are segments of the packed row,
 patches are put into window order once, before the first block, and features back into reading order once, after the merger.
-Which patch goes where follows from the image grids alone: `plan_windows` works it out on the host, in plain integers. `TowerInputs`
+Which patch goes where follows from the image grids alone: `window_layout` works it out on the host, in plain integers. `TowerInputs`
 is the plan on the device. Reading it, the tower asks the host for nothing but sizes, so that its work can be recorded and replayed.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from saccade.device import to_device
 from saccade.kernels.attention import attention
-from saccade.kernels.rope import AngleTable, rope, vision_angles
+from saccade.kernels.rope import CosSin, rope, vision_cos_sin
 from saccade.model.config import VisionConfig
 from saccade.model.layers import FeedForward, RMSNorm
 
@@ -58,8 +58,8 @@ class TowerInputs:
     """Windows."""
 
 
-class PlanSizes(NamedTuple):
-    """What a plan takes in a flat buffer of int32. A plan may be written to larger sizes than its own (`WindowPlan.write`)."""
+class LayoutSizes(NamedTuple):
+    """What a plan takes in a flat buffer of int32. A plan may be written to larger sizes than its own (`WindowLayout.write`)."""
 
     num_tokens: int
     num_patches: int
@@ -106,7 +106,7 @@ def _aligned(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class WindowPlan:
+class WindowLayout:
     """Where the tokens (groups of merged patches) of a row of images go for window attention."""
 
     token_order: Integers
@@ -121,9 +121,9 @@ class WindowPlan:
     """Patches of each image (of each frame pair of a video)."""
 
     @property
-    def sizes(self) -> PlanSizes:
+    def sizes(self) -> LayoutSizes:
         """Exactly those of this plan."""
-        return PlanSizes(
+        return LayoutSizes(
             num_tokens=len(self.token_order),
             num_patches=self.positions.shape[1],
             num_images=len(self.image_lengths),
@@ -132,7 +132,7 @@ class WindowPlan:
             max_window=int(self.window_lengths.max()),
         )
 
-    def write(self, buffer: NDArray[np.int32], sizes: PlanSizes) -> None:
+    def write(self, buffer: NDArray[np.int32], sizes: LayoutSizes) -> None:
         """Write the plan. Where `sizes` has more images and windows, the rest of them are empty; tokens and patches must agree."""
         token_order, reading_order, positions, images, windows = sizes.cut(buffer)
         token_order[:] = self.token_order
@@ -151,11 +151,11 @@ class WindowPlan:
         return sizes.inputs(to_device(buffer, device))
 
 
-def plan_windows(grids: Sequence[tuple[int, int, int]], config: VisionConfig) -> WindowPlan:
+def window_layout(grids: Sequence[tuple[int, int, int]], config: VisionConfig) -> WindowLayout:
     """The plan of a row of images: the plans of its grids behind one another."""
-    plans = [_plan_grid(grid, config.merge_size, config.window_tokens) for grid in grids]
+    plans = [_grid_layout(grid, config.merge_size, config.window_tokens) for grid in grids]
     starts = np.cumsum([0, *(len(plan.token_order) for plan in plans)])
-    return WindowPlan(
+    return WindowLayout(
         token_order=np.concatenate([plan.token_order + start for plan, start in zip(plans, starts, strict=False)]),
         reading_order=np.concatenate([plan.reading_order + start for plan, start in zip(plans, starts, strict=False)]),
         positions=np.concatenate([plan.positions for plan in plans], axis=1),
@@ -165,7 +165,7 @@ def plan_windows(grids: Sequence[tuple[int, int, int]], config: VisionConfig) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan_grid(grid: tuple[int, int, int], merge: int, window: int) -> WindowPlan:
+def _grid_layout(grid: tuple[int, int, int], merge: int, window: int) -> WindowLayout:
     """One image or video. Grids repeat, so plans are kept: computing one of 24 x 24 tokens takes 0.1 ms."""
     frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     frame, row, column = (axis.reshape(-1) for axis in np.indices((frames, rows, columns)))
@@ -175,7 +175,7 @@ def _plan_grid(grid: tuple[int, int, int], merge: int, window: int) -> WindowPla
     inside_row, inside_column = (axis.reshape(-1) for axis in np.indices((merge, merge)))
     patch_rows = row[token_order, None] * merge + inside_row
     patch_columns = column[token_order, None] * merge + inside_column
-    return WindowPlan(
+    return WindowLayout(
         token_order=token_order,
         reading_order=np.argsort(token_order),
         positions=np.stack([patch_rows.reshape(-1), patch_columns.reshape(-1)]),
@@ -207,7 +207,7 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_PD: Tensor, angles: AngleTable, segments: Segments) -> Tensor:
+    def forward(self, x_PD: Tensor, angles: CosSin, segments: Segments) -> Tensor:
         """[P, D] to the same."""
         q_PHK, k_PHK, v_PHK = self.qkv(x_PD).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
         q_PHK, k_PHK = rope(q_PHK, k_PHK, angles)
@@ -229,10 +229,10 @@ class VisionBlock(nn.Module):
         self.norm2 = RMSNorm(config.hidden_size, NORM_EPS)
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size, bias=True)
 
-    def forward(self, x_PD: Tensor, angles: AngleTable, segments: Segments) -> Tensor:
+    def forward(self, x_PD: Tensor, angles: CosSin, segments: Segments) -> Tensor:
         """[P, D] to the same."""
         attended_PD = self.attn(self.norm1(x_PD), angles, segments)
-        normed_PD, x_PD = self.norm2.of_sum(attended_PD, x_PD)
+        normed_PD, x_PD = self.norm2.add_norm(attended_PD, x_PD)
         out: Tensor = x_PD + self.mlp(normed_PD)
         return out
 
@@ -249,7 +249,7 @@ class VisionTower(nn.Module):
     def forward(self, pixels: Tensor, inputs: TowerInputs) -> Tensor:
         """[P, patch_dim] normalised pixels in reading order to [P, D] features in window order."""
         x_PD = _reorder(self.patch_embed(pixels), inputs.token_order, self.config.patches_per_token)
-        angles = vision_angles(inputs.positions, self.config.head_dim)
+        angles = vision_cos_sin(inputs.positions, self.config.head_dim)
         for layer, block in enumerate(self.blocks):
             is_full = layer in self.config.full_attention_layers
             x_PD = block(x_PD, angles, inputs.images if is_full else inputs.windows)

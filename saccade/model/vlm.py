@@ -3,14 +3,15 @@
 Legend: T tokens, P patches, M image tokens (merged patches), D decoder width, V vocabulary.
 """
 
+import torch
 from torch import Tensor, nn
 
-from saccade.kernels.rope import AngleTable, text_angles
+from saccade.kernels.rope import CosSin, mrope_cos_sin
 from saccade.model.attention import AttentionContext, PackedAttention
 from saccade.model.config import ModelConfig
 from saccade.model.language import LanguageModel
 from saccade.model.projector import PatchMerger
-from saccade.model.vision import TowerInputs, VisionTower, plan_windows
+from saccade.model.vision import TowerInputs, VisionTower, window_layout
 from saccade.processor.inputs import ModelInputs
 
 
@@ -32,10 +33,24 @@ class VLM(nn.Module):
         logits: Tensor = self.head(self.hidden_states(inputs))
         return logits
 
-    def hidden_states(self, inputs: ModelInputs) -> Tensor:
-        """[T, D]: what the head reads. Training computes its loss from here, without the logits."""
-        attend = PackedAttention(self.angles(inputs.positions), inputs.cu_seqlens, inputs.max_seqlen)
-        return self.decode(self.embed(inputs), attend)
+    def hidden_states(self, inputs: ModelInputs, *, encode_dummy_image: bool = False) -> Tensor:
+        """[T, D]: the input of the head. Training computes its loss from here, without the logits.
+
+        `encode_dummy_image`: inputs without images run one blank image through the vision tower and add zero times its features,
+        so that every rank of a sharded model runs the same modules.
+        """
+        x_TD = self.embed(inputs)
+        if encode_dummy_image and inputs.image_grids.shape[0] == 0:
+            x_TD = x_TD + 0.0 * self._dummy_image_features(x_TD).sum()
+        attend = PackedAttention(self.cos_sin(inputs.positions), inputs.cu_seqlens, inputs.max_seqlen)
+        return self.forward_layers(x_TD, attend)
+
+    def _dummy_image_features(self, like: Tensor) -> Tensor:
+        """[2, D]: features of one grey image of two tokens. (`torch.compile` specializes on a length of one.)"""
+        config = self.config.vision
+        grid = torch.tensor([[1, config.merge_size, 2 * config.merge_size]])
+        pixels = torch.zeros(2 * config.patches_per_token, config.patch_dim, device=like.device)
+        return self.encode_images(pixels, grid).to(like.dtype)
 
     def embed(self, inputs: ModelInputs) -> Tensor:
         """[T, D]: token embeddings, with image features where images stand."""
@@ -47,7 +62,7 @@ class VLM(nn.Module):
 
     def encode_images(self, pixels: Tensor, image_grids: Tensor) -> Tensor:
         """[M, D]: features of all images in reading order. `pixels` [P, patch_dim] normalised, `image_grids` on the CPU."""
-        plan = plan_windows([(t, h, w) for t, h, w in image_grids.tolist()], self.config.vision)
+        plan = window_layout([(t, h, w) for t, h, w in image_grids.tolist()], self.config.vision)
         return self.encode_patches(pixels, plan.to(pixels.device))
 
     def encode_patches(self, pixels: Tensor, inputs: TowerInputs) -> Tensor:
@@ -55,11 +70,11 @@ class VLM(nn.Module):
         features_MD: Tensor = self.projector(self.vision(pixels, inputs))
         return features_MD[inputs.reading_order.long()]
 
-    def decode(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:
-        """[T, D] hidden states of the embedded tokens under any attention context."""
-        hidden_TD: Tensor = self.language(x_TD, attend)
-        return hidden_TD
+    def forward_layers(self, x_TD: Tensor, attend: AttentionContext, select_S: Tensor | None = None) -> Tensor:
+        """Run the decoder on embedded tokens: [T, D] to [T, D] hidden states, or [S, D] of the tokens `select_S`."""
+        hidden_SD: Tensor = self.language(x_TD, attend, select_S)
+        return hidden_SD
 
-    def angles(self, positions_3T: Tensor) -> AngleTable:
+    def cos_sin(self, positions_3T: Tensor) -> CosSin:
         """The rotation of each token, shared by all layers."""
-        return text_angles(positions_3T, self.config.language.rope_theta, self.config.language.rope_sections)
+        return mrope_cos_sin(positions_3T, self.config.language.rope_theta, self.config.language.rope_sections)

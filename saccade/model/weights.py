@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from saccade.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from saccade.errors import CheckpointError
 from saccade.model.families import vision_language_family
-from saccade.model.layers import stored_shapes
+from saccade.model.layers import checkpoint_shapes
 from saccade.model.tensor_reader import DTYPES, read_header, read_tensors
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config, read_json
@@ -105,7 +105,7 @@ def tensor_shapes(files: dict[str, Path], *, any_dtype: bool) -> dict[str, tuple
 
 def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, name_in_model: Any, folder: Path) -> dict[str, str]:
     """Checkpoint name to parameter name, complete in both directions; else one error with all that is wrong."""
-    expected = stored_shapes(model)
+    expected = checkpoint_shapes(model)
     names = {name: name_in_model(name) for name in shapes}
     is_tied = "head.weight" not in expected
     found = [ours for ours in names.values() if ours]
@@ -170,7 +170,7 @@ def save_model(model: VLM, folder: str | Path, *, like: str | Path, max_shard_by
         for name in PROCESSOR_FILES:
             if (like / name).is_file():
                 writer.copy(like / name)
-        shapes = stored_shapes(model)
+        shapes = checkpoint_shapes(model)
         for name, parameter in model.named_parameters():  # a tied head appears once, as the embedding
             stored = parameter.detach()[tuple(slice(size) for size in shapes[name])]
             writer.add(family.name_on_disk(name), stored)

@@ -24,12 +24,10 @@ class ModelInputs:
     """[N + 1] int32: conversation i is tokens cu_seqlens[i] .. cu_seqlens[i + 1]."""
     positions: Tensor
     """[3, T] int64: time, height and width position of each token, from 0 in each conversation."""
-    is_learned: Tensor
+    loss_mask: Tensor
     """[T] bool: tokens the model is trained to predict (the assistant's words and the end of its turn)."""
     patches: Tensor
     """[P, channels * frames * side * side]: pixels, uint8 as decoded or float as normalised."""
-    patch_cu_seqlens: Tensor
-    """[segments + 1] int32: patches that see each other in full attention; one segment per image, per frame pair of a video."""
     image_grids: Tensor
     """[I, 3] int64, always on the CPU: frame pairs, rows and columns of patches of each image, in the order of appearance."""
     image_token_index: Tensor
@@ -65,6 +63,24 @@ class ModelInputs:
         return dataclasses.replace(self, **moved)
 
     @staticmethod
+    def empty(
+        *, patch_dim: int, pixel_mean: tuple[float, ...], pixel_std: tuple[float, ...], num_tokens: int = 0
+    ) -> ModelInputs:
+        """Inputs without images and labels: no conversation, or one of `num_tokens` tokens with id 0."""
+        return ModelInputs(
+            token_ids=torch.zeros(num_tokens, dtype=torch.int64),
+            cu_seqlens=torch.tensor([0, num_tokens] if num_tokens else [0], dtype=torch.int32),
+            positions=torch.zeros(3, num_tokens, dtype=torch.int64),
+            loss_mask=torch.zeros(num_tokens, dtype=torch.bool),
+            patches=torch.zeros(0, patch_dim, dtype=torch.uint8),
+            image_grids=torch.zeros(0, 3, dtype=torch.int64),
+            image_token_index=torch.zeros(0, dtype=torch.int64),
+            pixel_mean=pixel_mean,
+            pixel_std=pixel_std,
+            max_seqlen=num_tokens,
+        )
+
+    @staticmethod
     def pack(rows: Sequence[ModelInputs]) -> ModelInputs:
         """Put rows behind one another into one row."""
         assert rows, "pack needs at least one row"
@@ -78,9 +94,8 @@ class ModelInputs:
             token_ids=torch.cat([row.token_ids for row in rows]),
             cu_seqlens=_concatenate_cumulative([row.cu_seqlens for row in rows]),
             positions=torch.cat([row.positions for row in rows], dim=1),
-            is_learned=torch.cat([row.is_learned for row in rows]),
+            loss_mask=torch.cat([row.loss_mask for row in rows]),
             patches=torch.cat([row.patches for row in rows]),
-            patch_cu_seqlens=_concatenate_cumulative([row.patch_cu_seqlens for row in rows]),
             image_grids=torch.cat([row.image_grids for row in rows]),
             image_token_index=torch.cat(
                 [row.image_token_index + start for row, start in zip(rows, token_starts, strict=False)]
@@ -96,12 +111,6 @@ def normalize_patches(patches: Tensor, pixel_mean: Sequence[float], pixel_std: S
     channels = patches.chunk(len(pixel_mean), dim=1)  # a patch lies channel by channel
     scaled = zip(channels, pixel_mean, pixel_std, strict=True)
     return torch.cat([(pixels.float() / 255.0 - mean) / std for pixels, mean, std in scaled], dim=1)
-
-
-def patch_segments(image_grids: Tensor) -> Tensor:
-    """[segments + 1] int32: each frame pair of each image is a segment of rows * columns patches."""
-    lengths = (image_grids[:, 1] * image_grids[:, 2]).repeat_interleave(image_grids[:, 0])
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
 
 
 def _concatenate_cumulative(parts: Sequence[Tensor]) -> Tensor:

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from saccade.errors import ConfigError
 from saccade.kernels.quant_linear import dequantize_int4, interleave_int4, quantize_weight, quantize_weight_int4
-from saccade.model.layers import stored_shapes
+from saccade.model.layers import checkpoint_shapes
 from saccade.model.vlm import VLM
 from saccade.train.config import LoraConfig, Quantization
 
@@ -220,7 +220,7 @@ def first_matrices(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, Tensor
 def base_shapes(model: VLM) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter as a checkpoint folder holds it: of the model without matrices, and not quantized."""
     with torch.device("meta"):
-        return stored_shapes(VLM(model.config))
+        return checkpoint_shapes(VLM(model.config))
 
 
 def merge_lora(weight_ND: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.kernels.linear_cross_entropy import linear_cross_entropy
-from saccade.model.attention import PackedAttention
 from saccade.model.config import VisionConfig
 from saccade.model.vlm import VLM
-from saccade.processor.inputs import ModelInputs, patch_segments
+from saccade.processor.inputs import ModelInputs
 
 IGNORED = -100
 """The label of a token that learns nothing."""
@@ -29,7 +28,7 @@ IGNORED = -100
 def row_labels(inputs: ModelInputs) -> Tensor:
     """[T]: the token each one is to say next, or `IGNORED`."""
     labels = torch.full_like(inputs.token_ids, IGNORED)
-    labels[:-1] = inputs.token_ids[1:].masked_fill(~inputs.is_learned[1:], IGNORED)
+    labels[:-1] = inputs.token_ids[1:].masked_fill(~inputs.loss_mask[1:], IGNORED)
     labels[inputs.cu_seqlens[1:-1].long() - 1] = IGNORED  # the next token is another conversation's
     return labels
 
@@ -47,24 +46,8 @@ def num_labels(labels: Tensor) -> int:
 
 def empty_row(config: VisionConfig) -> ModelInputs:
     """A row that teaches nothing, for a rank that has none. Two tokens: a length of one is a case of its own to the compiler."""
-    grids = torch.zeros(0, 3, dtype=torch.int64)
-    return ModelInputs(
-        token_ids=torch.zeros(2, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
-        positions=torch.zeros(3, 2, dtype=torch.int64),
-        is_learned=torch.zeros(2, dtype=torch.bool),
-        patches=torch.zeros(0, _patch_dim(config), dtype=torch.uint8),
-        patch_cu_seqlens=patch_segments(grids),
-        image_grids=grids,
-        image_token_index=torch.zeros(0, dtype=torch.int64),
-        pixel_mean=(0.5,) * config.in_channels,
-        pixel_std=(0.5,) * config.in_channels,
-        max_seqlen=2,
-    )
-
-
-def _patch_dim(config: VisionConfig) -> int:
-    return config.in_channels * config.temporal_patch_size * config.patch_size**2
+    grey = (0.5,) * config.in_channels
+    return ModelInputs.empty(patch_dim=config.patch_dim, pixel_mean=grey, pixel_std=grey, num_tokens=2)
 
 
 class TrainedModel(nn.Module):
@@ -91,10 +74,10 @@ class TrainedModel(nn.Module):
         """
         hidden_TD = self._hidden_states(inputs)
         weight_VD = self.model.head.weight
-        loss = linear_cross_entropy(hidden_TD, weight_VD, labels, count=count, num_learned=num_learned)
+        loss = linear_cross_entropy(hidden_TD, weight_VD, labels, count=count, num_labels=num_learned)
         with torch.no_grad():
             sums = [
-                linear_cross_entropy(hidden_TD.detach(), weight_VD.detach(), part, count=1.0, num_learned=learned)
+                linear_cross_entropy(hidden_TD.detach(), weight_VD.detach(), part, count=1.0, num_labels=learned)
                 for part, learned in by_source
             ]
         return loss, torch.stack(sums) if sums else loss.new_zeros(0)
@@ -114,16 +97,4 @@ class TrainedModel(nn.Module):
         return total
 
     def _hidden_states(self, inputs: ModelInputs) -> Tensor:
-        model = self.model
-        x_TD = model.embed(inputs)
-        if self.always_sees and inputs.image_grids.shape[0] == 0:
-            x_TD = x_TD + 0.0 * self._blank_features(x_TD).sum()
-        attend = PackedAttention(model.angles(inputs.positions), inputs.cu_seqlens, inputs.max_seqlen)
-        return model.decode(x_TD, attend)
-
-    def _blank_features(self, like: Tensor) -> Tensor:
-        """[2, D]: what the tower makes of one grey image of two tokens (two for the compiler's sake, as above)."""
-        config = self.model.config.vision
-        grid = torch.tensor([[1, config.merge_size, 2 * config.merge_size]])
-        pixels = torch.zeros(2 * config.patches_per_token, _patch_dim(config), device=like.device)
-        return self.model.encode_images(pixels, grid).to(like.dtype)
+        return self.model.hidden_states(inputs, encode_dummy_image=self.always_sees)

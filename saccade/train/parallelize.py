@@ -212,7 +212,7 @@ def recompute(blocks: nn.ModuleList, extent: Recompute, *, is_random: bool = Fal
         feed_forward: Any = block.mlp
         module: Any = {"none": None, "selective": feed_forward, "full": block}[extent]
         if module is not None:
-            feed_forward.fuses_down = False
+            feed_forward.fuse_down_proj = False
             module.forward = functools.partial(
                 checkpoint, module.forward, use_reentrant=False, preserve_rng_state=is_random
             )

@@ -172,7 +172,7 @@ def _first_questions(sources: Sequence[SourceConfig], processor: Processor) -> I
 def _question(sample: Sample, rules: TextRules, processor: Processor) -> _Question:
     talk, pictures = conversations(sample, rules)[0], images(sample)
     last = max(number for number, message in enumerate(talk) if message["role"] == "assistant")
-    inputs = processor.prepare(talk[:last], add_generation_prompt=True)
+    inputs = processor.preprocess(talk[:last], add_generation_prompt=True)
     return _Question(inputs, _text(talk[last - 1]), _text(talk[last]), pictures[0] if pictures else None)
 
 

@@ -80,7 +80,7 @@ def test_the_measure_of_every_variant_is_the_length_of_its_row(processor, images
     members = {f"{number}.jpg": data for number, data in enumerate(images)} | {"json": json.dumps(fields).encode()}
     sample = Sample("key", "made", members)
     try:
-        rows = [processor.prepare(messages) for messages in conversations(sample, RULES)]
+        rows = [processor.preprocess(messages) for messages in conversations(sample, RULES)]
     except UserError:
         with pytest.raises(UserError):
             measure(sample, processor, RULES)
@@ -125,7 +125,7 @@ def test_a_row_is_its_samples_one_by_one(checkpoint, processor, tmp_path):
     ]  # fmt: skip
     assert made.row.source_of_conversation == [1, 0, 1, 1, 0]
     assert made.row.source_names == ["first", "second"]
-    assert made.row.num_learned == int(expected.is_learned.sum()) > 0
+    assert made.row.num_learned == int(expected.loss_mask.sum()) > 0
     assert made.bad == []
     assert made.num_bytes == sum(len(data) for sample in samples for data in sample.members.values())
 
@@ -136,7 +136,7 @@ def test_each_epoch_shows_the_next_caption(checkpoint, processor, tmp_path):
     collator = Collator(setup_of(checkpoint, tmp_path / "shards"))
     for epoch in range(4):
         row = collator.make(picks_of(tmp_path / "shards", processor, epoch=epoch)).row
-        learned = row.inputs.token_ids[row.inputs.is_learned].tolist()
+        learned = row.inputs.token_ids[row.inputs.loss_mask].tolist()
         assert processor.decode(learned) == captions[epoch % 3]
 
 

@@ -83,7 +83,7 @@ def test_rows_keep_to_their_budgets_and_are_full(folder, opened):
     for row in rows:
         assert row.inputs.patches.dtype == torch.uint8
         assert row.inputs.num_conversations == len(row.sample_ids) == len(row.source_of_conversation)
-        assert row.num_learned == row.inputs.is_learned.sum()
+        assert row.num_learned == row.inputs.loss_mask.sum()
 
 
 def test_the_seed_chooses_the_order(folder, opened):
@@ -97,7 +97,7 @@ def test_each_epoch_shows_the_next_caption(tmp_path, opened, checkpoint):
     write_samples(tmp_path / "shards" / "00000.tar", [make_sample("a", fields={"captions": captions})])
     processor = Processor.load(checkpoint)
     rows = [row for batch in opened(tmp_path / "shards", num_epochs=4, block_samples=1) for row in batch.rows]
-    learned = [row.inputs.token_ids[row.inputs.is_learned].tolist() for row in rows]
+    learned = [row.inputs.token_ids[row.inputs.loss_mask].tolist() for row in rows]
     assert [processor.decode(ids) for ids in learned] == [*captions, captions[0]]
 
 

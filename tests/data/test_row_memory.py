@@ -21,7 +21,7 @@ def made_row(processor, into, *, num_copies=1):
     """A row whose patches lie in `into`."""
     picture = make_picture(60, 40)
     messages = [{"role": "user", "content": [{"type": "image", "image": picture}] * num_copies}]
-    inputs = processor.prepare(messages, into=into)
+    inputs = processor.preprocess(messages, into=into)
     row = TrainingRow(
         inputs=inputs, sample_ids=["a/b/ü"], source_of_conversation=[0], source_names=["a"], num_learned=0
     )

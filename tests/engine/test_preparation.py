@@ -159,7 +159,7 @@ CONVERSATIONS = {
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_a_prompt_is_what_the_processor_makes(preparation, processor, name):
-    expected = processor.prepare(CONVERSATIONS[name], add_generation_prompt=True)
+    expected = processor.preprocess(CONVERSATIONS[name], add_generation_prompt=True)
     assert_equal(preparation.submit(CONVERSATIONS[name]).result(TIMEOUT_S), expected)
 
 
@@ -182,7 +182,7 @@ SOURCES = {
 @pytest.mark.parametrize("name", SOURCES)
 def test_an_image_can_be_given_in_any_form(preparation, processor, name):
     part = {"type": "image", "image": SOURCES[name]}
-    expected = processor.prepare(ask("see", part), add_generation_prompt=True)
+    expected = processor.preprocess(ask("see", part), add_generation_prompt=True)
     assert_equal(preparation.submit(ask("see", part)).result(TIMEOUT_S), expected)
     tokens = processor.tokenize(ask("see", part), add_generation_prompt=True)
     assert_equal(preparation.submit_tokens(tokens, [SOURCES[name]]).result(TIMEOUT_S), expected)
@@ -191,7 +191,7 @@ def test_an_image_can_be_given_in_any_form(preparation, processor, name):
 def test_an_image_can_be_a_file(preparation, processor, tmp_path):
     path = tmp_path / "picture.png"
     path.write_bytes(encoded(PICTURE))
-    expected = processor.prepare(ask(PICTURE), add_generation_prompt=True)
+    expected = processor.preprocess(ask(PICTURE), add_generation_prompt=True)
     for source in (path, str(path)):
         part = {"type": "image_url", "image_url": {"url": source}}
         assert_equal(preparation.submit(ask(part)).result(TIMEOUT_S), expected)
@@ -258,7 +258,7 @@ def test_an_image_that_is_cached_is_not_decoded_again(preparation, processor):
     after = preparation.statistics
     assert (after.num_made, after.num_found) == (before.num_made, before.num_found + 1)
     assert second.images[0].patches is first.images[0].patches
-    assert_equal(second, processor.prepare(ask("now", png, "who?"), add_generation_prompt=True))
+    assert_equal(second, processor.preprocess(ask("now", png, "who?"), add_generation_prompt=True))
     assert after.kept_bytes == before.kept_bytes >= first.images[0].patches.nbytes
 
 
@@ -326,7 +326,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_the_processor_refuses_is_refused_with_the_same_words(preparation, processor, name):
     with pytest.raises(UserError) as expected:
-        processor.prepare(BAD[name], add_generation_prompt=True)
+        processor.preprocess(BAD[name], add_generation_prompt=True)
     with pytest.raises(UserError) as found:
         preparation.submit(BAD[name]).result(TIMEOUT_S)
     assert str(found.value) == str(expected.value)
@@ -342,7 +342,7 @@ def test_limits_hold_in_every_process(checkpoint, tmp_path):
     with Preparation(checkpoint, num_workers=1, host_image_bytes=CACHE_BYTES, limits=limits) as preparation:
         for messages in conversations:
             with pytest.raises(ImageError) as expected:
-                strict.prepare(messages, add_generation_prompt=True)
+                strict.preprocess(messages, add_generation_prompt=True)
             with pytest.raises(ImageError) as found:
                 preparation.submit(messages).result(TIMEOUT_S)
             assert str(found.value) == str(expected.value)
@@ -378,7 +378,7 @@ def test_a_folder_that_is_no_checkpoint_is_told_at_once_or_when_ready(tmp_path):
 
 def test_many_threads_submit_at_once(preparation, processor):
     conversations = [ask(noise(60 + 30 * (n % 5), 60, n % 7), f"number {n}", noise(60, 90, 100 + n)) for n in range(40)]
-    expected = [processor.prepare(messages, add_generation_prompt=True) for messages in conversations]
+    expected = [processor.preprocess(messages, add_generation_prompt=True) for messages in conversations]
     with ThreadPoolExecutor(8) as threads:
         futures = list(threads.map(preparation.submit, conversations))
     for future, inputs in zip(futures, expected, strict=True):
@@ -424,7 +424,7 @@ def test_a_prompt_whose_worker_is_killed_is_made_by_another(two_workers, process
     future, pid = busy_worker(two_workers, processor, png)
     others = [two_workers.submit(ask(noise(60, 60, 300 + number))) for number in range(4)]
     os.kill(pid, signal.SIGKILL)
-    assert_equal(future.result(TIMEOUT_S), processor.prepare(ask(png, "what?"), add_generation_prompt=True))
+    assert_equal(future.result(TIMEOUT_S), processor.preprocess(ask(png, "what?"), add_generation_prompt=True))
     assert all(len(other.result(TIMEOUT_S).images) == 1 for other in others)
     assert two_workers.statistics.num_lost_workers == before.num_lost_workers + 1
     assert pid not in two_workers.worker_pids

@@ -16,7 +16,6 @@ from saccade.engine.runner import PixelScale
 from saccade.model import load_model
 from saccade.model.generation import generate
 from saccade.processor import ModelInputs, Processor
-from saccade.processor.inputs import patch_segments
 
 
 def prompt_of(inputs: ModelInputs, merge: int = 2) -> TokenPrompt:
@@ -97,9 +96,8 @@ def row_of(prompt, answer) -> ModelInputs:
         token_ids=torch.tensor([*prompt.token_ids, *answer]),
         cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
         positions=torch.cat([torch.from_numpy(prompt.positions.copy()), later], dim=1),
-        is_learned=torch.zeros(num_tokens, dtype=torch.bool),
+        loss_mask=torch.zeros(num_tokens, dtype=torch.bool),
         patches=torch.cat(patches) if patches else torch.zeros(0, 1176, dtype=torch.uint8),
-        patch_cu_seqlens=patch_segments(grids),
         image_grids=grids,
         image_token_index=torch.tensor(index, dtype=torch.int64),
         pixel_mean=(0.48145466, 0.4578275, 0.40821073),

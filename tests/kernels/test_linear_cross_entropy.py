@@ -75,21 +75,21 @@ def test_no_learned_token_gives_zero(device, dtype):
     hidden, weight, labels = inputs(7, 16, 64, device, dtype, ignored=1.0)
     for hint in (None, 0, 3, 7):
         with launch.forced("triton"):
-            results = loss_and_gradients(linear_cross_entropy, hidden, weight, labels, num_learned=hint)
+            results = loss_and_gradients(linear_cross_entropy, hidden, weight, labels, num_labels=hint)
         assert all((x == 0).all() for x in results), hint
 
 
 @pytest.mark.parametrize("more", [0, 5, 100])
 def test_a_promised_count_may_be_too_high(more, device, dtype):
     hidden, weight, labels = inputs(20, 16, 64, device, dtype)
-    num_learned = int((labels != IGNORED).sum())
-    expect_equal(hidden, weight, labels, dtype, num_learned=num_learned + more)
+    num_labels = int((labels != IGNORED).sum())
+    expect_equal(hidden, weight, labels, dtype, num_labels=num_labels + more)
 
 
 def test_a_promised_count_that_is_too_low_gives_nan(device):
     hidden, weight, labels = inputs(45, 16, 64, device, torch.float32)
     with launch.forced("triton"):
-        assert linear_cross_entropy(hidden, weight, labels, count=1.0, num_learned=3).isnan()
+        assert linear_cross_entropy(hidden, weight, labels, count=1.0, num_labels=3).isnan()
 
 
 def test_count_may_be_a_tensor(device):
@@ -219,7 +219,7 @@ def test_the_weight_gradient_of_many_chunks_stays_close():
 def test_logits_beyond_two_to_the_31_elements_are_found():
     hidden, weight, labels = inputs(16384, 256, 151936, "cuda", torch.bfloat16)
     with launch.forced("triton"):
-        whole = loss_and_gradients(linear_cross_entropy, hidden, weight, labels, max_bytes=2**40, num_learned=16384)
+        whole = loss_and_gradients(linear_cross_entropy, hidden, weight, labels, max_bytes=2**40, num_labels=16384)
         chunked = loss_and_gradients(linear_cross_entropy, hidden, weight, labels)
     for name, a, e in zip(("loss", "d_hidden", "d_weight"), whole, chunked, strict=True):
         assert_close(name, a, e, BOUNDS[torch.bfloat16])

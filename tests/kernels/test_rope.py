@@ -3,7 +3,7 @@ import torch
 from closeness import BOUNDS, assert_close, perturbed
 
 from saccade.kernels import launch
-from saccade.kernels.rope import rope, rope_, rope_reference, text_angles, vision_angles
+from saccade.kernels.rope import mrope_cos_sin, rope, rope_, rope_reference, vision_cos_sin
 
 CASES = [(1, 2, 1, 16), (7, 3, 1, 8), (9, 2, 2, 80), (0, 2, 2, 16)]  # tokens, heads, key heads, head dim
 
@@ -59,13 +59,13 @@ def test_in_place_turns_only_q_and_k_of_a_fused_row(path, device, dtype):
 
 def test_the_same_position_on_all_axes_is_ordinary_rope(device):
     positions = torch.arange(9, device=device)
-    cos, _ = text_angles(positions.expand(3, -1), 10000.0, (2, 3, 3))
+    cos, _ = mrope_cos_sin(positions.expand(3, -1), 10000.0, (2, 3, 3))
     exponent = torch.arange(8, device=device) / 8
     assert_close("cos", cos, (positions[:, None].float() * 10000.0**-exponent).cos(), 1e-5)
 
 
 def test_vision_angles_turn_half_with_rows_and_half_with_columns(device):
-    cos, sin = vision_angles(torch.tensor([[2, 2], [5, 7]], device=device), 16)
+    cos, sin = vision_cos_sin(torch.tensor([[2, 2], [5, 7]], device=device), 16)
     assert torch.equal(cos[0, :4], cos[1, :4])
     assert not torch.equal(sin[0, 4:], sin[1, 4:])
 

@@ -33,7 +33,7 @@ def with_token(inputs: ModelInputs, token_id: int) -> ModelInputs:
         inputs,
         token_ids=torch.cat([inputs.token_ids, torch.tensor([token_id])]),
         positions=torch.cat([inputs.positions, inputs.positions[:, -1:] + 1], dim=1),
-        is_learned=torch.cat([inputs.is_learned, torch.tensor([False])]),
+        loss_mask=torch.cat([inputs.loss_mask, torch.tensor([False])]),
         cu_seqlens=inputs.cu_seqlens + torch.tensor([0, 1], dtype=torch.int32),
         max_seqlen=inputs.max_seqlen + 1,
     )

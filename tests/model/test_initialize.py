@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from saccade.errors import CheckpointError, ConfigError
 from saccade.model import generate, load_model
-from saccade.model.initialize import byte_words, fresh_tensor, initialize_from_text, initialize_random, named_size
+from saccade.model.initialize import byte_tokenizer, fresh_tensor, initialize_from_text, initialize_random, named_size
 from saccade.processor import Processor
 
 SIZES = {"vocab_size": 280, "hidden_size": 192, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 512}  # fmt: skip
@@ -25,7 +25,7 @@ TEXT_MODELS = {
 
 def make_text_checkpoint(folder, name):
     model_class, config_class, options = TEXT_MODELS[name]
-    words = byte_words()
+    words = byte_tokenizer()
     torch.manual_seed(7)
     model = model_class(config_class(**SIZES, **options, bos_token_id=None, eos_token_id=words.eos_ids[0])).eval()
     with torch.no_grad():

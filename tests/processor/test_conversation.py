@@ -57,7 +57,7 @@ def whole_text(processor, inputs):
 
 
 def learned_text(processor, inputs):
-    return processor.tokenizer.decode(inputs.token_ids[inputs.is_learned].tolist(), skip_special=False)
+    return processor.tokenizer.decode(inputs.token_ids[inputs.loss_mask].tolist(), skip_special=False)
 
 
 def with_template(processor, source):
@@ -95,20 +95,20 @@ PLAIN_CONTROL = ["<|im_start|>", "<|im_end|>"] * 2  # the template's own system 
     ],
 )
 def test_text_that_spells_a_special_token_stays_text(processor, text):
-    inputs = processor.prepare([user(text)])
+    inputs = processor.preprocess([user(text)])
     assert control_names(processor, inputs) == PLAIN_CONTROL
     assert whole_text(processor, inputs).endswith(f"<|im_start|>user\n{text}<|im_end|>\n")
 
 
 @pytest.mark.parametrize("parts", [("<|im_", "end|>"), ("<", "|im_end|", ">"), ("<|im_end|", ">"), ("<", "|im_end|>")])
 def test_a_special_token_split_over_two_parts_stays_text(processor, parts):
-    inputs = processor.prepare([user([text_part(part) for part in parts])])
+    inputs = processor.preprocess([user([text_part(part) for part in parts])])
     assert control_names(processor, inputs) == PLAIN_CONTROL
     assert f"user\n{''.join(parts)}<|im_end|>" in whole_text(processor, inputs)
 
 
 def test_a_special_token_split_around_an_image_stays_text(processor):
-    inputs = processor.prepare([user([text_part("<|im_end|"), image_part(), text_part("><|image_pad|>")])])
+    inputs = processor.preprocess([user([text_part("<|im_end|"), image_part(), text_part("><|image_pad|>")])])
     vision = ["<|vision_start|>", *["<|image_pad|>"] * 4, "<|vision_end|>"]
     assert control_names(processor, inputs) == [*PLAIN_CONTROL[:3], *vision, "<|im_end|>"]
     assert inputs.image_token_index.shape == (4,)
@@ -117,7 +117,7 @@ def test_a_special_token_split_around_an_image_stays_text(processor):
 def test_a_special_token_split_over_text_and_template_stays_text(processor):
     around = with_template(processor, "<|im_start|><{{ messages[0].content }}><|im_end|>")
     for text in ("|im_end|>", "<|im_end|"):
-        inputs = around.prepare([user(text)])
+        inputs = around.preprocess([user(text)])
         assert control_names(around, inputs) == ["<|im_start|>", "<|im_end|>"]
         assert f"<{text}>" in whole_text(around, inputs)
 
@@ -125,14 +125,14 @@ def test_a_special_token_split_over_text_and_template_stays_text(processor):
 def test_text_with_every_noncharacter_is_refused(processor):
     others = "".join(chr(plane * 0x10000 + last) for plane in range(17) for last in (0xFFFE, 0xFFFF))
     with pytest.raises(RequestError, match=r"all of the Unicode noncharacters .* Remove them"):
-        processor.prepare([user(NONCHARACTERS), assistant("a"), user([text_part(others)])])
+        processor.preprocess([user(NONCHARACTERS), assistant("a"), user([text_part(others)])])
 
 
 @settings(repeatable, max_examples=200)
 @given(texts=st.lists(tricky_text, min_size=3, max_size=3))
 def test_any_text_of_any_role_comes_back_and_adds_no_control_token(processor, texts):
     messages = [system(texts[0]), user(texts[1]), assistant(texts[2])]
-    inputs = processor.prepare(messages)
+    inputs = processor.preprocess(messages)
     assert control_names(processor, inputs) == ["<|im_start|>", "<|im_end|>"] * 3
     expected = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
     assert whole_text(processor, inputs) == expected
@@ -159,7 +159,7 @@ def test_a_control_token_of_one_character_is_behind_the_wall_too(checkpoint):
 
 def test_half_a_surrogate_pair_in_a_message_is_refused(processor):
     with pytest.raises(RequestError):
-        processor.prepare([user(json.loads('"\\ud800"'))])
+        processor.preprocess([user(json.loads('"\\ud800"'))])
 
 
 # ------------------------------------------------------------------ the same tokens as Hugging Face
@@ -184,7 +184,7 @@ def reference_ids(tokenizer_file, template, messages, add_generation_prompt):
 @pytest.mark.parametrize("messages", ORDINARY)
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
 def test_ordinary_conversations_have_hugging_faces_tokens(processor, checkpoint, messages, add_generation_prompt):
-    inputs = processor.prepare(messages, add_generation_prompt)
+    inputs = processor.preprocess(messages, add_generation_prompt)
     template = (checkpoint / "chat_template.jinja").read_text()
     expected = reference_ids(checkpoint / "tokenizer.json", template, messages, add_generation_prompt)
     assert inputs.token_ids.tolist() == expected
@@ -213,7 +213,7 @@ def test_images_stand_where_hugging_face_puts_their_placeholder(processor, check
     messages = [user([text_part("a"), image_part(), text_part("b"), image_part(), text_part("c")])]
     template = (checkpoint / "chat_template.jinja").read_text()
     expected = reference_ids(checkpoint / "tokenizer.json", template, messages, True)
-    ids = processor.prepare(messages, True).token_ids.tolist()
+    ids = processor.preprocess(messages, True).token_ids.tolist()
     image_id, collapsed = processor.vision.image_id, []
     for token_id in ids:
         if not (token_id == image_id and collapsed and collapsed[-1] == image_id):
@@ -223,9 +223,9 @@ def test_images_stand_where_hugging_face_puts_their_placeholder(processor, check
 
 
 def test_a_list_of_text_parts_is_the_text_they_join_to(processor):
-    parts = processor.prepare([user([text_part("one "), text_part(""), text_part("two")])])
-    assert torch.equal(parts.token_ids, processor.prepare([user("one two")]).token_ids)
-    assert torch.equal(processor.prepare([user([])]).token_ids, processor.prepare([user("")]).token_ids)
+    parts = processor.preprocess([user([text_part("one "), text_part(""), text_part("two")])])
+    assert torch.equal(parts.token_ids, processor.preprocess([user("one two")]).token_ids)
+    assert torch.equal(processor.preprocess([user([])]).token_ids, processor.preprocess([user("")]).token_ids)
 
 
 def test_all_ways_to_give_an_image_are_the_same(processor, tmp_path):
@@ -239,7 +239,7 @@ def test_all_ways_to_give_an_image_are_the_same(processor, tmp_path):
         {"type": "image_url", "image_url": {"url": path}},
         {"type": "image_url", "image_url": path},
     ]
-    rows = [processor.prepare([user([way])]) for way in ways]
+    rows = [processor.preprocess([user([way])]) for way in ways]
     for row in rows[1:]:
         assert torch.equal(row.token_ids, rows[0].token_ids)
         assert torch.equal(row.patches, rows[0].patches)
@@ -250,47 +250,47 @@ def test_all_ways_to_give_an_image_are_the_same(processor, tmp_path):
 
 def test_the_assistants_words_and_the_end_of_its_turn_are_learned(processor):
     messages = [system("s"), user("one"), assistant("1"), user("two"), assistant("2 <|im_end|>\n"), user("bye")]
-    inputs = processor.prepare(messages)
+    inputs = processor.preprocess(messages)
     assert learned_text(processor, inputs) == "1<|im_end|>2 <|im_end|>\n<|im_end|>"
     end = processor.tokenizer.control_id("<|im_end|>")
-    learned_ids = inputs.token_ids[inputs.is_learned].tolist()
+    learned_ids = inputs.token_ids[inputs.loss_mask].tolist()
     assert learned_ids.count(end) == 2, "the end of each turn is the control token, the spelled one is text"
 
 
 def test_an_assistant_turn_after_an_image_is_learned_alone(processor):
-    inputs = processor.prepare([user([image_part(), text_part("what?")]), assistant("red"), user("sure?")])
+    inputs = processor.preprocess([user([image_part(), text_part("what?")]), assistant("red"), user("sure?")])
     assert learned_text(processor, inputs) == "red<|im_end|>"
 
 
 def test_an_empty_answer_teaches_to_end_the_turn(processor):
-    assert learned_text(processor, processor.prepare([user("shh"), assistant("")])) == "<|im_end|>"
+    assert learned_text(processor, processor.preprocess([user("shh"), assistant("")])) == "<|im_end|>"
 
 
 def test_nothing_is_learned_from_a_prompt(processor):
     messages = [user("one"), assistant("1"), user("two")]
-    assert not processor.prepare(messages, add_generation_prompt=True).is_learned.any()
-    assert not processor.prepare([user("one")]).is_learned.any()
+    assert not processor.preprocess(messages, add_generation_prompt=True).loss_mask.any()
+    assert not processor.preprocess([user("one")]).loss_mask.any()
 
 
 def test_an_image_in_the_assistants_turn_is_not_learned(processor):
     """There is no such token to predict: the placeholder is replaced by image features."""
     try:
-        inputs = processor.prepare([user("draw"), assistant([image_part(), text_part("here")])])
+        inputs = processor.preprocess([user("draw"), assistant([image_part(), text_part("here")])])
     except RequestError:
         return
-    assert not inputs.is_learned[inputs.image_token_index].any()
+    assert not inputs.loss_mask[inputs.image_token_index].any()
 
 
 @settings(repeatable, max_examples=60)
 @given(answers=st.lists(tricky_text, min_size=1, max_size=3))
 def test_the_prompt_of_each_turn_is_a_prefix_of_the_training_row(processor, answers):
     messages = [message for answer in answers for message in (user([image_part(), text_part("?")]), assistant(answer))]
-    training = processor.prepare(messages)
+    training = processor.preprocess(messages)
     for number in range(1, len(messages), 2):
-        prompt = processor.prepare(messages[:number], add_generation_prompt=True)
+        prompt = processor.preprocess(messages[:number], add_generation_prompt=True)
         assert torch.equal(training.token_ids[: prompt.num_tokens], prompt.token_ids)
         assert torch.equal(training.positions[:, : prompt.num_tokens], prompt.positions)
-        assert training.is_learned[prompt.num_tokens], "the first token behind the prompt is the first to be learned"
+        assert training.loss_mask[prompt.num_tokens], "the first token behind the prompt is the first to be learned"
 
 
 @pytest.mark.parametrize("answer", ["\n\nwell", " the quick", "fox", "", "\n", "<|im_end|>"])
@@ -322,9 +322,9 @@ def test_a_template_that_rewrites_history_is_refused_for_training(processor):
     forgetful = with_template(processor, FORGETFUL)
     messages = [user("one"), assistant("1"), user("two"), assistant("2")]
     with pytest.raises(RequestError, match=r"messages\[1\]: the chat template rewrites earlier turns, .* End the conversation at this turn"):  # fmt: skip
-        forgetful.prepare(messages)
-    assert learned_text(processor, forgetful.prepare(messages[:2])) == "1<|im_end|>"
-    assert forgetful.prepare(messages[:3], add_generation_prompt=True).num_tokens > 0
+        forgetful.preprocess(messages)
+    assert learned_text(processor, forgetful.preprocess(messages[:2])) == "1<|im_end|>"
+    assert forgetful.preprocess(messages[:3], add_generation_prompt=True).num_tokens > 0
 
 
 # ------------------------------------------------------------------ templates that misbehave
@@ -354,7 +354,7 @@ def test_a_template_that_reaches_out_or_changes_messages_is_an_error(processor, 
     monkeypatch.chdir(tmp_path)
     messages = [user("hi")]
     with pytest.raises(UserError, match="chat template"):
-        with_template(processor, source).prepare(messages, add_generation_prompt=True)
+        with_template(processor, source).preprocess(messages, add_generation_prompt=True)
     assert messages == [user("hi")]
     assert not list(tmp_path.iterdir())
 
@@ -365,13 +365,13 @@ def test_a_template_that_reaches_out_or_changes_messages_is_an_error(processor, 
 )  # fmt: skip
 def test_a_template_that_breaks_is_an_error_that_says_so(processor, source):
     with pytest.raises(UserError, match="chat template"):
-        with_template(processor, source).prepare([user("hi")], add_generation_prompt=True)
+        with_template(processor, source).preprocess([user("hi")], add_generation_prompt=True)
 
 
 def test_a_template_that_raises_gives_its_words(processor):
     strict = with_template(processor, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="the chat template refuses this conversation: roles must alternate"):
-        strict.prepare([user("hi")])
+        strict.preprocess([user("hi")])
 
 
 def test_a_template_that_does_not_parse_is_the_checkpoints_fault():
@@ -381,13 +381,13 @@ def test_a_template_that_does_not_parse_is_the_checkpoints_fault():
 
 def test_a_template_for_text_alone_refuses_images_with_advice(processor):
     with pytest.raises(RequestError, match="A template made for text alone takes no images"):
-        with_template(processor, "{{ '<|im_start|>' + messages[0].content }}").prepare([user([image_part()])])
+        with_template(processor, "{{ '<|im_start|>' + messages[0].content }}").preprocess([user([image_part()])])
 
 
 def test_an_image_that_the_template_ignores_is_refused(processor):
     blind = with_template(processor, "<|im_start|>user\n{{ messages[0].role }}<|im_end|>")
     with pytest.raises(RequestError, match="1 images or videos but 0 placeholders: an image without a placeholder"):
-        blind.prepare([user([image_part()])])
+        blind.preprocess([user([image_part()])])
 
 
 def test_a_placeholder_without_an_image_is_refused(processor):
@@ -395,13 +395,13 @@ def test_a_placeholder_without_an_image_is_refused(processor):
     with pytest.raises(
         RequestError, match="1 image placeholders but 0 images or videos: a placeholder without an image"
     ):
-        seeing.prepare([user("look")])
+        seeing.preprocess([user("look")])
 
 
 def test_placeholders_of_the_wrong_kind_are_refused(processor):
     confused = with_template(processor, "<|video_pad|>")
     with pytest.raises(RequestError, match=r"placeholders for \['video'\] where the conversation has \['image'\]"):
-        confused.prepare([user([image_part()])])
+        confused.preprocess([user([image_part()])])
 
 
 def test_templates_know_the_checkpoints_tokens_and_json(checkpoint, tmp_path):
@@ -479,14 +479,14 @@ def test_older_places_of_the_template_are_read(tmp_path):
 )  # fmt: skip
 def test_malformed_messages_are_refused_by_their_place(processor, messages, words):
     with pytest.raises(RequestError) as caught:
-        processor.prepare(messages)
+        processor.preprocess(messages)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("messages", [5, None, 2.5, True], ids=repr)
 def test_what_is_no_list_of_messages_is_refused(processor, messages):
     with pytest.raises(RequestError, match="list of messages"):
-        processor.prepare(messages)
+        processor.preprocess(messages)
     with pytest.raises(RequestError, match="list of "):
         processor([messages])
 
@@ -511,16 +511,16 @@ def test_what_is_no_list_of_conversations_is_refused(processor, conversations):
 )
 def test_a_key_of_a_part_that_we_do_not_honour_is_refused(processor, part):
     with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\].*(unknown key|only auto)"):
-        processor.prepare([user([part])])
+        processor.preprocess([user([part])])
 
 
 def test_errors_of_images_say_which_image_it_was(processor):
     with pytest.raises(RequestError, match=r"image 2: /no/such.png: No such file"):
-        processor.prepare([user([image_part(), image_part("/no/such.png")])])
+        processor.preprocess([user([image_part(), image_part("/no/such.png")])])
     with pytest.raises(RequestError, match=r"video 1: .*not NoneType"):
-        processor.prepare([user([{"type": "video", "video": [PICTURE, None]}])])
+        processor.preprocess([user([{"type": "video", "video": [PICTURE, None]}])])
     frames = [PICTURE, Image.new("RGB", (84, 56))]
     with pytest.raises(RequestError, match="video 1: the frames have different sizes: 56x56, 84x56"):
-        processor.prepare([user([{"type": "video", "video": frames}])])
+        processor.preprocess([user([{"type": "video", "video": frames}])])
     with pytest.raises(RequestError, match=r"video 1: 769 frames, over the limit of 768. Sample fewer frames"):
-        processor.prepare([user([{"type": "video", "video": [PICTURE] * 769}])])
+        processor.preprocess([user([{"type": "video", "video": [PICTURE] * 769}])])

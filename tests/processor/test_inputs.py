@@ -15,7 +15,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from saccade.errors import CheckpointError, ImageError, UserError
 from saccade.processor import MediaLimits, ModelInputs, Processor
-from saccade.processor.inputs import patch_segments
 
 
 def picture(width, height, seed=0):
@@ -56,7 +55,7 @@ def assert_same_row(actual, expected):
 
 @pytest.fixture(scope="module")
 def rows(processor):
-    return [processor.prepare(conversation) for conversation in CONVERSATIONS]
+    return [processor.preprocess(conversation) for conversation in CONVERSATIONS]
 
 
 # ------------------------------------------------------------------ packing
@@ -89,12 +88,12 @@ def test_each_conversation_is_found_again_in_the_pack(rows):
     for row, start, end in zip(rows, bounds, bounds[1:], strict=False):
         assert torch.equal(packed.token_ids[start:end], row.token_ids)
         assert torch.equal(packed.positions[:, start:end], row.positions)
-        assert torch.equal(packed.is_learned[start:end], row.is_learned)
+        assert torch.equal(packed.loss_mask[start:end], row.loss_mask)
         inside = (packed.image_token_index >= start) & (packed.image_token_index < end)
         assert torch.equal(packed.image_token_index[inside] - start, row.image_token_index)
         assert torch.equal(packed.patches[first_patch : first_patch + len(row.patches)], row.patches)
         first_patch += len(row.patches)
-    assert packed.patch_cu_seqlens[-1] == first_patch == len(packed.patches)
+    assert first_patch == len(packed.patches)
 
 
 def test_every_field_has_the_shape_and_type_it_promises(rows):
@@ -103,41 +102,33 @@ def test_every_field_has_the_shape_and_type_it_promises(rows):
     assert (packed.token_ids.shape, packed.token_ids.dtype) == ((num_tokens,), torch.int64)
     assert (packed.cu_seqlens.shape, packed.cu_seqlens.dtype) == ((len(rows) + 1,), torch.int32)
     assert (packed.positions.shape, packed.positions.dtype) == ((3, num_tokens), torch.int64)
-    assert (packed.is_learned.shape, packed.is_learned.dtype) == ((num_tokens,), torch.bool)
+    assert (packed.loss_mask.shape, packed.loss_mask.dtype) == ((num_tokens,), torch.bool)
     assert (packed.patches.shape[1], packed.patches.dtype) == (1176, torch.uint8)
     assert (packed.image_grids.shape, packed.image_grids.dtype) == ((5, 3), torch.int64)
-    assert packed.patch_cu_seqlens.dtype == torch.int32
     assert packed.image_token_index.dtype == torch.int64
     assert len(packed.image_token_index) * 4 == len(packed.patches)
 
 
 def test_a_row_of_text_alone_has_no_patches(processor):
-    row = processor.prepare(ask("hi"))
+    row = processor.preprocess(ask("hi"))
     assert row.patches.shape == (0, 1176)
     assert row.image_grids.shape == (0, 3)
-    assert row.patch_cu_seqlens.tolist() == [0]
     assert row.image_token_index.tolist() == []
     assert row.normalized_patches().shape == (0, 1176)
-
-
-def test_each_image_and_each_frame_pair_of_a_video_is_a_segment():
-    grids = torch.tensor([[1, 4, 6], [3, 2, 2], [1, 4, 4]])
-    assert patch_segments(grids).tolist() == [0, 24, 28, 32, 36, 52]
-    assert patch_segments(grids).dtype == torch.int32
 
 
 def test_a_videos_time_runs_with_its_frame_rate(processor):
     per_second = processor.vision.tokens_per_second
     for fps in (0.5, 1, 2, 4):
-        row = processor.prepare(ask(video(6, 56, 56, fps=fps)))
+        row = processor.preprocess(ask(video(6, 56, 56, fps=fps)))
         times = row.positions[0, row.image_token_index].unique()
         assert (times - times[0]).tolist() == [int(pair * 2 / fps * per_second) for pair in range(3)]
-    unstated = processor.prepare(ask(video(6, 56, 56)))
-    assert torch.equal(unstated.positions, processor.prepare(ask(video(6, 56, 56, fps=2))).positions)
+    unstated = processor.preprocess(ask(video(6, 56, 56)))
+    assert torch.equal(unstated.positions, processor.preprocess(ask(video(6, 56, 56, fps=2))).positions)
 
 
 def test_an_image_takes_as_many_tokens_as_its_grid_has_cells(processor):
-    row = processor.prepare(ask(image(120, 300)))
+    row = processor.preprocess(ask(image(120, 300)))
     assert row.image_grids.tolist() == [list(processor.images.grid(300, 120))]
     assert len(row.image_token_index) == row.image_grids.prod() // 4
     assert (row.token_ids[row.image_token_index] == processor.vision.image_id).all()
@@ -159,7 +150,7 @@ def test_moving_a_row_keeps_the_grids_on_the_cpu(rows):
 @pytest.mark.parametrize(("width", "height"), [(28, 28), (644, 364), (1100, 60), (13, 200)])
 def test_normalized_patches_are_hugging_faces_pixel_values(processor, width, height):
     pil = picture(width, height)
-    row = processor.prepare(ask({"type": "image", "image": pil}))
+    row = processor.preprocess(ask({"type": "image", "image": pil}))
     reference = Qwen2VLImageProcessorPil()(images=[pil], return_tensors="pt")
     assert row.image_grids.tolist() == reference["image_grid_thw"].tolist()
     normalized = row.normalized_patches()
@@ -189,15 +180,15 @@ def change(path, **changes):
 
 
 def test_the_processor_needs_no_weights(copy, rows):
-    assert_same_row(Processor.load(str(copy)).prepare(CONVERSATIONS[2]), rows[2])
+    assert_same_row(Processor.load(str(copy)).preprocess(CONVERSATIONS[2]), rows[2])
 
 
 def test_limits_are_obeyed(copy):
     strict = Processor.load(copy, limits=MediaLimits(max_side=50, allow_local_files=False))
     with pytest.raises(ImageError, match=r"image 1: .*longest side may be 50"):
-        strict.prepare(ask(image(56, 56)))
+        strict.preprocess(ask(image(56, 56)))
     with pytest.raises(ImageError, match="image 1: images named by a path are not read here"):
-        strict.prepare(ask({"type": "image_url", "image_url": {"url": "/etc/hostname"}}))
+        strict.preprocess(ask({"type": "image_url", "image_url": {"url": "/etc/hostname"}}))
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
@@ -253,10 +244,10 @@ def test_pixel_settings_that_make_no_sense_are_refused(copy, changes):
 
 def test_the_pixel_budget_is_read_in_both_spellings(copy):
     change(copy / "preprocessor_config.json", min_pixels=784, max_pixels=3200)
-    assert Processor.load(copy).prepare(ask(image(300, 300))).image_grids.tolist() == [[1, 4, 4]]
+    assert Processor.load(copy).preprocess(ask(image(300, 300))).image_grids.tolist() == [[1, 4, 4]]
     change(copy / "preprocessor_config.json", min_pixels=..., max_pixels=...)
     change(copy / "preprocessor_config.json", size={"shortest_edge": 784, "longest_edge": 3200})
-    assert Processor.load(copy).prepare(ask(image(300, 300))).image_grids.tolist() == [[1, 4, 4]]
+    assert Processor.load(copy).preprocess(ask(image(300, 300))).image_grids.tolist() == [[1, 4, 4]]
     change(copy / "preprocessor_config.json", min_pixels=9999, max_pixels=784)
     with pytest.raises(CheckpointError, match="min_pixels 9999"):
         Processor.load(copy)
@@ -272,7 +263,7 @@ def test_settings_in_processor_config_are_read(copy):
 
 def test_videos_may_have_a_budget_of_their_own(copy):
     (copy / "video_preprocessor_config.json").write_text(json.dumps({"max_pixels": 3136}))
-    row = Processor.load(copy).prepare(ask(image(112, 112), video(2, 112, 112)))
+    row = Processor.load(copy).preprocess(ask(image(112, 112), video(2, 112, 112)))
     assert row.image_grids.tolist() == [[1, 8, 8], [1, 4, 4]]
 
 

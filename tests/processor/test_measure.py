@@ -37,7 +37,7 @@ def test_the_measure_of_a_conversation_is_its_length(processor, parts, answer):
     sizes = [part for part in parts if isinstance(part, tuple)]
     messages = conversation(parts, answer)
     try:
-        row = processor.prepare(messages)
+        row = processor.preprocess(messages)
     except ImageError:
         with pytest.raises(ImageError, match="aspect ratio"):
             processor.measure(messages, sizes)
@@ -47,7 +47,7 @@ def test_the_measure_of_a_conversation_is_its_length(processor, parts, answer):
 
 def test_measuring_looks_at_no_image(processor):
     messages = [{"role": "user", "content": [{"type": "image", "image": b"not an image"}]}]
-    expected = processor.prepare([{"role": "user", "content": [{"type": "image", "image": picture(90, 60)}]}])
+    expected = processor.preprocess([{"role": "user", "content": [{"type": "image", "image": picture(90, 60)}]}])
     assert processor.measure(messages, [(90, 60)]) == (expected.num_tokens, len(expected.patches))
 
 
@@ -61,9 +61,9 @@ def test_sizes_and_images_must_pair_up(processor):
 
 def test_patches_are_written_into_given_memory(processor):
     messages = conversation(["a", (60, 90), "b", (200, 100)])
-    expected = processor.prepare(messages)
+    expected = processor.preprocess(messages)
     memory = np.full((len(expected.patches) + 3, processor.images.patch_dim), 7, dtype=np.uint8)
-    row = processor.prepare(messages, into=memory)
+    row = processor.preprocess(messages, into=memory)
     assert torch.equal(row.patches, expected.patches)
     assert row.patches.data_ptr() == memory.ctypes.data
     assert (memory[len(expected.patches) :] == 7).all()
@@ -72,7 +72,7 @@ def test_patches_are_written_into_given_memory(processor):
 def test_patches_that_find_no_room_are_an_error(processor):
     memory = np.zeros((10, processor.images.patch_dim), dtype=np.uint8)
     with pytest.raises(ImageError, match="image 1: 56x56 pixels are 16 patches where only 10 have room"):
-        processor.prepare(conversation([(56, 56)]), into=memory)
+        processor.preprocess(conversation([(56, 56)]), into=memory)
 
 
 def test_the_fingerprint_changes_with_what_decides_lengths_and_with_nothing_else(checkpoint, tmp_path):

@@ -87,7 +87,7 @@ def test_a_processor_resizes_as_it_was_told(checkpoint, kind):
     Image.fromarray(photo(200, 150, seed=1)).save(buffer, kind)
     message = {"role": "user", "content": [{"type": "image", "image": buffer.getvalue()}]}
     exact, fast = Processor.load(checkpoint), Processor.load(checkpoint, resize="torch")
-    expected, found = exact.prepare([message]), fast.prepare([message])
+    expected, found = exact.preprocess([message]), fast.preprocess([message])
     difference = (found.patches.int() - expected.patches.int()).abs()
     assert 0 < difference.max() <= BOUND
     assert torch.equal(found.token_ids, expected.token_ids)
@@ -100,7 +100,7 @@ def test_a_truncated_jpeg_is_an_error_with_the_fast_resize_too(checkpoint):
     data = buffer.getvalue()
     message = {"role": "user", "content": [{"type": "image", "image": data[: len(data) // 2]}]}
     with pytest.raises(ImageError, match="truncated or corrupt"):
-        Processor.load(checkpoint, resize="torch").prepare([message])
+        Processor.load(checkpoint, resize="torch").preprocess([message])
 
 
 def test_an_unknown_resize_is_refused(checkpoint):

@@ -60,7 +60,7 @@ def test_a_token_learns_the_next_one_of_its_own_conversation(processor):
     labels, learned = row_labels(inputs), 0
     for start, end in zip(inputs.cu_seqlens[:-1].tolist(), inputs.cu_seqlens[1:].tolist(), strict=True):
         for t in range(start, end):
-            is_learned = t + 1 < end and bool(inputs.is_learned[t + 1])
+            is_learned = t + 1 < end and bool(inputs.loss_mask[t + 1])
             assert labels[t] == (inputs.token_ids[t + 1] if is_learned else IGNORED)
             learned += is_learned
     assert num_labels(labels) == learned > 0
@@ -87,9 +87,9 @@ def test_the_loss_is_the_mean_over_learned_tokens_one_conversation_at_a_time(fol
     with torch.no_grad():
         for one in CONVERSATIONS:
             inputs = processor([one])
-            logits, is_learned = model(inputs)[:-1], inputs.is_learned[1:]
-            total += float(F.cross_entropy(logits[is_learned], inputs.token_ids[1:][is_learned], reduction="sum"))
-            count += int(is_learned.sum())
+            logits, loss_mask = model(inputs)[:-1], inputs.loss_mask[1:]
+            total += float(F.cross_entropy(logits[loss_mask], inputs.token_ids[1:][loss_mask], reduction="sum"))
+            count += int(loss_mask.sum())
     loss, _ = accumulated(folder, [row_of(processor(CONVERSATIONS))])
     assert loss == pytest.approx(total / count, abs=1e-6)
 

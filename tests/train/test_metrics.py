@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from saccade.model.initialize import initialize_random, named_size
-from saccade.model.layers import stored_shapes
+from saccade.model.layers import checkpoint_shapes
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
 from saccade.train.metrics import (
@@ -38,7 +38,7 @@ def step_of(number, **changes):
 def test_matrix_products_cost_two_per_weight_and_token():
     config = named_size("3b")
     with torch.device("meta"):
-        shapes = stored_shapes(VLM(config))
+        shapes = checkpoint_shapes(VLM(config))
 
     def weights(prefix):
         return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(prefix) and len(shape) > 1)

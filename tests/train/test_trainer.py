@@ -81,7 +81,7 @@ def conversations_of(batch):
     for row in batch.rows:
         packed, image, patch = row.inputs, 0, 0
         for start, end in pairwise(packed.cu_seqlens.tolist()):
-            ids, learned = packed.token_ids[start:end], packed.is_learned[start:end]
+            ids, learned = packed.token_ids[start:end], packed.loss_mask[start:end]
             num_tokens = int(((packed.image_token_index >= start) & (packed.image_token_index < end)).sum())
             inputs = {"input_ids": ids[None]}
             if num_tokens:  # toy samples have one picture each
