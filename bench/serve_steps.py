@@ -2,7 +2,7 @@
 
     python -m bench.serve_steps [--size 3b] [--requests 1 256] [--context 600] [--host]
 
-Random weights made on the GPU; the loop is driven from here, without preparation.
+Random weights made on the GPU; the loop is driven from here, without preprocessing.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from bench.train_step import random_model
 from saccade.engine.config import EngineConfig
 from saccade.engine.core import EngineCore
 from saccade.engine.loading import make_runner
-from saccade.engine.prompt import PreparedImage, TokenPrompt
+from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.engine.runner import PixelScale
 from saccade.model.initialize import named_size
@@ -37,7 +37,7 @@ def image_prompt(rng: np.random.Generator) -> TokenPrompt:
     span = ImageSpan(key=rng.bytes(32), start=1, num_tokens=576, num_patches=2304)
     ids = [151652, *[151655] * 576, 151653, *(int(i) for i in rng.integers(1, 150_000, 62))]
     positions = mrope_positions([TextSpan(1), VisionSpan(1, 24, 24), TextSpan(63)])
-    image = PreparedImage(span=span, grid=(1, 48, 48), patches=patches)
+    image = PromptImage(span=span, grid=(1, 48, 48), patches=patches)
     return TokenPrompt(token_ids=ids, positions=positions, images=(image,))
 
 

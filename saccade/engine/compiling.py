@@ -20,7 +20,7 @@ import torch
 from saccade.device import resolve_device, resolve_dtype
 from saccade.engine.config import EngineConfig
 from saccade.engine.core import EngineCore
-from saccade.engine.prompt import PreparedImage, TokenPrompt
+from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.engine.runner import PixelScale, Runner
 from saccade.model.config import ModelConfig
@@ -122,6 +122,6 @@ def _image_prompt(config: ModelConfig) -> TokenPrompt:
     patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     side, num_tokens = _SIDE_TOKENS * vision.merge_size, _SIDE_TOKENS**2
     span = ImageSpan(key=bytes(32), start=1, num_tokens=num_tokens, num_patches=side * side)
-    image = PreparedImage(span=span, grid=(1, side, side), patches=np.zeros((side * side, patch_dim), np.uint8))
+    image = PromptImage(span=span, grid=(1, side, side), patches=np.zeros((side * side, patch_dim), np.uint8))
     spans: list[TextSpan | VisionSpan] = [TextSpan(1), VisionSpan(1, _SIDE_TOKENS, _SIDE_TOKENS), TextSpan(_NUM_TEXT)]
     return TokenPrompt(token_ids=[1] * (1 + num_tokens + _NUM_TEXT), positions=mrope_positions(spans), images=(image,))

@@ -42,8 +42,8 @@ class EngineConfig:
     """Replay steps and the vision tower from recordings, by size. A size is recorded when it has come once (answers) or four times (prompts)."""
     num_workers: int | None = None
     """Processes that prepare images. 0: none, everything in this one. None: by the number of cores."""
-    host_image_bytes: int = 2 << 30
-    """Prepared images kept in host memory."""
+    processed_image_cache_bytes: int = 2 << 30
+    """Bytes of processed images cached in host memory."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_requests", "max_step_tokens", "max_step_patches", "image_pool_tokens"):
@@ -51,7 +51,7 @@ class EngineConfig:
         for name in ("num_pages", "max_length"):
             if getattr(self, name) is not None:
                 self._check_whole(name, least=1)
-        self._check_whole("host_image_bytes", least=0)
+        self._check_whole("processed_image_cache_bytes", least=0)
         self._check_whole("max_draft_tokens", least=0)
         if self.num_workers is not None:
             self._check_whole("num_workers", least=0)

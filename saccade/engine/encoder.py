@@ -22,7 +22,7 @@ from torch import Tensor
 
 from saccade.device import to_device
 from saccade.engine.graphs import Graphs
-from saccade.engine.prompt import PreparedImage
+from saccade.engine.prompt import PromptImage
 from saccade.model.config import VisionConfig
 from saccade.model.vision import LayoutSizes, WindowLayout, window_layout
 from saccade.model.vlm import VLM
@@ -108,7 +108,7 @@ class Encoder:
         return 0 if self._graphs is None else self._graphs.num_recorded
 
     @torch.inference_mode()
-    def encode(self, images: Sequence[PreparedImage]) -> Tensor:
+    def encode(self, images: Sequence[PromptImage]) -> Tensor:
         """[M, D]: features of all images, in reading order. Copy them at once: the next call may overwrite them.
 
         Everything is queued on the current stream, which must always be the same one and not the default.
@@ -124,17 +124,17 @@ class Encoder:
         features_MD = self._forward(budget) if self._graphs is None else self._graphs.run(budget)
         return features_MD[: num_patches // self._config.patches_per_token]
 
-    def _encode_as_it_is(self, images: Sequence[PreparedImage]) -> Tensor:
+    def _encode_as_it_is(self, images: Sequence[PromptImage]) -> Tensor:
         if self._device.type == "cpu":
             return torch.cat([self._encode_at_once(group) for group in _groups(images)])
         return self._encode_at_once(images)
 
-    def _encode_at_once(self, images: Sequence[PreparedImage]) -> Tensor:
+    def _encode_at_once(self, images: Sequence[PromptImage]) -> Tensor:
         patches = to_device(np.concatenate([image.patches for image in images]), self._device)
         pixels = normalize_patches(patches, self._pixel_mean, self._pixel_std)
         return self._model.encode_images(pixels, torch.tensor([image.grid for image in images]))
 
-    def _upload(self, images: Sequence[PreparedImage], num_patches: int, plan: WindowLayout, budget: int) -> None:
+    def _upload(self, images: Sequence[PromptImage], num_patches: int, plan: WindowLayout, budget: int) -> None:
         """Put pixels and plan where `_forward` reads them. Nobody's pixels are zero."""
         sizes = budget_sizes(budget, self._config)
         staging = self._staging[0]
@@ -151,9 +151,9 @@ class Encoder:
         return self._model.encode_patches(pixels, budget_sizes(budget, self._config).inputs(self._numbers))
 
 
-def _groups(images: Sequence[PreparedImage]) -> Iterator[list[PreparedImage]]:
+def _groups(images: Sequence[PromptImage]) -> Iterator[list[PromptImage]]:
     """The images, so many at a time that what lies between two layers stays in the cache of a CPU."""
-    group: list[PreparedImage] = []
+    group: list[PromptImage] = []
     num_patches = 0
     for image in images:
         if group and num_patches + len(image.patches) > _CPU_PATCHES:

@@ -5,7 +5,7 @@
     async for part in engine.stream(conversation): ...
 
 A thread of its own runs the loop (`core.py`); whoever asks puts commands into its inbox and is called back. Conversations are made
-into tokens and patches in worker processes (`preparation.py`) before the loop sees them, and its tokens into text behind it.
+into tokens and patches in worker processes (`preprocessing.py`) before the loop sees them, and its tokens into text behind it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from saccade.engine.answers import Answer
 from saccade.engine.config import EngineConfig
 from saccade.engine.core import EngineCore, Statistics, Update
 from saccade.engine.loading import load_runner
-from saccade.engine.preparation import Preparation
+from saccade.engine.preprocessing import Preprocessor
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Completion, Failure, Request, SamplingParams, TokenLogprobs
 from saccade.engine.runner import PixelScale, Runner
@@ -68,8 +68,8 @@ OnPart = Callable[[AnswerPart], None]
 class Engine:
     """A model that answers many at once. Safe to use from several threads. Close it: its thread and processes live until then."""
 
-    def __init__(self, runner: Runner, processor: Processor, preparation: Preparation) -> None:
-        self._runner, self._processor, self._preparation = runner, processor, preparation
+    def __init__(self, runner: Runner, processor: Processor, preprocessor: Preprocessor) -> None:
+        self._runner, self._processor, self._preprocessor = runner, processor, preprocessor
         self._core = EngineCore(runner)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
@@ -91,15 +91,18 @@ class Engine:
         """The engine of a checkpoint folder. `limits` bound what images may be."""
         folder, config = Path(folder), config or EngineConfig()
         processor = Processor.load(folder, limits=limits)
-        preparation = Preparation(
-            folder, num_workers=_num_workers(config), host_image_bytes=config.host_image_bytes, limits=limits
+        preprocessor = Preprocessor(
+            folder,
+            num_workers=_num_workers(config),
+            processed_image_cache_bytes=config.processed_image_cache_bytes,
+            limits=limits,
         )
         try:
             pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
             runner = load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
-            return Engine(runner, processor, preparation)
+            return Engine(runner, processor, preprocessor)
         except BaseException:
-            preparation.close()
+            preprocessor.close()
             raise
 
     @property
@@ -120,7 +123,7 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """The answers, in order. One that cannot be given has the finish reason `failed` and says why."""
-        return self._answer([partial(self._preparation.submit, messages) for messages in conversations], sampling)
+        return self._answer([partial(self._preprocessor.submit, messages) for messages in conversations], sampling)
 
     def generate_tokens(
         self,
@@ -128,7 +131,7 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """The same for token ids with their images; each image's placeholder stands once in the ids."""
-        return self._answer([partial(self._preparation.submit_tokens, *prompt) for prompt in prompts], sampling)
+        return self._answer([partial(self._preprocessor.submit_tokens, *prompt) for prompt in prompts], sampling)
 
     def _answer(
         self,
@@ -167,7 +170,7 @@ class Engine:
         parts: asyncio.Queue[AnswerPart] = asyncio.Queue()
         sampling = sampling or SamplingParams()
         self._check_request(sampling, priority, salt)
-        prompt = self._preparation.submit(messages)
+        prompt = self._preprocessor.submit(messages)
 
         def post(part: AnswerPart) -> None:
             """Raises when the asyncio loop has ended, which cancels the request."""
@@ -305,7 +308,7 @@ class Engine:
             raise RuntimeError("the engine cannot be closed from inside one of its answers")
         self._inbox.put(None)
         self._thread.join()
-        self._preparation.close()
+        self._preprocessor.close()
         self._fail_all(Failure("running", "the engine was closed"))
 
     def __enter__(self) -> Engine:

@@ -1,4 +1,4 @@
-"""What the engine is given to answer: tokens, positions, pictures. Made from conversations by `preparation.py`."""
+"""What the engine is given to answer: tokens, positions, pictures. Made from conversations by `preprocessing.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from saccade.engine.request import ImageSpan
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedImage:
+class PromptImage:
     """A picture (or video) cut into patches."""
 
     span: ImageSpan
@@ -30,5 +30,5 @@ class TokenPrompt:
     """Each image stands in them as so many placeholders."""
     positions: NDArray[np.int64]
     """[3, tokens]: time, height, width. An answer goes on behind the largest position of the last token."""
-    images: tuple[PreparedImage, ...] = ()
+    images: tuple[PromptImage, ...] = ()
     """In order of their tokens."""

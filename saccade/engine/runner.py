@@ -38,7 +38,7 @@ from saccade.engine.encoder import Encoder, patch_budgets
 from saccade.engine.graphs import Graphs, StepSize, answers_size, mixed_size, most_places
 from saccade.engine.image_pool import IMAGE_PAGE
 from saccade.engine.kv_cache import KVCache, PagedAttention
-from saccade.engine.prompt import PreparedImage, TokenPrompt
+from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Request, TokenLogprobs
 from saccade.engine.sampler import Logprobs, Sampler
 from saccade.engine.step_plan import Chunk, ImageToEncode
@@ -260,7 +260,7 @@ class Runner:
             slots = [feature_slots(image.places, 0, image.image.num_tokens) for image in images]
             self._features.index_copy_(0, to_device(np.concatenate(slots), self.device), features_MD.to(self.dtype))
 
-    def _prepared(self, image: ImageToEncode) -> PreparedImage:
+    def _prepared(self, image: ImageToEncode) -> PromptImage:
         for prepared in self._places[image.request.id].prompt.images:
             if prepared.span.start == image.image.start:
                 return prepared

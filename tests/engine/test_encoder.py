@@ -11,7 +11,7 @@ from closeness import assert_close
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.encoder import Encoder, budget_sizes, padded_plan, patch_budgets
-from saccade.engine.prompt import PreparedImage
+from saccade.engine.prompt import PromptImage
 from saccade.engine.request import ImageSpan
 from saccade.kernels import launch
 from saccade.model import load_model
@@ -36,18 +36,18 @@ BATCHES = {
 }
 
 
-def image_of(grid: tuple[int, int, int], seed: int) -> PreparedImage:
+def image_of(grid: tuple[int, int, int], seed: int) -> PromptImage:
     num_patches = int(np.prod(grid))
     patches = np.random.default_rng(seed).integers(0, 256, (num_patches, 1176), dtype=np.uint8)
     span = ImageSpan(key=bytes([seed]) * 32, start=0, num_tokens=num_patches // 4, num_patches=num_patches)
-    return PreparedImage(span=span, grid=grid, patches=patches)
+    return PromptImage(span=span, grid=grid, patches=patches)
 
 
-def images_of(grids, seed: int = 0) -> list[PreparedImage]:
+def images_of(grids, seed: int = 0) -> list[PromptImage]:
     return [image_of(grid, seed + i) for i, grid in enumerate(grids)]
 
 
-def plain(model, images: list[PreparedImage]) -> torch.Tensor:
+def plain(model, images: list[PromptImage]) -> torch.Tensor:
     """The tower on the images as they are."""
     patches = torch.from_numpy(np.concatenate([image.patches for image in images])).to(model.head.weight.device)
     with torch.no_grad():

@@ -182,7 +182,7 @@ def test_a_second_time_the_prefix_is_found(engine, conversations):
 def test_closing_ends_every_open_request(folder, conversations):
     engine = Engine.load(folder, device="cpu", config=CONFIG)
     endings = []
-    prompt = engine._preparation.submit(conversations[0])
+    prompt = engine._preprocessor.submit(conversations[0])
     sampling = SamplingParams(max_tokens=500, ignore_eos=True)
     engine.submit(prompt, sampling, lambda part: endings.append(part.completion) if part.completion else None)
     engine.close()
@@ -196,10 +196,10 @@ def test_a_listener_that_raises_ends_its_own_request_alone(engine, conversations
     def fails(part):
         raise RuntimeError("nobody listens")
 
-    engine.submit(engine._preparation.submit(conversations[0]), SamplingParams(max_tokens=50, ignore_eos=True), fails)
+    engine.submit(engine._preprocessor.submit(conversations[0]), SamplingParams(max_tokens=50, ignore_eos=True), fails)
     [answer] = engine.generate(conversations[1:2], SamplingParams(max_tokens=4, ignore_eos=True))
     assert answer.finish_reason == "length"
-    engine.submit(engine._preparation.submit(conversations[0]), SamplingParams(max_tokens=1), fails, streams=False)
+    engine.submit(engine._preprocessor.submit(conversations[0]), SamplingParams(max_tokens=1), fails, streams=False)
     [answer] = engine.generate(conversations[1:2], SamplingParams(max_tokens=4, ignore_eos=True))
     assert answer.finish_reason == "length"
 
@@ -272,7 +272,7 @@ def test_wishes_that_make_no_sense_are_refused_by_name(wrong):
         {"num_workers": 1.5},
         {"max_draft_tokens": 1.5},
         {"page_size": 16.0},
-        {"host_image_bytes": -1},
+        {"processed_image_cache_bytes": -1},
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ from model.hugging_face import picture
 from saccade.engine.config import EngineConfig
 from saccade.engine.core import EngineCore
 from saccade.engine.loading import make_runner
-from saccade.engine.prompt import PreparedImage, TokenPrompt
+from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.engine.runner import PixelScale
 from saccade.model import load_model
@@ -30,7 +30,7 @@ def prompt_of(inputs: ModelInputs, merge: int = 2) -> TokenPrompt:
         patches = inputs.patches[patch : patch + num_patches].numpy()
         key = hashlib.sha256(repr(grid).encode() + patches.tobytes()).digest()
         span = ImageSpan(key=key, start=places[token], num_tokens=num_tokens, num_patches=num_patches)
-        images.append(PreparedImage(span=span, grid=tuple(grid), patches=patches))
+        images.append(PromptImage(span=span, grid=tuple(grid), patches=patches))
         patch, token = patch + num_patches, token + num_tokens
     return TokenPrompt(token_ids=inputs.token_ids.tolist(), positions=inputs.positions.numpy(), images=tuple(images))
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from saccade.engine.preparation_work import ImageWork, Source, WorkSetup, Workshop
+from saccade.engine.preprocessing_work import ImageWork, Source, WorkSetup, Workshop
 from saccade.fork_server import RunWorker, encode_error, keep_freed_memory, receive, send
 from saccade.shared_memory import SharedMemory
 

@@ -1,6 +1,6 @@
 """What it takes to prepare prompts: tokens of a conversation, patches of an image. Done here, or by a worker process.
 
-sources of an image  --decode, resize, cut, hash-->  MadeImage
+sources of an image  --decode, resize, cut, hash-->  ProcessedImage
 messages             --template, tokenizer------->  token ids, one placeholder for each image
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from saccade.engine.host_images import MadeImage
+from saccade.engine.processed_images import ProcessedImage
 from saccade.processor.conversation import Message
 from saccade.processor.image import ImageSettings, MediaLimits, Pixels, load_image
 from saccade.processor.processor import Processor, ResizeName, Visual, VisualKind, prefix_errors
@@ -148,10 +148,10 @@ class Workshop:
         """Token ids up to where the assistant is to speak, one placeholder for each image and video."""
         return self._processor.tokenize(messages, add_generation_prompt=True)
 
-    def image(self, work: ImageWork) -> MadeImage:
+    def image(self, work: ImageWork) -> ProcessedImage:
         """Decode, resize, cut, hash. Errors name the frame, but not which image it was."""
         visual = self.cut(work)
-        return MadeImage(self.key(work.kind, visual), visual.grid, visual.span.time_step, visual.patches)
+        return ProcessedImage(self.key(work.kind, visual), visual.grid, visual.span.time_step, visual.patches)
 
     def cut(self, work: ImageWork) -> Visual:
         """All of it but the hash. The patches are read only."""

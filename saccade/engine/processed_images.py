@@ -22,7 +22,7 @@ _MAX_SOURCES = 8
 
 
 @dataclass(frozen=True)
-class MadeImage:
+class ProcessedImage:
     """An image or video as the model takes it, wherever it stands."""
 
     key: bytes
@@ -37,11 +37,11 @@ class MadeImage:
 
 @dataclass(eq=False)
 class _Entry:
-    image: MadeImage
+    image: ProcessedImage
     sources: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
 
-class HostImages:
+class ProcessedImageCache:
     """At most `max_bytes` of prepared images. Used by one thread at a time."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -55,14 +55,14 @@ class HostImages:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, source: bytes) -> MadeImage | None:
+    def find(self, source: bytes) -> ProcessedImage | None:
         """The image made from the source with this sha256."""
         if (key := self._keys.get(source)) is None:
             return None
         self._entries.move_to_end(key)
         return self._entries[key].image
 
-    def keep(self, source: bytes, image: MadeImage) -> MadeImage:
+    def keep(self, source: bytes, image: ProcessedImage) -> ProcessedImage:
         """Remember what a source has become. Gives the image to use: an equal one that is here already, or this one."""
         entry = self._entries.get(image.key)
         if entry is None:
@@ -91,5 +91,5 @@ class HostImages:
             del self._keys[source]
 
 
-def _size(image: MadeImage) -> int:
+def _size(image: ProcessedImage) -> int:
     return image.patches.nbytes + _ENTRY_BYTES

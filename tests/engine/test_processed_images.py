@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 
-from saccade.engine.host_images import HostImages, MadeImage
+from saccade.engine.processed_images import ProcessedImage, ProcessedImageCache
 
 PATCH_DIM = 8000
 
@@ -14,11 +14,11 @@ def made(name, num_patches=1, fill=0):
     """An image whose key is its name."""
     patches = np.full((num_patches, PATCH_DIM), fill, dtype=np.uint8)
     patches.flags.writeable = False
-    return MadeImage(name.encode(), (1, 1, num_patches), 1.0, patches)
+    return ProcessedImage(name.encode(), (1, 1, num_patches), 1.0, patches)
 
 
 def test_an_image_is_found_by_each_of_its_sources():
-    images = HostImages(10**6)
+    images = ProcessedImageCache(10**6)
     first = made("a")
     assert images.find(b"png") is None
     assert images.keep(b"png", first) is first
@@ -28,7 +28,7 @@ def test_an_image_is_found_by_each_of_its_sources():
 
 
 def test_other_pixels_under_the_same_key_are_neither_given_nor_kept():
-    images = HostImages(10**6)
+    images = ProcessedImageCache(10**6)
     images.keep(b"one", made("a", fill=1))
     other = made("a", fill=2)
     assert images.keep(b"two", other) is other
@@ -37,7 +37,7 @@ def test_other_pixels_under_the_same_key_are_neither_given_nor_kept():
 
 
 def test_the_image_used_longest_ago_leaves_first():
-    images = HostImages(3 * 11_000)
+    images = ProcessedImageCache(3 * 11_000)
     for name in "abc":
         images.keep(name.encode(), made(name))
     images.find(b"a")
@@ -46,17 +46,17 @@ def test_the_image_used_longest_ago_leaves_first():
 
 
 def test_an_image_larger_than_all_memory_throws_nothing_out():
-    images = HostImages(20_000)
+    images = ProcessedImageCache(20_000)
     images.keep(b"a", made("a"))
     large = made("b", num_patches=3)
     assert images.keep(b"b", large) is large
     assert images.find(b"b") is None
     assert images.find(b"a") is not None
-    assert HostImages(0).keep(b"a", large) is large
+    assert ProcessedImageCache(0).keep(b"a", large) is large
 
 
 def test_a_picture_sent_in_ever_new_files_takes_no_more_memory():
-    images = HostImages(10**6)
+    images = ProcessedImageCache(10**6)
     for number in range(1000):
         images.keep(str(number).encode(), made("a"))
     assert len(images._keys) <= 8
@@ -65,7 +65,7 @@ def test_a_picture_sent_in_ever_new_files_takes_no_more_memory():
 
 
 def test_counts_hold_over_a_long_random_run():
-    images, chance = HostImages(60_000), random.Random(0)
+    images, chance = ProcessedImageCache(60_000), random.Random(0)
     for _ in range(3000):
         name = str(chance.randrange(20))
         source = hashlib.sha256(f"{name} {chance.randrange(12)}".encode()).digest()

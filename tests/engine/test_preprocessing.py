@@ -19,9 +19,9 @@ import pytest
 import torch
 from PIL import Image
 
-from saccade.engine import preparation_pool
-from saccade.engine.preparation import Preparation
-from saccade.engine.preparation_work import ImageWork, Source, VisualFacts
+from saccade.engine import preprocessing_pool
+from saccade.engine.preprocessing import Preprocessor
+from saccade.engine.preprocessing_work import ImageWork, Source, VisualFacts
 from saccade.errors import CheckpointError, ImageError, RequestError, UserError
 from saccade.fork_server import receive, send
 from saccade.model.initialize import initialize_random, named_size
@@ -112,7 +112,7 @@ def is_busy(pid):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("preparation") / "checkpoint"
+    folder = tmp_path_factory.mktemp("preprocessor") / "checkpoint"
     initialize_random(folder, named_size("tiny"), dtype=torch.float32)
     return folder
 
@@ -124,18 +124,18 @@ def processor(checkpoint):
 
 @pytest.fixture(scope="module")
 def two_workers(checkpoint):
-    with Preparation(checkpoint, num_workers=2, host_image_bytes=CACHE_BYTES) as preparation:
-        yield preparation
+    with Preprocessor(checkpoint, num_workers=2, processed_image_cache_bytes=CACHE_BYTES) as preprocessor:
+        yield preprocessor
 
 
 @pytest.fixture(scope="module")
 def no_workers(checkpoint):
-    with Preparation(checkpoint, num_workers=0, host_image_bytes=CACHE_BYTES) as preparation:
-        yield preparation
+    with Preprocessor(checkpoint, num_workers=0, processed_image_cache_bytes=CACHE_BYTES) as preprocessor:
+        yield preprocessor
 
 
 @pytest.fixture(params=["two_workers", "no_workers"])
-def preparation(request):
+def preprocessor(request):
     return request.getfixturevalue(request.param)
 
 
@@ -158,9 +158,9 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_a_prompt_is_what_the_processor_makes(preparation, processor, name):
+def test_a_prompt_is_what_the_processor_makes(preprocessor, processor, name):
     expected = processor.preprocess(CONVERSATIONS[name], add_generation_prompt=True)
-    assert_equal(preparation.submit(CONVERSATIONS[name]).result(TIMEOUT_S), expected)
+    assert_equal(preprocessor.submit(CONVERSATIONS[name]).result(TIMEOUT_S), expected)
 
 
 PICTURE = noise(150, 80, 7)
@@ -180,37 +180,37 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_an_image_can_be_given_in_any_form(preparation, processor, name):
+def test_an_image_can_be_given_in_any_form(preprocessor, processor, name):
     part = {"type": "image", "image": SOURCES[name]}
     expected = processor.preprocess(ask("see", part), add_generation_prompt=True)
-    assert_equal(preparation.submit(ask("see", part)).result(TIMEOUT_S), expected)
+    assert_equal(preprocessor.submit(ask("see", part)).result(TIMEOUT_S), expected)
     tokens = processor.tokenize(ask("see", part), add_generation_prompt=True)
-    assert_equal(preparation.submit_tokens(tokens, [SOURCES[name]]).result(TIMEOUT_S), expected)
+    assert_equal(preprocessor.submit_tokens(tokens, [SOURCES[name]]).result(TIMEOUT_S), expected)
 
 
-def test_an_image_can_be_a_file(preparation, processor, tmp_path):
+def test_an_image_can_be_a_file(preprocessor, processor, tmp_path):
     path = tmp_path / "picture.png"
     path.write_bytes(encoded(PICTURE))
     expected = processor.preprocess(ask(PICTURE), add_generation_prompt=True)
     for source in (path, str(path)):
         part = {"type": "image_url", "image_url": {"url": source}}
-        assert_equal(preparation.submit(ask(part)).result(TIMEOUT_S), expected)
+        assert_equal(preprocessor.submit(ask(part)).result(TIMEOUT_S), expected)
 
 
-def test_placeholders_among_tokens_are_expanded_in_place(preparation, processor):
+def test_placeholders_among_tokens_are_expanded_in_place(preprocessor, processor):
     image_id = processor.vision.image_id
     images = [noise(120, 60, 11), noise(60, 200, 12)]
-    prompt = preparation.submit_tokens([5, image_id, 6, 7, image_id], images).result(TIMEOUT_S)
+    prompt = preprocessor.submit_tokens([5, image_id, 6, 7, image_id], images).result(TIMEOUT_S)
     lengths = [image.span.num_tokens for image in prompt.images]
     assert prompt.token_ids == [5, *[image_id] * lengths[0], 6, 7, *[image_id] * lengths[1]]
     assert [image.span.start for image in prompt.images] == [1, 3 + lengths[0]]
     assert prompt.positions.shape == (3, len(prompt.token_ids))
-    plain = preparation.submit_tokens(np.array([3, 4]), []).result(TIMEOUT_S)
+    plain = preprocessor.submit_tokens(np.array([3, 4]), []).result(TIMEOUT_S)
     assert (plain.token_ids, plain.images) == ([3, 4], ())
 
 
-def test_patches_and_pixels_cannot_be_written_by_those_who_share_them(preparation):
-    prompt = preparation.submit(ask(PICTURE)).result(TIMEOUT_S)
+def test_patches_and_pixels_cannot_be_written_by_those_who_share_them(preprocessor):
+    prompt = preprocessor.submit(ask(PICTURE)).result(TIMEOUT_S)
     with pytest.raises(ValueError, match="read-only"):
         prompt.images[0].patches[0, 0] = 1
 
@@ -218,74 +218,74 @@ def test_patches_and_pixels_cannot_be_written_by_those_who_share_them(preparatio
 # ------------------------------------------------------------------ keys and the cache
 
 
-def keys(preparation, *sources):
-    return [preparation.submit(ask(source)).result(TIMEOUT_S).images[0].span.key for source in sources]
+def keys(preprocessor, *sources):
+    return [preprocessor.submit(ask(source)).result(TIMEOUT_S).images[0].span.key for source in sources]
 
 
-def test_one_picture_has_one_key_however_it_is_sent(preparation):
+def test_one_picture_has_one_key_however_it_is_sent(preprocessor):
     picture = noise(90, 150, 20)
     png, bmp = encoded(picture), encoded(picture, "BMP")
     part = {"type": "image_url", "image_url": {"url": url(png)}}
-    found = keys(preparation, png, bmp, picture, part, encoded(picture, compress_level=0))
+    found = keys(preprocessor, png, bmp, picture, part, encoded(picture, compress_level=0))
     assert len(set(found)) == 1
     assert len(found[0]) == 32
 
 
-def test_other_shapes_of_the_same_bytes_have_other_keys(preparation):
+def test_other_shapes_of_the_same_bytes_have_other_keys(preprocessor):
     gray = np.full((56, 112, 3), 77, dtype=np.uint8)
     pixels = np.asarray(noise(112, 56, 21))
     shapes = [gray, gray.transpose(1, 0, 2), pixels, pixels.reshape(112, 56, 3), pixels.transpose(1, 0, 2)]
-    assert len(set(keys(preparation, *map(Image.fromarray, shapes)))) == len(shapes)
+    assert len(set(keys(preprocessor, *map(Image.fromarray, shapes)))) == len(shapes)
 
 
-def test_an_image_a_video_and_a_faster_video_have_different_keys(preparation):
+def test_an_image_a_video_and_a_faster_video_have_different_keys(preprocessor):
     frame = noise(60, 60, 22)
     videos = [{"type": "video", "video": [frame] * 2, "fps": fps} for fps in (1.0, 2.0)]
-    assert len(set(keys(preparation, frame, *videos))) == 3
+    assert len(set(keys(preprocessor, frame, *videos))) == 3
 
 
 def test_another_resize_makes_another_key(checkpoint, no_workers):
     picture = noise(56, 56, 23)  # no pixel needs to be resized
-    with Preparation(checkpoint, num_workers=0, host_image_bytes=0, resize="torch") as other:
+    with Preprocessor(checkpoint, num_workers=0, processed_image_cache_bytes=0, resize="torch") as other:
         assert keys(other, picture) != keys(no_workers, picture)
 
 
-def test_an_image_that_is_cached_is_not_decoded_again(preparation, processor):
+def test_an_image_that_is_cached_is_not_decoded_again(preprocessor, processor):
     png = encoded(noise(140, 100, 24))
-    first = preparation.submit(ask(png, "what?")).result(TIMEOUT_S)
-    before = preparation.statistics
-    second = preparation.submit(ask("now", png, "who?")).result(TIMEOUT_S)
-    after = preparation.statistics
-    assert (after.num_made, after.num_found) == (before.num_made, before.num_found + 1)
+    first = preprocessor.submit(ask(png, "what?")).result(TIMEOUT_S)
+    before = preprocessor.statistics
+    second = preprocessor.submit(ask("now", png, "who?")).result(TIMEOUT_S)
+    after = preprocessor.statistics
+    assert (after.num_processed, after.num_cache_hits) == (before.num_processed, before.num_cache_hits + 1)
     assert second.images[0].patches is first.images[0].patches
     assert_equal(second, processor.preprocess(ask("now", png, "who?"), add_generation_prompt=True))
-    assert after.kept_bytes == before.kept_bytes >= first.images[0].patches.nbytes
+    assert after.cached_bytes == before.cached_bytes >= first.images[0].patches.nbytes
 
 
-def test_two_files_of_one_picture_share_its_memory(preparation):
+def test_two_files_of_one_picture_share_its_memory(preprocessor):
     picture = noise(140, 100, 25)
-    prompts = [preparation.submit(ask(source)).result(TIMEOUT_S) for source in (encoded(picture), picture)]
+    prompts = [preprocessor.submit(ask(source)).result(TIMEOUT_S) for source in (encoded(picture), picture)]
     assert prompts[0].images[0].patches is prompts[1].images[0].patches
 
 
-def test_prompts_that_ask_for_the_same_new_image_at_once_have_it_made_once(preparation):
+def test_prompts_that_ask_for_the_same_new_image_at_once_have_it_made_once(preprocessor):
     png = encoded(noise(900, 900, 26), compress_level=1)
-    before = preparation.statistics
-    futures = [preparation.submit(ask(png, f"question {number}")) for number in range(12)]
+    before = preprocessor.statistics
+    futures = [preprocessor.submit(ask(png, f"question {number}")) for number in range(12)]
     patches = [future.result(TIMEOUT_S).images[0].patches for future in futures]
-    after = preparation.statistics
-    assert after.num_made == before.num_made + 1
-    assert after.num_found + after.num_shared == before.num_found + before.num_shared + 11
+    after = preprocessor.statistics
+    assert after.num_processed == before.num_processed + 1
+    assert after.num_cache_hits + after.num_shared == before.num_cache_hits + before.num_shared + 11
     assert all(p is patches[0] for p in patches)
 
 
 def test_the_cache_stays_within_its_bound(checkpoint):
-    with Preparation(checkpoint, num_workers=0, host_image_bytes=10**5) as small:
+    with Preprocessor(checkpoint, num_workers=0, processed_image_cache_bytes=10**5) as small:
         for _ in range(2):
             for seed in range(8):
                 small.submit(ask(noise(112, 112, seed))).result(TIMEOUT_S)
-            assert 0 < small.statistics.kept_bytes <= 10**5
-        assert small.statistics.num_made == 16
+            assert 0 < small.statistics.cached_bytes <= 10**5
+        assert small.statistics.num_processed == 16
 
 
 # ------------------------------------------------------------------ what cannot be prepared
@@ -324,11 +324,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_the_processor_refuses_is_refused_with_the_same_words(preparation, processor, name):
+def test_what_the_processor_refuses_is_refused_with_the_same_words(preprocessor, processor, name):
     with pytest.raises(UserError) as expected:
         processor.preprocess(BAD[name], add_generation_prompt=True)
     with pytest.raises(UserError) as found:
-        preparation.submit(BAD[name]).result(TIMEOUT_S)
+        preprocessor.submit(BAD[name]).result(TIMEOUT_S)
     assert str(found.value) == str(expected.value)
     assert type(found.value) is type(expected.value)
 
@@ -339,16 +339,18 @@ def test_limits_hold_in_every_process(checkpoint, tmp_path):
     strict = Processor.load(checkpoint, limits=limits)
     bad = [str(tmp_path / "a.png"), encoded(noise(100, 100)), noise(100, 100), encoded(noise(200, 200), "BMP")]
     conversations = [ask({"type": "image", "image": source}) for source in bad] + [ask(video(3, 40, 40))]
-    with Preparation(checkpoint, num_workers=1, host_image_bytes=CACHE_BYTES, limits=limits) as preparation:
+    with Preprocessor(
+        checkpoint, num_workers=1, processed_image_cache_bytes=CACHE_BYTES, limits=limits
+    ) as preprocessor:
         for messages in conversations:
             with pytest.raises(ImageError) as expected:
                 strict.preprocess(messages, add_generation_prompt=True)
             with pytest.raises(ImageError) as found:
-                preparation.submit(messages).result(TIMEOUT_S)
+                preprocessor.submit(messages).result(TIMEOUT_S)
             assert str(found.value) == str(expected.value)
 
 
-def test_placeholders_and_images_must_pair_up(preparation, processor):
+def test_placeholders_and_images_must_pair_up(preprocessor, processor):
     image_id, video_id = processor.vision.image_id, processor.vision.video_id
     for token_ids, images in (
         ([1, 2], [PICTURE]),
@@ -357,30 +359,30 @@ def test_placeholders_and_images_must_pair_up(preparation, processor):
         ([video_id], [PICTURE]),
     ):
         with pytest.raises(RequestError, match=f"placeholders.*Put one {image_id} where each image stands"):
-            preparation.submit_tokens(token_ids, images).result(TIMEOUT_S)
+            preprocessor.submit_tokens(token_ids, images).result(TIMEOUT_S)
     for token_ids in ([1, "2"], [1.0], [-1]):
         with pytest.raises(RequestError, match="token ids are"):
-            preparation.submit_tokens(token_ids, []).result(TIMEOUT_S)
+            preprocessor.submit_tokens(token_ids, []).result(TIMEOUT_S)
 
 
 def test_a_folder_that_is_no_checkpoint_is_told_at_once_or_when_ready(tmp_path):
     with pytest.raises(CheckpointError):
-        Preparation(tmp_path, num_workers=0, host_image_bytes=0)
-    with Preparation(tmp_path, num_workers=1, host_image_bytes=0) as preparation:
+        Preprocessor(tmp_path, num_workers=0, processed_image_cache_bytes=0)
+    with Preprocessor(tmp_path, num_workers=1, processed_image_cache_bytes=0) as preprocessor:
         with pytest.raises(CheckpointError):
-            preparation.wait_until_ready()
+            preprocessor.wait_until_ready()
         with pytest.raises(CheckpointError):
-            preparation.submit(ask("hello")).result(TIMEOUT_S)
+            preprocessor.submit(ask("hello")).result(TIMEOUT_S)
 
 
 # ------------------------------------------------------------------ load
 
 
-def test_many_threads_submit_at_once(preparation, processor):
+def test_many_threads_submit_at_once(preprocessor, processor):
     conversations = [ask(noise(60 + 30 * (n % 5), 60, n % 7), f"number {n}", noise(60, 90, 100 + n)) for n in range(40)]
     expected = [processor.preprocess(messages, add_generation_prompt=True) for messages in conversations]
     with ThreadPoolExecutor(8) as threads:
-        futures = list(threads.map(preparation.submit, conversations))
+        futures = list(threads.map(preprocessor.submit, conversations))
     for future, inputs in zip(futures, expected, strict=True):
         assert_equal(future.result(TIMEOUT_S), inputs)
 
@@ -405,13 +407,13 @@ def test_a_future_can_be_cancelled_while_it_waits(two_workers):
 # ------------------------------------------------------------------ processes that die
 
 
-def busy_worker(preparation, processor, png):
+def busy_worker(preprocessor, processor, png):
     """A prompt being made, and the process that makes its image."""
-    future = preparation.submit_tokens(processor.tokenize(ask(png, "what?"), add_generation_prompt=True), [png])
+    future = preprocessor.submit_tokens(processor.tokenize(ask(png, "what?"), add_generation_prompt=True), [png])
     found = []
 
     def find():
-        found[:] = [pid for pid in preparation.worker_pids if is_busy(pid)]
+        found[:] = [pid for pid in preprocessor.worker_pids if is_busy(pid)]
         return found
 
     wait_for(find, "no worker is at work")
@@ -426,7 +428,7 @@ def test_a_prompt_whose_worker_is_killed_is_made_by_another(two_workers, process
     os.kill(pid, signal.SIGKILL)
     assert_equal(future.result(TIMEOUT_S), processor.preprocess(ask(png, "what?"), add_generation_prompt=True))
     assert all(len(other.result(TIMEOUT_S).images) == 1 for other in others)
-    assert two_workers.statistics.num_lost_workers == before.num_lost_workers + 1
+    assert two_workers.statistics.num_worker_crashes == before.num_worker_crashes + 1
     assert pid not in two_workers.worker_pids
 
 
@@ -443,7 +445,9 @@ def test_an_image_that_kills_two_workers_fails_alone(two_workers, processor):
     with pytest.raises(RequestError, match="image 1: preparing it killed its worker process 2 times"):
         future.result()
     assert (
-        two_workers.statistics.num_lost_workers == before.num_lost_workers + 2 == before.num_lost_workers + len(killed)
+        two_workers.statistics.num_worker_crashes
+        == before.num_worker_crashes + 2
+        == before.num_worker_crashes + len(killed)
     )
     assert len(two_workers.submit(ask(noise(60, 60, 301))).result(TIMEOUT_S).images) == 1
 
@@ -460,12 +464,12 @@ def test_workers_killed_while_idle_are_not_held_against_the_next_prompt(two_work
 
 
 def test_another_fork_server_takes_over_when_it_is_killed(checkpoint):
-    with Preparation(checkpoint, num_workers=1, host_image_bytes=0) as preparation:
-        preparation.wait_until_ready()
-        worker = preparation.worker_pids[0]
+    with Preprocessor(checkpoint, num_workers=1, processed_image_cache_bytes=0) as preprocessor:
+        preprocessor.wait_until_ready()
+        worker = preprocessor.worker_pids[0]
         os.kill(parent_of(worker), signal.SIGKILL)
         wait_for(lambda: not is_alive(worker), "the worker outlives its fork server")
-        assert len(preparation.submit(ask(PICTURE)).result(TIMEOUT_S).images) == 1
+        assert len(preprocessor.submit(ask(PICTURE)).result(TIMEOUT_S).images) == 1
 
 
 def parent_of(pid):
@@ -473,34 +477,34 @@ def parent_of(pid):
 
 
 def test_closing_cancels_what_is_not_ready_and_ends_all_processes(checkpoint):
-    preparation = Preparation(checkpoint, num_workers=2, host_image_bytes=CACHE_BYTES)
-    preparation.submit(ask("warm")).result(TIMEOUT_S)
-    pids = preparation.worker_pids
+    preprocessor = Preprocessor(checkpoint, num_workers=2, processed_image_cache_bytes=CACHE_BYTES)
+    preprocessor.submit(ask("warm")).result(TIMEOUT_S)
+    pids = preprocessor.worker_pids
     pids.append(parent_of(pids[0]))
-    futures = [preparation.submit(ask(huge_picture(50 + number))) for number in range(8)]
-    closer = threading.Thread(target=preparation.close)
+    futures = [preprocessor.submit(ask(huge_picture(50 + number))) for number in range(8)]
+    closer = threading.Thread(target=preprocessor.close)
     closer.start()
     done, _ = concurrent.futures.wait(futures, TIMEOUT_S)
     closer.join(TIMEOUT_S)
     assert done == set(futures)
     assert all(future.cancelled() for future in futures)
-    wait_for(lambda: not any(map(is_alive, pids)), "a process outlives the preparation")
+    wait_for(lambda: not any(map(is_alive, pids)), "a process outlives the preprocessor")
     with pytest.raises(RuntimeError, match="closed"):
-        preparation.submit(ask("late"))
-    preparation.close()
+        preprocessor.submit(ask("late"))
+    preprocessor.close()
 
 
 def test_closing_before_the_workers_are_ready_does_not_wait_for_them(checkpoint):
-    preparation = Preparation(checkpoint, num_workers=2, host_image_bytes=0)
-    futures = [preparation.submit(ask("hello")), preparation.submit_tokens([1, 2], [])]
-    preparation.close()
+    preprocessor = Preprocessor(checkpoint, num_workers=2, processed_image_cache_bytes=0)
+    futures = [preprocessor.submit(ask("hello")), preprocessor.submit_tokens([1, 2], [])]
+    preprocessor.close()
     assert all(future.cancelled() for future in futures)
 
 
 def test_workers_end_with_the_process_that_started_them(checkpoint):
     script = (
-        "import sys, time; from pathlib import Path; from saccade.engine.preparation import Preparation\n"
-        "p = Preparation(Path(sys.argv[1]), num_workers=2, host_image_bytes=0); p.wait_until_ready()\n"
+        "import sys, time; from pathlib import Path; from saccade.engine.preprocessing import Preprocessor\n"
+        "p = Preprocessor(Path(sys.argv[1]), num_workers=2, processed_image_cache_bytes=0); p.wait_until_ready()\n"
         "print(*p.worker_pids, flush=True); time.sleep(600)"
     )
     with subprocess.Popen(
@@ -515,15 +519,17 @@ def test_workers_end_with_the_process_that_started_them(checkpoint):
 
 def test_workers_do_not_end_with_the_thread_that_asked_for_them(checkpoint):
     made = []
-    thread = threading.Thread(target=lambda: made.append(Preparation(checkpoint, num_workers=1, host_image_bytes=0)))
+    thread = threading.Thread(
+        target=lambda: made.append(Preprocessor(checkpoint, num_workers=1, processed_image_cache_bytes=0))
+    )
     thread.start()
     thread.join()
-    with made[0] as preparation:
-        preparation.wait_until_ready()
-        pids = preparation.worker_pids
+    with made[0] as preprocessor:
+        preprocessor.wait_until_ready()
+        pids = preprocessor.worker_pids
         time.sleep(0.1)
-        assert len(preparation.submit(ask(PICTURE)).result(TIMEOUT_S).images) == 1
-        assert preparation.worker_pids == pids
+        assert len(preprocessor.submit(ask(PICTURE)).result(TIMEOUT_S).images) == 1
+        assert preprocessor.worker_pids == pids
 
 
 # ------------------------------------------------------------------ workers that were taken over
@@ -535,11 +541,11 @@ IMAGE = {"grid": [1, 4, 6], "time_step": 1.0}
 
 
 def test_what_a_worker_says_of_an_image_is_believed_only_if_it_can_be():
-    assert preparation_pool._check_image(IMAGE, WORK, FACTS) == ((1, 4, 6), 1.0)
-    assert preparation_pool._check_key({"key": "0f" * 32}) == b"\x0f" * 32
+    assert preprocessing_pool._check_image(IMAGE, WORK, FACTS) == ((1, 4, 6), 1.0)
+    assert preprocessing_pool._check_key({"key": "0f" * 32}) == b"\x0f" * 32
     for key in (None, 3, "", "0f" * 31, "0F" * 32, ["0f" * 32], "0f" * 31 + "\n0"):
-        with pytest.raises(preparation_pool.WorkerLostError):
-            preparation_pool._check_key({"key": key})
+        with pytest.raises(preprocessing_pool.WorkerLostError):
+            preprocessing_pool._check_key({"key": key})
     wrong = {
         "grid": [
             None, 24, [4, 6], [1, 4, 6, 1], [2, 4, 6], [0, 4, 6], [1, 3, 6], [1, 4, -6], [1, 0, 6], [1, 4, "6"], [1, 4, 6.0],
@@ -549,8 +555,8 @@ def test_what_a_worker_says_of_an_image_is_believed_only_if_it_can_be():
     }  # fmt: skip
     for name, values in wrong.items():
         for value in values:
-            with pytest.raises(preparation_pool.WorkerLostError):
-                preparation_pool._check_image(IMAGE | {name: value}, WORK, FACTS)
+            with pytest.raises(preprocessing_pool.WorkerLostError):
+                preprocessing_pool._check_image(IMAGE | {name: value}, WORK, FACTS)
 
 
 def framed(body):
@@ -572,23 +578,23 @@ def framed(body):
 )
 def test_an_answer_that_makes_no_sense_loses_its_worker_and_nothing_else(answer):
     ours, theirs = socket.socketpair()
-    worker = preparation_pool._Worker(ours, 2**22 + 1, SharedMemory(), SharedMemory())
+    worker = preprocessing_pool._Worker(ours, 2**22 + 1, SharedMemory(), SharedMemory())
     with theirs, ours:
         theirs.sendall(answer)
         theirs.shutdown(socket.SHUT_WR)
-        with pytest.raises(preparation_pool.WorkerLostError):
+        with pytest.raises(preprocessing_pool.WorkerLostError):
             worker.ask({"messages": []}, [])
 
 
 def test_an_outbox_that_is_cut_off_loses_its_worker_and_nothing_else():
     ours, theirs = socket.socketpair()
     outbox = SharedMemory()
-    worker = preparation_pool._Worker(ours, 2**22 + 1, SharedMemory(), outbox)
+    worker = preprocessing_pool._Worker(ours, 2**22 + 1, SharedMemory(), outbox)
     outbox.write(np.arange(10), 0)
     with theirs, ours:
         np.testing.assert_array_equal(worker.read_outbox((10,), np.int64), np.arange(10))
         os.ftruncate(outbox.fd, 79)
-        with pytest.raises(preparation_pool.WorkerLostError, match="less than it said"):
+        with pytest.raises(preprocessing_pool.WorkerLostError, match="less than it said"):
             worker.read_outbox((10,), np.int64)
 
 

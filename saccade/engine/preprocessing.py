@@ -22,10 +22,10 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from PIL import Image
 
-from saccade.engine.host_images import HostImages, MadeImage
-from saccade.engine.preparation_pool import WorkerPool
-from saccade.engine.preparation_work import Facts, ImageWork, Source, VisualFacts, WorkSetup, Workshop
-from saccade.engine.prompt import PreparedImage, TokenPrompt
+from saccade.engine.preprocessing_pool import WorkerPool
+from saccade.engine.preprocessing_work import Facts, ImageWork, Source, VisualFacts, WorkSetup, Workshop
+from saccade.engine.processed_images import ProcessedImage, ProcessedImageCache
+from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan
 from saccade.errors import RequestError
 from saccade.processor.conversation import ImageItem, Message, VisualItem
@@ -53,26 +53,26 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparationStatistics:
+class PreprocessingStatistics:
     """What has been done so far."""
 
     num_prompts: int
     """Prompts that are ready, failed or cancelled."""
-    num_made: int
+    num_processed: int
     """Images that were decoded and cut."""
-    num_found: int
+    num_cache_hits: int
     """Images that were in host memory already."""
     num_shared: int
     """Images that were being made for another prompt."""
-    num_lost_workers: int
+    num_worker_crashes: int
     """Worker processes that died or had to be ended."""
-    num_kept: int
+    num_cached: int
     """Images in host memory now."""
-    kept_bytes: int
+    cached_bytes: int
     """What they take."""
 
 
-class Preparation:
+class Preprocessor:
     """Makes prompts of conversations. Any thread may submit.
 
     What is submitted must not be changed before its prompt is ready. A PIL image whose file is not read yet is decoded in this process.
@@ -83,7 +83,7 @@ class Preparation:
         folder: Path,
         *,
         num_workers: int,
-        host_image_bytes: int,
+        processed_image_cache_bytes: int,
         limits: MediaLimits | None = None,
         resize: ResizeName = "pillow",
     ) -> None:
@@ -102,8 +102,8 @@ class Preparation:
 
         self._lock = threading.Lock()
         """For all below."""
-        self._kept = HostImages(host_image_bytes)
-        self._in_making: dict[bytes, Future[MadeImage]] = {}
+        self._kept = ProcessedImageCache(processed_image_cache_bytes)
+        self._in_making: dict[bytes, Future[ProcessedImage]] = {}
         """By sha256 of the source."""
         self._unfinished: set[Future[TokenPrompt]] = set()
         self._is_closed = False
@@ -124,17 +124,17 @@ class Preparation:
         _ = self._workshop.facts
 
     @property
-    def statistics(self) -> PreparationStatistics:
+    def statistics(self) -> PreprocessingStatistics:
         """What has been done so far."""
         with self._lock:
-            return PreparationStatistics(
+            return PreprocessingStatistics(
                 num_prompts=self._num_prompts,
-                num_made=self._num_made,
-                num_found=self._num_found,
+                num_processed=self._num_made,
+                num_cache_hits=self._num_found,
                 num_shared=self._num_shared,
-                num_lost_workers=self._pool.num_lost if self._pool else 0,
-                num_kept=len(self._kept),
-                kept_bytes=self._kept.num_bytes,
+                num_worker_crashes=self._pool.num_lost if self._pool else 0,
+                num_cached=len(self._kept),
+                cached_bytes=self._kept.num_bytes,
             )
 
     @property
@@ -167,7 +167,7 @@ class Preparation:
         future: Future[TokenPrompt] = Future()
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("the preparation of prompts was closed")
+                raise RuntimeError("the preprocessor is closed")
             self._unfinished.add(future)
             self._readers.submit(self._begin, future, read)
         return future
@@ -195,7 +195,7 @@ class Preparation:
         _places(ids, kinds, self._workshop.facts)
         return _Parts(_done(ids), kinds, [self._image(ImageItem(image)) for image in images])
 
-    def _image(self, item: VisualItem) -> Future[MadeImage]:
+    def _image(self, item: VisualItem) -> Future[ProcessedImage]:
         """An image that is there, is being made, or is now ordered."""
         try:
             work = self._read(item)
@@ -236,7 +236,7 @@ class Preparation:
 
     # -------------------------------------------------------------- from finished work to the prompt
 
-    def _make(self, source: bytes, work: ImageWork, future: Future[MadeImage]) -> None:
+    def _make(self, source: bytes, work: ImageWork, future: Future[ProcessedImage]) -> None:
         """In a thread of the bench."""
         try:
             image = self._workshop.image(work)
@@ -288,17 +288,17 @@ class _Parts:
     token_ids: Future[list[int]]
     """With one placeholder for each image and video."""
     kinds: Sequence[VisualKind]
-    images: Sequence[Future[MadeImage]]
+    images: Sequence[Future[ProcessedImage]]
 
 
 def _token_prompt(
-    token_ids: Sequence[int], kinds: Sequence[VisualKind], images: Sequence[MadeImage], facts: Facts
+    token_ids: Sequence[int], kinds: Sequence[VisualKind], images: Sequence[ProcessedImage], facts: Facts
 ) -> TokenPrompt:
     places = _places(token_ids, kinds, facts)
     spans = [_span(image, facts.of(kind)) for image, kind in zip(images, kinds, strict=True)]
     expanded, positions, starts = expand_placeholders(token_ids, places, spans)
     prepared = [
-        PreparedImage(
+        PromptImage(
             span=ImageSpan(key=image.key, start=start, num_tokens=span.length, num_patches=len(image.patches)),
             grid=image.grid,
             patches=image.patches,
@@ -308,7 +308,7 @@ def _token_prompt(
     return TokenPrompt(token_ids=expanded, positions=positions, images=tuple(prepared))
 
 
-def _span(image: MadeImage, facts: VisualFacts) -> VisionSpan:
+def _span(image: ProcessedImage, facts: VisualFacts) -> VisionSpan:
     pairs, rows, columns = image.grid
     return VisionSpan(pairs, rows // facts.merge_size, columns // facts.merge_size, image.time_step)
 

@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from saccade.engine.host_images import MadeImage
-from saccade.engine.preparation_work import Facts, ImageWork, Source, VisualFacts, WorkSetup
-from saccade.engine.preparation_worker import get_ready
+from saccade.engine.preprocessing_work import Facts, ImageWork, Source, VisualFacts, WorkSetup
+from saccade.engine.preprocessing_worker import get_ready
+from saccade.engine.processed_images import ProcessedImage
 from saccade.errors import ImageError, RequestError
 from saccade.fork_server import ForkServer, ForkServerError, decode_error, receive, send
 from saccade.processor.conversation import Message
@@ -97,15 +97,15 @@ class WorkerPool:
 
         return self._ask({"messages": messages}, [], read)
 
-    def image(self, work: ImageWork) -> MadeImage:
+    def image(self, work: ImageWork) -> ProcessedImage:
         """As `Workshop.image`."""
         facts = self.facts.of(work.kind)
 
-        def read(answer: dict[str, Any], worker: _Worker) -> MadeImage:
+        def read(answer: dict[str, Any], worker: _Worker) -> ProcessedImage:
             grid, time_step = _check_image(answer, work, facts)
             patches = worker.read_outbox((math.prod(grid), facts.patch_dim), np.uint8)
             patches.flags.writeable = False
-            return MadeImage(_check_key(worker.hear()), grid, time_step, patches)
+            return ProcessedImage(_check_key(worker.hear()), grid, time_step, patches)
 
         return self._ask({"image": work.describe()}, work.sources, read)
 
@@ -204,13 +204,13 @@ class WorkerPool:
         try:
             worker = _Worker(*self._fork_server.start_worker(inbox.fd, outbox.fd), inbox, outbox)
         except ForkServerError as error:
-            raise RuntimeError("the preparation of prompts was closed" if self._is_closed else str(error)) from error
+            raise RuntimeError("the preprocessor is closed" if self._is_closed else str(error)) from error
         with self._lock:
             if not self._is_closed:
                 self._workers.add(worker)
                 return worker
         worker.close()
-        raise RuntimeError("the preparation of prompts was closed")
+        raise RuntimeError("the preprocessor is closed")
 
 
 class _Worker:
