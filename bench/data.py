@@ -314,7 +314,7 @@ def measure_stream(folder: Path) -> dict[str, Any]:
     from saccade.data.loader import open_stream
 
     with open_stream(
-        folder / "tars", checkpoint=folder / "checkpoint", token_budget=16384, num_workers=2, prefetch=2
+        folder / "tars", checkpoint=folder / "checkpoint", max_seq_len=16384, num_workers=2, prefetch=2
     ) as stream:
         batches = iter(stream)
         for _ in range(6):

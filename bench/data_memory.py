@@ -41,10 +41,10 @@ def main() -> None:
         initialize_random(folder / "checkpoint", named_size("tiny"), dtype=torch.float32)
         sizes, seen = [], 0
         with open_stream(
-            folder / "tars", checkpoint=folder / "checkpoint", token_budget=4096, num_epochs=options.epochs
+            folder / "tars", checkpoint=folder / "checkpoint", max_seq_len=4096, num_epochs=options.epochs
         ) as stream:
             for batch in stream:
-                seen += sum(len(row.sample_ids) for row in batch.rows)
+                seen += sum(len(row.sample_ids) for row in batch.sequences)
                 if seen >= 600 * (len(sizes) + 1):
                     sizes.append(tree_mb())
                     print(f"epoch {len(sizes):2}: {sizes[-1]:.1f} MB", flush=True)

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from saccade.data.batch_sampler import BatchSampler, Position
 from saccade.data.index import open_index
 from saccade.data.order import EpochOrder
-from saccade.data.plan import Position, StreamPlan
 from saccade.data.sample import TextRules
-from saccade.data.stream_source import OpenSource
+from saccade.data.stream_source import IndexedSource
 
 NUM_SHARDS, SAMPLES = 10_000, 10_000
 
@@ -75,14 +75,14 @@ def first_batch() -> None:
         begin = time.perf_counter()
         index = open_index(scratch, check_files=False)
         opened = time.perf_counter() - begin
-        source = OpenSource("laion", None, TextRules(), index, "synthetic")
-        plan = StreamPlan([source], seed=0, token_budget=16384, patch_budget=65536, rows_per_batch=8)
+        source = IndexedSource("laion", None, TextRules(), index, "synthetic")
+        plan = BatchSampler([source], seed=0, max_seq_len=16384, max_patches=65536, global_batch_size=8)
         first = next(plan.batches())
         planned = time.perf_counter() - begin
         print(
-            f"{len(index):.2e} samples: opened in {opened:.2f} s, first batch planned at {planned:.2f} s ({len(first.rows)} rows)"
+            f"{len(index):.2e} samples: opened in {opened:.2f} s, first batch planned at {planned:.2f} s ({len(first.sequences)} rows)"
         )
-        late = Position(block=int(0.9 * len(index) / plan.block_samples), row=5, batch=10**6)
+        late = Position(buffer=int(0.9 * len(index) / plan.packing_buffer_size), sequence=5, batch=10**6)
         state = plan.save(late)
         times = []
         for _ in range(5):

@@ -34,7 +34,7 @@ class BadSample:
         return f"{self.source}/{self.shard}/{self.key}"
 
 
-class BadLedger:
+class BadSampleLog:
     """Counts and names bad samples, and says when there are too many."""
 
     def __init__(self, max_share: float, path: Path | None) -> None:

@@ -1,6 +1,6 @@
-"""From planned picks to a packed row: read, check, decode, pack.
+"""From planned refs to a packed row: read, check, decode, pack.
 
-    pick -> bytes, compared with their checksum -> conversation -> patches into the row's memory, tokens -> TrainingRow
+    ref -> bytes, compared with their checksum -> conversation -> patches into the row's memory, tokens -> PackedSequence
 
 A sample that fails on the way is left out of its row and named; the row keeps its place, and the plan does not change. So every
 rank still agrees on what comes next, and every good sample comes exactly once. Lengths are measured beforehand from text and
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from saccade.data.bad_samples import BadSample
+from saccade.data.batch_sampler import SampleRef
 from saccade.data.header import upright_size
 from saccade.data.index import ShardIndex, open_index
-from saccade.data.plan import Pick
 from saccade.data.sample import Sample, TextRules, conversations, images
 from saccade.data.storage import StorageConfig
 from saccade.errors import DataError, UserError
@@ -35,7 +35,7 @@ _LENGTHS_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingRow:
+class PackedSequence:
     """One packed row to learn from."""
 
     inputs: ModelInputs
@@ -46,21 +46,19 @@ class TrainingRow:
     """Index into `source_names` of each conversation."""
     source_names: list[str]
     """The sources of the stream."""
-    num_learned: int
-    """Tokens to be predicted."""
 
 
 @dataclass(frozen=True)
-class MadeRow:
+class CollateResult:
     """A row, what was left out of it, and the bytes of samples read for it."""
 
-    row: TrainingRow
+    sequence: PackedSequence
     bad: list[BadSample]
     num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowSource:
+class CollatorSource:
     """A source as those see it who make rows."""
 
     name: str
@@ -74,15 +72,15 @@ class RowSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowSetup:
+class CollatorConfig:
     """All that is needed to make rows, in plain values, so that it can be told to another process."""
 
     checkpoint: str
     """The folder the processor is loaded from."""
     resize: ResizeName
     """How images are resized."""
-    sources: tuple[RowSource, ...]
-    """In the order picks number them."""
+    sources: tuple[CollatorSource, ...]
+    """In the order refs number them."""
     storage: StorageConfig
     """How remote shards are read."""
 
@@ -91,21 +89,21 @@ class RowSetup:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_json(content: dict[str, Any]) -> RowSetup:
+    def from_json(content: dict[str, Any]) -> CollatorConfig:
         """The same setup in the other process."""
         sources = [source | {"rules": TextRules(**source["rules"])} for source in content["sources"]]
-        return RowSetup(
+        return CollatorConfig(
             checkpoint=content["checkpoint"],
             resize=content["resize"],
-            sources=tuple(RowSource(**source) for source in sources),
+            sources=tuple(CollatorSource(**source) for source in sources),
             storage=StorageConfig(**content["storage"]),
         )
 
 
 class Collator:
-    """Makes rows from picks."""
+    """Makes rows from refs."""
 
-    def __init__(self, setup: RowSetup) -> None:
+    def __init__(self, setup: CollatorConfig) -> None:
         self._processor = Processor.load(setup.checkpoint, resize=setup.resize)
         self._sources = setup.sources
         self._indexes = [_open(source, setup.storage) for source in setup.sources]
@@ -116,58 +114,57 @@ class Collator:
         """Bytes of one patch."""
         return self._processor.images.patch_dim
 
-    def make(self, picks: Sequence[Pick], into: Pixels | None = None) -> MadeRow:
-        """The row of these picks. Patches are written to `into`, which has room for all that are planned."""
+    def make(self, refs: Sequence[SampleRef], into: Pixels | None = None) -> CollateResult:
+        """The row of these refs. Patches are written to `into`, which has room for all that are planned."""
         if into is None:
-            into = np.empty((sum(pick.patches for pick in picks), self.patch_dim), dtype=np.uint8)
+            into = np.empty((sum(ref.patches for ref in refs), self.patch_dim), dtype=np.uint8)
         rows, sample_ids, sources, bad = [self._empty], [], [], []
         num_patches, num_bytes = 0, 0
-        for pick in picks:
-            source, index = self._sources[pick.source], self._indexes[pick.source]
+        for ref in refs:
+            source, index = self._sources[ref.source], self._indexes[ref.source]
             try:
-                sample = index.read_sample(pick.shard, _row(index, pick), verify=True)
-                row = self._prepare(sample, pick, source.rules, into[num_patches:])
+                sample = index.read_sample(ref.shard, _row(index, ref), verify=True)
+                row = self._prepare(sample, ref, source.rules, into[num_patches:])
             except Exception as error:  # whatever is wrong with one sample must not end the run; past a share it does
                 reason = str(error) if isinstance(error, UserError) else repr(error)
-                bad.append(BadSample(source.name, index.shards[pick.shard], sample_key(index, pick), reason))
+                bad.append(BadSample(source.name, index.shards[ref.shard], sample_key(index, ref), reason))
                 continue
             rows.append(dataclasses.replace(row, patches=self._empty.patches))
-            sample_ids.append(f"{source.name}/{index.shards[pick.shard].removesuffix('.tar')}/{sample.key}")
-            sources.append(pick.source)
-            num_patches += pick.patches
+            sample_ids.append(f"{source.name}/{index.shards[ref.shard].removesuffix('.tar')}/{sample.key}")
+            sources.append(ref.source)
+            num_patches += ref.patches
             num_bytes += sum(map(len, sample.members.values()))
         inputs = dataclasses.replace(ModelInputs.pack(rows), patches=torch.from_numpy(into[:num_patches]))
-        made = TrainingRow(
+        made = PackedSequence(
             inputs=inputs,
             sample_ids=sample_ids,
             source_of_conversation=sources,
             source_names=[source.name for source in self._sources],
-            num_learned=int(inputs.loss_mask.sum()),
         )
-        return MadeRow(made, bad, num_bytes)
+        return CollateResult(made, bad, num_bytes)
 
-    def _prepare(self, sample: Sample, pick: Pick, rules: TextRules, into: Pixels) -> ModelInputs:
+    def _prepare(self, sample: Sample, ref: SampleRef, rules: TextRules, into: Pixels) -> ModelInputs:
         variants = conversations(sample, rules)
-        row = self._processor.preprocess(variants[pick.epoch % len(variants)], into=into)
-        if (row.num_tokens, len(row.patches)) != (pick.tokens, pick.patches):
+        row = self._processor.preprocess(variants[ref.epoch % len(variants)], into=into)
+        if (row.num_tokens, len(row.patches)) != (ref.tokens, ref.patches):
             raise DataError(
                 f"sample {sample.key} has {row.num_tokens} tokens and {len(row.patches)} patches, its lengths file says "
-                f"{pick.tokens} and {pick.patches}. The file is stale: remove the folder's index/lengths-* and start again"
+                f"{ref.tokens} and {ref.patches}. The file is stale: remove the folder's index/lengths-* and start again"
             )
         return row
 
 
-def sample_key(index: ShardIndex, pick: Pick) -> str:
+def sample_key(index: ShardIndex, ref: SampleRef) -> str:
     """The key of a planned sample."""
-    key: str = index.read(pick.shard, ["key"])["key"][_row(index, pick)].as_py()
+    key: str = index.read(ref.shard, ["key"])["key"][_row(index, ref)].as_py()
     return key
 
 
-def _row(index: ShardIndex, pick: Pick) -> int:
-    return int(index.kept(pick.shard)[pick.kept_row])
+def _row(index: ShardIndex, ref: SampleRef) -> int:
+    return int(index.kept(ref.shard)[ref.kept_row])
 
 
-def _open(source: RowSource, storage: StorageConfig) -> ShardIndex:
+def _open(source: CollatorSource, storage: StorageConfig) -> ShardIndex:
     index = open_index(source.path, build=False, check_files=False, config=storage)
     if index.fingerprint != source.fingerprint:
         raise DataError(f"{source.path}: the index was rewritten while it was in use. Start again from the last state")

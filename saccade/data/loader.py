@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Self, get_args
 
 from saccade.data.ahead import Ahead
-from saccade.data.bad_samples import BadLedger, BadSample
-from saccade.data.collate import Collator, MadeRow, RowSetup, RowSource, TrainingRow, sample_key
-from saccade.data.plan import BatchPlan, Pick, Position, StreamPlan
+from saccade.data.bad_samples import BadSample, BadSampleLog
+from saccade.data.batch_sampler import BatchSampler, BatchSpec, Position, SampleRef
+from saccade.data.collate import CollateResult, Collator, CollatorConfig, CollatorSource, PackedSequence, sample_key
 from saccade.data.storage import StorageConfig
-from saccade.data.stream_source import OnProgress, OpenSource, Source, listed_sources
+from saccade.data.stream_source import IndexedSource, OnProgress, Source, listed_sources
 from saccade.data.workers import WorkerPool
 from saccade.errors import ConfigError
 from saccade.processor.processor import ResizeName
@@ -38,9 +38,9 @@ class Batch:
     """One global batch, as far as it is this rank's."""
 
     number: int
-    rows: list[TrainingRow]
+    sequences: list[PackedSequence]
     """This rank's rows. They are as many as planned, even where all samples of one are bad and it is empty."""
-    rows_per_rank: list[int]
+    sequences_per_rank: list[int]
     """Rows of every rank, for a trainer that keeps ranks in step; they differ by one at most."""
     bad: list[BadSample]
     """Samples of this rank that were left out."""
@@ -48,19 +48,19 @@ class Batch:
     """Where the stream goes on after this batch."""
 
     @property
-    def num_rows(self) -> int:
+    def num_sequences(self) -> int:
         """Rows over all ranks."""
-        return sum(self.rows_per_rank)
+        return sum(self.sequences_per_rank)
 
     @property
-    def max_rows_per_rank(self) -> int:
+    def max_sequences_per_rank(self) -> int:
         """Most rows of any rank."""
-        return max(self.rows_per_rank)
+        return max(self.sequences_per_rank)
 
     @property
     def sample_ids(self) -> list[str]:
         """source/shard/key of every sample in this rank's rows."""
-        return [sample_id for row in self.rows for sample_id in row.sample_ids]
+        return [sample_id for row in self.sequences for sample_id in row.sample_ids]
 
 
 @dataclass
@@ -68,7 +68,7 @@ class StreamStats:
     """What this rank has been handed since the stream was opened."""
 
     batches: int = 0
-    rows: int = 0
+    sequences: int = 0
     samples: int = 0
     tokens: int = 0
     patches: int = 0
@@ -82,14 +82,14 @@ def open_stream(
     shards: str | Path | Source | Sequence[str | Path | Source],
     *,
     checkpoint: str | Path,
-    token_budget: int,
-    patch_budget: int | None = None,
-    rows_per_batch: int = 1,
+    max_seq_len: int,
+    max_patches: int | None = None,
+    global_batch_size: int = 1,
     seed: int = 0,
     num_epochs: int | None = None,
     num_samples: int | None = None,
     window_shards: int = 16,
-    block_samples: int = 4096,
+    packing_buffer_size: int = 4096,
     rank: int = 0,
     num_ranks: int = 1,
     state: Mapping[str, int | str] | None = None,
@@ -100,13 +100,14 @@ def open_stream(
     bad_log: str | Path | None = None,
     on_progress: OnProgress | None = None,
     storage: StorageConfig | None = None,
+    **unknown: object,
 ) -> Stream:
     """Batches of packed rows from shard folders, tokenised and cut for the model in `checkpoint`.
 
-    A row has at most `token_budget` tokens and `patch_budget` patches (None: as many as the tokens allow); a batch has
-    `rows_per_batch` rows over all ranks. The stream ends after `num_epochs` passes (sources without weights) or `num_samples`
+    A row has at most `max_seq_len` tokens and `max_patches` patches (None: as many as the tokens allow); a batch has
+    `global_batch_size` rows over all ranks. The stream ends after `num_epochs` passes (sources without weights) or `num_samples`
     draws, else never. A sample with several captions shows the next one in each epoch. `window_shards` are shuffled together,
-    `block_samples` packed together.
+    `packing_buffer_size` packed together.
 
     `state` goes on after the batch that had it, on any number of ranks; data and all settings named so far must be the same.
 
@@ -115,32 +116,35 @@ def open_stream(
     written to `bad_log` as JSON lines; more than `max_bad_share` of them stop the stream. On first use the index and the lengths
     of a folder are built by `num_workers` processes: let one rank open its stream before the others.
     """
-    _check_settings(rank, num_ranks, rows_per_batch, num_workers, prefetch, max_bad_share, resize)
+    _refuse_unknown(unknown)
+    _check_settings(rank, num_ranks, global_batch_size, num_workers, prefetch, max_bad_share, resize)
     storage = storage or StorageConfig()
     sources = [
-        OpenSource.open(source, str(checkpoint), num_workers, on_progress, storage) for source in listed_sources(shards)
+        IndexedSource.open(source, str(checkpoint), num_workers, on_progress, storage)
+        for source in listed_sources(shards)
     ]
-    plan = StreamPlan(
+    plan = BatchSampler(
         sources,
         seed=seed,
-        token_budget=token_budget,
-        patch_budget=_MOST_PATCHES_PER_TOKEN * token_budget if patch_budget is None else patch_budget,
-        rows_per_batch=rows_per_batch,
+        max_seq_len=max_seq_len,
+        max_patches=_MOST_PATCHES_PER_TOKEN * max_seq_len if max_patches is None else max_patches,
+        global_batch_size=global_batch_size,
         window_shards=window_shards,
-        block_samples=block_samples,
+        packing_buffer_size=packing_buffer_size,
         num_epochs=num_epochs,
         num_samples=num_samples,
     )
-    setup = RowSetup(
+    setup = CollatorConfig(
         checkpoint=str(checkpoint),
         resize=resize,
         sources=tuple(
-            RowSource(name=s.name, path=s.index.path, fingerprint=s.index.fingerprint, rules=s.rules) for s in sources
+            CollatorSource(name=s.name, path=s.index.path, fingerprint=s.index.fingerprint, rules=s.rules)
+            for s in sources
         ),
         storage=storage,
     )
     position = Position() if state is None else plan.restore(state)
-    ledger = BadLedger(max_bad_share, None if bad_log is None else Path(bad_log))
+    ledger = BadSampleLog(max_bad_share, None if bad_log is None else Path(bad_log))
     return Stream(_Rank(plan, sources, rank, num_ranks), position, setup, num_workers, prefetch, ledger)
 
 
@@ -152,7 +156,13 @@ class Stream:
     """An iterator over batches. Close it, or let it go, and its processes end."""
 
     def __init__(
-        self, share: _Rank, position: Position, setup: RowSetup, num_workers: int, prefetch: int, ledger: BadLedger
+        self,
+        share: _Rank,
+        position: Position,
+        setup: CollatorConfig,
+        num_workers: int,
+        prefetch: int,
+        ledger: BadSampleLog,
     ) -> None:
         self.source_names = [source.name for source in setup.sources]
         self._state = share.plan.save(position)
@@ -183,10 +193,10 @@ class Stream:
     def _count(self, batch: Batch, num_bytes: int) -> None:
         stats = self._stats
         stats.batches += 1
-        stats.rows += len(batch.rows)
+        stats.sequences += len(batch.sequences)
         stats.samples += len(batch.sample_ids)
-        stats.tokens += sum(row.inputs.num_tokens for row in batch.rows)
-        stats.patches += sum(len(row.inputs.patches) for row in batch.rows)
+        stats.tokens += sum(row.inputs.num_tokens for row in batch.sequences)
+        stats.patches += sum(len(row.inputs.patches) for row in batch.sequences)
         stats.bytes_read += num_bytes
         stats.bad_samples += len(batch.bad)
 
@@ -214,14 +224,35 @@ class Stream:
         self.close()
 
 
+_RENAMED = {
+    "token_budget": "max_seq_len",
+    "patch_budget": "max_patches",
+    "rows_per_batch": "global_batch_size",
+    "block_samples": "packing_buffer_size",
+}
+
+
+def _refuse_unknown(unknown: Mapping[str, object]) -> None:
+    for name in unknown:
+        if name in _RENAMED:
+            raise ConfigError(f"open_stream: {name} is now called {_RENAMED[name]}")
+        raise TypeError(f"open_stream() got an unexpected keyword argument {name!r}")
+
+
 def _check_settings(
-    rank: int, num_ranks: int, rows_per_batch: int, num_workers: int, prefetch: int, max_bad_share: float, resize: str
+    rank: int,
+    num_ranks: int,
+    global_batch_size: int,
+    num_workers: int,
+    prefetch: int,
+    max_bad_share: float,
+    resize: str,
 ) -> None:
     if not 0 <= rank < num_ranks:
         raise ConfigError(f"rank is {rank} of {num_ranks} ranks; it counts from 0")
-    if rows_per_batch < num_ranks:
+    if global_batch_size < num_ranks:
         raise ConfigError(
-            f"rows_per_batch is {rows_per_batch} for {num_ranks} ranks: some would have nothing to do. Raise it to {num_ranks}"
+            f"global_batch_size is {global_batch_size} for {num_ranks} ranks: some would have nothing to do. Raise it to {num_ranks}"
         )
     if num_workers < 0 or prefetch < 1:
         raise ConfigError(f"num_workers is {num_workers} and prefetch {prefetch}; at least 0 and 1 are needed")
@@ -238,46 +269,46 @@ def _check_settings(
 class _Rank:
     """One rank's share of a plan."""
 
-    plan: StreamPlan
-    sources: Sequence[OpenSource]
+    plan: BatchSampler
+    sources: Sequence[IndexedSource]
     rank: int
     num_ranks: int
 
-    def name_of(self, pick: Pick) -> str:
-        source = self.sources[pick.source]
-        return f"{source.name}/{source.index.shards[pick.shard]}/{sample_key(source.index, pick)}"
+    def name_of(self, ref: SampleRef) -> str:
+        source = self.sources[ref.source]
+        return f"{source.name}/{source.index.shards[ref.shard]}/{sample_key(source.index, ref)}"
 
-    def too_large(self, batch: BatchPlan) -> list[BadSample]:
+    def too_large(self, batch: BatchSpec) -> list[BadSample]:
         """This rank's share of the samples that no row can hold."""
-        return [self._too_large(pick) for pick in batch.too_large[self.rank :: self.num_ranks]]
+        return [self._too_large(ref) for ref in batch.too_large[self.rank :: self.num_ranks]]
 
-    def _too_large(self, pick: Pick) -> BadSample:
-        source, shard, key = self.name_of(pick).split("/", 2)
-        reason = f"{pick.tokens} tokens and {pick.patches} patches are over the budget of a row"
+    def _too_large(self, ref: SampleRef) -> BadSample:
+        source, shard, key = self.name_of(ref).split("/", 2)
+        reason = f"{ref.tokens} tokens and {ref.patches} patches are over the budget of a row"
         return BadSample(source, shard, key, reason)
 
 
 def _batches(
-    share: _Rank, position: Position, make: Callable[[Iterable[Sequence[Pick]]], Iterable[MadeRow]]
+    share: _Rank, position: Position, make: Callable[[Iterable[Sequence[SampleRef]]], Iterable[CollateResult]]
 ) -> Generator[tuple[Batch, int]]:
     """This rank's batches and the bytes read for each. Plans are drawn as `make` asks for rows, so it decides how far ahead."""
-    planned: deque[tuple[BatchPlan, list[int]]] = deque()
+    planned: deque[tuple[BatchSpec, list[int]]] = deque()
 
-    def plans() -> Iterator[Sequence[Pick]]:
+    def plans() -> Iterator[Sequence[SampleRef]]:
         for plan in share.plan.batches(position):
             ranks = plan.ranks(share.num_ranks)
             planned.append((plan, [len(rows) for rows in ranks]))
-            yield from (row.picks for row in ranks[share.rank])
+            yield from (row.samples for row in ranks[share.rank])
 
     def finish() -> tuple[Batch, int]:
-        plan, rows_per_rank = planned.popleft()
+        plan, sequences_per_rank = planned.popleft()
         bad = share.too_large(plan) + [bad for row in rows for bad in row.bad]
-        batch = Batch(plan.number, [row.row for row in rows], rows_per_rank, bad, share.plan.save(plan.after))
+        batch = Batch(plan.number, [row.sequence for row in rows], sequences_per_rank, bad, share.plan.save(plan.after))
         num_bytes = sum(row.num_bytes for row in rows)
         rows.clear()
         return batch, num_bytes
 
-    rows: list[MadeRow] = []
+    rows: list[CollateResult] = []
     for row in make(plans()):
         rows.append(row)
         del row  # so that its memory is free when the trainer lets go of it, not when the next one is here

@@ -26,22 +26,22 @@ _NO_ROOM = np.iinfo(np.int64).max
 class Packing:
     """Rows of sample numbers, ascending in each row, and the samples that exceed a budget by themselves."""
 
-    rows: list[list[int]]
+    sequences: list[list[int]]
     too_large: list[int]
 
 
-def pack(tokens: npt.ArrayLike, patches: npt.ArrayLike, *, token_budget: int, patch_budget: int) -> Packing:
-    """Rows of at most `token_budget` tokens and `patch_budget` patches that hold every sample not too large by itself."""
-    sizes, budgets = np.stack([tokens, patches]).astype(np.int64), np.array([[token_budget], [patch_budget]])
+def pack(tokens: npt.ArrayLike, patches: npt.ArrayLike, *, max_seq_len: int, max_patches: int) -> Packing:
+    """Rows of at most `max_seq_len` tokens and `max_patches` patches that hold every sample not too large by itself."""
+    sizes, budgets = np.stack([tokens, patches]).astype(np.int64), np.array([[max_seq_len], [max_patches]])
     fits = (sizes <= budgets).all(axis=0)
     samples, sizes = np.flatnonzero(fits), sizes[:, fits]
     parts = sizes * _WHOLE // np.maximum(sizes.sum(axis=1, keepdims=True), 1)
     descending = np.argsort(-parts.max(axis=0), kind="stable")
     items = np.concatenate([sizes, parts])[:, descending].T.tolist()
-    num_rows, step = _fewest_rows(sizes, budgets), 1
-    while (chosen := _place(items, token_budget, patch_budget, num_rows)) is None:
-        num_rows, step = num_rows + step, 2 * step
-    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    num_sequences, step = _fewest_rows(sizes, budgets), 1
+    while (chosen := _place(items, max_seq_len, max_patches, num_sequences)) is None:
+        num_sequences, step = num_sequences + step, 2 * step
+    rows: list[list[int]] = [[] for _ in range(num_sequences)]
     for sample, row in sorted(zip(samples[descending].tolist(), chosen, strict=True)):
         rows[row].append(sample)
     return Packing([row for row in rows if row], np.flatnonzero(~fits).tolist())
@@ -70,10 +70,10 @@ def _fewest_rows(sizes: Ints, budgets: Ints) -> int:
     return int(max(1, by_sum.max(), over_half.max()))
 
 
-def _place(items: list[list[int]], token_budget: int, patch_budget: int, num_rows: int) -> list[int] | None:
+def _place(items: list[list[int]], max_seq_len: int, max_patches: int, num_sequences: int) -> list[int] | None:
     """The row of each item (tokens, patches, and these as parts of the whole), or None when one finds no room."""
-    token_load, patch_load, score, of_patches = np.zeros((4, num_rows), np.int64)
-    token_room, patch_room = np.full(num_rows, token_budget), np.full(num_rows, patch_budget)
+    token_load, patch_load, score, of_patches = np.zeros((4, num_sequences), np.int64)
+    token_room, patch_room = np.full(num_sequences, max_seq_len), np.full(num_sequences, max_patches)
     chosen = []
     for tokens, patches, token_part, patch_part in items:
         np.multiply(token_load, token_part, out=score)

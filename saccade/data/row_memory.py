@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from saccade.data.bad_samples import BadSample
-from saccade.data.collate import MadeRow, TrainingRow
+from saccade.data.collate import CollateResult, PackedSequence
 from saccade.errors import DataError, UserError
 from saccade.fork_server import decode_error, encode_error
 from saccade.processor.image import Pixels
@@ -43,7 +43,7 @@ class RowFile:
         """Size of the file."""
         return self._file.num_bytes()
 
-    def write(self, make: Callable[[Pixels], MadeRow], num_patches: int, patch_dim: int) -> tuple[int, int]:
+    def write(self, make: Callable[[Pixels], CollateResult], num_patches: int, patch_dim: int) -> tuple[int, int]:
         """Have a row made with its patches in place; where its description lies, and how long it is.
 
         What `make` raises is described instead, and raised by `read_row`.
@@ -63,9 +63,11 @@ class RowFile:
             self._mapping = mmap.mmap(self.fd, 0)
         return self._mapping
 
-    def _append(self, made: MadeRow, end: int) -> tuple[dict[str, Any], int]:
+    def _append(self, made: CollateResult, end: int) -> tuple[dict[str, Any], int]:
         """Write the other tensors behind the patches; the description of the row, and the new end."""
-        fields = {field.name: getattr(made.row.inputs, field.name) for field in dataclasses.fields(made.row.inputs)}
+        fields = {
+            field.name: getattr(made.sequence.inputs, field.name) for field in dataclasses.fields(made.sequence.inputs)
+        }
         tensors = {}
         for name, tensor in fields.items():
             if isinstance(tensor, Tensor):
@@ -74,12 +76,12 @@ class RowFile:
                 if name != "patches":
                     end = begin + self._file.write(tensor.contiguous().numpy(), begin)
         others = {name: value for name, value in fields.items() if not isinstance(value, Tensor)}
-        row = {name: value for name, value in vars(made.row).items() if name != "inputs"}
+        row = {name: value for name, value in vars(made.sequence).items() if name != "inputs"}
         bad = [dataclasses.asdict(sample) for sample in made.bad]
         return {"tensors": tensors, "others": others, "row": row, "bad": bad, "num_bytes": made.num_bytes}, end
 
 
-def read_row(memory: mmap.mmap, begin: int, size: int, when_gone: Callable[[], object]) -> MadeRow:
+def read_row(memory: mmap.mmap, begin: int, size: int, when_gone: Callable[[], object]) -> CollateResult:
     """The row in this memory, in place. `when_gone` is called once no tensor of it is left."""
     description = json.loads(memory[begin : begin + size])
     if "error" in description:
@@ -93,5 +95,5 @@ def read_row(memory: mmap.mmap, begin: int, size: int, when_gone: Callable[[], o
         for name, (dtype, shape, first, end) in description["tensors"].items()
     }
     others = {name: tuple(value) if isinstance(value, list) else value for name, value in description["others"].items()}
-    row = TrainingRow(inputs=ModelInputs(**(tensors | others)), **description["row"])
-    return MadeRow(row, [BadSample(**bad) for bad in description["bad"]], description["num_bytes"])
+    row = PackedSequence(inputs=ModelInputs(**(tensors | others)), **description["row"])
+    return CollateResult(row, [BadSample(**bad) for bad in description["bad"]], description["num_bytes"])

@@ -34,7 +34,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class OpenSource:
+class IndexedSource:
     """A source as the plan asks for it."""
 
     name: str
@@ -46,7 +46,7 @@ class OpenSource:
     @staticmethod
     def open(
         source: Source, checkpoint: str, num_workers: int, on_progress: OnProgress | None, storage: StorageConfig
-    ) -> OpenSource:
+    ) -> IndexedSource:
         """Open the index and make sure of the lengths; what is missing is built."""
 
         def report(what: str) -> Callable[[Progress], None] | None:
@@ -63,7 +63,7 @@ class OpenSource:
         name = source.name or index.source
         if "/" in name or not name:
             raise ConfigError(f"{name!r} cannot be a source's name: it stands before a slash in sample ids")
-        return OpenSource(name, source.weight, source.rules, index, measurer.fingerprint)
+        return IndexedSource(name, source.weight, source.rules, index, measurer.fingerprint)
 
     @property
     def sizes(self) -> Ints:

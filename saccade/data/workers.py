@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from saccade.data.collate import Collator, MadeRow, RowSetup
-from saccade.data.plan import Pick
+from saccade.data.batch_sampler import SampleRef
+from saccade.data.collate import CollateResult, Collator, CollatorConfig
 from saccade.data.row_memory import RowFile, read_row
 from saccade.errors import DataError, UserError
 from saccade.fork_server import ForkServer, ForkServerError, RunWorker, keep_freed_memory, receive, send
@@ -44,7 +44,7 @@ that a worker never waits for the trainer to read."""
 @dataclasses.dataclass(eq=False)
 class _Task:
     number: int
-    picks: Sequence[Pick]
+    picks: Sequence[SampleRef]
     attempts: int = 0
     memory: int | None = None
     """Number of the memory it is to lie in; None: in new memory."""
@@ -60,7 +60,7 @@ class _Worker:
     free: list[int] = dataclasses.field(default_factory=list)
     """Numbers of those whose row is gone."""
 
-    def take(self, task: _Task, fds: Sequence[int], begin: int, size: int) -> MadeRow:
+    def take(self, task: _Task, fds: Sequence[int], begin: int, size: int) -> CollateResult:
         """The row it has answered with. A descriptor comes with memory that is new or has grown."""
         number = len(self.memories) if task.memory is None else task.memory
         for fd in fds:
@@ -72,7 +72,7 @@ class _Worker:
 class WorkerPool:
     """Makes rows in `num_workers` processes. Used by one thread, which must live as long as the pool does."""
 
-    def __init__(self, setup: RowSetup, num_workers: int, name_of: Callable[[Pick], str]) -> None:
+    def __init__(self, setup: CollatorConfig, num_workers: int, name_of: Callable[[SampleRef], str]) -> None:
         """`name_of` names a sample in messages."""
         self._num_workers, self._name_of = num_workers, name_of
         self._workers: list[_Worker] = []
@@ -85,10 +85,10 @@ class WorkerPool:
         """The processes that make rows at present."""
         return [worker.pid for worker in self._workers]
 
-    def make(self, rows: Iterable[Sequence[Pick]]) -> Iterator[MadeRow]:
+    def make(self, rows: Iterable[Sequence[SampleRef]]) -> Iterator[CollateResult]:
         """The rows in the order of their plans. At most two a worker are under way or waiting to be taken."""
         plans = enumerate(rows)
-        made: dict[int, MadeRow] = {}
+        made: dict[int, CollateResult] = {}
         unsent: deque[_Task] = deque()
         next_number, num_open = 0, 0
         try:
@@ -137,7 +137,7 @@ class WorkerPool:
                 unsent.extendleft(reversed(self._bury(worker)))
                 self._start_worker()
 
-    def _receive(self, made: dict[int, MadeRow], unsent: deque[_Task]) -> None:
+    def _receive(self, made: dict[int, CollateResult], unsent: deque[_Task]) -> None:
         """Wait for a worker; take its row, or take back its rows if it has died."""
         for key, _ in self._selector.select():
             worker: _Worker = key.data
@@ -177,7 +177,7 @@ class WorkerPool:
         if task.attempts == MAX_ATTEMPTS:
             raise DataError(
                 f"{MAX_ATTEMPTS} worker processes died at the same row. If memory ran out, use fewer workers or a smaller "
-                f"token_budget; otherwise take the sample away that crashes them, one of: {samples}"
+                f"max_seq_len; otherwise take the sample away that crashes them, one of: {samples}"
             )
         logger.warning(
             "worker process %d died (killed? out of memory?); another one makes its row again: %s", worker.pid, samples
@@ -197,7 +197,7 @@ def get_ready(setup: Any) -> tuple[RunWorker, None]:
     """What the workers are forked with, loaded once."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    return functools.partial(_work, Collator(RowSetup.from_json(setup))), None
+    return functools.partial(_work, Collator(CollatorConfig.from_json(setup))), None
 
 
 def _work(collator: Collator, connection: socket.socket) -> None:
@@ -210,7 +210,7 @@ def _work(collator: Collator, connection: socket.socket) -> None:
         else:
             file = files[request["memory"]]
             num_known_bytes = file.num_bytes()
-        picks = [Pick(*pick) for pick in request["picks"]]
+        picks = [SampleRef(*pick) for pick in request["picks"]]
         make = functools.partial(collator.make, picks)
         answer = file.write(make, sum(pick.patches for pick in picks), collator.patch_dim)
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.data.collate import TrainingRow
+from saccade.data.collate import PackedSequence
 from saccade.data.loader import Stream
 from saccade.model.config import ModelConfig
 from saccade.processor.inputs import ModelInputs
@@ -76,10 +76,10 @@ class Feed:
             return None
         finally:
             self.waited_s = time.perf_counter() - began
-        full = [row for row in batch.rows if row.inputs.num_tokens]  # a row whose samples are all bad is empty
+        full = [row for row in batch.sequences if row.inputs.num_tokens]  # a row whose samples are all bad is empty
         rows = [self._prepared(row, with_sources) for row in full]
         work = sum_work(row_work(self._config, row.inputs, row.num_learned, self._trained_parts) for row in rows)
-        rows += [self._nothing(with_sources)] * (batch.max_rows_per_rank - len(rows))
+        rows += [self._nothing(with_sources)] * (batch.max_sequences_per_rank - len(rows))
         return StepRows(
             num_rows=len(rows),
             on_device=self._sent(rows),
@@ -91,7 +91,7 @@ class Feed:
             state=batch.state,
         )
 
-    def _prepared(self, row: TrainingRow, with_sources: bool) -> Row:
+    def _prepared(self, row: PackedSequence, with_sources: bool) -> Row:
         labels = row_labels(row.inputs)
         num_sources = len(self.source_names) if with_sources else 0
         parts = source_labels(row.inputs, labels, row.source_of_conversation, num_sources)

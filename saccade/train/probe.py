@@ -92,9 +92,9 @@ class HeldOut:
         return open_stream(
             [Source(path=source.path, rules=source.rules, name=source.name) for source in sources],
             checkpoint=self._config.model.folder,
-            token_budget=self._data.token_budget,
-            patch_budget=self._data.patch_budget,
-            rows_per_batch=self._world.size,
+            max_seq_len=self._data.token_budget,
+            max_patches=self._data.patch_budget,
+            global_batch_size=self._world.size,
             num_samples=min(self._probe.num_samples, num_samples),
             rank=self._world.rank,
             num_ranks=self._world.size,

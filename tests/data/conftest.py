@@ -19,7 +19,7 @@ def opened(checkpoint):
     streams = []
 
     def open_small(shards, **settings):
-        settings = {"token_budget": 1024, "num_workers": 0, "block_samples": 64} | settings
+        settings = {"max_seq_len": 1024, "num_workers": 0, "packing_buffer_size": 64} | settings
         streams.append(open_stream(shards, checkpoint=checkpoint, **settings))
         return streams[-1]
 

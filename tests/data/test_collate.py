@@ -11,9 +11,9 @@ from data.making import make_jpeg, make_png, make_sample, make_shards, make_webp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.data.collate import Collator, Measurer, RowSetup, RowSource, measure
+from saccade.data.batch_sampler import SampleRef
+from saccade.data.collate import Collator, CollatorConfig, CollatorSource, Measurer, measure
 from saccade.data.index import build_index, open_index
-from saccade.data.plan import Pick
 from saccade.data.sample import Sample, TextRules, conversations
 from saccade.data.storage import StorageConfig
 from saccade.errors import DataError, UserError
@@ -29,20 +29,20 @@ def processor(checkpoint):
 
 def setup_of(checkpoint, *folders, rules=RULES, resize="pillow"):
     sources = [
-        RowSource(name=folder.name, path=str(folder), fingerprint=open_index(folder).fingerprint, rules=rules)
+        CollatorSource(name=folder.name, path=str(folder), fingerprint=open_index(folder).fingerprint, rules=rules)
         for folder in folders
     ]
-    return RowSetup(checkpoint=str(checkpoint), resize=resize, sources=tuple(sources), storage=StorageConfig())
+    return CollatorConfig(checkpoint=str(checkpoint), resize=resize, sources=tuple(sources), storage=StorageConfig())
 
 
 def picks_of(folder, processor, *, source=0, epoch=0, rules=RULES):
     """Every sample of a folder, with the lengths measured for it."""
-    index, picks = open_index(folder), []
+    index, samples = open_index(folder), []
     for shard in range(len(index.shards)):
         for kept_row, row in enumerate(index.kept(shard)):
             tokens, patches = measure(index.read_sample(shard, row), processor, rules)
-            picks.append(Pick(source, shard, kept_row, epoch, tokens[epoch % len(tokens)], patches))
-    return picks
+            samples.append(SampleRef(source, shard, kept_row, epoch, tokens[epoch % len(tokens)], patches))
+    return samples
 
 
 def assert_same_inputs(actual, expected):
@@ -113,19 +113,18 @@ def test_a_row_is_its_samples_one_by_one(checkpoint, processor, tmp_path):
     folders = [make_shards(tmp_path / name, 1, 4, seed=seed) for seed, name in enumerate(("first", "second"))]
     write_samples(folders[1] / "00001.tar", [make_sample("two", num_images=2), make_sample("text", num_images=0)])
     setup = setup_of(checkpoint, *folders)
-    picks = picks_of(folders[0], processor) + picks_of(folders[1], processor, source=1)
-    picks = [picks[number] for number in (5, 0, 8, 9, 2)]
-    made = Collator(setup).make(picks)
+    samples = picks_of(folders[0], processor) + picks_of(folders[1], processor, source=1)
+    samples = [samples[number] for number in (5, 0, 8, 9, 2)]
+    made = Collator(setup).make(samples)
     indexes = [open_index(folder) for folder in folders]
-    samples = [indexes[pick.source].read_sample(pick.shard, pick.kept_row) for pick in picks]
+    samples = [indexes[sample.source].read_sample(sample.shard, sample.kept_row) for sample in samples]
     expected = processor([conversations(sample, RULES)[0] for sample in samples])
-    assert_same_inputs(made.row.inputs, expected)
-    assert made.row.sample_ids == [
+    assert_same_inputs(made.sequence.inputs, expected)
+    assert made.sequence.sample_ids == [
         "second/00000/000000001", "first/00000/000000000", "second/00001/two", "second/00001/text", "first/00000/000000002"
     ]  # fmt: skip
-    assert made.row.source_of_conversation == [1, 0, 1, 1, 0]
-    assert made.row.source_names == ["first", "second"]
-    assert made.row.num_learned == int(expected.loss_mask.sum()) > 0
+    assert made.sequence.source_of_conversation == [1, 0, 1, 1, 0]
+    assert made.sequence.source_names == ["first", "second"]
     assert made.bad == []
     assert made.num_bytes == sum(len(data) for sample in samples for data in sample.members.values())
 
@@ -135,7 +134,7 @@ def test_each_epoch_shows_the_next_caption(checkpoint, processor, tmp_path):
     write_samples(tmp_path / "shards" / "00000.tar", [make_sample("a", fields={"captions": captions})])
     collator = Collator(setup_of(checkpoint, tmp_path / "shards"))
     for epoch in range(4):
-        row = collator.make(picks_of(tmp_path / "shards", processor, epoch=epoch)).row
+        row = collator.make(picks_of(tmp_path / "shards", processor, epoch=epoch)).sequence
         learned = row.inputs.token_ids[row.inputs.loss_mask].tolist()
         assert processor.decode(learned) == captions[epoch % 3]
 
@@ -143,7 +142,7 @@ def test_each_epoch_shows_the_next_caption(checkpoint, processor, tmp_path):
 def test_the_setup_survives_the_way_to_another_process(checkpoint, tmp_path):
     folder = make_shards(tmp_path / "shards", 1, 1)
     setup = setup_of(checkpoint, folder, rules=TextRules(system_prompt="Be brief."), resize="torch")
-    assert RowSetup.from_json(json.loads(json.dumps(setup.to_json()))) == setup
+    assert CollatorConfig.from_json(json.loads(json.dumps(setup.to_json()))) == setup
 
 
 def test_an_index_rewritten_meanwhile_is_noticed(checkpoint, tmp_path):
@@ -175,13 +174,15 @@ def folder(tmp_path):
 
 
 def test_a_damaged_sample_is_left_out_and_named(checkpoint, processor, folder):
-    picks = picks_of(folder, processor)
+    samples = picks_of(folder, processor)
     collator = Collator(setup_of(checkpoint, folder))
     photo = open_index(folder).read_sample(0, 2).members["jpg"]
     damage(folder / "00000.tar", photo, photo[:-50] + bytes(50))
-    made = collator.make(picks)
-    assert_same_inputs(made.row.inputs, collator.make([picks[number] for number in (0, 1, 3, 4)]).row.inputs)
-    assert made.row.sample_ids == [f"shards/00000/s{number}" for number in (0, 1, 3, 4)]
+    made = collator.make(samples)
+    assert_same_inputs(
+        made.sequence.inputs, collator.make([samples[number] for number in (0, 1, 3, 4)]).sequence.inputs
+    )
+    assert made.sequence.sample_ids == [f"shards/00000/s{number}" for number in (0, 1, 3, 4)]
     (bad,) = made.bad
     assert (bad.source, bad.shard, bad.key) == ("shards", "00000.tar", "s2")
     assert "differs from its checksum" in bad.reason
@@ -192,48 +193,48 @@ def test_a_picture_that_does_not_decode_is_left_out_and_named(checkpoint, proces
     cut = Sample("cut", "made", whole.members | {"jpg": whole.members["jpg"][:-900]})
     write_samples(tmp_path / "shards" / "00000.tar", [cut, whole])
     made = Collator(setup_of(checkpoint, tmp_path / "shards")).make(picks_of(tmp_path / "shards", processor))
-    assert made.row.sample_ids == ["shards/00000/whole"]
+    assert made.sequence.sample_ids == ["shards/00000/whole"]
     assert [bad.key for bad in made.bad] == ["cut"]
     assert "truncated or corrupt" in made.bad[0].reason
 
 
 def test_samples_behind_the_end_of_a_cut_shard_are_bad(checkpoint, processor, folder):
-    picks = picks_of(folder, processor)
+    samples = picks_of(folder, processor)
     collator = Collator(setup_of(checkpoint, folder))
     with (folder / "00000.tar").open("r+b") as tar:
         tar.truncate(open_index(folder).spans(0, [3]).begins[0] + 10)
-    made = collator.make(picks)
+    made = collator.make(samples)
     assert [bad.key for bad in made.bad] == ["s3", "s4"]
-    assert made.row.sample_ids == [f"shards/00000/s{number}" for number in range(3)]
+    assert made.sequence.sample_ids == [f"shards/00000/s{number}" for number in range(3)]
 
 
 @pytest.mark.parametrize("wrong", [{"tokens": 1}, {"patches": 4}, {"patches": 400}])
 def test_a_length_that_differs_from_its_file_is_bad_and_has_a_remedy(checkpoint, processor, folder, wrong):
-    picks = picks_of(folder, processor)
-    picks[1] = picks[1]._replace(**wrong)
-    made = Collator(setup_of(checkpoint, folder)).make(picks)
+    samples = picks_of(folder, processor)
+    samples[1] = samples[1]._replace(**wrong)
+    made = Collator(setup_of(checkpoint, folder)).make(samples)
     assert [bad.key for bad in made.bad] == ["s1"]
     assert "remove the folder's index/lengths-*" in made.bad[0].reason
-    assert len(made.row.sample_ids) == 4
-    assert len(made.row.inputs.patches) == made.row.inputs.image_grids.prod(-1).sum()
+    assert len(made.sequence.sample_ids) == 4
+    assert len(made.sequence.inputs.patches) == made.sequence.inputs.image_grids.prod(-1).sum()
 
 
 def test_a_row_without_a_good_sample_keeps_its_place(checkpoint, processor, folder):
-    picks = picks_of(folder, processor)
+    samples = picks_of(folder, processor)
     collator = Collator(setup_of(checkpoint, folder))
     (folder / "00000.tar").write_bytes(b"")
-    made = collator.make(picks)
+    made = collator.make(samples)
     assert len(made.bad) == 5
-    assert made.row.sample_ids == []
-    assert (made.row.inputs.num_tokens, made.row.inputs.num_conversations, made.row.num_learned) == (0, 0, 0)
-    assert made.row.inputs.patches.shape == (0, collator.patch_dim)
-    assert made.row.inputs.cu_seqlens.tolist() == [0]
+    assert made.sequence.sample_ids == []
+    assert (made.sequence.inputs.num_tokens, made.sequence.inputs.num_conversations) == (0, 0)
+    assert made.sequence.inputs.patches.shape == (0, collator.patch_dim)
+    assert made.sequence.inputs.cu_seqlens.tolist() == [0]
 
 
 def test_patches_are_written_where_they_are_wanted(checkpoint, processor, folder):
-    picks = picks_of(folder, processor)
+    samples = picks_of(folder, processor)
     collator = Collator(setup_of(checkpoint, folder))
-    memory = np.zeros((sum(pick.patches for pick in picks), collator.patch_dim), dtype=np.uint8)
-    made = collator.make(picks, into=memory)
-    assert made.row.inputs.patches.data_ptr() == memory.ctypes.data
-    assert_same_inputs(made.row.inputs, collator.make(picks).row.inputs)
+    memory = np.zeros((sum(sample.patches for sample in samples), collator.patch_dim), dtype=np.uint8)
+    made = collator.make(samples, into=memory)
+    assert made.sequence.inputs.patches.data_ptr() == memory.ctypes.data
+    assert_same_inputs(made.sequence.inputs, collator.make(samples).sequence.inputs)

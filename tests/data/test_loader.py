@@ -49,12 +49,11 @@ def assert_same_batches(actual, expected):
     assert [batch.number for batch in actual] == [batch.number for batch in expected]
     for left, right in zip(actual, expected, strict=True):
         assert left.state == right.state
-        assert left.rows_per_rank == right.rows_per_rank
-        for one, other in zip(left.rows, right.rows, strict=True):
+        assert left.sequences_per_rank == right.sequences_per_rank
+        for one, other in zip(left.sequences, right.sequences, strict=True):
             assert one.sample_ids == other.sample_ids
             assert one.source_of_conversation == other.source_of_conversation
             assert one.source_names == other.source_names
-            assert one.num_learned == other.num_learned
             assert_same_inputs(one.inputs, other.inputs)
 
 
@@ -74,16 +73,16 @@ def test_an_epoch_has_every_sample_once_and_the_next_has_another_order(folder, o
 
 def test_rows_keep_to_their_budgets_and_are_full(folder, opened):
     batches = list(
-        opened(folder, token_budget=1500, patch_budget=300, rows_per_batch=2, num_epochs=3, block_samples=180)
+        opened(folder, max_seq_len=1500, max_patches=300, global_batch_size=2, num_epochs=3, packing_buffer_size=180)
     )
-    rows = [row for batch in batches for row in batch.rows]
+    rows = [row for batch in batches for row in batch.sequences]
     assert max(row.inputs.num_tokens for row in rows) <= 1500
     assert max(len(row.inputs.patches) for row in rows) <= 300
-    assert {len(batch.rows) for batch in batches[:-1]} == {2}
+    assert {len(batch.sequences) for batch in batches[:-1]} == {2}
     for row in rows:
         assert row.inputs.patches.dtype == torch.uint8
         assert row.inputs.num_conversations == len(row.sample_ids) == len(row.source_of_conversation)
-        assert row.num_learned == row.inputs.loss_mask.sum()
+        assert row.inputs.loss_mask.any()
 
 
 def test_the_seed_chooses_the_order(folder, opened):
@@ -96,28 +95,30 @@ def test_each_epoch_shows_the_next_caption(tmp_path, opened, checkpoint):
     captions = ["one", "two two", "three three three"]
     write_samples(tmp_path / "shards" / "00000.tar", [make_sample("a", fields={"captions": captions})])
     processor = Processor.load(checkpoint)
-    rows = [row for batch in opened(tmp_path / "shards", num_epochs=4, block_samples=1) for row in batch.rows]
+    rows = [
+        row for batch in opened(tmp_path / "shards", num_epochs=4, packing_buffer_size=1) for row in batch.sequences
+    ]
     learned = [row.inputs.token_ids[row.inputs.loss_mask].tolist() for row in rows]
     assert [processor.decode(ids) for ids in learned] == [*captions, captions[0]]
 
 
 def test_a_mixture_keeps_its_weights_and_its_sources_apart(three, opened):
-    stream = opened(three, num_samples=400, block_samples=100)
+    stream = opened(three, num_samples=400, packing_buffer_size=100)
     batches = list(stream)
-    sources = Counter(source for batch in batches for row in batch.rows for source in row.source_of_conversation)
+    sources = Counter(source for batch in batches for row in batch.sequences for source in row.source_of_conversation)
     assert sources == {0: 200, 1: 120, 2: 80}
     assert stream.source_names == ["photos", "chats", "pages"]
     for batch in batches:
-        for row in batch.rows:
+        for row in batch.sequences:
             names = [row.source_names[source] for source in row.source_of_conversation]
             assert names == [sample_id.split("/")[0] for sample_id in row.sample_ids]
 
 
 def test_the_fast_resize_is_used_unless_told_otherwise(folder, opened):
     fast, exact = next(opened(folder)), next(opened(folder, resize="pillow"))
-    difference = (fast.rows[0].inputs.patches.int() - exact.rows[0].inputs.patches.int()).abs()
+    difference = (fast.sequences[0].inputs.patches.int() - exact.sequences[0].inputs.patches.int()).abs()
     assert 0 < difference.max() <= 2
-    assert torch.equal(fast.rows[0].inputs.token_ids, exact.rows[0].inputs.token_ids)
+    assert torch.equal(fast.sequences[0].inputs.token_ids, exact.sequences[0].inputs.token_ids)
 
 
 def test_what_is_missing_is_built_on_first_use(tmp_path, opened):
@@ -134,20 +135,20 @@ def test_what_is_missing_is_built_on_first_use(tmp_path, opened):
 
 
 def test_ranks_share_the_rows_of_each_batch(three, opened):
-    whole = list(opened(three, num_samples=150, rows_per_batch=7))
-    ranks = [list(opened(three, num_samples=150, rows_per_batch=7, rank=rank, num_ranks=3)) for rank in range(3)]
+    whole = list(opened(three, num_samples=150, global_batch_size=7))
+    ranks = [list(opened(three, num_samples=150, global_batch_size=7, rank=rank, num_ranks=3)) for rank in range(3)]
     for number, batch in enumerate(whole):
         shares = [batches[number] for batches in ranks]
-        assert [len(share.rows) for share in shares] == shares[0].rows_per_rank
-        assert shares[0].num_rows == batch.num_rows == len(batch.rows)
-        assert shares[0].max_rows_per_rank == max(len(share.rows) for share in shares)
-        assert {tuple(row.sample_ids) for share in shares for row in share.rows} == {tuple(row.sample_ids) for row in batch.rows}  # fmt: skip
+        assert [len(share.sequences) for share in shares] == shares[0].sequences_per_rank
+        assert shares[0].num_sequences == batch.num_sequences == len(batch.sequences)
+        assert shares[0].max_sequences_per_rank == max(len(share.sequences) for share in shares)
+        assert {tuple(row.sample_ids) for share in shares for row in share.sequences} == {tuple(row.sample_ids) for row in batch.sequences}  # fmt: skip
         assert len({json.dumps(share.state) for share in [batch, *shares]}) == 1
     assert {len(batches) for batches in ranks} == {len(whole)}
 
 
 def test_processes_make_the_same_batches_bit_for_bit(three, opened):
-    settings = {"num_samples": 150, "rows_per_batch": 3, "token_budget": 1000}
+    settings = {"num_samples": 150, "global_batch_size": 3, "max_seq_len": 1000}
     expected = list(opened(three, **settings))
     for num_workers in (1, 2):
         stream = opened(three, num_workers=num_workers, **settings)
@@ -163,14 +164,14 @@ def test_memory_takes_the_next_row_only_when_the_last_tensor_of_its_row_is_gone(
     stream = opened(folder, num_samples=240, num_workers=1, prefetch=1)
     kept, addresses = [], set()
     for batch in stream:
-        (row,) = batch.rows
+        (row,) = batch.sequences
         addresses.add(row.inputs.patches.data_ptr())
         if batch.number % 5 == 0:
             kept.append((batch.number, row.inputs.patches[-7:], row.inputs.token_ids[3:]))
         del batch, row
     assert len(addresses) < len(expected) / 2, "memory is taken again"
     for number, patches, token_ids in kept:
-        inputs = expected[number].rows[0].inputs
+        inputs = expected[number].sequences[0].inputs
         assert torch.equal(patches, inputs.patches[-7:])
         assert torch.equal(token_ids, inputs.token_ids[3:])
 
@@ -179,7 +180,7 @@ def test_memory_takes_the_next_row_only_when_the_last_tensor_of_its_row_is_gone(
 
 
 def test_a_resumed_stream_goes_on_as_if_uninterrupted_on_any_number_of_ranks(three, opened):
-    settings = {"num_samples": 200, "rows_per_batch": 5, "token_budget": 700, "block_samples": 70}
+    settings = {"num_samples": 200, "global_batch_size": 5, "max_seq_len": 700, "packing_buffer_size": 70}
     whole = list(opened(three, **settings))
     dice = random.Random(0)
     for ranks_before, ranks_after in ((1, 1), (1, 3), (2, 5), (5, 2)):
@@ -199,9 +200,9 @@ def test_a_resumed_stream_goes_on_as_if_uninterrupted_on_any_number_of_ranks(thr
         for number, expected in enumerate(whole[stop:]):
             shares = [batches[number] for batches in after]
             assert {share.number for share in shares} == {expected.number}
-            found = {tuple(row.sample_ids): row for share in shares for row in share.rows}
-            assert len(found) == len(expected.rows)
-            for row in expected.rows:
+            found = {tuple(row.sample_ids): row for share in shares for row in share.sequences}
+            assert len(found) == len(expected.sequences)
+            for row in expected.sequences:
                 assert_same_inputs(found[tuple(row.sample_ids)].inputs, row.inputs)
 
 
@@ -246,8 +247,8 @@ def test_the_stream_counts_what_it_hands_out(folder, opened):
     stream = opened(folder, num_epochs=1)
     batches = list(stream)
     stats = stream.stats()
-    rows = [row for batch in batches for row in batch.rows]
-    assert (stats.batches, stats.rows, stats.samples, stats.bad_samples) == (len(batches), len(rows), 60, 0)
+    rows = [row for batch in batches for row in batch.sequences]
+    assert (stats.batches, stats.sequences, stats.samples, stats.bad_samples) == (len(batches), len(rows), 60, 0)
     assert stats.tokens == sum(row.inputs.num_tokens for row in rows)
     assert stats.patches == sum(len(row.inputs.patches) for row in rows)
     assert 0 < stats.bytes_read < sum(tar.stat().st_size for tar in folder.glob("*.tar"))
@@ -260,7 +261,7 @@ def resident_bytes(pid="self"):
 
 
 def test_memory_stays_flat_over_the_epochs(folder, opened):
-    stream = opened(folder, num_workers=1, token_budget=2048, block_samples=60, prefetch=1)
+    stream = opened(folder, num_workers=1, max_seq_len=2048, packing_buffer_size=60, prefetch=1)
     sizes = []
     for _ in range(4):
         for _ in range(15):
@@ -271,7 +272,7 @@ def test_memory_stays_flat_over_the_epochs(folder, opened):
 
 
 def test_a_stream_that_is_let_go_ends_its_processes(folder, opened, checkpoint):
-    stream = open_stream(folder, checkpoint=checkpoint, token_budget=1024, num_workers=1)
+    stream = open_stream(folder, checkpoint=checkpoint, max_seq_len=1024, num_workers=1)
     next(stream)
     (pid,) = stream.worker_pids
     del stream
@@ -297,11 +298,11 @@ def is_alive(pid):
     ("settings", "message"),
     [
         ({"rank": 2, "num_ranks": 2}, "rank is 2 of 2"),
-        ({"num_ranks": 4, "rows_per_batch": 3}, "Raise it to 4"),
+        ({"num_ranks": 4, "global_batch_size": 3}, "Raise it to 4"),
         ({"num_workers": -1}, "num_workers is -1"),
         ({"prefetch": 0}, "prefetch 0"),
         ({"max_bad_share": 1.5}, "max_bad_share is 1.5"),
-        ({"token_budget": 0}, "token_budget is 0"),
+        ({"max_seq_len": 0}, "max_seq_len is 0"),
         ({"resize": "opencv"}, "resize is 'opencv'"),
     ],
     ids=lambda value: str(value),
@@ -317,3 +318,12 @@ def test_two_sources_of_one_name_are_refused(folder, opened):
     with pytest.raises(ConfigError, match="cannot be a source's name"):
         opened(Source(path=folder, name="a/b"))
     assert len(ids_of(opened([folder, Source(path=folder, name="again")], num_epochs=1))) == 120
+
+
+def test_old_names_of_options_are_refused_with_the_new_ones():
+    renamed = {"token_budget": "max_seq_len", "patch_budget": "max_patches", "rows_per_batch": "global_batch_size"}
+    for old, new in renamed.items():
+        with pytest.raises(ConfigError, match=f"{old} is now called {new}"):
+            open_stream("shards", checkpoint="model", max_seq_len=64, **{old: 1})
+    with pytest.raises(TypeError, match="'max_len'"):
+        open_stream("shards", checkpoint="model", max_seq_len=64, max_len=1)

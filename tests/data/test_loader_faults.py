@@ -117,7 +117,7 @@ def test_samples_that_cannot_be_measured_or_held_are_named_once_over_all_ranks(t
     write_samples(tmp_path / "photos" / "00000.tar", samples)
     log = tmp_path / "bad.jsonl"
     for rank in range(2):
-        list(opened(tmp_path / "photos", num_epochs=1, rank=rank, num_ranks=2, rows_per_batch=2, bad_log=log))
+        list(opened(tmp_path / "photos", num_epochs=1, rank=rank, num_ranks=2, global_batch_size=2, bad_log=log))
     reasons = {entry["key"]: entry["reason"] for entry in listed(log)}
     assert len(listed(log)) == len(reasons) == 3
     assert "an aspect ratio of 225 over the limit" in reasons["s3"]
@@ -136,7 +136,7 @@ def photos(tmp_path):
 
 
 def test_a_killed_worker_and_a_killed_fork_server_are_replaced_and_nothing_is_lost(photos, opened, caplog):
-    settings = {"num_epochs": 4, "rows_per_batch": 2}
+    settings = {"num_epochs": 4, "global_batch_size": 2}
     expected = list(opened(photos, **settings))
     stream = opened(photos, num_workers=2, prefetch=1, **settings)
     batches = []
@@ -191,7 +191,7 @@ SCRIPT = """
 import sys, time
 from saccade.data import open_stream
 
-stream = open_stream(sys.argv[1], checkpoint=sys.argv[2], token_budget=1024, num_workers=2)
+stream = open_stream(sys.argv[1], checkpoint=sys.argv[2], max_seq_len=1024, num_workers=2)
 next(stream)
 print(*stream.worker_pids, flush=True)
 while True:

@@ -34,16 +34,16 @@ def imbalance(work):
 
 @given(st.lists(lengths, max_size=80), st.integers(50, 150), st.integers(60, 500))
 @settings(max_examples=200, deadline=None)
-def test_every_sample_that_fits_is_in_one_row_and_no_row_exceeds_a_budget(samples, token_budget, patch_budget):
+def test_every_sample_that_fits_is_in_one_row_and_no_row_exceeds_a_budget(samples, max_seq_len, max_patches):
     tokens, patches = np.array(samples, int).reshape(-1, 2).T
-    packing = pack(tokens, patches, token_budget=token_budget, patch_budget=patch_budget)
-    assert sorted([*chain.from_iterable(packing.rows), *packing.too_large]) == list(range(len(samples)))
-    assert packing.too_large == np.flatnonzero((tokens > token_budget) | (patches > patch_budget)).tolist()
-    for row in packing.rows:
+    packing = pack(tokens, patches, max_seq_len=max_seq_len, max_patches=max_patches)
+    assert sorted([*chain.from_iterable(packing.sequences), *packing.too_large]) == list(range(len(samples)))
+    assert packing.too_large == np.flatnonzero((tokens > max_seq_len) | (patches > max_patches)).tolist()
+    for row in packing.sequences:
         assert row == sorted(row)
         assert row
-        assert tokens[row].sum() <= token_budget
-        assert patches[row].sum() <= patch_budget
+        assert tokens[row].sum() <= max_seq_len
+        assert patches[row].sum() <= max_patches
 
 
 @pytest.mark.parametrize("text_share", [0.0, 0.1, 0.5])
@@ -53,10 +53,10 @@ def test_rows_are_98_percent_full_and_vision_work_is_even_over_8_ranks(text_shar
     fills, imbalances = [], []
     for _ in range(8):
         tokens, patches = laion_like(4096, rng, text_share)
-        packing = pack(tokens, patches, token_budget=16_384, patch_budget=65_536)
+        packing = pack(tokens, patches, max_seq_len=16_384, max_patches=65_536)
         assert packing.too_large == []
-        fills.append(tokens.sum() / 16_384 / len(packing.rows))
-        vision = np.array([patches[row].sum() for row in packing.rows])
+        fills.append(tokens.sum() / 16_384 / len(packing.sequences))
+        vision = np.array([patches[row].sum() for row in packing.sequences])
         rng.shuffle(vision)
         for begin in range(0, len(vision) - 15, 16):
             batch = vision[begin : begin + 16]
@@ -68,31 +68,31 @@ def test_rows_are_98_percent_full_and_vision_work_is_even_over_8_ranks(text_shar
 
 def test_where_patches_are_the_tighter_budget_rows_are_full_of_patches():
     tokens, patches = laion_like(4096, np.random.default_rng(2), text_share=0.0)
-    packing = pack(tokens, patches, token_budget=16_384, patch_budget=16_384)
-    vision = np.array([patches[row].sum() for row in packing.rows])
+    packing = pack(tokens, patches, max_seq_len=16_384, max_patches=16_384)
+    vision = np.array([patches[row].sum() for row in packing.sequences])
     assert vision.max() <= 16_384
     assert vision.mean() / 16_384 >= 0.98
 
 
 def test_equal_samples_give_equal_rows():
-    packing = pack([100] * 60, [64] * 60, token_budget=1000, patch_budget=10_000)
-    assert [len(row) for row in packing.rows] == [10] * 6
+    packing = pack([100] * 60, [64] * 60, max_seq_len=1000, max_patches=10_000)
+    assert [len(row) for row in packing.sequences] == [10] * 6
 
 
 def test_samples_too_large_for_half_a_row_get_a_row_each():
-    packing = pack([60, 70, 40, 30, 80, 20], [0] * 6, token_budget=100, patch_budget=1)
-    assert sorted(map(sorted, packing.rows)) == [[0, 2], [1, 3], [4, 5]]
+    packing = pack([60, 70, 40, 30, 80, 20], [0] * 6, max_seq_len=100, max_patches=1)
+    assert sorted(map(sorted, packing.sequences)) == [[0, 2], [1, 3], [4, 5]]
 
 
 def test_packing_nothing_and_nothing_that_fits():
-    assert pack([], [], token_budget=10, patch_budget=10).rows == []
-    assert pack([11, 1], [0, 11], token_budget=10, patch_budget=10).too_large == [0, 1]
+    assert pack([], [], max_seq_len=10, max_patches=10).sequences == []
+    assert pack([11, 1], [0, 11], max_seq_len=10, max_patches=10).too_large == [0, 1]
 
 
 def test_equal_input_is_packed_alike():
     tokens, patches = laion_like(1000, np.random.default_rng(3))
-    first = pack(tokens, patches, token_budget=8192, patch_budget=32_768)
-    assert pack(tokens.tolist(), patches.tolist(), token_budget=8192, patch_budget=32_768) == first
+    first = pack(tokens, patches, max_seq_len=8192, max_patches=32_768)
+    assert pack(tokens.tolist(), patches.tolist(), max_seq_len=8192, max_patches=32_768) == first
 
 
 def test_a_block_is_packed_in_a_fraction_of_a_second():
@@ -101,7 +101,7 @@ def test_a_block_is_packed_in_a_fraction_of_a_second():
     times = []
     for _ in range(5):
         began = time.process_time()
-        pack(tokens, patches, token_budget=16_384, patch_budget=65_536)
+        pack(tokens, patches, max_seq_len=16_384, max_patches=65_536)
         times.append(time.process_time() - began)
     assert min(times) < 0.1
 

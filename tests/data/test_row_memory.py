@@ -8,7 +8,7 @@ from data.making import make_picture
 from data.test_collate import assert_same_inputs
 
 from saccade.data.bad_samples import BadSample
-from saccade.data.collate import MadeRow, TrainingRow
+from saccade.data.collate import CollateResult, PackedSequence
 from saccade.data.row_memory import RowFile, read_row
 from saccade.errors import ConfigError, DataError
 from saccade.processor import Processor
@@ -21,11 +21,9 @@ def made_row(processor, into, *, num_copies=1):
     """A row whose patches lie in `into`."""
     picture = make_picture(60, 40)
     messages = [{"role": "user", "content": [{"type": "image", "image": picture}] * num_copies}]
-    inputs = processor.preprocess(messages, into=into)
-    row = TrainingRow(
-        inputs=inputs, sample_ids=["a/b/ü"], source_of_conversation=[0], source_names=["a"], num_learned=0
-    )
-    return MadeRow(row, [BadSample("a", "b.tar", "c", "why")], 123)
+    inputs = processor.prepare(messages, into=into)
+    row = PackedSequence(inputs=inputs, sample_ids=["a/b/ü"], source_of_conversation=[0], source_names=["a"])
+    return CollateResult(row, [BadSample("a", "b.tar", "c", "why")], 123)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,7 @@ def written(file, processor, num_copies, num_spare=0):
 
     num_patches = num_copies * PATCHES + num_spare
     place = file.write(make, num_patches, processor.images.patch_dim)
-    copied = dataclasses.replace(rows[0].row.inputs, patches=rows[0].row.inputs.patches.clone())
+    copied = dataclasses.replace(rows[0].sequence.inputs, patches=rows[0].sequence.inputs.patches.clone())
     return rows[0], copied, place
 
 
@@ -52,8 +50,8 @@ def test_a_row_is_read_as_it_was_written(processor, num_copies, num_spare):
     file = RowFile()
     made, expected, place = written(file, processor, num_copies, num_spare)
     found = read_row(mmap.mmap(file.fd, 0), *place, when_gone=lambda: None)
-    assert_same_inputs(found.row.inputs, expected)
-    assert dataclasses.replace(found.row, inputs=expected) == dataclasses.replace(made.row, inputs=expected)
+    assert_same_inputs(found.sequence.inputs, expected)
+    assert dataclasses.replace(found.sequence, inputs=expected) == dataclasses.replace(made.sequence, inputs=expected)
     assert (found.bad, found.num_bytes) == (made.bad, made.num_bytes)
 
 
@@ -62,7 +60,7 @@ def test_memory_grows_for_a_larger_row_and_stays_for_a_smaller_one(processor):
     for num_copies in (1, 4, 2):
         _, expected, place = written(file, processor, num_copies)
         sizes.append(file.num_bytes())
-        assert_same_inputs(read_row(mmap.mmap(file.fd, 0), *place, when_gone=lambda: None).row.inputs, expected)
+        assert_same_inputs(read_row(mmap.mmap(file.fd, 0), *place, when_gone=lambda: None).sequence.inputs, expected)
     assert sizes[0] < sizes[1] == sizes[2]
 
 
@@ -70,7 +68,7 @@ def test_memory_is_free_when_the_last_tensor_is_gone(processor):
     file, gone = RowFile(), []
     _, _, place = written(file, processor, 1)
     found = read_row(mmap.mmap(file.fd, 0), *place, when_gone=lambda: gone.append(True))
-    last = found.row.inputs.token_ids[2:].view(-1)
+    last = found.sequence.inputs.token_ids[2:].view(-1)
     del found
     assert not gone
     del last

@@ -94,9 +94,9 @@ def test_a_rank_without_images_trains_beside_one_with_images(place, name):
 
 
 def test_those_ranks_do_have_rows_with_and_without_images(place):
-    settings = {"token_budget": 120, "patch_budget": 512, "rows_per_batch": 2, "seed": 3, "num_workers": 0}
+    settings = {"max_seq_len": 120, "max_patches": 512, "global_batch_size": 2, "seed": 3, "num_workers": 0}
     with open_stream(place / "mixed", checkpoint=place / "checkpoint", **settings) as stream:
-        has_image = [[len(row.inputs.patches) > 0 for row in batch.rows] for batch in islice(stream, 4)]
+        has_image = [[len(row.inputs.patches) > 0 for row in batch.sequences] for batch in islice(stream, 4)]
     assert any(any(step) and not all(step) for step in has_image), "a step with both"
     assert any(not any(step) for step in has_image), "a step without images"
 

@@ -56,7 +56,7 @@ def losses_of_transformers(oracle, folder, shards, stage):
     )  # fmt: skip
     found = []
     with open_stream(
-        shards, checkpoint=folder, token_budget=240, patch_budget=512, rows_per_batch=2, seed=3, num_workers=0
+        shards, checkpoint=folder, max_seq_len=240, max_patches=512, global_batch_size=2, seed=3, num_workers=0
     ) as stream:
         for step, batch in enumerate(islice(stream, 20)):
             sums, count = [], 0
@@ -78,7 +78,7 @@ def losses_of_transformers(oracle, folder, shards, stage):
 
 def conversations_of(batch):
     """Each conversation of a batch as `transformers` takes it, and the labels of all tokens but the first."""
-    for row in batch.rows:
+    for row in batch.sequences:
         packed, image, patch = row.inputs, 0, 0
         for start, end in pairwise(packed.cu_seqlens.tolist()):
             ids, learned = packed.token_ids[start:end], packed.loss_mask[start:end]
@@ -122,10 +122,10 @@ def test_a_step_that_is_no_number_is_skipped_and_its_samples_are_named(recipe, t
     assert [row["is_finite"] for row in step["rows"]] == [False, True], "the row that spoilt it is told from the other"
     with open_stream(
         read_recipe(recipe).stages[0].data.sources[0].path, checkpoint=read_recipe(recipe).model.folder,
-        token_budget=240, patch_budget=512, rows_per_batch=2, seed=3, num_workers=0,
+        max_seq_len=240, max_patches=512, global_batch_size=2, seed=3, num_workers=0,
     ) as stream:  # fmt: skip
         fourth = list(islice(stream, 4))[3]
-    assert [row["samples"] for row in step["rows"]] == [row.sample_ids for row in fourth.rows]
+    assert [row["samples"] for row in step["rows"]] == [row.sample_ids for row in fourth.sequences]
     assert [record["skipped"] for _, record in sorted(records(tmp_path / "run").items())] == [0, 0, 0, 1, 0, 0]
     assert losses(tmp_path / "run")[3] is None
     assert "learn" in (tmp_path / "run" / "report.html").read_text()
@@ -177,7 +177,7 @@ def test_a_parameter_that_the_loss_does_not_reach_is_named_in_the_first_step(rec
 
 def damage(shards, checkpoint, *, row):
     """Change a byte of a sample's picture, after the folder's index and lengths were made."""
-    open_stream(shards, checkpoint=checkpoint, token_budget=240, num_workers=0).close()
+    open_stream(shards, checkpoint=checkpoint, max_seq_len=240, num_workers=0).close()
     index = open_index(str(shards))
     [tar] = [shards / name for name in index.shards]
     data = bytearray(tar.read_bytes())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.data.plan import Position, StreamPlan
+from saccade.data.batch_sampler import BatchSampler, Position
 from saccade.errors import ConfigError, DataError
 
 
@@ -35,13 +35,13 @@ class Synthetic:
 def plan_of(sources, **changes):
     settings = {
         "seed": 0,
-        "token_budget": 4096,
-        "patch_budget": 16_384,
-        "rows_per_batch": 8,
-        "block_samples": 256,
+        "max_seq_len": 4096,
+        "max_patches": 16_384,
+        "global_batch_size": 8,
+        "packing_buffer_size": 256,
         "window_shards": 3,
     }
-    return StreamPlan(sources, **{**settings, **changes})
+    return BatchSampler(sources, **{**settings, **changes})
 
 
 def three_sources(rng, weighted=True):
@@ -52,14 +52,14 @@ def three_sources(rng, weighted=True):
 
 
 def ids(rows):
-    return [tuple(pick[:4]) for row in rows for pick in row.picks]
+    return [tuple(sample[:4]) for row in rows for sample in row.samples]
 
 
 def ids_over_ranks(batch, num_ranks):
     """Sample ids of the union of the ranks' rows, in the batch's order of rows."""
     shares = batch.ranks(num_ranks)
     assert len(shares) == num_ranks
-    number_of = {id(row): number for number, row in enumerate(batch.rows)}
+    number_of = {id(row): number for number, row in enumerate(batch.sequences)}
     return ids(sorted((row for share in shares for row in share), key=lambda row: number_of[id(row)]))
 
 
@@ -80,7 +80,7 @@ def test_resumed_on_another_number_of_ranks_the_stream_goes_on_as_if_uninterrupt
         rest = list(second.batches(second.restore(json.loads(json.dumps(state)))))
         assert [batch.number for batch in rest] == list(range(stop, len(whole)))
         seen += [ids_over_ranks(batch, after) for batch in rest]
-        assert seen == [ids(batch.rows) for batch in whole]
+        assert seen == [ids(batch.sequences) for batch in whole]
         assert rest == whole[stop:]
 
 
@@ -94,7 +94,7 @@ def test_resumed_on_another_number_of_ranks_the_stream_goes_on_as_if_uninterrupt
 @settings(max_examples=25, deadline=None)
 def test_each_sample_comes_once_an_epoch_whatever_the_shards_and_ranks(sizes, num_ranks, num_epochs):
     sources = [Synthetic(str(number), shards) for number, shards in enumerate(sizes)]
-    plan = plan_of(sources, num_epochs=num_epochs, token_budget=1000, rows_per_batch=5, block_samples=64)
+    plan = plan_of(sources, num_epochs=num_epochs, max_seq_len=1000, global_batch_size=5, packing_buffer_size=64)
     seen = [sample for batch in plan.batches() for share in batch.ranks(num_ranks) for sample in ids(share)]
     expected = [
         (source, shard, row, epoch)
@@ -109,47 +109,49 @@ def test_each_sample_comes_once_an_epoch_whatever_the_shards_and_ranks(sizes, nu
 def test_sources_by_number_of_samples_each_keep_their_epoch():
     """In a mixture by number of samples no source begins its second epoch before the first is over for all."""
     sources = three_sources(np.random.default_rng(3), weighted=False)
-    plan = plan_of(sources, block_samples=sum(sum(source.sizes) for source in sources))
+    plan = plan_of(sources, packing_buffer_size=sum(sum(source.sizes) for source in sources))
     for number in range(3):
-        assert {pick.epoch for row in plan.block(number).rows for pick in row.picks} == {number}
+        assert {sample.epoch for row in plan.packing_buffer(number).sequences for sample in row.samples} == {number}
 
 
 def test_weights_hold_within_one_sample_in_the_stream():
     sources = three_sources(np.random.default_rng(4))
-    plan = plan_of(sources, block_samples=100)
+    plan = plan_of(sources, packing_buffer_size=100)
     counts = np.zeros(3)
     for number in range(30):
-        block = plan.block(number)
-        drawn = [pick.source for row in block.rows for pick in row.picks] + [pick.source for pick in block.too_large]
+        block = plan.packing_buffer(number)
+        drawn = [sample.source for row in block.sequences for sample in row.samples] + [
+            sample.source for sample in block.too_large
+        ]
         counts += np.bincount(drawn, minlength=3)
         assert np.all(np.abs(counts - (number + 1) * 100 * np.array([0.6, 0.3, 0.1])) < 1)
 
 
 def test_every_batch_has_its_rows_and_only_the_last_may_be_short():
     batches = list(plan_of(three_sources(np.random.default_rng(5)), num_samples=3000).batches())
-    assert {len(batch.rows) for batch in batches[:-1]} == {8}
-    assert 1 <= len(batches[-1].rows) <= 8
+    assert {len(batch.sequences) for batch in batches[:-1]} == {8}
+    assert 1 <= len(batches[-1].sequences) <= 8
     assert [batch.number for batch in batches] == list(range(len(batches)))
-    assert all(row.tokens <= 4096 and row.patches <= 16_384 for batch in batches for row in batch.rows)
+    assert all(row.tokens <= 4096 and row.patches <= 16_384 for batch in batches for row in batch.sequences)
 
 
 def test_a_stream_without_end_goes_on():
     plan = plan_of([Synthetic("a", [50, 60])])
-    assert plan.num_blocks is None
+    assert plan.num_packing_buffers is None
     epochs = [
-        pick.epoch
+        sample.epoch
         for batch, _ in zip(plan.batches(), range(50), strict=False)
-        for row in batch.rows
-        for pick in row.picks
+        for row in batch.sequences
+        for sample in row.samples
     ]
     assert max(epochs) > 20
 
 
 def test_the_last_block_takes_what_is_left_over():
-    plan = plan_of([Synthetic("a", [50, 60])], num_epochs=2, block_samples=100)
-    assert plan.num_blocks == 2
-    assert [len(ids(plan.block(number).rows)) for number in range(2)] == [100, 120]
-    assert plan_of([Synthetic("a", [7])], num_epochs=1).num_blocks == 1
+    plan = plan_of([Synthetic("a", [50, 60])], num_epochs=2, packing_buffer_size=100)
+    assert plan.num_packing_buffers == 2
+    assert [len(ids(plan.packing_buffer(number).sequences)) for number in range(2)] == [100, 120]
+    assert plan_of([Synthetic("a", [7])], num_epochs=1).num_packing_buffers == 1
 
 
 def test_a_finished_stream_stays_finished():
@@ -161,10 +163,10 @@ def test_a_finished_stream_stays_finished():
 def test_rows_are_98_percent_full_and_vision_work_is_even_over_8_ranks():
     """Three sources, one of them half text, in rows of 16,384 tokens, 16 to a batch; batches run across blocks."""
     sources = [Synthetic("a", [10_000] * 20), Synthetic("b", [5000] * 20, text_share=0.5), Synthetic("c", [1000] * 5)]
-    plan = plan_of(sources, token_budget=16_384, patch_budget=65_536, rows_per_batch=16, block_samples=8192)
+    plan = plan_of(sources, max_seq_len=16_384, max_patches=65_536, global_batch_size=16, packing_buffer_size=8192)
     fills, imbalances = [], []
     for batch, _ in zip(plan.batches(), range(20), strict=False):
-        fills += [row.tokens / 16_384 for row in batch.rows]
+        fills += [row.tokens / 16_384 for row in batch.sequences]
         work = [sum(row.patches for row in share) for share in batch.ranks(8)]
         imbalances.append(max(work) / np.mean(work) - 1)
     assert np.mean(fills) >= 0.98
@@ -173,9 +175,9 @@ def test_rows_are_98_percent_full_and_vision_work_is_even_over_8_ranks():
 
 def test_rows_of_a_block_come_in_no_order_of_content():
     sources = [Synthetic("a", [10_000] * 4)]
-    rows = plan_of(sources, block_samples=8192).block(3).rows
+    rows = plan_of(sources, packing_buffer_size=8192).packing_buffer(3).sequences
     place = np.arange(len(rows))
-    for figure in ([row.tokens for row in rows], [row.patches for row in rows], [len(row.picks) for row in rows]):
+    for figure in ([row.tokens for row in rows], [row.patches for row in rows], [len(row.samples) for row in rows]):
         assert abs(np.corrcoef(place, figure)[0, 1]) < 4 / np.sqrt(len(rows))
 
 
@@ -188,18 +190,18 @@ def test_each_shard_is_asked_for_lengths_once_a_block():
             assert len(set(zip(kept_rows.tolist(), epochs.tolist(), strict=True))) == len(kept_rows)
             return super().lengths(shard, kept_rows, epochs)
 
-    plan_of([Counting("a", [40] * 6)], block_samples=512).block(1)  # two epochs and a bit
+    plan_of([Counting("a", [40] * 6)], packing_buffer_size=512).packing_buffer(1)  # two epochs and a bit
     assert sorted(asked) == list(range(6))
 
 
 def test_samples_too_large_are_reported_once_also_across_a_restart():
-    plan = plan_of([Synthetic("a", [100] * 10)], token_budget=400, num_epochs=1, rows_per_batch=3)
+    plan = plan_of([Synthetic("a", [100] * 10)], max_seq_len=400, num_epochs=1, global_batch_size=3)
     whole = list(plan.batches())
-    too_large = [pick for batch in whole for pick in batch.too_large]
+    too_large = [sample for batch in whole for sample in batch.too_large]
     assert 0 < len(too_large) < 500
-    assert all(pick.tokens > 400 for pick in too_large)
-    in_rows = [pick for batch in whole for row in batch.rows for pick in row.picks]
-    assert sorted(pick[1:3] for pick in in_rows + too_large) == [
+    assert all(sample.tokens > 400 for sample in too_large)
+    in_rows = [sample for batch in whole for row in batch.sequences for sample in row.samples]
+    assert sorted(sample[1:3] for sample in in_rows + too_large) == [
         (shard, row) for shard in range(10) for row in range(100)
     ]
     for stop in (1, 7, 20):
@@ -209,7 +211,7 @@ def test_samples_too_large_are_reported_once_also_across_a_restart():
 
 def test_a_block_of_which_nothing_fits_is_an_error_that_names_the_budgets():
     with pytest.raises(DataError, match=r"none of 256 samples.*10 tokens.*Raise the budgets"):
-        next(plan_of([Synthetic("a", [1000])], token_budget=10).batches())
+        next(plan_of([Synthetic("a", [1000])], max_seq_len=10).batches())
 
 
 def test_a_position_is_refused_by_a_plan_of_other_settings_or_other_data():
@@ -218,9 +220,9 @@ def test_a_position_is_refused_by_a_plan_of_other_settings_or_other_data():
     assert plan_of(sources).restore(state) == Position(3, 1, 9)
     for change in (
         {"seed": 1},
-        {"token_budget": 4095},
-        {"rows_per_batch": 9},
-        {"block_samples": 128},
+        {"max_seq_len": 4095},
+        {"global_batch_size": 9},
+        {"packing_buffer_size": 128},
         {"window_shards": 4},
     ):
         with pytest.raises(DataError, match=r"settings differ, now seed .*Set back what changed"):
@@ -240,9 +242,9 @@ def test_a_state_is_small():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"token_budget": 0}, "token_budget is 0"),
+        ({"max_seq_len": 0}, "max_seq_len is 0"),
         ({"num_epochs": 0}, "num_epochs is 0"),
-        ({"block_samples": 1 << 21}, "use at most"),
+        ({"packing_buffer_size": 1 << 21}, "use at most"),
         ({"num_epochs": 1, "num_samples": 1}, "give one of them"),
         ({"sources": [Synthetic("a", [1]), Synthetic("a", [2])]}, "two sources have one name"),
         ({"sources": [Synthetic("a", [1]), Synthetic("b", [2], 0.5)]}, "no weight for a"),
@@ -267,9 +269,9 @@ def test_restoring_takes_under_a_tenth_of_a_second_at_any_position(share):
     times = []
     for _ in range(5):
         began = time.process_time()
-        plan = plan_of([source], token_budget=16_384, patch_budget=65_536, rows_per_batch=16, block_samples=4096)
+        plan = plan_of([source], max_seq_len=16_384, max_patches=65_536, global_batch_size=16, packing_buffer_size=4096)
         state = {"plan": plan.fingerprint, "block": int(share * 1e7) // 4096, "row": 5, "batch": 7}
         batch = next(plan.batches(plan.restore(state)))
         times.append(time.process_time() - began)
-    assert (batch.number, len(batch.rows)) == (7, 16)
+    assert (batch.number, len(batch.sequences)) == (7, 16)
     assert min(times) < 0.1

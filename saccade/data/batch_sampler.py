@@ -2,13 +2,13 @@
 
     draws of the mixture -> samples of each source's order -> their lengths -> packed rows -> global batches
 
-The stream is cut into blocks of `block_samples` draws; each block is planned from its number alone and packed by itself. Batches take
-rows in sequence and run across blocks. A plan knows no ranks and no workers: they share out the rows of a batch (`BatchPlan.ranks`),
+The stream is cut into blocks of `packing_buffer_size` draws; each block is planned from its number alone and packed by itself. Batches take
+rows in sequence and run across blocks. A plan knows no ranks and no workers: they share out the rows of a batch (`BatchSpec.ranks`),
 so the batches are the same for any number of them, and `Position` is all that is needed to go on.
 
 Planning a block of 4096 samples takes about 30 ms, at any position of a stream of any length, plus what `lengths` takes. The rows of
 a block hold all of its samples, so what the last one lacks is spread as slack: r rows lose about 1/(2r) of their fill. Fifty rows to
-a block keep 99 %; raise `block_samples` with the token budget.
+a block keep 99 %; raise `packing_buffer_size` with the token budget.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Source(Protocol):
         """Tokens and patches of these samples of the shard, each in its epoch (which may choose among captions)."""
 
 
-class Pick(NamedTuple):
+class SampleRef(NamedTuple):
     """One sample of a row. `kept_row` counts the kept samples of the shard, `epoch` the passes over its source."""
 
     source: int
@@ -62,71 +62,71 @@ class Pick(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowPlan:
+class SequenceSpec:
     """One packed row: its samples, in the order they were drawn."""
 
-    picks: list[Pick]
+    samples: list[SampleRef]
 
     @property
     def tokens(self) -> int:
         """Tokens of the row."""
-        return sum(pick.tokens for pick in self.picks)
+        return sum(sample.tokens for sample in self.samples)
 
     @property
     def patches(self) -> int:
         """Patches of the row."""
-        return sum(pick.patches for pick in self.picks)
+        return sum(sample.patches for sample in self.samples)
 
 
 @dataclass(frozen=True)
-class BlockPlan:
+class PackingBuffer:
     """One block: its rows in pseudo-random order, and the samples that exceed a budget by themselves."""
 
-    rows: list[RowPlan]
-    too_large: list[Pick]
+    sequences: list[SequenceSpec]
+    too_large: list[SampleRef]
 
 
 @dataclass(frozen=True)
 class Position:
     """The next batch of a stream: its number, and the block and row where it begins."""
 
-    block: int = 0
-    row: int = 0
+    buffer: int = 0
+    sequence: int = 0
     batch: int = 0
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchSpec:
     """One global batch, the same for any number of ranks."""
 
     number: int
-    rows: list[RowPlan]
-    too_large: list[Pick]
+    sequences: list[SequenceSpec]
+    too_large: list[SampleRef]
     """Samples left out of the blocks that this batch opens."""
     after: Position
     """Where the stream goes on after this batch."""
 
-    def ranks(self, num_ranks: int, *, patch_cost: float = 1.0, token_cost: float = 1.0) -> list[list[RowPlan]]:
+    def ranks(self, num_ranks: int, *, patch_cost: float = 1.0, token_cost: float = 1.0) -> list[list[SequenceSpec]]:
         """The batch's rows by rank: numbers of rows that differ by one at most, work that is even."""
-        costs = [patch_cost * row.patches + token_cost * row.tokens for row in self.rows]
-        return [[self.rows[number] for number in numbers] for numbers in assign(costs, num_ranks)]
+        costs = [patch_cost * row.patches + token_cost * row.tokens for row in self.sequences]
+        return [[self.sequences[number] for number in numbers] for numbers in assign(costs, num_ranks)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StreamPlan:
+class BatchSampler:
     """Every batch of the stream, by position. An epoch of a source costs O(shards) to open, nothing per sample."""
 
     sources: Sequence[Source] = field(kw_only=False)
     """What is mixed."""
     seed: int
     """Chooses the order of samples and of rows."""
-    token_budget: int
+    max_seq_len: int
     """Most tokens of a row."""
-    patch_budget: int
+    max_patches: int
     """Most image patches of a row."""
-    rows_per_batch: int
+    global_batch_size: int
     """Rows of a global batch, over all ranks."""
-    block_samples: int = 4096
+    packing_buffer_size: int = 4096
     """Samples packed together: more fill the rows better, and take longer to plan, also after a restart."""
     window_shards: int = 16
     """Shards of a source whose samples are shuffled together: more mix better, and are in use at a time."""
@@ -140,8 +140,8 @@ class StreamPlan:
             least = 0 if name == "seed" else 1
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        if self.block_samples > MAX_DRAWS // 2:
-            raise ConfigError(f"block_samples is {self.block_samples}; use at most {MAX_DRAWS // 2}")
+        if self.packing_buffer_size > MAX_DRAWS // 2:
+            raise ConfigError(f"packing_buffer_size is {self.packing_buffer_size}; use at most {MAX_DRAWS // 2}")
         if self.num_epochs is not None and self.num_samples is not None:
             raise ConfigError("num_epochs and num_samples both say where the stream ends; give one of them")
         names = [source.name for source in self.sources]
@@ -162,46 +162,48 @@ class StreamPlan:
         return f"{_digest(repr(self._settings).encode())}-{_digest(repr((sources, sizes, self._mixture.weights)).encode())}"
 
     @cached_property
-    def num_blocks(self) -> int | None:
+    def num_packing_buffers(self) -> int | None:
         """Blocks of the stream, the last one longer by what is left over; None when it goes on for ever."""
-        return None if self._num_draws is None else max(1, self._num_draws // self.block_samples)
+        return None if self._num_draws is None else max(1, self._num_draws // self.packing_buffer_size)
 
-    def batches(self, position: Position | None = None) -> Iterator[BatchPlan]:
+    def batches(self, position: Position | None = None) -> Iterator[BatchSpec]:
         """The batches from `position` on, or from the start; the last of a stream that ends may have fewer rows."""
         here = position or Position()
-        block, skip, number = here.block, here.row, here.batch
-        rows: list[RowPlan] = []
-        too_large: list[Pick] = []
-        while self.num_blocks is None or block < self.num_blocks:
-            plan = self.block(block)
+        block, skip, number = here.buffer, here.sequence, here.batch
+        rows: list[SequenceSpec] = []
+        too_large: list[SampleRef] = []
+        while self.num_packing_buffers is None or block < self.num_packing_buffers:
+            buffer = self.packing_buffer(block)
             if skip == 0:
-                too_large += plan.too_large
-            for row in range(skip, len(plan.rows)):
-                rows.append(plan.rows[row])
-                if len(rows) == self.rows_per_batch:
-                    next_block, next_row = (block, row + 1) if row + 1 < len(plan.rows) else (block + 1, 0)
-                    yield BatchPlan(number, rows, too_large, after=Position(next_block, next_row, number + 1))
+                too_large += buffer.too_large
+            for row in range(skip, len(buffer.sequences)):
+                rows.append(buffer.sequences[row])
+                if len(rows) == self.global_batch_size:
+                    next_block, next_row = (block, row + 1) if row + 1 < len(buffer.sequences) else (block + 1, 0)
+                    yield BatchSpec(number, rows, too_large, after=Position(next_block, next_row, number + 1))
                     number, rows, too_large = number + 1, [], []
             block, skip = block + 1, 0
         if rows:
-            yield BatchPlan(number, rows, too_large, after=Position(block, 0, number + 1))
+            yield BatchSpec(number, rows, too_large, after=Position(block, 0, number + 1))
 
-    def block(self, number: int) -> BlockPlan:
+    def packing_buffer(self, number: int) -> PackingBuffer:
         """The rows of one block, planned from its number alone."""
-        begin, end = number * self.block_samples, (number + 1) * self.block_samples
-        if self._num_draws is not None and number + 1 == self.num_blocks:
+        begin, end = number * self.packing_buffer_size, (number + 1) * self.packing_buffer_size
+        if self._num_draws is not None and number + 1 == self.num_packing_buffers:
             end = self._num_draws
         table = self._samples(begin, end)
-        packing = pack(table[4], table[5], token_budget=self.token_budget, patch_budget=self.patch_budget)
-        picks = [Pick(*column) for column in table.T.tolist()]
-        if not packing.rows:
+        packing = pack(table[4], table[5], max_seq_len=self.max_seq_len, max_patches=self.max_patches)
+        samples = [SampleRef(*column) for column in table.T.tolist()]
+        if not packing.sequences:
             raise DataError(
-                f"none of {len(picks)} samples in sequence fits a row of {self.token_budget} tokens and {self.patch_budget} patches; "
-                f"the first has {picks[0].tokens} and {picks[0].patches}. Raise the budgets, or make images and texts smaller"
+                f"none of {len(samples)} samples in sequence fits a row of {self.max_seq_len} tokens and {self.max_patches} patches; "
+                f"the first has {samples[0].tokens} and {samples[0].patches}. Raise the budgets, or make images and texts smaller"
             )
-        order = Permutation(len(packing.rows), key_of("rows", self.seed, number))
-        rows = [packing.rows[row] for row in order(np.arange(len(order)))]
-        return BlockPlan([RowPlan([picks[i] for i in row]) for row in rows], [picks[i] for i in packing.too_large])
+        order = Permutation(len(packing.sequences), key_of("rows", self.seed, number))
+        rows = [packing.sequences[row] for row in order(np.arange(len(order)))]
+        return PackingBuffer(
+            [SequenceSpec([samples[i] for i in row]) for row in rows], [samples[i] for i in packing.too_large]
+        )
 
     def save(self, position: Position) -> dict[str, int | str]:
         """The position in plain values, with the fingerprint of the plan it belongs to."""
@@ -209,9 +211,11 @@ class StreamPlan:
 
     def restore(self, state: Mapping[str, object]) -> Position:
         """The position that `save` wrote, if it was one of an equal plan."""
-        plan, block, row, batch = (state.get(name) for name in ("plan", "block", "row", "batch"))
+        plan, block, row, batch = (state.get(name) for name in ("plan", "buffer", "sequence", "batch"))
         if not (isinstance(plan, str) and isinstance(block, int) and isinstance(row, int) and isinstance(batch, int)):
-            raise DataError(f"not the position of a data stream: {dict(state)}; expected plan, block, row and batch")
+            raise DataError(
+                f"not the position of a data stream: {dict(state)}; expected plan, buffer, sequence and batch"
+            )
         if plan != self.fingerprint:
             raise DataError(
                 f"the saved position belongs to another data stream: {self._difference(plan)}. Its samples are not the ones read "
@@ -226,7 +230,7 @@ class StreamPlan:
         return f"shards, kept samples, weights or lengths differ in sources {names}"
 
     def _samples(self, begin: int, end: int) -> Ints:
-        """The fields of the picks of draws begin .. end - 1, one row of the table for each field."""
+        """The fields of the samples of draws begin .. end - 1, one row of the table for each field."""
         sources, draws = self._mixture.draws(begin, end)
         shards, kept_rows, epochs, tokens, patches = np.zeros((5, end - begin), np.int64)
         for number, drawn in _groups(sources):
