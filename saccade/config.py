@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from saccade.errors import ConfigError
+from saccade.files import atomic_write
 
 T = TypeVar("T")
 
@@ -181,9 +182,8 @@ def encode(config: object) -> dict[str, Any]:
 
 def write_config(config: object, path: Path) -> None:
     """Write the resolved config as TOML, so that a run can be read and repeated. The file is whole or as it was."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("\n".join(_toml_lines(encode(config))) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with atomic_write(path) as temporary:
+        temporary.write_text("\n".join(_toml_lines(encode(config))) + "\n", encoding="utf-8")
 
 
 def _toml_lines(section: dict[str, Any], name: str = "") -> list[str]:

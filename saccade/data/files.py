@@ -9,28 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from saccade.files import atomic_write
 from saccade.log import log_once
-
-
-@contextmanager
-def atomic(path: Path) -> Iterator[Path]:
-    """A hidden name beside `path` to write to; renamed to `path` at the end, removed after an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        yield hidden
-        hidden.replace(path)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
 
 
 class OpenFile:
@@ -120,7 +105,7 @@ class BlockCache:
     def put(self, name: str, data: bytes) -> None:
         """Keep a block if it can be written."""
         try:
-            with atomic(self._folder / name) as hidden:
+            with atomic_write(self._folder / name) as hidden:
                 self._make_room(len(data))
                 hidden.write_bytes(data)
         except OSError as error:

@@ -19,13 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from saccade.data.files import atomic
 from saccade.data.header import upright_size
 from saccade.data.sample import Sample, description, image_names, split_name, texts
 from saccade.data.shards import ShardFile, window
 from saccade.data.storage import StorageConfig
 from saccade.data.tar import Member, TarDamageError, members
 from saccade.errors import DataError, ImageError
+from saccade.files import atomic_write
 
 SCHEMA = pa.schema(
     [
@@ -100,9 +100,9 @@ def write_table(target: Path, table: pa.Table, note: Mapping[str, Any]) -> None:
 
 @contextmanager
 def writing(target: Path) -> Iterator[Path]:
-    """`atomic`, with an error that says what to do when the disk is full or closed to us."""
+    """`atomic_write`, with an error that says what to do when the disk is full or closed to us."""
     try:
-        with atomic(target) as hidden:
+        with atomic_write(target) as hidden:
             yield hidden
     except OSError as error:
         raise DataError(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.data.download import DownloadOptions
-from saccade.data.prepare_report import FILE, HIDDEN, Frontier, InputReport, Place, PrepareReport
+from saccade.data.prepare_report import FILE, TEMPORARY_PREFIX, Frontier, InputReport, Place, PrepareReport
 from saccade.data.readers.inputs import Input, fill_links, open_input
 from saccade.data.readers.reader import InputSpec, Item, Skipped
 from saccade.data.resize import resize_in_order
@@ -145,7 +145,7 @@ def _claimed(folder: Path) -> Iterator[None]:
 def _begin_or_go_on(folder: Path, fresh: PrepareReport) -> PrepareReport:
     """The report of the run to continue, or the fresh one; then the folder holds what the report speaks of and nothing else."""
     if not (folder / FILE).exists():
-        if others := sorted(path.name for path in folder.iterdir() if path.name != HIDDEN):
+        if others := sorted(path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY_PREFIX)):
             raise DataError(
                 f"{folder}: holds other things ({', '.join(others[:3])}{', ...' if others[3:] else ''}). Choose another "
                 "folder, or empty it"
@@ -180,7 +180,7 @@ def _check_shards(folder: Path, report: PrepareReport) -> None:
 def _remove_unfinished(folder: Path, report: PrepareReport) -> None:
     """Drop what a killed run left: hidden files, and a shard that was whole but not yet in the report."""
     for path in folder.iterdir():
-        hidden = re.fullmatch(r"\.\d{5,}\.tar\.part", path.name) or path.name == HIDDEN
+        hidden = re.fullmatch(r"\.\d{5,}\.tar\.part", path.name) or path.name.startswith(TEMPORARY_PREFIX)
         shard = re.fullmatch(r"(\d{5,})\.tar", path.name)
         if hidden or (shard and int(shard[1]) >= report.num_shards):
             path.unlink()

@@ -7,7 +7,6 @@ Downloads end in any order, so the place where a run goes on has two parts: all 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -17,10 +16,11 @@ from typing import Any
 from saccade.data.readers.reader import Skipped
 from saccade.data.sample import Sample
 from saccade.errors import DataError
+from saccade.files import atomic_write, sync_to_disk
 
 VERSION = 2
 FILE = "prepare.json"
-HIDDEN = f".{FILE}.part"
+TEMPORARY_PREFIX = f".{FILE}."
 _NUM_EXAMPLES = 5
 _MAX_EXAMPLE = 400
 _DECISIVE = ("samples_per_shard", "bytes_per_shard", "resize_longest")
@@ -144,14 +144,9 @@ class PrepareReport:
         """Replace the file in one step, after everything it speaks of is on the disk."""
         totals = {"num_samples": self.num_samples, "num_skipped": self.num_skipped, "skipped": self.skipped}
         content = {"version": VERSION, "is_finished": self.is_finished, **totals, **asdict(self)}
-        hidden = folder / HIDDEN
-        with hidden.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(folder)
-        hidden.replace(folder / FILE)
-        _sync_folder(folder)
+        with atomic_write(folder / FILE, sync=True) as temporary:
+            temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+            sync_to_disk(folder)
 
     @staticmethod
     def load(folder: Path) -> PrepareReport:
@@ -174,12 +169,3 @@ class PrepareReport:
             )
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(f"{path}: cannot be read: {error!r}. Remove {folder}, or choose another") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Names of files reach the disk with their folder."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

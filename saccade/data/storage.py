@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from saccade.data.files import BlockCache
-from saccade.data.files import atomic as atomic
 from saccade.errors import ConfigError, DataError
 
 T = TypeVar("T")

@@ -5,7 +5,6 @@ adapter_model.safetensors    base_model.model.NAME.lora_A.weight [R, D], base_mo
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from saccade.errors import CheckpointError
+from saccade.files import atomic_write
 from saccade.model.families import vision_language_family
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config
@@ -35,14 +35,12 @@ def write_adapter(out: Path, model: VLM, matrices: Mapping[str, Tensor], *, like
     described = _describe(next(iter(layers.values())), like) | {
         "target_modules": [family.name_in_transformers(name) for name in layers]
     }
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-        (partial / "adapter_model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
-        (partial / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        partial.rename(out)
+        with atomic_write(out) as partial:
+            partial.mkdir()
+            save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+            (partial / "adapter_model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
+            (partial / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{out}: the adapter was not written: {error}. Is the disk full?") from error
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from saccade.errors import CheckpointError
+from saccade.files import sync_to_disk
 from saccade.train.config import CheckpointConfig
 from saccade.world import World
 
@@ -201,11 +201,11 @@ def _complete(partial: Path, final: Path, content: Mapping[str, Any]) -> None:
         _write_json(partial / name, value)
     sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
     _write_json(partial / COMPLETE, sizes)
-    _sync_folder(partial)
+    sync_to_disk(partial)
     if final.exists():
         _remove(final)
     partial.rename(final)
-    _sync_folder(final.parent)
+    sync_to_disk(final.parent)
 
 
 def _remove(path: Path) -> None:
@@ -215,18 +215,8 @@ def _remove(path: Path) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    path.write_text(json.dumps(value), encoding="utf-8")
+    sync_to_disk(path)
 
 
 def _cause(error: BaseException) -> str:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
+from saccade.files import atomic_write
+
 logger = logging.getLogger(__name__)
 
 
@@ -112,9 +114,8 @@ class JsonLines:
     def __init__(self, path: Path, step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_records(path) if record["step"] <= step]
-        fresh = path.with_name(f".{path.name}.new")
-        fresh.write_text("".join(f"{json.dumps(record)}\n" for record in kept), encoding="utf-8")
-        fresh.replace(path)
+        with atomic_write(path) as temporary:
+            temporary.write_text("".join(f"{json.dumps(record)}\n" for record in kept), encoding="utf-8")
         self._path, self._before = path, ""
 
     def log(self, record: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ import pytest
 from data.making import make_shards, measure_words
 from data.serving import proxy_to, serve_folder
 
-from saccade.data.files import atomic
 from saccade.data.index import build_index, build_lengths, finish_decisions, open_index, write_decisions
 from saccade.data.shards import list_shards, read_range
 from saccade.data.storage import Storage, StorageConfig, is_remote, shown
@@ -212,12 +211,6 @@ def test_a_cache_folder_that_cannot_be_made_is_read_around(tmp_path, content, ca
         storage = Storage(config(tmp_path))
         assert storage.read_range(f"{url}/x.bin", 100_000, 5, 50_000) == content[5:50_005]
         assert storage.read_range(f"{url}/x.bin", 100_000, 5, 50_000) == content[5:50_005]
-
-
-def test_an_interrupted_write_leaves_nothing(tmp_path):
-    with pytest.raises(TypeError), atomic(tmp_path / "deep" / "file") as hidden:
-        _ = hidden.write_bytes(b"half"), hidden.write_bytes("no bytes")
-    assert list((tmp_path / "deep").iterdir()) == []
 
 
 # ------------------------------------------------------------------ folders

@@ -24,8 +24,8 @@ from saccade.data.curate.page_template import PAGE, STYLE
 from saccade.data.curate.settings import DECODE_LIMITS
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.sample import Sample, images, texts
-from saccade.data.storage import atomic
 from saccade.errors import DataError, ImageError
+from saccade.files import atomic_write
 from saccade.processor.image import load_image
 
 _SIDE = 240  # of a picture on the page
@@ -64,7 +64,7 @@ def write_page(path: str | Path, out_html: str | Path, *, num_examples: int = 24
     page = environment.from_string(PAGE).render(
         funnel=funnel, groups=_groups(index, funnel, num_examples), policy=policy, style=STYLE
     )
-    with atomic(Path(out_html)) as hidden:
+    with atomic_write(Path(out_html)) as hidden:
         hidden.write_text(page, encoding="utf-8", errors="replace")
     return funnel
 
