@@ -97,6 +97,21 @@ def test_prompt_chunks_and_decode_mix_in_one_call(heads, device, dtype):
     expect_equal(make_case([7, 1, 33, 1, 0, 2], [7, 60, 129, 1, 9, 70], heads, device, dtype), dtype)
 
 
+@pytest.mark.parametrize(
+    ("new", "num_decode"), [([1, 1, 1, 9, 0, 3], 3), ([1, 1], 2), ([1, 70, 1], 1)], ids=["mixed", "decode alone", "few"]
+)
+@pytest.mark.parametrize("num_splits", [None, 3], ids=["whole", "split"])
+def test_decode_requests_keep_their_schedule_beside_prefill(
+    new, num_decode, num_splits, device, one_dtype, monkeypatch
+):
+    """Two launches; the second finds its tokens after those of the first."""
+    if num_splits is not None:
+        monkeypatch.setattr(module, "_schedule", lambda **sizes: many_splits(num_splits))
+    case = make_case(new, [40, 300, 7, 90, 50, 130][: len(new)], (4, 2, 64), device, one_dtype)
+    case.options["num_decode"] = num_decode
+    expect_equal(case, one_dtype)
+
+
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=["plain", "int8", "fp8"])
 @pytest.mark.parametrize("new", [[1, 1, 1, 1], [1, 9, 0, 3, 1, 70]], ids=["decode", "mixed"])
 @pytest.mark.parametrize("page_size", [1, 8])
