@@ -4,7 +4,7 @@
     for batch in open_stream("shards/", checkpoint="model/", max_seq_len=16384): ...
 
 `sample.py` says what a sample is, `shards.py` and `index.py` where it lies, `storage.py` how remote files are read. What comes next
-is decided by `order.py`, `mixture.py`, `packing.py` and `batch_sampler.py`, plain arithmetic on integers; `collate.py` and `loader.py` carry
+is decided by `order.py`, `packing.py` and `batch_sampler.py`, plain arithmetic on integers; `collate.py` and `loader.py` carry
 it out. `sources/`, `fetch.py` and `prepare.py` make shards, `curate/` judges their samples without rewriting them.
 """
 

@@ -1,34 +1,35 @@
-"""The whole stream as a function of a position: which samples make up which row of which global batch.
+"""Which samples make up which packed sequence of which global batch, as a function of a position in the stream.
 
-    draws of the mixture -> samples of each source's order -> their lengths -> packed rows -> global batches
+    draws of the mixture -> samples of each source's order -> their lengths -> packed sequences -> global batches
 
-The stream is cut into blocks of `packing_buffer_size` draws; each block is planned from its number alone and packed by itself. Batches take
-rows in sequence and run across blocks. A plan knows no ranks and no workers: they share out the rows of a batch (`BatchSpec.ranks`),
-so the batches are the same for any number of them, and `Position` is all that is needed to go on.
+The stream is divided into packing buffers of at most `packing_buffer_size` samples; each is computed from its number alone and packed
+by itself. Without weights a buffer never crosses the end of an epoch: every sample of an epoch comes before the first of the next.
+With weights each source repeats its own epochs, which end anywhere. Batches take packed sequences one after another, across buffers.
+The sampler knows nothing of ranks and workers: they divide the sequences of a batch (`BatchSpec.per_rank`), so the batches are the
+same for any number of them, and a `Position` is all that is needed to resume.
 
-Planning a block of 4096 samples takes about 30 ms, at any position of a stream of any length, plus what `lengths` takes. The rows of
-a block hold all of its samples, so what the last one lacks is spread as slack: r rows lose about 1/(2r) of their fill. Fifty rows to
-a block keep 99 %; raise `packing_buffer_size` with the token budget.
+Packing a buffer of 4096 samples takes about 30 ms, at any position of a stream of any length, plus the time of `lengths`. The sequences
+of a buffer hold all of its samples, so r sequences lose about 1/(2r) of their fill: fifty per buffer are 99 % full. Raise
+`packing_buffer_size` with `max_seq_len`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from saccade.data.mixture import MAX_DRAWS, Mixture
-from saccade.data.order import EpochOrder, Ints, Permutation, key_of
+from saccade.data.order import MAX_DRAWS, EpochOrder, Ints, Mixture, Permutation, key_of
 from saccade.data.packing import assign, pack
 from saccade.errors import ConfigError, DataError
 
 
-class Source(Protocol):
-    """One source of samples. Shards and kept rows are numbers; what they name is the reader's business."""
+class SamplerSource(Protocol):
+    """A source as the sampler sees it: shards and kept rows are numbers."""
 
     @property
     def name(self) -> str:
@@ -40,7 +41,7 @@ class Source(Protocol):
 
     @property
     def weight(self) -> float | None:
-        """Share of the draws, in proportion to the other sources' weights. None, in every source: the number of samples."""
+        """Share of the draws, relative to the other sources' weights. None, in every source: the number of samples."""
 
     @property
     def fingerprint(self) -> str:
@@ -51,7 +52,7 @@ class Source(Protocol):
 
 
 class SampleRef(NamedTuple):
-    """One sample of a row. `kept_row` counts the kept samples of the shard, `epoch` the passes over its source."""
+    """One sample of a packed sequence. `kept_row` counts the kept samples of the shard, `epoch` the passes over its source."""
 
     source: int
     shard: int
@@ -63,24 +64,24 @@ class SampleRef(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceSpec:
-    """One packed row: its samples, in the order they were drawn."""
+    """The samples of one packed sequence, in the order of the stream."""
 
     samples: list[SampleRef]
 
     @property
     def tokens(self) -> int:
-        """Tokens of the row."""
+        """Length of the packed sequence."""
         return sum(sample.tokens for sample in self.samples)
 
     @property
     def patches(self) -> int:
-        """Patches of the row."""
+        """Vision patches of the packed sequence."""
         return sum(sample.patches for sample in self.samples)
 
 
 @dataclass(frozen=True)
 class PackingBuffer:
-    """One block: its rows in pseudo-random order, and the samples that exceed a budget by themselves."""
+    """Packed sequences in pseudo-random order, and the samples that exceed `max_seq_len` or `max_patches` by themselves."""
 
     sequences: list[SequenceSpec]
     too_large: list[SampleRef]
@@ -88,11 +89,14 @@ class PackingBuffer:
 
 @dataclass(frozen=True)
 class Position:
-    """The next batch of a stream: its number, and the block and row where it begins."""
+    """The next batch of a stream: its number, and the packing buffer and sequence where it begins."""
 
     buffer: int = 0
     sequence: int = 0
     batch: int = 0
+    consumed: tuple[tuple[int, int, int], ...] = ()
+    """Sequences of this buffer consumed under other limits, (max_seq_len, max_patches, number of sequences) each; the samples
+    that are left are packed under the present limits."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +106,13 @@ class BatchSpec:
     number: int
     sequences: list[SequenceSpec]
     too_large: list[SampleRef]
-    """Samples left out of the blocks that this batch opens."""
+    """Samples left out of the packing buffers that this batch opens."""
     after: Position
-    """Where the stream goes on after this batch."""
+    """The position of the next batch."""
 
-    def ranks(self, num_ranks: int, *, patch_cost: float = 1.0, token_cost: float = 1.0) -> list[list[SequenceSpec]]:
-        """The batch's rows by rank: numbers of rows that differ by one at most, work that is even."""
-        costs = [patch_cost * row.patches + token_cost * row.tokens for row in self.sequences]
+    def per_rank(self, num_ranks: int, *, patch_cost: float = 1.0, token_cost: float = 1.0) -> list[list[SequenceSpec]]:
+        """The batch's sequences by rank: balanced work, and numbers of sequences that differ by one at most."""
+        costs = [patch_cost * sequence.patches + token_cost * sequence.tokens for sequence in self.sequences]
         return [[self.sequences[number] for number in numbers] for numbers in assign(costs, num_ranks)]
 
 
@@ -116,121 +120,180 @@ class BatchSpec:
 class BatchSampler:
     """Every batch of the stream, by position. An epoch of a source costs O(shards) to open, nothing per sample."""
 
-    sources: Sequence[Source] = field(kw_only=False)
-    """What is mixed."""
+    sources: Sequence[SamplerSource] = field(kw_only=False)
+    """The sources of the mixture."""
     seed: int
-    """Chooses the order of samples and of rows."""
+    """Determines the order of samples and of packed sequences."""
     max_seq_len: int
-    """Most tokens of a row."""
+    """Maximum tokens of a packed sequence."""
     max_patches: int
-    """Most image patches of a row."""
+    """Maximum vision patches of a packed sequence."""
     global_batch_size: int
-    """Rows of a global batch, over all ranks."""
+    """Packed sequences of a batch, over all ranks."""
     packing_buffer_size: int = 4096
-    """Samples packed together: more fill the rows better, and take longer to plan, also after a restart."""
+    """Maximum samples packed together: more fill the sequences better, and take longer to pack, also on a resume."""
     window_shards: int = 16
     """Shards of a source whose samples are shuffled together: more mix better, and are in use at a time."""
     num_epochs: int | None = None
-    """Passes over all samples; None goes on for ever. Only for sources without weights."""
+    """Passes over all samples; None repeats forever. Only without weights."""
     num_samples: int | None = None
-    """Draws after which the stream ends; None goes on for ever."""
+    """Samples after which the stream ends; None repeats forever."""
 
     def __post_init__(self) -> None:
-        for name, value in self._settings.items():
-            least = 0 if name == "seed" else 1
+        for name in ("max_seq_len", "max_patches", "global_batch_size", *self._order_settings, "num_epochs"):
+            value, least = getattr(self, name), 0 if name == "seed" else 1
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        if self.packing_buffer_size > MAX_DRAWS // 2:
-            raise ConfigError(f"packing_buffer_size is {self.packing_buffer_size}; use at most {MAX_DRAWS // 2}")
+        if self.packing_buffer_size > MAX_DRAWS:
+            raise ConfigError(f"packing_buffer_size is {self.packing_buffer_size}; use at most {MAX_DRAWS}")
         if self.num_epochs is not None and self.num_samples is not None:
-            raise ConfigError("num_epochs and num_samples both say where the stream ends; give one of them")
+            raise ConfigError("num_epochs and num_samples both end the stream; give one of them")
         names = [source.name for source in self.sources]
         if len(set(names)) < len(names):
             raise ConfigError(
-                f"two sources have one name: {', '.join(sorted(names))}; name them apart, or list a folder once"
+                f"two sources have one name: {', '.join(sorted(names))}; give them different names, or list a folder once"
             )
         for name, size in zip(names, self._totals, strict=True):
             if not size:
-                raise DataError(f"source {name} has no samples; leave it out, or look at what its decisions keep")
+                raise DataError(f"source {name} has no samples; remove it, or check what its curation keeps")
         self._mixture  # noqa: B018 - checks the weights
+
+    # ---------------------------------------------------------------- batches
+
+    def batches(self, position: Position | None = None) -> Iterator[BatchSpec]:
+        """The batches from `position`, or from the start; the last one of a finite stream may have fewer sequences."""
+        here = position or Position()
+        buffer, skip, number, consumed = here.buffer, here.sequence, here.batch, here.consumed
+        sequences: list[SequenceSpec] = []
+        too_large: list[SampleRef] = []
+        num_unfit = 0
+        while self._draw_range(buffer) is not None:
+            packed = self.packing_buffer(buffer, consumed)
+            if skip == 0:
+                too_large += packed.too_large
+            num_unfit = 0 if packed.sequences or consumed else num_unfit + len(packed.too_large)
+            if 2 * num_unfit >= min(self.packing_buffer_size, sum(self._totals)):
+                raise self._nothing_fits(too_large)
+            for at in range(skip, len(packed.sequences)):
+                sequences.append(packed.sequences[at])
+                if len(sequences) == self.global_batch_size:
+                    is_last = at + 1 == len(packed.sequences)
+                    after = (
+                        Position(buffer + 1, 0, number + 1)
+                        if is_last
+                        else Position(buffer, at + 1, number + 1, consumed)
+                    )
+                    yield BatchSpec(number, sequences, too_large, after)
+                    number, sequences, too_large = number + 1, [], []
+            buffer, skip, consumed = buffer + 1, 0, ()
+        if sequences:
+            yield BatchSpec(number, sequences, too_large, after=Position(buffer, 0, number + 1))
+        elif too_large and number == 0:
+            raise self._nothing_fits(too_large)
+
+    def packing_buffer(self, number: int, consumed: Sequence[tuple[int, int, int]] = ()) -> PackingBuffer:
+        """The packed sequences of one buffer, computed from its number; see `Position.consumed`."""
+        draws = self._draw_range(number)
+        assert draws is not None, f"packing buffer {number} is behind the end of the stream"
+        table = self._samples(*draws)
+        for max_seq_len, max_patches, num_sequences in consumed:
+            sequences, _ = self._pack(table, number, max_seq_len, max_patches)
+            table = table[:, sorted(i for sequence in sequences[num_sequences:] for i in sequence)]
+        sequences, too_large = self._pack(table, number, self.max_seq_len, self.max_patches)
+        refs = [SampleRef(*column) for column in table.T.tolist()]
+        return PackingBuffer(
+            [SequenceSpec([refs[i] for i in sequence]) for sequence in sequences], [refs[i] for i in too_large]
+        )
+
+    def _pack(self, table: Ints, number: int, max_seq_len: int, max_patches: int) -> tuple[list[list[int]], list[int]]:
+        """Columns of the table packed into sequences, in pseudo-random order, and those that are too large."""
+        packing = pack(table[4], table[5], max_seq_len=max_seq_len, max_patches=max_patches)
+        order = Permutation(len(packing.sequences), key_of("sequences", self.seed, number))
+        return [packing.sequences[i] for i in order(np.arange(len(order)))], packing.too_large
+
+    def _nothing_fits(self, samples: Sequence[SampleRef]) -> DataError:
+        return DataError(
+            f"none of {len(samples)} consecutive samples fits a packed sequence of max_seq_len {self.max_seq_len} and max_patches "
+            f"{self.max_patches}; the first has {samples[0].tokens} tokens and {samples[0].patches} patches. Raise the limits, or "
+            "shorten texts and shrink images"
+        )
+
+    # ---------------------------------------------------------------- state
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for plans with the same batches: one half for the settings, one for the sources."""
+        """Equal for samplers with the same samples in the same packing buffers: one half for settings, one for sources."""
         sources = [(source.name, source.fingerprint) for source in self.sources]
         sizes = [_digest(sizes.tobytes()) for sizes in self._sizes]
-        return f"{_digest(repr(self._settings).encode())}-{_digest(repr((sources, sizes, self._mixture.weights)).encode())}"
+        settings = repr(self._order_settings).encode()
+        return f"{_digest(settings)}-{_digest(repr((sources, sizes, self._mixture.weights)).encode())}"
 
-    @cached_property
-    def num_packing_buffers(self) -> int | None:
-        """Blocks of the stream, the last one longer by what is left over; None when it goes on for ever."""
-        return None if self._num_draws is None else max(1, self._num_draws // self.packing_buffer_size)
+    def save(self, position: Position) -> dict[str, Any]:
+        """The position in plain values, with the fingerprint and the limits it belongs to."""
+        state: dict[str, Any] = {
+            "fingerprint": self.fingerprint,
+            "buffer": position.buffer,
+            "sequence": position.sequence,
+            "batch": position.batch,
+            "max_seq_len": self.max_seq_len,
+            "max_patches": self.max_patches,
+        }
+        return state | ({"consumed": [list(entry) for entry in position.consumed]} if position.consumed else {})
 
-    def batches(self, position: Position | None = None) -> Iterator[BatchSpec]:
-        """The batches from `position` on, or from the start; the last of a stream that ends may have fewer rows."""
-        here = position or Position()
-        block, skip, number = here.buffer, here.sequence, here.batch
-        rows: list[SequenceSpec] = []
-        too_large: list[SampleRef] = []
-        while self.num_packing_buffers is None or block < self.num_packing_buffers:
-            buffer = self.packing_buffer(block)
-            if skip == 0:
-                too_large += buffer.too_large
-            for row in range(skip, len(buffer.sequences)):
-                rows.append(buffer.sequences[row])
-                if len(rows) == self.global_batch_size:
-                    next_block, next_row = (block, row + 1) if row + 1 < len(buffer.sequences) else (block + 1, 0)
-                    yield BatchSpec(number, rows, too_large, after=Position(next_block, next_row, number + 1))
-                    number, rows, too_large = number + 1, [], []
-            block, skip = block + 1, 0
-        if rows:
-            yield BatchSpec(number, rows, too_large, after=Position(block, 0, number + 1))
+    def restore(self, state: Mapping[str, Any]) -> Position:
+        """The position that `save` wrote. `max_seq_len`, `max_patches`, `global_batch_size` and `num_epochs` may have changed since.
 
-    def packing_buffer(self, number: int) -> PackingBuffer:
-        """The rows of one block, planned from its number alone."""
-        begin, end = number * self.packing_buffer_size, (number + 1) * self.packing_buffer_size
-        if self._num_draws is not None and number + 1 == self.num_packing_buffers:
-            end = self._num_draws
-        table = self._samples(begin, end)
-        packing = pack(table[4], table[5], max_seq_len=self.max_seq_len, max_patches=self.max_patches)
-        samples = [SampleRef(*column) for column in table.T.tolist()]
-        if not packing.sequences:
+        Samples of the present packing buffer that were not consumed are packed again under the new limits.
+        """
+        try:
+            fingerprint, limits = str(state["fingerprint"]), (int(state["max_seq_len"]), int(state["max_patches"]))
+            consumed = tuple((int(a), int(b), int(c)) for a, b, c in state.get("consumed", ()))
+            position = Position(int(state["buffer"]), int(state["sequence"]), int(state["batch"]), consumed)
+        except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"none of {len(samples)} samples in sequence fits a row of {self.max_seq_len} tokens and {self.max_patches} patches; "
-                f"the first has {samples[0].tokens} and {samples[0].patches}. Raise the budgets, or make images and texts smaller"
-            )
-        order = Permutation(len(packing.sequences), key_of("rows", self.seed, number))
-        rows = [packing.sequences[row] for row in order(np.arange(len(order)))]
-        return PackingBuffer(
-            [SequenceSpec([samples[i] for i in row]) for row in rows], [samples[i] for i in packing.too_large]
-        )
-
-    def save(self, position: Position) -> dict[str, int | str]:
-        """The position in plain values, with the fingerprint of the plan it belongs to."""
-        return {"plan": self.fingerprint, **asdict(position)}
-
-    def restore(self, state: Mapping[str, object]) -> Position:
-        """The position that `save` wrote, if it was one of an equal plan."""
-        plan, block, row, batch = (state.get(name) for name in ("plan", "buffer", "sequence", "batch"))
-        if not (isinstance(plan, str) and isinstance(block, int) and isinstance(row, int) and isinstance(batch, int)):
+                f"not the state of a data stream: {dict(state)}. States of earlier versions cannot be resumed: leave it out to "
+                "start the data from the beginning"
+            ) from error
+        if fingerprint != self.fingerprint:
             raise DataError(
-                f"not the position of a data stream: {dict(state)}; expected plan, buffer, sequence and batch"
+                f"the saved state belongs to another data stream: {self._difference(fingerprint)}. Its samples are not the ones read "
+                "next here. Undo the change, leave the state out to start the data from the beginning, or use another run folder"
             )
-        if plan != self.fingerprint:
-            raise DataError(
-                f"the saved position belongs to another data stream: {self._difference(plan)}. Its samples are not the ones read "
-                "next here. Set back what changed, leave the saved position out to start the data anew, or give the run another folder"
-            )
-        return Position(block, row, batch)
+        if limits == (self.max_seq_len, self.max_patches) or not position.sequence:
+            return position
+        return Position(position.buffer, 0, position.batch, (*consumed, (*limits, position.sequence)))
 
     def _difference(self, fingerprint: str) -> str:
         if fingerprint.split("-")[0] != self.fingerprint.split("-")[0]:
-            return "settings differ, now " + ", ".join(f"{name} {value}" for name, value in self._settings.items())
+            return "settings differ, now " + ", ".join(
+                f"{name} {value}" for name, value in self._order_settings.items()
+            )
         names = ", ".join(source.name for source in self.sources)
         return f"shards, kept samples, weights or lengths differ in sources {names}"
 
+    @property
+    def _order_settings(self) -> dict[str, int | None]:
+        """Settings that determine which samples a packing buffer holds."""
+        return {name: getattr(self, name) for name in ("seed", "packing_buffer_size", "window_shards", "num_samples")}
+
+    # ---------------------------------------------------------------- samples
+
+    def _draw_range(self, buffer: int) -> tuple[int, int] | None:
+        """First draw of a packing buffer, and the one after its last; None behind the end of the stream."""
+        size, total = self.packing_buffer_size, sum(self._totals)
+        if self._weights:
+            begin, end = buffer * size, (buffer + 1) * size
+        else:  # an epoch in equal parts
+            per_epoch = -(-total // size)
+            epoch, part = divmod(buffer, per_epoch)
+            begin, end = epoch * total + part * total // per_epoch, epoch * total + (part + 1) * total // per_epoch
+        num_draws = self.num_samples if self.num_epochs is None else self.num_epochs * total
+        if num_draws is None:
+            return begin, end
+        return (begin, min(end, num_draws)) if begin < num_draws else None
+
     def _samples(self, begin: int, end: int) -> Ints:
-        """The fields of the samples of draws begin .. end - 1, one row of the table for each field."""
+        """The `SampleRef`s of draws begin .. end - 1, one row of the table per field."""
         sources, draws = self._mixture.draws(begin, end)
         shards, kept_rows, epochs, tokens, patches = np.zeros((5, end - begin), np.int64)
         for number, drawn in _groups(sources):
@@ -245,7 +308,7 @@ class BatchSampler:
         return np.stack([sources, shards, kept_rows, epochs, tokens, patches])
 
     def _order(self, source: int, epoch: int) -> EpochOrder:
-        """The order of an epoch; it is kept while its neighbours are in use."""
+        """The order of an epoch, cached with its neighbours."""
         if (source, epoch) not in self._orders:
             for key in [key for key in self._orders if key[0] == source and abs(key[1] - epoch) > 1]:
                 del self._orders[key]
@@ -253,10 +316,6 @@ class BatchSampler:
             order = EpochOrder(sizes, seed=self.seed, epoch=epoch, window_shards=self.window_shards, source=name)
             self._orders[source, epoch] = order
         return self._orders[source, epoch]
-
-    @property
-    def _settings(self) -> dict[str, int | None]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "sources"}
 
     @cached_property
     def _orders(self) -> dict[tuple[int, int], EpochOrder]:
@@ -271,30 +330,31 @@ class BatchSampler:
         return [int(sizes.sum()) for sizes in self._sizes]
 
     @cached_property
-    def _mixture(self) -> Mixture:
+    def _weights(self) -> list[float]:
+        """Empty where the sources are mixed by their numbers of samples, as a single one always is."""
         weights = [source.weight for source in self.sources if source.weight is not None]
         if len(weights) not in (0, len(self.sources)):
             missing = ", ".join(source.name for source in self.sources if source.weight is None)
             raise ConfigError(
                 f"no weight for {missing}; give every source a weight, or none to mix by number of samples"
             )
-        if weights and self.num_epochs is not None:
+        if len(weights) > 1 and self.num_epochs is not None:
             raise ConfigError(
                 f"num_epochs is {self.num_epochs}, but sources with weights end their epochs at different times; "
-                "say how long the stream is with num_samples, or leave the weights out"
+                "set num_samples instead, or remove the weights"
             )
-        return Mixture(weights or self._totals)
+        return weights if len(weights) > 1 else []
 
     @cached_property
-    def _num_draws(self) -> int | None:
-        return self.num_samples if self.num_epochs is None else self.num_epochs * sum(self._totals)
+    def _mixture(self) -> Mixture:
+        return Mixture(self._weights or self._totals)
 
 
 def _groups(values: Ints) -> Iterator[tuple[int, Ints]]:
-    """Each different value with the places it stands at, ascending."""
+    """Each distinct value with the indices where it occurs, ascending."""
     order = np.argsort(values, kind="stable")
-    different, begins = np.unique(values[order], return_index=True)
-    yield from zip(different.tolist(), np.split(order, begins[1:]), strict=False)
+    distinct, begins = np.unique(values[order], return_index=True)
+    yield from zip(distinct.tolist(), np.split(order, begins[1:]), strict=False)
 
 
 def _digest(data: bytes) -> str:

@@ -296,7 +296,7 @@ def _batches(
 
     def plans() -> Iterator[Sequence[SampleRef]]:
         for plan in share.plan.batches(position):
-            ranks = plan.ranks(share.num_ranks)
+            ranks = plan.per_rank(share.num_ranks)
             planned.append((plan, [len(rows) for rows in ranks]))
             yield from (row.samples for row in ranks[share.rank])
 

@@ -1,26 +1,36 @@
-"""The order of one source's samples in an epoch, as arithmetic: any position is looked up, nothing is stored per sample.
+"""The order of a stream, as arithmetic: any draw is looked up directly, nothing is stored per sample.
 
-    position -> window -> place in the window, permuted -> shard, row
+    draw -> source, number within the source (Mixture) -> epoch, position -> window -> shard, row (EpochOrder)
 
-Shards are permuted; `window_shards` consecutive ones form a window; the samples of a window are permuted together. A reader thus
-works on a few shards at a time, and a sample's neighbours come from all of them. Both permutations are Feistel networks keyed by
-seed, epoch and source: the same on every machine, for every numpy, and independent of how many processes read.
+`Mixture` interleaves the sources in exact proportion to their weights. `EpochOrder` shuffles one source: shards are permuted,
+`window_shards` consecutive ones form a window, and the samples of a window are permuted together, so a reader works on a few shards
+at a time. Both permutations are Feistel networks keyed by seed, epoch and source: the same on every machine, for every numpy
+version, and independent of the number of processes that read.
 
 Cost: 16 bytes and about 0.2 us per *shard* to open an epoch, about 0.4 us per position looked up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
 from hashlib import blake2b
+from math import lcm
 
 import numpy as np
 import numpy.typing as npt
+
+from saccade.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 MAX_SIZE = 1 << 53
 """Largest permutation: sizes stay exact in the square root of a float64."""
+MAX_TOTAL = 1 << 40
+"""Weights whose integers sum to at most this are exact; others are rounded to one part in 2^40."""
+MAX_DRAWS = 1 << 21
+"""Maximum draws of one `Mixture.draws` call: products of draws and weights stay within 64 bits."""
 
 _ROUNDS = 12  # fewer leave permutations of five or six shards visibly unequal in frequency
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -29,8 +39,92 @@ _CHUNK = 1 << 16
 
 
 def key_of(*parts: int | str) -> int:
-    """A 64-bit key from a tuple of numbers and words; different tuples give unrelated keys."""
+    """Hash numbers and strings to a 64-bit key; different tuples give unrelated keys."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+# ------------------------------------------------------------------ which source
+
+
+class Mixture:
+    """Interleaves sources in proportion to their weights: integers, or decimals such as 0.3 (taken as 3/10).
+
+    A binary tree over the sources: of the first n draws of a node, its left half gets round(n * left weight / weight). So every draw
+    is looked up without history, `sum(weights)` draws hold each source exactly as often as its weight, and the counts of any prefix
+    are within half a draw per level of the tree (1 for three or four sources) of the exact proportion.
+    """
+
+    def __init__(self, weights: Sequence[int | float]) -> None:
+        self.weights = _integers(weights)
+        """Integers in proportion to the weights given."""
+
+    def draws(self, begin: int, end: int) -> tuple[Ints, Ints]:
+        """Source of each of the draws begin .. end - 1, and its number among that source's draws."""
+        assert 0 <= begin <= end <= begin + MAX_DRAWS, f"draws {begin} to {end}: at most {MAX_DRAWS} at a time"
+        sources, numbers = np.empty((2, end - begin), np.int64)
+
+        def divide(first: int, last: int, num_before: int, draws: Ints) -> None:
+            """Divide `draws`, which follow `num_before` earlier ones of this node, among sources first .. last - 1."""
+            if last - first == 1:
+                sources[draws], numbers[draws] = first, num_before + np.arange(len(draws))
+                return
+            middle = (first + last) // 2
+            left, whole = sum(self.weights[first:middle]), sum(self.weights[first:last])
+            left_before, rest = divmod(num_before * left + whole // 2, whole)
+            left_counts = (rest + np.arange(len(draws) + 1) * left) // whole
+            is_left = np.diff(left_counts) == 1
+            divide(first, middle, left_before, draws[is_left])
+            divide(middle, last, num_before - left_before, draws[~is_left])
+
+        divide(0, len(self.weights), begin, np.arange(end - begin))
+        return sources, numbers
+
+
+def _integers(weights: Sequence[int | float]) -> list[int]:
+    """Integers in proportion to the weights: exact where their sum stays below `MAX_TOTAL`."""
+    if not weights:
+        raise ConfigError("a mixture of no sources; give at least one")
+    for number, weight in enumerate(weights):
+        if not 0 < weight < float("inf"):
+            raise ConfigError(f"source {number} has weight {weight}; weights must be positive, or remove the source")
+    exact = [Fraction(str(weight)) for weight in weights]  # 0.1 as written, not the nearest binary number
+    scale = Fraction(lcm(*(weight.denominator for weight in exact)))
+    scale = min(scale, Fraction(MAX_TOTAL) / sum(exact))
+    return [max(1, round(weight * scale)) for weight in exact]
+
+
+# ------------------------------------------------------------------ which sample of the source
+
+
+class EpochOrder:
+    """The samples of one source in the order of one epoch."""
+
+    def __init__(
+        self, shard_sizes: npt.ArrayLike, *, seed: int, epoch: int, window_shards: int, source: str = ""
+    ) -> None:
+        """`shard_sizes`: samples of each shard, 0 allowed; `source` gives sources of one seed different orders."""
+        if window_shards < 1:
+            raise ValueError(f"window_shards is {window_shards}; a window has at least one shard")
+        sizes = np.asarray(shard_sizes, np.int64)
+        shards = Permutation(len(sizes), key_of("shards", seed, epoch, source))
+        self._shards = shards(np.arange(len(sizes)))
+        self._starts = np.concatenate([[0], np.cumsum(sizes[self._shards])])  # of the permuted shards, and the end
+        self._window_starts = np.append(self._starts[:-1:window_shards], self._starts[-1])
+        self._key = np.uint64(key_of("samples", seed, epoch, source))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def locate(self, positions: npt.ArrayLike) -> tuple[Ints, Ints]:
+        """Shard and row (of the shard's `shard_sizes` rows) of the samples at these positions of the epoch."""
+        flat = _checked(positions, len(self))
+        window = np.searchsorted(self._window_starts, flat, side="right") - 1
+        begin = self._window_starts[window]
+        size = (self._window_starts[window + 1] - begin).astype(np.uint64)
+        key = _mix(self._key + window.astype(np.uint64) * np.uint64(_GOLDEN))
+        shuffled = begin + _permute(flat - begin, size, key)
+        shard = np.searchsorted(self._starts, shuffled, side="right") - 1
+        return self._shards[shard], shuffled - self._starts[shard]
 
 
 class Permutation:
@@ -47,52 +141,12 @@ class Permutation:
 
     def __call__(self, positions: npt.ArrayLike) -> Ints:
         """The value at each position."""
-        return self._map(positions, inverse=False)
-
-    def inverse(self, values: npt.ArrayLike) -> Ints:
-        """The position of each value."""
-        return self._map(values, inverse=True)
-
-    def _map(self, numbers: npt.ArrayLike, *, inverse: bool) -> Ints:
-        flat = _checked(numbers, len(self))
+        flat = _checked(positions, len(self))
         mapped = np.empty_like(flat)
         for begin in range(0, len(flat), _CHUNK):
             part = slice(begin, begin + _CHUNK)
-            mapped[part] = _permute(flat[part], self._size, self._key, inverse=inverse)
+            mapped[part] = _permute(flat[part], self._size, self._key)
         return mapped
-
-
-class EpochOrder:
-    """The samples of one source in the order of one epoch."""
-
-    def __init__(
-        self, shard_sizes: npt.ArrayLike, *, seed: int, epoch: int, window_shards: int, source: str = ""
-    ) -> None:
-        """`shard_sizes` holds the number of samples of each shard, 0 allowed; `source` sets sources of one seed apart."""
-        if window_shards < 1:
-            raise ValueError(f"window_shards is {window_shards}; a window has at least one shard")
-        sizes = np.asarray(shard_sizes, np.int64)
-        shards = Permutation(len(sizes), key_of("shards", seed, epoch, source))
-        self._shards = shards(np.arange(len(sizes)))
-        self._starts = np.concatenate(
-            [[0], np.cumsum(sizes[self._shards])]
-        )  # of shards in their new order, and the end
-        self._window_starts = np.append(self._starts[:-1:window_shards], self._starts[-1])
-        self._key = np.uint64(key_of("samples", seed, epoch, source))
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def locate(self, positions: npt.ArrayLike) -> tuple[Ints, Ints]:
-        """Shard and row (of the shard's `shard_sizes` rows) of the samples at these positions of the epoch."""
-        flat = _checked(positions, len(self))
-        window = np.searchsorted(self._window_starts, flat, side="right") - 1
-        begin = self._window_starts[window]
-        size = (self._window_starts[window + 1] - begin).astype(np.uint64)
-        key = _mix(self._key + window.astype(np.uint64) * np.uint64(_GOLDEN))
-        place = begin + _permute(flat - begin, size, key, inverse=False)
-        slot = np.searchsorted(self._starts, place, side="right") - 1
-        return self._shards[slot], place - self._starts[slot]
 
 
 def _checked(numbers: npt.ArrayLike, size: int) -> Ints:
@@ -102,37 +156,37 @@ def _checked(numbers: npt.ArrayLike, size: int) -> Ints:
     return flat
 
 
-def _permute(numbers: Ints, size: _Words, key: _Words, *, inverse: bool) -> Ints:
+def _permute(numbers: Ints, size: _Words, key: _Words) -> Ints:
     """Map each number below its `size` under its `key`; both have one entry, or one per number.
 
     A Feistel network on pairs (left < a, right < b) with a = ceil(sqrt(size)) and b = ceil(size / a): fewer than a of the a * b
-    pairs lie outside, so that hardly any number has to walk on until it is inside again (cycle walking).
+    pairs are outside, so hardly any number needs another step until it is inside again (cycle walking).
     """
     a = np.ceil(np.sqrt(size)).astype(np.uint64)
     b = (size + a - np.uint64(1)) // np.maximum(a, np.uint64(1))
     size, key, a, b = (np.broadcast_to(x, numbers.shape) for x in (size, key, a, b))
-    values = _feistel(numbers.astype(np.uint64), a, b, key, inverse=inverse)
+    values = _feistel(numbers.astype(np.uint64), a, b, key)
     outside = np.flatnonzero(values >= size)
     while len(outside):
-        values[outside] = _feistel(values[outside], a[outside], b[outside], key[outside], inverse=inverse)
+        values[outside] = _feistel(values[outside], a[outside], b[outside], key[outside])
         outside = outside[values[outside] >= size[outside]]
     return values.astype(np.int64)
 
 
-def _feistel(values: _Words, a: _Words, b: _Words, key: _Words, *, inverse: bool) -> _Words:
+def _feistel(values: _Words, a: _Words, b: _Words, key: _Words) -> _Words:
     right, left = np.divmod(values, a)
-    for r in reversed(range(_ROUNDS)) if inverse else range(_ROUNDS):
+    for r in range(_ROUNDS):
         if r % 2:
-            right = _shifted(right, b, by=left, key=key ^ _ROUND_KEYS[r], back=inverse)
+            right = _rotated(right, b, by=left, key=key ^ _ROUND_KEYS[r])
         else:
-            left = _shifted(left, a, by=right, key=key ^ _ROUND_KEYS[r], back=inverse)
+            left = _rotated(left, a, by=right, key=key ^ _ROUND_KEYS[r])
     return left + right * a
 
 
-def _shifted(half: _Words, modulus: _Words, *, by: _Words, key: _Words, back: bool) -> _Words:
-    """`half` moved around its circle by a pseudo-random step that depends on the other half."""
+def _rotated(half: _Words, modulus: _Words, *, by: _Words, key: _Words) -> _Words:
+    """Add to `half`, modulo `modulus`, a pseudo-random step that depends on the other half."""
     step = ((_mix(key + by) >> np.uint64(32)) * modulus) >> np.uint64(32)  # 32 random bits scaled to 0 .. modulus - 1
-    moved = half + (modulus - step if back else step)
+    moved = half + step
     return np.where(moved >= modulus, moved - modulus, moved)
 
 

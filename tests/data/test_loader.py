@@ -220,7 +220,7 @@ def test_the_state_is_that_of_the_last_batch_handed_out_not_of_those_prefetched(
 
 
 def test_a_state_is_small_and_restored_at_once_wherever_it_is(three, opened):
-    state = opened(three).state_dict() | {"block": 3_000_000, "row": 2, "batch": 50_000_000}
+    state = opened(three).state_dict() | {"buffer": 3_000_000, "sequence": 2, "batch": 50_000_000}
     assert len(json.dumps(state)) <= 200
     next(opened(three))
     began = time.perf_counter()
@@ -236,7 +236,7 @@ def test_a_state_of_another_stream_is_refused(folder, three, opened):
         opened(folder, num_epochs=1, seed=1, state=state)
     with pytest.raises(DataError, match="another data stream"):
         opened(Source(path=three[0].path), num_epochs=1, state=state)
-    with pytest.raises(DataError, match="not the position"):
+    with pytest.raises(DataError, match="not the state"):
         opened(folder, state={"epoch": 3})
 
 

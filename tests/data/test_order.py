@@ -1,15 +1,17 @@
-"""The order of an epoch: a bijection that is well shuffled, the same everywhere, and costs nothing per sample."""
+"""The order of a stream: exact mixture proportions, epochs that are well shuffled, the same everywhere, nothing stored per sample."""
 
 import math
 import time
 import tracemalloc
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.data.order import MAX_SIZE, EpochOrder, Permutation, key_of
+from saccade.data.order import MAX_SIZE, MAX_TOTAL, EpochOrder, Mixture, Permutation, key_of
+from saccade.errors import ConfigError
 
 LAION_5B = 5_850_000_000
 shard_sizes = st.lists(st.one_of(st.just(0), st.just(1), st.integers(0, 40)), max_size=60)
@@ -24,21 +26,17 @@ def whole(order):
 
 
 @pytest.mark.parametrize("size", [*range(40), 99, 100, 101, 1023, 1024, 1025, 65_537])
-def test_a_permutation_visits_every_value_once_and_its_inverse_undoes_it(size):
-    permutation = Permutation(size, key_of("size", size))
-    values = permutation(np.arange(size))
-    assert np.array_equal(np.sort(values), np.arange(size))
-    assert np.array_equal(permutation.inverse(values), np.arange(size))
+def test_a_permutation_visits_every_value_once(size):
+    assert np.array_equal(np.sort(Permutation(size, key_of("size", size))(np.arange(size))), np.arange(size))
 
 
 @pytest.mark.parametrize("size", [LAION_5B, MAX_SIZE])
-def test_the_inverse_undoes_permutations_of_billions(size):
-    positions = np.random.default_rng(0).integers(0, size, 20_000)
-    permutation = Permutation(size, 7)
-    values = permutation(positions)
+def test_permutations_of_billions_map_different_positions_to_different_values(size):
+    positions = np.unique(np.random.default_rng(0).integers(0, size, 20_000))
+    values = Permutation(size, 7)(positions)
     assert values.min() >= 0
     assert values.max() < size
-    assert np.array_equal(permutation.inverse(values), positions)
+    assert len(np.unique(values)) == len(positions)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -146,3 +144,81 @@ def test_positions_of_an_epoch_of_billions_are_found_at_once_in_little_memory():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20e6
+
+
+# ------------------------------------------------------------------ mixtures
+
+any_weight = st.one_of(st.integers(1, 20), st.integers(1, 10**9))
+
+
+@given(st.lists(any_weight, min_size=1, max_size=16), st.one_of(st.integers(0, 3000), st.integers(0, 10**10)))
+@settings(max_examples=120, deadline=None)
+def test_each_source_is_within_half_a_draw_per_level_of_its_share_at_every_prefix(weights, begin):
+    mixture = Mixture(weights)
+    total, depth = sum(mixture.weights), max(1, math.ceil(math.log2(len(weights))))
+    sources, numbers = mixture.draws(begin, begin + 300)
+    for draw, (source, number) in enumerate(zip(sources.tolist(), numbers.tolist(), strict=True), start=begin):
+        assert abs(number - Fraction(draw * mixture.weights[source], total)) <= Fraction(depth, 2)
+
+
+@given(st.lists(any_weight, min_size=1, max_size=8), st.integers(0, 10**10), st.integers(0, 200), st.integers(0, 200))
+@settings(max_examples=100, deadline=None)
+def test_any_part_of_the_draws_is_looked_up_as_in_the_whole(weights, begin, middle, end):
+    mixture = Mixture(weights)
+    sources, numbers = mixture.draws(begin, begin + middle + end)
+    parts = [mixture.draws(begin, begin + middle), mixture.draws(begin + middle, begin + middle + end)]
+    assert np.array_equal(sources, np.concatenate([part[0] for part in parts]))
+    assert np.array_equal(numbers, np.concatenate([part[1] for part in parts]))
+    for source in range(len(weights)):
+        found = numbers[sources == source]
+        assert found.tolist() == list(range(found[0], found[0] + len(found))) if len(found) else True
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=16), st.integers(0, 50))
+@settings(max_examples=60, deadline=None)
+def test_weights_that_are_numbers_of_samples_give_each_sample_once_in_every_epoch(sizes, epoch):
+    mixture = Mixture(sizes)
+    assert mixture.weights == sizes
+    sources, numbers = mixture.draws(epoch * sum(sizes), (epoch + 1) * sum(sizes))
+    for source, size in enumerate(sizes):
+        assert numbers[sources == source].tolist() == list(range(epoch * size, (epoch + 1) * size))
+
+
+def test_the_draws_are_the_same_on_every_machine():
+    sources, numbers = Mixture([3, 2, 1]).draws(0, 6)
+    assert sources.tolist() == [0, 1, 0, 2, 0, 1]
+    assert numbers.tolist() == [0, 0, 1, 0, 2, 1]
+
+
+def test_decimals_are_taken_as_written():
+    assert Mixture([0.6, 0.3, 0.1]).weights == [6, 3, 1]
+    assert Mixture([1, 0.5]).weights == [2, 1]
+
+
+def test_weights_without_a_common_measure_are_rounded_to_one_part_in_a_trillion():
+    weights = [1 / 3, 2 / 7, 0.1234567890123456]
+    mixture = Mixture(weights)
+    assert sum(mixture.weights) == pytest.approx(MAX_TOTAL)
+    for weight, integer in zip(weights, mixture.weights, strict=True):
+        assert integer / sum(mixture.weights) == pytest.approx(weight / sum(weights), abs=1e-12)
+
+
+@pytest.mark.parametrize("weights", [[1, 0], [-1.0], [float("nan"), 1.0], [float("inf")]])
+def test_weights_that_are_not_positive_numbers_are_refused(weights):
+    with pytest.raises(ConfigError, match=r"weights must be positive"):
+        Mixture(weights)
+
+
+def test_a_mixture_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="no sources"):
+        Mixture([])
+
+
+def test_a_packing_buffer_of_draws_far_into_the_stream_takes_milliseconds():
+    mixture = Mixture([5_850_000_000, 400_000_000, 118_287, 3_000, 12_345_678])
+    times = []
+    for begin in (0, 10**9, 10**12):
+        began = time.process_time()
+        mixture.draws(begin, begin + 4096)
+        times.append(time.process_time() - began)
+    assert min(times) < 0.01

@@ -196,8 +196,9 @@ def test_a_corrupted_sample_is_left_out_and_named(tmp_path, checkpoint):
 
 
 def test_a_row_whose_samples_are_all_bad_is_one_more_empty_row(tmp_path, checkpoint):
-    shards = write_shards(tmp_path / "shards", count=2)
+    shards = write_shards(tmp_path / "shards", count=3)
     damage(shards, checkpoint, row=0)
+    damage(shards, checkpoint, row=1)
     recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=shards)
     settings = ["stages.0.steps=5", "stages.0.data.token_budget=100", "stages.0.data.max_bad_share=1.0"]
     train(read_recipe(recipe, *settings), device="cpu")
