@@ -28,16 +28,14 @@ from saccade.engine.processed_images import ProcessedImage, ProcessedImageCache
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan
 from saccade.errors import RequestError
-from saccade.processor.conversation import ImageItem, Message, VisualItem
-from saccade.processor.image import ImageSource, MediaLimits, load_image
+from saccade.processor.conversation import ImageItem, Message, VideoFileItem, VisualItem
+from saccade.processor.image import ImageSource, MediaBudget, MediaLimits, load_image, read_encoded
 from saccade.processor.positions import VisionSpan
 from saccade.processor.processor import (
     ResizeName,
     VisualKind,
-    check_num_frames,
     expand_placeholders,
     prefix_errors,
-    read_encoded,
     split_visuals,
     visual_kind,
 )
@@ -219,7 +217,9 @@ class Preprocessor:
         """The bytes of an image, or of all frames of a video."""
         if isinstance(item, ImageItem):
             return ImageWork("image", [self._read_source(item.source)])
-        check_num_frames(len(item.frames), self._limits)
+        if isinstance(item, VideoFileItem):
+            raise RequestError("video files are not decoded by the engine. Send the video as a list of frames")
+        MediaBudget(self._limits).add_frames(len(item.frames))
         sources = []
         for number, frame in enumerate(item.frames):
             with prefix_errors(f"frame {number + 1}"):

@@ -1,11 +1,11 @@
-"""OpenAI-style messages to the pieces of a prompt: text, control tokens and images in their places.
+"""OpenAI-style messages to a prompt: pieces of text, control tokens, and images and videos in order.
 
     messages -> checked messages -> chat template (trusted) -> pieces
 
-The template comes from the checkpoint and runs in Jinja's immutable sandbox. Its output is trusted, the users' words in it are
-not: before rendering, each of their characters that could begin or end a control token is replaced by a *stand-in*, a Unicode
-noncharacter that occurs nowhere in the conversation; after the control tokens have been cut out, the characters are put back.
-So text that spells `<|im_end|>`, whole or split over two parts, stays text.
+The template comes from the checkpoint and runs in Jinja's immutable sandbox. Its own output is trusted, message text is not:
+before rendering, each character that could begin or end a control token is replaced by a *stand-in*, a Unicode noncharacter that
+does not occur in the conversation, and restored after the control tokens have been split off. So text that spells `<|im_end|>`,
+in one part or across two, stays text.
 """
 
 from __future__ import annotations
@@ -14,81 +14,94 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from saccade.errors import CheckpointError, RequestError
+from saccade.errors import CheckpointError, ImageError, RequestError
 from saccade.processor.folder import read_json
-from saccade.processor.image import ImageSource
+from saccade.processor.image import ImageSource, to_image_source
 from saccade.processor.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-"""`role` and `content`; content is text or a list of parts (`text`, `image_url` / `image`, `video`)."""
+"""`role` and `content`; content is text or a list of parts (`text`, `image_url` / `image`, `video_url` / `video`)."""
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 
 _NONCHARACTERS = [
     *map(chr, range(0xFDD0, 0xFDF0)),
     *(chr(plane * 0x10000 + last) for plane in range(17) for last in (0xFFFE, 0xFFFF)),
 ]
-"""The 66 code points that Unicode keeps free of characters: never exchanged as text."""
+"""The 66 code points that Unicode reserves as noncharacters: never part of text."""
 
 DEFAULT_FPS = 2.0
-"""Frames a second of a video that does not state its own."""
+"""Frame rate of a video that does not state one: its frames', or the sampling rate of a video file."""
+MIN_FPS, MAX_FPS = 0.01, 1000.0
+"""Below this the time positions of a few frames exceed what a model was trained for."""
 
 
 @dataclass(frozen=True)
 class ImageItem:
-    """One image of a conversation, still as the user gave it."""
+    """One image of a conversation, not yet decoded."""
 
     source: ImageSource
 
 
 @dataclass(frozen=True)
 class VideoItem:
-    """One video of a conversation: its frames and how many of them a second."""
+    """One video of a conversation as a list of frames, `fps` of them per second."""
 
     frames: tuple[ImageSource, ...]
     fps: float
 
 
-VisualItem = ImageItem | VideoItem
+@dataclass(frozen=True)
+class VideoFileItem:
+    """One video of a conversation as a file (path, bytes or data URL), to be sampled at `fps`."""
+
+    source: str | Path | bytes
+    fps: float
+
+
+VisualItem = ImageItem | VideoItem | VideoFileItem
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of the prompt: text, or one control token."""
+    """Part of a prompt: text, or one control token."""
 
     text: str
     control_id: int | None
-    is_learned: bool
+    in_loss: bool
+    """Whether its tokens are trained on."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered conversation: its pieces, and its images and videos in the order of their placeholders."""
+    """A rendered conversation: its pieces, and its images and videos in order."""
 
     pieces: tuple[Piece, ...]
     visuals: tuple[VisualItem, ...]
 
 
 class _GenerationTag(Extension):
-    """Some templates wrap the assistant's words in `{% generation %}`; we find them ourselves, so the tag is transparent."""
+    """Ignores the `{% generation %}` tags of some templates: assistant turns are found without them."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The block's content, as it stands."""
+        """The content of the tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
-    """The checkpoint's Jinja template: how this model wants a conversation written."""
+    """The Jinja chat template of a checkpoint."""
 
     def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -105,12 +118,12 @@ class ChatTemplate:
 
     @staticmethod
     def load(folder: Path) -> ChatTemplate:
-        """The template of a checkpoint folder, with the tokens it may name."""
+        """Read the template of a checkpoint folder, with the bos and eos tokens it may use."""
         tokens = read_json(folder / "tokenizer_config.json")
         return ChatTemplate(read_template(folder), token_text(tokens, "bos_token"), token_text(tokens, "eos_token"))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The conversation as one string, control tokens spelled out."""
+        """Render the conversation to one string, control tokens spelled out."""
         try:
             return self._template.render(
                 messages=messages,
@@ -123,38 +136,65 @@ class ChatTemplate:
             raise RequestError(f"the chat template refuses this conversation: {error}") from error
         except TypeError as error:
             raise RequestError(
-                f"the chat template cannot write this conversation: {error}. "
-                "A template made for text alone takes no images: use a checkpoint made by saccade init"
+                f"the chat template cannot render this conversation: {error}. "
+                "A template for text alone takes no images: use a checkpoint made by saccade init"
             ) from error
         except (ArithmeticError, LookupError, ValueError, AttributeError, RecursionError) as error:
             raise RequestError(f"the checkpoint's chat template fails on this conversation: {error!r}") from error
 
 
 def render_prompt(
-    messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer, *, add_generation_prompt: bool
+    messages: Sequence[Message],
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool = False,
 ) -> Prompt:
-    """One conversation as pieces. Without a generation prompt the assistant's turns are marked as learned.
+    """Render one conversation to pieces. Without a generation prompt the assistant turns are marked `in_loss`.
 
-    Text is cut where an assistant's turn begins, in training and in serving alike: that is where generation starts, so no
-    token may reach across.
+    `continue_final_message`: the prompt ends with the text of the final assistant message, for the model to continue.
+
+    Text is split at the start of each assistant turn, in training and in serving: generation starts there, so no token may cross it.
     """
-    checked, visuals = _check(messages)
+    checked, visuals = check_messages(messages)
     hide, restore = _stand_ins(checked, tokenizer.control_edges())
     hidden = _translate_text(checked, hide)
-    text = template.render(hidden, add_generation_prompt=add_generation_prompt)
-    turns = _assistant_turns(hidden, text, template, must_learn=not add_generation_prompt)
+    is_training = not add_generation_prompt and not continue_final_message
+    if continue_final_message:
+        if add_generation_prompt:
+            raise RequestError("add_generation_prompt and continue_final_message exclude each other")
+        text = _render_prefill(hidden, template)
+    else:
+        text = template.render(hidden, add_generation_prompt=add_generation_prompt)
+    turns = _assistant_turns(hidden, text, template, is_training=is_training)
     pieces: list[Piece] = []
-    for part, is_turn in _cut_turns(text, turns):
-        is_learned = is_turn and not add_generation_prompt
+    for part, is_turn in _split_turns(text, turns):
+        in_loss = is_turn and is_training
         part_pieces = [
-            Piece(piece.translate(restore), control, is_learned) for piece, control in tokenizer.split_control(part)
+            Piece(piece.translate(restore), control, in_loss) for piece, control in tokenizer.split_control(part)
         ]
-        pieces += _unlearn_after_end(part_pieces) if is_learned else part_pieces
+        pieces += _mask_after_end(part_pieces) if in_loss else part_pieces
     return Prompt(tuple(pieces), tuple(visuals))
 
 
-def _check(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[VisualItem]]:
-    """Messages as the template takes them (images as bare placeholders), and the images in order."""
+def _render_prefill(messages: Sequence[Message], template: ChatTemplate) -> str:
+    """The prompt up to the end of the final assistant message's text."""
+    final = messages[-1]
+    if final["role"] != "assistant" or not isinstance(final["content"], str):
+        raise RequestError(
+            "continue_final_message continues a final message with role assistant and text alone. Add one, or leave it out"
+        )
+    prompt = template.render(messages[:-1], add_generation_prompt=True) + final["content"]
+    if not template.render(messages, add_generation_prompt=False).startswith(prompt):
+        raise RequestError(
+            "the chat template changes the final message (white space at its ends?), so it cannot be continued. Strip it"
+        )
+    return prompt
+
+
+def check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[VisualItem]]:
+    """Messages as the template takes them (an image is a part without its source), and the images and videos in order."""
     if not is_list(messages):
         raise RequestError("a conversation is a non-empty list of messages, each with role and content")
     checked: list[dict[str, Any]] = []
@@ -163,20 +203,22 @@ def _check(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Visu
         where = f"messages[{number}]"
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise RequestError(f"{where}: a message has role and content")
-        if surplus := message.keys() - {"role", "content"}:
+        if message["role"] not in ROLES:
+            raise RequestError(f"{where}.role is {message['role']!r}. Use one of {', '.join(ROLES)}")
+        names = {"tool_call_id", "name"} if message["role"] == "tool" else set()
+        if surplus := message.keys() - {"role", "content"} - names:
             raise RequestError(
                 f"{where}: unknown key {', '.join(sorted(map(str, surplus)))}. A message has role and content"
             )
-        if message["role"] not in ROLES:
-            raise RequestError(f"{where}.role is {message['role']!r}. Use one of {', '.join(ROLES)}")
         content, found = _check_content(message["content"], where)
-        checked.append({"role": message["role"], "content": content})
+        extra = {name: _check_text(message[name], f"{where}.{name}") for name in sorted(names & message.keys())}
+        checked.append({"role": message["role"], "content": content} | extra)
         visuals += found
     return checked, visuals
 
 
 def is_list(value: object) -> bool:
-    """A list or tuple with something in it; a string is none."""
+    """Whether the value is a non-empty list or tuple; a string is not."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes) and len(value) > 0
 
 
@@ -192,29 +234,38 @@ def _check_content(content: object, where: str) -> tuple[str | list[dict[str, An
         parts.append(placeholder)
         if visual:
             visuals.append(visual)
-    if not visuals:  # text parts alone are one text, so that templates made for text take them
+    if not visuals:  # templates for text alone take a string
         return "".join(part["text"] for part in parts), []
     return parts, visuals
 
 
-_PART_KEYS = {"text": {"text"}, "image_url": {"image_url"}, "image": {"image"}, "video": {"video", "fps"}}
+_PART_KEYS = {
+    "text": {"text"},
+    "image_url": {"image_url"},
+    "image": {"image"},
+    "video_url": {"video_url", "fps"},
+    "video": {"video", "fps"},
+}
 
 
 def _check_part(part: object, where: str) -> tuple[dict[str, Any], VisualItem | None]:
-    """One part of a message: what the template sees of it, and its image or video."""
+    """One part of a message: the part as the template takes it, and its image or video."""
     if not isinstance(part, Mapping):
         raise RequestError(f"{where} is {type(part).__name__}, not a part with a type")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _PART_KEYS:
-        raise RequestError(f"{where}.type is {kind!r}. Use text, image_url, image or video")
+        raise RequestError(f"{where}.type is {kind!r}. Use {', '.join(_PART_KEYS)}")
     if surplus := part.keys() - _PART_KEYS[kind] - {"type"}:
         raise RequestError(f"{where}: unknown key {', '.join(sorted(map(str, surplus)))} in a part of type {kind}")
     if kind == "text":
         return {"type": "text", "text": _check_text(part.get("text"), f"{where}.text")}, None
     if kind == "image_url":
-        return {"type": "image"}, ImageItem(_check_image_url(part.get("image_url"), f"{where}.image_url"))
+        return {"type": "image"}, ImageItem(_check_url(part.get("image_url"), "image", f"{where}.image_url"))
     if kind == "image":
-        return {"type": "image"}, ImageItem(_present(part.get("image"), "image", f"{where}.image"))
+        return {"type": "image"}, ImageItem(_check_source(part.get("image"), "image", f"{where}.image"))
+    if kind == "video_url":
+        url = _check_url(part.get("video_url"), "video", f"{where}.video_url")
+        return {"type": "video"}, VideoFileItem(url, _check_fps(part, where))
     return {"type": "video"}, _check_video(part, where)
 
 
@@ -228,37 +279,56 @@ def _check_text(text: object, where: str) -> str:
     return text
 
 
-def _check_image_url(url: object, where: str) -> Any:
-    """A URL, or OpenAI's object around it; of its `detail` only `auto` can be honoured."""
+def _check_url(url: object, kind: str, where: str) -> Any:
+    """A URL, or OpenAI's object around it; of its `detail` only `auto` is supported."""
     if not isinstance(url, Mapping):
-        return _present(url, "image", where)
+        return _check_source(url, kind, where)
     if surplus := url.keys() - {"url", "detail"}:
         raise RequestError(f"{where}: unknown key {', '.join(sorted(map(str, surplus)))}. It has url")
     if url.get("detail", "auto") != "auto":
         raise RequestError(f"{where}.detail is {url['detail']!r}; only auto is supported")
-    return _present(url.get("url"), "image", where)
+    return _check_source(url.get("url"), kind, where)
 
 
-def _check_video(part: Mapping[str, Any], where: str) -> VideoItem:
-    frames = _present(part.get("video"), "video", f"{where}.video")
-    if isinstance(frames, str | bytes) or not isinstance(frames, Sequence):
-        raise RequestError(f"{where}.video must be a list of frames (images). Cut a video file into frames first")
+def _check_video(part: Mapping[str, Any], where: str) -> VideoItem | VideoFileItem:
+    fps, video = _check_fps(part, where), part.get("video")
+    if isinstance(video, np.ndarray) and video.ndim == 4:
+        video = list(video)
+    source = _check_source(video, "video", f"{where}.video")
+    if isinstance(source, str | Path | bytes):
+        return VideoFileItem(source, fps)
+    if not isinstance(source, Sequence):
+        raise RequestError(
+            f"{where}.video is {type(source).__name__}. Use a video file (path, bytes, data URL), a list of frames or an array "
+            "[frames, height, width, 3]"
+        )
+    return VideoItem(tuple(_convert(frame, f"{where}.video[{number}]") for number, frame in enumerate(source)), fps)
+
+
+def _check_fps(part: Mapping[str, Any], where: str) -> float:
     fps = part.get("fps", DEFAULT_FPS)
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < 1000:
-        raise RequestError(f"{where}.fps is {fps!r}, not a number of frames a second above 0")
-    return VideoItem(tuple(frames), float(fps))
+    if isinstance(fps, bool) or not isinstance(fps, Real) or not MIN_FPS <= float(fps) <= MAX_FPS:
+        raise RequestError(f"{where}.fps is {fps!r}. Use a number of frames per second from {MIN_FPS:g} to {MAX_FPS:g}")
+    return float(fps)
 
 
-def _present(source: Any, kind: str, where: str) -> Any:
+def _check_source(source: Any, kind: str, where: str) -> Any:
     if source is None or (isinstance(source, str | bytes | Sequence) and not source):
         raise RequestError(
             f"{where}: {kind} placeholder without {'an image' if kind == 'image' else 'frames'}. Give it, or remove the part"
         )
-    return source
+    return _convert(source, where)
+
+
+def _convert(source: Any, where: str) -> Any:
+    try:
+        return to_image_source(source)
+    except ImageError as error:
+        raise ImageError(f"{where}: {error}") from error
 
 
 def _stand_ins(messages: Sequence[Message], characters: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Translations to and from noncharacters that no text of the conversation contains, one for each character."""
+    """Translation tables from each character to a noncharacter that is not in the conversation, and back."""
     everything = json.dumps(messages, ensure_ascii=False)
     free = [stand_in for stand_in in _NONCHARACTERS if stand_in not in everything]
     if len(free) < len(characters):
@@ -277,15 +347,17 @@ def _translate_text(messages: Sequence[Message], table: dict[int, str]) -> list[
             return content.translate(table)
         return [part | {"text": part["text"].translate(table)} if "text" in part else part for part in content]
 
-    return [{"role": message["role"], "content": translate(message["content"])} for message in messages]
+    return [
+        {key: translate(value) if key != "role" else value for key, value in message.items()} for message in messages
+    ]
 
 
 def _assistant_turns(
-    messages: Sequence[Message], text: str, template: ChatTemplate, *, must_learn: bool
+    messages: Sequence[Message], text: str, template: ChatTemplate, *, is_training: bool
 ) -> list[tuple[int, int]]:
-    """Where in `text` each assistant turn begins and ends: after the generation prompt, up to the next message.
+    """Start and end of each assistant turn in `text`: after the generation prompt, up to the next message.
 
-    A template that rewrites earlier turns hides that; serving goes on without the cuts, learning cannot.
+    With a template that rewrites earlier turns they are unknown: serving works without, training does not.
     """
     turns = []
     for number, message in enumerate(messages):
@@ -293,19 +365,21 @@ def _assistant_turns(
             continue
         before = template.render(messages[:number], add_generation_prompt=True)
         after = template.render(messages[: number + 1], add_generation_prompt=False)
+        if text.startswith(before) and after.startswith(text):  # a turn to be continued
+            after = text
         if not (after.startswith(before) and text.startswith(after)):
-            if not must_learn:
+            if not is_training:
                 return []
             raise RequestError(
-                f"messages[{number}]: the chat template rewrites earlier turns, so the words the assistant is to learn "
-                "cannot be told apart. End the conversation at this turn, or train with a template that only appends"
+                f"messages[{number}]: the chat template rewrites earlier turns, so the tokens to train on "
+                "cannot be found. End the conversation at this turn, or train with a template that only appends"
             )
         turns.append((len(before), len(after)))
     return turns
 
 
-def _cut_turns(text: str, turns: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
-    """The text in parts: (part, whether it is an assistant's turn)."""
+def _split_turns(text: str, turns: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
+    """The text in parts: (part, whether it is an assistant turn)."""
     parts, end = [], 0
     for start, stop in turns:
         parts += [(text[end:start], False), (text[start:stop], True)]
@@ -313,15 +387,15 @@ def _cut_turns(text: str, turns: Sequence[tuple[int, int]]) -> list[tuple[str, b
     return [*parts, (text[end:], False)]
 
 
-def _unlearn_after_end(pieces: Sequence[Piece]) -> list[Piece]:
-    """What the template writes behind the turn's last control token is never generated, so it is not learned."""
+def _mask_after_end(pieces: Sequence[Piece]) -> list[Piece]:
+    """Exclude from the loss what the template appends after the turn's last control token: it is never generated."""
     ends = [number for number, piece in enumerate(pieces) if piece.control_id is not None]
     last = ends[-1] if ends else len(pieces) - 1
     return [Piece(piece.text, piece.control_id, number <= last) for number, piece in enumerate(pieces)]
 
 
 def read_template(folder: Path) -> str:
-    """The Jinja source: `chat_template.jinja`, or where other versions keep it."""
+    """The Jinja source: `chat_template.jinja`, or the files that other versions of `transformers` write."""
     source: Any = _read_text(folder / "chat_template.jinja")
     for file in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
         source = source or read_json(folder / file).get("chat_template")
@@ -346,7 +420,7 @@ def _read_text(path: Path) -> str | None:
 
 
 def token_text(config: Mapping[str, Any], name: str) -> str:
-    """bos and eos are stored as a string, or as a description of one."""
+    """A special token of `tokenizer_config.json`, stored as a string or as an object with `content`."""
     token = config.get(name)
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else ""

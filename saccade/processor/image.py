@@ -1,10 +1,10 @@
-"""From bytes to patches: check the header, decode, turn upright, flatten transparency, resize, cut.
+"""Image bytes to patches: check the header, decode, rotate upright, flatten transparency, resize, patchify.
 
     read source -> check header -> decode to RGB -> resize to a multiple of the patch grid -> patches
 
-Everything that can be refused is refused on the header, before a pixel is decoded. What the model sees is what a person
-sees: EXIF orientation and transparency are applied first. The resize is Pillow's here, exactly that of Hugging Face's processor;
-a caller may give another one (`processor.torch_resize`).
+Limits are checked on the header, before a pixel is decoded. EXIF orientation and transparency are applied, so that the model sees
+what a person sees. The default resize is Pillow's, bit-identical to Hugging Face's processor; a caller may pass another one
+(`processor.torch_resize`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +32,15 @@ Resize = Callable[[Pixels, int, int], Pixels]
 """(pixels, height, width) -> pixels of that size: bicubic, antialiased when shrinking."""
 
 ImageSource = str | Path | bytes | Image.Image
+"""A path, a data URL, encoded bytes, or a PIL image."""
+
+IMAGE_FORMS = "a path, bytes, BytesIO, a data URL, a PIL image or a uint8 array [height, width, 3]"
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""What is decoded; every other format Pillow knows stays closed."""
+"""Decoded formats; Pillow's other plugins are never called."""
 
 _ORIENTATION = 0x0112  # the EXIF tag
-_TURNS = {
+_TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -45,38 +49,85 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What each EXIF orientation asks for. (Pillow's own function writes the EXIF anew, which a damaged tag breaks.)"""
+"""By EXIF orientation. (Pillow's `exif_transpose` rewrites the EXIF, which fails on a damaged tag.)"""
 _PNG_START = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """What an image or video may be before it is decoded. The defaults suit a server that strangers talk to."""
+    """Limits on the images and videos of a request, checked before decoding. The defaults suit a public server."""
 
     max_bytes: int = 32 * 2**20
     """Encoded size of one image."""
     max_pixels: int = 64_000_000
-    """Width times height as the header states them; decoding takes 3 bytes a pixel."""
+    """Pixels of one image as its header states them; decoding takes 3 bytes per pixel."""
     max_side: int = 16384
     """Longest side in pixels."""
     max_aspect_ratio: float = 200.0
     """Longer side over shorter side; the resize of the model family is not defined beyond 200."""
     max_frames: int = 768
-    """Frames of one video."""
+    """Video frames of one request, all its videos together."""
+    max_request_bytes: int = 256 * 2**20
+    """Encoded size of all images, frames and video files of one request."""
+    max_request_pixels: int = 2_000_000_000
+    """Pixels of all images and frames of one request as their headers state them (768 frames of 1080p are 1.6e9)."""
     allow_local_files: bool = True
-    """Whether an image may be named by a path. A server that takes requests from others sets this to False."""
+    """Whether an image may be given as a path. A server sets this to False."""
+
+
+class MediaBudget:
+    """Totals of one request, checked against its limits as they grow. Count an image before decoding it."""
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self.limits = limits
+        self._num_frames = self._num_bytes = self._num_pixels = 0
+
+    def add_frames(self, count: int) -> None:
+        """Count frames of a video."""
+        self._num_frames += count
+        if self._num_frames > self.limits.max_frames:
+            raise ImageError(
+                f"{self._num_frames} frames, over the limit of {self.limits.max_frames} per request. Sample fewer frames"
+            )
+
+    def add_bytes(self, count: int) -> None:
+        """Count the encoded bytes of an image, frame or video file."""
+        self._num_bytes += count
+        if self._num_bytes > self.limits.max_request_bytes:
+            raise ImageError(
+                f"images and videos of {self._num_bytes} bytes so far, over the limit of {self.limits.max_request_bytes} per request. "
+                "Send fewer or smaller ones"
+            )
+
+    def add_pixels(self, size: tuple[int, int]) -> None:
+        """Check the width and height of an image or frame and count its pixels."""
+        check_size(size, self.limits)
+        self._num_pixels += size[0] * size[1]
+        if self._num_pixels > self.limits.max_request_pixels:
+            raise ImageError(
+                f"images and frames of {self._num_pixels} pixels so far, over the limit of {self.limits.max_request_pixels} per request. "
+                "Send fewer or smaller ones"
+            )
+
+    def check_duration(self, seconds: float, fps: float) -> None:
+        """Refuse a video file that has too many frames at this sampling rate."""
+        if (num_frames := int(seconds * fps)) > self.limits.max_frames:
+            raise ImageError(
+                f"a video of {seconds:.0f} s has {num_frames} frames at {fps:g} fps, over the limit of {self.limits.max_frames} per request. "
+                f"Set fps to {self.limits.max_frames / seconds:.2g} or send a shorter video"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """How images become patches: the content of `preprocessor_config.json` that we honour."""
+    """Resizing, patching and normalisation of images: the fields of `preprocessor_config.json` that are honoured."""
 
     patch_size: int = 14
     """Side of a patch in pixels."""
     merge_size: int = 2
     """Patches merged into one token, per side."""
     temporal_patch_size: int = 2
-    """Frames in one patch; an image is repeated to fill them."""
+    """Frames in one patch; an image is repeated."""
     min_pixels: int = 56 * 56
     """Smaller images are enlarged to about this many pixels."""
     max_pixels: int = 28 * 28 * 1280
@@ -103,27 +154,27 @@ class ImageSettings:
             )
         if self.max_pixels < self.cell**2:
             raise ConfigError(
-                f"image settings: max_pixels {self.max_pixels} holds not even one token ({self.cell}x{self.cell} pixels)"
+                f"image settings: max_pixels {self.max_pixels} is less than one token ({self.cell}x{self.cell} pixels)"
             )
 
     @property
     def cell(self) -> int:
-        """Side of one token's square in pixels; resized images are whole cells."""
+        """Side of one token in pixels; resized images are multiples of it."""
         return self.patch_size * self.merge_size
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in one patch."""
+        """Pixel values of one patch."""
         return len(self.mean) * self.temporal_patch_size * self.patch_size**2
 
     def grid(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int, int]:
-        """Frame pairs, rows and columns of patches for an image of this size; no pixel is needed."""
+        """Frame pairs, rows and columns of patches of an image or video of this size."""
         resized_height, resized_width = self.resized(height, width)
         frames = math.ceil(num_frames / self.temporal_patch_size)
         return frames, resized_height // self.patch_size, resized_width // self.patch_size
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """The nearest size in whole cells within the pixel budget, keeping the aspect ratio as far as cells allow."""
+        """Height and width after resizing: multiples of `cell` within the pixel limits, close to the aspect ratio."""
         rows, columns = round(height / self.cell), round(width / self.cell)
         if rows * columns * self.cell**2 > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)
@@ -136,46 +187,69 @@ class ImageSettings:
         return rows * self.cell, columns * self.cell
 
 
-def load_image(source: ImageSource, limits: MediaLimits) -> Pixels:
-    """Decode one image (path, bytes, data URL or PIL image) to upright, opaque RGB."""
+def to_image_source(value: object) -> object:
+    """Convert a bytearray, BytesIO or numpy array to an `ImageSource`; anything else is returned as it is."""
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
+    if isinstance(value, np.ndarray):
+        is_image = value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (3, 4))
+        if value.dtype != np.uint8 or not is_image or not value.size:
+            raise ImageError(
+                f"an image array is {value.dtype} {list(value.shape)}; use uint8 [height, width], [height, width, 3] or [height, width, 4]"
+            )
+        return Image.fromarray(np.ascontiguousarray(value))
+    return value
+
+
+def load_image(source: ImageSource, limits: MediaLimits, budget: MediaBudget | None = None) -> Pixels:
+    """Decode one image to upright, opaque RGB. `budget` counts it against the limits of its request."""
+    budget = budget or MediaBudget(limits)
     if isinstance(source, Image.Image):
-        check_size(source.size, limits)
+        budget.add_pixels(source.size)
         return _decode(source, None)
-    data = _read(source, limits)
-    if data.startswith(_PNG_START):  # Pillow reads a PNG on to its first pixels; its size stands before them
-        check_size((int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")), limits)
-    image = _open_header(data)
-    check_size(image.size, limits)
+    data = read_encoded(source, limits)
+    budget.add_bytes(len(data))
+    image = _open_header(data, limits)
+    budget.add_pixels(image.size)
     return _decode(image, data)
 
 
-def _read(source: ImageSource, limits: MediaLimits) -> bytes:
-    """The encoded bytes, never more than the limit."""
+def encoded_size(data: bytes, limits: MediaLimits) -> tuple[int, int]:
+    """Width and height of an encoded image, from its header."""
+    return _open_header(data, limits).size
+
+
+def read_encoded(source: ImageSource, limits: MediaLimits, kind: Literal["image", "video"] = "image") -> bytes:
+    """The encoded bytes of a path, bytes or data URL, never more than the limit; nothing is decoded."""
+    max_bytes = limits.max_bytes if kind == "image" else limits.max_request_bytes
     if isinstance(source, bytes):
         data = source
     elif isinstance(source, str) and source[:5].lower() == "data:":
-        data = _read_data_url(source, limits)
+        data = _read_data_url(source, max_bytes, kind)
     elif isinstance(source, str) and (scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", source)):
-        raise ImageError(f"remote images are not fetched ({scheme[1]}). Send the bytes, a data URL or a plain path")
+        raise ImageError(f"remote {kind}s are not fetched ({scheme[1]}). Send the bytes, a data URL or a path")
     elif isinstance(source, str | Path):
-        data = _read_file(Path(source), limits)
+        data = _read_file(Path(source), max_bytes, kind, is_allowed=limits.allow_local_files)
     else:
-        raise ImageError(f"an image is a path, bytes, a data URL or a PIL image, not {type(source).__name__}")
+        forms = IMAGE_FORMS if kind == "image" else "a path, bytes, BytesIO or a data URL"
+        raise ImageError(f"{'an' if kind == 'image' else 'a'} {kind} is {forms}, not {type(source).__name__}")
     if not data:
-        raise ImageError("the image has zero bytes")
-    if len(data) > limits.max_bytes:
-        raise ImageError(f"the image has {len(data)} bytes, over the limit of {limits.max_bytes}. Send a smaller file")
+        raise ImageError(f"the {kind} has zero bytes")
+    if len(data) > max_bytes:
+        raise ImageError(f"the {kind} has {len(data)} bytes, over the limit of {max_bytes}. Send a smaller file")
     return data
 
 
-def _read_data_url(url: str, limits: MediaLimits) -> bytes:
+def _read_data_url(url: str, max_bytes: int, kind: str) -> bytes:
     header, comma, body = url.partition(",")
     header = header.lower()
-    if not comma or not header.startswith("data:image/") or not header.endswith(";base64"):
-        raise ImageError("the data URL is not of the form data:image/<format>;base64,<data>")
-    if len(body) * 3 // 4 > limits.max_bytes + 2:  # the encoded length tells before anything is decoded
+    if not comma or not header.startswith(f"data:{kind}/") or not header.endswith(";base64"):
+        raise ImageError(f"the data URL is not of the form data:{kind}/<format>;base64,<data>")
+    if len(body) * 3 // 4 > max_bytes + 2:
         raise ImageError(
-            f"the image has about {len(body) * 3 // 4} bytes, over the limit of {limits.max_bytes}. Send a smaller file"
+            f"the {kind} has about {len(body) * 3 // 4} bytes, over the limit of {max_bytes}. Send a smaller file"
         )
     try:
         return base64.b64decode(body, validate=True)
@@ -183,33 +257,33 @@ def _read_data_url(url: str, limits: MediaLimits) -> bytes:
         raise ImageError("the data URL holds invalid base64. Encode the file again") from error
 
 
-def _read_file(path: Path, limits: MediaLimits) -> bytes:
-    """At most one byte more than the limit, from a regular file: pipes and devices would never end."""
-    if not limits.allow_local_files:
-        raise ImageError("images named by a path are not read here. Send the bytes as a data URL")
+def _read_file(path: Path, max_bytes: int, kind: str, *, is_allowed: bool) -> bytes:
+    """At most one byte more than the limit, from a regular file: pipes and devices may never end."""
+    if not is_allowed:
+        raise ImageError(f"{kind}s given as a path are not read here. Send the bytes as a data URL")
     shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:60]}... ({len(str(path))} characters)"
     shown = shown.encode("utf-8", "replace").decode()
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise ImageError(f"{shown}: not a file. Check the path")
-        if status.st_size > limits.max_bytes:
-            raise ImageError(
-                f"{shown}: {status.st_size} bytes, over the limit of {limits.max_bytes}. Use a smaller file"
-            )
+        if status.st_size > max_bytes:
+            raise ImageError(f"{shown}: {status.st_size} bytes, over the limit of {max_bytes}. Use a smaller file")
         with path.open("rb") as file:
-            return file.read(limits.max_bytes + 1)
+            return file.read(max_bytes + 1)
     except OSError as error:
         raise ImageError(f"{shown}: {error.strerror}. Check the path") from error
     except ValueError as error:  # a null byte, half of a surrogate pair
         raise ImageError(f"{shown}: not a path. Check it") from error
 
 
-def _open_header(data: bytes) -> Image.Image:
-    """Parse the header with the plugin whose signature fits; pixels stay encoded.
+def _open_header(data: bytes, limits: MediaLimits) -> Image.Image:
+    """Parse the header with the plugin whose signature matches; no pixel is decoded.
 
-    `Image.open` would do, but it raises its own error for large images before we can state the size and our limit.
+    (`Image.open` raises an error of its own for large images, without our limit.)
     """
+    if data.startswith(_PNG_START):  # Pillow would read up to the first pixels; the size comes before them
+        check_size((int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")), limits)
     Image.init()
     for name in FORMATS:
         factory, accepts = Image.OPEN[name]
@@ -217,15 +291,15 @@ def _open_header(data: bytes) -> Image.Image:
             try:
                 image: Image.Image = factory(io.BytesIO(data), b"")
                 return image
-            except Exception as error:  # hostile bytes reach deep into Pillow; whatever it raises, the header is bad
+            except Exception as error:  # Pillow raises anything on hostile bytes
                 raise ImageError(
                     f"the image looks like {name} but its header cannot be read. Save it again as PNG or JPEG"
                 ) from error
-    raise ImageError(f"the image is in no format known here ({', '.join(FORMATS)}). Save it as PNG or JPEG")
+    raise ImageError(f"the image is in no supported format ({', '.join(FORMATS)}). Save it as PNG or JPEG")
 
 
 def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
-    """Refuse an image by its width and height, as its header states them."""
+    """Check an image's width and height, as its header states them."""
     width, height = size
     if min(size) < 1:
         raise ImageError(f"the image is {width}x{height} pixels; both sides must be at least 1")
@@ -245,27 +319,27 @@ def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
 
 
 def _decode(image: Image.Image, data: bytes | None) -> Pixels:
-    """Pixels of an image whose header has passed. Colour JPEGs go through libjpeg-turbo directly."""
+    """Decode an image whose header was checked. Colour JPEGs are decoded by libjpeg-turbo directly."""
     try:
-        # A camera's MPO file is a JPEG with further pictures behind the first; the first is the photo.
+        # An MPO file of a camera is a JPEG followed by further images; the first is the photo.
         if data is not None and image.format != "MPO" and getattr(image, "is_animated", False):
             raise ImageError(f"animated {image.format}. Send it as a video, a list of frames")
-        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+        transpose = _TRANSPOSES.get(image.getexif().get(_ORIENTATION, 1))
         if data is not None and image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
             pixels = _decode_jpeg(data)
             if pixels is not None:
-                return pixels if turn is None else np.asarray(Image.fromarray(pixels).transpose(turn))
-        return _to_rgb(image if turn is None else image.transpose(turn))
+                return pixels if transpose is None else np.asarray(Image.fromarray(pixels).transpose(transpose))
+        return _to_rgb(image if transpose is None else image.transpose(transpose))
     except ImageError:
         raise
-    except Exception as error:  # hostile bytes reach deep into Pillow; whatever it raises, the pixels are bad
+    except Exception as error:  # Pillow raises anything on hostile bytes
         raise ImageError(
             f"the {image.format or image.mode} image of {image.width}x{image.height} pixels is truncated or corrupt. Send the whole file"
         ) from error
 
 
 def _decode_jpeg(data: bytes) -> Pixels | None:
-    """simplejpeg takes under half of Pillow's time and gives the same pixels. What it refuses, Pillow judges."""
+    """Decode with simplejpeg: the same pixels in less than half of Pillow's time. None: it cannot, use Pillow."""
     try:
         import simplejpeg
     except ImportError:
@@ -278,19 +352,19 @@ def _decode_jpeg(data: bytes) -> Pixels | None:
 
 
 def _to_rgb(image: Image.Image) -> Pixels:
-    """On white where transparent, 8-bit RGB."""
-    if image.mode.startswith("I;16"):  # Pillow's own conversion would clip 16 bits instead of scaling them
+    """8-bit RGB, transparent pixels on white."""
+    if image.mode.startswith("I;16"):  # Pillow's conversion clips 16 bits instead of scaling them
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ImageError(f"a picture of mode {image.mode} has no 8- or 16-bit colours. Convert it to RGB first")
+        raise ImageError(f"an image of mode {image.mode} has no 8- or 16-bit colours. Convert it to RGB first")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))  # converting RGB to RGB would copy
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))  # RGB to RGB copies
 
 
 def pillow_resize(pixels: Pixels, height: int, width: int) -> Pixels:
-    """As Hugging Face's processor, to the bit."""
+    """Bit-identical to Hugging Face's processor."""
     return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
 
 
@@ -304,9 +378,9 @@ def image_patches(
 def video_patches(
     frames: Sequence[Pixels], settings: ImageSettings, resize: Resize = pillow_resize, into: Pixels | None = None
 ) -> tuple[Pixels, tuple[int, int, int]]:
-    """[patches, patch_dim] uint8 and the grid of frames that share one size; the last frame fills the last frame pair.
+    """[patches, patch_dim] uint8 and the grid of frames of one size; the last frame is repeated to fill the last frame pair.
 
-    The patches are written to the first rows of `into`; without it they get memory of their own.
+    The patches are written to the first rows of `into`, or to new memory.
     """
     height, width = frames[0].shape[:2]
     size, grid = settings.resized(height, width), settings.grid(height, width, len(frames))
@@ -314,22 +388,24 @@ def video_patches(
     if into is None:
         into = np.empty((num_patches, settings.patch_dim), dtype=np.uint8)
     if len(into) < num_patches:
-        raise ImageError(f"{width}x{height} pixels are {num_patches} patches where only {len(into)} have room")
+        raise ImageError(f"{width}x{height} pixels are {num_patches} patches, but there is memory for {len(into)}")
     resized = (frame if frame.shape[:2] == size else resize(frame, *size) for frame in frames)
-    _cut(resized, into[:num_patches], grid, settings)
+    _patchify(resized, into[:num_patches], grid, settings)
     return into[:num_patches], grid
 
 
-def _cut(frames: Iterable[Pixels], into: Pixels, grid: tuple[int, int, int], settings: ImageSettings) -> None:
-    """Frames to patches: the four patches of one token lie together; a patch is channel, frame, row, column."""
+def _patchify(frames: Iterable[Pixels], into: Pixels, grid: tuple[int, int, int], settings: ImageSettings) -> None:
+    """Frames to patches: the patches of one token are adjacent; a patch is [channel, frame, row, column]."""
     side, merge, depth = settings.patch_size, settings.merge_size, settings.temporal_patch_size
     assert into.flags.c_contiguous, "patches are written through a view"
     pairs, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     #                     time  row of tokens  column  row and column in token  channel  frame  pixel row and column
     patches = into.reshape(pairs, rows, columns, merge, merge, -1, depth, side, side)
-    slots = [patches[number // depth, ..., number % depth, :, :] for number in range(pairs * depth)]
+    frame_views = [patches[number // depth, ..., number % depth, :, :] for number in range(pairs * depth)]
     number = 0
     for number, frame in enumerate(frames):
-        slots[number][...] = frame.reshape(rows, merge, side, columns, merge, side, -1).transpose(0, 3, 1, 4, 6, 2, 5)
-    for slot in slots[number + 1 :]:
-        slot[...] = slots[number]
+        frame_views[number][...] = frame.reshape(rows, merge, side, columns, merge, side, -1).transpose(
+            0, 3, 1, 4, 6, 2, 5
+        )
+    for view in frame_views[number + 1 :]:
+        view[...] = frame_views[number]

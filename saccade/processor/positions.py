@@ -1,7 +1,7 @@
-"""M-RoPE positions: where each token stands in time, height and width. Plain integers, no torch.
+"""M-RoPE positions: time, height and width of each token. Plain integers, no torch.
 
-Text advances all three axes together. The tokens of an image share one time and spread over height and width; a video's frame
-pairs lie `time_step` apart. Text after an image goes on behind its longer spatial side.
+Text advances all three axes together. The tokens of an image share one time and spread over height and width; the frame pairs of
+a video are `time_step` apart. The span behind an image or video starts at the largest position of any of its axes plus one.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ class VisionSpan:
     rows: int
     columns: int
     time_step: float = 1.0
-    """Positions between one frame pair and the next; 1 for an image (which has only one)."""
+    """Positions between consecutive frame pairs; an image has only one."""
 
     @property
     def length(self) -> int:
-        """Tokens it takes in the row."""
+        """Number of tokens."""
         return self.frames * self.rows * self.columns
 
 
 def mrope_positions(spans: Sequence[TextSpan | VisionSpan]) -> NDArray[np.int64]:
-    """[3, tokens]: the positions of one conversation made of `spans`, starting at 0."""
+    """[3, tokens]: positions of one conversation made of `spans`, starting at 0."""
     parts, start = [np.zeros((3, 0), dtype=np.int64)], 0
     for span in spans:
         if isinstance(span, TextSpan):
@@ -43,7 +43,7 @@ def mrope_positions(spans: Sequence[TextSpan | VisionSpan]) -> NDArray[np.int64]
             start += span.length
         else:
             parts.append(_vision_positions(span) + start)
-            start += max(span.rows, span.columns)
+            start = int(parts[-1].max()) + 1
     return np.concatenate(parts, axis=1)
 
 

@@ -1,13 +1,12 @@
-"""The processor: conversations to one packed row.
+"""The processor: conversations to packed model inputs.
 
     conversation -> prompt pieces -> load images -> token ids + positions -> pack
 
-Training calls it on samples, serving on requests; there is no second path. Serving goes the same steps one by one, so that it
-can do them in several processes and leave out the pictures it has already: `split_visuals`, `tokenize`, `patchify_image`,
-`expand_placeholders`. Two resizes can be chosen from:
+Training and serving share it. Serving calls the steps one by one, to run them in several processes and to skip images it has
+cached: `split_visuals`, `tokenize`, `patchify_image`, `expand_placeholders`. Two resizes are available:
 
-    "pillow"   Hugging Face's pixels to the bit; the default
-    "torch"    within 2/255 of them at a fifth of the time: 0.8 instead of 4.2 ms for a 512 px picture
+    "pillow"   bit-identical to Hugging Face's; the default
+    "torch"    within 2/255 of it at a fifth of the time: 0.8 instead of 4.2 ms for a 512 px image
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ from saccade.processor.conversation import (
     Message,
     Piece,
     Prompt,
+    VideoFileItem,
     VisualItem,
-    _check,
+    check_messages,
     is_list,
     read_template,
     render_prompt,
@@ -45,20 +45,21 @@ from saccade.processor.conversation import (
 from saccade.processor.folder import read_config, read_json
 from saccade.processor.image import (
     ImageSettings,
-    ImageSource,
+    MediaBudget,
     MediaLimits,
     Pixels,
     Resize,
-    _read,
     check_size,
     image_patches,
     load_image,
     pillow_resize,
+    read_encoded,
     video_patches,
 )
 from saccade.processor.inputs import ModelInputs
 from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
 from saccade.processor.tokenizer import Tokenizer
+from saccade.processor.video import sampled_frames
 
 ResizeName = Literal["pillow", "torch"]
 VisualKind = Literal["image", "video"]
@@ -66,12 +67,12 @@ _Value = TypeVar("_Value")
 
 
 def torch_resize(pixels: Pixels, height: int, width: int) -> Pixels:
-    """Bicubic with antialiasing by torch's vectorised 8-bit kernel; some pixels are rounded otherwise than Pillow's."""
-    writable = pixels if pixels.flags.writeable else pixels.copy()  # torch warns of memory it may not write
-    # With the batch dim put in front first torch sees channels last memory and stays in it, which is 1.8 times as fast.
+    """Antialiased bicubic resize by torch's vectorised 8-bit kernel; it rounds some pixels differently than Pillow."""
+    writable = pixels if pixels.flags.writeable else pixels.copy()  # torch warns about read-only memory
+    # The batch dim comes first, so that torch recognises channels-last memory: 1.8 times as fast.
     x_1CHW = torch.from_numpy(writable)[None].permute(0, 3, 1, 2)
     old_height, old_width = pixels.shape[:2]
-    if _pillow_begins_with_rows(old_height, old_width, height, width):
+    if _pillow_resizes_rows_first(old_height, old_width, height, width):
         x_1CHW = _interpolate(x_1CHW, height, old_width)
     return _interpolate(x_1CHW, height, width).permute(0, 2, 3, 1)[0].numpy()
 
@@ -80,9 +81,9 @@ def _interpolate(x_1CHW: Tensor, height: int, width: int) -> Tensor:
     return torch.nn.functional.interpolate(x_1CHW, (height, width), mode="bicubic", antialias=True)
 
 
-def _pillow_begins_with_rows(height: int, width: int, new_height: int, new_width: int) -> bool:
-    """Whether Pillow resizes the rows before the columns; torch never does. Colours are clipped between the two, so that on
-    hard edges the other order is off by up to 31 of 255."""
+def _pillow_resizes_rows_first(height: int, width: int, new_height: int, new_width: int) -> bool:
+    """Whether Pillow makes the vertical pass first; torch never does. Colours are clipped between the passes, so that on hard
+    edges the other order differs by up to 31 of 255."""
     return _PILLOW_MAJOR >= 13 and new_height < height and height - new_height > 2 * (width - new_width)
 
 
@@ -92,19 +93,19 @@ _RESIZES: dict[str, Resize] = {"pillow": pillow_resize, "torch": torch_resize}
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTokens:
-    """What the processor must know of the model: how images and videos stand in the token row."""
+    """The model's placeholder tokens and time scale."""
 
     image_id: int
-    """The placeholder an image's tokens carry."""
+    """Placeholder token of an image."""
     video_id: int
-    """The placeholder a video's tokens carry."""
+    """Placeholder token of a video."""
     tokens_per_second: float
-    """Time positions a second of video takes."""
+    """Time positions per second of video."""
 
 
 @dataclass(frozen=True)
 class Visual:
-    """An image or video ready for the model."""
+    """A preprocessed image or video."""
 
     patches: Pixels
     """[patches, patch_dim]"""
@@ -115,7 +116,7 @@ class Visual:
 
 
 class Processor:
-    """Everything between a conversation and the model, for one checkpoint folder."""
+    """Tokenizer, chat template and image preprocessing of one checkpoint folder."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class Processor:
 
     @staticmethod
     def load(folder: str | Path, *, limits: MediaLimits | None = None, resize: ResizeName = "pillow") -> Processor:
-        """Read the processor's side of a checkpoint folder. `limits` bound what images may be."""
+        """Read tokenizer, template and image settings of a checkpoint folder."""
         folder = Path(folder)
         config = read_config(folder)
         vision = config.get("vision_config") or {}
@@ -174,7 +175,7 @@ class Processor:
 
     @staticmethod
     def fingerprint(folder: str | Path) -> str:
-        """Equal for folders in which every conversation has the same tokens and as many patches. No tokenizer is built for it."""
+        """Equal for folders that give every conversation the same tokens and number of patches. Builds no tokenizer."""
         folder = Path(folder)
         if not (folder / "tokenizer.json").is_file():
             raise CheckpointError(f"{folder}: no tokenizer.json. A checkpoint folder needs a fast tokenizer")
@@ -184,53 +185,79 @@ class Processor:
         digest = hashlib.sha256(json.dumps(decisive).encode() + (folder / "tokenizer.json").read_bytes())
         return digest.hexdigest()[:16]
 
-    def __call__(self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = False) -> ModelInputs:
-        """One packed row of all conversations. `add_generation_prompt` ends each where the assistant is to speak."""
+    def __call__(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> ModelInputs:
+        """Preprocess and pack conversations.
+
+        `add_generation_prompt` appends the start of an assistant turn; `continue_final_message` instead leaves the final assistant
+        message open, for the model to continue.
+        """
         if not is_list(conversations) or not all(is_list(messages) for messages in conversations):
             raise RequestError(
                 "the processor takes a list of conversations, each a list of messages: processor([messages])"
             )
-        return ModelInputs.pack([self.preprocess(messages, add_generation_prompt) for messages in conversations])
+        return ModelInputs.pack(
+            [
+                self.preprocess(messages, add_generation_prompt, continue_final_message=continue_final_message)
+                for messages in conversations
+            ]
+        )
 
     def preprocess(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, into: Pixels | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        into: Pixels | None = None,
+        *,
+        continue_final_message: bool = False,
     ) -> ModelInputs:
-        """One conversation as a row of its own. Rows are put together with `ModelInputs.pack`.
-
-        `into` [patches, patch_dim] saves a copy: the patches are written to its first rows, and the row's `patches` are these.
-        """
-        prompt = self._render(messages, add_generation_prompt)
+        """Preprocess one conversation. `into` [patches, patch_dim] is memory for its patches: they become its first rows."""
+        prompt = self._render(messages, add_generation_prompt, continue_final_message)
+        budget = MediaBudget(self.limits)
         visuals: list[Visual] = []
         used = 0
         for number, item in enumerate(prompt.visuals):
             with prefix_errors(f"{visual_kind(item)} {number + 1}"):
-                visuals.append(self.preprocess_visual(item, None if into is None else into[used:]))
+                visuals.append(self.preprocess_visual(item, None if into is None else into[used:], budget))
             used += len(visuals[-1].patches)
-        patches = self._joined(visuals) if into is None else into[:used]
+        patches = self._concatenate(visuals) if into is None else into[:used]
         return self._assemble(prompt.pieces, visuals, patches)
 
-    def tokenize(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
-        """Token ids in which each image and video is a single placeholder. None of them is looked at."""
-        return self._tokens(self._render(messages, add_generation_prompt).pieces)[0]
+    def tokenize(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, continue_final_message: bool = False
+    ) -> list[int]:
+        """Token ids with a single placeholder per image and video. No image is read."""
+        return self._tokens(self._render(messages, add_generation_prompt, continue_final_message).pieces)[0]
 
-    def preprocess_visual(self, item: VisualItem, into: Pixels | None = None) -> Visual:
-        """Decode, resize and cut one image or video."""
+    def preprocess_visual(
+        self, item: VisualItem, into: Pixels | None = None, budget: MediaBudget | None = None
+    ) -> Visual:
+        """Decode, resize and patchify one image or video. `budget` counts it against the limits of its request."""
+        budget = budget or MediaBudget(self.limits)
         if isinstance(item, ImageItem):
-            return self.patchify_image(load_image(item.source, self.limits), into)
-        check_num_frames(len(item.frames), self.limits)
+            return self.patchify_image(load_image(item.source, self.limits, budget), into)
+        if isinstance(item, VideoFileItem):
+            data = read_encoded(item.source, self.limits, "video")
+            budget.add_bytes(len(data))
+            return self.patchify_video(sampled_frames(data, item.fps, budget), item.fps, into)
+        budget.add_frames(len(item.frames))
         frames = []
         for number, source in enumerate(item.frames):
             with prefix_errors(f"frame {number + 1}"):
-                frames.append(load_image(source, self.limits))
+                frames.append(load_image(source, self.limits, budget))
         return self.patchify_video(frames, item.fps, into)
 
     def patchify_image(self, pixels: Pixels, into: Pixels | None = None) -> Visual:
-        """Resize and cut an image that is decoded."""
+        """Resize and patchify a decoded image."""
         patches, grid = image_patches(pixels, self.images, self._resize, into)
         return Visual(patches, grid, self._span(grid, self.images, time_step=1.0))
 
     def patchify_video(self, frames: Sequence[Pixels], fps: float, into: Pixels | None = None) -> Visual:
-        """Resize and cut the frames of a video that are decoded."""
+        """Resize and patchify the decoded frames of a video, `fps` of them per second."""
         if len(sizes := {frame.shape for frame in frames}) > 1:
             shapes = ", ".join(f"{width}x{height}" for height, width, _ in sorted(sizes))
             raise ImageError(f"the frames have different sizes: {shapes}. Give frames of one size")
@@ -239,10 +266,8 @@ class Processor:
         return Visual(patches, grid, self._span(grid, self.videos, time_step=self.vision.tokens_per_second * seconds))
 
     def measure(self, messages: Sequence[Message], image_sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Tokens and patches of the row `preprocess` would make. No pixel is decoded.
-
-        `image_sizes` are the upright widths and heights of the conversation's images; the images themselves are not looked at.
-        """
+        """Number of tokens and patches that `preprocess` would return. No image is read: `image_sizes` are their upright widths
+        and heights."""
         prompt = self._render(messages, add_generation_prompt=False)
         if len(prompt.visuals) != len(image_sizes) or not all(isinstance(item, ImageItem) for item in prompt.visuals):
             raise RequestError(
@@ -259,13 +284,21 @@ class Processor:
         """Text of generated tokens, special tokens left out."""
         return self.tokenizer.decode(token_ids)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> Prompt:
-        prompt = render_prompt(messages, self.template, self.tokenizer, add_generation_prompt=add_generation_prompt)
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, continue_final_message: bool = False
+    ) -> Prompt:
+        prompt = render_prompt(
+            messages,
+            self.template,
+            self.tokenizer,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         self._check_placeholders(prompt)
         return prompt
 
     def _check_placeholders(self, prompt: Prompt) -> None:
-        """The template must have written one placeholder for each image and video, in their order."""
+        """Check that the template wrote one placeholder per image and video, in order."""
         names = {self.vision.image_id: "image", self.vision.video_id: "video"}
         written = [names[piece.control_id] for piece in prompt.pieces if piece.control_id in names]
         given = [visual_kind(item) for item in prompt.visuals]
@@ -273,8 +306,8 @@ class Processor:
             return
         if len(written) < len(given):
             raise RequestError(
-                f"{len(given)} images or videos but {len(written)} placeholders: an image without a placeholder would not be seen. "
-                "The checkpoint's chat template writes none for it; use a template made for images"
+                f"{len(given)} images or videos but {len(written)} placeholders: an image without a placeholder would be ignored. "
+                "The checkpoint's chat template writes none for it; use a template for images"
             )
         if len(written) > len(given):
             raise RequestError(
@@ -288,7 +321,7 @@ class Processor:
         frames, rows, columns = grid
         return VisionSpan(frames, rows // settings.merge_size, columns // settings.merge_size, time_step)
 
-    def _joined(self, visuals: Sequence[Visual]) -> Pixels:
+    def _concatenate(self, visuals: Sequence[Visual]) -> Pixels:
         if len(visuals) == 1:
             return visuals[0].patches
         none = np.zeros((0, self.images.patch_dim), dtype=np.uint8)
@@ -298,31 +331,31 @@ class Processor:
         return self.tokenizer.encode_text(piece.text) if piece.control_id is None else [piece.control_id]
 
     def _tokens(self, pieces: Sequence[Piece]) -> tuple[list[int], list[bool], list[int]]:
-        """Token ids, whether each is learned, and where the placeholders stand: one for each image and video."""
+        """Token ids, their loss mask, and the index of each placeholder: one per image and video."""
         token_ids: list[int] = []
-        learned: list[bool] = []
-        places: list[int] = []
+        loss_mask: list[bool] = []
+        placeholders: list[int] = []
         for piece in pieces:
             is_placeholder = piece.control_id in (self.vision.image_id, self.vision.video_id)
             if is_placeholder:
-                places.append(len(token_ids))
+                placeholders.append(len(token_ids))
             ids = self._ids(piece)
             token_ids += ids
-            learned += [piece.is_learned and not is_placeholder] * len(ids)
-        return token_ids, learned, places
+            loss_mask += [piece.in_loss and not is_placeholder] * len(ids)
+        return token_ids, loss_mask, placeholders
 
     def _assemble(self, pieces: Sequence[Piece], visuals: Sequence[Visual], patches: Pixels) -> ModelInputs:
-        """Token ids, positions and learned marks of one conversation, with its patches."""
-        compact, learned, places = self._tokens(pieces)
+        """Model inputs of one conversation."""
+        compact, loss_mask, placeholders = self._tokens(pieces)
         spans = [visual.span for visual in visuals]
-        token_ids, positions, starts = expand_placeholders(compact, places, spans)
+        token_ids, positions, starts = expand_placeholders(compact, placeholders, spans)
         image_tokens = (range(start, start + span.length) for start, span in zip(starts, spans, strict=True))
         grids = torch.tensor([visual.grid for visual in visuals], dtype=torch.int64).reshape(-1, 3)
         return ModelInputs(
             token_ids=_tensor(token_ids, np.int64),
             cu_seqlens=_tensor([0, len(token_ids)], np.int32),
             positions=torch.from_numpy(positions),
-            loss_mask=_tensor(_repeated(learned, places, spans), np.bool_),
+            loss_mask=_tensor(_repeat_placeholders(loss_mask, placeholders, spans), np.bool_),
             patches=torch.from_numpy(patches),
             image_grids=grids,
             image_token_index=_tensor([*chain.from_iterable(image_tokens)], np.int64),
@@ -333,67 +366,56 @@ class Processor:
 
 
 def split_visuals(messages: Sequence[Message]) -> tuple[list[Message], list[VisualItem]]:
-    """A checked conversation with stand-ins for its images and videos, which JSON can carry, and these in order.
-
-    The first is for `Processor.tokenize`, the others for `Processor.preprocess_visual`.
-    """
-    checked, visuals = _check(messages)
-    stand_ins = {"image": {"image": "elsewhere"}, "video": {"video": ["elsewhere"]}}
+    """Split a conversation into messages fit for JSON, for `Processor.tokenize`, and its images and videos in order, for
+    `Processor.preprocess_visual`."""
+    checked, visuals = check_messages(messages)
+    sources = {"image": {"image": "elsewhere"}, "video": {"video": ["elsewhere"]}}
     for message in checked:
         if not isinstance(message["content"], str):
-            message["content"] = [part | stand_ins.get(part["type"], {}) for part in message["content"]]
+            message["content"] = [part | sources.get(part["type"], {}) for part in message["content"]]
     return list(checked), visuals
 
 
-def read_encoded(source: ImageSource, limits: MediaLimits) -> bytes:
-    """The file an image source (path, bytes or data URL) stands for, never more than the limit; nothing is decoded."""
-    return _read(source, limits)
-
-
 def expand_placeholders(
-    token_ids: Sequence[int], places: Sequence[int], spans: Sequence[VisionSpan]
+    token_ids: Sequence[int], placeholders: Sequence[int], spans: Sequence[VisionSpan]
 ) -> tuple[list[int], NDArray[np.int64], list[int]]:
-    """Make of the placeholder at each place as many as its image or video has tokens.
+    """Repeat each placeholder token for all tokens of its image or video.
 
-    Gives the token ids, their positions [3, tokens], and where each image or video begins.
+    Returns the token ids, their positions [3, tokens], and the index of the first token of each image or video.
     """
     starts: list[int] = []
-    row: list[TextSpan | VisionSpan] = []
+    all_spans: list[TextSpan | VisionSpan] = []
     end, shift = 0, 0
-    for place, span in zip(places, spans, strict=True):
-        row += [TextSpan(place - end), span]
-        starts.append(place + shift)
-        end, shift = place + 1, shift + span.length - 1
-    row.append(TextSpan(len(token_ids) - end))
-    return _repeated(token_ids, places, spans), mrope_positions(row), starts
+    for index, span in zip(placeholders, spans, strict=True):
+        all_spans += [TextSpan(index - end), span]
+        starts.append(index + shift)
+        end, shift = index + 1, shift + span.length - 1
+    all_spans.append(TextSpan(len(token_ids) - end))
+    return _repeat_placeholders(token_ids, placeholders, spans), mrope_positions(all_spans), starts
 
 
-def _repeated(values: Sequence[_Value], places: Sequence[int], spans: Sequence[VisionSpan]) -> list[_Value]:
-    """The values with the one at each place repeated for all tokens of its span."""
+def _repeat_placeholders(
+    values: Sequence[_Value], placeholders: Sequence[int], spans: Sequence[VisionSpan]
+) -> list[_Value]:
+    """One value per token, from one value per token with single placeholders."""
     repeated: list[_Value] = []
     end = 0
-    for place, span in zip(places, spans, strict=True):
-        repeated += values[end:place]
-        repeated += [values[place]] * span.length
-        end = place + 1
+    for index, span in zip(placeholders, spans, strict=True):
+        repeated += values[end:index]
+        repeated += [values[index]] * span.length
+        end = index + 1
     repeated += values[end:]
     return repeated
 
 
 def visual_kind(item: VisualItem) -> VisualKind:
-    """What it is called in messages to users."""
+    """`image` or `video`."""
     return "image" if isinstance(item, ImageItem) else "video"
-
-
-def check_num_frames(num_frames: int, limits: MediaLimits) -> None:
-    """Refuse a video by its length."""
-    if num_frames > limits.max_frames:
-        raise ImageError(f"{num_frames} frames, over the limit of {limits.max_frames}. Sample fewer frames")
 
 
 @contextlib.contextmanager
 def prefix_errors(what: str) -> Iterator[None]:
-    """Have an error say which image, video or frame it was."""
+    """Prefix the message of an `ImageError` with the image, video or frame it is about."""
     try:
         yield
     except ImageError as error:
@@ -401,11 +423,11 @@ def prefix_errors(what: str) -> Iterator[None]:
 
 
 def _tensor(values: Sequence[int | bool], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype))  # a list of 500 takes torch itself ten times as long
+    return torch.from_numpy(np.array(values, dtype))  # ten times as fast as torch.tensor for 500 values
 
 
 def _preprocessor_config(folder: Path, file: str, section: str) -> dict[str, Any]:
-    """The settings in a file of their own, or as a section of `processor_config.json`; both are Hugging Face layouts."""
+    """The settings from their own file, or from a section of `processor_config.json`; both are Hugging Face layouts."""
     return read_json(folder / file) or read_json(folder / "processor_config.json").get(section) or {}
 
 
@@ -414,9 +436,9 @@ def _read_image_settings(folder: Path) -> ImageSettings:
 
 
 def _image_settings(config: Mapping[str, Any], default: ImageSettings) -> ImageSettings:
-    """The fields we honour; settings that would change the pixels in a way we do not follow are refused."""
-    honoured = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
-    for name, value in honoured.items():
+    """Parse the supported fields; unsupported values that would change the pixels are refused."""
+    supported = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
+    for name, value in supported.items():
         if config.get(name, value) != value:
             raise CheckpointError(f"preprocessor_config.json: {name} is {config[name]!r}; only {value!r} is supported")
     factor = config.get("rescale_factor", 1 / 255)
@@ -440,7 +462,7 @@ def _image_settings(config: Mapping[str, Any], default: ImageSettings) -> ImageS
 
 
 def _check_same_patches(images: ImageSettings, vision: Mapping[str, Any], folder: Path) -> None:
-    """The processor must cut patches as the vision tower reads them."""
+    """Check that the processor and the vision tower agree on the patches."""
     for ours, theirs in (
         ("patch_size", "patch_size"),
         ("temporal_patch_size",) * 2,
@@ -457,13 +479,13 @@ def _required_id(config: Mapping[str, Any], name: str, folder: Path) -> int:
     value = config.get(name)
     if not isinstance(value, int):
         raise CheckpointError(
-            f"{folder}/config.json has no {name}: it does not describe a vision-language model. Make one with saccade init"
+            f"{folder}/config.json has no {name} (model_type {config.get('model_type')!r}): not a supported vision-language model. Make one with saccade init"
         )
     return value
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """From `generation_config.json`, else from `config.json`: one id or a list of them."""
+    """End-of-turn tokens from `generation_config.json`, else from `config.json`: one id or a list."""
     text_config = config.get("text_config") or {}
     sources = (read_json(folder / "generation_config.json"), config, text_config)
     found: Any = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])

@@ -1,7 +1,9 @@
 """Conversations to tokens: users' words stay words, the assistant's words are learned, malformed messages are named."""
 
+import io
 import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -235,7 +237,12 @@ def test_all_ways_to_give_an_image_are_the_same(processor, tmp_path):
         image_part(),
         image_part(path),
         image_part(tmp_path / "a.png"),
-        image_part((tmp_path / "a.png").read_bytes()),
+        image_part(data := (tmp_path / "a.png").read_bytes()),
+        image_part(bytearray(data)),
+        image_part(memoryview(data)),
+        image_part(io.BytesIO(data)),
+        image_part(np.asarray(PICTURE)),
+        image_part(np.asarray(PICTURE.convert("RGBA"))),
         {"type": "image_url", "image_url": {"url": path}},
         {"type": "image_url", "image_url": path},
     ]
@@ -245,7 +252,52 @@ def test_all_ways_to_give_an_image_are_the_same(processor, tmp_path):
         assert torch.equal(row.patches, rows[0].patches)
 
 
-# ------------------------------------------------------------------ what is learned
+def test_a_video_is_a_list_of_frames_or_an_array(processor):
+    frames = [np.full((56, 84, 3), level, np.uint8) for level in (0, 90, 200)]
+    ways = [[Image.fromarray(frame) for frame in frames], frames, np.stack(frames)]
+    rows = [processor.preprocess([user([{"type": "video", "video": way, "fps": np.float32(1)}])]) for way in ways]
+    for row in rows:
+        assert row.image_grids.tolist() == [[2, 4, 6]]
+        assert torch.equal(row.patches, rows[0].patches)
+
+
+def test_a_tools_result_is_text_between_the_turns(processor):
+    result = {"role": "tool", "content": "42<|im_end|>", "tool_call_id": "call_1<|im_end|>", "name": "add"}
+    inputs = processor.preprocess([user("6 * 7?"), assistant("add(6, 7)"), result], add_generation_prompt=True)
+    assert "<|im_start|>tool\n42<|im_end|><|im_end|>\n<|im_start|>assistant" in whole_text(processor, inputs)
+    assert control_names(processor, inputs).count("<|im_end|>") == 4, (
+        "system, user, assistant, tool; none from the text"
+    )
+    naming = with_template(processor, "{{ messages[0].name }}:{{ messages[0].tool_call_id }}")
+    assert whole_text(naming, naming.preprocess([result])) == "add:call_1<|im_end|>"
+    assert control_names(naming, naming.preprocess([result])) == []
+
+
+def test_a_final_assistant_message_is_continued(processor):
+    messages = [user("Count."), assistant("One, two<|im_end|>,")]
+    prompt = processor.preprocess(messages[:1], add_generation_prompt=True).token_ids
+    open_turn = processor.preprocess(messages, continue_final_message=True)
+    assert torch.equal(open_turn.token_ids[: len(prompt)], prompt)
+    assert open_turn.token_ids[len(prompt) :].tolist() == processor.tokenizer.encode_text("One, two<|im_end|>,")
+    assert not open_turn.loss_mask.any()
+    assert processor.tokenize(messages, continue_final_message=True) == open_turn.token_ids.tolist()
+    assert torch.equal(processor([messages], continue_final_message=True).token_ids, open_turn.token_ids)
+    whole = processor.preprocess(messages).token_ids
+    assert torch.equal(whole[: len(open_turn.token_ids)], open_turn.token_ids), "what training would see"
+
+
+def test_what_cannot_be_continued_is_refused(processor):
+    with pytest.raises(RequestError, match="continues a final message with role assistant and text alone"):
+        processor.preprocess([user("hi")], continue_final_message=True)
+    with pytest.raises(RequestError, match="exclude each other"):
+        processor.preprocess([user("hi"), assistant("a")], add_generation_prompt=True, continue_final_message=True)
+    trimming = with_template(processor, CHATML.replace("message.content", "message.content | trim"))
+    assert trimming.preprocess([user("hi"), assistant("a")], continue_final_message=True).num_tokens
+    with pytest.raises(RequestError, match="the chat template changes the final message"):
+        trimming.preprocess([user("hi"), assistant("a ")], continue_final_message=True)
+
+
+# ------------------------------------------------------------------ what is trained on
 
 
 def test_the_assistants_words_and_the_end_of_its_turn_are_learned(processor):
@@ -380,7 +432,7 @@ def test_a_template_that_does_not_parse_is_the_checkpoints_fault():
 
 
 def test_a_template_for_text_alone_refuses_images_with_advice(processor):
-    with pytest.raises(RequestError, match="A template made for text alone takes no images"):
+    with pytest.raises(RequestError, match="A template for text alone takes no images"):
         with_template(processor, "{{ '<|im_start|>' + messages[0].content }}").preprocess([user([image_part()])])
 
 
@@ -445,7 +497,9 @@ def test_older_places_of_the_template_are_read(tmp_path):
         ([{"content": "hi"}], "messages[0]: a message has role and content"),
         ([user("a"), {"role": "user", "content": "b", "name": "x", "id": 1}], "messages[1]: unknown key id, name"),
         ([user("a") | {3: 4}], "messages[0]: unknown key 3"),
-        ([{"role": "tool", "content": "a"}], "messages[0].role is 'tool'. Use one of system, user, assistant"),
+        ([{"role": "robot", "content": "a"}], "messages[0].role is 'robot'. Use one of system, user, assistant, tool"),
+        ([{"role": "tool", "content": "a", "name": 3}], "messages[0].name must be a string"),
+        ([{"role": "assistant", "content": "", "tool_calls": []}], "messages[0]: unknown key tool_calls"),
         ([{"role": ["user"], "content": "a"}], "messages[0].role is ['user']"),
         ([user(None)], "messages[0].content is NoneType, not text or a list of parts"),
         ([user(b"bytes")], "messages[0].content is bytes, not text or a list of parts"),
@@ -453,7 +507,7 @@ def test_older_places_of_the_template_are_read(tmp_path):
         ([user(7)], "messages[0].content is int"),
         ([user(["a"])], "messages[0].content[0] is str, not a part with a type"),
         ([user([text_part("a"), None])], "messages[0].content[1] is NoneType, not a part with a type"),
-        ([user([{"text": "a"}])], "messages[0].content[0].type is None. Use text, image_url, image or video"),
+        ([user([{"text": "a"}])], "messages[0].content[0].type is None. Use text, image_url, image, video_url, video"),
         ([user([{"type": "audio"}])], "messages[0].content[0].type is 'audio'"),
         ([user([{"type": ["text"]}])], "messages[0].content[0].type is ['text']"),
         ([user([{"type": "text"}])], "messages[0].content[0].text must be a string"),
@@ -467,12 +521,13 @@ def test_older_places_of_the_template_are_read(tmp_path):
         ([user([{"type": "image_url", "image_url": {"url": ""}}])], "messages[0].content[0].image_url: image"),
         ([user("a"), user([text_part("b"), {"type": "video"}])], "messages[1].content[1].video: video placeholder without frames"),
         ([user([{"type": "video", "video": []}])], "messages[0].content[0].video: video placeholder without frames"),
-        ([user([{"type": "video", "video": "clip.mp4"}])], "messages[0].content[0].video must be a list of frames"),
-        ([user([{"type": "video", "video": b"mp4"}])], "messages[0].content[0].video must be a list of frames"),
-        ([user([{"type": "video", "video": 5}])], "messages[0].content[0].video must be a list of frames"),
+        ([user([{"type": "video", "video": 5}])], "messages[0].content[0].video is int. Use a video file (path, bytes, data URL)"),
+        ([user([{"type": "image", "image": np.zeros((4, 4, 3))}])], "messages[0].content[0].image: an image array is float64 [4, 4, 3]; use uint8"),
+        ([user([{"type": "image", "image": np.zeros((4, 4, 2), np.uint8)}])], "an image array is uint8 [4, 4, 2]"),
+        ([user([{"type": "image", "image": np.zeros((0, 4, 3), np.uint8)}])], "an image array is uint8 [0, 4, 3]"),
         *(
             ([user([{"type": "video", "video": [PICTURE], "fps": fps}])], f"messages[0].content[0].fps is {fps!r}")
-            for fps in (0, -1, "2", True, None, float("nan"), float("inf"), 1000)
+            for fps in (0, -1, 1e-9, 1e-300, 0.009, "2", True, None, float("nan"), float("inf"), 1001)
         ),
     ],
     ids=lambda value: repr(value)[:60] if isinstance(value, str) else "",
@@ -522,5 +577,7 @@ def test_errors_of_images_say_which_image_it_was(processor):
     frames = [PICTURE, Image.new("RGB", (84, 56))]
     with pytest.raises(RequestError, match="video 1: the frames have different sizes: 56x56, 84x56"):
         processor.preprocess([user([{"type": "video", "video": frames}])])
-    with pytest.raises(RequestError, match=r"video 1: 769 frames, over the limit of 768. Sample fewer frames"):
+    with pytest.raises(
+        RequestError, match=r"video 1: 769 frames, over the limit of 768 per request. Sample fewer frames"
+    ):
         processor.preprocess([user([{"type": "video", "video": [PICTURE] * 769}])])

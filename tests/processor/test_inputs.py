@@ -1,6 +1,7 @@
 """The packed row, and the processor that makes it from a checkpoint folder."""
 
 import dataclasses
+import io
 import json
 import shutil
 
@@ -187,8 +188,37 @@ def test_limits_are_obeyed(copy):
     strict = Processor.load(copy, limits=MediaLimits(max_side=50, allow_local_files=False))
     with pytest.raises(ImageError, match=r"image 1: .*longest side may be 50"):
         strict.preprocess(ask(image(56, 56)))
-    with pytest.raises(ImageError, match="image 1: images named by a path are not read here"):
+    with pytest.raises(ImageError, match="image 1: images given as a path are not read here"):
         strict.preprocess(ask({"type": "image_url", "image_url": {"url": "/etc/hostname"}}))
+
+
+def test_a_request_is_limited_as_a_whole(copy):
+    """Frames, bytes and pixels are added up over all images and videos, before anything is decoded."""
+    limits = MediaLimits(max_frames=5, max_request_pixels=4 * 56 * 56, max_request_bytes=9000)
+    strict = Processor.load(copy, limits=limits)
+    assert strict.preprocess(ask(video(3, 56, 56), image(56, 56))).num_tokens
+    with pytest.raises(ImageError, match=r"video 2: 6 frames, over the limit of 5 per request. Sample fewer frames"):
+        strict.preprocess(ask(video(3, 28, 28), video(3, 28, 28)))
+    with pytest.raises(ImageError, match="video 1: frame 5: images and frames of 15680 pixels so far, over the limit"):
+        strict.preprocess(ask(video(5, 56, 56)))
+    with pytest.raises(ImageError, match="image 2: images and frames of 18816 pixels so far, over the limit of 12544"):
+        strict.preprocess(ask(image(112, 56), image(112, 112)))
+    encoded = io.BytesIO()
+    picture(56, 56).save(encoded, "BMP")  # 9462 bytes
+    with pytest.raises(ImageError, match="image 1: images and videos of 9462 bytes so far, over the limit of 9000"):
+        strict.preprocess(ask({"type": "image", "image": encoded}))
+
+
+def test_pixels_of_a_request_are_counted_before_they_are_decoded(copy):
+    """A header that promises too much is refused although there is nothing behind it."""
+    encoded = io.BytesIO()
+    picture(56, 56).save(encoded, "PNG")
+    header = encoded.getvalue()[:60]
+    strict = Processor.load(copy, limits=MediaLimits(max_request_pixels=2 * 56 * 56))
+    with pytest.raises(ImageError, match=r"image 2: .* truncated or corrupt"):
+        strict.preprocess(ask(image(28, 28), {"type": "image", "image": header}))
+    with pytest.raises(ImageError, match="video 1: frame 3: images and frames of 9408 pixels so far"):
+        strict.preprocess(ask({"type": "video", "video": [picture(56, 56), picture(56, 56, 1), header]}))
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
@@ -200,7 +230,8 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 def test_a_text_models_folder_is_refused_with_the_way_out(copy):
     change(copy / "config.json", image_token_id=...)
     with pytest.raises(
-        CheckpointError, match=r"no image_token_id: .* vision-language model. Make one with saccade init"
+        CheckpointError,
+        match=r"no image_token_id \(model_type 'qwen2_5_vl'\): .* vision-language model. Make one with saccade init",
     ):
         Processor.load(copy)
 

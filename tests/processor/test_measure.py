@@ -71,7 +71,7 @@ def test_patches_are_written_into_given_memory(processor):
 
 def test_patches_that_find_no_room_are_an_error(processor):
     memory = np.zeros((10, processor.images.patch_dim), dtype=np.uint8)
-    with pytest.raises(ImageError, match="image 1: 56x56 pixels are 16 patches where only 10 have room"):
+    with pytest.raises(ImageError, match="image 1: 56x56 pixels are 16 patches, but there is memory for 10"):
         processor.preprocess(conversation([(56, 56)]), into=memory)
 
 
