@@ -136,7 +136,7 @@ def main() -> None:
         if options.checkpoint is None:
             make_checkpoint(checkpoint, options.size)
         config = EngineConfig(
-            num_pages=600, max_length=2048, max_requests=16, max_step_tokens=256, image_pool_tokens=1024,
+            num_pages=600, max_length=2048, max_requests=16, max_step_tokens=256, encoder_cache_tokens=1024,
             num_workers=options.workers, processed_image_cache_bytes=16 << 20,
         )  # fmt: skip
         with Engine.load(checkpoint, config=config) as engine:

@@ -1,9 +1,9 @@
-"""The engine: many requests at once through one model, with paged memory and caches that know images.
+"""The engine: many requests at once through one model, with paged KV cache, prefix cache and encoder cache.
 
-    conversation -> prepare -> request -> schedule -> run -> sample -> tokens -> text
+    conversation -> preprocess -> request -> schedule -> run -> sample -> detokenize -> completion
 
-Where to start reading: `scheduler.py` decides what a step computes, in plain Python over integers; `core.py` has steps carried
-out one after another; `runner.py` runs them on the device; `engine.py` is the door, where tokens become text. `pages.py` and `image_pool.py` say who owns what.
+Where to start reading: `scheduler.py` decides what a step computes, in plain Python over integers; `core.py` is the engine loop;
+`runner.py` runs steps on the device; `engine.py` is the public API. `pages.py` and `encoder_cache.py` allocate device memory.
 """
 
 from typing import TYPE_CHECKING

@@ -1,11 +1,20 @@
-"""How the engine uses the machine."""
+"""Engine configuration."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from saccade.errors import ConfigError
 
 KVFormat = Literal["model", "fp8", "int8"]
+
+_RENAMED = {
+    "memory_share": "gpu_memory_utilization",
+    "image_pool_tokens": "encoder_cache_tokens",
+    "image_cache": "encoder_cache",
+    "host_image_bytes": "processed_image_cache_bytes",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,40 +22,47 @@ class EngineConfig:
     """Sizes and switches of one engine."""
 
     page_size: int = 16
-    """Tokens of a page of the key/value cache: a power of two, 1 to 128."""
+    """Tokens per KV-cache page: a power of two, 1 to 128."""
     num_pages: int | None = None
-    """Pages of the cache. None: as many as fit into `memory_share` beside a measured step."""
-    memory_share: float = 0.9
-    """Share of the GPU's memory the engine may use in all."""
+    """Pages of the KV cache. None: what fits into `gpu_memory_utilization` beside the largest step, which is profiled."""
+    gpu_memory_utilization: float = 0.9
+    """Fraction of the GPU's memory the engine may use in total."""
     kv_format: KVFormat = "model"
-    """What keys and values are kept in: the model's own number format, or 8 bits with a scale per token and head."""
+    """Storage of keys and values: the model's dtype, or 8 bits with a scale per token and head."""
     max_length: int | None = None
-    """Longest prompt and answer together, in tokens. None: what the model was made for, or what the cache can hold."""
+    """Maximum tokens of prompt and output together. None: the model's context length, or what the KV cache holds."""
     max_requests: int = 256
-    """Requests that run at once."""
+    """Maximum number of running requests."""
     max_step_tokens: int = 8192
-    """Tokens of a step. Prompts are computed in chunks that fit; more is faster in all, less is smoother for those who wait."""
+    """Maximum tokens per step. Prompts are computed in chunks that fit; more gives throughput, less gives steadier token latency."""
     max_step_patches: int = 32768
-    """Patches the tower encodes in a step; a larger image is encoded alone."""
-    image_pool_tokens: int = 65536
+    """Maximum patches encoded per step; a larger image is encoded alone."""
+    encoder_cache_tokens: int = 65536
     """Tokens of image features kept on the device."""
-    image_cache: bool = True
-    """Keep features of images that no request uses any more until their room is needed."""
+    encoder_cache: bool = True
+    """Keep features of images that no request uses until their slots are needed."""
     prefix_cache: bool = True
-    """Keep pages of ended requests for others that begin alike."""
+    """Keep pages of ended requests for requests with the same prefix."""
     target_step_ms: float | None = None
-    """Compute less of waiting prompts per step, so that steps take about this long. None: as much as fits."""
+    """Limit the prompt tokens of a step so that it takes about this long. None: no limit."""
     max_draft_tokens: int = 0
-    """Guess up to this many tokens ahead from what was said before (0: never). Tokens stay the same, steps may become fewer."""
+    """Prompt-lookup drafts per request and step, 0 to 16 (0: off). Output tokens do not change, steps may become fewer."""
     cuda_graphs: bool = True
-    """Replay steps and the vision tower from recordings, by size. A size is recorded when it has come once (answers) or four times (prompts)."""
+    """Capture steps and the vision encoder as CUDA graphs by size, after one eager run (decode) or four (with prompts)."""
     num_workers: int | None = None
-    """Processes that prepare images. 0: none, everything in this one. None: by the number of cores."""
+    """Preprocessing worker processes. 0: preprocess in this process. None: by the number of cores."""
     processed_image_cache_bytes: int = 2 << 30
-    """Bytes of processed images cached in host memory."""
+    """Preprocessed images kept in host memory."""
+
+    def __new__(cls, **settings: Any) -> EngineConfig:
+        """Refuse renamed settings with a message that names the new one."""
+        for old, new in _RENAMED.items():
+            if old in settings:
+                raise ConfigError(f"{old} was renamed; use {new}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_requests", "max_step_tokens", "max_step_patches", "image_pool_tokens"):
+        for name in ("page_size", "max_requests", "max_step_tokens", "max_step_patches", "encoder_cache_tokens"):
             self._check_whole(name, least=1)
         for name in ("num_pages", "max_length"):
             if getattr(self, name) is not None:
@@ -59,8 +75,10 @@ class EngineConfig:
             raise ConfigError(f"page_size is {self.page_size}; use a power of two from 1 to 128")
         if self.kv_format not in get_args(KVFormat):
             raise ConfigError(f"kv_format is {self.kv_format!r}; use one of {', '.join(get_args(KVFormat))}")
-        if not 0 < self.memory_share <= 1:
-            raise ConfigError(f"memory_share is {self.memory_share}; use a number above 0 and up to 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; use a number above 0 and up to 1"
+            )
         if self.target_step_ms is not None and not 0 < self.target_step_ms < float("inf"):
             raise ConfigError(f"target_step_ms is {self.target_step_ms}; use a positive number of milliseconds")
         if self.max_draft_tokens > 16:

@@ -1,42 +1,45 @@
-"""The door: conversations in, answers out.
+"""Public API of the engine: conversations in, completions out.
 
     engine = Engine.load("checkpoint")
-    [answer] = engine.generate([conversation], SamplingParams(max_tokens=64))
-    async for part in engine.stream(conversation): ...
+    [completion] = engine.generate(conversation, SamplingParams(max_tokens=64))
+    async for delta in engine.stream(conversation): ...
 
-A thread of its own runs the loop (`core.py`); whoever asks puts commands into its inbox and is called back. Conversations are made
-into tokens and patches in worker processes (`preprocessing.py`) before the loop sees them, and its tokens into text behind it.
+The engine loop (`core.py`) runs in its own thread; other threads put commands into its inbox and are called back. Conversations are
+preprocessed into tokens and patches in worker processes (`preprocessing.py`) before the loop, and tokens are detokenized after it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import itertools
 import logging
 import os
 import queue
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from saccade.engine.answers import Answer
 from saccade.engine.config import EngineConfig
 from saccade.engine.core import EngineCore, Statistics, Update
+from saccade.engine.detokenizer import Detokenizer
 from saccade.engine.loading import load_runner
 from saccade.engine.preprocessing import Preprocessor
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.request import Completion, Failure, Request, SamplingParams, TokenLogprobs
+from saccade.engine.request import Completion, Failure, FinishReason, Request, SamplingParams, TokenLogprobs
 from saccade.engine.runner import PixelScale, Runner
 from saccade.engine.sampler import check_sampling
-from saccade.errors import RequestError
+from saccade.errors import ConfigError, RequestError
 from saccade.processor import Processor
 from saccade.processor.image import MediaLimits
 
@@ -44,38 +47,50 @@ logger = logging.getLogger(__name__)
 
 _MAX_PRIORITY = 1000
 _IDLE_S = 1.0
-"""Without work for so long, the engine checks its books: pages, images, rows."""
+"""After this long without work the engine checks its invariants."""
+
+Conversation = Sequence[dict[str, Any]]
+Sampling = SamplingParams | Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerPart:
-    """What is new of an answer. The last part has the whole of it as `completion`."""
+class CompletionDelta:
+    """New output of a request. The last delta has the whole `completion`."""
 
     text: str
-    """New text that is certain: no half character, no beginning of a stop string."""
+    """New text that is final: no partial character, no beginning of a stop string."""
     token_ids: Sequence[int]
-    """New tokens; their text may come with a later part."""
+    """New tokens; their text may come with a later delta."""
     logprobs: Sequence[TokenLogprobs] = ()
-    """Of these tokens, if asked for."""
+    """Of these tokens, if requested."""
     completion: Completion | None = None
-    """The whole answer, in the last part."""
+    """The whole output, in the last delta."""
 
 
-OnPart = Callable[[AnswerPart], None]
+OnDelta = Callable[[CompletionDelta], None]
 """Called from the engine's thread; it must return at once."""
 
 
 class Engine:
-    """A model that answers many at once. Safe to use from several threads. Close it: its thread and processes live until then."""
+    """Serves many requests at once. Thread-safe. Close it to end its thread and processes and to free its memory."""
 
     def __init__(self, runner: Runner, processor: Processor, preprocessor: Preprocessor) -> None:
-        self._runner, self._processor, self._preprocessor = runner, processor, preprocessor
+        self.processor = processor
+        """The checkpoint's tokenizer, chat template and image processor."""
+        self.max_length = runner.max_length
+        """Maximum tokens of prompt and output together."""
+        self._runner, self._preprocessor = runner, preprocessor
         self._core = EngineCore(runner)
+        self.statistics: Statistics = self._core.statistics
+        """Counters since the start."""
+        self._vocab_size = runner.model.config.language.vocab_size
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self._lock = threading.Lock()
         self._failure: Failure | None = None
+        self._is_closed = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="saccade-engine", daemon=True)
         self._thread.start()
 
@@ -84,12 +99,13 @@ class Engine:
         folder: str | Path,
         *,
         device: str | torch.device = "auto",
-        dtype: str | torch.dtype | None = None,
+        dtype: str | torch.dtype | None = "auto",
         config: EngineConfig | None = None,
         limits: MediaLimits | None = None,
     ) -> Engine:
-        """The engine of a checkpoint folder. `limits` bound what images may be."""
+        """Load a checkpoint folder. `dtype` auto or None: as stored. `limits` bound the images of a request."""
         folder, config = Path(folder), config or EngineConfig()
+        dtype = None if dtype == "auto" else dtype
         processor = Processor.load(folder, limits=limits)
         preprocessor = Preprocessor(
             folder,
@@ -105,53 +121,74 @@ class Engine:
             preprocessor.close()
             raise
 
-    @property
-    def statistics(self) -> Statistics:
-        """Counters since the start."""
-        return self._core.statistics
-
-    @property
-    def max_length(self) -> int:
-        """Longest prompt and answer together, in tokens."""
-        return self._runner.max_length
-
-    # -------------------------------------------------------------- asking
+    # -------------------------------------------------------------- submit requests
 
     def generate(
         self,
-        conversations: Sequence[Sequence[dict[str, Any]]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        conversations: Sequence[Conversation] | Conversation,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+        progress: bool = False,
     ) -> list[Completion]:
-        """The answers, in order. One that cannot be given has the finish reason `failed` and says why."""
-        return self._answer([partial(self._preprocessor.submit, messages) for messages in conversations], sampling)
+        """Generate completions of one or several conversations, in order; with `n` above 1, n consecutive ones for each.
+
+        `sampling`: parameters (or a dict of them) for all conversations, or one for each. A request that cannot be served has the
+        finish reason `failed` and says why in `failure`; the others are not affected. `progress` shows a progress bar.
+        """
+        batch: Any = conversations
+        if isinstance(batch, str):
+            raise RequestError('a conversation is a list of messages, such as [{"role": "user", "content": "hello"}]')
+        if batch and isinstance(batch[0], Mapping):
+            batch = [batch]
+        submits = [partial(self._preprocess, messages) for messages in batch]
+        return self._generate(submits, sampling, priority, salt, progress)
 
     def generate_tokens(
         self,
         prompts: Sequence[tuple[Sequence[int], Sequence[Any]]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+        progress: bool = False,
     ) -> list[Completion]:
-        """The same for token ids with their images; each image's placeholder stands once in the ids."""
-        return self._answer([partial(self._preprocessor.submit_tokens, *prompt) for prompt in prompts], sampling)
+        """The same for (token ids, images); the ids contain one placeholder per image."""
+        submits = [partial(self._preprocess_tokens, *prompt) for prompt in prompts]
+        return self._generate(submits, sampling, priority, salt, progress)
 
-    def _answer(
+    def _preprocess(self, messages: Conversation) -> Future[TokenPrompt]:
+        return self._preprocessor.submit(messages)
+
+    def _preprocess_tokens(self, token_ids: Sequence[int], images: Sequence[Any]) -> Future[TokenPrompt]:
+        return self._preprocessor.submit_tokens(token_ids, images)
+
+    def _generate(
         self,
-        prompts: Sequence[Callable[[], Future[TokenPrompt]]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        submits: Sequence[Callable[[], Future[TokenPrompt]]],
+        sampling: Sampling | Sequence[Sampling] | None,
+        priority: int,
+        salt: bytes,
+        progress: bool,
     ) -> list[Completion]:
-        """Submit all, wait for all; whatever interrupts that cancels them."""
-        samplings = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else sampling
-        if len(samplings) != len(prompts):
-            raise RequestError(
-                f"{len(prompts)} prompts but {len(samplings)} sampling parameters: give one, or one for each"
-            )
-        for one in samplings:
-            self._check_request(one, 0, b"")
-        answers: list[Future[Completion]] = [Future() for _ in prompts]
+        """Submit all, wait for all; any interruption cancels them."""
+        samplings = [_completions_of(one) for one in _sampling_of_each(sampling, len(submits))]
+        self._check_open()
+        for one in itertools.chain.from_iterable(samplings):
+            self._check_request(one, priority, salt)
+        futures: list[Future[Completion]] = []
         ids: list[str] = []
         try:
-            for prompt, one, answer in zip(prompts, samplings, answers, strict=True):
-                ids.append(self.submit(prompt(), one, partial(_complete, answer), streams=False))
-            return [answer.result() for answer in answers]
+            with _progress_bar(sum(map(len, samplings)), progress) as advance:
+                for submit, each in zip(submits, samplings, strict=True):
+                    prompt = submit()
+                    for one in each:
+                        futures.append(Future())
+                        futures[-1].add_done_callback(advance)
+                        on_delta = partial(_set_completion, futures[-1])
+                        ids.append(self.submit(prompt, one, on_delta, priority=priority, salt=salt, streams=False))
+                return [future.result() for future in futures]
         except BaseException:
             for request_id in ids:
                 self.cancel(request_id)
@@ -159,29 +196,29 @@ class Engine:
 
     async def stream(
         self,
-        messages: Sequence[dict[str, Any]],
-        sampling: SamplingParams | None = None,
+        messages: Conversation,
+        sampling: Sampling | None = None,
         *,
         priority: int = 0,
         salt: bytes = b"",
-    ) -> AsyncIterator[AnswerPart]:
-        """The answer as it is made. Leaving the loop early cancels the request."""
+    ) -> AsyncIterator[CompletionDelta]:
+        """Stream one completion. Leaving the iteration early cancels the request."""
         loop = asyncio.get_running_loop()
-        parts: asyncio.Queue[AnswerPart] = asyncio.Queue()
-        sampling = sampling or SamplingParams()
+        deltas: asyncio.Queue[CompletionDelta] = asyncio.Queue()
+        [sampling] = _sampling_of_each(sampling, 1)
         self._check_request(sampling, priority, salt)
-        prompt = self._preprocessor.submit(messages)
+        prompt = self._preprocess(messages)
 
-        def post(part: AnswerPart) -> None:
+        def post(delta: CompletionDelta) -> None:
             """Raises when the asyncio loop has ended, which cancels the request."""
-            loop.call_soon_threadsafe(parts.put_nowait, part)
+            loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
         request_id = self.submit(prompt, sampling, post, priority=priority, salt=salt)
         try:
             while True:
-                part = await parts.get()
-                yield part
-                if part.completion is not None:
+                delta = await deltas.get()
+                yield delta
+                if delta.completion is not None:
                     return
         finally:
             self.cancel(request_id)
@@ -190,61 +227,65 @@ class Engine:
         self,
         prompt: Future[TokenPrompt],
         sampling: SamplingParams,
-        on_part: OnPart,
+        on_delta: OnDelta,
         *,
         priority: int = 0,
         salt: bytes = b"",
         streams: bool = True,
     ) -> str:
-        """Answer a prompt as soon as it is prepared; its id. `on_part` gets every part if it `streams`, else the last alone.
+        """Submit a request that starts when its prompt is preprocessed; returns its id.
 
-        An `on_part` that raises is told no more, and its request is cancelled.
+        `on_delta` gets every delta if it `streams`, else the last one only. If it raises, the request is cancelled and it is not
+        called again.
         """
         self._check_request(sampling, priority, salt)
         request_id = f"request-{next(self._numbers)}"
-        opened = _Open(self, request_id, prompt, sampling, on_part, streams)
+        opened = _OpenRequest(self, request_id, prompt, sampling, on_delta, streams)
         with self._lock:
-            self._refuse_if_stopped()
+            self._check_open()
             self._open[request_id] = opened
-        prompt.add_done_callback(lambda done: self._inbox.put(partial(self._begin, opened, done, priority, salt)))
+        prompt.add_done_callback(lambda done: self._inbox.put(partial(self._start, opened, done, priority, salt)))
         return request_id
 
-    def _check_request(self, sampling: SamplingParams, priority: int, salt: bytes) -> None:
-        """Refuse at the door what the loop could not bear."""
-        self._refuse_if_stopped()
-        if not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
+    def _check_request(self, sampling: SamplingParams, priority: Any, salt: Any) -> None:
+        self._check_open()
+        if not isinstance(priority, Integral) or abs(int(priority)) > _MAX_PRIORITY:
             raise RequestError(f"priority is {priority!r}; use a whole number from {-_MAX_PRIORITY} to {_MAX_PRIORITY}")
         if not isinstance(salt, bytes):
             raise RequestError(f"salt is {type(salt).__name__}; use bytes")
-        check_sampling(sampling, self._runner.model.config.language.vocab_size)
+        if sampling.n > 1:
+            raise RequestError(f"n is {sampling.n}: a stream has one completion. Use generate")
+        check_sampling(sampling, self._vocab_size)
 
-    def _refuse_if_stopped(self) -> None:
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise RequestError("the engine was loaded before a fork, which its thread does not survive. Load one here")
         if self._failure is not None:
             raise RequestError(self._failure.message)
 
     def cancel(self, request_id: str) -> None:
-        """End a request, wherever it is; its last part says `cancelled`. One that has ended stays as it is."""
+        """Cancel a request in any state; its last delta has the finish reason `cancelled`. No effect if it has ended."""
         opened = self._open.get(request_id)
         if opened is not None:
             opened.is_cancelled = True
-            opened.prompt.cancel()  # if it is still being prepared, it ends by this
+            opened.prompt.cancel()  # ends preprocessing
             self._inbox.put(partial(self._core.cancel, request_id))
 
-    # -------------------------------------------------------------- the engine's own thread
+    # -------------------------------------------------------------- the engine's thread
 
     def _serve(self) -> None:
         try:
             while True:
-                if not self._take_commands(waits=not self._core.has_work):
+                if not self._run_commands(waits=not self._core.has_work):
                     return
                 if self._core.has_work:
                     self._core.step()
         except BaseException:
             logger.exception("the engine has stopped")
-            self._fail_all(Failure("running", "the engine has stopped. Start it again"))
+            self._fail_all(Failure("running", "the engine has stopped; restart it", "engine_stopped"))
 
-    def _take_commands(self, *, waits: bool) -> bool:
-        """Do what is in the inbox. False: the engine is to close."""
+    def _run_commands(self, *, waits: bool) -> bool:
+        """Run the commands in the inbox. False: the engine is closing."""
         while True:
             try:
                 command = self._inbox.get(waits, _IDLE_S if self._core.wants_check else None)
@@ -258,58 +299,62 @@ class Engine:
             command()
             waits = False
 
-    def _begin(self, opened: _Open, prepared: Future[TokenPrompt], priority: int, salt: bytes) -> None:
-        """Hand a prepared prompt to the loop."""
+    def _start(self, opened: _OpenRequest, preprocessed: Future[TokenPrompt], priority: int, salt: bytes) -> None:
+        """Add a request to the core when its prompt is preprocessed."""
         if opened.is_cancelled:
             opened.end_early("cancelled", None)
             return
         try:
-            prompt = prepared.result()
+            prompt = preprocessed.result()
             self._check_ids(prompt.token_ids)
-            request = opened.request_of(prompt, self._processor.eos_ids, priority, salt)
-            self._core.add(request, prompt, opened.seed, opened.listen)
+            request = opened.request_of(prompt, self.processor.eos_ids, int(priority), salt)
+            self._core.add(request, prompt, opened.seed, opened.on_update)
         except RequestError as error:
-            opened.end_early("failed", Failure("preparing", str(error)))
+            opened.end_early("failed", Failure("preprocessing", str(error), "invalid_request"))
         except CancelledError:
             opened.end_early("cancelled", None)
-        except Exception as error:
-            logger.warning("request %s failed while preparing: %r", opened.id, error, exc_info=error)
-            opened.end_early("failed", Failure("preparing", "the request could not be prepared"))
+        except BaseException as error:
+            logger.warning("request %s failed while preprocessing: %r", opened.id, error, exc_info=error)
+            opened.end_early("failed", Failure("preprocessing", "the request could not be preprocessed"))
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
-        """An id without an embedding would take the device down, and all requests with it."""
-        vocab_size = self._runner.model.config.language.vocab_size
+        """An id without an embedding would crash the device, and all requests with it."""
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-            if not 0 <= token_id < vocab_size:
+            if not 0 <= token_id < self._vocab_size:
                 raise RequestError(
-                    f"token {token_id} is not among the {vocab_size} the model knows. Use its own tokenizer"
+                    f"token {token_id} is not in the model's vocabulary of {self._vocab_size}. Use its own tokenizer"
                 )
 
-    def _finish(self, request_id: str) -> None:
-        """End a request whose text is complete. Not now: its listener is being called from inside a step."""
-        self._inbox.put(partial(self._core.finish, request_id))
+    def _end_request(self, request_id: str, *, is_finished: bool) -> None:
+        """End a request from within its callback: later, since the core is inside a step."""
+        self._inbox.put(partial(self._core.finish if is_finished else self._core.cancel, request_id))
 
-    def _closed(self, request_id: str) -> None:
+    def _forget(self, request_id: str) -> None:
         with self._lock:
             self._open.pop(request_id, None)
 
     def _fail_all(self, failure: Failure) -> None:
         with self._lock:
             self._failure = failure
-            waiting = list(self._open.values())
-        for opened in waiting:
-            opened.end_early("failed", failure)
+            opened = list(self._open.values())
+        for request in opened:
+            request.end_early("failed", failure)
 
-    # -------------------------------------------------------------- closing
+    # -------------------------------------------------------------- close
 
     def close(self) -> None:
-        """End everything; open requests fail."""
+        """Stop the engine and free its memory; open requests fail. No effect in a forked child."""
+        if self._is_closed or os.getpid() != self._pid:
+            return
         if threading.current_thread() is self._thread:
-            raise RuntimeError("the engine cannot be closed from inside one of its answers")
+            raise RuntimeError("the engine cannot be closed from one of its callbacks")
         self._inbox.put(None)
         self._thread.join()
         self._preprocessor.close()
-        self._fail_all(Failure("running", "the engine was closed"))
+        self._fail_all(Failure("running", "the engine was closed", "engine_stopped"))
+        self._runner.close()
+        self._is_closed = True
+        del self._core, self._runner, self._preprocessor
 
     def __enter__(self) -> Engine:
         return self
@@ -320,8 +365,8 @@ class Engine:
         self.close()
 
 
-class _Open:
-    """A request from `submit` to its last part. All but `is_cancelled` is the engine thread's."""
+class _OpenRequest:
+    """A request from `submit` to its last delta. Only the engine's thread uses it, except for `is_cancelled`."""
 
     def __init__(
         self,
@@ -329,107 +374,147 @@ class _Open:
         request_id: str,
         prompt: Future[TokenPrompt],
         sampling: SamplingParams,
-        on_part: OnPart,
+        on_delta: OnDelta,
         streams: bool,
     ) -> None:
         self.id, self.prompt, self.sampling = request_id, prompt, sampling
         self.seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
         self.is_cancelled = False
-        self._engine, self._on_part, self._streams = engine, on_part, streams
-        self._answer = Answer(engine._processor.decode, sampling)
-        self._unread: list[int] = []
+        self._engine, self._on_delta, self._streams = engine, on_delta, streams
+        self._detokenizer = Detokenizer(engine.processor.decode, sampling)
+        self._undecoded: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._has_ended = False
 
     def request_of(self, prompt: TokenPrompt, eos_ids: frozenset[int], priority: int, salt: bytes) -> Request:
         sampling = self.sampling
-        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
         return Request(
             id=self.id,
             token_ids=list(prompt.token_ids),
             num_prompt_tokens=len(prompt.token_ids),
             images=tuple(image.span for image in prompt.images),
             sampling=sampling,
-            stop_ids=ends,
+            stop_ids=stop_ids,
             priority=priority,
             salt=salt,
         )
 
-    def listen(self, update: Update) -> None:
-        """Called by the core for every step that gave something. What goes wrong with one answer must not reach the loop."""
+    def on_update(self, update: Update) -> None:
+        """Called by the core for every step with output. No exception of a callback, not even SystemExit, may reach the loop."""
         if self._has_ended:
             return
         try:
-            self._listen(update)
-        except Exception as error:
-            logger.warning("request %s: its answer could not be given: %r", self.id, error, exc_info=error)
+            self._process(update)
+        except BaseException as error:
+            logger.warning("request %s is cancelled, its callback failed: %r", self.id, error, exc_info=error)
             self._has_ended = True
-            self._engine._closed(self.id)
+            self._engine._forget(self.id)
             if not update.is_last:
-                self._engine._inbox.put(partial(self._engine._core.cancel, self.id))
+                self._engine._end_request(self.id, is_finished=False)
 
-    def _listen(self, update: Update) -> None:
+    def _process(self, update: Update) -> None:
         self._logprobs += update.logprobs
         self._prompt_logprobs += update.prompt_logprobs
-        text, is_stopped = self._read(update)
+        text, is_stopped = self._detokenize(update)
         if is_stopped and not update.is_last:
-            self._engine._finish(self.id)
+            self._engine._end_request(self.id, is_finished=True)
         if update.is_last or is_stopped:
             self._end(update.request, update.token_ids, text, update.logprobs)
         elif self._streams:
-            self._on_part(AnswerPart(text=text, token_ids=update.token_ids, logprobs=update.logprobs))
+            self._on_delta(CompletionDelta(text=text, token_ids=update.token_ids, logprobs=update.logprobs))
 
-    def _read(self, update: Update) -> tuple[str, bool]:
-        """New text, and whether a stop string is complete. Text nobody waits for is made at the end, all at once."""
+    def _detokenize(self, update: Update) -> tuple[str, bool]:
+        """New text, and whether a stop string is complete. Without streaming or stop strings, text is decoded once at the end."""
         if not (self._streams or self.sampling.stop):
-            self._unread += update.token_ids
+            self._undecoded += update.token_ids
             return "", False
-        text, is_stopped = self._answer.push(update.token_ids)
+        text, is_stopped = self._detokenizer.push(update.token_ids)
         return text, is_stopped
 
     def _end(self, request: Request, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> None:
-        if self._unread:
-            text += self._answer.push(self._unread).text
-        text += self._answer.finish()
-        completion = self._answer.completion(
+        if self._undecoded:
+            text += self._detokenizer.push(self._undecoded).text
+        text += self._detokenizer.finish()
+        completion = self._detokenizer.completion(
             request,
             logprobs=self._logprobs if self.sampling.logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs if self.sampling.prompt_logprobs is not None else None,
         )
-        self._give_last(AnswerPart(text=text, token_ids=token_ids, logprobs=logprobs, completion=completion))
+        self._send_last(CompletionDelta(text=text, token_ids=token_ids, logprobs=logprobs, completion=completion))
 
-    def end_early(self, reason: Any, failure: Failure | None) -> None:
-        """End without having come to the loop, or after it has stopped."""
+    def end_early(self, reason: FinishReason, failure: Failure | None) -> None:
+        """End a request that the core never had, or has no more."""
         if self._has_ended:
             return
-        self._answer.push(self._unread)
-        self._answer.finish()
+        self._detokenizer.push(self._undecoded)
+        self._detokenizer.finish()
         completion = Completion(
-            text=self._answer.text,
-            token_ids=list(self._answer.token_ids),
+            text=self._detokenizer.text,
+            token_ids=list(self._detokenizer.token_ids),
             finish_reason=reason,
             num_prompt_tokens=0,
             failure=failure,
         )
-        self._give_last(AnswerPart(text="", token_ids=(), completion=completion))
+        self._send_last(CompletionDelta(text="", token_ids=(), completion=completion))
 
-    def _give_last(self, part: AnswerPart) -> None:
+    def _send_last(self, delta: CompletionDelta) -> None:
         self._has_ended = True
-        self._engine._closed(self.id)
+        self._engine._forget(self.id)
         try:
-            self._on_part(part)
-        except Exception as error:
-            logger.warning("request %s: its last part could not be given: %r", self.id, error)
+            self._on_delta(delta)
+        except BaseException as error:
+            logger.warning("request %s: the callback of its last delta failed: %r", self.id, error)
 
 
-def _complete(answer: Future[Completion], part: AnswerPart) -> None:
-    if part.completion is not None:
-        answer.set_result(part.completion)
+def _set_completion(future: Future[Completion], delta: CompletionDelta) -> None:
+    if delta.completion is not None:
+        future.set_result(delta.completion)
+
+
+def _sampling_of_each(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[SamplingParams]:
+    """Sampling parameters of each prompt."""
+    if sampling is None or isinstance(sampling, SamplingParams | Mapping):
+        return [_sampling_params(sampling)] * count
+    if len(sampling) != count:
+        raise RequestError(f"{count} prompts but {len(sampling)} sampling parameters: give one, or one for each")
+    return [_sampling_params(one) for one in sampling]
+
+
+def _sampling_params(sampling: Sampling | None) -> SamplingParams:
+    if isinstance(sampling, SamplingParams):
+        return sampling
+    fields = sampling or {}
+    unknown = fields.keys() - {field.name for field in dataclasses.fields(SamplingParams)}
+    if unknown:
+        raise ConfigError(f"{', '.join(sorted(map(str, unknown)))}: no such sampling parameter")
+    return SamplingParams(**fields)
+
+
+def _completions_of(sampling: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each of the `n` completions."""
+    if sampling.n == 1:
+        return [sampling]
+    seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**63 for i in range(sampling.n)]
+    return [dataclasses.replace(sampling, n=1, seed=seed) for seed in seeds]
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[Any], None]]:
+    """A function that counts one completion."""
+    if not is_shown:
+        yield lambda _: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(TextColumn("completions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task("completions", total=total)
+        yield lambda _: bar.advance(task)
 
 
 def _num_workers(config: EngineConfig) -> int:
-    """Two cores stay for the loop and whoever feeds it."""
+    """Two cores are left for the engine loop and its clients."""
     if config.num_workers is not None:
         return config.num_workers
     return max(0, min(12, len(os.sched_getaffinity(0)) - 2))

@@ -1,4 +1,4 @@
-"""Keys and values of all requests on the device, in pages, and how a step's tokens attend to them.
+"""The paged KV cache on the device, and attention of a step's tokens over it.
 
 Legend: T tokens of the step, R requests, H query heads, G key/value heads, K head dim, L layers, N pages, P tokens per page,
         W pages of the longest request.
@@ -23,7 +23,7 @@ _FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def bytes_per_page(config: LanguageConfig, page_size: int, kv_format: KVFormat, dtype: torch.dtype) -> int:
-    """What one page takes, over all layers."""
+    """Bytes of one page, over all layers."""
     rows = config.num_layers * 2 * config.num_kv_heads * page_size
     if kv_format == "model":
         return rows * config.head_dim * dtype.itemsize
@@ -31,7 +31,7 @@ def bytes_per_page(config: LanguageConfig, page_size: int, kv_format: KVFormat, 
 
 
 class KVCache:
-    """The pages. Which request has which is the scheduler's business."""
+    """The pages. The scheduler decides which request owns which."""
 
     def __init__(
         self, config: LanguageConfig, *, num_pages: int, page_size: int, kv_format: KVFormat, dtype: torch.dtype,
@@ -39,17 +39,17 @@ class KVCache:
     ) -> None:  # fmt: skip
         self.page_size, self.num_pages = page_size, num_pages
         shape = (config.num_layers, 2, num_pages, config.num_kv_heads, page_size, config.head_dim)
-        # Zeros, not whatever lay there: a page's unused slots are read and then masked, and 0 * NaN is NaN.
+        # Zeros, not uninitialized memory: a page's unused slots are read and then masked, and 0 * NaN is NaN.
         self.entries = torch.zeros(shape, dtype=_FORMATS.get(kv_format, dtype), device=device)
         self.scales = None if kv_format == "model" else torch.zeros(shape[:-1], dtype=torch.float32, device=device)
 
     @property
     def num_slots(self) -> int:
-        """Tokens it holds. A token written to this slot is not stored."""
+        """KV slots: tokens it holds. A token written to slot `num_slots` is not stored."""
         return self.num_pages * self.page_size
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages (from, to); no page is both."""
+        """Copy whole pages (source, target); no page is both."""
         device = self.entries.device
         sources, targets = (to_device(torch.tensor(column).numpy(), device) for column in zip(*pairs, strict=True))
         for tensor in (self.entries, self.scales):
@@ -60,27 +60,27 @@ class KVCache:
 
 @dataclass(frozen=True, eq=False)
 class PagedAttention:
-    """An `AttentionContext`: new tokens go into the pages and attend to all of their request's."""
+    """An `AttentionContext`: writes keys and values of new tokens into pages, and attends over all tokens of their request."""
 
     cache: KVCache
     angles: CosSin
-    slots: Tensor
-    """[T]: where each token's key and value go."""
+    slot_mapping: Tensor
+    """[T]: KV slot of each token."""
     page_table: Tensor
     """[R, W] int32."""
     cu_seqlens: Tensor
     """[R + 1] int32: cumulative new tokens."""
     context_lengths: Tensor
-    """[R] int32: tokens with the new ones."""
+    """[R] int32: tokens including the new ones."""
     max_new: int
-    """Bounds known on the host, which shape the launch."""
+    """Upper bounds known on the host, which shape the launch."""
     max_context: int
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
-        """See `AttentionContext`. `q` and `k` are turned where they lie."""
+        """See `AttentionContext`. `q` and `k` are rotated in place."""
         keys, values = self.cache.entries[layer]
         key_scales, value_scales = (None, None) if self.cache.scales is None else self.cache.scales[layer]
-        write_pages(q_THK, k_TGK, v_TGK, self.angles, self.slots, keys, values, key_scales, value_scales)
+        write_pages(q_THK, k_TGK, v_TGK, self.angles, self.slot_mapping, keys, values, key_scales, value_scales)
         return paged_attention(
             q_THK, keys, values, self.page_table, self.cu_seqlens, self.context_lengths, max_seqlen_q=self.max_new,
             max_context_length=self.max_context, key_scales_NGP=key_scales, value_scales_NGP=value_scales,

@@ -1,18 +1,19 @@
-"""From a checkpoint folder to a runner with as many pages as the device has room for."""
+"""Load a checkpoint folder into a runner whose KV cache fills the available memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from pathlib import Path
 
 import torch
 
 from saccade.device import resolve_device
-from saccade.engine.compiling import compiling
 from saccade.engine.config import EngineConfig
 from saccade.engine.kv_cache import bytes_per_page, pages_for
 from saccade.engine.runner import PixelScale, Runner
+from saccade.engine.warmup import compile_kernels
 from saccade.errors import ConfigError
 from saccade.fork_server import keep_freed_memory
 from saccade.model.merge import merge_projections
@@ -22,7 +23,8 @@ from saccade.model.weights import load_model
 logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 2 << 30
-"""What the cache may take of a CPU's memory unless `num_pages` says otherwise."""
+_CPU_CACHE_TOKENS = 65536
+"""Default limits of the KV cache on a CPU; one request of the maximum length may exceed the second."""
 _GIB = 2**30
 
 
@@ -30,64 +32,87 @@ def load_runner(
     folder: str | Path, config: EngineConfig, *, pixels: PixelScale, device: str | torch.device = "auto",
     dtype: str | torch.dtype | None = None,
 ) -> Runner:  # fmt: skip
-    """The model of a folder, ready to run steps."""
+    """Load the model of a folder, ready to run steps."""
     device = resolve_device(device)
     if device.type == "cpu":
-        keep_freed_memory()  # what a layer frees the next one takes; fresh memory from the system costs a tenth of a step
-    with compiling(folder, config, device=device, dtype=dtype):
+        keep_freed_memory()  # reused by the next layer; fresh memory from the system costs a tenth of a step
+    with compile_kernels(folder, config, device=device, dtype=dtype):
         model = load_model(folder, device=device, dtype=dtype)
     return make_runner(model, config, pixels=pixels)
 
 
 def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runner:
-    """A runner of a loaded model, whose projections are merged by this."""
+    """A runner of a loaded model, whose projections are merged in place."""
     merge_projections(model)
-    most = model.config.language.max_positions
-    if config.max_length is not None and config.max_length > most:
-        raise ConfigError(f"max_length is {config.max_length}, but the model was made for {most} tokens. Lower it")
-    max_length = config.max_length or most
-    num_pages = config.num_pages or _pages_that_fit(model, config, pixels, max_length)
+    context_length = model.config.language.max_positions
+    if config.max_length is not None and config.max_length > context_length:
+        raise ConfigError(
+            f"max_length is {config.max_length}, but the model's context length is {context_length}. Lower it"
+        )
+    max_length = config.max_length or context_length
+    if config.num_pages is not None:
+        _check_num_pages(model, config, config.num_pages)
+    num_pages = config.num_pages or _num_pages_that_fit(model, config, pixels, max_length)
     if num_pages * config.page_size < max_length:
         if config.max_length is not None:
             raise ConfigError(
-                f"the cache has {num_pages} pages of {config.page_size} tokens, max_length is {max_length}. Lower max_length, raise "
-                "memory_share or num_pages, or use kv_format fp8"
+                f"the KV cache has {num_pages} pages of {config.page_size} tokens, max_length is {max_length}. Lower max_length, "
+                "raise gpu_memory_utilization or num_pages, or use kv_format fp8"
             )
         max_length = num_pages * config.page_size
     return Runner(model, config, pixels=pixels, num_pages=num_pages, max_length=max_length)
 
 
-def _pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, max_length: int) -> int:
-    """Measured, not guessed: the largest step is run once with a cache of one page, and what it left free is for pages."""
+def _check_num_pages(model: VLM, config: EngineConfig, num_pages: int) -> None:
+    """Refuse a KV cache that cannot fit, before an allocator fails."""
+    weight = model.head.weight
+    num_bytes = num_pages * bytes_per_page(model.config.language, config.page_size, config.kv_format, weight.dtype)
+    if weight.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(weight.device)
+        available = free + torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+    else:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > available:
+        raise ConfigError(
+            f"num_pages is {num_pages}, a KV cache of {num_bytes / _GIB:.1f} GiB; {available / _GIB:.1f} GiB are available. Lower it"
+        )
+    if num_pages * config.page_size >= 2**31:
+        raise ConfigError(f"num_pages is {num_pages}; a KV cache may hold up to 2^31 tokens. Lower it")
+
+
+def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, max_length: int) -> int:
+    """Profile the largest step with a KV cache of one page; the memory it leaves free is for pages."""
     weight, language = model.head.weight, model.config.language
-    bytes_each = bytes_per_page(language, config.page_size, config.kv_format, weight.dtype)
+    page_bytes = bytes_per_page(language, config.page_size, config.kv_format, weight.dtype)
     most = config.max_requests * pages_for(max_length, config.page_size)
     if weight.device.type != "cuda":
-        return max(1, min(most, _CPU_CACHE_BYTES // bytes_each))
+        most = min(most, pages_for(max(max_length, _CPU_CACHE_TOKENS), config.page_size))
+        return max(1, min(most, _CPU_CACHE_BYTES // page_bytes))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(weight.device)
-    small = dataclasses.replace(config, cuda_graphs=False)
-    rehearsal = Runner(model, small, pixels=pixels, num_pages=1, max_length=max_length)
-    rehearsal.rehearse()
+    eager = dataclasses.replace(config, cuda_graphs=False)
+    runner = Runner(model, eager, pixels=pixels, num_pages=1, max_length=max_length)
+    runner.profile_largest_step()
     free, total = torch.cuda.mem_get_info(weight.device)
-    outside = total - free - torch.cuda.memory_reserved(weight.device)  # other programs, and CUDA itself
+    outside = total - free - torch.cuda.memory_reserved(weight.device)  # other processes, and CUDA itself
     peak = torch.cuda.max_memory_allocated(weight.device)
-    del rehearsal
+    del runner
     torch.cuda.empty_cache()
-    room = int(total * config.memory_share) - outside - peak - _spare_bytes(config, language.vocab_size)
-    num_pages = min(most, room // bytes_each)
+    available = int(total * config.gpu_memory_utilization) - outside - peak - _spare_bytes(config, language.vocab_size)
+    num_pages = min(most, available // page_bytes)
     if num_pages < 1:
         raise ConfigError(
-            f"no room for a key/value cache: a step takes {peak / _GIB:.1f} GiB with the weights, other programs {outside / _GIB:.1f}, of "
-            f"{total / _GIB:.1f} GiB. Raise memory_share ({config.memory_share}), lower max_step_tokens, or use a compressed checkpoint"
+            f"no memory for a KV cache: a step takes {peak / _GIB:.1f} GiB with the weights, other processes {outside / _GIB:.1f}, of "
+            f"{total / _GIB:.1f} GiB. Raise gpu_memory_utilization ({config.gpu_memory_utilization}), lower max_step_tokens, or use a "
+            "compressed checkpoint"
         )
     logger.info(
-        "%d pages of %d tokens, %.1f GiB; a step with the weights %.1f GiB",
-        num_pages, config.page_size, num_pages * bytes_each / _GIB, peak / _GIB,
+        "KV cache: %d pages of %d tokens, %.1f GiB; weights and largest step: %.1f GiB",
+        num_pages, config.page_size, num_pages * page_bytes / _GIB, peak / _GIB,
     )  # fmt: skip
     return num_pages
 
 
 def _spare_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """For recorded steps, pieces the allocator cannot join, and the sampler's counts (`Sampler.penalty_bytes`)."""
+    """For CUDA graphs, allocator fragmentation, and the sampler's counts (`Sampler.penalty_bytes`)."""
     return _GIB + config.max_requests * vocab_size * 5

@@ -1,8 +1,8 @@
-"""Who owns which page of the key/value cache, and which page holds which prefix. Plain Python, no torch.
+"""Allocation of KV-cache pages, and the prefix cache. Plain Python, no torch.
 
-A page holds keys and values of `page_size` tokens. Requests own pages; several may own one whose tokens they have in common. A full
-page can be *registered* under the key of everything that its content depends on: all tokens up to its last, the images among
-them, and the salt. A registered page is never written to again, and when its last owner is gone it is kept until the room is needed.
+A page holds keys and values of `page_size` tokens. Requests own pages; requests with a common prefix share them. A full page can be
+*registered* under a key made of everything its content depends on: all tokens up to its last, the images among them, and the salt.
+A registered page is never written again; when its last owner is gone it stays cached until the page is needed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from itertools import chain
 
 
 def root_key(salt: bytes) -> bytes:
-    """The key that the first page of a request with this salt goes on from."""
+    """The parent key of the first page of a request with this salt."""
     return hashlib.sha256(b"prefix:" + salt).digest()
 
 
 def page_key(parent: bytes, token_ids: Sequence[int], images: Iterable[tuple[bytes, int]]) -> bytes:
-    """The key of a page with these tokens behind the page with key `parent`.
+    """The key of a page with these tokens that follows the page with key `parent`.
 
-    `images` has every image with a token in the page: its key, and the page's first token less the image's first. Tokens of an
-    image are alike whatever it shows; the key and where in the image the page stands tell what was computed from them.
+    `images` has every image with a token in the page: its key, and the page's first token index minus the image's. All placeholder
+    tokens of images are equal; key and offset identify what was computed from them.
     """
     digest = hashlib.sha256(parent)
     digest.update(array("q", (len(token_ids), *token_ids)).tobytes())
@@ -39,57 +39,53 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.keeps_prefixes = keeps_prefixes
-        self._owners = [0] * num_pages
-        self._unused = list(range(num_pages - 1, -1, -1))  # given out from the end
-        self._kept: dict[int, None] = {}  # pages without owner that have a key; freed longest ago first
+        self._num_owners = [0] * num_pages
+        self._unused = list(range(num_pages - 1, -1, -1))  # allocated from the end
+        self._cached: dict[int, None] = {}  # pages without owners that have a key, least recently freed first
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Pages that can be had now, counting those kept for their prefix."""
-        return len(self._unused) + len(self._kept)
+        """Pages that can be allocated, counting cached ones without owners."""
+        return len(self._unused) + len(self._cached)
 
     def num_pages_for(self, num_tokens: int) -> int:
-        """Pages that this many tokens take."""
+        """Pages that hold this many tokens."""
         return -(-num_tokens // self.page_size)
 
-    def owners(self, page: int) -> int:
-        """How many requests own it."""
-        return self._owners[page]
-
-    def is_writable(self, page: int) -> bool:
-        """Whether its only owner may change it: nobody shares it or can find it."""
-        return self._owners[page] == 1 and page not in self._key_of
+    def num_owners(self, page: int) -> int:
+        """How many requests own the page."""
+        return self._num_owners[page]
 
     def can_allocate(self, num_pages: int) -> bool:
-        """Whether `allocate` can give this many."""
+        """Whether `allocate` can return this many."""
         return num_pages <= self.num_free
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Pages with one owner each and nothing in them. What was freed longest ago is forgotten first."""
-        assert self.can_allocate(num_pages), f"{num_pages} pages asked for, {self.num_free} are free"
+        """Empty pages with one owner each. Cached pages are evicted when needed, least recently freed first."""
+        assert self.can_allocate(num_pages), f"{num_pages} pages requested, {self.num_free} are free"
         pages = []
         for _ in range(num_pages):
-            page = self._unused.pop() if self._unused else self._forget_oldest()
-            self._owners[page] = 1
+            page = self._unused.pop() if self._unused else self._evict()
+            self._num_owners[page] = 1
             pages.append(page)
         return pages
 
     def share(self, page: int) -> None:
-        """Give a page that was found one owner more."""
+        """Add an owner to a registered page."""
         assert page in self._key_of, f"page {page} is not registered, so it cannot be shared"
-        self._kept.pop(page, None)
-        self._owners[page] += 1
+        self._cached.pop(page, None)
+        self._num_owners[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
-        """Take one owner from each. Give the tail of a request first: what is freed last is kept longest, and heads are shared most."""
+        """Remove one owner from each. Pass the tail of a request first: what is freed last is evicted last, and heads are shared most."""
         for page in pages:
-            assert self._owners[page] > 0, f"page {page} is freed but has no owner"
-            self._owners[page] -= 1
-            if self._owners[page] == 0:
+            assert self._num_owners[page] > 0, f"page {page} is freed but has no owner"
+            self._num_owners[page] -= 1
+            if self._num_owners[page] == 0:
                 if page in self._key_of:
-                    self._kept[page] = None
+                    self._cached[page] = None
                 else:
                     self._unused.append(page)
 
@@ -98,46 +94,39 @@ class PagePool:
         return self._page_of.get(key)
 
     def register(self, page: int, key: bytes) -> None:
-        """Let a full page be found. If another page has the key already, that one stays the one that is found."""
-        assert self._owners[page] > 0, f"page {page} is registered but has no owner"
+        """Put a full page into the prefix cache. If another page has the key already, that one remains the cached one."""
+        assert self._num_owners[page] > 0, f"page {page} is registered but has no owner"
         assert page not in self._key_of, f"page {page} is registered twice"
         if self.keeps_prefixes and key not in self._page_of:
             self._page_of[key] = page
             self._key_of[page] = key
 
-    def forget_all(self) -> None:
-        """No prefix is found any more: the weights that computed them are gone."""
-        self._page_of.clear()
-        self._key_of.clear()
-        self._unused.extend(self._kept)
-        self._kept.clear()
-
     def check(self, owned: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError, naming the page, unless `owned` (the pages of every request) agrees with the books."""
-        owners = [0] * self.num_pages
+        """Check the invariants against `owned` (the pages of every request). The AssertionError names the page."""
+        num_owners = [0] * self.num_pages
         for page in chain.from_iterable(owned):
-            owners[page] += 1
-        for page in range(self.num_pages) if owners != self._owners else ():
-            assert owners[page] == self._owners[page], (
-                f"page {page} has {owners[page]} owners, the books say {self._owners[page]}"
+            num_owners[page] += 1
+        for page in range(self.num_pages) if num_owners != self._num_owners else ():
+            assert num_owners[page] == self._num_owners[page], (
+                f"page {page} has {num_owners[page]} owners, the pool counts {self._num_owners[page]}"
             )
-        places = [*self._unused, *self._kept, *[page for page, num in enumerate(owners) if num]]
-        wrong = Counter(places) if sorted(places) != list(range(self.num_pages)) else {}
-        for page in range(self.num_pages) if wrong else ():
-            assert wrong[page] == 1, f"page {page} is in {wrong[page]} of: unused, kept, owned"
-        assert self._kept.keys() <= self._key_of.keys(), (
-            f"pages {self._kept.keys() - self._key_of.keys()} are kept without key"
+        listed = [*self._unused, *self._cached, *[page for page, num in enumerate(num_owners) if num]]
+        counts = Counter(listed) if sorted(listed) != list(range(self.num_pages)) else {}
+        for page in range(self.num_pages) if counts else ():
+            assert counts[page] == 1, f"page {page} is in {counts[page]} of: unused, cached, owned"
+        assert self._cached.keys() <= self._key_of.keys(), (
+            f"pages {self._cached.keys() - self._key_of.keys()} are cached without a key"
         )
         assert self._key_of.keys().isdisjoint(self._unused), (
-            f"pages {self._key_of.keys() & set(self._unused)} are unused with key"
+            f"pages {self._key_of.keys() & set(self._unused)} are unused but have a key"
         )
         found = dict(zip(self._key_of.values(), self._key_of, strict=True))
         assert found == self._page_of, (
             f"pages {set(self._key_of) ^ set(self._page_of.values())} are found under another key or none"
         )
 
-    def _forget_oldest(self) -> int:
-        page = next(iter(self._kept))
-        del self._kept[page]
+    def _evict(self) -> int:
+        page = next(iter(self._cached))
+        del self._cached[page]
         del self._page_of[self._key_of.pop(page)]
         return page

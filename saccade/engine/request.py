@@ -1,8 +1,8 @@
-"""A request: what is asked for, how far it has come, how it ended. Plain Python, no torch.
+"""Requests, sampling parameters and completions. Plain Python, no torch.
 
-A request has *known* tokens (its prompt, then what was sampled and read back) and *computed* ones (their keys and values lie in
-its pages, or will once the steps under way have run). Serving it is letting computed tokens chase known ones: there is no prefill
-phase and no decode phase. A token that was sampled but not yet read back is *pending*: its value is on the GPU alone.
+A request has *known* tokens (its prompt, then the output tokens read back from the device) and *computed* ones (their keys and values
+are in its pages, or will be once the steps in flight have run). Every step computes some known tokens, so prefill and decode are the
+same arithmetic. A token that was sampled but not read back yet is *pending*: its value exists on the GPU only.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from saccade.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
-Stage = Literal["preparing", "encoding", "running"]
+Stage = Literal["preprocessing", "encoding", "running"]
+FailureKind = Literal["invalid_request", "non_finite_logits", "internal_error", "engine_stopped"]
+MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
@@ -25,44 +28,50 @@ MAX_BIASED_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of an answer are chosen and when it ends."""
+    """How output tokens are chosen and when generation ends. Numpy scalars and lists are converted to plain Python."""
 
+    n: int = 1
+    """Completions per prompt. Completion i uses `seed + i`. Needs a temperature above 0, and `generate`."""
     temperature: float = 0.0
-    """0 takes the likeliest token; above 0 the logits are divided by it and a token is drawn."""
+    """0: greedy decoding; above 0 the logits are divided by it and a token is sampled."""
     top_k: int | None = None
-    """Draw among the k likeliest tokens only."""
+    """Sample among the k most likely tokens. None or -1: all."""
     top_p: float = 1.0
-    """Draw among the likeliest tokens that together have this probability."""
+    """Sample among the most likely tokens whose probabilities sum up to this."""
     min_p: float = 0.0
-    """Draw among tokens at least this many times as likely as the likeliest."""
+    """Sample among tokens with at least this fraction of the probability of the most likely one."""
     repetition_penalty: float = 1.0
-    """Logits of tokens seen in prompt or answer are divided by it if positive, multiplied if negative; 1 changes nothing."""
+    """Logits of tokens in the prompt or the output are divided by it if positive, multiplied if negative; 1: off."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the answer has."""
+    """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time the answer has it."""
+    """Subtracted from a token's logit for each time it occurs in the output."""
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
     max_tokens: int = 256
-    """The answer ends here at the latest."""
+    """Maximum number of output tokens."""
     min_tokens: int = 0
-    """Tokens before which the answer cannot end by itself."""
+    """Output tokens before which no stop token or stop string ends generation."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer; they are not part of it."""
+    """Stop strings (one string or a sequence); they are not part of the text."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer, beside those of the checkpoint."""
+    """Tokens that end generation, in addition to those of the checkpoint."""
     ignore_eos: bool = False
-    """Go on behind the checkpoint's end-of-turn tokens."""
+    """Continue after the checkpoint's end-of-turn tokens."""
     seed: int | None = None
-    """Same seed and prompt, same tokens, whatever else is in the batch. None: one is drawn."""
+    """Same seed and prompt, same tokens, whatever else is in the batch. None: a random seed."""
     logprobs: int | None = None
-    """Also return the log-probability of each token and of this many likeliest ones; 0 for the token's own alone."""
+    """Return the log-probability of each output token and of this many most likely tokens; 0: of the output token only."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt. Such a request computes its whole prompt, whatever is cached."""
+    """The same for prompt tokens. Such a request does not use the prefix cache."""
 
     def __post_init__(self) -> None:
+        self._normalize()
+        _check("n", self.n, _is_count(self.n, 1, MAX_COMPLETIONS), f"a whole number from 1 to {MAX_COMPLETIONS}")
         _check("temperature", self.temperature, _is_within(self.temperature, 0, 100), "a number from 0 to 100")
-        _check("top_k", self.top_k, self.top_k is None or _is_count(self.top_k, 1), "a whole number from 1")
+        _check(
+            "top_k", self.top_k, self.top_k is None or _is_count(self.top_k, 1), "a whole number from 1, or -1 for all"
+        )
         _check("top_p", self.top_p, _is_within(self.top_p, 0, 1) and self.top_p > 0, "a number above 0 and up to 1")
         _check("min_p", self.min_p, _is_within(self.min_p, 0, 1), "a number from 0 to 1")
         is_penalty = _is_within(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0
@@ -75,30 +84,56 @@ class SamplingParams:
         _check("seed", self.seed, self.seed is None or _is_count(self.seed, 0, 2**63 - 1), "0 up to 2^63 - 1")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _check(
-                name,
-                value,
-                value is None or _is_count(value, 0, MAX_LOGPROBS),
-                f"a whole number from 0 to {MAX_LOGPROBS}",
-            )
+            is_fine = value is None or _is_count(value, 0, MAX_LOGPROBS)
+            _check(name, value, is_fine, f"a whole number from 0 to {MAX_LOGPROBS}")
         are_texts = isinstance(self.stop, tuple) and all(isinstance(stop, str) for stop in self.stop)
         is_short = (
             are_texts and len(self.stop) <= MAX_STOPS and all(0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop)
         )
-        _check("stop", self.stop, is_short, f"a tuple of up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
+        _check("stop", self.stop, is_short, f"up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
         is_few = isinstance(self.stop_token_ids, tuple) and len(self.stop_token_ids) <= MAX_STOP_IDS
         are_ids = is_few and all(_is_count(token_id, 0) for token_id in self.stop_token_ids)
-        _check("stop_token_ids", self.stop_token_ids, are_ids, f"a tuple of up to {MAX_STOP_IDS} token ids")
+        _check("stop_token_ids", self.stop_token_ids, are_ids, f"up to {MAX_STOP_IDS} token ids")
         are_biases = isinstance(self.logit_bias, dict) and len(self.logit_bias) <= MAX_BIASED_TOKENS
         are_biases = are_biases and all(
             _is_count(token_id, 0) and _is_within(bias, -100, 100) for token_id, bias in self.logit_bias.items()
         )
         _check("logit_bias", self.logit_bias, are_biases, f"up to {MAX_BIASED_TOKENS} token ids, each with -100 to 100")
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(f"n is {self.n} with temperature 0: all completions would be equal. Raise temperature")
+
+    def _normalize(self) -> None:
+        """Plain Python numbers, tuples and dicts for what users of numpy, vLLM or JSON pass."""
+        values = {name: _plain(value) for name, value in vars(self).items()}
+        if values["top_k"] == -1:
+            values["top_k"] = None
+        if isinstance(values["stop"], str):
+            values["stop"] = (values["stop"],)
+        for name in ("stop", "stop_token_ids"):
+            if values[name] is None:
+                values[name] = ()
+            elif isinstance(values[name], list):
+                values[name] = tuple(map(_plain, values[name]))
+        if values["logit_bias"] is None:
+            values["logit_bias"] = {}
+        elif isinstance(values["logit_bias"], dict):
+            values["logit_bias"] = {_plain(key): _plain(bias) for key, bias in values["logit_bias"].items()}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def has_penalties(self) -> bool:
         """Whether the logits depend on which tokens came before."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def _plain(value: Any) -> Any:
+    """A Python number for a numpy scalar; anything else unchanged."""
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
 def _is_count(value: object, least: int, most: int = 2**31 - 1) -> bool:
@@ -116,20 +151,20 @@ def _check(name: str, value: object, is_fine: bool, expected: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSpan:
-    """An image in the tokens of a request."""
+    """The placeholder tokens of one image or video in a request."""
 
     key: bytes
-    """sha256 of its pixels, its size, and how they were made; equal keys mean equal features."""
+    """sha256 of its pixels, size and preprocessing; equal keys mean equal features."""
     start: int
-    """Its first token."""
+    """Index of its first token."""
     num_tokens: int
-    """Tokens it takes."""
+    """Tokens it has."""
     num_patches: int
-    """Patches the tower reads for it."""
+    """Patches the vision encoder reads for it."""
 
     @property
     def end(self) -> int:
-        """The token behind its last."""
+        """Index one past its last token."""
         return self.start + self.num_tokens
 
 
@@ -138,70 +173,70 @@ class Failure:
     """Why a request failed."""
 
     stage: Stage
-    """What was being done with it."""
     message: str
-    """One line for the one who asked."""
+    """One line for the user; exception text stays in the log."""
+    kind: FailureKind = "internal_error"
 
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """One request in the engine. The scheduler alone changes it."""
+    """One request in the engine. Only the scheduler changes it."""
 
     id: str
-    """Not that of any other open request."""
+    """Unique among open requests."""
     token_ids: list[int]
-    """Known tokens: the prompt, then the answer as far as it was read back."""
+    """Known tokens: the prompt, then the output tokens read back so far."""
     num_prompt_tokens: int
     """How many of them are the prompt."""
     images: tuple[ImageSpan, ...] = ()
-    """In order of their tokens, not overlapping."""
+    """In token order, not overlapping."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How the answer is chosen and when it ends."""
+    """Its sampling parameters."""
     stop_ids: frozenset[int] = frozenset()
-    """Every token that ends the answer: the checkpoint's, unless ignored, and the request's own."""
+    """Every token that ends generation: the checkpoint's, unless ignored, and the request's own."""
     priority: int = 0
-    """Lower is served earlier; waiting makes up for it."""
+    """Lower is scheduled earlier; waiting makes up for it."""
     salt: bytes = b""
     """Requests share cached prefixes and images only with those of equal salt: tenant, adapter and weights."""
 
     arrival: int = 0
-    """How many requests had been added before."""
-    num_computed: int = 0
-    """Tokens whose keys and values lie in its pages, counting steps under way."""
+    """Number of requests added before."""
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values are in its pages, counting steps in flight."""
     num_pending: int = 0
-    """Tokens sampled in steps under way."""
+    """Tokens sampled in steps in flight."""
     pages: list[int] = field(default_factory=list)
-    """Its pages, in order of its tokens."""
-    row: int | None = None
-    """Its place in the runner's tables while it runs."""
-    num_cached: int = 0
-    """Prompt tokens that were not computed, because a cache had them."""
+    """Its page table: pages in token order."""
+    slot: int | None = None
+    """Its slot in the runner's tables while it runs."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
     num_preemptions: int = 0
-    """How often it lost its pages to another."""
+    """How often it was preempted."""
     finish_reason: FinishReason | None = None
-    """How it ended; None while it is open."""
+    """None while the request is open."""
     failure: Failure | None = None
-    """Why, if it failed."""
+    """Set if it failed."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens there are, counting pending ones."""
+        """Tokens, counting pending ones."""
         return len(self.token_ids) + self.num_pending
 
     @property
-    def num_answered(self) -> int:
-        """Tokens of the answer, counting pending ones."""
+    def num_output_tokens(self) -> int:
+        """Output tokens, counting pending ones."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def answer(self) -> list[int]:
-        """Known tokens of the answer."""
+    def output_token_ids(self) -> list[int]:
+        """Known output tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one token: its own, and the likeliest ones as (token, log-probability), best first."""
+    """Log-probability of one token, and of the most likely ones as (token, log-probability), best first."""
 
     token_id: int
     logprob: float
@@ -210,21 +245,21 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """An answer."""
+    """The output of one request."""
 
     text: str
-    """Up to a stop text, if one ended it."""
+    """Up to a stop string, if one ended it."""
     token_ids: list[int]
-    """With the token that ended it."""
+    """Output tokens, including the one that ended generation."""
     finish_reason: FinishReason
-    """`stop`: it ended by itself or by a stop text; `length`: at `max_tokens` or the longest there can be."""
+    """`stop`: a stop token or stop string; `length`: `max_tokens` or the maximum length."""
     num_prompt_tokens: int
-    """Tokens of the prompt, those of images counted."""
+    """Including image tokens."""
     num_cached_tokens: int = 0
-    """Prompt tokens that a cache had."""
+    """Prompt tokens found in the prefix cache."""
     logprobs: list[TokenLogprobs] | None = None
-    """Of each token, if asked for."""
+    """Of each output token, if requested."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """None for the first token, which nothing predicts."""
+    """Of each prompt token, if requested; None for the first."""
     failure: Failure | None = None
-    """Why it failed, if it did."""
+    """Set if `finish_reason` is `failed`."""

@@ -1,23 +1,24 @@
-"""Logits to tokens on the device, never waiting for it.
+"""Sample tokens from logits on the device, without synchronizing.
 
-Legend: S places (one per logits row), V vocabulary, R rows, P places with penalties, A places that ask for log-probabilities,
-K likeliest tokens.
+Legend: S samples (one per logits row), V vocabulary, R request slots, P samples with penalties, A samples with log-probabilities,
+K most likely tokens.
 
-A request may have several places in a step, one behind each guessed token. At every place, in this order:
+A request may have several samples in a step, one after each draft token. For every sample, in this order:
 
     logit bias     added to the logits of the tokens it names
-    penalties      repetition (tokens of prompt and answer, as Hugging Face), then frequency and presence (tokens of the answer
-                   alone, as OpenAI and vLLM)
-    bans           -inf for tokens that would end the answer, while it has fewer than `min_tokens`
+    penalties      repetition (tokens of prompt and output, as Hugging Face), then frequency and presence (tokens of the output
+                   only, as OpenAI and vLLM)
+    bans           -inf for stop tokens, while the output has fewer than `min_tokens`
     the kernel     temperature, top-k, top-p, min-p, and the draw: see `kernels/sampler.py`
 
-Log-probabilities are log softmax of the raw logits: before bias, penalties, bans and temperature. The draw depends on a request's
-seed and the token's index alone, so a request gets the same tokens in any row, in any batch, and after preemption.
+Log-probabilities are log softmax of the raw logits: before bias, penalties, bans and temperature. A draw depends only on logits, the
+request's seed and the token's index, so a request gets the same tokens in any slot, in any batch, and after preemption. A row of
+non-finite logits (NaN, +inf, or no finite value) samples `NON_FINITE`.
 
-What a request asks for is kept on the host, one record per row. A step gathers the records of its places and uploads them in two
-copies. Penalties need to know which tokens came before; those counts live on the device, where they are updated with tokens the
-host has not seen yet. They are allocated when the first request with penalties begins (`penalty_bytes`). Everything here must be
-called on one stream: a row's next request overwrites its counts behind the last step that read them.
+Sampling parameters are kept on the host, one record per slot. A step gathers the records of its samples and uploads them in two
+copies. Token counts for penalties are on the device, where they include tokens the host has not read yet; they are allocated when
+the first request with penalties starts (`penalty_bytes`). All calls must use one stream: a slot's next request overwrites its
+counts after the last step that read them.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from saccade.errors import RequestError
 from saccade.kernels import sampler as kernel
 
 _ROWS_AT_ONCE = 64
-"""Logits rows that are penalised or normalised at once, which bounds the memory in between: 40 MB per copy at V = 152k."""
+"""Logits rows penalized or normalized at once, which bounds temporary memory: 40 MB per copy at V = 152k."""
 
 _GREEDY_BELOW = 1e-5
-"""A temperature that leaves nothing to chance counts as 0."""
+"""Lower temperatures count as 0."""
 
 _SETTINGS = np.dtype(
     [
@@ -53,30 +54,30 @@ _SETTINGS = np.dtype(
         ("seed", np.int64),
         ("min_tokens", np.int64),
         ("num_top", np.int64),
-        ("is_taken", np.bool_),
+        ("is_set", np.bool_),
         ("is_biased", np.bool_),
         ("has_penalties", np.bool_),
-        ("wants_logprobs", np.bool_),
+        ("has_logprobs", np.bool_),
     ]
 )
-"""What is kept of a row's request, beside its biases and stop ids."""
+"""Sampling parameters of a slot, except its biases and stop ids."""
 
 
 class SampledStep(NamedTuple):
-    """What was drawn at each place, on the device. Log-probabilities mean something only where the request asked for them."""
+    """Sampled tokens on the device. Log-probabilities are defined only for requests with `logprobs`."""
 
     token_ids: Tensor
-    """[S] int64."""
+    """[S] int64; `NON_FINITE` where the logits were not finite."""
     logprobs: Tensor | None
-    """[S] fp32. None if nobody asked."""
+    """[S] fp32. None if no request has `logprobs`."""
     top_ids: Tensor | None
-    """[S, K] int64, best first; K is the most that a request of this step asked for. None if that is 0."""
+    """[S, K] int64, best first; K is the maximum `logprobs` of the step. None if that is 0."""
     top_logprobs: Tensor | None
     """[S, K] fp32."""
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of given tokens, and of the K likeliest (None if K is 0), best first."""
+    """Log-probabilities of given tokens, and of the K most likely (None if K is 0), best first."""
 
     logprobs: Tensor
     top_ids: Tensor | None
@@ -84,58 +85,58 @@ class Logprobs(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What a step needs on the device."""
+    """Sampling inputs of a step on the device."""
 
-    temperature: Tensor  # these per place
+    temperature: Tensor  # per sample
     top_p: Tensor
     min_p: Tensor
     top_k: Tensor
     seed: Tensor
     position: Tensor
-    penalized: Tensor  # these per place with penalties, and this is which one
-    penalized_row: Tensor
+    penalized: Tensor  # per sample with penalties: its index
+    penalized_slot: Tensor
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
-    biased: Tensor  # these per biased logit, and this is which one: place * V + token
+    biased: Tensor  # per biased logit: sample * V + token
     bias: Tensor
-    banned: Tensor  # the banned logits: place * V + token
-    asking: Tensor  # the places that ask for log-probabilities
+    banned: Tensor  # banned logits: sample * V + token
+    with_logprobs: Tensor  # indices of samples with log-probabilities
     num_top: int
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse token ids the model does not have."""
+    """Refuse token ids outside the vocabulary."""
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        strangers = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
-        if strangers:
+        unknown = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
+        if unknown:
             raise RequestError(
-                f"{name} names token {strangers[0]}, but the model has tokens 0 to {vocab_size - 1}. Use ids of its tokenizer"
+                f"{name} names token {unknown[0]}, but the model has tokens 0 to {vocab_size - 1}. Use ids of its tokenizer"
             )
 
 
 class Sampler:
-    """Draws the tokens of all running requests. See the top of this file."""
+    """Samples the tokens of all running requests. See the top of this file."""
 
-    def __init__(self, *, vocab_size: int, num_rows: int, device: torch.device) -> None:
+    def __init__(self, *, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._settings = np.zeros(num_rows, _SETTINGS)
+        self._settings = np.zeros(num_slots, _SETTINGS)
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, NDArray[np.int64]] = {}
-        self._drawn: tuple[Tensor, _Step] | None = None
+        self._uncommitted: tuple[Tensor, _Step] | None = None
         self._is_prompt_RV: Tensor | None = None
-        self._num_answer_RV: Tensor | None = None
+        self._num_output_RV: Tensor | None = None
 
     @property
     def penalty_bytes(self) -> int:
-        """Device memory that the first request with penalties takes, for good."""
+        """Device memory allocated by the first request with penalties."""
         return len(self._settings) * self._vocab_size * (torch.int32.itemsize + torch.bool.itemsize)
 
-    def begin(self, row: int, request: Request, seed: int) -> None:
-        """A request takes a row, the first time or again after preemption. Tokens it drew in earlier steps must have been read."""
+    def set_request(self, slot: int, request: Request, seed: int) -> None:
+        """Set the request of a slot, when it starts or resumes after preemption. All its sampled tokens must have been read."""
         params = request.sampling
-        self._settings[row] = (
+        self._settings[slot] = (
             params.temperature if params.temperature >= _GREEDY_BELOW else 0.0,
             params.top_p,
             params.min_p,
@@ -152,54 +153,47 @@ class Sampler:
             params.logprobs is not None,
         )
         biases = params.logit_bias
-        self._bias[row] = np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32)
-        self._stop_ids[row] = self._known(sorted(request.stop_ids))
+        self._bias[slot] = np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32)
+        self._stop_ids[slot] = self._known(sorted(request.stop_ids))
         if params.has_penalties:
-            self._count_anew(row, request)
-
-    def end(self, row: int) -> None:
-        """The row's request has ended or was preempted."""
-        self._settings[row] = np.zeros((), _SETTINGS)
-        self._bias.pop(row, None)
-        self._stop_ids.pop(row, None)
+            self._reset_counts(slot, request)
 
     @torch.inference_mode()
     def sample(
         self,
         logits_SV: Tensor,
-        rows: NDArray[np.int64],
+        slots: NDArray[np.int64],
         positions: NDArray[np.int64],
-        num_answered: NDArray[np.int64],
+        num_output_tokens: NDArray[np.int64],
     ) -> SampledStep:
-        """Draw one token per place. The logits are used up.
+        """Sample one token per row of the logits, which are overwritten.
 
-        For each place: the row of its request, the index its token will have among the request's tokens, and how many tokens of
-        the answer come before it. Places of one request may differ by guessed tokens, unless it has penalties: the counts would
-        have to go back when a guess is rejected.
+        For each: the slot of its request, the index of the new token in the request, and the number of output tokens before it.
+        A request with penalties has one sample per step: its counts could not be rolled back when a draft is rejected.
         """
-        if not len(rows):
+        if not len(slots):
             return SampledStep(torch.empty(0, dtype=torch.int64, device=self._device), None, None, None)
-        step = self._upload(rows, positions, num_answered)
+        step = self._upload(slots, positions, num_output_tokens)
         adjusted_SV = self._adjust(logits_SV, step)
         token_ids = kernel.sample(
             adjusted_SV, step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.position
         ).token_ids
-        self._drawn = token_ids, step
-        if not len(step.asking):
+        self._uncommitted = token_ids, step
+        if not len(step.with_logprobs):
             return SampledStep(token_ids, None, None, None)
-        return SampledStep(token_ids, *self._ask(logits_SV, token_ids, step))
+        return SampledStep(token_ids, *self._logprobs(logits_SV, token_ids, step))
 
     @torch.inference_mode()
     def commit(self) -> None:
-        """The tokens drawn last belong to their answers from now on. Until then drawing them again changes nothing."""
-        if self._drawn is not None:
-            self._count(*self._drawn)
-            self._drawn = None
+        """Add the tokens sampled last to the penalty counts. Before that, a step can be sampled again with the same result."""
+        if self._uncommitted is not None:
+            self._add_counts(*self._uncommitted)
+            self._uncommitted = None
 
     @staticmethod
     @torch.inference_mode()
     def logprobs_of(logits_SV: Tensor, token_ids_S: Tensor, num_top: int) -> Logprobs:
-        """log softmax of the logits in fp32 at the given tokens, and the largest `num_top` of it (V at most)."""
+        """fp32 log softmax of the logits at the given tokens, and its `num_top` largest values (V at most)."""
         num_top = min(num_top, logits_SV.shape[1])
         own, top_ids, top = [], [], []
         for logits, token_ids in zip(_in_parts(logits_SV), _in_parts(token_ids_S), strict=True):
@@ -211,51 +205,53 @@ class Sampler:
         return Logprobs(torch.cat(own), *((torch.cat(top_ids), torch.cat(top)) if num_top else (None, None)))
 
     def _known(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
-        """Those that have a logit: some checkpoints name an end-of-turn token, or embed tokens, beyond the head's vocabulary."""
+        """Ids that have a logit: some checkpoints have end-of-turn tokens or embeddings beyond the head's vocabulary."""
         ids = np.array(token_ids, np.int64)
         return ids[ids < self._vocab_size]
 
     @torch.inference_mode()
-    def _count_anew(self, row: int, request: Request) -> None:
-        """Counts of a row from the tokens of its request."""
-        is_prompt_RV, num_answer_RV = self._counts()
+    def _reset_counts(self, slot: int, request: Request) -> None:
+        """Set the counts of a slot from the tokens of its request."""
+        is_prompt_RV, num_output_RV = self._counts()
         prompt = self._known(request.token_ids[: request.num_prompt_tokens])
-        answer = self._known(request.answer)
-        ids_prompt, ids_answer = _in_one_copy([prompt, answer], self._device)
-        is_prompt_RV[row].zero_().index_fill_(0, ids_prompt, True)
-        num_answer_RV[row].zero_().index_add_(0, ids_answer, torch.ones_like(ids_answer, dtype=torch.int32))
+        output = self._known(request.output_token_ids)
+        ids_prompt, ids_output = _in_one_copy([prompt, output], self._device)
+        is_prompt_RV[slot].zero_().index_fill_(0, ids_prompt, True)
+        num_output_RV[slot].zero_().index_add_(0, ids_output, torch.ones_like(ids_output, dtype=torch.int32))
 
     def _counts(self) -> tuple[Tensor, Tensor]:
-        """Per row and token: whether the prompt has it, how often the answer has it."""
-        if self._is_prompt_RV is None or self._num_answer_RV is None:
+        """Per slot and token: whether the prompt has it, how often the output has it."""
+        if self._is_prompt_RV is None or self._num_output_RV is None:
             shape = len(self._settings), self._vocab_size
             self._is_prompt_RV = torch.zeros(shape, dtype=torch.bool, device=self._device)
-            self._num_answer_RV = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        return self._is_prompt_RV, self._num_answer_RV
+            self._num_output_RV = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return self._is_prompt_RV, self._num_output_RV
 
-    def _upload(self, rows: NDArray[np.int64], positions: NDArray[np.int64], num_answered: NDArray[np.int64]) -> _Step:
-        chosen = self._settings[rows]
-        assert chosen["is_taken"].all(), f"no request in rows {rows[~chosen['is_taken']]}"
-        penalized, asking = np.flatnonzero(chosen["has_penalties"]), np.flatnonzero(chosen["wants_logprobs"])
-        assert len(np.unique(rows[penalized])) == len(penalized), "a request with penalties has one place in a step"
-        harsh = chosen[penalized]
-        biased, bias = self._biases(np.flatnonzero(chosen["is_biased"]), rows)
-        banned = self._bans(np.flatnonzero(num_answered < chosen["min_tokens"]), rows)
+    def _upload(
+        self, slots: NDArray[np.int64], positions: NDArray[np.int64], num_output_tokens: NDArray[np.int64]
+    ) -> _Step:
+        chosen = self._settings[slots]
+        assert chosen["is_set"].all(), f"no request in slots {slots[~chosen['is_set']]}"
+        penalized, with_logprobs = np.flatnonzero(chosen["has_penalties"]), np.flatnonzero(chosen["has_logprobs"])
+        assert len(np.unique(slots[penalized])) == len(penalized), "a request with penalties has one sample per step"
+        penalties = chosen[penalized]
+        biased, bias = self._biases(np.flatnonzero(chosen["is_biased"]), slots)
+        banned = self._bans(np.flatnonzero(num_output_tokens < chosen["min_tokens"]), slots)
         numbers = _in_one_copy(
             [
                 chosen["temperature"],
                 chosen["top_p"],
                 chosen["min_p"],
                 chosen["top_k"].view(np.float32),  # the same 32 bits; read as integers again on the device
-                harsh["repetition"],
-                harsh["frequency"],
-                harsh["presence"],
+                penalties["repetition"],
+                penalties["frequency"],
+                penalties["presence"],
                 bias,
             ],
             self._device,
         )
         indices = _in_one_copy(
-            [chosen["seed"], positions, penalized, rows[penalized], biased, banned, asking], self._device
+            [chosen["seed"], positions, penalized, slots[penalized], biased, banned, with_logprobs], self._device
         )
         return _Step(
             temperature=numbers[0],
@@ -269,31 +265,31 @@ class Sampler:
             seed=indices[0],
             position=indices[1],
             penalized=indices[2],
-            penalized_row=indices[3],
+            penalized_slot=indices[3],
             biased=indices[4],
             banned=indices[5],
-            asking=indices[6],
+            with_logprobs=indices[6],
             num_top=int(chosen["num_top"].max()),
         )
 
     def _biases(
-        self, places: NDArray[np.int64], rows: NDArray[np.int64]
+        self, samples: NDArray[np.int64], slots: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        found = [(place, *self._bias[int(rows[place])]) for place in places]
+        found = [(sample, *self._bias[int(slots[sample])]) for sample in samples]
         if not found:
             return np.empty(0, np.int64), np.empty(0, np.float32)
-        indices = np.concatenate([place * self._vocab_size + ids for place, ids, _ in found])
+        indices = np.concatenate([sample * self._vocab_size + ids for sample, ids, _ in found])
         return indices, np.concatenate([bias for _, _, bias in found])
 
-    def _bans(self, places: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        found = [place * self._vocab_size + self._stop_ids[int(rows[place])] for place in places]
+    def _bans(self, samples: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        found = [sample * self._vocab_size + self._stop_ids[int(slots[sample])] for sample in samples]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def _adjust(self, logits_SV: Tensor, step: _Step) -> Tensor:
-        """Bias, penalties and bans, in fp32; the raw logits stay as they are if somebody asks for log-probabilities."""
+        """Apply bias, penalties and bans in fp32; the raw logits are preserved if log-probabilities are needed."""
         if not (len(step.biased) or len(step.penalized) or len(step.banned)):
             return logits_SV
-        adjusted_SV = logits_SV.to(torch.float32, copy=len(step.asking) > 0).contiguous()
+        adjusted_SV = logits_SV.to(torch.float32, copy=len(step.with_logprobs) > 0).contiguous()
         if len(step.biased):
             adjusted_SV.view(-1).index_add_(0, step.biased, step.bias)
         if len(step.penalized):
@@ -303,40 +299,42 @@ class Sampler:
         return adjusted_SV
 
     def _penalize(self, logits_SV: Tensor, step: _Step) -> None:
-        is_prompt_RV, num_answer_RV = self._counts()
-        by_place = (step.penalized, step.penalized_row, step.repetition, step.frequency, step.presence)
-        for places, rows, repetition, frequency, presence in zip(*map(_in_parts, by_place), strict=True):
-            x_PV, num_PV = logits_SV.index_select(0, places), num_answer_RV.index_select(0, rows)
-            is_answer_PV = num_PV > 0
-            is_seen_PV = is_prompt_RV.index_select(0, rows) | is_answer_PV
+        is_prompt_RV, num_output_RV = self._counts()
+        by_sample = (step.penalized, step.penalized_slot, step.repetition, step.frequency, step.presence)
+        for samples, slots, repetition, frequency, presence in zip(*map(_in_parts, by_sample), strict=True):
+            x_PV, num_PV = logits_SV.index_select(0, samples), num_output_RV.index_select(0, slots)
+            is_output_PV = num_PV > 0
+            is_seen_PV = is_prompt_RV.index_select(0, slots) | is_output_PV
             by = repetition.unsqueeze(1)
             x_PV = torch.where(is_seen_PV, torch.where(x_PV < 0, x_PV * by, x_PV / by), x_PV)
             x_PV -= frequency.unsqueeze(1) * num_PV
-            x_PV -= presence.unsqueeze(1) * is_answer_PV
-            logits_SV.index_copy_(0, places, x_PV)
+            x_PV -= presence.unsqueeze(1) * is_output_PV
+            logits_SV.index_copy_(0, samples, x_PV)
 
-    def _count(self, token_ids_S: Tensor, step: _Step) -> None:
-        """The tokens just drawn belong to their answers from now on."""
+    def _add_counts(self, token_ids_S: Tensor, step: _Step) -> None:
         if len(step.penalized):
-            _, num_answer_RV = self._counts()
-            drawn_P = step.penalized_row * self._vocab_size + token_ids_S.index_select(0, step.penalized)
-            num_answer_RV.view(-1).index_add_(0, drawn_P, torch.ones_like(drawn_P, dtype=torch.int32))
+            _, num_output_RV = self._counts()
+            token_ids_P = token_ids_S.index_select(0, step.penalized).clamp_(min=0)  # NON_FINITE has no count
+            index_P = step.penalized_slot * self._vocab_size + token_ids_P
+            num_output_RV.view(-1).index_add_(0, index_P, torch.ones_like(index_P, dtype=torch.int32))
 
-    def _ask(self, logits_SV: Tensor, token_ids_S: Tensor, step: _Step) -> Logprobs:
-        """Log-probabilities at the places that ask; zeros elsewhere."""
-        num_places = len(token_ids_S)
-        if len(step.asking) == num_places:
+    def _logprobs(self, logits_SV: Tensor, token_ids_S: Tensor, step: _Step) -> Logprobs:
+        """Log-probabilities of the samples that need them; zeros elsewhere."""
+        num_samples, token_ids_S = len(token_ids_S), token_ids_S.clamp(min=0)
+        if len(step.with_logprobs) == num_samples:
             return self.logprobs_of(logits_SV, token_ids_S, step.num_top)
-        logits_AV, token_ids_A = (x.index_select(0, step.asking) for x in (logits_SV, token_ids_S))
+        logits_AV, token_ids_A = (x.index_select(0, step.with_logprobs) for x in (logits_SV, token_ids_S))
         own, top_ids, top = self.logprobs_of(logits_AV, token_ids_A, step.num_top)
-        own = _spread(own, step.asking, num_places)
+        own = _scatter(own, step.with_logprobs, num_samples)
         if top_ids is None or top is None:
             return Logprobs(own, None, None)
-        return Logprobs(own, _spread(top_ids, step.asking, num_places), _spread(top, step.asking, num_places))
+        return Logprobs(
+            own, _scatter(top_ids, step.with_logprobs, num_samples), _scatter(top, step.with_logprobs, num_samples)
+        )
 
 
-def _spread(values_A: Tensor, places_A: Tensor, num_places: int) -> Tensor:
-    return values_A.new_zeros(num_places, *values_A.shape[1:]).index_copy_(0, places_A, values_A)
+def _scatter(values_A: Tensor, samples_A: Tensor, num_samples: int) -> Tensor:
+    return values_A.new_zeros(num_samples, *values_A.shape[1:]).index_copy_(0, samples_A, values_A)
 
 
 def _in_parts(x: Tensor) -> tuple[Tensor, ...]:
@@ -344,7 +342,7 @@ def _in_parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _in_one_copy(parts: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Arrays of one type on the device. Each begins at a multiple of 16 bytes, as Triton compiles anew for other pointers."""
+    """Upload arrays of one type by one copy. Each starts at a multiple of 16 bytes: Triton compiles another kernel for other pointers."""
     ends = np.cumsum([-(-len(part) // 4) * 4 for part in parts])
     buffer = np.zeros(ends[-1], parts[0].dtype)
     starts = [0, *ends[:-1].tolist()]

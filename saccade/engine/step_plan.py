@@ -1,4 +1,4 @@
-"""What a step computes: the scheduler's decision, handed to the runner. Plain Python, no torch."""
+"""What one step computes: the scheduler's output, the runner's input. Plain Python, no torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from saccade.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much there may be at once."""
+    """Limits of the scheduler."""
 
     max_requests: int
-    """Requests that run at once; rows are numbered below it."""
+    """Requests that run at once; slots are numbered below it."""
     max_step_tokens: int
     """Tokens computed in a step."""
     max_step_patches: int
-    """Patches encoded in a step; an image that has more is encoded alone."""
+    """Patches encoded in a step; an image with more is encoded alone."""
     max_length: int
-    """Tokens of prompt and answer together."""
+    """Tokens of prompt and output together."""
     max_draft_tokens: int = 0
-    """Tokens guessed ahead of a request in a step."""
+    """Draft tokens per request and step."""
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_step_tokens", "max_step_patches", "max_length"):
@@ -32,67 +32,67 @@ class Limits:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class PlacedImage:
-    """An image and where its features lie in the image pool."""
+class CachedImage:
+    """An image and the encoder-cache slots of its features."""
 
     key: bytes
     """Salted."""
-    image: ImageSpan
-    places: Sequence[int]
-    """In order of its tokens. They stay as they are until the next plan, even if the request ends before."""
+    span: ImageSpan
+    slots: Sequence[int]
+    """In token order. Not reassigned before the next plan, even if the request ends earlier."""
 
 
 class Chunk(NamedTuple):
-    """The tokens of one request that are computed in one step.
+    """The tokens of one request that one step computes.
 
-    A tuple, because a step has hundreds and a frozen dataclass takes four times as long to make.
+    A tuple: a step has hundreds, and a frozen dataclass takes four times as long to construct.
     """
 
     request: Request
-    """It may have ended by the time the step runs; what the chunk then computes is dropped."""
-    row: int
+    """It may have ended when the step runs; its results are dropped then."""
+    slot: int
     start: int
     """Index of its first token."""
     num_tokens: int
-    images: tuple[PlacedImage, ...]
-    """Those that have a token in it, in order."""
+    images: tuple[CachedImage, ...]
+    """Images with a token in the chunk, in order."""
     pages: Sequence[int]
-    """The request's own page table, which later steps extend at its end: read it before the next plan is made."""
+    """The request's own page table, which later steps append to: read it before the next plan is made."""
     reads_pending: bool
-    """Its one token is not known yet: it is the one sampled last for this row."""
+    """Its only token is not known yet: it is the last one sampled in this slot."""
     drafts: tuple[int, ...]
-    """Guesses of the tokens behind its first one, computed with it."""
+    """Draft tokens that follow its first token."""
     samples: bool
-    """A token is sampled behind its last one, and with drafts behind each one."""
+    """Whether a token is sampled after its last token (with drafts: after each token)."""
 
     @property
     def end(self) -> int:
-        """Index behind its last token."""
+        """Index one past its last token."""
         return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class ImageToEncode:
-    """An image whose features a step puts into the image pool before anything reads them."""
+    """An image whose features the step writes into the encoder cache before any chunk reads them."""
 
     key: bytes
     """Salted."""
-    image: ImageSpan
+    span: ImageSpan
     request: Request
-    """One that has it."""
-    places: Sequence[int]
+    """One request that has it."""
+    slots: Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """A step: copy pages, encode images, compute chunks, sample."""
+    """One step: copy pages, encode images, compute chunks, sample."""
 
     chunks: list[Chunk]
     """At most one per request."""
     images: list[ImageToEncode]
-    copies: list[tuple[int, int]]
-    """(from, to) pages, copied before anything is written. No page is both, so they may be copied in any order."""
-    began: list[Request]
-    """Got a row: the runner sets up its tables. Each has a chunk, which names the row."""
+    page_copies: list[tuple[int, int]]
+    """(source, target) pages, copied before anything is written. No page is both, so the order does not matter."""
+    started: list[Request]
+    """Requests that got a slot. Each has a chunk, which names the slot."""
     preempted: list[Request]
-    """Lost row and pages since the plan before."""
+    """Requests that lost slot and pages since the previous plan."""

@@ -17,8 +17,8 @@ which draws v with probability p[v] / (sum of the kept p): the Gumbel trick, les
 wherever the request stands in it.
 
 logits [R, V] in any float dtype; temperature, top_p, min_p [R] fp32; top_k [R] int32; seeds, positions [R] int64; token ids
-[R] int64. `logprobs` [R] fp32, if asked for, is log softmax(logits)[token], without temperature or filters. NaN counts as -inf,
-+inf as 1e30; a row without a number gives token 0. Everything is computed in fp32. Nothing is sorted: a row is read once for a
+[R] int64. `logprobs` [R] fp32, if asked for, is log softmax(logits)[token], without temperature or filters. A row with NaN or +inf,
+or with no finite logit, gives token `NON_FINITE`; -inf is a masked token. Everything is computed in fp32. Nothing is sorted: a row is read once for a
 greedy token, about four times with top-k or top-p, and only the first time from memory.
 """
 
@@ -30,6 +30,9 @@ from torch import Tensor
 from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
 
+NON_FINITE = -1
+"""Token id of a row whose logits are not finite."""
+
 _SPAN = 1024
 """One Philox call makes the noise of 4 tokens, this far apart: token id v takes word v // 1024 % 4 of counter
 v // 4096 * 1024 + v % 1024. Part of the noise's definition: changing it changes what a seed means."""
@@ -38,7 +41,10 @@ _TILE, _WARPS = 8192, 16
 
 
 _LEAST_TEMPERATURE = 1e-30
-"""Lower ones count as this: their inverse would be infinite, and the likeliest token's score not a number."""
+"""Lower ones count as this: their inverse would be infinite, and the score of the most likely token NaN."""
+
+_LOGITS_AT_ONCE = 1 << 21
+"""Logits the reference draws from at once, which bounds its temporary memory."""
 
 
 class Sampled(NamedTuple):
@@ -50,11 +56,14 @@ class Sampled(NamedTuple):
 
 def exponential_noise(seeds_R: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:
     """noise(seed, position, v) for every request and token id, fp32 [R, V]."""
-    v = torch.arange(vocab_size, device=seeds_R.device)
-    counter = (v // (4 * _SPAN) * _SPAN + v % _SPAN).expand(len(seeds_R), -1)
+    R, (num_whole, rest) = len(seeds_R), divmod(vocab_size, 4 * _SPAN)
+    num_last = min(rest, _SPAN)
+    counter = torch.arange(num_whole * _SPAN + num_last, device=seeds_R.device).expand(R, -1)
     position = positions_R.unsqueeze(1).expand_as(counter) & 0xFFFFFFFF
-    words = _philox(seeds_R.unsqueeze(1), counter, position)
-    bits = torch.stack(words).gather(0, (v // _SPAN % 4).expand_as(counter).unsqueeze(0)).squeeze(0)
+    words_R4C = torch.stack(_philox(seeds_R.unsqueeze(1), counter, position), 1)
+    whole, last = words_R4C.split([num_whole * _SPAN, num_last], 2)
+    whole = whole.reshape(R, 4, num_whole, _SPAN).transpose(1, 2)
+    bits = torch.cat([whole.reshape(R, 4 * num_whole * _SPAN), last.reshape(R, 4 * num_last)[:, :rest]], 1)
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23  # in (0, 1), never 0 or 1
     return -torch.log(uniform)
 
@@ -82,39 +91,67 @@ def sample_reference(
     *,
     with_logprobs: bool = False,
 ) -> Sampled:
-    """The definition above, row by row."""
+    """The definition above. Nothing is sorted: see `_draw_reference`."""
     peaks_R, best_R = logits_RV.max(1)  # NaN, where there is one
-    if not with_logprobs and bool(((temperature_R <= 0) & (peaks_R <= 1e30)).all()):
-        return Sampled(best_R, None)
-    x_RV = torch.where(logits_RV.isnan(), float("-inf"), logits_RV.float()).clamp(max=1e30)
-    token_ids = x_RV.argmax(1)
-    for row in (temperature_R > 0).nonzero()[:, 0].tolist():
-        x, temperature = x_RV[row], temperature_R[row]
-        peak = x.max()
-        if peak == float("-inf"):
-            continue
-        [noise] = exponential_noise(seeds_R[row : row + 1], positions_R[row : row + 1], len(x))
-        scaled = (x - peak) * (1 / temperature.clamp(min=_LEAST_TEMPERATURE))
-        kept = x >= x.topk(int(top_k_R[row].clamp(1, len(x)))).values[-1]
-        if top_p_R[row] < 1:
-            values, place = x[kept].unique(return_inverse=True)  # type: ignore[no-untyped-call]
-            mass = torch.zeros_like(values).index_add_(0, place, scaled[kept].exp())
-            more_likely = mass.flip(0).cumsum(0).flip(0) - mass
-            allowed = (more_likely < top_p_R[row] * mass.sum()) | (values == peak)
-            kept = kept & (x >= values[allowed].min())
-        if min_p_R[row] > 0:
-            kept = kept & ((x >= peak + temperature * min_p_R[row].log()) | (x == peak))
-        kept = kept & (x > float("-inf"))
-        token_ids[row] = torch.where(kept, scaled.exp() / noise, -1.0).argmax()
+    is_finite_R = peaks_R.isfinite()
+    if not with_logprobs and not bool((temperature_R > 0).any()):
+        return Sampled(torch.where(is_finite_R, best_R, NON_FINITE), None)
+    x_RV = torch.where(is_finite_R.unsqueeze(1), logits_RV.float(), 0.0)
+    token_ids = best_R.clone()
+    drawn = (temperature_R > 0).nonzero()[:, 0]
+    for rows in torch.split(drawn, max(1, _LOGITS_AT_ONCE // logits_RV.shape[1])):
+        parameters = (x[rows] for x in (temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R))
+        token_ids[rows] = _draw_reference(x_RV[rows], *parameters)
     logprobs = x_RV.log_softmax(1).gather(1, token_ids.unsqueeze(1)).squeeze(1) if with_logprobs else None
-    return Sampled(token_ids, logprobs)
+    return Sampled(torch.where(is_finite_R, token_ids, NON_FINITE), logprobs)
+
+
+def _draw_reference(
+    x_RV: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+) -> Tensor:
+    """Draw a token per row, all rows at once.
+
+    Draws without top-p first. If the drawn token is one that top-p drops, so are all that are no more likely: they are masked and the
+    draw is repeated with the same noise. The result is the argmax over the kept tokens, without sorting to find them.
+    """
+    V = x_RV.shape[1]
+    peak = x_RV.amax(1, keepdim=True)
+    temperature, top_p, min_p = (x.unsqueeze(1) for x in (temperature_R, top_p_R, min_p_R))
+    p_RV = ((x_RV - peak) * (1 / temperature.clamp(min=_LEAST_TEMPERATURE))).exp_()
+    k_R = top_k_R.clamp(1, V).long()
+    has_k = k_R < V
+    if bool(has_k.any()):
+        k_R = torch.where(has_k, k_R, 1)
+        least = x_RV.topk(int(k_R.max())).values.gather(1, k_R.unsqueeze(1) - 1)
+        p_RV.masked_fill_((x_RV < least) & has_k.unsqueeze(1), 0.0)
+    allowed = torch.where(top_p < 1, top_p * p_RV.sum(1, keepdim=True), float("inf"))
+    score_RV = p_RV / exponential_noise(seeds_R, positions_R, V)
+    score_RV.masked_fill_((p_RV == 0) & (x_RV < peak), -1.0)
+    if bool((min_p > 0).any()):
+        score_RV.masked_fill_((x_RV < torch.minimum(peak + temperature * min_p.log(), peak)), -1.0)
+    while True:
+        token = score_RV.argmax(1, keepdim=True)
+        x = x_RV.gather(1, token)
+        if not bool((top_p < 1).any()):
+            break
+        more_likely = p_RV.masked_fill(x_RV <= x, 0.0).sum(1, keepdim=True)
+        is_dropped = (more_likely >= allowed) & (x < peak)
+        if not bool(is_dropped.any()):
+            break
+        score_RV.masked_fill_((x_RV <= x) & is_dropped, -1.0)
+    return token.squeeze(1)
 
 
 @triton.jit
 def _load_logits(row: tl.tensor, token: tl.tensor, V: tl.tensor) -> tl.tensor:
-    """Logits in fp32; NaN and what lies past the vocabulary are -inf."""
-    x = tl.load(row + token, mask=token < V, other=float("-inf")).to(tl.float32)
-    return tl.minimum(tl.where(x == x, x, float("-inf")), 1.0e30)
+    """Logits in fp32, -inf past the vocabulary."""
+    return tl.load(row + token, mask=token < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -126,13 +163,14 @@ def _first_of_best(best: tl.tensor, token: tl.tensor) -> tuple[tl.tensor, tl.ten
 
 @triton.jit
 def _scan(row: tl.tensor, V: tl.tensor, TILE: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Largest logit, its token, smallest finite logit, and the largest logit of every lane."""
+    """Largest logit (+inf if one is NaN), its token, smallest finite logit, and the largest logit of every lane."""
     lane = tl.arange(0, TILE)
     best = tl.full([TILE], float("-inf"), tl.float32)
     best_token = tl.full([TILE], 2147483647, tl.int32)
     least = tl.full([TILE], float("inf"), tl.float32)
     for start in tl.range(0, V, TILE, num_stages=3):
         x = _load_logits(row, start + lane, V)
+        x = tl.where(x == x, x, float("inf"))
         best_token = tl.where(x > best, start + lane, best_token)
         best = tl.maximum(best, x)
         least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
@@ -296,10 +334,11 @@ def _sample_kernel(
     r = tl.program_id(0).to(tl.int64)
     row = logits + r * stride
     peak, token, least, lanes = _scan(row, V, TILE)
-    token = tl.where(peak > float("-inf"), token, 0)
+    is_finite = (peak > float("-inf")) & (peak < float("inf"))
+    token = tl.where(is_finite, token, -1)  # NON_FINITE
     x = peak
     temperature = tl.load(temperatures + r)
-    if (temperature > 0) & (peak > float("-inf")):
+    if (temperature > 0) & is_finite:
         inverse_temperature = 1 / tl.maximum(temperature, 1.0e-30)  # _LEAST_TEMPERATURE
         k = tl.maximum(tl.load(top_ks + r), 1)
         top_p = tl.load(top_ps + r)

@@ -1,4 +1,4 @@
-"""Padded to a budget, replayed from a recording: the features stay those of the tower run on the images alone."""
+"""Padding to a budget and CUDA graphs do not change the features of images."""
 
 import random
 import warnings
@@ -10,7 +10,7 @@ import torch
 from closeness import assert_close
 from model.hugging_face import SHAPES, make_checkpoint
 
-from saccade.engine.encoder import Encoder, budget_sizes, padded_plan, patch_budgets
+from saccade.engine.encoder import Encoder, budget_sizes, padded_layout, patch_budgets
 from saccade.engine.prompt import PromptImage
 from saccade.engine.request import ImageSpan
 from saccade.kernels import launch
@@ -48,7 +48,7 @@ def images_of(grids, seed: int = 0) -> list[PromptImage]:
 
 
 def plain(model, images: list[PromptImage]) -> torch.Tensor:
-    """The tower on the images as they are."""
+    """Features without padding."""
     patches = torch.from_numpy(np.concatenate([image.patches for image in images])).to(model.head.weight.device)
     with torch.no_grad():
         return model.encode_images(
@@ -76,33 +76,33 @@ def test_padded_features_are_those_of_the_images_alone(model, grids):
     assert_close("features", encoder_of(model).encode(images), plain(model, images), 1e-5)
 
 
-def test_padded_features_are_the_same_by_the_kernels_a_recording_holds(model):
+def test_padded_features_are_the_same_with_the_captured_kernels(model):
     images = images_of([(1, 4, 6), (1, 2, 2)])
     with launch.forced("triton"):
         found = encoder_of(model, (48,)).encode(images)
     assert_close("features", found, plain(model, images), 1e-5)
 
 
-def test_without_budgets_images_are_encoded_as_they_are(model):
+def test_without_budgets_images_are_not_padded(model):
     images = images_of(BATCHES["several images"])
     assert torch.equal(encoder_of(model, ()).encode(images), plain(model, images))
 
 
 @pytest.mark.parametrize("grids", [[(1, 2, 2)] * 100, [(1, 32, 34)]], ids=["too many", "too large"])
-def test_images_that_fit_no_recording_are_encoded_as_they_are(model, grids):
+def test_images_that_fit_no_budget_are_not_padded(model, grids):
     images = images_of(grids)
     assert torch.equal(encoder_of(model).encode(images), plain(model, images))
 
 
-def test_one_batch_after_another_leaves_no_trace(model):
-    """Also not in what is nobody's: the same images give the same bits whatever was encoded before."""
+def test_features_do_not_depend_on_earlier_batches(model):
+    """Not even through padding: the same images give the same bits whatever was encoded before."""
     encoder = encoder_of(model)
     for seed, grids in enumerate([*BATCHES.values(), *reversed(BATCHES.values())]):
         images = images_of(grids, seed)
         assert torch.equal(encoder.encode(images), encoder_of(model).encode(images))
 
 
-def test_budgets_rise_in_steps_of_a_quarter_at_most():
+def test_budgets_increase_by_a_quarter_at_most():
     budgets = patch_budgets(32768, 4)
     assert (budgets[0], budgets[-1], len(budgets)) == (256, 8192, 16)
     for before, after in pairwise(budgets):
@@ -110,48 +110,48 @@ def test_budgets_rise_in_steps_of_a_quarter_at_most():
 
 
 @pytest.mark.parametrize("max_patches", [1, 256, 257, 3000, 8192])
-def test_what_a_step_may_encode_fits_the_largest_budget(max_patches):
+def test_the_largest_budget_covers_max_step_patches(max_patches):
     budgets = patch_budgets(max_patches, 4)
     assert budgets[-1] >= max_patches
     assert len(budgets) == 1 or budgets[-2] < max_patches
 
 
 @pytest.mark.parametrize("side", [224, 336, 448, 672, 896, 1008])
-def test_recordings_have_room_for_ordinary_images(side):
+def test_budgets_have_capacity_for_ordinary_images(side):
     """Alone, and as many as a budget takes."""
     grid = (1, side // 28 * 2, side // 28 * 2)
     num_patches = grid[1] * grid[2]
     for count in {1, 8192 // num_patches}:
         budget = next(budget for budget in patch_budgets(8192, 4) if budget >= count * num_patches)
-        assert padded_plan([grid] * count, budget, VISION) is not None
+        assert padded_layout([grid] * count, budget, VISION) is not None
 
 
-def test_every_patch_of_a_padded_plan_has_one_window_and_one_image():
+def test_every_patch_of_a_padded_layout_has_one_window_and_one_image():
     rng = random.Random(0)
     num_refused = 0
     for _ in range(200):
         grids = [(rng.choice([1, 1, 3]), 2 * rng.randint(1, 20), 2 * rng.randint(1, 20)) for _ in range(3)]
         num_patches = sum(int(np.prod(grid)) for grid in grids)
         budget = next(budget for budget in patch_budgets(1 << 15, 4) if budget >= num_patches)
-        plan, room = padded_plan(grids, budget, VISION), budget_sizes(budget, VISION)
-        if plan is None:
+        layout, capacity = padded_layout(grids, budget, VISION), budget_sizes(budget, VISION)
+        if layout is None:
             num_refused += 1
             continue
-        buffer = np.full(room.total, 12345, np.int32)
-        plan.write(buffer, room)
-        token_order, reading_order, positions, images, windows = room.cut(buffer)
+        buffer = np.full(capacity.total, 12345, np.int32)
+        layout.write(buffer, capacity)
+        token_order, reading_order, positions, images, windows = capacity.cut(buffer)
         assert sorted(token_order) == list(range(budget // 4))
         assert (token_order[reading_order] == np.arange(budget // 4)).all()
-        assert reading_order[: num_patches // 4].max() < num_patches // 4, "images lie before nobody"
+        assert reading_order[: num_patches // 4].max() < num_patches // 4, "images come before padding"
         assert set(positions) <= set(range(budget))
-        for starts, longest in ((images, room.max_image), (windows, room.max_window)):
+        for starts, longest in ((images, capacity.max_image), (windows, capacity.max_window)):
             lengths = np.diff(starts)
             assert (starts[0], starts[-1]) == (0, budget)
             assert set(lengths) <= set(range(longest + 1))
     assert num_refused < 20
 
 
-# ------------------------------------------------------------------ recorded
+# ------------------------------------------------------------------ CUDA graphs
 
 
 GPU_BATCHES = [[(1, 16, 12)], [(1, 18, 22), (1, 2, 2)], [(3, 6, 10), (1, 24, 20)], [(1, 16, 16)]]
@@ -160,7 +160,7 @@ GPU_BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
 
 @pytest.fixture
 def stream():
-    """A recording cannot be made on the default stream."""
+    """The default stream cannot be captured."""
     made = torch.cuda.Stream()
     made.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(made):
@@ -169,8 +169,8 @@ def stream():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", GPU_BOUNDS)
-def test_recorded_features_are_those_of_the_images_alone(folder, dtype, stream):
-    """First as it is, then recorded, then replayed, of other images each time."""
+def test_captured_features_are_those_of_the_images_alone(folder, dtype, stream):
+    """Eager, then captured, then replayed, with other images each time."""
     torch.backends.cuda.matmul.allow_tf32 = False
     model = load_model(folder, device="cuda", dtype=dtype).requires_grad_(False)
     encoder = encoder_of(model)
@@ -178,7 +178,7 @@ def test_recorded_features_are_those_of_the_images_alone(folder, dtype, stream):
         for seed, grids in enumerate(GPU_BATCHES):
             images = images_of(grids, seed + 10 * turn)
             assert_close(dtype, encoder.encode(images).float(), plain(model, images).float(), GPU_BOUNDS[dtype])
-    assert encoder.num_recorded == 3, "two of the batches share a budget"
+    assert encoder.num_captured == 3, "two of the batches share a budget"
 
 
 @pytest.mark.gpu
@@ -196,7 +196,7 @@ def test_a_replay_gives_the_bits_of_the_first_run(folder, stream):
 
 @pytest.mark.gpu
 def test_calls_queued_behind_a_busy_gpu_keep_their_own_pixels(folder, stream):
-    """More calls than there are host buffers: one is filled again only when its copy has left. Nothing else is waited for."""
+    """More calls than host buffers: a buffer is reused when its copy has completed. Nothing else synchronizes."""
     model = load_model(folder, device="cuda", dtype="bf16").requires_grad_(False)
     encoder = encoder_of(model)
     batches = [images_of([(1, 16, 12)], seed) for seed in range(6)]

@@ -1,10 +1,10 @@
-"""The engine's tokens are those of plain generation, however it is cut up, cached, preempted or guessed."""
+"""The engine's tokens equal those of plain generation, however requests are chunked, cached, preempted or drafted."""
 
 import dataclasses
 import random
 
 import pytest
-from engine.tiny import make_core, plain, request_of, row_of, run_all
+from engine.tiny import make_core, plain, request_of, run_all, training_inputs
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
@@ -28,8 +28,8 @@ def settings(seed: int) -> EngineConfig:
         max_requests=rng.choice([1, 3, 8, 32]),
         max_step_tokens=rng.choice([1, 7, 16, 64, 200, 512]),
         max_step_patches=rng.choice([16, 64, 512]),
-        image_pool_tokens=rng.choice([64, 256, 2048]),
-        image_cache=rng.random() < 0.5,
+        encoder_cache_tokens=rng.choice([64, 256, 2048]),
+        encoder_cache=rng.random() < 0.5,
         prefix_cache=rng.random() < 0.5,
         max_draft_tokens=rng.choice([0, 0, 2, 5]),
     )
@@ -37,38 +37,38 @@ def settings(seed: int) -> EngineConfig:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_two_hundred_random_requests_get_the_tokens_of_plain_generation(folder, seed):
-    prompts, answers = plain(folder, seed % 4, 40, 16)
+    prompts, expected = plain(folder, seed % 4, 40, 16)
     rng = random.Random(seed)
     chosen = rng.sample(range(40), 10)
     core = make_core(folder, settings(seed))
     requests = [
         (
-            request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(answers[i])), priority=rng.randint(-1, 1)),
+            request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(expected[i])), priority=rng.randint(-1, 1)),
             prompts[i],
         )
         for i in chosen
     ]
-    heard = run_all(core, requests, at_once=rng.choice([1, 3, None]))
-    assert [collected.token_ids for collected in heard] == [answers[i] for i in chosen]
+    outputs = run_all(core, requests, at_once=rng.choice([1, 3, None]))
+    assert [collected.token_ids for collected in outputs] == [expected[i] for i in chosen]
 
 
-class Replayed:
-    """In the place of recordings on a CPU: steps are rounded up and padded as for a recording, and run as they are."""
+class EagerGraphs:
+    """CUDA graphs on a CPU: steps are rounded up and padded as for a capture, and run eagerly."""
 
     def __init__(self, runner):
-        self.run = runner._recordable
+        self.run = runner._forward_captured
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_steps_rounded_up_to_a_recorded_size_give_the_same_tokens(folder, seed):
-    prompts, answers = plain(folder, 0, 40, 16)
+def test_steps_padded_to_a_captured_size_give_the_same_tokens(folder, seed):
+    prompts, expected = plain(folder, 0, 40, 16)
     core = make_core(folder, settings(seed))
-    core._runner._graphs = Replayed(core._runner)
+    core._runner._graphs = EagerGraphs(core._runner)
     chosen = range(seed * 8, seed * 8 + 8)
     requests = [
-        (request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(answers[i]))), prompts[i]) for i in chosen
+        (request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(expected[i]))), prompts[i]) for i in chosen
     ]
-    assert [heard.token_ids for heard in run_all(core, requests, at_once=3)] == [answers[i] for i in chosen]
+    assert [outputs.token_ids for outputs in run_all(core, requests, at_once=3)] == [expected[i] for i in chosen]
 
 
 def test_log_probabilities_equal_those_of_the_training_forward(folder):
@@ -77,10 +77,10 @@ def test_log_probabilities_equal_those_of_the_training_forward(folder):
     sampling = SamplingParams(max_tokens=10, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     requests = [(request_of(f"r{i}", prompt, sampling), prompt) for i, prompt in enumerate(prompts[:8])]
     model = load_model(folder, device="cpu").requires_grad_(False)
-    for (_, prompt), heard in zip(requests, run_all(make_core(folder, config), requests), strict=True):
-        expected = model(row_of(prompt, heard.token_ids)).log_softmax(-1)
-        tokens = [*prompt.token_ids, *heard.token_ids]
-        entries = [*heard.prompt_logprobs, *heard.logprobs]
+    for (_, prompt), outputs in zip(requests, run_all(make_core(folder, config), requests), strict=True):
+        expected = model(training_inputs(prompt, outputs.token_ids)).log_softmax(-1)
+        tokens = [*prompt.token_ids, *outputs.token_ids]
+        entries = [*outputs.prompt_logprobs, *outputs.logprobs]
         assert len(entries) == len(tokens) - 1
         for number, entry in enumerate(entries):
             assert entry.token_id == tokens[number + 1]
@@ -98,9 +98,9 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(folder):
     ]
     crowd = [(request_of(f"r{i}", prompt, sampling), prompt) for i, prompt in enumerate(prompts[:10])]
     together = run_all(make_core(folder, config), crowd)
-    assert [heard.token_ids for heard in together[:2]] == [heard.token_ids for heard in alone]
+    assert [outputs.token_ids for outputs in together[:2]] == [outputs.token_ids for outputs in alone]
     drafting = dataclasses.replace(config, max_draft_tokens=4)
-    guessed = run_all(
+    drafted = run_all(
         make_core(folder, drafting), [(request_of(f"d{i}", p, sampling), p) for i, p in enumerate(prompts[:2])]
     )
-    assert [heard.token_ids for heard in guessed] == [heard.token_ids for heard in alone]
+    assert [outputs.token_ids for outputs in drafted] == [outputs.token_ids for outputs in alone]

@@ -1,4 +1,4 @@
-"""What goes wrong with one request stays with it: the others get the tokens they would have had."""
+"""A failure of one request does not change the tokens of the others."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
 
 
 CONFIG = EngineConfig(
-    num_pages=200, page_size=8, max_length=550, max_requests=12, max_step_tokens=96, image_pool_tokens=512
+    num_pages=200, page_size=8, max_length=550, max_requests=12, max_step_tokens=96, encoder_cache_tokens=512
 )
 DOOMED = "doomed"
 
@@ -32,17 +32,17 @@ class FailsEncoding(Runner):
 
 
 class FailsAtOnce(Runner):
-    def run(self, chunks, began):
+    def run(self, chunks, started):
         if any(chunk.request.id.startswith(DOOMED) for chunk in chunks):
             raise RuntimeError("bad request")
-        return super().run(chunks, began)
+        return super().run(chunks, started)
 
 
-class FailsMidAnswer(Runner):
-    def run(self, chunks, began):
-        if any(chunk.request.id.startswith(DOOMED) and chunk.request.num_answered > 4 for chunk in chunks):
+class FailsWhileDecoding(Runner):
+    def run(self, chunks, started):
+        if any(chunk.request.id.startswith(DOOMED) and chunk.request.num_output_tokens > 4 for chunk in chunks):
             raise ValueError("bad token")
-        return super().run(chunks, began)
+        return super().run(chunks, started)
 
 
 class FailsSampling(Runner):
@@ -53,23 +53,23 @@ class FailsSampling(Runner):
 
 
 class FailsBatchesOnly(Runner):
-    """Too large a batch fails; every request by itself is fine."""
+    """Large batches fail; every request alone succeeds."""
 
-    def run(self, chunks, began):
+    def run(self, chunks, started):
         if len(chunks) > 3:
             raise MemoryError("out of memory")
-        return super().run(chunks, began)
+        return super().run(chunks, started)
 
 
 def load(folder, dooms):
-    """A hundred requests, one in fifty of them (with an image of its own) doomed; and the tokens each should get."""
-    prompts, answers = plain(folder, 1, 50, 12)
+    """A hundred requests, one in fifty of them (with its own image) doomed; and their expected tokens."""
+    prompts, expected = plain(folder, 1, 50, 12)
     requests = []
     for number in range(100):
-        prompt, answer = prompts[number % 50], answers[number % 50]
+        prompt, tokens = prompts[number % 50], expected[number % 50]
         is_doomed = dooms and number % 50 == 20
         if is_doomed:
-            prompt, answer = next((p, a) for p, a in zip(prompts, answers, strict=True) if p.images and len(a) > 6)
+            prompt, tokens = next((p, a) for p, a in zip(prompts, expected, strict=True) if p.images and len(a) > 6)
             images = tuple(
                 dataclasses.replace(
                     image, span=dataclasses.replace(image.span, key=bytes([number]) + image.span.key[1:])
@@ -78,27 +78,27 @@ def load(folder, dooms):
             )
             prompt = dataclasses.replace(prompt, images=images)
         name = f"{DOOMED if is_doomed else 'r'}-{number}"
-        requests.append(((request_of(name, prompt, SamplingParams(max_tokens=len(answer))), prompt), answer))
-    return [request for request, _ in requests], [answer for _, answer in requests]
+        requests.append(((request_of(name, prompt, SamplingParams(max_tokens=len(tokens))), prompt), tokens))
+    return [request for request, _ in requests], [tokens for _, tokens in requests]
 
 
-@pytest.mark.parametrize("kind", [FailsEncoding, FailsAtOnce, FailsMidAnswer, FailsSampling])
+@pytest.mark.parametrize("kind", [FailsEncoding, FailsAtOnce, FailsWhileDecoding, FailsSampling])
 def test_of_fifty_requests_one_fails_and_the_others_get_their_tokens(folder, kind):
-    requests, answers = load(folder, dooms=True)
+    requests, expected = load(folder, dooms=True)
     core = make_core(folder, CONFIG, runner_class=kind)
-    heard = run_all(core, requests, at_once=4)
-    for (request, _), collected, answer in zip(requests, heard, answers, strict=True):
+    outputs = run_all(core, requests, at_once=4)
+    for (request, _), collected, tokens in zip(requests, outputs, expected, strict=True):
         if request.id.startswith(DOOMED):
             assert request.finish_reason == "failed"
             assert request.failure.stage == ("encoding" if kind is FailsEncoding else "running")
-            assert "bad" not in request.failure.message  # the error's own words stay in the log
+            assert "bad" not in request.failure.message  # the exception text stays in the log
         else:
-            assert collected.token_ids == answer
-    assert core.statistics.ended["failed"] == 2
+            assert collected.token_ids == tokens
+    assert core.statistics.finished["failed"] == 2
     assert core.scheduler.is_idle_clean()
 
 
-def test_the_image_of_a_failed_request_is_refused_from_then_on(folder):
+def test_an_image_that_could_not_be_encoded_is_quarantined(folder):
     requests, _ = load(folder, dooms=True)
     core = make_core(folder, CONFIG, runner_class=FailsEncoding)
     run_all(core, requests[:30])
@@ -107,26 +107,26 @@ def test_the_image_of_a_failed_request_is_refused_from_then_on(folder):
         core.add(request_of("again", doomed, SamplingParams()), doomed, 0, lambda update: None)
 
 
-def test_a_batch_that_fails_as_a_whole_is_run_in_parts(folder):
-    requests, answers = load(folder, dooms=False)
-    heard = run_all(make_core(folder, CONFIG, runner_class=FailsBatchesOnly), requests[:30])
-    assert [collected.token_ids for collected in heard] == answers[:30]
+def test_a_batch_that_fails_is_run_in_halves(folder):
+    requests, expected = load(folder, dooms=False)
+    outputs = run_all(make_core(folder, CONFIG, runner_class=FailsBatchesOnly), requests[:30])
+    assert [collected.token_ids for collected in outputs] == expected[:30]
 
 
 class Dies(Runner):
     is_dead = False
 
-    def run(self, chunks, began):
-        if any(chunk.request.num_answered > 3 for chunk in chunks):
+    def run(self, chunks, started):
+        if any(chunk.request.num_output_tokens > 3 for chunk in chunks):
             self.is_dead = True
             raise RuntimeError("illegal memory access")
-        return super().run(chunks, began)
+        return super().run(chunks, started)
 
     def is_alive(self):
         return not self.is_dead
 
 
-def test_when_the_device_dies_every_request_ends_once_and_the_engine_says_so(folder):
+def test_when_the_device_fails_every_request_ends_once_and_the_engine_raises(folder):
     requests, _ = load(folder, dooms=False)
     core = make_core(folder, CONFIG, runner_class=Dies)
     with pytest.raises(EngineError, match="device"):
@@ -134,7 +134,7 @@ def test_when_the_device_dies_every_request_ends_once_and_the_engine_says_so(fol
     assert all(request.finish_reason in ("failed", "length") for request, _ in requests[:20])
 
 
-def test_cancelling_at_any_moment_gives_everything_back(folder):
+def test_cancelling_at_any_time_leaks_nothing(folder):
     requests, _ = load(folder, dooms=False)
     core = make_core(folder, CONFIG)
     endings = []
@@ -157,12 +157,12 @@ class FailsOneImage(Runner):
     bad: bytes = b""
 
     def encode(self, images):
-        if any(image.image.key == self.bad for image in images):
+        if any(image.span.key == self.bad for image in images):
             raise RuntimeError("bad image")
         super().encode(images)
 
 
-def test_a_bad_image_leaves_the_good_one_beside_it_to_others(folder):
+def test_a_bad_image_does_not_affect_a_good_one_of_the_same_request(folder):
     """One request has both, another the good one alone, in the same step."""
     prompts, _ = plain(folder, 1, 50, 12)
     both = next(p for p in prompts if len({image.span.key for image in p.images}) >= 2)
@@ -174,9 +174,9 @@ def test_a_bad_image_leaves_the_good_one_beside_it_to_others(folder):
     requests = [
         (request_of(name, p, SamplingParams(max_tokens=6)), p) for name, p in (("both", both), ("alone", alone))
     ]
-    heard = run_all(core, requests)
+    outputs = run_all(core, requests)
     assert [request.finish_reason for request, _ in requests] == ["failed", "length"]
-    assert heard[1].token_ids == expected[0].token_ids
+    assert outputs[1].token_ids == expected[0].token_ids
 
 
 class FailsCopying(Runner):
@@ -187,26 +187,26 @@ class FailsCopying(Runner):
 
 
 def test_a_page_that_cannot_be_copied_fails_its_own_request(folder):
-    prompts, answers = plain(folder, 1, 50, 12)
+    prompts, expected = plain(folder, 1, 50, 12)
     whole = next(i for i, p in enumerate(prompts) if len(p.token_ids) % CONFIG.page_size == 0)
     core = make_core(folder, CONFIG, runner_class=FailsCopying)
     sampling = SamplingParams(max_tokens=4)
     first = run_all(core, [(request_of("first", prompts[whole], sampling), prompts[whole])])
     again, other = request_of("again", prompts[whole], sampling), request_of("other", prompts[0], sampling)
-    heard = run_all(core, [(again, prompts[whole]), (other, prompts[0])])
+    outputs = run_all(core, [(again, prompts[whole]), (other, prompts[0])])
     assert first[0].request.finish_reason == other.finish_reason == "length"
     assert again.finish_reason == "failed"
-    assert heard[1].token_ids == answers[0][:4]
+    assert outputs[1].token_ids == expected[0][:4]
 
 
 class FailsOnceAfterSampling(Runner):
-    """The first tries of some steps fail when their tokens have been drawn."""
+    """The first attempts of some steps fail after their tokens were sampled."""
 
-    num_tries = 0
+    num_attempts = 0
 
     def _sample(self, chunks, logits_SV, prompt_logprobs):
-        self.num_tries += 1
-        if self.num_tries % 3 == 0 and len(chunks) > 1:
+        self.num_attempts += 1
+        if self.num_attempts % 3 == 0 and len(chunks) > 1:
             commit = self.sampler.commit
             self.sampler.commit = lambda: (_ for _ in ()).throw(MemoryError("no memory"))
             try:
@@ -216,8 +216,8 @@ class FailsOnceAfterSampling(Runner):
         return super()._sample(chunks, logits_SV, prompt_logprobs)
 
 
-def test_a_step_that_is_tried_again_gives_the_same_tokens(folder):
-    """Penalties count every token once, and a token that waits on the device is not overwritten by a try."""
+def test_a_retried_step_gives_the_same_tokens(folder):
+    """Penalties count every token once, and a pending token is not overwritten by a failed attempt."""
     prompts, _ = plain(folder, 1, 50, 12)
     sampling = SamplingParams(
         max_tokens=12, temperature=0.8, seed=5, frequency_penalty=1.5, repetition_penalty=1.3, logprobs=1
@@ -229,10 +229,10 @@ def test_a_step_that_is_tried_again_gives_the_same_tokens(folder):
         )
         for kind in (None, FailsOnceAfterSampling)
     ]
-    assert [heard.token_ids for heard in found[0]] == [heard.token_ids for heard in found[1]]
+    assert [outputs.token_ids for outputs in found[0]] == [outputs.token_ids for outputs in found[1]]
 
 
-def test_a_prompt_the_runner_cannot_take_is_refused_and_leaves_nothing(folder):
+def test_a_prompt_the_runner_refuses_leaks_nothing(folder):
     core = make_core(folder, CONFIG)
     prompts, _ = plain(folder, 1, 50, 12)
     broken = dataclasses.replace(prompts[0], positions=prompts[0].positions[:, :0])

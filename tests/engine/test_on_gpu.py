@@ -1,11 +1,11 @@
-"""The same on a GPU: recorded steps, pipelined, with nothing waited for; log-probabilities those of the training forward."""
+"""The engine on a GPU: CUDA graphs, steps in flight without synchronization, log-probabilities of the training forward."""
 
 import dataclasses
 import warnings
 
 import pytest
 import torch
-from engine.tiny import make_core, plain, request_of, row_of, run_all
+from engine.tiny import make_core, plain, request_of, run_all, training_inputs
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("engine") / "checkpoint", SHAPES[0])
 
 
-CONFIG = EngineConfig(num_pages=400, max_length=1024, max_requests=16, max_step_tokens=128, image_pool_tokens=2048)
+CONFIG = EngineConfig(num_pages=400, max_length=1024, max_requests=16, max_step_tokens=128, encoder_cache_tokens=2048)
 
 
 @pytest.mark.parametrize(
@@ -30,39 +30,39 @@ CONFIG = EngineConfig(num_pages=400, max_length=1024, max_requests=16, max_step_
         {"cuda_graphs": False},
         {"num_pages": 64},
         {"max_draft_tokens": 4},
-        {"prefix_cache": False, "image_cache": False, "page_size": 1, "num_pages": 2000},
+        {"prefix_cache": False, "encoder_cache": False, "page_size": 1, "num_pages": 2000},
         {"max_requests": 3, "page_size": 64},
     ],
     ids=str,
 )
 def test_tokens_are_those_of_plain_generation_on_the_cpu(folder, changes):
     torch.backends.cuda.matmul.allow_tf32 = False
-    prompts, answers = plain(folder, 0, 40, 16)
+    prompts, expected = plain(folder, 0, 40, 16)
     core = make_core(folder, dataclasses.replace(CONFIG, **changes), device="cuda", dtype="fp32")
     requests = [
-        (request_of(f"r{i}", prompt, SamplingParams(max_tokens=len(answer))), prompt)
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        (request_of(f"r{i}", prompt, SamplingParams(max_tokens=len(tokens))), prompt)
+        for i, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True))
     ]
-    heard = run_all(core, requests, at_once=5)
-    assert [collected.token_ids for collected in heard] == answers
+    outputs = run_all(core, requests, at_once=5)
+    assert [collected.token_ids for collected in outputs] == expected
 
 
 @pytest.mark.parametrize(("kv_format", "times"), [("model", 1.5), ("int8", 2.5), ("fp8", 8.0)])
-def test_log_probabilities_are_as_near_to_fp32_as_those_of_the_training_forward(folder, kv_format, times):
+def test_log_probabilities_are_as_close_to_fp32_as_those_of_the_training_forward(folder, kv_format, times):
     """In bf16 both are off; the engine by no more than `times` the training forward's own distance (RMS)."""
     prompts, _ = plain(folder, 0, 40, 16)
     core = make_core(folder, dataclasses.replace(CONFIG, kv_format=kv_format), device="cuda", dtype="bf16")
     sampling = SamplingParams(max_tokens=12, logprobs=0, ignore_eos=True)
     requests = [(request_of(f"r{i}", prompt, sampling), prompt) for i, prompt in enumerate(prompts[:24])]
-    heard = run_all(core, requests)
+    outputs = run_all(core, requests)
     models = {dtype: load_model(folder, device="cuda", dtype=dtype).requires_grad_(False) for dtype in ("fp32", "bf16")}
     of_engine, of_training = [], []
-    for prompt, collected in zip(prompts, heard, strict=False):
+    for prompt, collected in zip(prompts, outputs, strict=False):
         ids = torch.tensor(collected.token_ids)[:, None]
-        row = row_of(prompt, collected.token_ids).to("cuda")
+        inputs = training_inputs(prompt, collected.token_ids).to("cuda")
         with torch.no_grad():
             exact, rounded = (
-                model(row)
+                model(inputs)
                 .log_softmax(-1, dtype=torch.float32)[len(prompt.token_ids) - 1 : -1]
                 .cpu()
                 .gather(1, ids)[:, 0]
@@ -75,8 +75,8 @@ def test_log_probabilities_are_as_near_to_fp32_as_those_of_the_training_forward(
     assert engine < times * training
 
 
-def test_launching_a_step_waits_for_nothing(folder):
-    """Prompts, images, penalties and log-probabilities: only reading waits."""
+def test_launching_a_step_never_synchronizes(folder):
+    """Prompts, images, penalties and log-probabilities: only reading synchronizes."""
     prompts, _ = plain(folder, 0, 40, 16)
     core = make_core(folder, CONFIG, device="cuda", dtype="bf16")
     run_all(core, [(request_of(f"w{i}", p, SamplingParams(max_tokens=8)), p) for i, p in enumerate(prompts[:8])])
@@ -93,5 +93,5 @@ def test_launching_a_step_waits_for_nothing(folder):
     sampling = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, logprobs=2, presence_penalty=0.5, seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        heard = run_all(core, [(request_of(f"r{i}", p, sampling), p) for i, p in enumerate(prompts[8:20])])
-    assert all(collected.request.finish_reason == "length" for collected in heard)
+        outputs = run_all(core, [(request_of(f"r{i}", p, sampling), p) for i, p in enumerate(prompts[8:20])])
+    assert all(collected.request.finish_reason == "length" for collected in outputs)

@@ -1,4 +1,4 @@
-"""The sampler against a plain one for each request alone, and against Hugging Face's repetition penalty."""
+"""The sampler against a reference for single requests, and against Hugging Face's repetition penalty."""
 
 import random
 from collections import Counter
@@ -29,31 +29,31 @@ EVERYTHING = SamplingParams(
 )
 
 
-def make_request(name="a", prompt=(1, 2, 3, 2), answer=(), stop_ids=(5, 6), **params):
+def make_request(name="a", prompt=(1, 2, 3, 2), stop_ids=(5, 6), **params):
     sampling = params.pop("sampling", None) or SamplingParams(**params)
     return Request(
-        id=name, token_ids=[*prompt, *answer], num_prompt_tokens=len(prompt), sampling=sampling, stop_ids=frozenset(stop_ids)
+        id=name, token_ids=list(prompt), num_prompt_tokens=len(prompt), sampling=sampling, stop_ids=frozenset(stop_ids)
     )  # fmt: skip
 
 
 def logits_of(name, position, dtype=torch.float32):
-    """What the model of these tests would say: a function of the request and the place alone."""
+    """Logits as a function of the request and the position only."""
     generator = torch.Generator().manual_seed(1000 * sum(name.encode()) + position)
     return (torch.randn(VOCAB, generator=generator) * 3).to(dtype)
 
 
 def adjusted_reference(logits, request):
-    """Bias, penalties and bans as one would write them for one request."""
+    """Bias, penalties and bans of one request."""
     params, x = request.sampling, logits.float().clone()
     for token_id, bias in params.logit_bias.items():
         x[token_id] += bias
     penalize = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
     x = penalize(torch.tensor([request.token_ids]), x.unsqueeze(0))[0]
-    for token_id, count in Counter(request.answer).items():
+    for token_id, count in Counter(request.output_token_ids).items():
         x[token_id] = (
             x[token_id] - torch.tensor(params.frequency_penalty) * count - torch.tensor(params.presence_penalty)
         )
-    if len(request.answer) < params.min_tokens:
+    if len(request.output_token_ids) < params.min_tokens:
         for token_id in request.stop_ids:
             x[token_id] = float("-inf")
     return x
@@ -65,19 +65,19 @@ def next_token_reference(logits, request, seed):
     return sample_reference(adjusted_reference(logits, request).unsqueeze(0), *(torch.tensor([n]) for n in numbers)).token_ids.item()  # fmt: skip
 
 
-def answer_reference(request, seed, num_tokens, dtype=torch.float32):
+def output_reference(request, seed, num_tokens, dtype=torch.float32):
     request = make_request(request.id, request.token_ids, stop_ids=request.stop_ids, sampling=request.sampling)
     for _ in range(num_tokens):
         logits = logits_of(request.id, len(request.token_ids), dtype)
         request.token_ids.append(next_token_reference(logits, request, seed))
-    return request.answer
+    return request.output_token_ids
 
 
 def step(sampler, requests, logits=None, dtype=torch.float32):
-    """One token for each (row, request)."""
+    """Sample one token for each (slot, request)."""
     if logits is None:
         logits = torch.stack([logits_of(request.id, len(request.token_ids), dtype) for _, request in requests])
-    columns = [(row, len(request.token_ids), len(request.answer)) for row, request in requests]
+    columns = [(slot, len(request.token_ids), len(request.output_token_ids)) for slot, request in requests]
     sampled = sampler.sample(logits, *(np.array(column, np.int64) for column in zip(*columns, strict=True)))
     sampler.commit()
     for (_, request), token_id in zip(requests, sampled.token_ids.tolist(), strict=True):
@@ -105,118 +105,117 @@ def random_params(rng):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_every_request_gets_the_tokens_it_would_get_alone(dtype):
-    """Twelve requests in four rows: they come and go, stand in any order, and are preempted."""
-    rng, sampler = random.Random(7), Sampler(vocab_size=VOCAB, num_rows=4, device=CPU)
+    """Twelve requests in four slots: they start and end at any time, in any order, and are preempted."""
+    rng, sampler = random.Random(7), Sampler(vocab_size=VOCAB, num_slots=4, device=CPU)
     num_tokens = 8
     waiting = [
         make_request(f"r{n}", rng.choices(range(VOCAB), k=rng.randint(1, 9)), sampling=random_params(rng)) for n in range(12)
     ]  # fmt: skip
     everyone, running = {request.id: request for request in waiting}, {}
-    expected = {request.id: answer_reference(request, ord(request.id[1]), num_tokens, dtype) for request in waiting}
+    expected = {request.id: output_reference(request, ord(request.id[1]), num_tokens, dtype) for request in waiting}
     while waiting or running:
-        for row in range(4):
-            if row not in running and waiting and rng.random() < 0.7:
-                running[row] = waiting.pop(0)
-                sampler.begin(row, running[row], ord(running[row].id[1]))
-        places = rng.sample(sorted(running.items()), k=len(running))
-        if places:
-            step(sampler, places, dtype=dtype)
-        for row, request in places:
-            is_done = len(request.answer) == num_tokens
+        for slot in range(4):
+            if slot not in running and waiting and rng.random() < 0.7:
+                running[slot] = waiting.pop(0)
+                sampler.set_request(slot, running[slot], ord(running[slot].id[1]))
+        samples = rng.sample(sorted(running.items()), k=len(running))
+        if samples:
+            step(sampler, samples, dtype=dtype)
+        for slot, request in samples:
+            is_done = len(request.output_token_ids) == num_tokens
             if is_done or rng.random() < 0.1:
-                del running[row]
-                sampler.end(row)
+                del running[slot]
                 waiting += [] if is_done else [request]
-    assert {name: request.answer for name, request in everyone.items()} == expected
+    assert {name: request.output_token_ids for name, request in everyone.items()} == expected
 
 
-def test_a_request_without_extras_next_to_one_with_all_of_them_is_not_changed():
+def test_a_plain_request_is_not_affected_by_one_with_all_options():
     alone, beside = make_request("plain", temperature=1.0), make_request("plain", temperature=1.0)
-    busy, sampler = make_request("busy", sampling=EVERYTHING), Sampler(vocab_size=VOCAB, num_rows=3, device=CPU)
-    other = Sampler(vocab_size=VOCAB, num_rows=1, device=CPU)
-    sampler.begin(2, beside, 11)
-    sampler.begin(0, busy, 12)
-    other.begin(0, alone, 11)
+    busy, sampler = make_request("busy", sampling=EVERYTHING), Sampler(vocab_size=VOCAB, num_slots=3, device=CPU)
+    other = Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
+    sampler.set_request(2, beside, 11)
+    sampler.set_request(0, busy, 12)
+    other.set_request(0, alone, 11)
     for _ in range(10):
         step(sampler, [(0, busy), (2, beside)], dtype=torch.bfloat16)
         step(other, [(0, alone)], dtype=torch.bfloat16)
-    assert alone.answer == beside.answer
+    assert alone.output_token_ids == beside.output_token_ids
 
 
-def test_a_row_leaves_nothing_to_its_next_request():
-    used, fresh = (Sampler(vocab_size=VOCAB, num_rows=1, device=CPU) for _ in range(2))
+def test_a_slot_keeps_nothing_of_its_previous_request():
+    used, fresh = (Sampler(vocab_size=VOCAB, num_slots=1, device=CPU) for _ in range(2))
     before = make_request("before", prompt=range(20), sampling=EVERYTHING)
-    used.begin(0, before, 1)
+    used.set_request(0, before, 1)
     for _ in range(5):
         step(used, [(0, before)])
-    used.end(0)
     for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, presence_penalty=1.0), EVERYTHING):
         requests = [make_request("after", sampling=params) for _ in range(2)]
         for sampler, request in zip((used, fresh), requests, strict=True):
-            sampler.begin(0, request, 2)
+            sampler.set_request(0, request, 2)
             for _ in range(8):
                 sampled = step(sampler, [(0, request)])
             assert (sampled.logprobs is None) == (params.logprobs is None)
-        assert requests[0].answer == requests[1].answer
+        assert requests[0].output_token_ids == requests[1].output_token_ids
 
 
-def test_places_behind_guessed_tokens_get_what_single_steps_get():
+def test_samples_after_draft_tokens_equal_those_of_single_steps():
     params = SamplingParams(temperature=0.8, min_tokens=3, logit_bias={4: 3.0}, logprobs=2)
-    expected = answer_reference(make_request(sampling=params), 5, 5)
-    request, sampler = make_request(sampling=params), Sampler(vocab_size=VOCAB, num_rows=2, device=CPU)
-    sampler.begin(1, request, 5)
+    expected = output_reference(make_request(sampling=params), 5, 5)
+    request, sampler = make_request(sampling=params), Sampler(vocab_size=VOCAB, num_slots=2, device=CPU)
+    sampler.set_request(1, request, 5)
     positions = len(request.token_ids) + np.arange(5)
     logits = torch.stack([logits_of(request.id, int(position)) for position in positions])
     sampled = sampler.sample(logits, np.full(5, 1), positions, np.arange(5))
     assert sampled.token_ids.tolist() == expected
 
 
-def test_a_request_with_penalties_cannot_have_two_places():
-    request, sampler = make_request(presence_penalty=1.0), Sampler(vocab_size=VOCAB, num_rows=1, device=CPU)
-    sampler.begin(0, request, 5)
-    with pytest.raises(AssertionError, match="one place"):
+def test_a_request_with_penalties_cannot_have_two_samples():
+    request, sampler = make_request(presence_penalty=1.0), Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
+    sampler.set_request(0, request, 5)
+    with pytest.raises(AssertionError, match="one sample"):
         sampler.sample(torch.zeros(2, VOCAB), np.zeros(2, np.int64), np.arange(2), np.arange(2))
 
 
-def test_a_row_without_a_request_cannot_be_sampled():
-    sampler = Sampler(vocab_size=VOCAB, num_rows=2, device=CPU)
-    sampler.begin(1, make_request(), 0)
-    sampler.end(1)
-    with pytest.raises(AssertionError, match=r"rows \[1\]"):
+def test_a_slot_without_a_request_cannot_be_sampled():
+    sampler = Sampler(vocab_size=VOCAB, num_slots=2, device=CPU)
+    sampler.set_request(0, make_request(), 0)
+    with pytest.raises(AssertionError, match=r"slots \[1\]"):
         sampler.sample(torch.zeros(1, VOCAB), np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
-def test_a_step_without_places_gives_no_tokens():
+def test_a_step_without_samples_returns_no_tokens():
     nothing = np.zeros(0, np.int64)
-    sampled = Sampler(vocab_size=VOCAB, num_rows=2, device=CPU).sample(torch.zeros(0, VOCAB), nothing, nothing, nothing)
+    sampled = Sampler(vocab_size=VOCAB, num_slots=2, device=CPU).sample(
+        torch.zeros(0, VOCAB), nothing, nothing, nothing
+    )
     assert sampled.token_ids.shape == (0,)
     assert sampled.logprobs is None
 
 
-def test_an_answer_cannot_end_before_min_tokens():
-    request, sampler = make_request(min_tokens=2), Sampler(vocab_size=VOCAB, num_rows=1, device=CPU)
-    sampler.begin(0, request, 0)
-    wants_to_end = torch.zeros(1, VOCAB)
-    wants_to_end[0, 5], wants_to_end[0, 6], wants_to_end[0, 9] = 9.0, 8.0, 1.0
+def test_stop_tokens_are_banned_before_min_tokens():
+    request, sampler = make_request(min_tokens=2), Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
+    sampler.set_request(0, request, 0)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5], logits[0, 6], logits[0, 9] = 9.0, 8.0, 1.0
     for _ in range(3):
-        step(sampler, [(0, request)], wants_to_end.clone())
-    assert request.answer == [9, 9, 5]
+        step(sampler, [(0, request)], logits.clone())
+    assert request.output_token_ids == [9, 9, 5]
 
 
 def test_an_end_of_turn_token_beyond_the_heads_vocabulary_needs_no_ban():
     request, sampler = (
         make_request(min_tokens=2, stop_ids=(VOCAB, 5)),
-        Sampler(vocab_size=VOCAB, num_rows=1, device=CPU),
+        Sampler(vocab_size=VOCAB, num_slots=1, device=CPU),
     )
-    sampler.begin(0, request, 0)
+    sampler.set_request(0, request, 0)
     assert step(sampler, [(0, request)], torch.zeros(1, VOCAB)).token_ids.tolist() == [0]
 
 
-def test_draws_follow_the_biased_distribution():
-    """Chi-square with 36 degrees of freedom: it stays below 90 but once in 100 000 times."""
-    num_draws, sampler = 4000, Sampler(vocab_size=VOCAB, num_rows=1, device=CPU)
+def test_samples_follow_the_biased_distribution():
+    """Chi-square with 36 degrees of freedom exceeds 90 once in 100 000 times."""
+    num_draws, sampler = 4000, Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
     request = make_request(temperature=1.3, logit_bias={2: 1.0, 7: -1.0})
-    sampler.begin(0, request, 3)
+    sampler.set_request(0, request, 3)
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
     zeros = np.zeros(num_draws, np.int64)
     sampled = sampler.sample(logits.repeat(num_draws, 1), zeros, np.arange(num_draws), zeros)
@@ -227,28 +226,28 @@ def test_draws_follow_the_biased_distribution():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_log_probabilities_are_those_of_the_raw_logits(dtype):
-    sampler = Sampler(vocab_size=VOCAB, num_rows=4, device=CPU)
+    sampler = Sampler(vocab_size=VOCAB, num_slots=4, device=CPU)
     asked = [None, 0, 2, 5]
     requests = [
         make_request(f"n{n}", temperature=0.5, logprobs=n, logit_bias={1: 9.0}, presence_penalty=1.0) for n in asked
     ]
-    for row, request in enumerate(requests):
-        sampler.begin(row, request, row)
+    for slot, request in enumerate(requests):
+        sampler.set_request(slot, request, slot)
     logits = torch.randn(4, VOCAB).to(dtype)
     raw = logits.float().log_softmax(-1)
     sampled = step(sampler, list(enumerate(requests)), logits)
     assert sampled.top_ids.shape == sampled.top_logprobs.shape == (4, 5)
     best = raw.topk(5)
-    for place in (1, 2, 3):
-        assert sampled.logprobs[place] == raw[place, sampled.token_ids[place]]
-        k = asked[place]
-        assert torch.equal(sampled.top_logprobs[place, :k], best.values[place, :k])
-        assert torch.equal(raw[place, sampled.top_ids[place, :k]], best.values[place, :k])
+    for index in (1, 2, 3):
+        assert sampled.logprobs[index] == raw[index, sampled.token_ids[index]]
+        k = asked[index]
+        assert torch.equal(sampled.top_logprobs[index, :k], best.values[index, :k])
+        assert torch.equal(raw[index, sampled.top_ids[index, :k]], best.values[index, :k])
 
 
-def test_log_probabilities_of_the_token_alone_come_without_likeliest_ones():
-    request, sampler = make_request(logprobs=0), Sampler(vocab_size=VOCAB, num_rows=1, device=CPU)
-    sampler.begin(0, request, 0)
+def test_logprobs_zero_returns_those_of_the_sampled_token_only():
+    request, sampler = make_request(logprobs=0), Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
+    sampler.set_request(0, request, 0)
     logits = torch.randn(1, VOCAB)
     sampled = step(sampler, [(0, request)], logits.clone())
     assert sampled.logprobs[0] == logits.log_softmax(-1).max()
@@ -267,12 +266,12 @@ def test_log_probabilities_of_given_tokens_equal_log_softmax(num_rows):
     assert Sampler.logprobs_of(logits, token_ids, 100)[1].shape == (num_rows, VOCAB)
 
 
-def test_memory_for_penalties_is_taken_when_first_needed():
-    sampler = Sampler(vocab_size=VOCAB, num_rows=3, device=CPU)
-    sampler.begin(0, make_request(temperature=1.0, logit_bias={1: 1.0}, min_tokens=3), 0)
-    assert sampler._num_answer_RV is None
-    sampler.begin(1, make_request(repetition_penalty=1.1), 0)
-    tables = (sampler._num_answer_RV, sampler._is_prompt_RV)
+def test_penalty_counts_are_allocated_on_first_use():
+    sampler = Sampler(vocab_size=VOCAB, num_slots=3, device=CPU)
+    sampler.set_request(0, make_request(temperature=1.0, logit_bias={1: 1.0}, min_tokens=3), 0)
+    assert sampler._num_output_RV is None
+    sampler.set_request(1, make_request(repetition_penalty=1.1), 0)
+    tables = (sampler._num_output_RV, sampler._is_prompt_RV)
     assert sum(table.nbytes for table in tables) == sampler.penalty_bytes == 3 * VOCAB * 5
 
 
@@ -288,29 +287,29 @@ def test_token_ids_outside_the_vocabulary_are_refused_by_name(field, params):
         check_sampling(SamplingParams(**params), VOCAB)
 
 
-def test_token_ids_of_the_vocabulary_are_fine():
+def test_token_ids_of_the_vocabulary_are_accepted():
     check_sampling(SamplingParams(logit_bias={0: 1.0, VOCAB - 1: 1.0}, stop_token_ids=(0, VOCAB - 1)), VOCAB)
 
 
 @pytest.mark.gpu
-def test_the_sampler_never_waits_for_the_gpu_and_draws_as_on_the_cpu():
-    device, answers = torch.device("cuda"), []
-    for place in (device, CPU):
-        sampler = Sampler(vocab_size=VOCAB, num_rows=4, device=place)
+def test_the_sampler_never_synchronizes_and_samples_as_on_the_cpu():
+    found = []
+    for device in (torch.device("cuda"), CPU):
+        sampler = Sampler(vocab_size=VOCAB, num_slots=4, device=device)
         requests = [make_request(f"r{n}", sampling=params) for n, params in enumerate([EVERYTHING, SamplingParams(temperature=1.0), EVERYTHING])]  # fmt: skip
-        rows, drawn = np.array([3, 0, 1]), []
+        slots, drawn = np.array([3, 0, 1]), []
         for number in range(8):
-            positions, num_answered = np.full(3, 4 + number), np.full(3, number)
-            logits = torch.stack([logits_of(request.id, 4 + number, torch.bfloat16) for request in requests]).to(place)
+            positions, num_output_tokens = np.full(3, 4 + number), np.full(3, number)
+            logits = torch.stack([logits_of(request.id, 4 + number, torch.bfloat16) for request in requests]).to(device)
             torch.cuda.set_sync_debug_mode("error" if number > 0 else "default")  # the first step compiles the kernel
             try:
                 if number < 2:  # once allocating, once not
-                    for row, request in zip(rows.tolist(), requests, strict=True):
-                        sampler.begin(row, request, seed=row)
-                drawn.append(sampler.sample(logits, rows, positions, num_answered))
+                    for slot, request in zip(slots.tolist(), requests, strict=True):
+                        sampler.set_request(slot, request, seed=slot)
+                drawn.append(sampler.sample(logits, slots, positions, num_output_tokens))
                 sampler.commit()
                 sampler.logprobs_of(logits, drawn[-1].token_ids, 3)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        answers.append(torch.stack([sampled.token_ids.cpu() for sampled in drawn]))
-    assert torch.equal(*answers)
+        found.append(torch.stack([sampled.token_ids.cpu() for sampled in drawn]))
+    assert torch.equal(*found)

@@ -1,11 +1,11 @@
-"""The random traces notice planted bugs. A check that never fails proves nothing."""
+"""The random traces detect planted bugs. A check that never fails proves nothing."""
 
 import pytest
 from engine.traces import Trace
 
-from saccade.engine import scheduler, ticket
+from saccade.engine import request_state, scheduler
 from saccade.engine.pages import PagePool, page_key
-from saccade.engine.planning import Planning
+from saccade.engine.scheduler import _Planner
 
 NUM_TRACES = 250
 
@@ -17,117 +17,117 @@ def skip_a_free(monkeypatch):
 
 def drop_the_offset_of_images(monkeypatch):
     monkeypatch.setattr(
-        ticket,
+        request_state,
         "page_key",
         lambda parent, token_ids, images: page_key(parent, token_ids, [(key, 0) for key, _ in images]),
     )
 
 
 def drop_the_images(monkeypatch):
-    monkeypatch.setattr(ticket, "page_key", lambda parent, token_ids, images: page_key(parent, token_ids, []))
+    monkeypatch.setattr(request_state, "page_key", lambda parent, token_ids, images: page_key(parent, token_ids, []))
 
 
 def drop_the_salt(monkeypatch):
-    root_key = ticket.root_key
-    monkeypatch.setattr(ticket, "root_key", lambda salt: root_key(b""))
+    root_key = request_state.root_key
+    monkeypatch.setattr(request_state, "root_key", lambda salt: root_key(b""))
 
 
 def ignore_the_patch_budget(monkeypatch):
-    enter_image = Planning._enter_image
+    enter_image = _Planner._enter_image
 
-    def enter(self, ticket):
+    def enter(self, state):
         self._patches_left = 10**9
-        return enter_image(self, ticket)
+        return enter_image(self, state)
 
-    monkeypatch.setattr(Planning, "_enter_image", enter)
+    monkeypatch.setattr(_Planner, "_enter_image", enter)
 
 
 def write_into_the_shared_page(monkeypatch):
-    def share(self, ticket, prefix):
+    def share(self, state, prefix):
         for page in prefix.pages:
-            self._roster.pages.share(page)
-        ticket.request.pages += prefix.pages
-        ticket.num_registered = len(prefix.pages)
+            self._queues.pages.share(page)
+        state.request.pages += prefix.pages
+        state.num_registered = len(prefix.pages)
 
-    monkeypatch.setattr(Planning, "_share", share)
+    monkeypatch.setattr(_Planner, "_share_prefix", share)
 
 
 def copy_the_wrong_way(monkeypatch):
-    share = Planning._share
+    share = _Planner._share_prefix
 
-    def share_and_turn(self, ticket, prefix):
-        share(self, ticket, prefix)
+    def share_and_reverse(self, state, prefix):
+        share(self, state, prefix)
         if prefix.is_copied:
-            self.copies[-1] = self.copies[-1][::-1]
+            self.page_copies[-1] = self.page_copies[-1][::-1]
 
-    monkeypatch.setattr(Planning, "_share", share_and_turn)
+    monkeypatch.setattr(_Planner, "_share_prefix", share_and_reverse)
 
 
-def forget_who_was_preempted(monkeypatch):
-    admit = Planning._admit
+def never_resume_preempted_requests(monkeypatch):
+    start = _Planner._start
     monkeypatch.setattr(
-        Planning,
-        "_admit",
-        lambda self, ticket, promised: ticket.request.num_preemptions == 0 and admit(self, ticket, promised),
+        _Planner,
+        "_start",
+        lambda self, state, num_reserved: state.request.num_preemptions == 0 and start(self, state, num_reserved),
     )
 
 
-def forget_who_waits_for_its_drafts(monkeypatch):
-    def settle(ticket, chunk):
+def forget_drafts_in_flight(monkeypatch):
+    def settle(state, chunk):
         if chunk.samples:
-            ticket.request.num_pending -= 1 + len(chunk.drafts)
+            state.request.num_pending -= 1 + len(chunk.drafts)
 
-    monkeypatch.setattr(scheduler, "_settle", settle)
+    monkeypatch.setattr(scheduler, "_settle_pending", settle)
 
 
-def admit_before_pending_tokens_are_read(monkeypatch):
-    admit = Planning._admit
+def start_before_pending_tokens_are_read(monkeypatch):
+    start = _Planner._start
 
-    def admit_at_once(self, ticket, promised):
-        pending, ticket.request.num_pending = ticket.request.num_pending, 0
-        is_admitted = admit(self, ticket, promised)
-        ticket.request.num_pending += pending
-        return is_admitted
+    def start_at_once(self, state, num_reserved):
+        pending, state.request.num_pending = state.request.num_pending, 0
+        is_started = start(self, state, num_reserved)
+        state.request.num_pending += pending
+        return is_started
 
-    monkeypatch.setattr(Planning, "_admit", admit_at_once)
+    monkeypatch.setattr(_Planner, "_start", start_at_once)
 
 
 def release_images_within_the_plan(monkeypatch):
-    add_chunk = Planning._add_chunk
+    add_chunk = _Planner._add_chunk
 
     def add_and_release(self, *args):
         add_chunk(self, *args)
         for key in self._images_to_release:
-            self._roster.images.release(key)
+            self._queues.encoder_cache.release(key)
         self._images_to_release.clear()
 
-    monkeypatch.setattr(Planning, "_add_chunk", add_and_release)
+    monkeypatch.setattr(_Planner, "_add_chunk", add_and_release)
 
 
 def count_rejected_drafts_as_computed(monkeypatch):
-    take_in = scheduler.Scheduler._take_in
+    update_request = scheduler.Scheduler._update_request
 
-    def take_in_all(self, ticket, chunk, tokens):
-        reason = take_in(self, ticket, chunk, tokens)
-        if chunk.drafts and chunk.pages is ticket.request.pages:
-            ticket.request.num_computed = chunk.end
+    def update_all(self, state, chunk, tokens):
+        reason = update_request(self, state, chunk, tokens)
+        if chunk.drafts and chunk.pages is state.request.pages:
+            state.request.num_computed_tokens = chunk.end
         return reason
 
-    monkeypatch.setattr(scheduler.Scheduler, "_take_in", take_in_all)
+    monkeypatch.setattr(scheduler.Scheduler, "_update_request", update_all)
 
 
-def register_pages_before_drafts_are_judged(monkeypatch):
-    take_in = scheduler.Scheduler._take_in
+def register_pages_before_drafts_are_verified(monkeypatch):
+    update_request = scheduler.Scheduler._update_request
 
-    def take_in_early(self, ticket, chunk, tokens):
-        if chunk.drafts and chunk.pages is ticket.request.pages:
-            known = ticket.request.token_ids
-            ticket.request.token_ids = [*known, *chunk.drafts]
-            self._register(ticket, chunk.end)
-            ticket.request.token_ids = known
-        return take_in(self, ticket, chunk, tokens)
+    def update_early(self, state, chunk, tokens):
+        if chunk.drafts and chunk.pages is state.request.pages:
+            known = state.request.token_ids
+            state.request.token_ids = [*known, *chunk.drafts]
+            self._register_pages(state, chunk.end)
+            state.request.token_ids = known
+        return update_request(self, state, chunk, tokens)
 
-    monkeypatch.setattr(scheduler.Scheduler, "_take_in", take_in_early)
+    monkeypatch.setattr(scheduler.Scheduler, "_update_request", update_early)
 
 
 MUTATIONS = [
@@ -138,12 +138,12 @@ MUTATIONS = [
     ignore_the_patch_budget,
     write_into_the_shared_page,
     copy_the_wrong_way,
-    forget_who_was_preempted,
-    forget_who_waits_for_its_drafts,
-    admit_before_pending_tokens_are_read,
+    never_resume_preempted_requests,
+    forget_drafts_in_flight,
+    start_before_pending_tokens_are_read,
     release_images_within_the_plan,
     count_rejected_drafts_as_computed,
-    register_pages_before_drafts_are_judged,
+    register_pages_before_drafts_are_verified,
 ]
 
 
@@ -157,10 +157,10 @@ def first_failing_seed():
 
 
 @pytest.mark.parametrize("plant", MUTATIONS, ids=lambda plant: plant.__name__)
-def test_traces_notice_the_bug_and_pass_without_it(plant, monkeypatch):
+def test_traces_detect_the_bug_and_pass_without_it(plant, monkeypatch):
     plant(monkeypatch)
     seed = first_failing_seed()
-    assert seed is not None, f"{NUM_TRACES} traces did not notice it"
+    assert seed is not None, f"{NUM_TRACES} traces did not detect it"
     monkeypatch.undo()
     for same in range(seed + 1):
         Trace(same).run()

@@ -1,4 +1,4 @@
-"""A tiny model, prompts for it, and the plain tokens that every way of serving them must give."""
+"""A tiny model, prompts for it, and the tokens of plain generation that every engine configuration must reproduce."""
 
 import functools
 import random
@@ -19,17 +19,17 @@ from saccade.processor import ModelInputs, Processor
 
 
 def prompt_of(inputs: ModelInputs, merge: int = 2) -> TokenPrompt:
-    """What the engine is given, from a row of one conversation."""
+    """The engine's prompt from the model inputs of one conversation."""
     import hashlib
 
     images, patch, token = [], 0, 0
-    places = inputs.image_token_index.tolist()
+    indices = inputs.image_token_index.tolist()
     for grid in inputs.image_grids.tolist():
         num_patches = int(np.prod(grid))
         num_tokens = num_patches // merge**2
         patches = inputs.patches[patch : patch + num_patches].numpy()
         key = hashlib.sha256(repr(grid).encode() + patches.tobytes()).digest()
-        span = ImageSpan(key=key, start=places[token], num_tokens=num_tokens, num_patches=num_patches)
+        span = ImageSpan(key=key, start=indices[token], num_tokens=num_tokens, num_patches=num_patches)
         images.append(PromptImage(span=span, grid=tuple(grid), patches=patches))
         patch, token = patch + num_patches, token + num_tokens
     return TokenPrompt(token_ids=inputs.token_ids.tolist(), positions=inputs.positions.numpy(), images=tuple(images))
@@ -53,13 +53,13 @@ def make_core(folder, config: EngineConfig, runner_class=None, device="cpu", dty
 
 
 class Collected:
-    """What a listener heard."""
+    """An `on_update` callback that collects the output of a request."""
 
     def __init__(self) -> None:
         self.token_ids, self.logprobs, self.prompt_logprobs, self.num_endings, self.request = [], [], [], 0, None
 
     def __call__(self, update) -> None:
-        assert self.num_endings == 0, "told after the end"
+        assert self.num_endings == 0, "an update after the last one"
         self.token_ids += update.token_ids
         self.logprobs += update.logprobs
         self.prompt_logprobs += update.prompt_logprobs
@@ -68,9 +68,9 @@ class Collected:
 
 
 def run_all(core: EngineCore, requests, at_once: int | None = None, max_steps: int = 100_000) -> list[Collected]:
-    """Serve requests (request, prompt) to their ends; `at_once` arrive per step."""
-    heard = [Collected() for _ in requests]
-    waiting = list(zip(requests, heard, strict=True))
+    """Run all (request, prompt) to their end; `at_once` arrive per step."""
+    outputs = [Collected() for _ in requests]
+    waiting = list(zip(requests, outputs, strict=True))
     waiting.reverse()
     for _ in range(max_steps):
         for _ in range(min(len(waiting), at_once or len(waiting))):
@@ -79,21 +79,21 @@ def run_all(core: EngineCore, requests, at_once: int | None = None, max_steps: i
         if not core.has_work and not waiting:
             break
         core.step()
-    assert all(collected.num_endings == 1 for collected in heard)
+    assert all(collected.num_endings == 1 for collected in outputs)
     core.check()
-    return heard
+    return outputs
 
 
-def row_of(prompt, answer) -> ModelInputs:
-    """Prompt and answer as one row of training."""
+def training_inputs(prompt, output) -> ModelInputs:
+    """Prompt and output as one packed sequence."""
     num_prompt, first = len(prompt.token_ids), int(prompt.positions[:, -1].max()) + 1
-    later = torch.arange(first, first + len(answer)).expand(3, -1)
+    later = torch.arange(first, first + len(output)).expand(3, -1)
     grids = torch.tensor([image.grid for image in prompt.images], dtype=torch.int64).reshape(-1, 3)
     index = [i for image in prompt.images for i in range(image.span.start, image.span.end)]
     patches = [torch.from_numpy(image.patches) for image in prompt.images]
-    num_tokens = num_prompt + len(answer)
+    num_tokens = num_prompt + len(output)
     return ModelInputs(
-        token_ids=torch.tensor([*prompt.token_ids, *answer]),
+        token_ids=torch.tensor([*prompt.token_ids, *output]),
         cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
         positions=torch.cat([torch.from_numpy(prompt.positions.copy()), later], dim=1),
         loss_mask=torch.zeros(num_tokens, dtype=torch.bool),
@@ -141,11 +141,11 @@ def conversation(rng: random.Random, *, num_images: int, num_words: int, prefix:
 
 @functools.lru_cache(maxsize=4)
 def plain(folder, seed: int, count: int, max_tokens: int):
-    """Random prompts with the tokens plain generation gives them."""
+    """Random prompts and their outputs by plain generation."""
     rng = random.Random(seed)
     processor, model = Processor.load(folder), load_model(folder, device="cpu").requires_grad_(False)
     prefixes = ["", "", "you are a careful assistant " * 2, "look " * 9]
-    prompts, answers = [], []
+    prompts, outputs = [], []
     while len(prompts) < count:
         messages = conversation(
             rng, num_images=rng.choice([0, 0, 1, 1, 2, 3]), num_words=rng.randint(1, 30), prefix=rng.choice(prefixes)
@@ -154,5 +154,5 @@ def plain(folder, seed: int, count: int, max_tokens: int):
         num_tokens = rng.randint(1, max_tokens)
         [tokens] = generate(model, inputs, max_new_tokens=num_tokens)
         prompts.append(prompt_of(inputs))
-        answers.append(tokens)
-    return prompts, answers
+        outputs.append(tokens)
+    return prompts, outputs

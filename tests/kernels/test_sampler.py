@@ -1,8 +1,10 @@
+import time
+
 import pytest
 import torch
 
 from saccade.kernels import launch, sampler
-from saccade.kernels.sampler import exponential_noise, sample, sample_reference
+from saccade.kernels.sampler import NON_FINITE, exponential_noise, sample, sample_reference
 
 NEUTRAL = {"temperature": 1.0, "top_k": 10**6, "top_p": 1.0, "min_p": 0.0}
 
@@ -150,7 +152,7 @@ def test_seed_and_position_change_the_draw(device):
     assert torch.equal(by_seed, again)
 
 
-def test_rows_that_are_not_numbers_end_well(device):
+def test_rows_that_are_not_finite_give_no_token(device):
     infinite = float("inf")
     rows = torch.zeros(5, 20, device=device)
     rows[0] = float("nan")
@@ -160,8 +162,54 @@ def test_rows_that_are_not_numbers_end_well(device):
     rows[4, 7], rows[4, 8] = float("nan"), 30.0
     for settings in ({"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9}):
         chosen = parameters(5, device, **settings)
-        assert run_triton(rows, chosen).token_ids.tolist() == [0, 0, 3, 19, 8], settings
-        assert sample_reference(rows, *chosen).token_ids.tolist() == [0, 0, 3, 19, 8], settings
+        expected = [NON_FINITE, NON_FINITE, NON_FINITE, 19, NON_FINITE]
+        assert run_triton(rows, chosen).token_ids.tolist() == expected, settings
+        assert sample_reference(rows, *chosen).token_ids.tolist() == expected, settings
+
+
+def sorted_draw(x, temperature, top_k, top_p, min_p, seed, position):
+    """One row by the definition, with a sort."""
+    [noise] = exponential_noise(seed[None], position[None], len(x))
+    values, mass = x.unique(return_inverse=True)
+    kept = x >= x.sort(descending=True).values[min(max(int(top_k), 1), len(x)) - 1]
+    p = torch.where(kept, ((x - x.max()) / temperature).exp(), 0.0)
+    by_value = torch.zeros_like(values).index_add_(0, mass, p)
+    more_likely = (by_value.flip(0).cumsum(0).flip(0) - by_value)[mass]
+    if top_p < 1:
+        kept = kept & ((more_likely < top_p * p.sum()) | (x == x.max()))
+    kept = kept & ((x >= x.max() + temperature * min_p.log()) | (x == x.max()))
+    return int(torch.where(kept, p / noise, -1.0).argmax())
+
+
+@pytest.mark.parametrize("has_ties", [False, True], ids=["distinct", "ties"])
+def test_the_reference_equals_a_sort_for_each_row(has_ties):
+    """The reference sorts nothing and draws all rows at once."""
+    torch.manual_seed(0)
+    logits = torch.randn(300, 700) * 2
+    logits = (logits * 2).round() / 2 if has_ties else logits
+    chosen = random_parameters(300, 700, "cpu")
+    tokens = sample_reference(logits, *chosen).token_ids.tolist()
+    for row, token in enumerate(tokens):
+        parameters_of_row = [x[row] for x in chosen]
+        is_greedy = parameters_of_row[0] == 0
+        assert token == (int(logits[row].argmax()) if is_greedy else sorted_draw(logits[row], *parameters_of_row))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 5.0], ids=["flat", "wide", "peaked"])
+def test_top_p_on_a_cpu_takes_less_time_than_a_sort(scale):
+    """Rows of a real vocabulary, by process time: the best of several runs of each."""
+    logits = torch.randn(4, 151_936) * scale
+    chosen = parameters(4, "cpu", top_p=0.9)
+
+    def seconds(run):
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            run()
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(lambda: sample_reference(logits, *chosen)) < seconds(lambda: torch.randn_like(logits).sort())
 
 
 def test_strided_rows_are_read_in_place(device, dtype):

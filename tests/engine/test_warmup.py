@@ -1,4 +1,4 @@
-"""Kernels are compiled beside the reading of weights: of any model, and so that the first answer waits for no compiler."""
+"""Warm-up compiles the kernels of any model, so that the first request compiles nothing."""
 
 import dataclasses
 import json
@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from saccade.engine import Engine, SamplingParams
-from saccade.engine.compiling import _of_few_layers, answer_once
 from saccade.engine.config import EngineConfig
+from saccade.engine.warmup import _with_few_layers, serve_once
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.initialize import initialize_random
 
@@ -24,26 +24,26 @@ ENGINE = EngineConfig(max_step_tokens=256, max_step_patches=1024)
 
 
 @pytest.mark.parametrize("full", [(), (0, 2), (0, 1, 2, 3)], ids=["windows", "both", "full"])
-def test_a_model_of_few_layers_answers(full):
+def test_a_model_with_few_layers_answers(full):
     config = dataclasses.replace(CONFIG, vision=dataclasses.replace(VISION, full_attention_layers=full))
-    small = _of_few_layers(config)
+    small = _with_few_layers(config)
     assert small.language.num_layers == 2
     assert small.vision.num_layers == (2 if full == (0, 2) else 1)
     assert len(small.vision.full_attention_layers) == (1 if full else 0)
     assert small.language.vocab_size % 16 == LANGUAGE.vocab_size % 16
-    answer_once(config, ENGINE, device=torch.device("cpu"), dtype=torch.float32)
+    serve_once(config, ENGINE, device=torch.device("cpu"), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
     "engine", [{"page_size": 1}, {"max_step_tokens": 1}, {"max_requests": 1}, {"max_length": 64}], ids=str
 )
-def test_any_engine_may_be_asked_for(engine):
-    """Also one whose requests are shorter than the prompt that is tried."""
-    answer_once(CONFIG, dataclasses.replace(ENGINE, **engine), device=torch.device("cpu"), dtype=torch.float32)
+def test_any_engine_configuration_can_warm_up(engine):
+    """Also one whose maximum length is shorter than the warm-up prompt."""
+    serve_once(CONFIG, dataclasses.replace(ENGINE, **engine), device=torch.device("cpu"), dtype=torch.float32)
 
 
 @pytest.mark.gpu
-def test_the_first_answer_compiles_nothing(tmp_path):
+def test_the_first_request_compiles_nothing(tmp_path):
     import triton
 
     folder = tmp_path / "checkpoint"
@@ -55,8 +55,8 @@ def test_the_first_answer_compiles_nothing(tmp_path):
         try:
             image_id = json.loads((folder / "config.json").read_text())["image_token_id"]
             prompt = [1, image_id, *[1] * 64], [Image.new("RGB", (448, 448))]
-            [answer] = engine.generate_tokens([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
+            [completion] = engine.generate_tokens([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
         finally:
             triton.knobs.compilation.listener = before
-    assert len(answer.token_ids) == 2
+    assert len(completion.token_ids) == 2
     assert compiled == []

@@ -1,8 +1,8 @@
-"""Kernels compiled while the weights are being read.
+"""Compile kernels while the weights are loaded.
 
-What has to be compiled follows from the widths of a model and not from its weights: a model of two layers answers one request with an
-image, in a thread of its own. Both work in one interpreter, so the first token comes hardly sooner; but the tokens behind it, which are
-made by other kernels, come at once: without this the first of them took 3.4 s on an H200 with an empty kernel cache.
+Which kernels are compiled depends on the widths of a model, not on its weights: a model of two layers serves one request with an
+image, in a thread. Both share one interpreter, so the first token comes hardly sooner; but decode steps, which use other kernels,
+compile nothing: without this the first one took 3.4 s on an H200 with an empty kernel cache.
 """
 
 from __future__ import annotations
@@ -38,17 +38,15 @@ _VOCABULARY = 1024
 
 
 @contextlib.contextmanager
-def compiling(
+def compile_kernels(
     folder: str | Path, config: EngineConfig, *, device: str | torch.device, dtype: str | torch.dtype | None
 ) -> Iterator[None]:
-    """Compile what the folder's model will need, beside what is done inside. On a GPU; elsewhere there is nothing to compile."""
+    """Compile the kernels of the folder's model in a thread while the body runs. No effect on a CPU."""
     device = resolve_device(device)
     if device.type != "cuda":
         yield
         return
-    thread = threading.Thread(
-        target=_try_all, args=(folder, config, device, dtype), name="saccade-compiling", daemon=True
-    )
+    thread = threading.Thread(target=_compile, args=(folder, config, device, dtype), name="saccade-warmup", daemon=True)
     thread.start()
     try:
         yield
@@ -56,20 +54,20 @@ def compiling(
         thread.join()
 
 
-def _try_all(folder: str | Path, config: EngineConfig, device: torch.device, dtype: str | torch.dtype | None) -> None:
-    """Nothing depends on this: what goes wrong here goes wrong again, and is then told."""
+def _compile(folder: str | Path, config: EngineConfig, device: torch.device, dtype: str | torch.dtype | None) -> None:
+    """Errors are only logged: nothing depends on this, and real ones are raised again by the engine."""
     try:
         raw = read_config(Path(folder))
         stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
         model_config = vision_language_family(raw.get("model_type")).parse_config(raw)
-        answer_once(model_config, config, device=device, dtype=resolve_dtype(dtype or stored) or torch.bfloat16)
+        serve_once(model_config, config, device=device, dtype=resolve_dtype(dtype or stored) or torch.bfloat16)
     except Exception as error:
-        logger.debug("kernels are compiled when they are first needed: %r", error)
+        logger.debug("warm-up failed, kernels are compiled on first use: %r", error)
 
 
-def answer_once(model_config: ModelConfig, config: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Have a model of these widths answer one request, with an image."""
-    model_config = _of_few_layers(model_config)
+def serve_once(model_config: ModelConfig, config: EngineConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Serve one request with an image on a randomly initialized model of these widths."""
+    model_config = _with_few_layers(model_config)
     with torch.device(device):
         model = VLM(model_config).to(dtype).eval().requires_grad_(False)
     merge_projections(model)
@@ -79,16 +77,16 @@ def answer_once(model_config: ModelConfig, config: EngineConfig, *, device: torc
         config,
         max_requests=min(config.max_requests, 16),
         max_step_tokens=max(config.max_step_tokens, len(prompt.token_ids)),
-        image_pool_tokens=4 * _SIDE_TOKENS**2,
+        encoder_cache_tokens=4 * _SIDE_TOKENS**2,
         max_draft_tokens=0,
     )
     grey = PixelScale(mean=(0.5,) * 3, std=(0.5,) * 3)
     num_pages = -(-max_length // config.page_size)
     runner = Runner(model, small, pixels=grey, num_pages=num_pages, max_length=max_length)
-    runner.rehearse()
+    runner.profile_largest_step()
     core = EngineCore(runner)
     request = Request(
-        id="first",
+        id="warm-up",
         token_ids=list(prompt.token_ids),
         num_prompt_tokens=len(prompt.token_ids),
         images=tuple(image.span for image in prompt.images),
@@ -99,15 +97,17 @@ def answer_once(model_config: ModelConfig, config: EngineConfig, *, device: torc
         core.step()
 
 
-def _of_few_layers(config: ModelConfig) -> ModelConfig:
-    """As wide, but two layers (the first adds nothing to what it normalises), and one of each kind in the tower. The vocabulary has the
-    same rest by 16, which kernels are compiled for."""
+def _with_few_layers(config: ModelConfig) -> ModelConfig:
+    """The same widths with two decoder layers (the first has no residual to add) and one encoder layer of each kind.
+
+    The vocabulary keeps its remainder by 16, which kernels are specialized for.
+    """
     kinds = [layer in config.vision.full_attention_layers for layer in range(config.vision.num_layers)]
     is_full = sorted(set(kinds))
     vision = dataclasses.replace(
         config.vision,
         num_layers=len(is_full),
-        full_attention_layers=tuple(place for place, full in enumerate(is_full) if full),
+        full_attention_layers=tuple(index for index, full in enumerate(is_full) if full),
     )
     vocab_size = min(config.language.vocab_size, _VOCABULARY + config.language.vocab_size % 16)
     language = dataclasses.replace(
@@ -117,7 +117,7 @@ def _of_few_layers(config: ModelConfig) -> ModelConfig:
 
 
 def _image_prompt(config: ModelConfig) -> TokenPrompt:
-    """A blank image between text."""
+    """A prompt with a blank image between text."""
     vision = config.vision
     patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     side, num_tokens = _SIDE_TOKENS * vision.merge_size, _SIDE_TOKENS**2

@@ -1,0 +1,112 @@
+"""Allocation of image features on the device. Plain Python, no torch.
+
+The encoder cache has a fixed number of *slots* of `ENCODER_SLOT_TOKENS` tokens each; an image takes as many as its tokens need, anywhere.
+A request uses an image from the step that encodes or first reads it to the step that computes its last token. Afterwards the image
+stays cached for other requests until its slots are needed; the least recently used image is evicted first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+ENCODER_SLOT_TOKENS = 64
+"""Tokens of image features per slot."""
+
+
+def salted(salt: bytes, key: bytes) -> bytes:
+    """The key of an image among requests with one salt. Requests with another salt cannot find it."""
+    return hashlib.sha256(len(salt).to_bytes(8, "little") + salt + key).digest()
+
+
+class _Entry:
+    __slots__ = ("num_users", "slots")
+
+    def __init__(self, slots: list[int]) -> None:
+        self.slots = slots
+        self.num_users = 1
+
+
+class EncoderCache:
+    """Slots and users of images, by salted key. A cached image was encoded by the plan in progress or an earlier one."""
+
+    def __init__(self, num_tokens: int, keeps_unused: bool = True) -> None:
+        self.num_slots = num_tokens // ENCODER_SLOT_TOKENS
+        self.keeps_unused = keeps_unused
+        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._entries: dict[bytes, _Entry] = {}
+        self._unused: dict[bytes, None] = {}  # entries without users, least recently used first
+        self._num_unused_slots = 0
+
+    def contains(self, key: bytes) -> bool:
+        """Whether the image need not be encoded again."""
+        return key in self._entries
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether an image of this size fits into an otherwise empty cache."""
+        return _num_slots(num_tokens) <= self.num_slots
+
+    def can_acquire(self, key: bytes, num_tokens: int) -> bool:
+        """Whether the image is cached or there are slots for it beside those in use."""
+        return key in self._entries or _num_slots(num_tokens) <= len(self._free) + self._num_unused_slots
+
+    def acquire(self, key: bytes, num_tokens: int) -> bool:
+        """Add a user. True: the image is new and has to be encoded into its slots."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self._entries[key] = _Entry(self._allocate(_num_slots(num_tokens)))
+            return True
+        assert len(entry.slots) == _num_slots(num_tokens), f"image {key.hex()} has two sizes"
+        if entry.num_users == 0:
+            del self._unused[key]
+            self._num_unused_slots -= len(entry.slots)
+        entry.num_users += 1
+        return False
+
+    def release(self, key: bytes) -> None:
+        """Remove a user."""
+        entry = self._entries[key]
+        assert entry.num_users > 0, f"image {key.hex()} is released but has no user"
+        entry.num_users -= 1
+        if entry.num_users == 0:
+            self._unused[key] = None
+            self._num_unused_slots += len(entry.slots)
+            if not self.keeps_unused:
+                self.evict(key)
+
+    def slots(self, key: bytes) -> list[int]:
+        """Slots of a cached image, in token order."""
+        return self._entries[key].slots
+
+    def evict(self, key: bytes) -> None:
+        """Remove an image without users, if it is cached."""
+        if key in self._entries:
+            assert key in self._unused, f"image {key.hex()} is evicted but has a user"
+            del self._unused[key]
+            slots = self._entries.pop(key).slots
+            self._num_unused_slots -= len(slots)
+            self._free.extend(reversed(slots))
+
+    def check(self, users: Counter[bytes]) -> None:
+        """Check the invariants against `users`: how many uses requests have of each image."""
+        for key in users.keys() | self._entries.keys():
+            num_users = self._entries[key].num_users if key in self._entries else 0
+            assert num_users == users[key], f"image {key.hex()} counts {num_users} users, requests have {users[key]}"
+        unused = {key for key, entry in self._entries.items() if entry.num_users == 0}
+        assert unused == self._unused.keys(), "entries without users and the list of them disagree"
+        assert self.keeps_unused or not unused, "an image without users was kept"
+        assert self._num_unused_slots == sum(len(self._entries[key].slots) for key in unused), (
+            "unused slots are miscounted"
+        )
+        slots = self._free + [slot for entry in self._entries.values() for slot in entry.slots]
+        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or was allocated twice"
+
+    def _allocate(self, num_slots: int) -> list[int]:
+        while len(self._free) < num_slots:
+            assert self._unused, f"{num_slots} slots requested, {len(self._free)} are free"
+            self.evict(next(iter(self._unused)))
+        return [self._free.pop() for _ in range(num_slots)]
+
+
+def _num_slots(num_tokens: int) -> int:
+    return -(-num_tokens // ENCODER_SLOT_TOKENS)

@@ -1,0 +1,184 @@
+"""Scheduler state of a request, and the running and waiting queues. Plain Python, no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+from saccade.engine.encoder_cache import EncoderCache, salted
+from saccade.engine.pages import PagePool, page_key, root_key
+from saccade.engine.request import ImageSpan, Request
+
+AGEING = 64
+"""Arrivals that make up for one level of priority."""
+
+
+class RequestState:
+    """Scheduler state of one request. It uses `images[first_image:next_image]`; earlier ones are fully computed."""
+
+    __slots__ = (
+        "first_image",
+        "has_drafts_in_flight",
+        "image_keys",
+        "next_image",
+        "num_registered",
+        "order",
+        "page_keys",
+        "request",
+        "token_limit",
+    )
+
+    def __init__(self, request: Request, max_length: int) -> None:
+        self.request = request
+        self.order = (request.arrival + AGEING * request.priority, request.arrival)
+        self.token_limit = min(request.num_prompt_tokens + request.sampling.max_tokens, max_length)
+        self.image_keys = [salted(request.salt, image.key) for image in request.images]
+        self.page_keys: list[bytes] = []  # of its full pages, computed on demand; known tokens never change
+        self.num_registered = 0  # leading pages already in the prefix cache
+        self.first_image = self.next_image = 0
+        self.has_drafts_in_flight = False  # the number of accepted drafts is not known yet
+
+    @property
+    def images_in_use(self) -> list[bytes]:
+        """Salted keys, one for each use."""
+        return self.image_keys[self.first_image : self.next_image]
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that can be computed now: known or pending ones, none while drafts are in flight."""
+        request = self.request
+        num_tokens = len(request.token_ids) + request.num_pending
+        if self.has_drafts_in_flight or num_tokens >= self.token_limit:
+            return 0
+        return num_tokens - request.num_computed_tokens
+
+    def start_at(self, num_computed_tokens: int) -> None:
+        """Set the number of computed tokens, with no image in use."""
+        self.request.num_computed_tokens = num_computed_tokens
+        self.first_image = self.next_image = _first_ending_after(self.request.images, num_computed_tokens)
+
+    def page_key(self, index: int, page_size: int) -> bytes:
+        """Prefix-cache key of its page `index`, all of whose tokens are known."""
+        keys, request = self.page_keys, self.request
+        while len(keys) <= index:
+            start = len(keys) * page_size
+            token_ids = request.token_ids[start : start + page_size]
+            assert len(token_ids) == page_size, f"page {len(keys)} of request {request.id} is not full"
+            parent = keys[-1] if keys else root_key(request.salt)
+            keys.append(page_key(parent, token_ids, _images_within(request.images, start, start + page_size)))
+        return keys[index]
+
+
+def _first_ending_after(images: tuple[ImageSpan, ...], token: int) -> int:
+    return bisect_right(images, token, key=lambda image: image.end)
+
+
+def _images_within(images: tuple[ImageSpan, ...], start: int, end: int) -> list[tuple[bytes, int]]:
+    within = []
+    index = _first_ending_after(images, start)
+    while index < len(images) and images[index].start < end:
+        within.append((images[index].key, start - images[index].start))
+        index += 1
+    return within
+
+
+class Queues:
+    """Running and waiting requests, by order, and the slots, pages and images they hold. Waiting requests hold nothing."""
+
+    def __init__(self, max_requests: int, pages: PagePool, encoder_cache: EncoderCache) -> None:
+        self.pages = pages
+        self.encoder_cache = encoder_cache
+        self.running: list[RequestState] = []
+        self.waiting: list[RequestState] = []
+        self.preempted: list[Request] = []  # since the last plan
+        self._max_requests = max_requests
+        self._states: dict[str, RequestState] = {}
+        self._free_slots = list(range(max_requests))  # a heap: low slots first
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(list(self._states.values()))
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether one more request may run."""
+        return bool(self._free_slots)
+
+    def find(self, request: Request) -> RequestState | None:
+        """The state of an open request; None if it has ended."""
+        state = self._states.get(request.id)
+        return state if state is not None and state.request is request else None
+
+    def find_id(self, request_id: str) -> RequestState | None:
+        """The state of the open request with this id."""
+        return self._states.get(request_id)
+
+    def add(self, state: RequestState) -> None:
+        """Put a new request into the waiting queue."""
+        self._states[state.request.id] = state
+        insort(self.waiting, state, key=_order)
+
+    def start(self, state: RequestState) -> None:
+        """Move a waiting request into the running queue and give it a slot."""
+        _remove(self.waiting, state)
+        state.request.slot = heappop(self._free_slots)
+        insort(self.running, state, key=_order)
+
+    def preempt(self, state: RequestState) -> None:
+        """Free what a running request holds and move it back into the waiting queue."""
+        _remove(self.running, state)
+        self._release(state)
+        state.request.num_preemptions += 1
+        self.preempted.append(state.request)
+        insort(self.waiting, state, key=_order)
+
+    def remove(self, state: RequestState) -> None:
+        """Free what an ended request holds and remove it."""
+        del self._states[state.request.id]
+        _remove(self.waiting if state.request.slot is None else self.running, state)
+        self._release(state)
+
+    def check(self) -> None:
+        """Check the invariants: pages, images, slots and queues agree with what the requests hold."""
+        self.pages.check([state.request.pages for state in self._states.values()])
+        self.encoder_cache.check(Counter([key for state in self.running for key in state.images_in_use]))
+        slots = [state.request.slot for state in self.running if state.request.slot is not None]
+        assert sorted(self._free_slots + slots) == list(range(self._max_requests)), (
+            "a slot is lost or was assigned twice"
+        )
+        queued = [state.request.id for state in self.running + self.waiting]
+        assert len(queued) == len(self._states), "a request is in no queue or in two"
+        assert set(queued) == self._states.keys(), "a request is in no queue or in two"
+        for state in self.waiting:
+            holds_nothing = state.request.slot is None and not state.request.pages and not state.images_in_use
+            assert holds_nothing, f"request {state.request.id} is waiting but holds resources"
+
+    def _release(self, state: RequestState) -> None:
+        """Free pages, images and slot. Steps in flight keep the old page table; the request gets a new one."""
+        request = state.request
+        self.pages.free(reversed(request.pages))
+        request.pages = []
+        for key in state.images_in_use:
+            self.encoder_cache.release(key)
+        if request.slot is not None:
+            heappush(self._free_slots, request.slot)
+            request.slot = None
+        state.num_registered = 0
+        state.start_at(0)
+
+
+def _order(state: RequestState) -> tuple[int, int]:
+    return state.order
+
+
+def _remove(queue: list[RequestState], state: RequestState) -> None:
+    index = bisect_left(queue, state.order, key=_order)
+    assert queue[index : index + 1] == [state], f"request {state.request.id} is not in its queue"
+    del queue[index]

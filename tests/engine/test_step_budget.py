@@ -1,0 +1,147 @@
+"""The step budget against a simulated GPU: a fixed part, a part per token, noise, and outliers."""
+
+import random
+from statistics import mean
+
+import pytest
+
+from saccade.engine.step_budget import MIN_TOKENS, StepBudget
+
+
+class Gpu:
+    """A step takes `fixed_ms` and `token_ms` per token, at least `least_ms` (reading the weights), with relative `noise`."""
+
+    def __init__(self, *, fixed_ms=8.0, token_ms=0.02, least_ms=0.0, noise=0.05, seed=0):
+        self.fixed_ms, self.token_ms, self.least_ms, self.noise = fixed_ms, token_ms, least_ms, noise
+        self.random = random.Random(seed)
+
+    def step_ms(self, num_tokens):
+        exact = max(self.least_ms, self.fixed_ms + self.token_ms * num_tokens)
+        return exact * max(0.1, self.random.gauss(1, self.noise))
+
+
+def full_steps(budget, gpu, num_steps, num_decode=50):
+    """Times of steps that use their whole budget."""
+    times = []
+    for _ in range(num_steps):
+        num_prompt_tokens = budget.num_tokens()
+        times.append(gpu.step_ms(num_prompt_tokens + num_decode))
+        budget.observe(times[-1], num_prompt_tokens, num_decode)
+    return times
+
+
+def decode_steps(budget, gpu, num_steps, num_decode=50):
+    for _ in range(num_steps):
+        budget.observe(gpu.step_ms(num_decode), 0, num_decode)
+
+
+GPUS = {
+    "plain": {},
+    "noisy": {"noise": 0.2},
+    "mostly fixed": {"fixed_ms": 35.0, "token_ms": 0.005},
+    "nothing fixed": {"fixed_ms": 0.0},
+    "few tokens are free": {"fixed_ms": 2.0, "least_ms": 20.0},
+}
+
+
+@pytest.mark.parametrize("kind", GPUS)
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_with_prompts_take_about_the_target_time_also_after_the_gpu_changes(kind, factor, seed):
+    budget, gpu = StepBudget(50.0, 100_000), Gpu(**GPUS[kind], seed=seed)
+    full_steps(budget, gpu, 30)
+    assert mean(full_steps(budget, gpu, 100)) == pytest.approx(50, rel=0.2)
+    gpu.token_ms *= factor
+    full_steps(budget, gpu, 30)
+    assert mean(full_steps(budget, gpu, 100)) == pytest.approx(50, rel=0.2)
+
+
+def test_most_steps_meet_the_target_not_only_their_mean():
+    budget, gpu = StepBudget(50.0, 100_000), Gpu()
+    full_steps(budget, gpu, 30)
+    times = full_steps(budget, gpu, 200)
+    assert sum(40 < time < 60 for time in times) > 0.95 * len(times)
+
+
+def test_more_decode_tokens_leave_fewer_prompt_tokens_at_once():
+    budget, gpu = StepBudget(50.0, 100_000), Gpu(token_ms=0.05)
+    full_steps(budget, gpu, 50, num_decode=20)
+    times = [full_steps(budget, gpu, 50, num_decode=num)[1:] for num in (200, 20, 200)]
+    assert all(mean(some) == pytest.approx(50, rel=0.1) for some in times)
+
+
+def test_the_first_prompts_after_a_long_decode_phase_meet_the_target():
+    budget, gpu = StepBudget(50.0, 100_000), Gpu()
+    full_steps(budget, gpu, 50)
+    decode_steps(budget, gpu, 2000)
+    assert mean(full_steps(budget, gpu, 3)) == pytest.approx(50, rel=0.2)
+
+
+def test_occasional_prompts_are_enough_to_fit():
+    budget, gpu, times = StepBudget(50.0, 100_000), Gpu(), []
+    for token_ms in (0.02, 0.06):
+        gpu.token_ms = token_ms
+        times.clear()
+        for _ in range(40):
+            decode_steps(budget, gpu, 9)
+            times += full_steps(budget, gpu, 1)
+        assert mean(times[20:]) == pytest.approx(50, rel=0.2)
+
+
+def test_an_outlier_changes_the_budget_little():
+    budget, gpu = StepBudget(50.0, 100_000), Gpu(noise=0.02)
+    full_steps(budget, gpu, 50)
+    before = budget.num_tokens()
+    budget.observe(20_000.0, before, 50)
+    assert budget.num_tokens() > 0.8 * before
+    assert mean(full_steps(budget, gpu, 20)) == pytest.approx(50, rel=0.2)
+
+
+def test_the_budget_recovers_from_a_first_step_that_compiles():
+    budget, gpu = StepBudget(50.0, 100_000), Gpu()
+    budget.observe(30_000.0, budget.num_tokens(), 0)
+    full_steps(budget, gpu, 40)
+    assert mean(full_steps(budget, gpu, 20)) == pytest.approx(50, rel=0.2)
+
+
+def test_a_budget_at_most_doubles_and_only_once_it_was_used():
+    budget = StepBudget(1000.0, 100_000)
+    before = budget.num_tokens()
+    for _ in range(20):
+        budget.observe(5.0, 3, 10)
+    assert budget.num_tokens() == before
+    for _ in range(5):
+        before = budget.num_tokens()
+        budget.observe(5.0, before, 10)
+        assert before <= budget.num_tokens() <= 2 * before
+
+
+def test_prompts_make_progress_however_slow_steps_are():
+    budget, gpu = StepBudget(10.0, 100_000), Gpu(fixed_ms=30.0)
+    full_steps(budget, gpu, 50)
+    assert budget.num_tokens() == MIN_TOKENS
+    gpu.fixed_ms = 2.0
+    full_steps(budget, gpu, 60)
+    assert mean(full_steps(budget, gpu, 20)) == pytest.approx(10, rel=0.2)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8, 2000])
+def test_the_budget_stays_within_the_maximum_step_tokens(max_tokens):
+    budget, gpu = StepBudget(1000.0, max_tokens), Gpu()
+    full_steps(budget, gpu, 50)
+    assert budget.num_tokens() == max_tokens
+
+
+def test_without_a_target_there_is_no_limit():
+    budget = StepBudget(None, 8192)
+    assert budget.num_tokens() is None
+    budget.observe(1000.0, 8192, 5)
+    assert budget.num_tokens() is None
+
+
+def test_steps_without_tokens_do_no_harm():
+    budget, gpu = StepBudget(50.0, 100_000), Gpu()
+    for _ in range(20):
+        budget.observe(0.0, 0, 0)
+    full_steps(budget, gpu, 60)
+    assert mean(full_steps(budget, gpu, 20)) == pytest.approx(50, rel=0.2)
