@@ -37,8 +37,10 @@ _SINGLE_THREAD = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 """Stops OpenMP, OpenBLAS, tokenizers and Arrow's allocator from starting threads: a process with threads cannot fork safely."""
+HEADER_BYTES = 8
+"""Length prefix of a message."""
 _MAX_FDS = 4
-"""Maximum number of file descriptors passed to a worker, its socket included."""
+"""Maximum number of file descriptors passed at once, the socket of a new worker included."""
 _MAX_ERROR_LENGTH = 10_000
 """Maximum characters of an error message."""
 _ERRORS = {
@@ -49,15 +51,15 @@ _ERRORS = {
 # ------------------------------------------------------------------ owner's process
 
 
-class ForkServerError(Exception):
+class ForkServerError(RuntimeError):
     """The fork server is closed or cannot be started."""
 
 
 class ForkServer:
     """Forks workers. Started with the first worker, restarted if it was killed.
 
-    Use it from one thread that outlives the workers: the kernel kills the fork server when the *thread* that started it exits.
-    `kill` may be called from any thread.
+    Any thread may use it, but those that call `start_worker` must outlive the workers: the kernel kills the fork server when the
+    *thread* that started it exits.
     """
 
     metadata: Any
@@ -66,18 +68,25 @@ class ForkServer:
     def __init__(self, initialize: Initialize, config: Any) -> None:
         """`initialize` is a module-level function; its module is imported in the fork server."""
         self._initialize, self._config = initialize, config
+        self._start_lock = threading.Lock()
+        """Held while a worker is started; guards `_control`."""
         self._control: socket.socket | None = None
-        self._lock = threading.Lock()
+        self._error: UserError | RuntimeError | None = None
+        """Raised by `initialize`; every further worker fails with it."""
+        self._lock = threading.RLock()  # reentrant: the garbage collector may call `kill` anywhere
         """Guards the fields below."""
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
 
     def start_worker(self, *fds: int) -> tuple[socket.socket, int]:
         """Fork a worker that inherits these descriptors; return its socket and process id. Raises what `initialize` raised."""
-        worker = self._fork(fds)
-        if worker is None:  # not started yet, or killed
-            self._start()
+        with self._start_lock:
+            if self._error:
+                raise self._error
             worker = self._fork(fds)
+            if worker is None:  # not started yet, or killed
+                self._start()
+                worker = self._fork(fds)
         if worker is None:
             raise ForkServerError("the fork server exited immediately; its output is above")
         return worker
@@ -91,24 +100,26 @@ class ForkServer:
     def close(self) -> None:
         """Kill it and close its socket."""
         self.kill()
-        if self._control:
-            self._control.close()
+        with self._start_lock:
+            if self._control:
+                self._control.close()
 
     def _start(self) -> None:
         """Start or restart the process and wait until it is initialized."""
         if self._control:
             self._control.close()
-        self._control, child_end = socket.socketpair()
-        with self._lock, child_end:
+        with self._lock:
             self._kill()
             if self._is_closed:
                 raise ForkServerError("the fork server was closed")
-            self._process = subprocess.Popen(  # noqa: S603
-                self._command(child_end.fileno()),
-                pass_fds=[child_end.fileno()],
-                env=os.environ | _SINGLE_THREAD,
-                stdin=subprocess.DEVNULL,
-            )
+            self._control, child_end = socket.socketpair()
+            with child_end:
+                self._process = subprocess.Popen(  # noqa: S603
+                    self._command(child_end.fileno()),
+                    pass_fds=[child_end.fileno()],
+                    env=os.environ | _SINGLE_THREAD,
+                    stdin=subprocess.DEVNULL,
+                )
         reply: Any = None
         with contextlib.suppress(OSError):  # it may have exited already, which `_fork` detects
             send(self._control, self._config)
@@ -116,7 +127,8 @@ class ForkServer:
         if reply is None:
             return
         if "error" in reply:
-            raise decode_error(reply, "initializing the workers failed")
+            self._error = decode_error(reply, "initializing the workers failed")
+            raise self._error
         self.metadata = reply["metadata"]
 
     def _command(self, control_fd: int) -> list[str]:
@@ -212,21 +224,28 @@ def keep_freed_memory(max_bytes: int = 2**30) -> None:
 # ------------------------------------------------------------------ messages
 
 
-def send(connection: socket.socket, message: Any) -> None:
-    """Send a JSON message, prefixed with its length."""
+def send(connection: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
+    """Send a JSON message, prefixed with its length, and file descriptors."""
     body = json.dumps(message).encode()
-    connection.sendall(len(body).to_bytes(8, "little") + body)
+    data = len(body).to_bytes(HEADER_BYTES, "little") + body
+    num_sent = socket.send_fds(connection, [data], fds) if fds else 0
+    connection.sendall(data[num_sent:])
 
 
-def receive(connection: socket.socket, max_bytes: int = 2**40) -> Any:
+def receive(connection: socket.socket) -> Any:
     """Receive a message; None when the peer has closed its end."""
-    head = _receive_bytes(connection, 8)
-    if head is None:
-        return None
-    if (size := int.from_bytes(head, "little")) > max_bytes:
-        raise ValueError(f"a message of {size} bytes")
-    body = _receive_bytes(connection, size)
-    return None if body is None else json.loads(body)
+    message, _ = receive_with_fds(connection)
+    return message
+
+
+def receive_with_fds(connection: socket.socket) -> tuple[Any, list[int]]:
+    """Receive a message and its file descriptors; the message is None when the peer has closed its end."""
+    first, fds, _, _ = socket.recv_fds(connection, HEADER_BYTES, _MAX_FDS)
+    header = _receive_bytes(connection, HEADER_BYTES - len(first)) if first else None
+    if header is None:
+        return None, []
+    body = _receive_bytes(connection, int.from_bytes(first + header, "little"))
+    return None if body is None else json.loads(body), list(fds)
 
 
 def _receive_bytes(connection: socket.socket, size: int) -> bytes | None:

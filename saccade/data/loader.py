@@ -26,7 +26,7 @@ from saccade.data.batch_sampler import BatchSampler, BatchSpec, Position, Sample
 from saccade.data.collate import CollateResult, Collator, CollatorConfig, CollatorSource, PackedSequence, sample_key
 from saccade.data.storage import StorageConfig
 from saccade.data.stream_source import IndexedSource, OnProgress, Source, listed_sources
-from saccade.data.workers import WorkerPool
+from saccade.data.workers import CollatorPool
 from saccade.errors import ConfigError
 from saccade.processor.processor import ResizeName
 
@@ -168,8 +168,8 @@ class Stream:
         self._state = share.plan.save(position)
         self._stats = StreamStats()
         self._ledger = ledger
-        self._pool = WorkerPool(setup, num_workers, share.name_of) if num_workers else None
-        make = self._pool.make if self._pool else lambda plans: map(Collator(setup).make, plans)
+        self._pool = CollatorPool(setup, num_workers, share.name_of) if num_workers else None
+        make = self._pool.collate if self._pool else lambda plans: map(Collator(setup).make, plans)
         batches = _batches(share, position, make)
         self._batches = Ahead(batches, prefetch, self._pool.close) if self._pool else batches
         self._finalizer = weakref.finalize(self, self._batches.close)

@@ -1,221 +1,222 @@
-"""Processes that make rows, and the pool that keeps them busy, in order and alive.
+"""Worker processes that collate packed sequences into shared memory.
 
-    trainer  --plan of a row-->  worker: read, decode, pack into shared memory  --where it lies-->  trainer
+    trainer  --sample refs-->  worker: read, decode, pack into shared memory  --offsets of its tensors-->  trainer: tensors in place
 
-`saccade.fork_server` starts the workers, and ends them with the trainer.
+A buffer is reused once the last tensor in it is freed: fresh pages are slow (1 of 4.5 ms per sample in a virtual machine).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import mmap
 import os
-import selectors
 import socket
-import struct
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from saccade.data.bad_samples import BadSample
 from saccade.data.batch_sampler import SampleRef
-from saccade.data.collate import CollateResult, Collator, CollatorConfig
-from saccade.data.row_memory import RowFile, read_row
+from saccade.data.collate import CollateResult, Collator, CollatorConfig, PackedSequence
 from saccade.errors import DataError, UserError
-from saccade.fork_server import ForkServer, ForkServerError, RunWorker, keep_freed_memory, receive, send
+from saccade.fork_server import (
+    ForkServer,
+    ForkServerError,
+    RunWorker,
+    encode_error,
+    keep_freed_memory,
+    receive_with_fds,
+    send,
+)
+from saccade.processor.image import Pixels
+from saccade.processor.inputs import ModelInputs
+from saccade.shared_memory import SharedMemory
+from saccade.worker_pool import Job, PoolClosedError, Worker, WorkerPool
 
-logger = logging.getLogger(__name__)
-
-MAX_ATTEMPTS = 3
-"""Workers a row may outlive; then it is the row's fault, not theirs."""
-_QUEUED = 2
-"""Rows a worker holds: the one it makes and the next, so that it never waits for the trainer's attention."""
-_ANSWER = struct.Struct("=QQ")
-"""A worker's answer: where in its memory the description of the row lies, and how long it is. It always fits into a socket, so
-that a worker never waits for the trainer to read."""
-
-
-# ------------------------------------------------------------------ the pool, in the trainer's process
-
-
-@dataclasses.dataclass(eq=False)
-class _Task:
-    number: int
-    picks: Sequence[SampleRef]
-    attempts: int = 0
-    memory: int | None = None
-    """Number of the memory it is to lie in; None: in new memory."""
+_QUEUE_DEPTH = 2
+"""Sequences per worker, running and queued, so that a worker never waits for the trainer's process."""
+_ALIGNMENT = 64
+"""Of tensors in a buffer, bytes."""
 
 
-@dataclasses.dataclass(eq=False)
-class _Worker:
-    connection: socket.socket
-    pid: int
-    tasks: deque[_Task] = dataclasses.field(default_factory=deque)
-    memories: list[mmap.mmap] = dataclasses.field(default_factory=list)
-    """Of all it has made, by number."""
-    free: list[int] = dataclasses.field(default_factory=list)
-    """Numbers of those whose row is gone."""
-
-    def take(self, task: _Task, fds: Sequence[int], begin: int, size: int) -> CollateResult:
-        """The row it has answered with. A descriptor comes with memory that is new or has grown."""
-        number = len(self.memories) if task.memory is None else task.memory
-        for fd in fds:
-            self.memories[number : number + 1] = [mmap.mmap(fd, 0)]
-            os.close(fd)
-        return read_row(self.memories[number], begin, size, when_gone=functools.partial(self.free.append, number))
+# ------------------------------------------------------------------ shared memory
 
 
-class WorkerPool:
-    """Makes rows in `num_workers` processes. Used by one thread, which must live as long as the pool does."""
+class SequenceBuffer:
+    """Shared memory of one packed sequence: patches first, then its other tensors. It grows and never shrinks."""
 
-    def __init__(self, setup: CollatorConfig, num_workers: int, name_of: Callable[[SampleRef], str]) -> None:
+    def __init__(self, fd: int | None = None) -> None:
+        self._memory = SharedMemory(fd)
+        self.fd = self._memory.fd
+        self._mapping: mmap.mmap | None = None
+
+    def write(self, collate: Callable[[Pixels], CollateResult], num_patches: int, patch_dim: int) -> dict[str, Any]:
+        """Collate a sequence with its patches in place; return its description, which `read` takes."""
+        end = num_patches * patch_dim
+        if self.num_bytes() < max(end, 1):
+            os.ftruncate(self.fd, max(end + end // 8, mmap.PAGESIZE))
+        result = collate(np.frombuffer(self._map(end), np.uint8, end).reshape(num_patches, patch_dim))
+        inputs = result.sequence.inputs
+        fields = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+        tensors = {}
+        for name, tensor in fields.items():
+            if isinstance(tensor, Tensor):
+                begin = 0 if name == "patches" else end + -end % _ALIGNMENT
+                tensors[name] = (str(tensor.dtype).removeprefix("torch."), tensor.shape, begin, begin + tensor.nbytes)
+                if name != "patches":
+                    end = begin + self._memory.write(tensor.contiguous().numpy(), begin)
+        return {
+            "tensors": tensors,
+            "others": {name: value for name, value in fields.items() if not isinstance(value, Tensor)},
+            "sequence": {name: value for name, value in vars(result.sequence).items() if name != "inputs"},
+            "bad": [dataclasses.asdict(sample) for sample in result.bad],
+            "num_bytes": result.num_bytes,
+        }
+
+    def read(self, description: dict[str, Any], on_free: Callable[[], object]) -> CollateResult:
+        """The sequence, its tensors in place. `on_free` is called once none of them is left."""
+        array = np.frombuffer(self._map(max(end for _, _, _, end in description["tensors"].values())), np.uint8)
+        weakref.finalize(array, on_free).atexit = False
+        content = torch.from_numpy(array)
+        tensors: dict[str, Any] = {
+            name: content[begin:end].view(getattr(torch, dtype)).reshape(shape)
+            for name, (dtype, shape, begin, end) in description["tensors"].items()
+        }
+        others = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in description["others"].items()
+        }
+        sequence = PackedSequence(inputs=ModelInputs(**(tensors | others)), **description["sequence"])
+        return CollateResult(sequence, [BadSample(**bad) for bad in description["bad"]], description["num_bytes"])
+
+    def num_bytes(self) -> int:
+        """Current size."""
+        return self._memory.num_bytes()
+
+    def _map(self, num_bytes: int) -> mmap.mmap:
+        """A mapping of at least this many bytes."""
+        if self._mapping is None or len(self._mapping) < num_bytes:
+            self._mapping = mmap.mmap(self.fd, 0)
+        return self._mapping
+
+
+# ------------------------------------------------------------------ trainer's process
+
+
+class _Buffers:
+    """The buffers one worker writes to."""
+
+    fds = ()
+
+    def __init__(self) -> None:
+        self.buffers: list[SequenceBuffer] = []
+        self.free: list[int] = []
+        """Indices of buffers without tensors."""
+
+
+class _CollateJob(Job[_Buffers, CollateResult]):
+    """One packed sequence."""
+
+    def __init__(self, refs: Sequence[SampleRef], name_of: Callable[[SampleRef], str]) -> None:
+        super().__init__()
+        self._refs, self._name_of = refs, name_of
+        self._buffer = 0
+
+    def send(self, worker: Worker[_Buffers]) -> None:
+        channel, new = worker.channel, []
+        if channel.free:
+            self._buffer = channel.free.pop()
+        else:
+            self._buffer = len(channel.buffers)
+            channel.buffers.append(SequenceBuffer())
+            new = [channel.buffers[-1].fd]
+        send(worker.connection, {"refs": self._refs, "buffer": self._buffer}, new)
+
+    def receive(self, message: dict[str, Any], worker: Worker[_Buffers]) -> CollateResult:
+        channel = worker.channel
+        on_free = functools.partial(channel.free.append, self._buffer)
+        return channel.buffers[self._buffer].read(message, on_free)
+
+    def error(self, reason: str) -> DataError:
+        return DataError(
+            f"{self.num_crashes} worker processes crashed on the same packed sequence: {reason}. If memory ran out, use fewer "
+            f"workers or a smaller max_seq_len; otherwise remove the sample that crashes them, one of: {self}"
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(map(self._name_of, self._refs))
+
+
+class CollatorPool:
+    """Collates packed sequences in `num_workers` processes, which start with the first `collate`."""
+
+    def __init__(self, config: CollatorConfig, num_workers: int, name_of: Callable[[SampleRef], str]) -> None:
         """`name_of` names a sample in messages."""
-        self._num_workers, self._name_of = num_workers, name_of
-        self._workers: list[_Worker] = []
-        self._selector = selectors.DefaultSelector()
-        self._fork_server = ForkServer(get_ready, setup.to_json())
-        self._is_closed = False
+        self._config, self._num_workers, self._name_of = config, num_workers, name_of
+        self._pool: WorkerPool[_Buffers] | None = None
 
     @property
     def pids(self) -> list[int]:
-        """The processes that make rows at present."""
-        return [worker.pid for worker in self._workers]
+        """Process ids of the running workers."""
+        return self._pool.pids if self._pool else []
 
-    def make(self, rows: Iterable[Sequence[SampleRef]]) -> Iterator[CollateResult]:
-        """The rows in the order of their plans. At most two a worker are under way or waiting to be taken."""
-        plans = enumerate(rows)
-        made: dict[int, CollateResult] = {}
-        unsent: deque[_Task] = deque()
-        next_number, num_open = 0, 0
+    def collate(self, sequences: Iterable[Sequence[SampleRef]]) -> Generator[CollateResult]:
+        """The packed sequences in order. At most two per worker are running or waiting to be taken."""
+        fork_server = ForkServer(initialize, self._config.to_json())
+        self._pool = WorkerPool(fork_server, self._num_workers, _Buffers, queue_depth=_QUEUE_DEPTH)
+        pending: deque[Future[CollateResult]] = deque()
         try:
-            while True:
-                while num_open < _QUEUED * self._num_workers and (plan := next(plans, None)) is not None:
-                    unsent.append(_Task(*plan))
-                    num_open += 1
-                if num_open == 0:
-                    return
-                self._send(unsent)
-                if next_number in made:
-                    yield made.pop(next_number)
-                    next_number, num_open = next_number + 1, num_open - 1
-                else:
-                    self._receive(made, unsent)
+            for refs in sequences:
+                pending.append(self._pool.submit(_CollateJob(refs, self._name_of)))
+                if len(pending) == _QUEUE_DEPTH * self._num_workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except PoolClosedError as error:
+            raise DataError("the stream was closed") from error
+        except (ForkServerError, UserError) as error:
+            raise DataError(str(error)) from error
         finally:
             self.close()
-            self._disconnect()
 
     def close(self) -> None:
-        """End all processes; also from another thread, whose `make` then ends with an error."""
-        self._is_closed = True
-        self._fork_server.kill()
-
-    def _disconnect(self) -> None:
-        self._fork_server.close()
-        self._selector.close()
-        for worker in self._workers:
-            worker.connection.close()
-        self._workers.clear()
-
-    def _send(self, unsent: deque[_Task]) -> None:
-        """Give rows to the workers with the fewest."""
-        while len(self._workers) < self._num_workers:
-            self._start_worker()
-        while unsent:
-            worker = min(self._workers, key=lambda worker: len(worker.tasks))
-            if len(worker.tasks) == _QUEUED:
-                return
-            task = unsent.popleft()
-            task.memory = worker.free.pop() if worker.free else None
-            worker.tasks.append(task)
-            try:
-                send(worker.connection, {"picks": task.picks, "memory": task.memory})
-            except OSError:
-                unsent.extendleft(reversed(self._bury(worker)))
-                self._start_worker()
-
-    def _receive(self, made: dict[int, CollateResult], unsent: deque[_Task]) -> None:
-        """Wait for a worker; take its row, or take back its rows if it has died."""
-        for key, _ in self._selector.select():
-            worker: _Worker = key.data
-            try:
-                answer = _receive_answer(worker.connection)
-            except OSError:
-                answer = None
-            if answer is None:
-                unsent.extendleft(reversed(self._bury(worker)))
-            else:
-                task = worker.tasks.popleft()
-                made[task.number] = worker.take(task, *answer)
-
-    def _start_worker(self) -> None:
-        try:
-            worker = _Worker(*self._fork_server.start_worker())
-        except (ForkServerError, UserError) as error:
-            raise DataError("the stream was closed" if self._is_closed else str(error)) from error
-        self._workers.append(worker)
-        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
-
-    def _bury(self, worker: _Worker) -> list[_Task]:
-        """Forget a dead worker; what it had to do, to be done again. The row it was at counts it as an attempt."""
-        self._selector.unregister(worker.connection)
-        worker.connection.close()
-        self._workers.remove(worker)
-        if self._is_closed:
-            raise DataError("the stream was closed")
-        tasks = list(worker.tasks)
-        if tasks:
-            self._blame(tasks[0], worker)
-        return tasks
-
-    def _blame(self, task: _Task, worker: _Worker) -> None:
-        task.attempts += 1
-        samples = ", ".join(map(self._name_of, task.picks))
-        if task.attempts == MAX_ATTEMPTS:
-            raise DataError(
-                f"{MAX_ATTEMPTS} worker processes died at the same row. If memory ran out, use fewer workers or a smaller "
-                f"max_seq_len; otherwise take the sample away that crashes them, one of: {samples}"
-            )
-        logger.warning(
-            "worker process %d died (killed? out of memory?); another one makes its row again: %s", worker.pid, samples
-        )
+        """Kill all processes. A thread waiting in `collate` gets an error."""
+        if self._pool:
+            self._pool.close()
 
 
-def _receive_answer(connection: socket.socket) -> tuple[list[int], int, int] | None:
-    """The memory a worker has made, if any, and where the row's description lies; None where the worker has died."""
-    data, fds, _, _ = socket.recv_fds(connection, _ANSWER.size, 1)
-    return (list(fds), *_ANSWER.unpack(data)) if len(data) == _ANSWER.size else None
+# ------------------------------------------------------------------ worker processes
 
 
-# ------------------------------------------------------------------ in the workers' processes
-
-
-def get_ready(setup: Any) -> tuple[RunWorker, None]:
-    """What the workers are forked with, loaded once."""
+def initialize(config: Any) -> tuple[RunWorker, None]:
+    """Load what all workers share."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    return functools.partial(_work, Collator(CollatorConfig.from_json(setup))), None
+    return functools.partial(_run_worker, Collator(CollatorConfig.from_json(config))), None
 
 
-def _work(collator: Collator, connection: socket.socket) -> None:
-    """A worker's life: one row after the other until the connection ends."""
-    files: list[RowFile] = []
-    while (request := receive(connection)) is not None:
-        if request["memory"] is None:
-            file, num_known_bytes = RowFile(), 0
-            files.append(file)
-        else:
-            file = files[request["memory"]]
-            num_known_bytes = file.num_bytes()
-        picks = [SampleRef(*pick) for pick in request["picks"]]
-        make = functools.partial(collator.make, picks)
-        answer = file.write(make, sum(pick.patches for pick in picks), collator.patch_dim)
+def _run_worker(collator: Collator, connection: socket.socket) -> None:
+    """Collate one sequence after the other until the connection is closed."""
+    buffers: list[SequenceBuffer] = []
+    while True:
+        message, fds = receive_with_fds(connection)
+        if message is None:
+            return
+        buffers += map(SequenceBuffer, fds)
+        refs = [SampleRef(*ref) for ref in message["refs"]]
+        collate = functools.partial(collator.make, refs)
         try:
-            socket.send_fds(
-                connection, [_ANSWER.pack(*answer)], [file.fd] if file.num_bytes() > num_known_bytes else []
-            )
+            num_patches = sum(ref.patches for ref in refs)
+            reply = buffers[message["buffer"]].write(collate, num_patches, collator.patch_dim)
+        except Exception as error:
+            reply = encode_error(error)
+        try:
+            send(connection, reply)
         except OSError:
             return

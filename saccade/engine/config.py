@@ -53,6 +53,10 @@ class EngineConfig:
     """Preprocessing worker processes. 0: preprocess in this process. None: by the number of cores."""
     processed_image_cache_bytes: int = 2 << 30
     """Preprocessed images kept in host memory."""
+    preprocess_timeout_s: float = 10.0
+    """Seconds a worker may take for one image, text, 32 video frames or 8 MiB of a video file; then it is killed and replaced."""
+    max_images_per_request: int = 64
+    """Maximum images and videos of a request."""
 
     def __new__(cls, **settings: Any) -> EngineConfig:
         """Refuse renamed settings with a message that names the new one."""
@@ -68,6 +72,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 self._check_whole(name, least=1)
         self._check_whole("processed_image_cache_bytes", least=0)
+        self._check_whole("max_images_per_request", least=0)
         self._check_whole("max_draft_tokens", least=0)
         if self.num_workers is not None:
             self._check_whole("num_workers", least=0)
@@ -81,6 +86,8 @@ class EngineConfig:
             )
         if self.target_step_ms is not None and not 0 < self.target_step_ms < float("inf"):
             raise ConfigError(f"target_step_ms is {self.target_step_ms}; use a positive number of milliseconds")
+        if not 0 < self.preprocess_timeout_s < float("inf"):
+            raise ConfigError(f"preprocess_timeout_s is {self.preprocess_timeout_s}; use a positive number of seconds")
         if self.max_draft_tokens > 16:
             raise ConfigError(f"max_draft_tokens is {self.max_draft_tokens}; use 0 to 16")
 

@@ -111,6 +111,8 @@ class Engine:
             folder,
             num_workers=_num_workers(config),
             processed_image_cache_bytes=config.processed_image_cache_bytes,
+            timeout_s=config.preprocess_timeout_s,
+            max_images=config.max_images_per_request,
             limits=limits,
         )
         try:

@@ -1,17 +1,17 @@
-"""Conversations to prompts, beside the engine's thread and in other processes.
+"""Preprocess conversations into prompts, outside the engine's thread.
 
-    submit -> [reader: check, read, hash, look up] -> [worker: tokens] and [worker: each new image] -> put together -> TokenPrompt
+    submit -> tokenise (text worker) -----------------------------------------------------------> assemble -> TokenPrompt
+          \\-> read, hash, look up (reader thread) -> decode, resize, patchify (image workers) -/
 
-Readers are threads; they look at what was sent but decode no file. Each image is work of its own: images of one prompt are made at the
-same time, one that several prompts ask for is made once, and one that takes long holds up a single worker. No step relies on the
-order in which another ends.
+Each image is a job of its own: images of one prompt are preprocessed in parallel, an image that several prompts use is preprocessed
+once, and a slow one occupies a single worker. A request without images touches neither readers nor image workers.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,14 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from PIL import Image
 
-from saccade.engine.preprocessing_pool import WorkerPool
-from saccade.engine.preprocessing_work import Facts, ImageWork, Source, VisualFacts, WorkSetup, Workshop
+from saccade.engine.preprocessing_worker import (
+    ImageTask,
+    LocalBackend,
+    PreprocessingConfig,
+    ProcessBackend,
+    ProcessorMetadata,
+    Source,
+)
 from saccade.engine.processed_images import ProcessedImage, ProcessedImageCache
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan
@@ -40,40 +46,42 @@ from saccade.processor.processor import (
     visual_kind,
 )
 
-_READERS = 2
-"""The engine's thread shares the interpreter with them and waits its turn behind them all. With 12, 256 requests at once held its
-first step up for 0.26 s, with two 0.18; two read and hash some 1000 pictures of 672 x 672 a second."""
-_AHEAD = 2
-"""Images read for each worker before it can take them. More would only take memory."""
-_PICTURE_LOCKS = 61
-"""A prime: the ids of objects are multiples of 16."""
+_NUM_READERS = 2
+"""Reader threads. They compete with the engine's thread for the interpreter: with 12, 256 requests at once delayed its first step by
+0.26 s, with two 0.18; two read and hash about 1000 images of 672 x 672 per second."""
+_READ_AHEAD_BYTES = 512 * 2**20
+"""Bytes of images that are read before a worker is free for them."""
+_READ_AHEAD_PER_WORKER = 2
+"""Images that are read for each worker before it is free; more would only take memory."""
+_NUM_IMAGE_LOCKS = 61
+"""A prime: ids of objects are multiples of 16."""
 _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessingStatistics:
-    """What has been done so far."""
+    """Counters since the start."""
 
     num_prompts: int
     """Prompts that are ready, failed or cancelled."""
     num_processed: int
-    """Images that were decoded and cut."""
+    """Images decoded and patchified."""
     num_cache_hits: int
-    """Images that were in host memory already."""
+    """Images found in the processed-image cache."""
     num_shared: int
-    """Images that were being made for another prompt."""
+    """Images that were being preprocessed for another prompt."""
     num_worker_crashes: int
-    """Worker processes that died or had to be ended."""
+    """Worker processes that crashed or were killed."""
     num_cached: int
-    """Images in host memory now."""
+    """Images in the cache now."""
     cached_bytes: int
-    """What they take."""
+    """Their size."""
 
 
 class Preprocessor:
-    """Makes prompts of conversations. Any thread may submit.
+    """Turns conversations into prompts. Any thread may submit.
 
-    What is submitted must not be changed before its prompt is ready. A PIL image whose file is not read yet is decoded in this process.
+    A submitted conversation must not change before its prompt is ready. PIL images and arrays are decoded in this process.
     """
 
     def __init__(
@@ -82,75 +90,94 @@ class Preprocessor:
         *,
         num_workers: int,
         processed_image_cache_bytes: int,
+        timeout_s: float = 10.0,
+        max_images: int = 64,
         limits: MediaLimits | None = None,
         resize: ResizeName = "pillow",
     ) -> None:
-        """Starts the workers, but does not wait for them. Without any, work is done by a thread of this process."""
-        self._limits = limits or MediaLimits()
-        setup = WorkSetup(folder=Path(folder), limits=self._limits, resize=resize)
-        self._pool = WorkerPool(setup, num_workers) if num_workers else None
-        self._workshop = self._pool or Workshop(setup)
-        num_threads = max(1, num_workers)
-        self._readers = ThreadPoolExecutor(min(_READERS, num_threads), "saccade-reader")
-        self._bench = ThreadPoolExecutor(num_threads, "saccade-bench")
-        """A thread for each worker, which asks it and waits."""
-        self._room_ahead = threading.Semaphore(_AHEAD * num_threads)
-        self._picture_locks = [threading.Lock() for _ in range(_PICTURE_LOCKS)]
-        """Two threads must not ask the same PIL image: it is read and its EXIF parsed when first asked."""
+        """Starts the workers without waiting for them. With none, two threads of this process do their work.
+
+        A worker that takes longer than `timeout_s` for one image, text or 32 frames of a video is killed and replaced. `max_images`
+        bounds the images and videos of a request, `limits` what each of them may be.
+        """
+        self._limits, self._max_images = limits or MediaLimits(), max_images
+        config = PreprocessingConfig(folder=Path(folder), limits=self._limits, resize=resize)
+        self._backend = ProcessBackend(config, num_workers, timeout_s) if num_workers else LocalBackend(config)
+        self._readers = ThreadPoolExecutor(_NUM_READERS, "saccade-reader")
+        self._read_ahead = _ReadAhead(_READ_AHEAD_BYTES, _READ_AHEAD_PER_WORKER * max(1, num_workers))
+        self._image_locks = [threading.Lock() for _ in range(_NUM_IMAGE_LOCKS)]
+        """PIL images are not thread-safe: file and EXIF are read on first access."""
 
         self._lock = threading.Lock()
-        """For all below."""
-        self._kept = ProcessedImageCache(processed_image_cache_bytes)
-        self._in_making: dict[bytes, Future[ProcessedImage]] = {}
-        """By sha256 of the source."""
+        """Guards the fields below."""
+        self._cache = ProcessedImageCache(processed_image_cache_bytes)
+        self._in_progress: dict[bytes, Future[ProcessedImage]] = {}
+        """By digest of the task."""
         self._unfinished: set[Future[TokenPrompt]] = set()
         self._is_closed = False
-        self._num_prompts = self._num_made = self._num_found = self._num_shared = 0
+        self._num_prompts = self._num_processed = self._num_cache_hits = self._num_shared = 0
 
-    # -------------------------------------------------------------- the door
+    # -------------------------------------------------------------- public API
 
-    def submit(self, messages: Sequence[Message]) -> Future[TokenPrompt]:
-        """The prompt of a conversation, up to where the assistant is to speak."""
-        return self._start(partial(self._read_conversation, messages))
+    def submit(self, messages: Sequence[Message], *, continue_final_message: bool = False) -> Future[TokenPrompt]:
+        """The prompt of a conversation, up to the start of the assistant's turn, or open after its final message."""
+        future = self._open()
+        try:
+            text, items = split_visuals(messages)
+            self._check_num_images(len(items))
+            token_ids = self._backend.tokenize(text, continue_final_message)
+        except BaseException as error:
+            self._finish(future, error)
+        else:
+            self._start(future, token_ids, items)
+        return future
 
-    def submit_tokens(self, token_ids: Sequence[int], images: Sequence[ImageSource]) -> Future[TokenPrompt]:
-        """The prompt of token ids in which each image's placeholder stands once."""
-        return self._start(partial(self._read_tokens, token_ids, images))
+    def submit_tokens(self, token_ids: Sequence[int], images: Sequence[Any]) -> Future[TokenPrompt]:
+        """The prompt of token ids that contain the placeholder of each image once. A video is a part of a message."""
+        future = self._open()
+        try:
+            ids = _check_ids(token_ids)
+            self._check_num_images(len(images))
+            parts = [image if isinstance(image, Mapping) else {"type": "image", "image": image} for image in images]
+            _, items = split_visuals([{"role": "user", "content": parts or "no image"}])
+        except BaseException as error:
+            self._finish(future, error)
+        else:
+            self._start(future, _done(ids), items)
+        return future
 
     def wait_until_ready(self) -> None:
-        """Until the workers have loaded the processor; raises what is wrong with the checkpoint folder."""
-        _ = self._workshop.facts
+        """Wait until the workers have loaded the processor; raises what is wrong with the checkpoint folder."""
+        self._backend.metadata.result()
 
     @property
     def statistics(self) -> PreprocessingStatistics:
-        """What has been done so far."""
+        """Counters since the start."""
         with self._lock:
             return PreprocessingStatistics(
                 num_prompts=self._num_prompts,
-                num_processed=self._num_made,
-                num_cache_hits=self._num_found,
+                num_processed=self._num_processed,
+                num_cache_hits=self._num_cache_hits,
                 num_shared=self._num_shared,
-                num_worker_crashes=self._pool.num_lost if self._pool else 0,
-                num_cached=len(self._kept),
-                cached_bytes=self._kept.num_bytes,
+                num_worker_crashes=self._backend.num_crashes,
+                num_cached=len(self._cache),
+                cached_bytes=self._cache.num_bytes,
             )
 
     @property
     def worker_pids(self) -> list[int]:
-        """The worker processes at present."""
-        return self._pool.pids if self._pool else []
+        """Process ids of the running image workers."""
+        return list(self._backend.pids)
 
     def close(self) -> None:
-        """Cancel what is not ready, end the workers."""
+        """Cancel unfinished prompts and kill the workers."""
         with self._lock:
             self._is_closed = True
             unfinished = list(self._unfinished)
         for future in unfinished:
             future.cancel()
             self._finish(future, None)
-        if self._pool:
-            self._pool.close()
-        self._bench.shutdown(cancel_futures=True)
+        self._backend.close()
         self._readers.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -159,115 +186,142 @@ class Preprocessor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -------------------------------------------------------------- from what was sent to work for the workers
+    # -------------------------------------------------------------- from a request to jobs
 
-    def _start(self, read: Callable[[], _Parts]) -> Future[TokenPrompt]:
+    def _open(self) -> Future[TokenPrompt]:
         future: Future[TokenPrompt] = Future()
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the preprocessor is closed")
             self._unfinished.add(future)
-            self._readers.submit(self._begin, future, read)
         return future
 
-    def _begin(self, future: Future[TokenPrompt], read: Callable[[], _Parts]) -> None:
-        """In a reader's thread."""
-        if future.cancelled():
-            self._finish(future, None)
+    def _check_num_images(self, num_images: int) -> None:
+        if num_images > self._max_images:
+            raise RequestError(
+                f"{num_images} images and videos, over the limit of {self._max_images} per request. Send fewer, or raise "
+                "max_images_per_request"
+            )
+
+    def _start(self, future: Future[TokenPrompt], token_ids: Future[list[int]], items: Sequence[VisualItem]) -> None:
+        """Read the images in a reader thread; a prompt without images needs none."""
+        if not items:
+            self._assemble_when_done(future, token_ids, [], [])
             return
         try:
-            parts = read()
+            self._readers.submit(self._read_images, future, token_ids, items)
+        except RuntimeError as error:  # closed meanwhile
+            self._finish(future, error)
+
+    def _read_images(
+        self, future: Future[TokenPrompt], token_ids: Future[list[int]], items: Sequence[VisualItem]
+    ) -> None:
+        try:
+            kinds = [visual_kind(item) for item in items]
+            if token_ids.done() and not token_ids.cancelled() and token_ids.exception() is None:
+                _placeholders(token_ids.result(), kinds, self._backend.metadata.result())  # fail before the images do
+            budget = MediaBudget(self._limits)
+            images = [] if future.cancelled() else [self._image(item, budget) for item in items]
         except BaseException as error:
             self._finish(future, error)
+            return
+        if future.cancelled():
+            self._finish(future, None)
         else:
-            _when_all_done([parts.token_ids, *parts.images], partial(self._put_together, future, parts))
+            self._assemble_when_done(future, token_ids, kinds, images)
 
-    def _read_conversation(self, messages: Sequence[Message]) -> _Parts:
-        text, items = split_visuals(messages)
-        token_ids = self._bench.submit(self._workshop.tokens, text)
-        return _Parts(token_ids, [visual_kind(item) for item in items], [self._image(item) for item in items])
-
-    def _read_tokens(self, token_ids: Sequence[int], images: Sequence[ImageSource]) -> _Parts:
-        kinds: list[VisualKind] = ["image"] * len(images)
-        ids = _check_ids(token_ids)
-        _places(ids, kinds, self._workshop.facts)
-        return _Parts(_done(ids), kinds, [self._image(ImageItem(image)) for image in images])
-
-    def _image(self, item: VisualItem) -> Future[ProcessedImage]:
-        """An image that is there, is being made, or is now ordered."""
+    def _image(self, item: VisualItem, budget: MediaBudget) -> Future[ProcessedImage]:
+        """The image from the cache, from another prompt's job, or from a new job."""
         try:
-            work = self._read(item)
-        except Exception as error:  # told when all is there, so that of two bad images the first is named
+            task = self._read(item, budget)
+        except Exception as error:  # reported when all are done, so that of two bad images the first is named
             return _failed(error)
-        source = work.digest()
+        digest = task.digest()
         with self._lock:
-            if image := self._kept.find(source):
-                self._num_found += 1
+            if image := self._cache.get(digest):
+                self._num_cache_hits += 1
                 return _done(image)
-            if source in self._in_making:
+            if digest in self._in_progress:
                 self._num_shared += 1
-                return self._in_making[source]
-            future = self._in_making[source] = Future()
-        self._room_ahead.acquire()
-        task = self._bench.submit(self._make, source, work, future)
-        task.add_done_callback(lambda _: self._room_ahead.release())
+                return self._in_progress[digest]
+            future = self._in_progress[digest] = Future()
+        cost = self._read_ahead.acquire(task.num_bytes)
+        job = self._backend.process(task)
+        job.add_done_callback(partial(self._image_done, digest, cost, future))
         return future
 
-    def _read(self, item: VisualItem) -> ImageWork:
-        """The bytes of an image, or of all frames of a video."""
+    def _read(self, item: VisualItem, budget: MediaBudget) -> ImageTask:
+        """Read the bytes of an image, of a video file, or of all frames of a video."""
         if isinstance(item, ImageItem):
-            return ImageWork("image", [self._read_source(item.source)])
+            return ImageTask("image", [self._read_source(item.source, budget)])
         if isinstance(item, VideoFileItem):
-            raise RequestError("video files are not decoded by the engine. Send the video as a list of frames")
-        MediaBudget(self._limits).add_frames(len(item.frames))
+            return ImageTask("video", [self._read_encoded(item.source, "video", budget)], item.fps)
+        budget.add_frames(len(item.frames))
         sources = []
         for number, frame in enumerate(item.frames):
             with prefix_errors(f"frame {number + 1}"):
-                sources.append(self._read_source(frame))
-        return ImageWork("video", sources, item.fps)
+                sources.append(self._read_source(frame, budget))
+        return ImageTask("video", sources, item.fps)
 
-    def _read_source(self, source: ImageSource) -> Source:
+    def _read_source(self, source: ImageSource, budget: MediaBudget) -> Source:
         if isinstance(source, Image.Image):
-            with self._picture_locks[id(source) % _PICTURE_LOCKS]:
-                return Source("pixels", np.ascontiguousarray(load_image(source, self._limits)))
-        if isinstance(source, str) and source[:5].lower() == "data:":  # base64 is left to the worker
-            return Source("url", source.encode(errors="replace"))
-        return Source("file", read_encoded(source, self._limits))
+            with self._image_locks[id(source) % _NUM_IMAGE_LOCKS]:
+                return Source("pixels", np.ascontiguousarray(load_image(source, self._limits, budget)))
+        return self._read_encoded(source, "image", budget)
 
-    # -------------------------------------------------------------- from finished work to the prompt
+    def _read_encoded(self, source: str | Path | bytes, kind: VisualKind, budget: MediaBudget) -> Source:
+        if isinstance(source, str) and source[:5].lower() == "data:":  # the worker decodes base64
+            budget.add_bytes(len(source) * 3 // 4)
+            return Source("image_url" if kind == "image" else "video_url", source.encode(errors="replace"))
+        data = read_encoded(source, self._limits, kind)
+        budget.add_bytes(len(data))
+        return Source("image_file" if kind == "image" else "video_file", data)
 
-    def _make(self, source: bytes, work: ImageWork, future: Future[ProcessedImage]) -> None:
-        """In a thread of the bench."""
+    # -------------------------------------------------------------- from finished jobs to the prompt
+
+    def _image_done(
+        self, digest: bytes, cost: int, future: Future[ProcessedImage], job: Future[ProcessedImage]
+    ) -> None:
+        self._read_ahead.release(cost)
         try:
-            image = self._workshop.image(work)
+            image = job.result()
             with self._lock:
-                image = self._kept.keep(source, image)
-                self._num_made += 1
+                image = self._cache.put(digest, image)
+                self._num_processed += 1
         except BaseException as error:
             with self._lock:
-                del self._in_making[source]
+                del self._in_progress[digest]
             future.set_exception(error)
             return
         with self._lock:
-            del self._in_making[source]
+            del self._in_progress[digest]
         future.set_result(image)
 
-    def _put_together(self, future: Future[TokenPrompt], parts: _Parts) -> None:
-        """In the thread that did the last of it."""
-        try:
-            token_ids = parts.token_ids.result()
-            images = []
-            for number, (kind, image) in enumerate(zip(parts.kinds, parts.images, strict=True)):
-                with prefix_errors(f"{kind} {number + 1}"):
-                    images.append(image.result())
-            prompt = _token_prompt(token_ids, parts.kinds, images, self._workshop.facts)
-        except BaseException as error:
-            self._finish(future, error)
-        else:
-            self._finish(future, prompt)
+    def _assemble_when_done(
+        self,
+        future: Future[TokenPrompt],
+        token_ids: Future[list[int]],
+        kinds: Sequence[VisualKind],
+        images: Sequence[Future[ProcessedImage]],
+    ) -> None:
+        def assemble() -> None:
+            """Runs in the thread that finishes the last part."""
+            try:
+                ids = token_ids.result()
+                processed = []
+                for number, (kind, image) in enumerate(zip(kinds, images, strict=True)):
+                    with prefix_errors(f"{kind} {number + 1}"):
+                        processed.append(image.result())
+                prompt = _token_prompt(ids, kinds, processed, self._backend.metadata.result())
+            except BaseException as error:
+                self._finish(future, error)
+            else:
+                self._finish(future, prompt)
+
+        _when_all_done([self._backend.metadata, token_ids, *images], assemble)
 
     def _finish(self, future: Future[TokenPrompt], outcome: TokenPrompt | BaseException | None) -> None:
-        """Whoever comes first tells the outcome. A cancelled future needs none."""
+        """Resolve a prompt, once. A cancelled future needs no outcome."""
         with self._lock:
             if future not in self._unfinished:
                 return
@@ -281,23 +335,42 @@ class Preprocessor:
             future.set_exception(outcome)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What a prompt is put together from, as far as it is there."""
+class _ReadAhead:
+    """Bounds the bytes and the number of images that are read but not processed yet."""
 
-    token_ids: Future[list[int]]
-    """With one placeholder for each image and video."""
-    kinds: Sequence[VisualKind]
-    images: Sequence[Future[ProcessedImage]]
+    def __init__(self, max_bytes: int, max_images: int) -> None:
+        self._max_bytes, self._min_cost = max_bytes, max_bytes // max_images
+        self._used = 0
+        self._changed = threading.Condition()
+
+    def acquire(self, num_bytes: int) -> int:
+        """Wait for space; return what to release. An image above the bound waits until it is alone."""
+        cost = min(max(num_bytes, self._min_cost), self._max_bytes)
+        with self._changed:
+            self._changed.wait_for(lambda: self._used + cost <= self._max_bytes)
+            self._used += cost
+        return cost
+
+    def release(self, cost: int) -> None:
+        """Give space back."""
+        with self._changed:
+            self._used -= cost
+            self._changed.notify_all()
 
 
 def _token_prompt(
-    token_ids: Sequence[int], kinds: Sequence[VisualKind], images: Sequence[ProcessedImage], facts: Facts
+    token_ids: Sequence[int],
+    kinds: Sequence[VisualKind],
+    images: Sequence[ProcessedImage],
+    metadata: ProcessorMetadata,
 ) -> TokenPrompt:
-    places = _places(token_ids, kinds, facts)
-    spans = [_span(image, facts.of(kind)) for image, kind in zip(images, kinds, strict=True)]
-    expanded, positions, starts = expand_placeholders(token_ids, places, spans)
-    prepared = [
+    indices = _placeholders(token_ids, kinds, metadata)
+    spans = []
+    for image, kind in zip(images, kinds, strict=True):
+        (pairs, rows, columns), merge_size = image.grid, metadata.of(kind).merge_size
+        spans.append(VisionSpan(pairs, rows // merge_size, columns // merge_size, image.time_step))
+    expanded, positions, starts = expand_placeholders(token_ids, indices, spans)
+    prompt_images = [
         PromptImage(
             span=ImageSpan(key=image.key, start=start, num_tokens=span.length, num_patches=len(image.patches)),
             grid=image.grid,
@@ -305,46 +378,41 @@ def _token_prompt(
         )
         for image, span, start in zip(images, spans, starts, strict=True)
     ]
-    return TokenPrompt(token_ids=expanded, positions=positions, images=tuple(prepared))
+    return TokenPrompt(token_ids=expanded, positions=positions, images=tuple(prompt_images))
 
 
-def _span(image: ProcessedImage, facts: VisualFacts) -> VisionSpan:
-    pairs, rows, columns = image.grid
-    return VisionSpan(pairs, rows // facts.merge_size, columns // facts.merge_size, image.time_step)
-
-
-def _places(token_ids: Sequence[int], kinds: Sequence[VisualKind], facts: Facts) -> list[int]:
-    """Where the placeholders stand, one for each image and video."""
-    kind_of: dict[int, VisualKind] = {facts.image.token_id: "image", facts.video.token_id: "video"}
-    places = [place for place, token_id in enumerate(token_ids) if token_id in kind_of]
-    if [kind_of[token_ids[place]] for place in places] != list(kinds):
+def _placeholders(token_ids: Sequence[int], kinds: Sequence[VisualKind], metadata: ProcessorMetadata) -> list[int]:
+    """Indices of the placeholders, one per image and video."""
+    kind_of: dict[int, VisualKind] = {metadata.image.token_id: "image", metadata.video.token_id: "video"}
+    indices = [index for index, token_id in enumerate(token_ids) if token_id in kind_of]
+    if [kind_of[token_ids[index]] for index in indices] != list(kinds):
         raise RequestError(
-            f"the tokens have {len(places)} placeholders of images or videos, but {len(kinds)} were given. "
-            f"Put one {facts.image.token_id} where each image stands"
+            f"the tokens have {len(indices)} placeholders of images or videos, but {len(kinds)} were given. "
+            f"Put one {metadata.image.token_id} where each image belongs"
         )
-    return places
+    return indices
 
 
 def _check_ids(token_ids: Sequence[int]) -> list[int]:
     try:
         ids = list(map(operator.index, token_ids))
     except TypeError as error:
-        raise RequestError("token ids are whole numbers; something else is among them") from error
+        raise RequestError("token ids must be integers") from error
     if ids and min(ids) < 0:
-        raise RequestError(f"token ids are not negative, but {min(ids)} is among them")
+        raise RequestError(f"token ids must not be negative; got {min(ids)}")
     return ids
 
 
-def _when_all_done(futures: Sequence[Future[Any]], do: Callable[[], None]) -> None:
-    """Have the thread that ends the last of them do it."""
+def _when_all_done(futures: Sequence[Future[Any]], callback: Callable[[], None]) -> None:
+    """Call back from the thread that finishes the last of them."""
     num_open = count(len(futures) - 1, -1)
 
-    def one_less(_: Future[Any]) -> None:
+    def one_done(_: Future[Any]) -> None:
         if next(num_open) == 0:
-            do()
+            callback()
 
     for future in futures:
-        future.add_done_callback(one_less)
+        future.add_done_callback(one_done)
 
 
 def _done(value: _Value) -> Future[_Value]:

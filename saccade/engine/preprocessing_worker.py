@@ -1,79 +1,550 @@
-"""The processes that prepare prompts, from within.
+"""Tokenise conversations and patchify images in worker processes, or in threads of this one.
 
-Workers decode what strangers send. They share nothing with the engine but a socket, an inbox and an outbox.
+    engine  --JSON on a socket, bytes in the worker's inbox-->  worker  --JSON, bytes in its outbox-->  engine
+
+Workers decode untrusted files, so the engine trusts nothing they send: messages have a bounded size and are validated, and inbox
+and outbox are read and written but never mapped, since a worker could truncate mapped memory or change it after the check.
+Conversations are tokenised by a worker of their own, so that text never waits for images.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import hashlib
+import json
+import math
+import re
+import resource
 import socket
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 
-from saccade.engine.preprocessing_work import ImageWork, Source, WorkSetup, Workshop
-from saccade.fork_server import RunWorker, encode_error, keep_freed_memory, receive, send
-from saccade.shared_memory import SharedMemory
+from saccade.engine.processed_images import ProcessedImage
+from saccade.errors import ImageError, RequestError
+from saccade.fork_server import ForkServer, RunWorker, encode_error, keep_freed_memory, receive, send
+from saccade.processor.conversation import Message
+from saccade.processor.image import ImageSettings, MediaBudget, MediaLimits, Pixels, load_image, read_encoded
+from saccade.processor.processor import Processor, ResizeName, Visual, VisualKind, prefix_errors
+from saccade.processor.video import sampled_frames
+from saccade.shared_memory import SharedMemory, byte_view
+from saccade.worker_pool import Job, Worker, WorkerLostError, WorkerPool
 
-_KEPT_BYTES = 2**27
-"""Freed memory a worker keeps. What the largest images take is given back."""
+_FRAMES_PER_TIMEOUT = 32
+"""A video may take the timeout of one image for this many frames."""
+_BYTES_PER_TIMEOUT = 8 * 2**20
+"""A video file may take the timeout of one image for this many bytes."""
+_MAX_WORKER_BYTES = 8 * 2**30
+"""Memory a worker may allocate beyond what it was forked with; more is an error of the request."""
+_KEPT_BYTES = 32 * 2**20
+"""Larger inboxes and outboxes are freed after use; smaller ones are kept, since fresh memory is slow."""
+_KEPT_HEAP_BYTES = 2**27
+"""Freed memory a worker keeps."""
+_MAX_TOKENS = 2**24
+"""Maximum tokens of a conversation."""
+_MAX_TIME_STEP = 2.0**20
+"""Maximum positions between two frame pairs of a video."""
+_MAX_MESSAGE_BYTES = 2**20
+"""Maximum size of a message of a worker."""
+_Number = TypeVar("_Number", np.int64, np.uint8)
 
 
-def get_ready(setup: Any) -> tuple[RunWorker, dict[str, Any]]:
-    """What the workers are forked with, loaded once, and the facts of the checkpoint folder."""
+# ------------------------------------------------------------------ what is exchanged
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessingConfig:
+    """Configuration of the workers."""
+
+    folder: Path
+    """The checkpoint folder."""
+    limits: MediaLimits
+    """Limits on images and videos."""
+    resize: ResizeName
+    """Implementation of the resize."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For a message to another process."""
+        return dataclasses.asdict(self) | {"folder": str(self.folder)}
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> PreprocessingConfig:
+        """Inverse of `to_json`."""
+        return PreprocessingConfig(
+            folder=Path(content["folder"]), limits=MediaLimits(**content["limits"]), resize=content["resize"]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisualMetadata:
+    """What the engine needs to know about images, or about videos, of a checkpoint."""
+
+    token_id: int
+    """Their placeholder."""
+    merge_size: int
+    """Patches merged into a token, per side."""
+    patch_dim: int
+    """Bytes of a patch."""
+    frames_per_patch: int
+    """Frames in one patch."""
+    max_patches: int
+    """Maximum patches of one frame."""
+    max_frames: int
+    """Maximum frames of a video file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorMetadata:
+    """What the engine needs to know about a checkpoint's processor to assemble prompts."""
+
+    image: VisualMetadata
+    """Of images."""
+    video: VisualMetadata
+    """Of videos."""
+    vocab_size: int
+    """Number of token ids."""
+
+    def of(self, kind: VisualKind) -> VisualMetadata:
+        """Of images or of videos."""
+        return self.image if kind == "image" else self.video
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> ProcessorMetadata:
+        """Inverse of `dataclasses.asdict`."""
+        image, video = VisualMetadata(**content["image"]), VisualMetadata(**content["video"])
+        return ProcessorMetadata(image=image, video=video, vocab_size=content["vocab_size"])
+
+
+@dataclass(frozen=True)
+class Source:
+    """An image, frame or video file as the user gave it."""
+
+    form: Literal["image_file", "image_url", "video_file", "video_url", "pixels"]
+    """An encoded file, a data URL in UTF-8, or [height, width, 3] upright RGB."""
+    data: bytes | Pixels
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the data."""
+        return len(self.data) if isinstance(self.data, bytes) else self.data.nbytes
+
+    def describe(self) -> list[Any]:
+        """Its form and shape, as JSON."""
+        return [self.form, *(self.data.shape if isinstance(self.data, np.ndarray) else [len(self.data)])]
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """An image or video to preprocess."""
+
+    kind: VisualKind
+    sources: Sequence[Source]
+    """One image, the frames of a video, or a video file."""
+    fps: float = 1.0
+    """Frames per second of a video."""
+
+    @property
+    def is_video_file(self) -> bool:
+        """Whether the frames are not known yet."""
+        return self.sources[0].form in ("video_file", "video_url")
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all sources."""
+        return sum(source.num_bytes for source in self.sources)
+
+    def describe(self) -> dict[str, Any]:
+        """All but the data of the sources, as JSON."""
+        return {"kind": self.kind, "fps": self.fps, "sources": [source.describe() for source in self.sources]}
+
+    def digest(self) -> bytes:
+        """sha256 of the task: the key of the processed-image cache."""
+        digest = hashlib.sha256(json.dumps(self.describe()).encode())
+        for source in self.sources:
+            digest.update(byte_view(source.data))
+        return digest.digest()
+
+
+# ------------------------------------------------------------------ the work itself
+
+
+class PromptProcessor:
+    """Tokenises conversations and patchifies images for one checkpoint folder."""
+
+    def __init__(self, config: PreprocessingConfig) -> None:
+        self._processor = Processor.load(config.folder, limits=config.limits, resize=config.resize)
+        self._config = config
+        self._settings: dict[VisualKind, ImageSettings] = {
+            "image": self._processor.images,
+            "video": self._processor.videos,
+        }
+        vision = self._processor.vision
+        self.metadata = ProcessorMetadata(
+            image=self._visual_metadata("image", vision.image_id),
+            video=self._visual_metadata("video", vision.video_id),
+            vocab_size=self._processor.tokenizer.vocab_size,
+        )
+
+    def tokenize(self, messages: Sequence[Message], continue_final_message: bool = False) -> list[int]:
+        """Token ids up to the start of the assistant's turn, with one placeholder per image and video."""
+        return self._processor.tokenize(messages, not continue_final_message, continue_final_message)
+
+    def process(self, task: ImageTask) -> ProcessedImage:
+        """Decode, resize, patchify and hash. Errors name the frame, but not the image."""
+        visual = self.patchify(task)
+        return ProcessedImage(self.key(task.kind, visual), visual.grid, visual.span.time_step, visual.patches)
+
+    def patchify(self, task: ImageTask) -> Visual:
+        """All of `process` but the hash. The patches are read-only."""
+        budget = MediaBudget(self._config.limits)
+        if task.kind == "image":
+            visual = self._processor.patchify_image(self._pixels(task.sources[0], budget))
+        else:
+            visual = self._processor.patchify_video(self._frames(task, budget), task.fps)
+        visual.patches.flags.writeable = False
+        if not _is_possible(visual.grid, visual.span.time_step, task, self.metadata.of(task.kind)):
+            raise ImageError(
+                f"a {task.kind} of grid {visual.grid} at {task.fps:g} frames per second cannot be computed. Use another fps"
+            )
+        return visual
+
+    def key(self, kind: VisualKind, visual: Visual) -> bytes:
+        """sha256 of the patches, their grid and the settings they were made with: equal for equal image features."""
+        settings = [kind, repr(self._settings[kind]), self._config.resize]
+        digest = hashlib.sha256(json.dumps([settings, visual.grid, visual.span.time_step]).encode())
+        digest.update(byte_view(visual.patches))
+        return digest.digest()
+
+    def warm_up(self) -> None:
+        """Run once what is slow the first time."""
+        Image.init()
+        self.process(ImageTask("image", [Source("pixels", np.zeros((60, 90, 3), dtype=np.uint8))]))
+
+    def _visual_metadata(self, kind: VisualKind, token_id: int) -> VisualMetadata:
+        settings, limits = self._settings[kind], self._config.limits
+        return VisualMetadata(
+            token_id=token_id,
+            merge_size=settings.merge_size,
+            patch_dim=settings.patch_dim,
+            frames_per_patch=settings.temporal_patch_size,
+            max_patches=_max_patches(settings, min(limits.max_aspect_ratio, limits.max_side)),
+            max_frames=limits.max_frames,
+        )
+
+    def _frames(self, task: ImageTask, budget: MediaBudget) -> list[Pixels]:
+        if task.is_video_file:
+            return sampled_frames(read_encoded(_encoded(task.sources[0]), budget.limits, "video"), task.fps, budget)
+        frames = []
+        for number, source in enumerate(task.sources):
+            with prefix_errors(f"frame {number + 1}"):
+                frames.append(self._pixels(source, budget))
+        return frames
+
+    def _pixels(self, source: Source, budget: MediaBudget) -> Pixels:
+        if isinstance(source.data, np.ndarray):
+            return source.data
+        return load_image(_encoded(source), budget.limits, budget)
+
+
+def _encoded(source: Source) -> str | bytes:
+    data = byte_view(source.data).tobytes()
+    return data.decode() if source.form in ("image_url", "video_url") else data
+
+
+def _max_patches(settings: ImageSettings, max_aspect_ratio: float) -> int:
+    """An upper bound for `ImageSettings.resized`: the pixel limit, and one cell more on each side of the longest strip."""
+    cells = settings.max_pixels / settings.cell**2
+    return math.ceil(cells + 2 * math.sqrt(cells * max_aspect_ratio) + 2) * settings.merge_size**2
+
+
+def _is_possible(grid: tuple[int, int, int], time_step: float, task: ImageTask, metadata: VisualMetadata) -> bool:
+    """Whether preprocessing the task can have this result."""
+    pairs, rows, columns = grid
+    max_pairs = math.ceil(
+        (metadata.max_frames if task.is_video_file else len(task.sources)) / metadata.frames_per_patch
+    )
+    return (
+        (0 < pairs <= max_pairs if task.is_video_file else pairs == max_pairs)
+        and 0 < rows * columns <= metadata.max_patches
+        and rows % metadata.merge_size == columns % metadata.merge_size == 0
+        and 0 < time_step <= _MAX_TIME_STEP
+    )
+
+
+# ------------------------------------------------------------------ engine's process
+
+
+class LocalBackend:
+    """Runs the work in two threads of this process, one for text and one for images."""
+
+    num_crashes = 0
+    pids: Sequence[int] = ()
+
+    def __init__(self, config: PreprocessingConfig) -> None:
+        self._processor = PromptProcessor(config)
+        self.metadata: Future[ProcessorMetadata] = Future()
+        self.metadata.set_result(self._processor.metadata)
+        self._text = ThreadPoolExecutor(1, "saccade-tokenize")
+        self._images = ThreadPoolExecutor(1, "saccade-images")
+
+    def tokenize(self, messages: Sequence[Message], continue_final_message: bool) -> Future[list[int]]:
+        """As `PromptProcessor.tokenize`."""
+        return self._text.submit(self._processor.tokenize, messages, continue_final_message)
+
+    def process(self, task: ImageTask) -> Future[ProcessedImage]:
+        """As `PromptProcessor.process`."""
+        return self._images.submit(self._processor.process, task)
+
+    def close(self) -> None:
+        """Cancel what has not started."""
+        self._text.shutdown(cancel_futures=True)
+        self._images.shutdown(cancel_futures=True)
+
+
+class ProcessBackend:
+    """Runs the work in worker processes: one for text, `num_workers` for images."""
+
+    def __init__(self, config: PreprocessingConfig, num_workers: int, timeout_s: float) -> None:
+        """Starts the workers without waiting for them."""
+        self._timeout_s = timeout_s
+        fork_server = ForkServer(initialize, config.to_json())
+        self._text = WorkerPool(fork_server, 1, Mailbox, max_message_bytes=_MAX_MESSAGE_BYTES)
+        self._images = WorkerPool(fork_server, num_workers, Mailbox, max_message_bytes=_MAX_MESSAGE_BYTES)
+        self.metadata: Future[ProcessorMetadata] = Future()
+        self._images.metadata.add_done_callback(self._set_metadata)
+
+    @property
+    def num_crashes(self) -> int:
+        """Workers lost so far."""
+        return self._text.num_crashes + self._images.num_crashes
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the running image workers."""
+        return self._images.pids
+
+    @property
+    def text_pids(self) -> list[int]:
+        """Process id of the running text worker."""
+        return self._text.pids
+
+    def tokenize(self, messages: Sequence[Message], continue_final_message: bool) -> Future[list[int]]:
+        """As `PromptProcessor.tokenize`."""
+        return self._text.submit(_TextJob([messages, continue_final_message], self.metadata, self._timeout_s))
+
+    def process(self, task: ImageTask) -> Future[ProcessedImage]:
+        """As `PromptProcessor.process`."""
+        size = task.num_bytes / _BYTES_PER_TIMEOUT if task.is_video_file else len(task.sources) / _FRAMES_PER_TIMEOUT
+        return self._images.submit(_ImageJob(task, self.metadata, self._timeout_s * math.ceil(size)))
+
+    def close(self) -> None:
+        """Kill the workers."""
+        self._text.close()
+        self._images.close()
+
+    def _set_metadata(self, received: Future[Any]) -> None:
+        if error := received.exception():
+            self.metadata.set_exception(error)
+        else:
+            self.metadata.set_result(ProcessorMetadata.from_json(received.result()))
+
+
+class Mailbox:
+    """Memory shared with one worker: an inbox for its requests, an outbox for its results."""
+
+    def __init__(self, fds: tuple[int, int] | None = None) -> None:
+        """Create one, or open one in the worker."""
+        self.inbox, self.outbox = (SharedMemory(), SharedMemory()) if fds is None else map(SharedMemory, fds)
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """Passed to the worker."""
+        return self.inbox.fd, self.outbox.fd
+
+    def read_outbox(self, shape: tuple[int, ...], dtype: type[_Number]) -> NDArray[_Number]:
+        """A copy of the result, read-only."""
+        array = np.empty(shape, dtype)
+        if not self.outbox.read_into(array):
+            raise WorkerLostError("it sent less than it said")
+        array.flags.writeable = False
+        return array
+
+    def free_if_large(self) -> None:
+        """Free the memory of unusually large images."""
+        self.inbox.free_if_larger(_KEPT_BYTES)
+        self.outbox.free_if_larger(_KEPT_BYTES)
+
+
+class _TextJob(Job[Mailbox, list[int]]):
+    """Tokenise a conversation."""
+
+    max_crashes = 2
+
+    def __init__(self, arguments: list[Any], metadata: Future[ProcessorMetadata], timeout_s: float) -> None:
+        """`arguments` are those of `PromptProcessor.tokenize`."""
+        super().__init__()
+        self._text, self._metadata, self.timeout_s = json.dumps(arguments).encode(), metadata, timeout_s
+
+    def send(self, worker: Worker[Mailbox]) -> None:
+        # The text is in the inbox: a large message on the socket would wait for the worker to read it.
+        send(worker.connection, {"text_bytes": worker.channel.inbox.write(self._text, 0)})
+
+    def receive(self, message: dict[str, Any], worker: Worker[Mailbox]) -> list[int]:
+        ids = worker.channel.read_outbox((_count(message.get("num_tokens"), _MAX_TOKENS),), np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._metadata.result().vocab_size:
+            raise WorkerLostError("it sent tokens that are not in the vocabulary")
+        worker.channel.free_if_large()
+        token_ids: list[int] = ids.tolist()
+        return token_ids
+
+    def error(self, reason: str) -> RequestError:
+        return RequestError(
+            f"text: tokenising it failed {_times(self.num_crashes)}: the worker was lost, {reason}. Send less text"
+        )
+
+    def __str__(self) -> str:
+        return f"text ({len(self._text)} bytes)"
+
+
+class _ImageJob(Job[Mailbox, ProcessedImage]):
+    """Preprocess an image or video."""
+
+    max_crashes = 2
+
+    def __init__(self, task: ImageTask, metadata: Future[ProcessorMetadata], timeout_s: float) -> None:
+        super().__init__()
+        self._task, self._metadata, self.timeout_s = task, metadata, timeout_s
+        self._partial: tuple[tuple[int, int, int], float, Pixels] | None = None
+
+    def send(self, worker: Worker[Mailbox]) -> None:
+        self._partial, offset = None, 0
+        for source in self._task.sources:
+            offset += worker.channel.inbox.write(source.data, offset)
+        send(worker.connection, {"image": self._task.describe()})
+
+    def receive(self, message: dict[str, Any], worker: Worker[Mailbox]) -> ProcessedImage | None:
+        """The patches come first and are read while the worker hashes them."""
+        if self._partial is None:
+            metadata = self._metadata.result().of(self._task.kind)
+            grid, time_step = check_image(message, self._task, metadata)
+            patches = worker.channel.read_outbox((math.prod(grid), metadata.patch_dim), np.uint8)
+            self._partial = grid, time_step, patches
+            return None
+        key = check_key(message)
+        worker.channel.free_if_large()
+        return ProcessedImage(key, *self._partial)
+
+    def error(self, reason: str) -> ImageError:
+        return ImageError(
+            f"preprocessing it failed {_times(self.num_crashes)}: the worker was lost, {reason}. "
+            "Send a smaller image, or save it again as PNG or JPEG"
+        )
+
+    def __str__(self) -> str:
+        return f"{self._task.kind} ({self._task.num_bytes} bytes)"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _count(value: object, maximum: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= maximum:
+        raise WorkerLostError("it sent something else than a count")
+    return value
+
+
+def check_image(
+    message: dict[str, Any], task: ImageTask, metadata: VisualMetadata
+) -> tuple[tuple[int, int, int], float]:
+    """Grid and time step of a worker's message. Raises `WorkerLostError` unless the task can have this result."""
+    grid, time_step = message.get("grid"), message.get("time_step")
+    if not isinstance(grid, list) or len(grid) != 3 or not isinstance(time_step, float):
+        raise WorkerLostError("it sent no grid or time step")
+    pairs, rows, columns = (_count(number, _MAX_TOKENS) for number in grid)
+    if not _is_possible((pairs, rows, columns), time_step, task, metadata):
+        raise WorkerLostError(f"it sent the grid {grid} and time step {time_step}, which no such {task.kind} has")
+    return (pairs, rows, columns), time_step
+
+
+def check_key(message: dict[str, Any]) -> bytes:
+    """The image key of a worker's message. Raises `WorkerLostError` if it is none."""
+    key = message.get("key")
+    if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
+        raise WorkerLostError("it sent no image key")
+    return bytes.fromhex(key)
+
+
+# ------------------------------------------------------------------ worker processes
+
+
+def initialize(config: Any) -> tuple[RunWorker, dict[str, Any]]:
+    """Load what all workers share; return the processor's metadata."""
     torch.set_num_threads(1)
-    keep_freed_memory(_KEPT_BYTES)
-    workshop = Workshop(WorkSetup.from_json(setup))
-    workshop.warm_up()
-    return functools.partial(_work, workshop), workshop.facts.to_json()
+    keep_freed_memory(_KEPT_HEAP_BYTES)
+    processor = PromptProcessor(PreprocessingConfig.from_json(config))
+    processor.warm_up()
+    return functools.partial(_run_worker, processor), dataclasses.asdict(processor.metadata)
 
 
-def _work(workshop: Workshop, connection: socket.socket, inbox_fd: int, outbox_fd: int) -> None:
-    """A worker's life: one question after the other until the connection ends."""
-    _go_first_when_memory_runs_out()
-    inbox, outbox = SharedMemory(inbox_fd), SharedMemory(outbox_fd)
-    while (question := receive(connection)) is not None:
+def _run_worker(processor: PromptProcessor, connection: socket.socket, *fds: int) -> None:
+    """Handle one request after the other until the connection is closed."""
+    _limit_memory()
+    mailbox = Mailbox((fds[0], fds[1]))
+    while (request := receive(connection)) is not None:
         try:
-            for answer in _answers(question, inbox, outbox, workshop):
-                send(connection, answer)
+            for reply in _replies(request, mailbox, processor):
+                send(connection, reply)
         except (BrokenPipeError, ConnectionResetError):
             return
+        except MemoryError:
+            send(connection, encode_error(ImageError("it needs more memory than a worker may use. Send less")))
         except Exception as error:
             send(connection, encode_error(error))
 
 
-def _answers(
-    question: dict[str, Any], inbox: SharedMemory, outbox: SharedMemory, workshop: Workshop
-) -> Iterator[dict[str, Any]]:
-    """An image is answered twice, so that its patches are read over there while they are hashed here."""
-    if "messages" in question:
-        token_ids = workshop.tokens(question["messages"])
-        outbox.write(np.array(token_ids, dtype=np.int64), 0)
+def _replies(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcessor) -> Iterator[dict[str, Any]]:
+    """An image has two replies: the engine reads its patches while they are hashed here."""
+    if "text_bytes" in request:
+        text = np.empty(request["text_bytes"], np.uint8)
+        mailbox.inbox.read_into(text)
+        token_ids = processor.tokenize(*json.loads(text.tobytes()))
+        mailbox.outbox.write(np.array(token_ids, dtype=np.int64), 0)
         yield {"num_tokens": len(token_ids)}
     else:
-        work = question["image"]
-        visual = workshop.cut(ImageWork(work["kind"], _sources(work["sources"], inbox), work["fps"]))
-        outbox.write(visual.patches, 0)
+        task = request["image"]
+        visual = processor.patchify(ImageTask(task["kind"], _sources(task["sources"], mailbox.inbox), task["fps"]))
+        mailbox.outbox.write(visual.patches, 0)
         yield {"grid": visual.grid, "time_step": visual.span.time_step}
-        yield {"key": workshop.key(work["kind"], visual).hex()}
+        yield {"key": processor.key(task["kind"], visual).hex()}
 
 
 def _sources(descriptions: Sequence[Sequence[Any]], inbox: SharedMemory) -> list[Source]:
-    """Take the sources out of the inbox, where they lie one behind the other."""
-    sources, position = [], 0
+    """Read the sources, which follow one another in the inbox."""
+    sources, offset = [], 0
     for form, *shape in descriptions:
         data = np.empty(shape, dtype=np.uint8)
-        inbox.read_into(data, position)
-        position += data.nbytes
+        inbox.read_into(data, offset)
+        offset += data.nbytes
         sources.append(Source(form, data if form == "pixels" else data.tobytes()))
     return sources
 
 
-def _go_first_when_memory_runs_out() -> None:
-    """A worker is soon replaced, the engine is not."""
+def _limit_memory() -> None:
+    """Have allocations fail, not the machine: bound this worker's memory, and make it the first one the kernel kills."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        data_kib = int(re.search(r"VmData:\s*(\d+) kB", status.read_text())[1])  # type: ignore[index]
+        limit = data_kib * 1024 + _MAX_WORKER_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,9 +1,9 @@
-"""Prepared images in host memory, so that a picture that is asked about again is not decoded again.
+"""Cache of processed images in host memory, so that an image that is sent again is not decoded again.
 
-    sha256 of what was sent  ->  image key  ->  grid and patches
+    sha256 of the image as sent  ->  image key  ->  grid and patches
 
-Two files of the same picture (a PNG and a BMP, or a JPEG with another comment) share one entry. When it is full, what was used
-longest ago goes.
+Two files of the same image (a PNG and a BMP, or a JPEG with another comment) share one entry. Least recently used entries are
+evicted.
 """
 
 from __future__ import annotations
@@ -16,54 +16,54 @@ import numpy as np
 from saccade.processor.image import Pixels
 
 _ENTRY_BYTES = 2048
-"""What an entry takes beside its patches."""
-_MAX_SOURCES = 8
-"""Ways of sending one picture that are remembered: whoever changes a byte of a file each time fills no memory."""
+"""Size of an entry besides its patches."""
+_MAX_DIGESTS = 8
+"""Encodings of one image that are remembered, so that files that differ in a byte each time do not fill the memory."""
 
 
 @dataclass(frozen=True)
 class ProcessedImage:
-    """An image or video as the model takes it, wherever it stands."""
+    """An image or video as model input, independent of its position in a prompt."""
 
     key: bytes
-    """sha256 of its pixels, its size, and how they were made."""
+    """sha256 of its patches, grid and preprocessing settings."""
     grid: tuple[int, int, int]
     """Frame pairs, rows and columns of patches."""
     time_step: float
-    """Positions between one frame pair and the next."""
+    """Positions between two frame pairs."""
     patches: Pixels
-    """[patches, patch_dim], read only."""
+    """[patches, patch_dim], read-only."""
 
 
 @dataclass(eq=False)
 class _Entry:
     image: ProcessedImage
-    sources: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    digests: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
 
 class ProcessedImageCache:
-    """At most `max_bytes` of prepared images. Used by one thread at a time."""
+    """An LRU cache of at most `max_bytes`. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        """By image key; the one used longest ago is first."""
+        """By image key; the least recently used is first."""
         self._keys: dict[bytes, bytes] = {}
-        """Image keys by source."""
+        """Image keys by digest."""
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, source: bytes) -> ProcessedImage | None:
-        """The image made from the source with this sha256."""
-        if (key := self._keys.get(source)) is None:
+    def get(self, digest: bytes) -> ProcessedImage | None:
+        """The image that was sent with this digest."""
+        if (key := self._keys.get(digest)) is None:
             return None
         self._entries.move_to_end(key)
         return self._entries[key].image
 
-    def keep(self, source: bytes, image: ProcessedImage) -> ProcessedImage:
-        """Remember what a source has become. Gives the image to use: an equal one that is here already, or this one."""
+    def put(self, digest: bytes, image: ProcessedImage) -> ProcessedImage:
+        """Add an image; return an equal one that is cached already, or this one."""
         entry = self._entries.get(image.key)
         if entry is None:
             if _size(image) > self._max_bytes:
@@ -71,24 +71,24 @@ class ProcessedImageCache:
             entry = self._entries[image.key] = _Entry(image)
             self.num_bytes += _size(image)
         elif not np.array_equal(entry.image.patches, image.patches):
-            return image  # a key is only told; pixels of another are never given for it
+            return image  # the key comes from a worker and is not trusted
         self._entries.move_to_end(image.key)
-        self._add_source(entry, source)
+        self._add_digest(entry, digest)
         while self.num_bytes > self._max_bytes:
-            self._drop_oldest()
+            self._evict()
         return entry.image
 
-    def _add_source(self, entry: _Entry, source: bytes) -> None:
-        entry.sources[source] = None
-        self._keys[source] = entry.image.key
-        if len(entry.sources) > _MAX_SOURCES:
-            del self._keys[entry.sources.popitem(last=False)[0]]
+    def _add_digest(self, entry: _Entry, digest: bytes) -> None:
+        entry.digests[digest] = None
+        self._keys[digest] = entry.image.key
+        if len(entry.digests) > _MAX_DIGESTS:
+            del self._keys[entry.digests.popitem(last=False)[0]]
 
-    def _drop_oldest(self) -> None:
+    def _evict(self) -> None:
         _, entry = self._entries.popitem(last=False)
         self.num_bytes -= _size(entry.image)
-        for source in entry.sources:
-            del self._keys[source]
+        for digest in entry.digests:
+            del self._keys[digest]
 
 
 def _size(image: ProcessedImage) -> int:

@@ -1,4 +1,4 @@
-"""What the engine is given to answer: tokens, positions, pictures. Made from conversations by `preprocessing.py`."""
+"""The engine's input: tokens, positions and image patches, made from conversations by `preprocessing.py`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from saccade.engine.request import ImageSpan
 
 @dataclass(frozen=True, kw_only=True)
 class PromptImage:
-    """A picture (or video) cut into patches."""
+    """An image (or video) of one prompt."""
 
     span: ImageSpan
-    """Its key and its place in the tokens of this prompt."""
+    """Its key and its tokens in this prompt."""
     grid: tuple[int, int, int]
     """Frame pairs, rows and columns of patches."""
     patches: NDArray[np.uint8]
-    """[patches, patch_dim]. Read only: requests with the same picture share it."""
+    """[patches, patch_dim], read-only: prompts with the same image share it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPrompt:
-    """One prompt, ready to be computed."""
+    """A tokenised prompt with its images."""
 
     token_ids: list[int]
-    """Each image stands in them as so many placeholders."""
+    """Each image is repeated placeholders."""
     positions: NDArray[np.int64]
-    """[3, tokens]: time, height, width. An answer goes on behind the largest position of the last token."""
+    """[3, tokens]: time, height, width. Generated tokens continue after the largest position of the last token."""
     images: tuple[PromptImage, ...] = ()
     """In order of their tokens."""

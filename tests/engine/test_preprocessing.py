@@ -19,14 +19,15 @@ import pytest
 import torch
 from PIL import Image
 
-from saccade.engine import preprocessing_pool
+from saccade.engine import preprocessing_worker
 from saccade.engine.preprocessing import Preprocessor
-from saccade.engine.preprocessing_work import ImageWork, Source, VisualFacts
+from saccade.engine.preprocessing_worker import ImageTask, Mailbox, Source, VisualMetadata
 from saccade.errors import CheckpointError, ImageError, RequestError, UserError
-from saccade.fork_server import receive, send
+from saccade.fork_server import receive, receive_with_fds, send
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import MediaLimits, Processor
 from saccade.shared_memory import SharedMemory
+from saccade.worker_pool import WorkerLostError
 
 TIMEOUT_S = 60
 CACHE_BYTES = 2**28
@@ -106,8 +107,12 @@ def wait_for(condition, what):
 
 
 def is_busy(pid):
-    """Whether it has work in hand: it computes, and does not wait for a question."""
-    return is_alive(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    """Whether it has computed for some time: it has a job, and did not just start."""
+    for _ in range(5):
+        if not is_alive(pid) or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "R":
+            return False
+        time.sleep(0.005)
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -358,10 +363,10 @@ def test_placeholders_and_images_must_pair_up(preprocessor, processor):
         ([image_id] * 2, [PICTURE]),
         ([video_id], [PICTURE]),
     ):
-        with pytest.raises(RequestError, match=f"placeholders.*Put one {image_id} where each image stands"):
+        with pytest.raises(RequestError, match=f"placeholders.*Put one {image_id} where each image belongs"):
             preprocessor.submit_tokens(token_ids, images).result(TIMEOUT_S)
     for token_ids in ([1, "2"], [1.0], [-1]):
-        with pytest.raises(RequestError, match="token ids are"):
+        with pytest.raises(RequestError, match="token ids must"):
             preprocessor.submit_tokens(token_ids, []).result(TIMEOUT_S)
 
 
@@ -442,7 +447,7 @@ def test_an_image_that_kills_two_workers_fails_alone(two_workers, processor):
                 os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
         time.sleep(0.002)
-    with pytest.raises(RequestError, match="image 1: preparing it killed its worker process 2 times"):
+    with pytest.raises(RequestError, match="image 1: preprocessing it failed 2 times: the worker was lost, it exited"):
         future.result()
     assert (
         two_workers.statistics.num_worker_crashes
@@ -532,20 +537,20 @@ def test_workers_do_not_end_with_the_thread_that_asked_for_them(checkpoint):
         assert preprocessor.worker_pids == pids
 
 
-# ------------------------------------------------------------------ workers that were taken over
+# ------------------------------------------------------------------ compromised workers
 
 
-FACTS = VisualFacts(token_id=9, merge_size=2, patch_dim=6, frames_per_patch=2, max_patches=64)
-WORK = ImageWork("image", [Source("file", b"encoded")])
-IMAGE = {"grid": [1, 4, 6], "time_step": 1.0}
+METADATA = VisualMetadata(token_id=9, merge_size=2, patch_dim=6, frames_per_patch=2, max_patches=64, max_frames=8)
+TASK = ImageTask("image", [Source("image_file", b"encoded")])
+MESSAGE = {"grid": [1, 4, 6], "time_step": 1.0}
 
 
-def test_what_a_worker_says_of_an_image_is_believed_only_if_it_can_be():
-    assert preprocessing_pool._check_image(IMAGE, WORK, FACTS) == ((1, 4, 6), 1.0)
-    assert preprocessing_pool._check_key({"key": "0f" * 32}) == b"\x0f" * 32
+def test_messages_of_a_worker_are_validated():
+    assert preprocessing_worker.check_image(MESSAGE, TASK, METADATA) == ((1, 4, 6), 1.0)
+    assert preprocessing_worker.check_key({"key": "0f" * 32}) == b"\x0f" * 32
     for key in (None, 3, "", "0f" * 31, "0F" * 32, ["0f" * 32], "0f" * 31 + "\n0"):
-        with pytest.raises(preprocessing_pool.WorkerLostError):
-            preprocessing_pool._check_key({"key": key})
+        with pytest.raises(WorkerLostError):
+            preprocessing_worker.check_key({"key": key})
     wrong = {
         "grid": [
             None, 24, [4, 6], [1, 4, 6, 1], [2, 4, 6], [0, 4, 6], [1, 3, 6], [1, 4, -6], [1, 0, 6], [1, 4, "6"], [1, 4, 6.0],
@@ -555,65 +560,37 @@ def test_what_a_worker_says_of_an_image_is_believed_only_if_it_can_be():
     }  # fmt: skip
     for name, values in wrong.items():
         for value in values:
-            with pytest.raises(preprocessing_pool.WorkerLostError):
-                preprocessing_pool._check_image(IMAGE | {name: value}, WORK, FACTS)
+            with pytest.raises(WorkerLostError):
+                preprocessing_worker.check_image(MESSAGE | {name: value}, TASK, METADATA)
 
 
-def framed(body):
-    return len(body).to_bytes(8, "little") + body
+def test_an_outbox_that_is_too_short_is_refused():
+    mailbox = Mailbox()
+    mailbox.outbox.write(np.arange(10), 0)
+    np.testing.assert_array_equal(mailbox.read_outbox((10,), np.int64), np.arange(10))
+    os.ftruncate(mailbox.outbox.fd, 79)
+    with pytest.raises(WorkerLostError, match="less than it said"):
+        mailbox.read_outbox((10,), np.int64)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        framed(b"not json"),
-        framed(b"[1, 2]"),
-        framed(b"\xff\xfe"),
-        framed(b"[" * 100_000),
-        framed(b""),
-        b"\xff" * 8,
-        b"\x01",
-        b"",
-    ],
-)
-def test_an_answer_that_makes_no_sense_loses_its_worker_and_nothing_else(answer):
+def test_messages_file_descriptors_and_memory_arrive_whole():
     ours, theirs = socket.socketpair()
-    worker = preprocessing_pool._Worker(ours, 2**22 + 1, SharedMemory(), SharedMemory())
-    with theirs, ours:
-        theirs.sendall(answer)
-        theirs.shutdown(socket.SHUT_WR)
-        with pytest.raises(preprocessing_pool.WorkerLostError):
-            worker.ask({"messages": []}, [])
-
-
-def test_an_outbox_that_is_cut_off_loses_its_worker_and_nothing_else():
-    ours, theirs = socket.socketpair()
-    outbox = SharedMemory()
-    worker = preprocessing_pool._Worker(ours, 2**22 + 1, SharedMemory(), outbox)
-    outbox.write(np.arange(10), 0)
-    with theirs, ours:
-        np.testing.assert_array_equal(worker.read_outbox((10,), np.int64), np.arange(10))
-        os.ftruncate(outbox.fd, 79)
-        with pytest.raises(preprocessing_pool.WorkerLostError, match="less than it said"):
-            worker.read_outbox((10,), np.int64)
-
-
-def test_messages_and_memory_come_over_whole():
-    ours, theirs = socket.socketpair()
+    memory, array = SharedMemory(), np.arange(60, dtype=np.int64).reshape(3, 4, 5)
     with ours, theirs:
         for message in ({"a": [1, "\ufdd0ü"]}, {}, None, "x" * 100_000):
             send(ours, message)
             assert receive(theirs) == message
-        with pytest.raises(ValueError, match="100002 bytes"):
-            send(ours, "x" * 100_000) or receive(theirs, max_bytes=1000)
-    file, array = SharedMemory(), np.arange(60, dtype=np.int64).reshape(3, 4, 5)
-    assert (file.write(b"head", 0), file.write(array, 4), file.write(b"", 484)) == (4, 480, 0)
+        send(ours, "x" * 100_000, [memory.fd])
+        message, [fd] = receive_with_fds(theirs)
+        assert (message, os.fstat(fd).st_ino) == ("x" * 100_000, os.fstat(memory.fd).st_ino)
+        os.close(fd)
+    assert (memory.write(b"head", 0), memory.write(array, 4), memory.write(b"", 484)) == (4, 480, 0)
     copy = np.zeros_like(array)
-    assert file.read_into(copy, 4)
+    assert memory.read_into(copy, 4)
     np.testing.assert_array_equal(copy, array)
-    assert not file.read_into(copy, 5)
-    assert file.read_into(np.zeros((0, 7)), 10**6)
-    file.free_if_larger(484)
-    assert os.fstat(file.fd).st_size == 484
-    file.free_if_larger(483)
-    assert os.fstat(file.fd).st_size == 0
+    assert not memory.read_into(copy, 5)
+    assert memory.read_into(np.zeros((0, 7)), 10**6)
+    memory.free_if_larger(484)
+    assert os.fstat(memory.fd).st_size == 484
+    memory.free_if_larger(483)
+    assert os.fstat(memory.fd).st_size == 0
