@@ -61,7 +61,7 @@ def exponential_noise(seeds_R: Tensor, positions_R: Tensor, vocab_size: int) -> 
     counter = torch.arange(num_whole * _SPAN + num_last, device=seeds_R.device).expand(R, -1)
     position = positions_R.unsqueeze(1).expand_as(counter) & 0xFFFFFFFF
     words_R4C = torch.stack(_philox(seeds_R.unsqueeze(1), counter, position), 1)
-    whole, last = words_R4C.split([num_whole * _SPAN, num_last], 2)
+    whole, last = torch.split(words_R4C, [num_whole * _SPAN, num_last], 2)
     whole = whole.reshape(R, 4, num_whole, _SPAN).transpose(1, 2)
     bits = torch.cat([whole.reshape(R, 4 * num_whole * _SPAN), last.reshape(R, 4 * num_last)[:, :rest]], 1)
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23  # in (0, 1), never 0 or 1

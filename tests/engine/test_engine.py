@@ -2,10 +2,16 @@
 
 import asyncio
 import contextlib
+import gc
+import os
 import random
+import signal
 import threading
 import time
+import warnings
+import weakref
 
+import numpy as np
 import pytest
 from engine.tiny import PICTURES, conversation
 from model.hugging_face import SHAPES, make_checkpoint, picture
@@ -47,15 +53,15 @@ def test_completions_equal_plain_generation(engine, folder, conversations):
         assert completion.finish_reason == ("stop" if expected[-1] in processor.eos_ids else "length")
 
 
-def test_a_video_longer_than_wide_is_answered_as_plain_generation_does(engine, folder):
-    """Its last time position is larger than those of the text after it: the output continues after the text."""
+def test_a_video_longer_than_wide_completes_as_plain_generation_does(engine, folder):
+    """Its time positions are larger than its spatial ones; text and output continue after the largest of all axes."""
     frames = [picture(28, 28, seed) for seed in range(16)]
     messages = [
         {"role": "user", "content": [{"type": "video", "video": frames, "fps": 0.5}, {"type": "text", "text": "what"}]}
     ]
     model, processor = load_model(folder, device="cpu").requires_grad_(False), Processor.load(folder)
     inputs = processor([messages], add_generation_prompt=True)
-    assert inputs.positions.max() > inputs.positions[:, -1].max()
+    assert inputs.positions.max() == inputs.positions[:, -1].max() > len(inputs.token_ids)
     [expected] = generate(model, inputs, max_new_tokens=10)
     [completion] = engine.generate([messages], SamplingParams(max_tokens=10, ignore_eos=True))
     assert completion.token_ids == expected
@@ -302,3 +308,141 @@ def test_priority_and_salt_are_checked(engine, conversations):
 def test_a_maximum_length_above_the_context_length_is_refused(folder):
     with pytest.raises(ConfigError, match="context length"):
         Engine.load(folder, device="cpu", config=EngineConfig(max_length=10**8, num_workers=0))
+
+
+# ------------------------------------------------------------------ what users of vLLM and transformers pass
+
+
+def test_one_conversation_needs_no_list_and_sampling_may_be_a_dict(engine, conversations):
+    [expected] = engine.generate(conversations[:1], SamplingParams(max_tokens=4))
+    [completion] = engine.generate(conversations[0], {"max_tokens": 4})
+    assert completion.token_ids == expected.token_ids
+    each = engine.generate(conversations[:2], [{"max_tokens": 1}, SamplingParams(max_tokens=2)])
+    assert [len(completion.token_ids) for completion in each] == [1, 2]
+    with pytest.raises(ConfigError, match="max_token: no such sampling parameter"):
+        engine.generate(conversations[0], {"max_token": 4})
+    with pytest.raises(RequestError, match="list of messages"):
+        engine.generate("hello")
+    assert engine.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"stop": "abc"}, {"stop": ("abc",)}),
+        ({"stop": ["a", "b"], "stop_token_ids": [1, 2]}, {"stop": ("a", "b"), "stop_token_ids": (1, 2)}),
+        ({"stop": None, "stop_token_ids": None, "logit_bias": None}, {}),
+        ({"top_k": -1}, {"top_k": None}),
+        (
+            {"temperature": np.float32(0.5), "max_tokens": np.int64(3), "top_k": np.int32(5), "seed": np.uint8(1)},
+            {"temperature": 0.5, "max_tokens": 3, "top_k": 5, "seed": 1},
+        ),
+        ({"stop_token_ids": [np.int64(4)], "logit_bias": {np.int64(3): np.float32(1)}}, {"stop_token_ids": (4,), "logit_bias": {3: 1.0}}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sampling_parameters_are_normalized(given, expected):
+    params = SamplingParams(**given)
+    assert params == SamplingParams(**expected)
+    assert all(type(value) in (int, float, bool, tuple, dict, type(None)) for value in vars(params).values())
+
+
+def test_priority_and_salt_of_generate_are_those_of_its_requests(engine, conversations):
+    sampling = SamplingParams(max_tokens=1)
+    engine.generate(conversations[5], sampling, salt=b"a")
+    [cached] = engine.generate(conversations[5], sampling, salt=b"a", priority=np.int64(-1))
+    [other] = engine.generate(conversations[5], sampling, salt=b"b")
+    assert cached.num_cached_tokens > 0
+    assert other.num_cached_tokens == 0
+    with pytest.raises(RequestError, match="salt"):
+        engine.generate(conversations[5], sampling, salt="a")
+
+
+def test_n_gives_consecutive_completions_that_differ_by_seed(engine, conversations):
+    sampling = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=8, ignore_eos=True)
+    completions = engine.generate(conversations[:2], sampling)
+    assert len(completions) == 6
+    for number, completion in enumerate(completions):
+        single = SamplingParams(temperature=1.0, seed=7 + number % 3, max_tokens=8, ignore_eos=True)
+        [expected] = engine.generate(conversations[number // 3], single)
+        assert completion.token_ids == expected.token_ids
+    assert len({tuple(completion.token_ids) for completion in completions[:3]}) > 1
+    with pytest.raises(ConfigError, match="n is 2 with temperature 0"):
+        SamplingParams(n=2)
+    with pytest.raises(RequestError, match="one completion"):
+        asyncio.run(anext(engine.stream(conversations[0], sampling)))
+
+
+def test_a_progress_bar_counts_completions(engine, conversations, capsys):
+    engine.generate(conversations[:3], SamplingParams(max_tokens=1), progress=True)
+    assert "3/3" in capsys.readouterr().out
+    engine.generate(conversations[:3], SamplingParams(max_tokens=1))
+    assert capsys.readouterr().out == ""
+
+
+def test_an_empty_prompt_fails_with_one_line(engine):
+    [completion] = engine.generate_tokens([([], [])], SamplingParams(max_tokens=1))
+    assert completion.finish_reason == "failed"
+    assert completion.failure.message == "The prompt is empty; give it at least one token"
+    assert completion.failure.kind == "invalid_request"
+
+
+@pytest.mark.parametrize("num_pages", [10**9, 10**12])
+def test_a_kv_cache_that_cannot_fit_is_refused(folder, num_pages):
+    with pytest.raises(ConfigError, match=rf"num_pages is {num_pages}.*GiB are available. Lower it"):
+        Engine.load(folder, device="cpu", config=EngineConfig(num_pages=num_pages, num_workers=0))
+
+
+def test_renamed_settings_are_refused_with_the_new_name():
+    for old, new in {"memory_share": "gpu_memory_utilization", "image_pool_tokens": "encoder_cache_tokens"}.items():
+        with pytest.raises(ConfigError, match=f"{old} was renamed; use {new}"):
+            EngineConfig(**{old: 1})
+
+
+# ------------------------------------------------------------------ memory and processes
+
+
+def test_a_default_engine_on_a_cpu_has_a_small_cache_that_is_freed_when_it_closes(folder):
+    engine = Engine.load(folder, device="cpu", dtype="auto", config=EngineConfig(num_workers=0))
+    assert engine._core.scheduler.pages.num_pages <= 65536 // 16
+    assert engine.processor.decode([5]) == Processor.load(folder).decode([5])
+    engine.generate([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=2))
+    runner = engine._runner
+    tensors = [runner.cache.entries, runner.model.head.weight, runner._features, runner._logits]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    del runner, tensors
+    gc.collect()
+    gc.disable()
+    try:
+        engine.close()
+        assert [tensor() for tensor in alive] == [None] * 4
+    finally:
+        gc.enable()
+    assert engine.statistics.num_output_tokens > 0
+    engine.close()
+
+
+def test_generate_after_a_fork_raises(engine, conversations):
+    """In the child the engine's thread does not exist; closing it there must not end the parent's workers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            engine.generate(conversations[0])
+        except RequestError as error:
+            engine.close()
+            os._exit(0 if "fork" in str(error) else 2)
+        finally:
+            os._exit(1)
+    for _ in range(200):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        pytest.fail("generate hangs in a forked child")
+    assert os.waitstatus_to_exitcode(status) == 0
+    engine.generate(conversations[0], SamplingParams(max_tokens=1))

@@ -179,6 +179,48 @@ def test_a_bad_image_does_not_affect_a_good_one_of_the_same_request(folder):
     assert outputs[1].token_ids == expected[0].token_ids
 
 
+class NonFiniteLogits(Runner):
+    """The logits of some requests are NaN or infinite while they decode."""
+
+    value = float("nan")
+
+    def _sample(self, chunks, logits_SV, prompt_logprobs):
+        sampled = [chunk for chunk in chunks if chunk.samples for _ in range(1 + len(chunk.drafts))]
+        for row, chunk in enumerate(sampled):
+            if chunk.request.id.startswith(DOOMED) and chunk.start > chunk.request.num_prompt_tokens:
+                logits_SV[row, 7] = self.value
+        return super()._sample(chunks, logits_SV, prompt_logprobs)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}, {"presence_penalty": 0.5, "logit_bias": {3: 1.0}}],
+    ids=str,
+)
+def test_non_finite_logits_fail_their_own_request(folder, value, sampling):
+    prompts, _ = plain(folder, 1, 50, 12)
+    names = ["a", f"{DOOMED}-1", "b", f"{DOOMED}-2", "c"]
+    params = SamplingParams(max_tokens=8, seed=3, **sampling)
+
+    def run(kind):
+        requests = [(request_of(name, prompts[i], params), prompts[i]) for i, name in enumerate(names)]
+        core = make_core(folder, CONFIG, runner_class=kind)
+        core._runner.value = value
+        return core, [request for request, _ in requests], run_all(core, requests)
+
+    _, _, expected = run(None)
+    core, requests, outputs = run(NonFiniteLogits)
+    for name, request, output, plain_output in zip(names, requests, outputs, expected, strict=True):
+        if name.startswith(DOOMED):
+            assert (request.finish_reason, request.failure.kind) == ("failed", "non_finite_logits")
+            assert output.token_ids == plain_output.token_ids[: len(output.token_ids)]
+            assert len(output.token_ids) == 2
+        else:
+            assert output.token_ids == plain_output.token_ids
+    assert core.scheduler.is_idle_clean()
+
+
 class FailsCopying(Runner):
     def copy_pages(self, pairs):
         if pairs:
@@ -197,6 +239,38 @@ def test_a_page_that_cannot_be_copied_fails_its_own_request(folder):
     assert first[0].request.finish_reason == other.finish_reason == "length"
     assert again.finish_reason == "failed"
     assert outputs[1].token_ids == expected[0][:4]
+
+
+def test_a_page_that_cannot_be_copied_quarantines_no_image(folder):
+    """The failed request has an image to encode, which another request of the step shares."""
+    prompts, _ = plain(folder, 1, 50, 12)
+    with_image = next(prompt for prompt in prompts if prompt.images)
+    first = with_image.images[0].span
+    config = dataclasses.replace(CONFIG, encoder_cache=False, page_size=1, num_pages=1600)
+    core = make_core(folder, config, runner_class=FailsCopying)
+    sampling = SamplingParams(max_tokens=2)
+    run_all(core, [(request_of("first", with_image, sampling), with_image)])
+    # A page of the prefix is copied although the request still has the image to encode.
+    plan, expected = core.scheduler.plan, []
+
+    def plan_with_a_copy(*args):
+        found = plan(*args)
+        if found is not None and found.images and not expected:
+            target = found.chunks[0].pages[0]
+            source = next(page for page in range(config.num_pages) if all(page not in c.pages for c in found.chunks))
+            found.page_copies.append((source, target))
+            expected.append(found.chunks[0].request.id)
+        return found
+
+    core.scheduler.plan = plan_with_a_copy
+    sampling = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    again, other = request_of("again", with_image, sampling), request_of("other", with_image, sampling)
+    outputs = run_all(core, [(again, with_image), (other, with_image)])
+    assert expected == ["again"]
+    assert (again.finish_reason, other.finish_reason) == ("failed", "length")
+    assert first.key not in core._quarantine
+    assert core.statistics.num_failures == 1
+    assert len(outputs[1].token_ids) == 2
 
 
 class FailsOnceAfterSampling(Runner):
