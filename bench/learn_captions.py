@@ -31,14 +31,14 @@ from saccade.processor.inputs import ModelInputs
 from saccade.train.config import (
     CheckpointConfig,
     DataConfig,
+    InitialModelConfig,
     LogConfig,
     SourceConfig,
     StageConfig,
-    StartConfig,
     TrainConfig,
 )
-from saccade.train.groups import OptimizerConfig
-from saccade.train.loss import num_labels, row_labels
+from saccade.train.loss import count_labels, next_token_labels
+from saccade.train.parameter_groups import OptimizerConfig
 from saccade.train.schedule import ScheduleConfig
 from saccade.train.stages import train
 
@@ -49,13 +49,13 @@ def recipe(run: Path, start: Path, photos: Path, steps: int, workers: int) -> Tr
     """One stage; the fresh tower learns fast, the text model is nudged."""
     return TrainConfig(
         run=run,
-        model=StartConfig(folder=start),
+        model=InitialModelConfig(folder=start),
         stages=(
             StageConfig(
                 name="captions",
                 data=DataConfig(
                     sources=(SourceConfig(path=str(photos / "train-*.tar"), name="photos"),),
-                    token_budget=16384, patch_budget=65536, block_samples=6000, workers=workers,
+                    max_seq_len=16384, max_patches=65536, packing_buffer_size=6000, num_workers=workers,
                 ),
                 steps=steps,
                 optimizer=OptimizerConfig(
@@ -96,9 +96,9 @@ def caption_losses(model: VLM, processor: Processor, pairs: list[tuple[bytes, st
 
 
 def _loss(model: VLM, inputs: ModelInputs) -> float:
-    labels, moved = row_labels(inputs), inputs.to(model.head.weight.device)
+    labels, moved = next_token_labels(inputs), inputs.to(model.head.weight.device)
     hidden = model.hidden_states(moved)
-    learned = num_labels(labels)
+    learned = count_labels(labels)
     return float(
         linear_cross_entropy(
             hidden, model.head.weight, labels.to(hidden.device), count=float(learned), num_labels=learned
@@ -137,7 +137,7 @@ def learn(options: argparse.Namespace) -> None:
     for folder in sorted((options.run / "checkpoints").iterdir()):
         model = load_model(folder, dtype="bf16")
         loss = statistics.mean(
-            caption_losses(model, processor, [(photo, said[0]) for photo, said in val[: options.probe]])
+            caption_losses(model, processor, [(photo, said[0]) for photo, said in val[: options.validation]])
         )
         print(f"{folder.name}: validation loss {loss:.4f}", flush=True)
         best = min(best, (loss, folder))
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/captions"))
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--probe", type=int, default=200, help="validation photos that choose the checkpoint")
+    parser.add_argument("--validation", type=int, default=200, help="validation photos that choose the checkpoint")
     parser.add_argument("--out", type=Path, default=Path("captions.json"))
     parser.add_argument("--score", type=Path)
     options = parser.parse_args()

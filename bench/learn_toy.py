@@ -35,9 +35,9 @@ def learn(folder: Path, num_held_out: int, overrides: list[str]) -> dict[str, fl
         f"run={folder / 'run'}",
         f"model.folder={folder / 'checkpoint'}",
         f"stages.learn.data.sources=[{{path='{folder / 'toy'}'}}]",
-        f"probe.sources=[{{path='{folder / 'held-out'}'}}]",
-        f"probe.num_generations={num_held_out}",
-        "probe.every=1000000",  # only at the end
+        f"validation.sources=[{{path='{folder / 'held-out'}'}}]",
+        f"validation.num_generations={num_held_out}",
+        "validation.every=1000000",  # only at the end
     ]
     began, began_cpu = time.perf_counter(), time.process_time()
     train(load_config(TrainConfig, RECIPE, [*places, *overrides]), device="cpu")
@@ -48,7 +48,7 @@ def learn(folder: Path, num_held_out: int, overrides: list[str]) -> dict[str, fl
     for line in lines:
         for kind, question in QUESTIONS.items():
             if line["prompt"] == question:
-                right[kind].append(line["answer"] == line["reference"])
+                right[kind].append(line["output"] == line["reference"])
     shares = {kind: sum(of_kind) / len(of_kind) for kind, of_kind in sorted(right.items())}
     times = {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
     return {**times, "held_out": len(lines), **shares, "all": sum(map(sum, right.values())) / len(lines)}

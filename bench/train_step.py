@@ -26,14 +26,14 @@ from saccade.model.initialize import named_size
 from saccade.model.layers import FeedForward
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
+from saccade.train.batches import MicroBatch
 from saccade.train.config import Recompute
-from saccade.train.feed import Row
-from saccade.train.groups import PARTS, OptimizerConfig
-from saccade.train.learner import Learner
-from saccade.train.loss import TrainedModel, num_labels, row_labels
-from saccade.train.metrics import PEAK_FLOPS, row_work
+from saccade.train.loss import ModelWithLoss, count_labels, next_token_labels
+from saccade.train.metrics import PEAK_FLOPS, micro_batch_work
 from saccade.train.optimizer import build_optimizer
-from saccade.train.parallelize import Parallelized, recompute
+from saccade.train.parallelize import ParallelModel, recompute
+from saccade.train.parameter_groups import PARTS, OptimizerConfig
+from saccade.train.train_state import TrainState
 from saccade.world import World
 
 Record = dict[str, Any]
@@ -74,20 +74,20 @@ def ours(config: ModelConfig, extent: str) -> Callable[[ModelInputs], None]:
     of_vision, of_language = extents(extent)
     recompute(model.vision.blocks, of_vision)
     recompute(model.language.layers, of_language)
-    trained = TrainedModel(model)
+    trained = ModelWithLoss(model)
     optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(lr=1e-5, weight_decay=0.1))
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cuda"))
-    learner = Learner(Parallelized(trained, trained, "none"), optimizer, world)
+    train_state = TrainState(ParallelModel(trained, trained, "none"), optimizer, world)
 
     def step(inputs: ModelInputs) -> None:
-        labels = row_labels(inputs)
-        learned = num_labels(labels)
-        row = Row(inputs.to("cuda", non_blocking=True), labels.to("cuda", non_blocking=True), learned, [])
-        loss, _ = learner.backward(row, torch.tensor(float(learned), device="cuda"), is_last_row=True)
-        norm = learner.grad_norm()
+        labels = next_token_labels(inputs)
+        learned = count_labels(labels)
+        row = MicroBatch(inputs.to("cuda", non_blocking=True), labels.to("cuda", non_blocking=True), learned, [])
+        loss, _ = train_state.backward(row, torch.tensor(float(learned), device="cuda"), is_last_micro_batch=True)
+        norm = train_state.grad_norm()
         loss_value, norm_value = torch.stack([loss, norm]).tolist()
         assert loss_value == loss_value, "the loss is not a number"
-        learner.step(1.0, min(1.0, 1.0 / (norm_value + 1e-6)))
+        train_state.step(1.0, min(1.0, 1.0 / (norm_value + 1e-6)))
 
     return step
 
@@ -166,7 +166,7 @@ def measure(
     batches = [
         packed_row(samples, config.vision, seed=i) for i, samples in enumerate(WORKLOADS[workload]()[:num_batches])
     ]
-    work = [row_work(config, batch, num_labels(row_labels(batch)), PARTS) for batch in batches]
+    work = [micro_batch_work(config, batch, count_labels(next_token_labels(batch)), PARTS) for batch in batches]
     flops = statistics.mean(w.tower_flops + w.decoder_flops for w in work)
     tokens = statistics.mean(batch.num_tokens for batch in batches)
     record: Record = {"path": path, "workload": workload, "tokens": round(tokens)}

@@ -1,15 +1,19 @@
-"""Configuration: frozen dataclasses, one TOML file, `--set a.b=c`; unknown keys refused with the nearest match.
+"""Configuration: frozen dataclasses, one TOML file, `--set a.b=c`; unknown keys are refused with the nearest match.
 
     config = load_config(TrainConfig, Path("recipes/tiny.toml"), overrides=["stages.learn.optimizer.lr=3e-4"])
     write_config(config, run / "config.toml")          # the resolved config; loading it back gives an equal object
 
 Decoding is strict: a key that no field carries, a missing value and a value of another type are errors that name the key by
-its path. An int is accepted where a float is asked for, nothing else is converted. (The decoders on the registry either
-ignore unknown keys, convert strings silently or bring a validation framework; the part we need is this page.)
+its path. An int is accepted where a float is expected, nothing else is converted. A dataclass may have a `RENAMED` class variable,
+{old key: new key}: an old key is refused with a message that names the new one. (Existing decoders either ignore unknown keys,
+convert strings silently or bring a validation framework; this page is the part we need.)
 """
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import itertools
 import json
 import math
 import re
@@ -133,7 +137,10 @@ def _decode_dataclass(kind: Any, value: object, where: str, path: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     annotations = typing.get_type_hints(kind)
     dotted = {name: f"{path}.{name}" if path else name for name in [*fields, *value]}
+    renamed: dict[str, str] = getattr(kind, "RENAMED", {})
     for name in value:
+        if name in renamed:
+            raise ConfigError(f"{where}: {dotted[name]} is now called {renamed[name]}. Rename the key")
         if name not in fields:
             raise ConfigError(f"{where}: unknown key {dotted[name]}. {_suggestion(name, fields)}")
     needed = [n for n, f in fields.items() if n not in value and _has_no_default(f)]
@@ -214,3 +221,89 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace(
         "\x7f", "\\u007f"
     )  # the one character JSON allows and TOML does not
+
+
+# ------------------------------------------------------------------ reference
+
+
+def describe_keys(kind: type) -> str:
+    """A Markdown reference of every key of a config dataclass: type, default, docstring."""
+    lines = [
+        f"# Keys of {kind.__name__}",
+        "",
+        "Generated from the dataclasses; do not edit. In `[[section]]` a key belongs to each entry of a list.",
+        *_describe_section(kind, ""),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _describe_section(kind: Any, header: str) -> list[str]:
+    """The table of one dataclass, then those of its sections."""
+    fields, docs = dataclasses.fields(kind), _field_docs(kind)
+    annotations = typing.get_type_hints(kind)
+    lines = [
+        "",
+        f"## `{header or 'top level'}`",
+        "",
+        _first_line(kind.__doc__),
+        "",
+        "| key | type | default | |",
+        "|---|---|---|---|",
+    ]
+    sections: list[str] = []
+    for field in fields:
+        section, brackets = _section_of(annotations[field.name])
+        if section is not None:
+            inner = f"{header.strip('[]')}.{field.name}".strip(".")
+            sections += _describe_section(section, f"[[{inner}]]" if brackets else f"[{inner}]")
+        type_name = "section" if section is not None else _type_name(annotations[field.name])
+        cells = (f"`{field.name}`", type_name, _default_of(field), docs.get(field.name, ""))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines + sections
+
+
+def _section_of(annotation: Any) -> tuple[Any, bool]:
+    """(dataclass, whether it is a list of them) of a field that is a section; (None, False) otherwise."""
+    arguments = typing.get_args(annotation)
+    if dataclasses.is_dataclass(annotation):
+        return annotation, False
+    if typing.get_origin(annotation) is tuple and dataclasses.is_dataclass(arguments[0]):
+        return arguments[0], True
+    return next(((one, False) for one in arguments if dataclasses.is_dataclass(one)), (None, False))
+
+
+def _field_docs(kind: Any) -> dict[str, str]:
+    """The docstring under each field, from the source."""
+    [body] = [node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef)]
+    return {
+        ast.unparse(field.target): _first_line(str(text.value.value))
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def _first_line(text: str | None) -> str:
+    return " ".join((text or "").split("\n\n")[0].split())
+
+
+def _type_name(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return ", ".join(json.dumps(value) for value in typing.get_args(annotation))
+    if typing.get_origin(annotation) is tuple:
+        return f"list of {_type_name(typing.get_args(annotation)[0])}"
+    if typing.get_origin(annotation) is dict:
+        return "table"
+    if arguments := [one for one in typing.get_args(annotation) if one is not type(None)]:
+        return ", ".join(map(_type_name, arguments))
+    return {"str": "string", "Path": "path", "int": "integer"}.get(_name(annotation), _name(annotation))
+
+
+def _default_of(field: dataclasses.Field[Any]) -> str:
+    if _has_no_default(field):
+        return "required"
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if value is None or dataclasses.is_dataclass(value):
+        return ""
+    return f"`{_toml_value(list(value) if isinstance(value, tuple) else value)}`"

@@ -19,8 +19,8 @@ from saccade.model import generate, load_model
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import Processor
 from saccade.train import TrainConfig, train
-from saccade.train.config import CheckpointConfig, DataConfig, LogConfig, SourceConfig, StageConfig, StartConfig
-from saccade.train.groups import OptimizerConfig
+from saccade.train.config import CheckpointConfig, DataConfig, InitialModelConfig, LogConfig, SourceConfig, StageConfig
+from saccade.train.parameter_groups import OptimizerConfig
 from saccade.train.schedule import ScheduleConfig
 from saccade.train.trainer import Ending
 
@@ -87,13 +87,13 @@ def recipe(shards: Path, checkpoint: Path, run: Path, num_steps: int) -> TrainCo
     stage = StageConfig(
         name="learn",
         steps=num_steps,
-        data=DataConfig(sources=(SourceConfig(path=str(shards)),), token_budget=1024, patch_budget=512, workers=0),
+        data=DataConfig(sources=(SourceConfig(path=str(shards)),), max_seq_len=1024, max_patches=512, num_workers=0),
         optimizer=OptimizerConfig(kind="muon", lr=2e-3, lrs={"vision": 4e-3, "projector": 3e-3}, weight_decay=0.01),
         schedule=ScheduleConfig(warmup_steps=min(50, num_steps)),
     )
     return TrainConfig(
         run=run,
-        model=StartConfig(folder=checkpoint, dtype="fp32"),
+        model=InitialModelConfig(folder=checkpoint, dtype="fp32"),
         stages=(stage,),
         checkpoint=CheckpointConfig(export_dtype="fp32"),
         log=LogConfig(every=max(1, num_steps // 20)),

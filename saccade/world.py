@@ -62,29 +62,36 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def barrier(self, *, patience_s: float | None = None) -> None:
+    def barrier(self, *, timeout_s: float | None = None) -> None:
         """Wait until every rank is here; for work that may take long on one of them, with more patience than usual."""
-        if patience_s is None:
-            self.share(None)
+        if timeout_s is None:
+            self.broadcast(None)
         elif self.size > 1:
-            dist.monitored_barrier(self.cpu_group, timeout=timedelta(seconds=patience_s))
+            dist.monitored_barrier(self.cpu_group, timeout=timedelta(seconds=timeout_s))
 
-    def share(self, value: Any) -> Any:
+    def any(self, value: bool) -> bool:
+        """Whether `value` is true on any rank. Synchronizes the host with the device."""
+        if self.size == 1:
+            return value
+        return bool(self.all_sum(torch.tensor(float(value), device=self.device)) > 0)
+
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON value, on every rank."""
         return self.gather(value if self.is_main else None)[0]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Every rank's JSON value, on every rank, in their order. The host waits: not for the inside of a step."""
         if self.size == 1:
             return [value]
+        group = group or self.cpu_group
         text = json.dumps(value).encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(text)]), group=self.cpu_group)
+        dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
         longest = max(int(length) for length in lengths)
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        dist.all_gather(texts, mine, group=self.cpu_group)
+        dist.all_gather(texts, mine, group=group)
         return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
     def new_cpu_group(self) -> dist.ProcessGroup:

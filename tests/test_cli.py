@@ -419,14 +419,14 @@ def test_a_recipe_is_planned_with_its_own_settings_or_those_of_set(command, tiny
         assert ended.status == 0, ended.err
         return json.loads(ended.out)["stage learn"]["plan"]["total_gib"]
 
-    assert plan_of("--set", "stages.learn.data.token_budget=65536") > plan_of() + 0.1
+    assert plan_of("--set", "stages.learn.data.max_seq_len=65536") > plan_of() + 0.1
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "key"),
     [
-        ("--tokens", "4096", "stages.NAME.data.token_budget=4096"),
-        ("--patches", "0", "stages.NAME.data.patch_budget=0"),
+        ("--tokens", "4096", "stages.NAME.data.max_seq_len=4096"),
+        ("--patches", "0", "stages.NAME.data.max_patches=0"),
         ("--recompute-vision", "full", "parallel.recompute_vision=full"),
         ("--recompute-language", "none", "parallel.recompute_language=none"),
     ],
@@ -436,7 +436,7 @@ def test_flags_that_a_recipe_answers_itself_are_refused_with_it(command, tiny_re
 
 
 def test_set_without_a_recipe_is_refused_by_plan(command):
-    assert_refused(command("plan", "3b", "--set", "parallel.recompute_vision=full"), "--set changes a recipe")
+    assert_refused(command("plan", "3b", "--set", "parallel.recompute_vision=full"), "--set applies to a recipe")
 
 
 def test_plan_names_the_checkpoint_folder_that_a_recipe_lacks(command, tiny_recipe, tmp_path):

@@ -51,7 +51,7 @@ class Run:
     scales: dict[str, float] = field(default_factory=dict)
     stages: dict[str, Optimizer] = field(default_factory=dict)
     notes: Path | None = None
-    probe: Optimizer | None = None
+    validation: Optimizer | None = None
     level: Literal[1, 2, 3] = 1
     limit: int | str = 0
 
@@ -92,7 +92,7 @@ def test_every_kind_of_value_is_decoded(tmp_path):
         labels = { x = "y" }
         [stages.first]
         lr = 2
-        [probe]
+        [validation]
         """,
     )
     run = load_config(Run, path)
@@ -107,7 +107,7 @@ def test_every_kind_of_value_is_decoded(tmp_path):
         optimizer=Optimizer(lr=1.0, betas=(0.5, 1.0, 0.25), kind="muon", clip=2.0),
         sources=(Source(path=Path("data/a")), Source(path=Path("/data/b"), weight=2.5, labels={"x": "y"})),
         stages={"first": Optimizer(lr=2.0)},
-        probe=Optimizer(),
+        validation=Optimizer(),
     )
     assert type(run.optimizer.lr) is float, "an int is accepted for a float and becomes one"
     assert type(run.scales["a"]) is float
@@ -125,7 +125,7 @@ def test_defaults_fill_what_is_not_said(tmp_path):
         (MINIMAL | {"optimizer": {"lrr": 1}}, "run: unknown key optimizer.lrr. Did you mean lr?"),
         (MINIMAL | {"optimiser": {}}, "run: unknown key optimiser. Did you mean optimizer?"),
         (MINIMAL | {"zzz": 1}, "run: unknown key zzz. Known keys: level, limit, name"),
-        (MINIMAL | {"probe": {"betta": 1}}, "run: unknown key probe.betta. Did you mean betas?"),
+        (MINIMAL | {"validation": {"betta": 1}}, "run: unknown key validation.betta. Did you mean betas?"),
         (MINIMAL | {"sources": [{"path": "a"}, {"path": "b", "wieght": 1}]}, "unknown key sources[1].wieght. Did you mean weight?"),
         (MINIMAL | {"stages": {"one": {"lrr": 1}}}, "unknown key stages.one.lrr. Did you mean lr?"),
         ({}, "run: missing name, steps"),
@@ -227,7 +227,7 @@ def test_a_typo_in_the_file_names_the_file_and_the_nearest_key(tmp_path):
         ("name=", {"name": ""}),
         ("notes=runs/a", {"notes": Path("runs/a")}),
         ("scales.new=2", {"scales": {"new": 2.0}}),
-        ("probe.lr=2", {"probe": Optimizer(lr=2.0)}),
+        ("validation.lr=2", {"validation": Optimizer(lr=2.0)}),
         ('sources=[{path = "a"}]', {"sources": (Source(path=Path("a")),)}),
     ],
 )
@@ -340,7 +340,7 @@ runs = st.builds(
     scales=st.dictionaries(texts, finite, max_size=3),
     stages=st.dictionaries(texts, optimizers, max_size=2),
     notes=st.none() | paths,
-    probe=st.none() | optimizers,
+    validation=st.none() | optimizers,
     level=st.sampled_from([1, 2, 3]),
     limit=st.integers(-9, 9) | texts,
 )
@@ -393,7 +393,7 @@ def test_a_none_that_a_file_could_not_say_is_refused(tmp_path):
 def test_encoding_leaves_out_what_is_none_and_turns_the_rest_plain():
     run = Run(name="a", steps=1, sources=(Source(path=Path("x/y")),), notes=Path("n"))
     encoded = encode(run)
-    assert "probe" not in encoded
+    assert "validation" not in encoded
     assert "clip" not in encoded["optimizer"]
     assert encoded["notes"] == "n"
     assert encoded["sources"] == [{"path": "x/y", "weight": 1.0, "labels": {}}]

@@ -103,6 +103,15 @@ def tensor_shapes(files: dict[str, Path], *, any_dtype: bool) -> dict[str, tuple
     return {name: entry.shape for name, entry in found.items()}
 
 
+def check_finite(tensor: Tensor, name: str, folder: Path) -> None:
+    """Refuse NaN and inf in a tensor of a checkpoint folder; `name` is its name on disk. One pass over it, no copy."""
+    if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
+        num_bad = int((~torch.isfinite(tensor)).sum())
+        raise CheckpointError(
+            f"{folder}: {name} has {num_bad} values that are NaN or inf. Copy or download the folder again, or use an earlier one"
+        )
+
+
 def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, name_in_model: Any, folder: Path) -> dict[str, str]:
     """Checkpoint name to parameter name, complete in both directions; else one error with all that is wrong."""
     expected = checkpoint_shapes(model)

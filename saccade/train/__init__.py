@@ -1,11 +1,11 @@
-"""Training: a recipe of stages, on one device or many, that can be stopped and taken up at any time.
+"""Training: a recipe of stages on one device or many, resumable at any step.
 
     from saccade.train import TrainConfig, train
     train(load_config(TrainConfig, Path("recipes/tiny.toml")))
 
-Read `stages.py` first (a run is its stages), then `trainer.py` (a stage is a loop). `parallelize.py` spreads the model over devices
-from outside, `learner.py` is model and optimizer as one, `feed.py` brings rows to the device, `loss.py` is what they are trained on,
-`checkpoint.py` and `export.py` write. `guard.py`, `schedule.py` and `groups.py` decide in plain Python.
+Start with `stages.py` (a run is a list of stages), then `trainer.py` (a stage is a training loop). `batches.py` is the batch iterator,
+`loss.py` the model with its loss, `train_state.py` model and optimizer, `parallelize.py` FSDP and DDP. `checkpoint.py` saves the
+training state, `weights.py` loads and exports checkpoint folders. `guard.py`, `schedule.py` and `parameter_groups.py` are plain Python.
 """
 
 from typing import TYPE_CHECKING

@@ -25,26 +25,26 @@ from saccade.train.config import Recompute
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowSize:
+class MicroBatchSize:
     """What one row holds: the most that any row of a stage may."""
 
     tokens: int
     """Tokens, image tokens included."""
     patches: int
     """Image patches."""
-    learned: int | None = None
+    loss_tokens: int | None = None
     """Tokens that are predicted; all of them where not given."""
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.patches < 0 or not 0 <= self.num_learned <= self.tokens:
+        if self.tokens < 1 or self.patches < 0 or not 0 <= self.num_loss_tokens <= self.tokens:
             raise ConfigError(
-                f"a row of {self.tokens} tokens, {self.patches} patches and {self.learned} learned tokens cannot be"
+                f"a row of {self.tokens} tokens, {self.patches} patches and {self.loss_tokens} learned tokens cannot be"
             )
 
     @property
-    def num_learned(self) -> int:
+    def num_loss_tokens(self) -> int:
         """Tokens that are predicted."""
-        return self.tokens if self.learned is None else self.learned
+        return self.tokens if self.loss_tokens is None else self.loss_tokens
 
 
 class Needs(NamedTuple):
@@ -80,7 +80,7 @@ class Learning(NamedTuple):
 
 
 def vision_block(
-    config: ModelConfig, row: RowSize, layer: int, learning: Learning, recompute: Recompute, element: int
+    config: ModelConfig, row: MicroBatchSize, layer: int, learning: Learning, recompute: Recompute, element: int
 ) -> Needs:
     """One block of the tower. `element`: bytes of a number in the compute dtype."""
     vision = config.vision
@@ -97,7 +97,9 @@ def vision_block(
     return _block(sizes, row.patches, (width, inner), learning, recompute, element)
 
 
-def decoder_layer(config: ModelConfig, row: RowSize, learning: Learning, recompute: Recompute, element: int) -> Needs:
+def decoder_layer(
+    config: ModelConfig, row: MicroBatchSize, learning: Learning, recompute: Recompute, element: int
+) -> Needs:
     """One layer of the decoder."""
     language = config.language
     width, inner = language.hidden_size * element, _aligned(language.intermediate_size) * element
@@ -138,7 +140,7 @@ def _block(
     return Needs({name: size * rows for name, size in kept.items() if size}, remade * rows, working * rows)
 
 
-def patch_embedding(config: ModelConfig, row: RowSize, learning: Learning, element: int) -> Needs:
+def patch_embedding(config: ModelConfig, row: MicroBatchSize, learning: Learning, element: int) -> Needs:
     """Pixels to the tower's width."""
     vision = config.vision
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -146,7 +148,7 @@ def patch_embedding(config: ModelConfig, row: RowSize, learning: Learning, eleme
     return Needs(kept, 0, 0)
 
 
-def projector(config: ModelConfig, row: RowSize, learning: Learning, element: int) -> Needs:
+def projector(config: ModelConfig, row: MicroBatchSize, learning: Learning, element: int) -> Needs:
     """The tower's last norm, two linear layers, and the features that go among the tokens."""
     if not learning.is_reached:
         return NOTHING
@@ -162,7 +164,7 @@ def projector(config: ModelConfig, row: RowSize, learning: Learning, element: in
     return Needs({name: size for name, size in kept.items() if size}, 0, 3 * width)
 
 
-def final_norm(config: ModelConfig, row: RowSize, learning: Learning, element: int) -> Needs:
+def final_norm(config: ModelConfig, row: MicroBatchSize, learning: Learning, element: int) -> Needs:
     """The norm before the head."""
     if not learning.is_reached:
         return NOTHING
@@ -170,7 +172,7 @@ def final_norm(config: ModelConfig, row: RowSize, learning: Learning, element: i
     return Needs({"stream": width, "statistics": 4 * row.tokens}, 0, 2 * width)
 
 
-def row_itself(config: ModelConfig, row: RowSize) -> int:
+def input_bytes(config: ModelConfig, row: MicroBatchSize) -> int:
     """This row and the next on the device, with pixels in bytes, and this one's tables of angles."""
     vision = config.vision
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

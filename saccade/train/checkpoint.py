@@ -1,16 +1,17 @@
-"""The state of a run, saved so that it can be taken up again: after a crash, on another number of ranks, by another strategy.
+"""Training state on disk: save asynchronously, verify, resume on any number of ranks and with any strategy.
 
-    RUN/state/step-00000100/   *.distcp, .metadata   tensors, by torch.distributed.checkpoint; every rank writes its part
-                               progress.json         everything else: step, stage, data position, guard, settings' fingerprint
-                               random.json           random states of every rank
-                               complete.json         name and size of every file; written last. A folder without it does not count
+    RUN/state/step-00000100/   *.distcp, .metadata   tensors, by torch.distributed.checkpoint; every rank writes its shard
+                               progress.json         everything else: step, stage, data position, guard, config fingerprint
+                               random.json           random generator states of every rank
+                               complete.json         size and CRC-32 of every file; written last, marks the state as complete
 
-    save:  copy to host memory -> (in the background) write under a hidden name -> sync -> mark complete -> rename -> retire old ones
+    save:  copy to host memory -> (in the background) write to a hidden folder -> checksums -> fsync -> rename -> delete old states
 
-Training waits for the copy alone. A save that fails is reported and leaves the states before it as they are. Tensors are stored
-under their parameter's name, whole or in parts, and are read into whatever lies there when a run resumes.
+Training waits only for the copy. A failed save is reported and leaves earlier states untouched. On start, the newest state is
+verified; a damaged one is announced, renamed to rejected-step-..., and the previous one is used. Tensors are stored under their
+parameter's name and loaded into whatever sharding the resumed run has.
 
-DCP's own `.metadata` is a pickle: take up only runs you trust, as you would run only code you trust.
+DCP's `.metadata` is a pickle: resume only runs that you trust.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import logging
 import random
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,7 +48,7 @@ COMPLETE, PROGRESS, RANDOM = "complete.json", "progress.json", "random.json"
 
 @dataclass(frozen=True)
 class SavedState:
-    """A complete state on disk."""
+    """A complete training state on disk."""
 
     path: Path
     progress: dict[str, Any]
@@ -57,44 +59,76 @@ class SavedState:
         return int(self.path.name.removeprefix("step-"))
 
 
-# ------------------------------------------------------------------ finding
+# ------------------------------------------------------------------ find and verify
 
 
 def states(folder: Path) -> list[SavedState]:
-    """The complete states of a run, oldest first."""
-    complete = [path for path in sorted(folder.glob("step-*")) if _is_complete(path)]
-    return [SavedState(path, json.loads((path / PROGRESS).read_text(encoding="utf-8"))) for path in complete]
+    """The complete states of a run, oldest first. Sizes are checked, checksums are not."""
+    return [_read(path) for path in sorted(folder.glob("step-*")) if _defect(path) is None]
 
 
-def newest_state(folder: Path, world: World) -> SavedState | None:
-    """The state to go on from, the same on every rank; None for a new run."""
-    found = states(folder) if world.is_main else []
-    name = world.share(found[-1].path.name if found else None)
-    if name is None:
-        return None
-    path = folder / name
+def newest_state(folder: Path, world: World, *, verify: bool = False) -> SavedState | None:
+    """The state to resume from, the same on every rank; None for a new run.
+
+    With `verify` the checksums are compared, each rank reading part of the files; a state that fails is announced and set aside.
+    """
+    while (name := world.broadcast(_newest_name(folder) if world.is_main else None)) is not None:
+        path = folder / name
+        found = world.gather(_defect(path, rank=world.rank, num_ranks=world.size, with_checksums=verify))
+        defects = [defect for defect in found if defect is not None]
+        if not defects:
+            return _read(path)
+        if world.is_main:
+            rejected = path.rename(path.with_name(f"rejected-{path.name}"))
+            logger.warning(
+                "%s is damaged: %s. It is kept as %s; using the state before it", path, defects[0], rejected.name
+            )
+    return None
+
+
+def _newest_name(folder: Path) -> str | None:
+    return max((path.name for path in folder.glob("step-*")), default=None)
+
+
+def _read(path: Path) -> SavedState:
     return SavedState(path, json.loads((path / PROGRESS).read_text(encoding="utf-8")))
 
 
-def _is_complete(path: Path) -> bool:
-    """Whether every file is there in the size it was written in."""
+def _defect(path: Path, *, rank: int = 0, num_ranks: int = 1, with_checksums: bool = False) -> str | None:
+    """What is wrong with a state; None if nothing is. Checksums: of every `num_ranks`-th file."""
     try:
-        sizes = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False
+        files = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
+        for number, (name, (size, checksum)) in enumerate(files.items()):
+            if (actual := (path / name).stat().st_size) != size:
+                return f"{name} has {actual} bytes instead of {size}"
+            if with_checksums and number % num_ranks == rank and _checksum(path / name) != checksum:
+                return f"{name} does not match its checksum"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, TypeError, AttributeError) as error:
+        return f"{COMPLETE} cannot be read ({error})"
+    return None
 
 
-# ------------------------------------------------------------------ saving
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file: about 1 GB/s per core, and zlib releases the GIL."""
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(2**24):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+# ------------------------------------------------------------------ save
 
 
 class Saver:
-    """Writes states of one run, one at a time, in the background."""
+    """Saves the states of a run asynchronously, one at a time."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, world: World) -> None:
         self.folder, self._config, self._world = folder, config, world
         self.failure: str | None = None
-        """What went wrong with a save; it stays until whoever takes note of it sets it back to None."""
+        """Why the last save failed; the trainer resets it to None once it has reacted."""
         self._group = world.new_cpu_group()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saccade save")
         self._running: Future[None] | None = None
@@ -106,24 +140,24 @@ class Saver:
         world.barrier()
 
     def save(self, step: int, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
-        """Copy the state and write the copy. Returns after the copy, or when all is written if not in the background."""
+        """Copy the state to host memory and write the copy, in the background if configured."""
         self.finish()
         name = f"step-{step:08d}"
         if self._lacks_space(tensors, name):
             return
         content = {PROGRESS: dict(progress), RANDOM: self._world.gather(random_state(self._world.device))}
-        self._running = self._thread.submit(self._write, name, self._stage(tensors), content)
+        self._running = self._thread.submit(self._write, name, self._copy_to_host(tensors), content)
         if not self._config.background:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the save under way is done."""
+        """Wait for the running save."""
         if self._running is not None:
             self._running.result()
             self._running = None
 
     def finish_or_raise(self) -> None:
-        """Wait until the save under way is done; if it failed on any rank, every rank raises."""
+        """Wait for the running save; if it failed on any rank, every rank raises."""
         self.finish()
         failures = [failure for failure in self._world.gather(self.failure) if failure is not None]
         if failures:
@@ -136,8 +170,8 @@ class Saver:
         self.finish()
         self._thread.shutdown()
 
-    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A copy of every tensor in host memory: pinned where there is a GPU, and kept for the next save."""
+    def _copy_to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy every tensor to host memory; pinned buffers are reused by the next save."""
         staged: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -146,61 +180,76 @@ class Saver:
                 buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
                 self._buffers[name] = buffer
             buffer.copy_(local.detach(), non_blocking=True)
-            staged[name] = _like(tensor, buffer)
+            staged[name] = _wrap_like(tensor, buffer)
         self._buffers = {name: self._buffers[name] for name in tensors}
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
         return staged
 
     def _write(self, name: str, staged: dict[str, Tensor], content: Mapping[str, Any]) -> None:
-        """Write under a hidden name, then rename. Nothing that goes wrong here may end the run by itself."""
+        """Write to a hidden folder, then rename it. No error here may end the run by itself."""
         partial = self.folder / f".{name}.partial"
         try:
-            # One thread: errors of the writer's further threads would be printed and forgotten.
+            # One thread: DCP prints and drops the errors of further writer threads.
             writer = FileSystemWriter(partial, thread_count=1, per_thread_copy_ahead=0)
             save(staged, storage_writer=writer, process_group=self._group)
+            checksums = self._checksums(partial)
             if self._world.is_main:
-                _complete(partial, self.folder / name, content)
-                self._retire()
+                _complete(partial, self.folder / name, content, checksums)
+                self._delete_old()
         except (OSError, RuntimeError, CheckpointException) as error:
             self._fail(name, _cause(error))
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
 
+    def _checksums(self, partial: Path) -> dict[str, int]:
+        """Checksums of DCP's files, each rank reading the ones it wrote; .metadata by the main rank."""
+        rank = self._world.rank
+        mine = list(partial.glob(f"__{rank}_*")) + ([partial / ".metadata"] if rank == 0 else [])
+        found: dict[str, int] | str
+        try:
+            found = {file.name: _checksum(file) for file in mine}
+        except OSError as error:
+            found = str(error)  # gathered first: a rank that raised here would leave the others waiting
+        gathered = self._world.gather(found, group=self._group)
+        if failures := [one for one in gathered if isinstance(one, str)]:
+            raise OSError(failures[0])
+        return {name: checksum for one in gathered for name, checksum in one.items()}
+
     def _lacks_space(self, tensors: Mapping[str, Tensor], name: str) -> bool:
-        """Refuse, on all ranks alike and before anything is copied, what the disk cannot hold."""
+        """Refuse a state that does not fit on the disk, on all ranks alike and before anything is copied."""
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        free: int = self._world.share(shutil.disk_usage(self.folder).free)
+        free: int = self._world.broadcast(shutil.disk_usage(self.folder).free)
         if num_bytes > free:
-            self._fail(name, f"it takes {num_bytes / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free")
+            self._fail(name, f"it needs {num_bytes / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free")
         return num_bytes > free
 
     def _fail(self, name: str, cause: str) -> None:
         self.failure = f"{self.folder / name}: the state was not saved: {cause}. Free space, or choose another disk"
         if self._world.is_main:
-            logger.error("%s. The states before it are whole", self.failure)
+            logger.error("%s. Earlier states are intact", self.failure)
 
-    def _retire(self) -> None:
-        """Remove the states that are not to be kept."""
+    def _delete_old(self) -> None:
+        """Delete the states that are not kept."""
         found, every = states(self.folder), self._config.keep_every
         for state in found[: -self._config.keep_last]:
             if every is None or state.step % every:
                 _remove(state.path)
 
 
-def _like(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local` as this rank's part of a tensor cut like `tensor`. (`DTensor.from_local` would move it to the mesh's device.)"""
+def _wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Wrap `local` as this rank's shard of a DTensor like `tensor`. (`DTensor.from_local` would move it to the mesh's device.)"""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _complete(partial: Path, final: Path, content: Mapping[str, Any]) -> None:
-    """Add what is not tensors, then the mark, then the name: after each of them the disk has it for certain."""
+def _complete(partial: Path, final: Path, content: Mapping[str, Any], checksums: dict[str, int]) -> None:
+    """Add the JSON files, then complete.json, then rename; each is synced to disk before the next."""
     for name, value in content.items():
-        _write_json(partial / name, value)
-    sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    _write_json(partial / COMPLETE, sizes)
+        checksums[name] = _write_json(partial / name, value)
+    files = {file.name: (file.stat().st_size, checksums[file.name]) for file in sorted(partial.iterdir())}
+    _write_json(partial / COMPLETE, files)
     sync_to_disk(partial)
     if final.exists():
         _remove(final)
@@ -209,42 +258,45 @@ def _complete(partial: Path, final: Path, content: Mapping[str, Any]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Hide first, so that a state that is half removed is not taken for one."""
-    hidden = path.rename(path.with_name(f".{path.name}.retired"))
+    """Rename first, so that a partly deleted state is never found."""
+    hidden = path.rename(path.with_name(f".{path.name}.deleted"))
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value), encoding="utf-8")
+def _write_json(path: Path, value: Any) -> int:
+    """Write and sync; returns the checksum."""
+    data = json.dumps(value).encode()
+    path.write_bytes(data)
     sync_to_disk(path)
+    return zlib.crc32(data)
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason: DCP wraps what happened on each rank."""
+    """The innermost reason: DCP wraps the errors of each rank."""
     if isinstance(error, CheckpointException):
         rank, (first, _) = min(error.failures.items())
         return f"rank {rank}: {_cause(first)}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if "inline_container" in str(error):  # torch's file writer, whose own reason is lost on the way
-        return "a file broke off while it was written, as on a full disk"
+    if "inline_container" in str(error):  # torch's file writer drops the original reason
+        return "a write failed part way, as on a full disk"
     return str(error).splitlines()[0] if str(error) else repr(error)
 
 
-# ------------------------------------------------------------------ loading
+# ------------------------------------------------------------------ load
 
 
 def stored_names(state: SavedState) -> set[str]:
-    """The names of the tensors a state holds."""
+    """Names of the tensors in a state."""
     return set(_reader(state).read_metadata().state_dict_metadata)
 
 
 def load_tensors(state: SavedState, tensors: Mapping[str, Tensor], world: World) -> None:
-    """Read the tensors of these names into the ones given, each rank its part."""
+    """Load the named tensors in place, each rank its shard."""
     if missing := sorted(tensors.keys() - stored_names(state)):
         raise CheckpointError(
-            f"{state.path}: {len(missing)} tensors are not in it, among them {', '.join(missing[:4])}. It is of a run with "
-            "other settings: set them back, or give the run another folder"
+            f"{state.path}: {len(missing)} tensors are not in it, among them {', '.join(missing[:4])}. It was saved with other "
+            "settings: restore them, or use another run folder: --set run=NAME"
         )
     _check_shapes(state, tensors)
     world.open_local_group()
@@ -252,12 +304,12 @@ def load_tensors(state: SavedState, tensors: Mapping[str, Tensor], world: World)
         load(dict(tensors), storage_reader=_reader(state), process_group=world.cpu_group)
     except (RuntimeError, OSError, ValueError, CheckpointException) as error:
         raise CheckpointError(
-            f"{state.path}: cannot be read: {_cause(error)}. Remove this folder to go on from the state before it"
+            f"{state.path}: cannot be read: {_cause(error)}. Delete this folder to resume from the state before it"
         ) from error
 
 
 def _check_shapes(state: SavedState, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a state whose tensors have other shapes than ours, as after a change of the LoRA rank."""
+    """Refuse a state whose tensors have other shapes, as after a change of the LoRA rank."""
     stored = _reader(state).read_metadata().state_dict_metadata
     shapes = {name: tuple(getattr(stored[name], "size", ())) for name in tensors}
     changed = sorted(name for name, tensor in tensors.items() if shapes[name] != tuple(tensor.shape))
@@ -269,12 +321,12 @@ def _check_shapes(state: SavedState, tensors: Mapping[str, Tensor]) -> None:
     )
     raise CheckpointError(
         f"{state.path}: {first} is {_shape(shapes[first])} in it and {_shape(tensors[first].shape)} in this run "
-        f"({len(changed)} tensors differ): {cause} since it was saved. Set it back to go on, or give the run another folder: --set run=NAME"
+        f"({len(changed)} tensors differ): {cause} since it was saved. Restore it to resume, or use another run folder: --set run=NAME"
     )
 
 
 def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "a single number"
+    return " x ".join(map(str, shape)) or "a scalar"
 
 
 def _reader(state: SavedState) -> FileSystemReader:
@@ -285,7 +337,7 @@ def _reader(state: SavedState) -> FileSystemReader:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of every random generator of this process, as JSON."""
+    """State of all random generators of this process, as JSON."""
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     state = {
@@ -299,7 +351,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: SavedState, world: World, seed: int) -> None:
-    """Go on with this rank's random numbers; a rank that was not there begins anew."""
+    """Restore this rank's random generators; a rank without a saved state is seeded."""
     saved = json.loads((state.path / RANDOM).read_text(encoding="utf-8"))
     if world.rank >= len(saved):
         seed_everything(seed + world.rank)
@@ -315,7 +367,7 @@ def restore_random_state(state: SavedState, world: World, seed: int) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Python's, numpy's and torch's generators."""
+    """Seed the generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A training run as one TOML file: where it starts, its stages, how it is spread over devices, saved, guarded and logged.
+"""Training recipe: the dataclasses one TOML file is decoded into.
 
     run = "runs/align"
     [model]
@@ -11,7 +11,8 @@
     [stages.optimizer]
     lrs = { vision = 0, language = 0, embedding = 0, projector = 1e-3 }
 
-No torch: a recipe is read and checked before anything heavy is loaded.
+Importing this module loads no torch, so a recipe is validated before anything heavy is imported. `saccade train --keys` prints every
+key with its default and docstring (docs/recipe.md).
 """
 
 import hashlib
@@ -21,12 +22,13 @@ import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from saccade.config import encode
 from saccade.data.sample import TextRules
+from saccade.data.storage import StorageConfig
 from saccade.errors import ConfigError
-from saccade.train.groups import OptimizerConfig
+from saccade.train.parameter_groups import OptimizerConfig
 from saccade.train.schedule import ScheduleConfig
 from saccade.train.trackers import TrackersConfig
 
@@ -43,72 +45,82 @@ def _check_positive(config: object, *names: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartConfig:
-    """Where training begins."""
+class InitialModelConfig:
+    """The model training starts from."""
 
     folder: Path
-    """Checkpoint folder: weights, tokenizer and chat template; `saccade init` makes one."""
+    """Checkpoint folder with weights, tokenizer and chat template; `saccade init` creates one."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Number format of activations and matrix products; fp32 is for tests and comparisons."""
+    """Compute dtype of activations and matmuls; fp32 is for tests and comparisons."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the model is spread over the ranks, and what it trades for memory. See `parallelize.py`."""
+    """Data parallelism, sharding, activation checkpointing and compilation. See `parallelize.py`."""
 
     strategy: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
-    """auto: none for one rank, fsdp for several."""
+    """auto: none on one rank, fsdp on several."""
     shard_size: int | None = None
-    """hsdp only: ranks that hold one copy of the model together, usually the GPUs of a machine."""
+    """hsdp only: number of ranks that shard one replica of the model, usually the GPUs of one node."""
     reshard_after_forward: bool = True
-    """fsdp: free gathered parameters after forward; false gathers half as often and holds a whole copy in the compute dtype."""
-    reduce_each_row: bool = True
-    """fsdp: average gradients after every row; false does it once a step and holds whole gradients meanwhile."""
+    """fsdp: free the gathered parameters after forward (ZeRO-3); false keeps them until backward and gathers half as often (ZeRO-2)."""
+    reduce_each_micro_batch: bool = True
+    """fsdp: reduce-scatter gradients after every micro-batch; false reduces once per step and holds unsharded gradients meanwhile."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """fsdp: number format in which gradients are averaged; bf16 halves the traffic."""
+    """fsdp: dtype of the gradient reduction; bf16 halves the traffic."""
     compress_gradients: Literal["none", "bf16", "powersgd"] = "none"
-    """ddp: what gradients are on the wire. powersgd (matrices of low rank) is lossy and starts anew on resume."""
+    """ddp: gradient communication hook. powersgd (low-rank) is lossy and its error feedback is not saved in the state."""
     powersgd_rank: int = 4
-    """powersgd: rank of the matrices sent; lower is less traffic and more loss."""
-    powersgd_start: int = 1000
-    """powersgd: steps with whole gradients before it begins."""
+    """powersgd: rank of the approximation; lower means less traffic and more error."""
+    powersgd_start_step: int = 1000
+    """powersgd: number of uncompressed steps before it is enabled."""
     recompute_vision: Recompute = "none"
-    """Activations of the tower computed again in backward: of each block's feed-forward (selective) or of whole blocks (full)."""
+    """Activation checkpointing of the vision tower: of each block's MLP (selective) or of whole blocks (full)."""
     recompute_language: Recompute = "none"
-    """The same for the decoder."""
+    """Activation checkpointing of the decoder, likewise."""
     compile: bool = False
-    """Compile the blocks with torch.compile: the first steps take a minute longer."""
+    """Compile the transformer blocks with torch.compile; the first steps take a minute longer."""
     offload: bool = False
-    """fsdp: hold parameters, gradients and optimizer in host memory; slow, for models that do not fit otherwise."""
+    """fsdp: keep parameters, gradients and optimizer state in host memory; slow, for models that do not fit otherwise."""
+
+    RENAMED: ClassVar[dict[str, str]] = {
+        "reduce_each_row": "reduce_each_micro_batch",
+        "powersgd_start": "powersgd_start_step",
+    }
+    """Former keys."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "shard_size", "powersgd_rank", "powersgd_start")
+        _check_positive(self, "shard_size", "powersgd_rank", "powersgd_start_step")
         if (self.strategy == "hsdp") != (self.shard_size is not None):
-            raise ConfigError("shard_size goes with strategy = 'hsdp', and hsdp needs it. Give both, or neither")
+            raise ConfigError(
+                "shard_size requires strategy = 'hsdp', and hsdp requires shard_size. Give both, or neither"
+            )
         if self.compress_gradients != "none" and self.strategy != "ddp":
             raise ConfigError(
-                f"compress_gradients = {self.compress_gradients!r} goes with strategy = 'ddp'; fsdp has reduce_dtype"
+                f"compress_gradients = {self.compress_gradients!r} requires strategy = 'ddp'; with fsdp, set reduce_dtype"
             )
-        if self.compress_gradients == "powersgd" and self.powersgd_start < 2:
-            raise ConfigError(f"powersgd_start is {self.powersgd_start}; the first 2 steps need whole gradients")
+        if self.compress_gradients == "powersgd" and self.powersgd_start_step < 2:
+            raise ConfigError(
+                f"powersgd_start_step is {self.powersgd_start_step}; the first 2 steps must be uncompressed. Give 2 or more"
+            )
         if self.offload and self.strategy in ("none", "ddp"):
             raise ConfigError(
-                f"offload goes with fsdp, not with strategy = {self.strategy!r}; optimizer.offload works with any"
+                f"offload requires fsdp or hsdp, not strategy = {self.strategy!r}; optimizer.offload works with any strategy"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """One shard folder of a stage's mixture."""
+    """One weighted shard folder of a data mixture."""
 
     path: str
     """Shards: a folder, a glob, or a URL."""
     name: str | None = None
-    """What it is called in sample ids and logs; the folder's name where not given."""
+    """Name in sample ids and logs; default: the folder's name."""
     weight: float | None = None
-    """Share of the samples in proportion to the other sources' weights; without any, sources count by their samples."""
+    """Sampling weight relative to the other sources; without any weights, sources are sampled in proportion to their sizes."""
     rules: TextRules = field(default_factory=TextRules)
-    """How its text becomes conversations: what is asked before a caption, a system message."""
+    """How its text becomes conversations: prompt before a caption, system message."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "weight")
@@ -116,60 +128,75 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What a stage reads, and how it is packed into rows."""
+    """The data of a stage and how it is packed."""
 
     sources: tuple[SourceConfig, ...]
-    """Shard folders, with weights where they are mixed."""
-    token_budget: int = 16384
-    """Most tokens of a row; a row is what one rank computes at a time."""
-    patch_budget: int = 36864
-    """Most image patches of a row."""
-    rows_per_step: int = 1
-    """Rows of a step over all ranks; more than one a rank are computed one after another and added up."""
-    block_samples: int = 4096
-    """Samples packed together: more fill the rows better and take longer to plan."""
+    """Shard folders, with weights for a mixture."""
+    max_seq_len: int = 16384
+    """Maximum length of a packed sequence, in tokens. One packed sequence is one micro-batch."""
+    max_patches: int = 36864
+    """Maximum number of vision patches of a packed sequence."""
+    global_batch_size: int = 1
+    """Packed sequences per optimizer step over all ranks; more than one per rank means gradient accumulation."""
+    packing_buffer_size: int = 4096
+    """Samples that are packed together: a larger buffer fills sequences better and takes longer to pack."""
     window_shards: int = 16
-    """Shards of a source whose samples are shuffled together: more mix better, and are open at a time."""
-    workers: int = 4
-    """Processes per rank that decode images and make rows; 0 makes them in the trainer's own."""
+    """Shards of a source whose samples are shuffled together: more shards mix better and are open at the same time."""
+    num_workers: int = 4
+    """Worker processes per rank that decode images and pack sequences; 0 does it in the trainer process."""
     resize: Literal["pillow", "torch"] = "torch"
-    """How images are resized: torch is five times as fast and within 2/255 of Hugging Face's pixels."""
+    """Image resize implementation: torch is five times as fast and within 2/255 of Hugging Face's pixels."""
     max_bad_share: float = 0.01
-    """Share of unusable samples past which the run stops."""
+    """Fraction of bad samples above which the run stops."""
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    """Cache, retries and timeouts for remote shards."""
+
+    RENAMED: ClassVar[dict[str, str]] = {
+        "token_budget": "max_seq_len",
+        "patch_budget": "max_patches",
+        "rows_per_step": "global_batch_size",
+        "block_samples": "packing_buffer_size",
+        "workers": "num_workers",
+    }
+    """Former keys."""
 
     def __post_init__(self) -> None:
         if not self.sources:
             raise ConfigError("sources is empty. Name at least one shard folder: sources = [{ path = 'shards' }]")
-        _check_positive(self, "token_budget", "patch_budget", "rows_per_step", "block_samples", "window_shards")
-        if self.workers < 0:
-            raise ConfigError(f"workers is {self.workers}; give 0 or more")
+        _check_positive(self, "max_seq_len", "max_patches", "global_batch_size", "packing_buffer_size", "window_shards")
+        if self.num_workers < 0:
+            raise ConfigError(f"num_workers is {self.num_workers}; give 0 or more")
+        if not 0.0 <= self.max_bad_share <= 1.0:
+            raise ConfigError(f"max_bad_share is {self.max_bad_share}; give a fraction between 0 and 1")
+        if 0 < sum(source.weight is not None for source in self.sources) < len(self.sources):
+            raise ConfigError("some sources have a weight and some have none. Give every source a weight, or none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank matrices that learn beside frozen linear layers. See `lora.py`."""
+    """LoRA adapters on frozen linear layers. See `lora.py`."""
 
     rank: int = 16
-    """Rank of the added matrices."""
+    """Rank of the adapters."""
     alpha: float = 32.0
-    """Their product is scaled by alpha / rank."""
+    """Scaling: adapter outputs are multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """The linear layers they stand beside: ends of names (q_proj, attn.proj, mlp.0) or regular expressions ('.*' is every one of the parts)."""
+    """Linear layers to adapt: name suffixes (q_proj, attn.proj, mlp.0) or regular expressions ('.*' is every layer of the parts)."""
     parts: tuple[Literal["language", "vision", "projector"], ...] = ("language",)
-    """The parts of the model in which targets are looked for; the tower's attention layers are qkv and proj, the projector's mlp.0 and mlp.2."""
+    """Parts of the model searched for targets; the vision tower's attention layers are qkv and proj, the projector's mlp.0 and mlp.2."""
     dropout: float = 0.0
-    """Share of a layer's inputs that its matrices do not see in a step."""
+    """Dropout probability of the adapter inputs."""
     quantize_base: Quantization = "none"
-    """QLoRA: hold the frozen weights of these layers in 4 or 8 bits: a quarter or half of the memory, slower steps."""
+    """QLoRA: store the frozen weights of adapted layers in 4 or 8 bits; a quarter or half of the memory, slower steps."""
     export: Literal["merged", "adapter"] = "merged"
-    """What is exported: a whole checkpoint folder, with the matrices alone in adapter/ of it, or only those. In PEFT's layout."""
+    """merged: export a full checkpoint folder plus the adapter in adapter/; adapter: export the adapter only. PEFT layout."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "rank", "alpha")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout is {self.dropout}; give 0 or more and less than 1")
         if not self.targets or not self.parts:
-            raise ConfigError("targets and parts cannot be empty. Remove the lora section to train without it")
+            raise ConfigError("targets and parts cannot be empty. Remove the lora section to train without LoRA")
         for target in self.targets:
             try:
                 re.compile(target)
@@ -179,45 +206,45 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """One stage of a run: what is read, what learns, how long. Exactly one of steps, epochs and tokens says how long."""
+    """One stage of a run: its data, optimizer, schedule and length. The length is exactly one of steps, epochs and tokens."""
 
     name: str
-    """What it is called in logs and with `--set stages.NAME.key=value`."""
+    """Name in logs and in `--set stages.NAME.key=value`."""
     data: DataConfig
-    """What is read."""
+    """Data of the stage."""
     steps: int | None = None
     """Length in optimizer steps."""
     epochs: int | None = None
-    """Length in passes over all samples; for sources without weights."""
+    """Length in passes over all samples; only for sources without weights."""
     tokens: int | None = None
-    """Length in tokens, rounded up to whole steps of full rows."""
+    """Length in tokens, rounded up to whole steps of full packed sequences."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """How parameters move; a learning rate of 0 freezes."""
+    """Optimizer and parameter groups; a learning rate of 0 freezes a group."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """The learning rate over the stage."""
+    """Learning-rate schedule of the stage."""
     clip_norm: float = 1.0
-    """Gradients with a larger norm are scaled down to it; inf never clips."""
+    """Maximum gradient norm; larger gradients are scaled down to it. inf disables clipping."""
     lora: LoraConfig | None = None
-    """Train low-rank matrices instead of the parameters themselves."""
+    """Train LoRA adapters instead of the parameters."""
     continue_optimizer: bool = False
-    """Take over the moments of the stage before, for the parameters that learn in both."""
+    """Keep the optimizer state of the previous stage for parameters trained in both."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "_").isidentifier():
-            raise ConfigError(f"a stage is called {self.name!r}; use letters, digits, - and _")
+            raise ConfigError(f"stage name {self.name!r} is invalid; use letters, digits, - and _")
         if sum(length is not None for length in (self.steps, self.epochs, self.tokens)) != 1:
             raise ConfigError(f"stage {self.name}: give exactly one of steps, epochs and tokens")
         _check_positive(self, "steps", "epochs", "tokens", "clip_norm")
         if self.epochs is not None and any(source.weight is not None for source in self.data.sources):
-            raise ConfigError(f"stage {self.name}: sources with weights have no epochs. Give steps or tokens, or remove the weights")  # fmt: skip
+            raise ConfigError(f"stage {self.name}: a weighted mixture has no epochs. Give steps or tokens, or remove the weights")  # fmt: skip
         self._check_schedule()
 
     def _check_schedule(self) -> None:
-        """Refuse a schedule that the stage is too short for, or whose steps nobody could count from its end."""
+        """Refuse a schedule longer than the stage, or one that needs a number of steps that is not known in advance."""
         if self.epochs is not None and self.schedule.decay_steps is not None:
             raise ConfigError(
-                f"stage {self.name}: decay_steps counts from the last step, and a stage of epochs does not know which that is. Remove "
-                "it (the last tenth of the samples decays), or give the length in steps or tokens"
+                f"stage {self.name}: decay_steps counts back from the last step, which is not known for a length in epochs. Remove "
+                "decay_steps (the last tenth of the samples decays), or give the length in steps or tokens"
             )
         if self.known_steps is not None:
             try:
@@ -227,30 +254,30 @@ class StageConfig:
 
     @property
     def known_steps(self) -> int | None:
-        """Its length in steps; None when it ends with the data."""
+        """Length in steps; None if it is given in epochs."""
         if self.tokens is not None:
-            return math.ceil(self.tokens / (self.data.token_budget * self.data.rows_per_step))
+            return math.ceil(self.tokens / (self.data.max_seq_len * self.data.global_batch_size))
         return self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the state is saved, what is kept, and when a checkpoint folder is exported."""
+    """When the training state is saved and a checkpoint folder is exported."""
 
     every: int = 500
-    """Steps between saves of the whole state, from which a run resumes."""
+    """Steps between saves of the training state, from which a run resumes."""
     keep_last: int = 2
-    """Newest states that are kept."""
+    """Number of newest states that are kept."""
     keep_every: int | None = None
-    """States at multiples of this many steps are kept too."""
+    """States at multiples of this many steps are kept as well."""
     background: bool = True
-    """Write while training goes on, from a copy in host memory."""
+    """Write asynchronously from a copy in host memory while training continues."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """What a failed save (a full disk) does to the run; the states before stay as they are."""
+    """What to do if a save fails (for example, disk full); earlier states are untouched either way."""
     export_every: int | None = None
-    """Steps between exports of a checkpoint folder in Hugging Face's layout; one is always written at the end of a stage."""
+    """Steps between exports of a checkpoint folder in Hugging Face layout; one is always exported at the end of a stage."""
     export_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Number format of exported weights."""
+    """Dtype of exported weights."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "every", "keep_last", "keep_every", "export_every")
@@ -258,26 +285,26 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """What counts as a bad step, and what is done about it."""
+    """Detection of bad steps (NaN, loss spikes, hangs) and the reaction to them."""
 
     window: int = 64
-    """Accepted steps whose losses a new one is compared with."""
+    """Number of accepted steps whose losses a new loss is compared with."""
     min_history: int = 16
-    """Accepted steps before the loss can be called a spike."""
+    """Number of accepted steps before spikes are detected."""
     spike_sigmas: float = 8.0
-    """A loss above mean + this many standard deviations of the window is a spike, if also above `spike_floor`; inf is never."""
+    """A loss above mean + this many standard deviations of the window is a spike, if also above `spike_floor`; inf disables."""
     spike_floor: float = 1.1
-    """A loss below this many times the window's mean is never a spike, however quiet the window was."""
+    """A loss below this multiple of the window's mean is never a spike."""
     spike_factor: float = math.inf
-    """A loss above this many times the window's mean is a spike."""
+    """A loss above this multiple of the window's mean is a spike."""
     max_grad_norm: float = math.inf
-    """A gradient norm above this skips the step (clipping only scales it down)."""
+    """A step with a larger gradient norm is skipped (clipping only scales it down)."""
     max_skips: int = 5
-    """Bad steps in a row before the weights go back to the last saved state, and the data on."""
+    """Consecutive skipped steps before weights and optimizer roll back to the last saved state; the data position does not."""
     max_rollbacks: int = 3
-    """Times a stage may go back; then the run stops."""
+    """Rollbacks per stage before the run stops."""
     hang_timeout_s: float = 900.0
-    """Seconds without a step, probes, saves and exports not counted, after which the process says where it stands and ends, so that torchrun can start it again; inf never."""
+    """Seconds without a step (validation, saves and exports excluded) after which the process dumps all stacks and exits for torchrun to restart; inf disables."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "window", "min_history", "spike_sigmas", "spike_floor", "spike_factor", "max_grad_norm", "max_skips", "hang_timeout_s")  # fmt: skip
@@ -287,16 +314,16 @@ class GuardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is said about the run, and where."""
+    """Logging, trackers and profiling."""
 
     every: int = 10
-    """Steps between records in the log and in metrics.jsonl."""
+    """Steps between records in the log and in metrics.jsonl; the first step is always logged."""
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
-    """Where records go besides."""
+    """Additional destinations of the records."""
     profile_steps: tuple[int, ...] | None = None
-    """First and last step of the run that the profiler looks at, such as [20, 22]; a trace of them is written to trace/."""
+    """First and last step to profile, such as [20, 22]; the trace is written to trace/."""
     memory_snapshot: bool = False
-    """Write the history of the GPU's memory to trace/: after the profiled steps, else after the third, and when it runs out."""
+    """Write a CUDA memory snapshot to trace/: after the profiled steps, otherwise after the third step, and on out of memory."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "every")
@@ -306,61 +333,66 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeConfig:
-    """Evaluation while training: loss and answers on held-out samples, and whatever else the caller of `train` looks at."""
+class ValidationConfig:
+    """Validation while training: loss and sample generations on held-out data."""
 
     every: int | None = None
-    """Steps between evaluations, and one at the end of each stage; never where not given."""
+    """Steps between validations, plus one at the end of each stage; default: none."""
     sources: tuple[SourceConfig, ...] = ()
-    """Held-out shard folders; rows have the budgets of the stage's data."""
+    """Held-out shard folders; packed like the data of the stage."""
     num_samples: int = 512
-    """Held-out samples that the loss is computed on, the same ones every time; all where there are fewer."""
+    """Held-out samples the loss is computed on, the same ones every time."""
     num_generations: int = 8
-    """Samples that are answered by the model as it is, and written to samples.jsonl; left out where the model is sharded."""
+    """Samples the model generates an output for, written to samples.jsonl; skipped for sharded models."""
     max_new_tokens: int = 64
-    """Longest answer, in tokens."""
+    """Maximum number of generated tokens."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "every", "num_samples", "max_new_tokens")
         if self.num_generations < 0:
             raise ConfigError(f"num_generations is {self.num_generations}; give 0 or more")
         if self.sources and self.every is None:
-            raise ConfigError("probe has sources, but every is not given: they would never be looked at. Give steps")
+            raise ConfigError(
+                "validation.sources is set but validation.every is not, so validation would never run. Set validation.every"
+            )
         if any(source.weight is not None for source in self.sources):
-            raise ConfigError("held-out sources are not mixed: all their samples count alike. Remove the weights")
+            raise ConfigError("validation sources are not a mixture: every sample counts once. Remove the weights")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A whole run: one or more stages, the first from `model`, each next from the one before."""
+    """A training run of one or more stages; each stage starts from the weights of the previous one."""
 
     run: Path
-    """Run folder: settings, metrics, states and exported checkpoints; a run that was stopped goes on from it."""
-    model: StartConfig
-    """Where training begins."""
+    """Run folder: config, metrics, training states and exported checkpoints; an interrupted run resumes from it."""
+    model: InitialModelConfig
+    """The model training starts from."""
     stages: tuple[StageConfig, ...]
-    """What is done, in order: for example align, pretrain, instruct."""
+    """Stages in order, for example align, pretrain, instruct."""
     seed: int = 0
-    """Chooses the order of samples and everything else that is random."""
+    """Seed of the sample order and of all random numbers."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How the model is spread over the ranks."""
+    """Parallelism and memory trade-offs."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """When and how the state is saved."""
+    """Saving and exporting."""
     guard: GuardConfig = field(default_factory=GuardConfig)
-    """What counts as a bad step."""
+    """Detection of bad steps."""
     log: LogConfig = field(default_factory=LogConfig)
-    """What is said about the run."""
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
-    """Evaluation while training."""
+    """Logging."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """Validation while training."""
     gc_every: int = 100
-    """Steps between collections of Python's garbage, which would otherwise pause ranks at different times."""
+    """Steps between manual garbage collections; automatic ones would pause ranks at different times."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"probe": "validation"}
+    """Former keys."""
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ConfigError("stages is empty. Give at least one: [[stages]]")
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
-            raise ConfigError(f"stages are called {', '.join(names)}; each needs a name of its own")
+            raise ConfigError(f"stage names are {', '.join(names)}; each must be unique")
         for before, stage in pairwise(self.stages):
             _check_lora_follows(before, stage)
         if self.seed < 0:
@@ -369,23 +401,23 @@ class TrainConfig:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for runs that compute the same: of all settings but where the run lies, how it is spread, saved and logged."""
+        """Hash of the settings that determine the result; run folder, parallelism, saving and logging are excluded."""
         decisive = {name: encode(self)[name] for name in ("model", "stages", "seed", "guard") if name in encode(self)}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _check_lora_follows(before: StageConfig, stage: StageConfig) -> None:
-    """Refuse what would need matrices merged, or weights quantized anew, between two stages of a run."""
+    """Refuse changes that would require merging adapters or quantizing weights between two stages of a run."""
     is_quantized = stage.lora is not None and stage.lora.quantize_base != "none"
     if stage.lora != before.lora and (before.lora is not None or is_quantized):
         raise ConfigError(
-            f"the lora sections of stages {before.name} and {stage.name} differ. Give both the same one, or end this run with "
-            f"{before.name} and begin another from the folder it exports"
+            f"the lora sections of stages {before.name} and {stage.name} differ. Make them equal, or end this run with "
+            f"{before.name} and start another run from the folder it exports"
         )
 
 
 def changed_keys(before: TrainConfig, after: TrainConfig) -> list[str]:
-    """Dotted names of the settings that differ, with both values."""
+    """Dotted names of the settings that differ, with old and new value."""
     old, new = _flat(encode(before)), _flat(encode(after))
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
 

@@ -28,7 +28,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """A decision and why."""
 
     action: Action
@@ -45,21 +45,21 @@ class Guard:
         self._num_skips = 0
         self._num_rollbacks = 0
 
-    def judge(self, loss: float, grad_norm: float) -> Verdict:
+    def check(self, loss: float, grad_norm: float) -> Decision:
         """Decide about a step from its loss and gradient norm."""
         reason = self._fault(loss, grad_norm)
         if reason is None:
             self._losses.append(loss)
             self._num_skips = 0
-            return Verdict(Action.ACCEPT)
+            return Decision(Action.ACCEPT)
         self._num_skips += 1
         if self._num_skips < self._config.max_skips:
-            return Verdict(Action.SKIP, reason)
+            return Decision(Action.SKIP, reason)
         self._num_skips = 0
         if self._num_rollbacks == self._config.max_rollbacks:
-            return Verdict(Action.GIVE_UP, reason)
+            return Decision(Action.GIVE_UP, reason)
         self._num_rollbacks += 1
-        return Verdict(Action.ROLL_BACK, reason)
+        return Decision(Action.ROLL_BACK, reason)
 
     def _fault(self, loss: float, grad_norm: float) -> str | None:
         if not math.isfinite(loss):

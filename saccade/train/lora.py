@@ -45,7 +45,7 @@ _ALIGNMENT = 128
 # ------------------------------------------------------------------ the frozen weight
 
 
-def held_weight(weight_ND: Tensor, quantization: Quantization, dtype: torch.dtype) -> dict[str, Tensor]:
+def stored_weight(weight_ND: Tensor, quantization: Quantization, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a layer keeps of its weight, by parameter name; computed where the weight lies, and without memory on `meta`.
 
     Quantized numbers stand in memory as tensors of `dtype`, the one that is computed in: FSDP gathers those bit for bit, where
@@ -62,8 +62,8 @@ def held_weight(weight_ND: Tensor, quantization: Quantization, dtype: torch.dtyp
     return {"weight_bits": bits.view(dtype), "weight_scale": scale}
 
 
-def whole_weight(held: Sequence[Tensor], quantization: Quantization, num_inputs: int) -> Tensor:
-    """[N, D]: the weight that `held_weight` kept, in the dtype it is computed in."""
+def compute_weight(held: Sequence[Tensor], quantization: Quantization, num_inputs: int) -> Tensor:
+    """[N, D]: the weight that `stored_weight` kept, in the dtype it is computed in."""
     if quantization == "none":
         return held[0]
     bits, scale = held
@@ -90,7 +90,7 @@ class _LoraFunction(torch.autograd.Function):
     ) -> Tensor:
         seen_TD = x_TD if dropped_TD is None else dropped_TD
         low_TR = seen_TD @ lora_A.T
-        y_TN = F.linear(x_TD, whole_weight(held, quantization, x_TD.shape[1]), bias_N)
+        y_TN = F.linear(x_TD, compute_weight(held, quantization, x_TD.shape[1]), bias_N)
         ctx.save_for_backward(seen_TD, low_TR, lora_A, lora_B, *held)
         ctx.scale, ctx.quantization, ctx.has_dropout = scale, quantization, dropped_TD is not None
         return y_TN.addmm_(low_TR, lora_B.T, alpha=scale)
@@ -104,7 +104,7 @@ class _LoraFunction(torch.autograd.Function):
         d_lora_B = (d_y_TN.T @ low_TR).mul_(ctx.scale)
         d_x_TD = d_dropped_TD = None
         if ctx.needs_input_grad[0]:
-            d_x_TD = d_y_TN @ whole_weight(held, ctx.quantization, seen_TD.shape[1])
+            d_x_TD = d_y_TN @ compute_weight(held, ctx.quantization, seen_TD.shape[1])
             if ctx.has_dropout:
                 d_dropped_TD = d_low_TR @ lora_A
             else:
@@ -121,7 +121,7 @@ class LoraLinear(nn.Module):
         self.out_features, self.in_features = linear.weight.shape
         self.rank, self.alpha, self.scale = config.rank, config.alpha, config.alpha / config.rank
         self.dropout, self.quantization, self._dtype = config.dropout, config.quantize_base, dtype
-        for name, tensor in self.held(linear.weight.detach()).items():
+        for name, tensor in self.stored_weight(linear.weight.detach()).items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.bias = linear.bias
         self.lora_A = nn.Parameter(linear.weight.new_empty(self.rank, self.in_features))
@@ -137,9 +137,9 @@ class LoraLinear(nn.Module):
         )
         return y_TN.view(*x.shape[:-1], self.out_features)
 
-    def held(self, weight_ND: Tensor) -> dict[str, Tensor]:
+    def stored_weight(self, weight_ND: Tensor) -> dict[str, Tensor]:
         """What is kept of a whole weight, by the name of the parameter that keeps it."""
-        return held_weight(weight_ND, self.quantization, self._dtype)
+        return stored_weight(weight_ND, self.quantization, self._dtype)
 
 
 # ------------------------------------------------------------------ into the model and out again
@@ -208,7 +208,7 @@ def quantized_sizes(model: nn.Module) -> dict[str, int]:
     }
 
 
-def first_matrices(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def initial_adapters(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(parameter, whole value it begins with) of every matrix; the same however the model is spread."""
     for name, layer in lora_layers(model).items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))

@@ -23,20 +23,20 @@ from saccade.model.vlm import VLM
 from saccade.train.activations import (
     NOTHING,
     Learning,
+    MicroBatchSize,
     Needs,
-    RowSize,
     decoder_layer,
     final_norm,
+    input_bytes,
     patch_embedding,
     projector,
-    row_itself,
     vision_block,
 )
 from saccade.train.config import LoraConfig, ParallelConfig, Recompute, Strategy
-from saccade.train.groups import OptimizerConfig
 from saccade.train.lora import add_lora, lora_parameters
 from saccade.train.optimizer import build_optimizer, freeze
 from saccade.train.parallelize import choose_strategy
+from saccade.train.parameter_groups import OptimizerConfig
 from saccade.world import World
 
 GIB = 2**30
@@ -49,7 +49,7 @@ FRAGMENTATION = 0.05
 STREAMED_BYTES = GIB
 """Of an offloaded optimizer: what is on its way in, and what on its way out."""
 SUM_BYTES = 4
-"""Of a gradient that several rows are added up in; see `learner.py`."""
+"""Of a gradient that several rows are added up in; see `train_state.py`."""
 
 STAYING = ("parameters", "masters", "moments")
 COMPONENTS = (
@@ -145,7 +145,7 @@ class Planner:
     """The model's sizes."""
     world_size: int = 1
     """Ranks that train together."""
-    rows_per_rank: int = 1
+    micro_batches_per_rank: int = 1
     """Rows of a step that a rank computes one after another."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Number format of activations and matrix products."""
@@ -156,12 +156,12 @@ class Planner:
     lora: LoraConfig | None = None
     """Low-rank matrices instead, where a stage trains them."""
 
-    def plan(self, row: RowSize, recompute: tuple[Recompute, Recompute] | None = None) -> MemoryPlan:
+    def plan(self, row: MicroBatchSize, recompute: tuple[Recompute, Recompute] | None = None) -> MemoryPlan:
         """The peak for a row of this size. `recompute`: of tower and decoder, in the place of what `parallel` says."""
         chosen = recompute or (self.parallel.recompute_vision, self.parallel.recompute_language)
         blocks = self._blocks(row, *chosen)
         moment, passing = max(self._moments(row, blocks), key=lambda item: sum(item[1].values()))
-        passing |= {"the row itself": row_itself(self.config, row), "gathered parameters": self._gathered(blocks)}
+        passing |= {"the row itself": input_bytes(self.config, row), "gathered parameters": self._gathered(blocks)}
         outside = CONTEXT_BYTES + (NCCL_BYTES if self.world_size > 1 else 0)
         allowance = outside + int(FRAGMENTATION * sum(passing.values()))
         parts = {**self._staying(), **passing, "context and fragmentation": allowance}
@@ -196,7 +196,7 @@ class Planner:
         """Bytes of a number that is computed with."""
         return DTYPES[self.dtype].itemsize
 
-    def _setting(self, row: RowSize, vision: Recompute, language: Recompute) -> str:
+    def _setting(self, row: MicroBatchSize, vision: Recompute, language: Recompute) -> str:
         ranks = f"{self.world_size} x {self.strategy}" if self.world_size > 1 else "1 rank"
         return (
             f"{ranks}, {self.optimizer.kind}, {self.dtype}, a row of {row.tokens} tokens and {row.patches} patches, "
@@ -221,7 +221,7 @@ class Planner:
         staying = {
             "parameters": list(named.values()),
             "masters": [x for name, x in optimizer.masters.items() if x is not named[name]],
-            "moments": [x for state in optimizer.state_dict()["state"].values() for x in state.values()],
+            "moments": [x for state in optimizer.state().values() for x in state.values()],
         }
         num_bytes = {part: sum(x.nbytes for x in tensors) // self._num_shards for part, tensors in staying.items()}
         return _Weights(num_bytes, _sizes(named), _learning(named, self.lora))
@@ -235,7 +235,7 @@ class Planner:
 
     # -------------------------------------------------------------- what comes and goes
 
-    def _blocks(self, row: RowSize, vision: Recompute, language: Recompute) -> list[_Block]:
+    def _blocks(self, row: MicroBatchSize, vision: Recompute, language: Recompute) -> list[_Block]:
         """The blocks in the order of forward."""
         config, element, learning = self.config, self._element, self._weights.learning
         needs = {"vision.patch_embed": patch_embedding(config, row, learning["vision.patch_embed"], element)}
@@ -250,7 +250,7 @@ class Planner:
         needs["language.norm"] = final_norm(config, row, learning["language.norm"], element)
         return [_Block(name, of_block, *self._weights.sizes[name]) for name, of_block in needs.items()]
 
-    def _moments(self, row: RowSize, blocks: list[_Block]) -> Iterator[tuple[str, dict[str, int]]]:
+    def _moments(self, row: MicroBatchSize, blocks: list[_Block]) -> Iterator[tuple[str, dict[str, int]]]:
         """What comes and goes, at each moment of a step: (when, bytes by part)."""
         element, is_tied = self._element, self.config.tied_head
         head = self._weights.sizes["language.embed_tokens" if is_tied else "head"][1]
@@ -262,7 +262,7 @@ class Planner:
             return when, activations | {"gradients": gradients, "loss": loss, "work space": working}
 
         states = 2 * self.config.language.hidden_size * element * row.tokens  # what the head reads, and its gradient
-        logits = min(CHUNK_BYTES, self.config.language.vocab_size * element * row.num_learned)
+        logits = min(CHUNK_BYTES, self.config.language.vocab_size * element * row.num_loss_tokens)
         yield now("the loss", loss=states + logits + head * element)
         gradients += head * element if is_tied else self._left_behind(head, is_root=True)
         for block in reversed(blocks):
@@ -284,7 +284,7 @@ class Planner:
     @property
     def _sums_rows(self) -> bool:
         """Whether gradients are fp32 sums, whatever the parameters are."""
-        return self.rows_per_rank > 1 and not self._is_sharded
+        return self.micro_batches_per_rank > 1 and not self._is_sharded
 
     @property
     def _earlier_gradients(self) -> int:
@@ -293,9 +293,9 @@ class Planner:
         if not self._is_sharded:
             buckets = trained * self._element if self.strategy == "ddp" else 0
             return buckets + (trained * SUM_BYTES if self._sums_rows else 0)
-        if self.rows_per_rank == 1:
+        if self.micro_batches_per_rank == 1:
             return 0
-        return self._settled(trained) if self.parallel.reduce_each_row else trained * self._reduce_element
+        return self._settled(trained) if self.parallel.reduce_each_micro_batch else trained * self._reduce_element
 
     def _left_behind(self, trained: int, *, is_root: bool) -> int:
         """Gradients that a block's backward adds to those there are. Those of fsdp's root are cut at the very end."""

@@ -1,6 +1,6 @@
 """What a step costs, how fast it went, and the one line that says so.
 
-Work is counted from shapes alone, on the host, before a row goes to the device (`row_work`); it adds up over rows and ranks.
+Work is counted from shapes alone, on the host, before a row goes to the device (`micro_batch_work`); it adds up over rows and ranks.
 Model FLOPs are those of the matrix products: decoder, head (learned tokens: others are dropped before it), tower and projector,
 and attention, 4 n^2 d with the causal half counted once, tower blocks over whole images or over windows. Training costs up to
 three times the forward pass: a part that is frozen needs no gradients of its weights, and none of its activations unless
@@ -10,7 +10,9 @@ MFU is those FLOPs over time and the device's peak: `mfu` with the tower and pro
 steps and gives one record per interval; the first steps of a process (compiling, memory, caches) stay out of its times.
 """
 
+import logging
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +21,10 @@ import torch
 
 from saccade.model.config import ModelConfig
 from saccade.processor.inputs import ModelInputs
+from saccade.train.trackers import Trackers
+from saccade.world import World
+
+logger = logging.getLogger(__name__)
 
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16, as published, by a part of the device's name; the first that fits counts."""
@@ -93,8 +99,8 @@ class Work(NamedTuple):
     """Conversations."""
     text_tokens: float = 0.0
     image_tokens: float = 0.0
-    learned_tokens: float = 0.0
-    tower_flops: float = 0.0
+    loss_tokens: float = 0.0
+    vision_flops: float = 0.0
     """Vision tower and projector, forward and backward."""
     decoder_flops: float = 0.0
     """Decoder and head, forward and backward."""
@@ -104,18 +110,18 @@ class Work(NamedTuple):
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def row_work(config: ModelConfig, inputs: ModelInputs, num_learned: int, trained: Iterable[str]) -> Work:
+def micro_batch_work(config: ModelConfig, inputs: ModelInputs, num_loss_tokens: int, trained: Iterable[str]) -> Work:
     """The work of one row that is still on the CPU, given the parts that learn."""
-    assert inputs.cu_seqlens.is_cpu, "row_work reads lengths: call it before the row goes to the device"
+    assert inputs.cu_seqlens.is_cpu, "micro_batch_work reads lengths: call it before the row goes to the device"
     lengths, grids = inputs.cu_seqlens.diff().tolist(), inputs.image_grids.tolist()
-    flops = training_flops(forward_flops(config, lengths, grids, num_learned), trained, tied_head=config.tied_head)
+    flops = training_flops(forward_flops(config, lengths, grids, num_loss_tokens), trained, tied_head=config.tied_head)
     num_image_tokens = inputs.image_token_index.shape[0]
     return Work(
         samples=inputs.num_conversations,
         text_tokens=inputs.num_tokens - num_image_tokens,
         image_tokens=num_image_tokens,
-        learned_tokens=num_learned,
-        tower_flops=flops.vision + flops.projector,
+        loss_tokens=num_loss_tokens,
+        vision_flops=flops.vision + flops.projector,
         decoder_flops=flops.language + flops.head,
     )
 
@@ -220,11 +226,62 @@ class Meter:
             seconds / len(self._timed) * 1e3,
             work.text_tokens / seconds,
             work.image_tokens / seconds,
-            None if available is None else (work.tower_flops + work.decoder_flops) / available,
+            None if available is None else (work.vision_flops + work.decoder_flops) / available,
             None if available is None else work.decoder_flops / available,
             sum(step.data_wait_s for step in self._timed) / seconds,
         )
         return dict(zip(names, values, strict=True))
+
+
+class MetricsLog:
+    """Metrics log of a stage: one line in the log and one record for the trackers per interval, and for the first step.
+
+    Every rank has one; only the main rank's output is seen.
+    """
+
+    def __init__(self, trackers: Trackers, stage: str, every: int, world: World) -> None:
+        self._trackers, self._stage, self._every, self._world = trackers, stage, every, world
+        self._meter: Meter | None = None
+        self._num_steps = 0
+        self._is_first = True
+        self._last_time = time.perf_counter()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether `start` was called."""
+        return self._meter is not None
+
+    def start(self, *, num_steps: int, tokens: int, samples: int) -> None:
+        """Before the first step: the last step of the stage, and what the run has seen so far."""
+        self._num_steps = num_steps
+        self._meter = Meter(
+            num_steps=num_steps,
+            world_size=self._world.size,
+            peak_flops=peak_flops(self._world.device),
+            tokens=tokens,
+            samples=samples,
+        )
+
+    def seconds_since_last(self) -> float:
+        """Time since the last call: the duration of a step."""
+        now = time.perf_counter()
+        seconds, self._last_time = now - self._last_time, now
+        return seconds
+
+    def add(self, step: Step, lrs: Mapping[str, float]) -> None:
+        """Count a step; write a record at the end of an interval and after the first step. `lrs`: learning rate by group."""
+        assert self._meter is not None, "start comes first"
+        self._meter.add(step)
+        if step.number % self._every == 0 or self._is_first:
+            record = self._meter.record(self._stage, lrs, device_memory_gib(self._world.device))
+            self._trackers.log(record)
+            logger.info(format_line(record, self._num_steps))
+        self._is_first = False
+
+    def add_validation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Record the scores of a validation."""
+        self._trackers.log({"step": step, "stage": self._stage, "validation": dict(scores)})
+        logger.info("step %d: validation %s", step, "  ".join(f"{name} {score:.4g}" for name, score in scores.items()))
 
 
 def _mean(values: Sequence[float]) -> float | None:

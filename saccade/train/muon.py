@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from saccade.kernels.adamw import Settings
-from saccade.train.shards import shard_of, whole_of
+from saccade.train.dtensor import dtensor_like, local_shard
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """a x + b x^3 + c x^5, five times over, brings any x from 0.01 to 1 close to 1: steep at zero, for most singular values are small."""
@@ -28,7 +28,7 @@ def muon_step(
     momentum.mul_(mu).add_(g)
     ahead = g.add_(momentum, alpha=mu).to(torch.bfloat16 if g.is_cuda else torch.float32)
     if isinstance(parameter, DTensor):
-        step = shard_of(orthogonalized(whole_of(parameter, ahead).full_tensor()), parameter)  # type: ignore[attr-defined]
+        step = local_shard(orthogonalized(dtensor_like(parameter, ahead).full_tensor()), parameter)  # type: ignore[attr-defined]
     else:
         step = orthogonalized(ahead)
     rate = settings.lr * 0.2 * math.sqrt(max(parameter.shape))

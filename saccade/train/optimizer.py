@@ -18,7 +18,7 @@ With `offload`, masters and state live in pinned host memory; a step streams the
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,11 +27,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from saccade.errors import CheckpointError, ConfigError
+from saccade.errors import ConfigError
 from saccade.kernels.adamw import Moment8bit, Settings, adamw, adamw8bit, zero_moment
-from saccade.train.groups import MUON_MATRICES, Group, OptimizerConfig, learning_rates, plan_groups
+from saccade.train.dtensor import dtensor_like, local_tensor
 from saccade.train.muon import muon_step
-from saccade.train.shards import local_of, shard_of, whole_of
+from saccade.train.parameter_groups import (
+    MUON_MATRICES,
+    OptimizerConfig,
+    ParameterGroup,
+    learning_rates,
+    parameter_groups,
+)
 
 SMALLEST_8BIT = 4096
 """Tensors of fewer elements keep fp32 moments: they are norms and biases, and 8 bits would save nothing."""
@@ -56,14 +62,14 @@ def freeze(named_parameters: NamedParameters, config: OptimizerConfig) -> None:
 def build_optimizer(named_parameters: NamedParameters, config: OptimizerConfig) -> "Optimizer":
     """Masters and fresh state for every parameter that requires gradients."""
     parameters = dict(named_parameters)
-    groups = plan_groups({name: parameter.ndim for name, parameter in parameters.items()}, config)
+    groups = parameter_groups({name: parameter.ndim for name, parameter in parameters.items()}, config)
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     unplanned = trained.keys() - {name for group in groups for name in group.parameter_names}
     assert not unplanned, f"call freeze first: {sorted(unplanned)[:3]} have a learning rate of 0 but require gradients"
     return Optimizer(trained, [kept for group in groups if (kept := _only(group, trained)).parameter_names], config)
 
 
-def _only(group: Group, names: Mapping[str, Tensor]) -> Group:
+def _only(group: ParameterGroup, names: Mapping[str, Tensor]) -> ParameterGroup:
     """The group without parameters that are frozen for other reasons."""
     decayed, undecayed = (tuple(name for name in part if name in names) for part in (group.decayed, group.undecayed))
     return group._replace(decayed=decayed, undecayed=undecayed)
@@ -84,7 +90,9 @@ class _Slot:
 class Optimizer:
     """The trained parameters of a model, their masters and state."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], groups: Sequence[Group], config: OptimizerConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], groups: Sequence[ParameterGroup], config: OptimizerConfig
+    ) -> None:
         self.groups = list(groups)
         self.num_steps = 0
         """Steps taken in all. Corrections of bias go by each parameter's own count, which is part of its state."""
@@ -94,9 +102,9 @@ class Optimizer:
     @property
     def masters(self) -> dict[str, Tensor]:
         """The fp32 weights by name, sharded as the parameters are. They are the originals: what is loaded into them counts."""
-        self._settle()
+        self._synchronize_offload()
         return {
-            name: whole_of(slot.parameter, slot.held["master"]) if "master" in slot.held else slot.parameter
+            name: dtensor_like(slot.parameter, slot.held["master"]) if "master" in slot.held else slot.parameter
             for name, slot in self._slots.items()
         }
 
@@ -119,42 +127,26 @@ class Optimizer:
         for slot in self._slots.values():
             slot.parameter.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """`step`, and under `state` what is kept for every parameter by name: the originals, sharded as the parameters are.
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Optimizer state of every parameter by name: the original tensors, sharded like the parameters.
 
-        Masters are not in it; a checkpoint keeps them as the weights themselves.
+        Masters are not included; a checkpoint stores them as the weights.
         """
-        self._settle()
-        state = {
-            name: {key: whole_of(slot.parameter, x) for key, x in slot.held.items() if key != "master"}
+        self._synchronize_offload()
+        return {
+            name: {key: dtensor_like(slot.parameter, x) for key, x in slot.held.items() if key != "master"}
             | {"step": slot.age}
             for name, slot in self._slots.items()
         }
-        return {"step": torch.tensor(self.num_steps), "state": state}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, partial: bool = False) -> None:
-        """Take over what `state_dict` gave: whole tensors, or DTensors sharded as the parameters are.
-
-        `partial`: parameters that one side does not know are passed over; those of ours keep the state they have.
-        """
-        mine, other = self.state_dict()["state"], state_dict["state"]
-        if not partial:
-            _check_same_parameters(mine.keys(), other.keys())
-        for name in (name for name in mine if name in other):
-            _check_same_kind(name, mine[name], other[name])
-            for key, target in mine[name].items():
-                _copy(other[name][key], target)
-        self.num_steps = int(state_dict["step"])
 
     @torch.no_grad()
     def write_parameters(self) -> None:
         """Masters into the parameters of lower precision: after a checkpoint was loaded into the masters."""
         for slot in self._slots.values():
             if "master" in slot.held:
-                local_of(slot.parameter).copy_(slot.held["master"], non_blocking=True)
+                local_tensor(slot.parameter).copy_(slot.held["master"], non_blocking=True)
 
-    def _settle(self) -> None:
+    def _synchronize_offload(self) -> None:
         """Offloaded state is copied back behind the host's back: wait for it before the host looks."""
         if self._config.offload and torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -169,7 +161,7 @@ class Optimizer:
 
     def _update(self, slots: list[_Slot], settings: Settings) -> None:
         """One call over slots that are alike."""
-        parameters = [local_of(slot.parameter) for slot in slots]
+        parameters = [local_tensor(slot.parameter) for slot in slots]
         gradients = [_gradient(slot.parameter) for slot in slots]
         held = [_fetched(slot.held, parameters[0].device) if self._config.offload else slot.held for slot in slots]
         masters = [tensors.get("master", x) for tensors, x in zip(held, parameters, strict=True)]
@@ -194,7 +186,7 @@ class Optimizer:
 
 def _open_slot(name: str, parameter: Tensor, config: OptimizerConfig) -> _Slot:
     """Fresh state of zero, and the master."""
-    local, method = local_of(parameter.detach()), _method(name, parameter, config)
+    local, method = local_tensor(parameter.detach()), _method(name, parameter, config)
     held = {} if local.dtype == torch.float32 else {"master": local.float()}
     if method == "adamw8bit":
         first, second = (zero_moment(local, dtype) for dtype in (torch.int8, torch.uint8))
@@ -245,8 +237,8 @@ def _put_back(fetched: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None
 
 def _gradient(parameter: Tensor) -> Tensor:
     """This rank's shard of the gradient; zero where there is none."""
-    local = local_of(parameter)
-    return torch.zeros_like(local) if parameter.grad is None else local_of(parameter.grad).contiguous()
+    local = local_tensor(parameter)
+    return torch.zeros_like(local) if parameter.grad is None else local_tensor(parameter.grad).contiguous()
 
 
 def total_norm(parameters: Iterable[Tensor]) -> Tensor:
@@ -262,7 +254,7 @@ def total_norm(parameters: Iterable[Tensor]) -> Tensor:
             axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
             key = (gradient.device_mesh, axes)
         if gradient is not None:
-            shards.setdefault(key, []).append(local_of(gradient.detach()))
+            shards.setdefault(key, []).append(local_tensor(gradient.detach()))
     squares = []
     for key, gradients in shards.items():
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
@@ -273,28 +265,3 @@ def total_norm(parameters: Iterable[Tensor]) -> Tensor:
             dist.all_reduce(square, group=key[0].get_group(axis))
         squares.append(square)
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    """Into `target` in place: from a tensor sharded alike, or from a whole one."""
-    if isinstance(target, DTensor) and not isinstance(source, DTensor):
-        source = shard_of(source.to(target.device), target)
-    if local_of(source).data_ptr() != local_of(target).data_ptr():
-        local_of(target).copy_(local_of(source))
-
-
-def _check_same_parameters(mine: Set[str], other: Set[str]) -> None:
-    missing, unknown = sorted(mine - other), sorted(other - mine)
-    if missing or unknown:
-        raise CheckpointError(
-            f"optimizer state: {len(missing)} trained parameters are not in it ({', '.join(missing[:3]) or '-'}), {len(unknown)} of "
-            f"its parameters are not trained ({', '.join(unknown[:3]) or '-'}). Resume with the learning rates it was saved with"
-        )
-
-
-def _check_same_kind(name: str, mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    if mine.keys() != other.keys():
-        raise CheckpointError(
-            f"optimizer state of {name} holds {', '.join(other)}; {', '.join(mine)} are needed. "
-            "Resume with the optimizer.kind it was saved with"
-        )

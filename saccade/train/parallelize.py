@@ -18,7 +18,7 @@ outside both.
                copies
 
 With `reshard_after_forward = false` FSDP keeps the gathered parameters from forward to backward: half the gathering for the memory
-of one whole bf16 copy. That is ZeRO-2: gradients and optimizer sharded, parameters whole while they are used. With `reduce_each_row
+of one whole bf16 copy. That is ZeRO-2: gradients and optimizer sharded, parameters whole while they are used. With `reduce_each_micro_batch
 = false` as well, gradients too stay whole until the step's last row: ZeRO-1. Both pay when a step has several rows.
 
 Units. Each decoder layer and each vision block is gathered and freed by itself, the next while the one before computes. The tower
@@ -26,7 +26,7 @@ Units. Each decoder layer and each vision block is gathered and freed by itself,
 
 Numbers. FSDP holds parameters in fp32 and gathers them in the compute dtype; gradients are averaged in `reduce_dtype`. Without
 sharding, parameters are in the compute dtype and the optimizer holds the fp32 masters: no casts on the way, the fastest on one GPU.
-Several rows of a step are added up in fp32 either way; see `learner.py`.
+Several rows of a step are added up in fp32 either way; see `train_state.py`.
 """
 
 import functools
@@ -56,19 +56,19 @@ from saccade.device import DTYPES
 from saccade.errors import ConfigError
 from saccade.model.vlm import VLM
 from saccade.train.config import ParallelConfig, Recompute, StageConfig, Strategy
-from saccade.train.fill import empty_model, fill
-from saccade.train.groups import PARTS, OptimizerConfig, part_of
 from saccade.train.lora import add_lora, lora_layers, lora_parameters, quantized_sizes
-from saccade.train.loss import TrainedModel
+from saccade.train.loss import ModelWithLoss
 from saccade.train.optimizer import freeze
+from saccade.train.parameter_groups import PARTS, OptimizerConfig, part_of
+from saccade.train.weights import load_weights, meta_model
 from saccade.world import World
 
 
 @dataclass(frozen=True)
-class Parallelized:
-    """A model ready to be trained."""
+class ParallelModel:
+    """A model ready to be module."""
 
-    trained: TrainedModel
+    module: ModelWithLoss
     """The model with its loss."""
     wrapped: nn.Module
     """What is called: `trained` itself, or DDP around it."""
@@ -80,17 +80,17 @@ class Parallelized:
     @property
     def model(self) -> VLM:
         """The model inside."""
-        return self.trained.model
+        return self.module.model
 
-    def sync_gradients(self, *, is_last_row: bool, each_row: bool) -> None:
+    def sync_gradients(self, *, is_last_micro_batch: bool, each_micro_batch: bool) -> None:
         """Say whether the coming backward pass averages gradients over the ranks."""
         if isinstance(self.wrapped, DistributedDataParallel):
-            self.wrapped.require_backward_grad_sync = is_last_row
+            self.wrapped.require_backward_grad_sync = is_last_micro_batch
         elif isinstance(self.wrapped, FSDPModule):
-            self.wrapped.set_requires_gradient_sync(is_last_row or each_row)
-            self.wrapped.set_is_last_backward(is_last_row)
+            self.wrapped.set_requires_gradient_sync(is_last_micro_batch or each_micro_batch)
+            self.wrapped.set_is_last_backward(is_last_micro_batch)
 
-    def forget_gradients(self) -> None:
+    def reset_compression(self) -> None:
         """Forget what compression keeps of earlier gradients, for they may not be numbers."""
         if self.compression is not None:
             for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
@@ -99,34 +99,40 @@ class Parallelized:
 
 def parallelize(
     folder: Path, stage: StageConfig, config: ParallelConfig, world: World, *, dtype: str = "bf16", seed: int = 0
-) -> Parallelized:
-    """The model of a checkpoint folder, ready for a stage, with the folder's weights. `seed`: for what LoRA's matrices begin with."""
+) -> ParallelModel:
+    """Build the model of a checkpoint folder for a stage and load its weights. `seed`: initialization of LoRA adapters."""
     strategy = choose_strategy(config, world)
     is_sharded = strategy in ("fsdp", "hsdp")
-    model = empty_model(folder, torch.float32 if is_sharded else DTYPES[dtype])
-    trained = TrainedModel(model)
-
-    if stage.lora is not None:
-        add_lora(model, stage.lora, DTYPES[dtype])
-    _freeze(model, stage.optimizer)
-    trained.always_sees = is_sharded or _learns(model.vision) or _learns(model.projector)
+    model = build_model(folder, stage, strategy, dtype)
+    module = ModelWithLoss(model)
+    module.encode_dummy_image = is_sharded or _is_trained(model.vision) or _is_trained(model.projector)
     if config.compile:
         _compile(model)
     has_dropout = stage.lora is not None and stage.lora.dropout > 0.0
     recompute(model.vision.blocks, config.recompute_vision, is_random=has_dropout)
     recompute(model.language.layers, config.recompute_language, is_random=has_dropout)
     if is_sharded:
-        _shard(trained, _mesh(config, strategy, world), config, DTYPES[dtype])
-    _take_memory(trained, "cpu" if is_sharded and config.offload else world.device)
-    fill(model, folder, seed=seed)
-    return _data_parallel(trained, config, world) if strategy == "ddp" else Parallelized(trained, trained, strategy)
+        _shard(module, _mesh(config, strategy, world), config, DTYPES[dtype])
+    _allocate(module, "cpu" if is_sharded and config.offload else world.device)
+    load_weights(model, folder, seed=seed)
+    return _data_parallel(module, config, world) if strategy == "ddp" else ParallelModel(module, module, strategy)
 
 
-def _take_memory(trained: TrainedModel, device: torch.device | str) -> None:
+def build_model(folder: Path, stage: StageConfig, strategy: Strategy, dtype: str) -> VLM:
+    """The model of a stage on the meta device: LoRA adapters added, parameters with a learning rate of 0 frozen."""
+    is_sharded = strategy in ("fsdp", "hsdp")
+    model = meta_model(folder, torch.float32 if is_sharded else DTYPES[dtype])
+    if stage.lora is not None:
+        add_lora(model, stage.lora, DTYPES[dtype])
+    _freeze(model, stage.optimizer)
+    return model
+
+
+def _allocate(module: ModelWithLoss, device: torch.device | str) -> None:
     """Give every parameter memory; one that two modules share must still be one."""
-    trained.to_empty(device=device)
-    if trained.model.config.tied_head:
-        trained.model.head.weight = trained.model.language.embed_tokens.weight
+    module.to_empty(device=device)
+    if module.model.config.tied_head:
+        module.model.head.weight = module.model.language.embed_tokens.weight
 
 
 def choose_strategy(config: ParallelConfig, world: World) -> Strategy:
@@ -159,13 +165,11 @@ def _freeze(model: VLM, optimizer: OptimizerConfig) -> None:
             raise ConfigError(f"{error}. In a stage with lora only the matrices learn") from error
     else:
         freeze(model.named_parameters(), optimizer)
-    if not _learns(model):
-        raise ConfigError(
-            "every learning rate is 0: nothing would be trained. Set optimizer.lr or one of optimizer.lrs"
-        )
+    if not _is_trained(model):
+        raise ConfigError("every learning rate is 0: nothing would be module. Set optimizer.lr or one of optimizer.lrs")
 
 
-def _learns(module: nn.Module) -> bool:
+def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -231,7 +235,7 @@ def _mesh(config: ParallelConfig, strategy: Strategy, world: World) -> DeviceMes
     return init_device_mesh(kind, (world.size // shard_size, shard_size), mesh_dim_names=("copy", "shard"))
 
 
-def _shard(trained: TrainedModel, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dtype) -> None:
+def _shard(module: ModelWithLoss, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dtype) -> None:
     """FSDP2: every block a unit, then the tower, then the root with everything else."""
     # Inputs are not cast: blocks are given bf16 activations and fp32 rotation tables, and must keep both.
     precision = MixedPrecisionPolicy(
@@ -239,13 +243,13 @@ def _shard(trained: TrainedModel, mesh: DeviceMesh, config: ParallelConfig, dtyp
     )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
-    model = trained.model
+    model = module.model
     blocks = [*model.vision.blocks, *model.language.layers]
     for block in blocks:
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model.vision, reshard_after_forward=config.reshard_after_forward, **options)
-    fully_shard(trained, **options)
-    register_fsdp_forward_method(trained, "score")
+    fully_shard(module, **options)
+    register_fsdp_forward_method(module, "score")
     _prefetch(blocks)
 
 
@@ -256,18 +260,18 @@ def _prefetch(blocks: Sequence[Any]) -> None:
         after.set_modules_to_backward_prefetch([block])
 
 
-def _data_parallel(trained: TrainedModel, config: ParallelConfig, world: World) -> Parallelized:
+def _data_parallel(module: ModelWithLoss, config: ParallelConfig, world: World) -> ParallelModel:
     """DDP, with gradients rounded to bf16 or cut to low rank on the wire where asked for."""
     if config.compress_gradients != "none" and world.device.type != "cuda":
         raise ConfigError(f"compress_gradients = {config.compress_gradients!r} needs GPUs and NCCL. Remove it")
     world.open_local_group()
-    wrapped = DistributedDataParallel(trained, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
     if config.compress_gradients == "bf16":
         wrapped.register_comm_hook(None, bf16_compress_hook)
     if config.compress_gradients != "powersgd":
-        return Parallelized(trained, wrapped, "ddp")
+        return ParallelModel(module, wrapped, "ddp")
     state = PowerSGDState(
-        None, matrix_approximation_rank=config.powersgd_rank, start_powerSGD_iter=config.powersgd_start
+        None, matrix_approximation_rank=config.powersgd_rank, start_powerSGD_iter=config.powersgd_start_step
     )
     wrapped.register_comm_hook(state, powerSGD_hook)
-    return Parallelized(trained, wrapped, "ddp", state)
+    return ParallelModel(module, wrapped, "ddp", state)

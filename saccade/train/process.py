@@ -1,31 +1,40 @@
-"""What the process does around the training loop: it holds the run folder, hears signals, and collects garbage when the loop says so."""
+"""Process-level services around the training loop: run-folder lock, stop signals, manual garbage collection, watchdog."""
 
 import contextlib
+import faulthandler
 import fcntl
 import gc
+import json
 import logging
+import math
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import TextIO
+from types import FrameType, TracebackType
+from typing import Self, TextIO
+
+import torch
 
 from saccade.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+EXIT_STATUS = 75
+"""Exit status of a hung process: `EX_TEMPFAIL`, try again."""
+
 
 def lock_folder(run: Path) -> TextIO:
-    """Make the run folder and hold it until the file is closed or this process ends, however it ends."""
+    """Create the run folder and lock it until the file is closed or this process ends."""
     try:
         run.mkdir(parents=True, exist_ok=True)
         file = (run / ".lock").open("a+", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{run} cannot be the run folder: {error.strerror}. Choose one that can be written: --set run=NAME"
+            f"{run} cannot be the run folder: {error.strerror}. Choose a writable one: --set run=NAME"
         ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,43 +46,41 @@ def lock_folder(run: Path) -> TextIO:
         with file:
             owner = file.read()
         raise ConfigError(
-            f"{run} is in use by another process ({owner}). Wait for it, or give this run another folder: --set run=NAME"
+            f"{run} is in use by another process ({owner}). Wait for it, or use another run folder: --set run=NAME"
         ) from error
     except OSError as error:
-        logger.warning("%s cannot be locked (%s): see to it that no other run uses this folder", run, error.strerror)
+        logger.warning("%s cannot be locked (%s): make sure that no other run uses this folder", run, error.strerror)
     return file
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[threading.Event]:
-    """An event that is set by SIGTERM or SIGINT. A second signal does what it does without us."""
-    asked = threading.Event()
+def catch_stop_signals() -> Iterator[threading.Event]:
+    """An event that is set by the first SIGTERM or SIGINT. A second signal has its default effect."""
+    requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield requested
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.set()
-        for one, handler in before.items():
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        requested.set()
+        for one, handler in previous.items():
             signal.signal(one, handler)
-        logger.info(
-            "%s: what is under way is finished and saved, then the run ends; a second signal ends it at once",
-            signal.Signals(number).name,
-        )
+        again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
+        logger.info("%s: finishing this step and saving; %s to quit now", signal.Signals(number).name, again)
 
-    for number in before:
-        signal.signal(number, ask)
+    for number in previous:
+        signal.signal(number, request_stop)
     try:
-        yield asked
+        yield requested
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def garbage_by_hand() -> Iterator[None]:
-    """No automatic garbage collection: it would pause ranks at different times, and every rank waits for the slowest."""
+def manual_gc() -> Iterator[None]:
+    """Disable automatic garbage collection: it would pause ranks at different times, and every rank waits for the slowest."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -82,3 +89,89 @@ def garbage_by_hand() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def _exit_process() -> None:
+    logging.shutdown()
+    os._exit(EXIT_STATUS)
+
+
+class Watchdog:
+    """Ends a process that makes no progress, after dumping where it hangs.
+
+    A dead peer, an unresponsive file system and a deadlock look alike: nothing happens. After `timeout_s` without `feed`, a thread
+    writes the Python stacks of all threads, and NCCL's flight record if there is one, into the run folder and exits the process;
+    `torchrun --max-restarts` then restarts the run from its last saved state.
+    """
+
+    def __init__(
+        self, folder: Path, timeout_s: float, *, rank: int = 0, on_hang: Callable[[], None] = _exit_process
+    ) -> None:
+        self._folder, self._timeout_s, self._rank, self._on_hang = folder, timeout_s, rank, on_hang
+        self._fed_at = time.monotonic()
+        self._is_paused = False
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="saccade watchdog", daemon=True)
+
+    def feed(self) -> None:
+        """Report progress."""
+        self._fed_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For work of unknown duration between two steps: validation, a save, an export."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self.feed()
+            self._is_paused = False
+
+    def __enter__(self) -> Self:
+        self.feed()
+        if math.isfinite(self._timeout_s):
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_done.wait(min(1.0, self._timeout_s / 4)):
+            if not self._is_paused and time.monotonic() - self._fed_at > self._timeout_s:
+                file = dump_stacks(self._folder, self._rank)
+                logger.error(
+                    "no step for %.0f s: exiting so that torchrun can restart. Stacks: %s", self._timeout_s, file
+                )
+                self._on_hang()
+                return
+
+
+def dump_stacks(folder: Path, rank: int) -> Path:
+    """Write the stacks of all threads and NCCL's flight record; returns the file of the stacks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"stacks-rank{rank}.txt"
+    with file.open("w") as out:
+        faulthandler.dump_traceback(out, all_threads=True)
+    record = _flight_record()
+    if record is not None:
+        (folder / f"collectives-rank{rank}.json").write_text(record, encoding="utf-8")
+    return file
+
+
+def _flight_record() -> str | None:
+    """The last collectives of this rank as JSON, if this torch records them."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    c10d = torch._C._distributed_c10d
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # with NCCL, and without
+    dump = next((getattr(c10d, name) for name in names if hasattr(c10d, name)), None)
+    try:
+        return None if dump is None else json.dumps(json.loads(dump()), indent=1)
+    except (RuntimeError, ValueError) as error:
+        logger.warning("the flight record of collectives could not be read: %s", error)
+        return None

@@ -52,8 +52,8 @@ class Chart(NamedTuple):
 CHARTS = (
     Chart("Loss", r"loss"),
     Chart("Loss by source", r"source_loss/.*"),
-    Chart("Loss on held-out samples", r"probe/val_loss"),
-    Chart("Held-out tokens and answers that are right", r"probe/(val_accuracy|answers_right)", _percent),
+    Chart("Loss on held-out samples", r"validation/loss"),
+    Chart("Held-out tokens and answers that are right", r"validation/(accuracy|exact_match)", _percent),
     Chart("Gradient norm", r"grad_norm"),
     Chart("Learning rate", r"lr/.*"),
     Chart("Tokens per second", r"(text|image)_tokens_per_s"),
@@ -139,12 +139,12 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
             sample["step"],
             _image(sample.get("image")),
             sample.get("prompt"),
-            sample.get("answer"),
+            sample.get("output"),
             sample.get("reference"),
         )
         for sample in samples[-MAX_ROWS:]
     ]
-    return _table("Sample generations", ("step", "image", "prompt", "answer", "reference"), rows)
+    return _table("Sample generations", ("step", "image", "prompt", "output", "reference"), rows)
 
 
 def _skipped(steps: Sequence[Mapping[str, Any]]) -> str:
@@ -155,7 +155,7 @@ def _skipped(steps: Sequence[Mapping[str, Any]]) -> str:
             step.get("action"),
             step.get("loss"),
             step.get("grad_norm"),
-            ", ".join(str(name) for row in step.get("rows", []) for name in row.get("samples", [])[:4])[:400],
+            ", ".join(str(name) for row in step.get("micro_batches", []) for name in row.get("samples", [])[:4])[:400],
         )
         for step in steps[-MAX_ROWS:]
     ]

@@ -43,7 +43,7 @@ class ScheduleConfig:
         """Refuse a run too short for its own warm-up and decay."""
         if num_steps < 1:
             raise ConfigError(f"a run of {num_steps} steps has no learning rate. Give 1 or more")
-        decay = self._decay_steps(num_steps) if self.kind == "wsd" else 0
+        decay = math.ceil(self._decay_length(num_steps)) if self.kind == "wsd" else 0
         if self.warmup_steps + decay > num_steps:
             falling = f" and {decay} of decay" if decay else ""
             raise ConfigError(
@@ -51,15 +51,25 @@ class ScheduleConfig:
             )
 
     def factor(self, step: int, num_steps: int) -> float:
-        """Factor on the peak rate for step `step`, counted from 0, of `num_steps`."""
+        """Factor of step `step`, counted from 0, of `num_steps`."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
+        return self._after_warmup(step, self.warmup_steps, num_steps)
+
+    def factor_by_samples(self, step: int, samples: int, warmup_samples: int, num_samples: int) -> float:
+        """The same curve for a length in samples: `samples` seen so far, `warmup_samples` of them during warm-up."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return self._after_warmup(samples, warmup_samples, num_samples)
+
+    def _after_warmup(self, done: int, warmup: int, total: int) -> float:
+        """All three in steps, or all three in samples."""
         if self.kind == "constant":
             return 1.0
-        start = num_steps - self._decay_steps(num_steps) if self.kind == "wsd" else self.warmup_steps
-        progress = min(1.0, max(0.0, (step - start) / max(1, num_steps - start)))
-        fallen = (1.0 - math.cos(math.pi * progress)) / 2.0 if self.kind == "cosine" else progress
-        return 1.0 - fallen * (1.0 - self.final_factor)
+        start = total - self._decay_length(total) if self.kind == "wsd" else warmup
+        progress = min(1.0, max(0.0, (done - start) / max(1, total - start)))
+        decayed = (1.0 - math.cos(math.pi * progress)) / 2.0 if self.kind == "cosine" else progress
+        return 1.0 - decayed * (1.0 - self.final_factor)
 
-    def _decay_steps(self, num_steps: int) -> int:
-        return self.decay_steps if self.decay_steps is not None else max(1, num_steps // 10)
+    def _decay_length(self, total: int) -> float:
+        return self.decay_steps if self.decay_steps is not None else max(1, total / 10)

@@ -1,8 +1,8 @@
-"""The loop of a stage: batch -> rows -> loss -> backward -> clip -> step -> log -> save -> probe.
+"""The training loop of a stage: batch -> micro-batches -> backward -> clip -> optimizer step -> log -> save -> validate.
 
-The host runs ahead of the GPU. It enqueues the forward and backward passes of all rows, fetches the next batch while they compute,
-and then waits once, for the numbers of the step: loss, gradient norm, and whether some rank was asked to stop. They are summed over
-the ranks, so all ranks see the same numbers and decide alike.
+The host runs ahead of the GPU. It enqueues forward and backward of all micro-batches, fetches the next batch while they compute, and
+then synchronizes once, for the metrics of the step: loss, gradient norm, stop requests. These are summed over the ranks, so
+every rank sees the same values and makes the same decisions.
 """
 
 from __future__ import annotations
@@ -17,30 +17,28 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from saccade.device import DTYPES, to_device
 from saccade.errors import CheckpointError, DataError
+from saccade.train.batches import BatchIterator, StepBatch
 from saccade.train.checkpoint import Saver, newest_state
 from saccade.train.config import StageConfig, TrainConfig
-from saccade.train.export import export
-from saccade.train.feed import Feed, StepRows
-from saccade.train.guard import Action, Guard, Verdict
-from saccade.train.journal import Journal
-from saccade.train.learner import Learner
-from saccade.train.loss import TrainedModel
-from saccade.train.metrics import Step
-from saccade.train.process import garbage_by_hand
-from saccade.train.progress import LEARNED_TOKENS, Progress, StepNumbers, brought_by
-from saccade.train.trace import Tracer
-from saccade.train.watchdog import Watchdog
+from saccade.train.guard import Action, Decision, Guard
+from saccade.train.loss import ModelWithLoss
+from saccade.train.metrics import MetricsLog, Step
+from saccade.train.process import Watchdog, manual_gc
+from saccade.train.profiling import StepProfiler
+from saccade.train.train_state import LOSS_TOKENS, Progress, StepMetrics, TrainState, local_step_counters
+from saccade.train.weights import export_checkpoint
 from saccade.world import World
 
 logger = logging.getLogger(__name__)
 
-Probe = Callable[[TrainedModel, int], Mapping[str, float]]
-"""Evaluation while training: called on every rank with the model and the step, gives named scores."""
+Validate = Callable[[ModelWithLoss, int], Mapping[str, float] | None]
+"""Validation while training: called on every rank with the model and the step; returns named scores, None if it was interrupted."""
 
 
 class Ending(Enum):
@@ -48,11 +46,11 @@ class Ending(Enum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
-    """By a signal; the state is saved, and the same command goes on from it."""
+    """By a signal; the state is saved, and the same command resumes."""
 
 
 class Trainer:
-    """One stage of a run, from where `progress` says to its end."""
+    """Runs one stage, from `progress` to its end."""
 
     def __init__(
         self,
@@ -60,197 +58,217 @@ class Trainer:
         config: TrainConfig,
         stage: StageConfig,
         progress: Progress,
-        learner: Learner,
-        feed: Feed,
+        state: TrainState,
+        batches: BatchIterator,
         guard: Guard,
         saver: Saver,
         world: World,
-        journal: Journal,
-        asked_to_stop: threading.Event,
+        metrics_log: MetricsLog,
+        stop_requested: threading.Event,
         num_samples: int | None = None,
-        probe: Probe | None = None,
+        validate: Validate | None = None,
     ) -> None:
-        """`asked_to_stop`: set from outside, on any rank. `num_samples`: of the stage, where its length is given in epochs."""
+        """`stop_requested`: set from outside, on any rank. `num_samples`: samples of a stage whose length is in epochs."""
         self._config, self._stage, self._progress = config, stage, progress
-        self._learner, self._feed, self._guard, self._saver, self._world = learner, feed, guard, saver, world
-        self._journal, self._num_samples, self._probe = journal, num_samples, probe
-        self._asked_to_stop = asked_to_stop
+        self._state, self._batches, self._guard, self._saver, self._world = state, batches, guard, saver, world
+        self._metrics_log, self._num_samples, self._validate = metrics_log, num_samples, validate
+        self._stop_requested = stop_requested
         self._watchdog = Watchdog(config.run / "hang", config.guard.hang_timeout_s, rank=world.rank)
-        self._tracer = Tracer(config.log, config.run / "trace", world)
-        self._waited_s = 0.0
+        self._profiler = StepProfiler(config.log, config.run / "trace", world)
+        self._data_wait_s = 0.0
+        self._first_stage_step = progress.stage_step
         self._lr_factor = 0.0
         self._has_checked_gradients = False
 
     def run(self) -> Ending:
-        """Train until the stage is over, or someone asks to stop."""
-        with garbage_by_hand():
-            with self._watchdog, self._tracer:
-                ending = self._make_steps()
+        """Train until the stage is done or a stop is requested."""
+        with manual_gc():
+            with self._watchdog, self._profiler:
+                ending = self._train()
             if ending is Ending.FINISHED:
                 self._finish()
             else:
                 self._stop()
         return ending
 
-    def _make_steps(self) -> Ending:
-        rows = self._next_rows(self._progress.stage_step)
-        while rows is not None:
-            self._tracer.step_begins(self._progress.step + 1)
-            losses, results = self._accumulate(rows, must_stop=self._asked_to_stop.is_set())
-            upcoming = self._next_rows(self._progress.stage_step + 1)
-            numbers = StepNumbers.read(results.tolist(), self._feed.source_names)  # the one wait for the GPU
-            verdict = self._guard.judge(numbers.loss, numbers.grad_norm)
-            if verdict.action is Action.ACCEPT:
-                self._update(numbers)
+    def _train(self) -> Ending:
+        batch = self._next_batch(self._progress.stage_step)
+        while batch is not None:
+            self._profiler.start_step(self._progress.step + 1)
+            losses, vector = self._accumulate(batch)
+            if vector is None:
+                return Ending.STOPPED
+            upcoming = self._next_batch(self._progress.stage_step + 1)
+            metrics = StepMetrics.read(vector.tolist(), self._batches.source_names)  # the one host sync of a step
+            decision = self._guard.check(metrics.loss, metrics.grad_norm)
+            if decision.action is Action.ACCEPT:
+                self._optimizer_step(metrics)
             else:
-                self._reject(verdict, numbers, rows, losses)
-            self._begin_journal(numbers)
-            self._progress.advance(numbers.work, rows.state)
-            self._log(numbers, verdict)
-            self._tracer.step_ended(self._progress.step)
+                self._reject(decision, metrics, batch, losses)
+            self._start_metrics_log(metrics)
+            is_warmup = self._progress.stage_step < self._stage.schedule.warmup_steps
+            self._progress.advance(metrics.work, batch.state, is_warmup=is_warmup)
+            self._log(metrics, decision)
+            self._profiler.end_step(self._progress.step)
             if upcoming is None:
                 break
-            if numbers.must_stop:
+            if metrics.must_stop:
                 return Ending.STOPPED
             with self._watchdog.paused():
-                self._save_and_export(numbers)
-                self._evaluate()
+                self._save_and_export(metrics)
+                if not self._run_validation():
+                    return Ending.STOPPED
             self._collect_garbage()
             self._watchdog.feed()
-            rows = upcoming
+            batch = upcoming
         return Ending.FINISHED
 
     # -------------------------------------------------------------- one step
 
-    def _next_rows(self, stage_step: int) -> StepRows | None:
-        """The rows of a step, on their way to the device; None when the stage is over."""
+    def _next_batch(self, stage_step: int) -> StepBatch | None:
+        """The micro-batches of a step, with the first copy to the device started; None at the end of the stage."""
         if self._stage.known_steps is not None and stage_step >= self._stage.known_steps:
             return None
         step = self._progress.step - self._progress.stage_step + stage_step + 1
-        rows = self._feed.next(with_sources=step % self._config.log.every == 0)
-        self._waited_s = 0.0 if self._is_computing() else self._feed.waited_s
-        return rows
+        is_logged = step % self._config.log.every == 0 or stage_step == self._first_stage_step
+        batch = self._batches.next(with_sources=is_logged)
+        self._data_wait_s = 0.0 if self._is_gpu_busy() else self._batches.wait_s
+        return batch
 
-    def _is_computing(self) -> bool:
-        """Whether the GPU still has work, so that waiting for data has cost nothing."""
+    def _is_gpu_busy(self) -> bool:
+        """Whether the GPU still has work queued, so that waiting for data cost nothing."""
         return self._world.device.type == "cuda" and not torch.cuda.current_stream(self._world.device).query()
 
-    def _accumulate(self, rows: StepRows, *, must_stop: bool) -> tuple[list[Tensor], Tensor]:
-        """Enqueue forward and backward of every row; (each row's loss, the vector of `progress.py`), on the device."""
+    def _accumulate(self, batch: StepBatch) -> tuple[list[Tensor], Tensor | None]:
+        """Gradient accumulation: enqueue forward and backward of every micro-batch.
+
+        Returns the loss of each micro-batch and the vector of `train_state.py`, on the device; no vector if a stop was requested
+        before the last micro-batch of a step on a CPU, which is then discarded and repeated after a resume.
+        """
         device = self._world.device
-        brought = brought_by(rows, must_stop=must_stop, save_failed=self._saver.failure is not None)
-        totals = self._world.all_sum(to_device(brought, device))
-        count = totals[LEARNED_TOKENS].clamp(min=1.0).float()
-        losses, by_source = [], torch.zeros(len(rows.learned_by_source), device=device)
-        for number, row in enumerate(rows.on_device, start=1):
-            loss, sums = self._learner.backward(row, count, is_last_row=number == rows.num_rows)
+        counters = local_step_counters(batch, save_failed=self._saver.failure is not None)
+        totals = self._world.all_sum(to_device(counters, device))
+        count = totals[LOSS_TOKENS].clamp(min=1.0).float()
+        losses: list[Tensor] = []
+        by_source = torch.zeros(len(batch.loss_tokens_by_source), device=device)
+        for number, micro_batch in enumerate(batch.on_device, start=1):
+            if self._must_discard_step():
+                self._state.drop_gradients()
+                return losses, None
+            is_last = number == batch.num_micro_batches
+            loss, sums = self._state.backward(micro_batch, count, is_last_micro_batch=is_last)
             losses.append(loss)
             by_source += sums
-        results = self._world.all_sum(torch.cat([by_source, torch.stack(losses).sum()[None]]).double())
-        return losses, torch.cat([totals, results, self._learner.grad_norm().double()[None]])
+        must_stop = to_device(np.array([self._stop_requested.is_set()], dtype=np.float64), device)
+        sums_and_loss = torch.cat([by_source, torch.stack(losses).sum()[None]]).double()
+        results = self._world.all_sum(torch.cat([sums_and_loss, must_stop]))
+        return losses, torch.cat([totals, results, self._state.grad_norm().double()[None]])
 
-    def _update(self, numbers: StepNumbers) -> None:
+    def _must_discard_step(self) -> bool:
+        """Whether a stop was requested on any rank. On a GPU a step takes seconds and is always finished."""
+        return self._world.device.type == "cpu" and self._world.any(self._stop_requested.is_set())
+
+    def _optimizer_step(self, metrics: StepMetrics) -> None:
         """Clip and step."""
         self._check_gradients()
         self._lr_factor = self._scheduled_factor()
-        self._learner.step(self._lr_factor, grad_scale=min(1.0, self._stage.clip_norm / (numbers.grad_norm + 1e-6)))
+        self._state.step(self._lr_factor, grad_scale=min(1.0, self._stage.clip_norm / (metrics.grad_norm + 1e-6)))
 
     def _check_gradients(self) -> None:
-        """In the first step, every parameter that is to learn must have been reached by the loss."""
-        if not self._has_checked_gradients and (missing := self._learner.without_gradient()):
+        """In the first step, every trainable parameter must have a gradient."""
+        if not self._has_checked_gradients and (missing := self._state.without_gradient()):
             raise AssertionError(f"{len(missing)} trained parameters got no gradient: {', '.join(missing[:8])}")
         self._has_checked_gradients = True
 
     def _scheduled_factor(self) -> float:
-        """The schedule's factor for the step at hand; by samples seen where the stage's length is in epochs."""
-        schedule, step = self._stage.schedule, self._progress.stage_step
+        """Learning-rate factor of the current step; in a stage of epochs, progress is measured in samples."""
+        progress, schedule = self._progress, self._stage.schedule
         if self._stage.known_steps is not None:
-            return schedule.factor(step, self._stage.known_steps)
-        if step < schedule.warmup_steps:
-            return schedule.factor(step, schedule.warmup_steps)
-        falling = dataclasses.replace(schedule, warmup_steps=0)
-        return falling.factor(self._progress.stage_samples, self._num_samples or 1)
+            return schedule.factor(progress.stage_step, self._stage.known_steps)
+        return schedule.factor_by_samples(
+            progress.stage_step, progress.stage_samples, progress.warmup_samples, self._num_samples or 1
+        )
 
     # -------------------------------------------------------------- bad steps
 
-    def _reject(self, verdict: Verdict, numbers: StepNumbers, rows: StepRows, losses: list[Tensor]) -> None:
-        """Drop the gradients, name the samples; then go on, go back, or give up."""
-        self._learner.drop_gradients()
-        file = self._name_samples(verdict, numbers, rows, losses)
-        if verdict.action is Action.ROLL_BACK:
+    def _reject(self, decision: Decision, metrics: StepMetrics, batch: StepBatch, losses: list[Tensor]) -> None:
+        """Drop the gradients and log the samples; then continue, roll back, or give up."""
+        self._state.drop_gradients()
+        file = self._log_skipped_step(decision, metrics, batch, losses)
+        if decision.action is Action.ROLL_BACK:
             with self._watchdog.paused():
                 self._roll_back()
-        if verdict.action is Action.GIVE_UP:
+        if decision.action is Action.GIVE_UP:
             raise DataError(
-                f"step {self._progress.step + 1}: {verdict.reason}, and the weights have been set back {self._config.guard.max_rollbacks} times "
-                f"already. Look at the samples in {file}; if they are good, lower the learning rate"
+                f"step {self._progress.step + 1}: {decision.reason}, after {self._config.guard.max_rollbacks} rollbacks "
+                f"already. Look at the samples in {file}; if they are fine, lower the learning rate"
             )
 
-    def _name_samples(self, verdict: Verdict, numbers: StepNumbers, rows: StepRows, losses: list[Tensor]) -> Path:
-        """Add the step to skipped_steps.jsonl: every row's samples, and whether the row's own loss is a number."""
-        mine = [
+    def _log_skipped_step(
+        self, decision: Decision, metrics: StepMetrics, batch: StepBatch, losses: list[Tensor]
+    ) -> Path:
+        """Append the step to skipped_steps.jsonl: the samples of every micro-batch, and whether its own loss is finite."""
+        local = [
             {"rank": self._world.rank, "is_finite": bool(torch.isfinite(loss)), "samples": sample_ids}
-            for loss, sample_ids in zip(losses, rows.sample_ids, strict=False)
+            for loss, sample_ids in zip(losses, batch.sample_ids, strict=False)
         ]
         record = {
             "step": self._progress.step + 1,
             "stage": self._stage.name,
-            "action": verdict.action.value,
-            "reason": verdict.reason,
-            "loss": str(numbers.loss),
-            "grad_norm": str(numbers.grad_norm),
-            "rows": [row for of_rank in self._world.gather(mine) for row in of_rank],
+            "action": decision.action.value,
+            "reason": decision.reason,
+            "loss": str(metrics.loss),
+            "grad_norm": str(metrics.grad_norm),
+            "micro_batches": [one for of_rank in self._world.gather(local) for one in of_rank],
         }
         file = self._config.run / "skipped_steps.jsonl"
         if self._world.is_main:
             with file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(record) + "\n")
-            logger.warning("step %d is not taken: %s. Its samples are in %s", record["step"], verdict.reason, file)
+            logger.warning("step %d skipped: %s. Its samples are in %s", record["step"], decision.reason, file)
         return file
 
     def _roll_back(self) -> None:
-        """Weights and optimizer of the last saved state; data, step and learning rate from here."""
+        """Load weights and optimizer of the last saved state; data position, step and learning rate continue."""
         self._saver.finish()
         state = newest_state(self._saver.folder, self._world)
         if state is None or state.progress["stage"] != self._progress.stage:
-            logger.warning("this stage has no saved state to go back to yet: the weights stay as they are")
+            logger.warning("this stage has no saved state to roll back to yet: the weights stay as they are")
             return
-        self._learner.load_weights(state)
-        self._learner.load_optimizer(state, num_steps=state.progress["optimizer_steps"])
-        logger.warning("weights and optimizer are again those of step %d; the data goes on", state.step)
+        self._state.load_weights(state)
+        self._state.load_optimizer(state, num_steps=state.progress["optimizer_steps"])
+        logger.warning("rolled back weights and optimizer to step %d; the data continues", state.step)
 
-    # -------------------------------------------------------------- what is written
+    # -------------------------------------------------------------- logging, saving, validation
 
-    def _log(self, numbers: StepNumbers, verdict: Verdict) -> None:
-        """Count the step; one record an interval."""
-        progress = self._progress
+    def _log(self, metrics: StepMetrics, decision: Decision) -> None:
         step = Step(
-            number=progress.step,
-            loss=numbers.loss,
-            grad_norm=numbers.grad_norm,
-            seconds=self._journal.seconds_since_last(),
-            data_wait_s=self._waited_s,
-            work=numbers.work,
-            source_losses=numbers.source_losses,
-            is_skipped=verdict.action is not Action.ACCEPT,
+            number=self._progress.step,
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            seconds=self._metrics_log.seconds_since_last(),
+            data_wait_s=self._data_wait_s,
+            work=metrics.work,
+            source_losses=metrics.source_losses,
+            is_skipped=decision.action is not Action.ACCEPT,
         )
-        self._journal.add(step, {group.name: group.lr * self._lr_factor for group in self._learner.optimizer.groups})
+        self._metrics_log.add(step, {group.name: group.lr * self._lr_factor for group in self._state.optimizer.groups})
 
-    def _begin_journal(self, numbers: StepNumbers) -> None:
-        """At the first step, say how long the stage will be; an estimate where its length is in epochs."""
-        if self._journal.has_begun:
+    def _start_metrics_log(self, metrics: StepMetrics) -> None:
+        """At the first step, tell the log the length of the stage; an estimate if it is given in epochs."""
+        if self._metrics_log.is_started:
             return
         progress = self._progress
         if self._stage.known_steps is not None:
             steps_left = self._stage.known_steps - progress.stage_step
         else:
             samples_left = (self._num_samples or 0) - progress.stage_samples
-            steps_left = math.ceil(samples_left / max(1.0, numbers.work.samples))
-        self._journal.begin(num_steps=progress.step + steps_left, tokens=progress.tokens, samples=progress.samples)
+            steps_left = math.ceil(samples_left / max(1.0, metrics.work.samples))
+        self._metrics_log.start(num_steps=progress.step + steps_left, tokens=progress.tokens, samples=progress.samples)
 
-    def _save_and_export(self, numbers: StepNumbers) -> None:
-        if numbers.save_failed:
-            self._take_note_of_failure()
+    def _save_and_export(self, metrics: StepMetrics) -> None:
+        if metrics.save_failed:
+            self._handle_failed_save()
         if self._progress.step % self._config.checkpoint.every == 0:
             self._save()
         every = self._config.checkpoint.export_every
@@ -258,28 +276,27 @@ class Trainer:
             self._export()
 
     def _save(self) -> None:
-        """Everything a run goes on from. Training waits for the copy to host memory only."""
+        """Save the training state. Training waits only for the copy to host memory."""
         progress = dataclasses.asdict(self._progress) | {
             "guard": self._guard.state_dict(),
-            "optimizer_steps": self._learner.optimizer.num_steps,
+            "optimizer_steps": self._state.optimizer.num_steps,
             "fingerprint": self._config.fingerprint,
             "epochs": self._stage.epochs,
         }
-        self._saver.save(self._progress.step, self._learner.tensors(), progress)
+        self._saver.save(self._progress.step, self._state.tensors(), progress)
 
-    def _take_note_of_failure(self) -> None:
-        """Stop or go on, as configured; every rank has heard of it."""
+    def _handle_failed_save(self) -> None:
+        """Stop or continue, as configured; runs on every rank."""
         failure, self._saver.failure = self._saver.failure, None
         if self._config.checkpoint.on_failure == "stop":
             raise CheckpointError(failure or "another rank could not save the state; its log says why")
 
     def _export(self) -> None:
-        """A checkpoint folder that others can read."""
         out = self._config.run / "checkpoints" / f"step-{self._progress.step:08d}"
-        export(
+        export_checkpoint(
             out,
-            self._learner.parallel.model,
-            self._learner.weights(),
+            self._state.parallel.model,
+            self._state.weights(),
             like=self._config.model.folder,
             dtype=DTYPES[self._config.checkpoint.export_dtype],
             world=self._world,
@@ -287,39 +304,45 @@ class Trainer:
         )
         logger.info("exported %s", out)
 
-    def _evaluate(self, *, is_last: bool = False) -> None:
-        every = self._config.probe.every
-        if self._probe is None or every is None or (self._progress.step % every and not is_last):
-            return
-        trained = self._learner.parallel.trained.eval()
+    def _run_validation(self, *, is_last: bool = False) -> bool:
+        """Validate if it is due; False if a stop request interrupted it."""
+        every = self._config.validation.every
+        if self._validate is None or every is None or (self._progress.step % every and not is_last):
+            return True
+        logger.info("step %d: validation", self._progress.step)
+        model = self._state.parallel.module.eval()
         with torch.no_grad():
-            scores = self._probe(trained, self._progress.step)
-        trained.train()
-        self._journal.add_scores(self._progress.step, scores)
-        self._journal.seconds_since_last()  # the time it took is no step's
+            scores = self._validate(model, self._progress.step)
+        model.train()
+        if scores is None:
+            logger.info("step %d: validation interrupted, no scores", self._progress.step)
+            return False
+        self._metrics_log.add_validation(self._progress.step, scores)
+        self._metrics_log.seconds_since_last()  # validation does not count as time of a step
+        return True
 
     def _collect_garbage(self) -> None:
         if self._progress.step % self._config.gc_every == 0:
             gc.collect(1)
 
-    # -------------------------------------------------------------- endings
+    # -------------------------------------------------------------- end of a stage
 
     def _stop(self) -> None:
-        """Save, and wait until it is on disk."""
+        """Save, and wait until the state is on disk."""
         self._save_and_wait()
-        logger.info("stopped after step %d; the same command goes on from here", self._progress.step)
+        logger.info("stopped after step %d; the same command resumes", self._progress.step)
 
     def _save_and_wait(self) -> None:
-        """The last save of a stage decides alone: where it works, one that failed before it has done no harm."""
+        """The last save of a stage: an earlier failure does not matter if this one succeeds."""
         self._saver.finish()
         self._saver.failure = None
         self._save()
         self._saver.finish_or_raise()
 
     def _finish(self) -> None:
-        """Export, then save the state that says the stage is done: what dies in between is done again."""
-        self._evaluate(is_last=True)
+        """Export, then save the state that marks the stage as done, so that a crash in between repeats the export."""
+        self._run_validation(is_last=True)
         self._export()
         self._progress.is_stage_done = True
         self._save_and_wait()
-        logger.info("stage %s is done after %d steps", self._stage.name, self._progress.stage_step)
+        logger.info('stage "%s": done after %d steps', self._stage.name, self._progress.stage_step)

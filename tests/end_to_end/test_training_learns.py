@@ -24,14 +24,14 @@ def test_a_model_learns_to_name_colours_from_pictures(tmp_path):
         f"run={tmp_path / 'run'}",
         f"model.folder={tmp_path / 'checkpoint'}",
         f"stages.learn.data.sources=[{{path='{tmp_path / 'toy'}'}}]",
-        f"probe={{every=1000, sources=[{{path='{tmp_path / 'held-out'}'}}], num_generations=64, max_new_tokens=10}}",
+        f"validation={{every=1000, sources=[{{path='{tmp_path / 'held-out'}'}}], num_generations=64, max_new_tokens=10}}",
         "stages.learn.steps=200",
         "stages.learn.schedule.warmup_steps=20",
-        "stages.learn.data.workers=0",
+        "stages.learn.data.num_workers=0",
     ]
     train(load_config(TrainConfig, RECIPE, settings), device="cpu")
     answers = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     colours = [answer for answer in answers if answer["prompt"] == QUESTIONS["colour"]]
-    right = sum(answer["answer"] == answer["reference"] for answer in colours)
+    right = sum(answer["output"] == answer["reference"] for answer in colours)
     assert len(colours) > 20
-    assert right / len(colours) > 0.8, [(answer["reference"], answer["answer"]) for answer in colours]
+    assert right / len(colours) > 0.8, [(answer["reference"], answer["output"]) for answer in colours]

@@ -1,6 +1,6 @@
 """A process of its own that does training jobs one after another, alone or together with others.
 
-A job: `recipe` (a TOML file), `set` (overrides), `probe` (the name of one of the functions below, called every step when the recipe
+A job: `recipe` (a TOML file), `set` (overrides), `validate` (the name of one of the functions below, called every step if the recipe
 says so), `ending` (what is expected).
 """
 
@@ -22,18 +22,18 @@ from saccade.train.stages import train_in
 from saccade.world import open_world
 
 
-def no_probe(trained, step):
+def no_validation(model, step):
     return {}
 
 
-def kill_rank_1_once(trained, step):
+def kill_rank_1_once(model, step):
     """Like a machine that dies: only in the first life of the run."""
     if step == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return {}
 
 
-def die_while_saving(trained, step):
+def die_while_saving(model, step):
     """The save of step 10 is under way, and its files never reach the disk."""
     if step == 9:
         os.fsync = lambda descriptor: time.sleep(60)
@@ -43,25 +43,32 @@ def die_while_saving(trained, step):
     return {}
 
 
-def terminate(trained, step):
+def terminate(model, step):
     if step == 7:
         os.kill(os.getpid(), signal.SIGTERM)
     return {}
 
 
-def terminate_rank_1(trained, step):
+def terminate_rank_1(model, step):
     if step == 7 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     return {}
 
 
-def look_for_long(trained, step):
+def terminate_rank_1_in_forward(model, step):
+    """In the forward pass of step 8, which is its only micro-batch."""
+    if step == 7 and os.environ["RANK"] == "1":
+        handle = model.register_forward_pre_hook(lambda *_: (handle.remove(), os.kill(os.getpid(), signal.SIGTERM))[1])
+    return {}
+
+
+def validate_for_long(model, step):
     if step == 2:
         time.sleep(4)
     return {}
 
 
-def fill_the_disk(trained, step):
+def fill_the_disk(model, step):
     """From step 7 on no file may grow beyond a megabyte; after step 12 there is room again."""
     if step == 7:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
@@ -70,10 +77,10 @@ def fill_the_disk(trained, step):
     return {}
 
 
-def hang(trained, step):
+def hang(model, step):
     """The forward pass of the third step does not come back."""
     if step == 2:
-        trained.register_forward_pre_hook(lambda *_: hang_in_forward())
+        model.register_forward_pre_hook(lambda *_: hang_in_forward())
     return {}
 
 
@@ -84,7 +91,11 @@ def hang_in_forward():
 def say_what_the_world_says(world, job):
     total = world.all_sum(torch.tensor([1.0, float(world.rank)]))
     world.barrier()
-    told = {"sum": total.tolist(), "gathered": world.gather({"rank": world.rank}), "shared": world.share(world.rank)}
+    told = {
+        "sum": total.tolist(),
+        "gathered": world.gather({"rank": world.rank}),
+        "shared": world.broadcast(world.rank),
+    }
     Path(job["world"]).with_suffix(f".{world.rank}").write_text(json.dumps(told))
 
 
@@ -94,7 +105,7 @@ def do(world, job):
         return
     config = load_config(TrainConfig, Path(job["recipe"]), job.get("set", []))
     try:
-        ending = train_in(world, config, probe=globals()[job.get("probe", "no_probe")]).value
+        ending = train_in(world, config, validate=globals()[job.get("validate", "no_validation")]).value
     except UserError as error:
         ending = f"{type(error).__name__}: {error}"
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -35,10 +35,10 @@ name = "learn"
 steps = 20
 [stages.data]
 sources = [{{ path = "{shards}" }}]
-token_budget = 240
-patch_budget = 512
-rows_per_step = 2
-workers = 0
+max_seq_len = 240
+max_patches = 512
+global_batch_size = 2
+num_workers = 0
 [stages.optimizer]
 lr = 1e-3
 weight_decay = 0.1

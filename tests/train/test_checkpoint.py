@@ -51,7 +51,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 # ------------------------------------------------------------------ resumed = uninterrupted
 
 
-def test_a_run_in_two_parts_is_bit_for_bit_the_run_in_one(tmp_path, folder, shards, whole):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, folder, shards, whole):
     recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=folder, shards=shards)
     train(read_recipe(recipe, "stages.0.steps=5"), device="cpu")
     train(read_recipe(recipe, "stages.0.steps=8"), device="cpu")
@@ -62,7 +62,7 @@ def test_a_run_in_two_parts_is_bit_for_bit_the_run_in_one(tmp_path, folder, shar
 
 
 @pytest.mark.parametrize("kind", ["adamw8bit", "muon"])
-def test_in_bf16_and_with_every_optimizer_it_goes_on_bit_for_bit(tmp_path, folder, shards, kind):
+def test_every_optimizer_resumes_bit_for_bit_in_bf16(tmp_path, folder, shards, kind):
     """Parameters in bf16 are rounded masters: these must be saved, not the parameters."""
     settings = ["model.dtype=bf16", f"stages.0.optimizer.kind={kind}"]
     runs = {}
@@ -84,7 +84,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, whole, folder, shards):
     assert losses(copy) == losses(whole)
 
 
-def test_a_state_without_its_mark_or_with_a_short_file_does_not_count(tmp_path, whole, folder, shards):
+def test_an_incomplete_or_truncated_state_is_not_used(tmp_path, whole, folder, shards):
     copy = shutil.copytree(whole, tmp_path / "run")
     assert [state.step for state in states(copy / "state")] == [6, 8]
     (copy / "state/step-00000008/complete.json").unlink()
@@ -122,7 +122,7 @@ def test_the_exported_folder_loads_and_has_the_trained_weights(whole, folder):
 # ------------------------------------------------------------------ saving
 
 
-def test_saved_then_loaded_is_as_before(tmp_path, world):
+def test_a_loaded_state_equals_the_saved_one(tmp_path, world):
     with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
         source = tensors(1.0)
         saver.save(1, source, {"note": [1, 2]})
@@ -135,7 +135,7 @@ def test_saved_then_loaded_is_as_before(tmp_path, world):
     assert (state.step, state.progress) == (1, {"note": [1, 2]})
 
 
-def test_the_last_states_are_kept_and_some_for_good(tmp_path, world):
+def test_the_last_states_and_every_nth_state_are_kept(tmp_path, world):
     with Saver(tmp_path / "state", CheckpointConfig(keep_last=2, keep_every=4), world) as saver:
         for step in range(1, 10):
             saver.save(step, tensors(step), {})
@@ -196,18 +196,18 @@ def test_a_failed_save_stops_the_run_even_if_the_next_one_had_to_wait_for_it(tmp
 def test_a_save_that_failed_does_not_end_a_run_whose_last_save_worked(
     tmp_path, folder, shards, slow_full_disk, on_failure
 ):
-    def probe(trained, step):
+    def validate(model, step):
         if step == 4:  # the stage is over, the save of step 2 still under way
             slow_full_disk.append(True)
         return {}
 
     recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=folder, shards=shards)
-    settings = ["checkpoint.every=2", f"checkpoint.on_failure={on_failure}", "stages.0.steps=4", "probe.every=100"]
-    assert train(read_recipe(recipe, *settings), device="cpu", probe=probe) is Ending.FINISHED
+    settings = ["checkpoint.every=2", f"checkpoint.on_failure={on_failure}", "stages.0.steps=4", "validation.every=100"]
+    assert train(read_recipe(recipe, *settings), device="cpu", validate=validate) is Ending.FINISHED
     assert [state.step for state in states(tmp_path / "run/state")] == [4]
 
 
-def test_what_the_disk_cannot_hold_is_refused_before_it_is_written(tmp_path, world, monkeypatch):
+def test_a_state_larger_than_the_free_space_is_refused_before_writing(tmp_path, world, monkeypatch):
     with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
         saver.save(1, tensors(1.0), {})
@@ -215,7 +215,7 @@ def test_what_the_disk_cannot_hold_is_refused_before_it_is_written(tmp_path, wor
     assert states(tmp_path / "state") == []
 
 
-def test_a_tensor_that_is_not_there_is_named(tmp_path, world):
+def test_a_missing_tensor_is_named(tmp_path, world):
     with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
         saver.save(1, tensors(1.0), {})
     state = newest_state(tmp_path / "state", world)
@@ -229,18 +229,18 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path, world):
     state = newest_state(tmp_path / "state", world)
     with pytest.raises(CheckpointError, match=r"a is 3 x 4 in it and 5 x 5 in this run \(1 tensors differ\)"):
         load_tensors(state, {"a": torch.zeros(5, 5), "b": torch.zeros(2)}, world)
-    with pytest.raises(CheckpointError, match="b is 2 in it and a single number in this run"):
+    with pytest.raises(CheckpointError, match="b is 2 in it and a scalar in this run"):
         load_tensors(state, {"b": torch.zeros(())}, world)
 
 
-def test_a_state_that_cannot_be_read_says_how_to_go_on(tmp_path, world):
+def test_an_unreadable_state_says_how_to_resume(tmp_path, world):
     with Saver(tmp_path / "state", CheckpointConfig(), world) as saver:
         saver.save(1, tensors(1.0), {})
     state = newest_state(tmp_path / "state", world)
     for file in state.path.glob("*.distcp"):
         file.unlink()
     with pytest.raises(
-        CheckpointError, match=r"cannot be read: .* Remove this folder to go on from the state before it"
+        CheckpointError, match=r"cannot be read: .* Delete this folder to resume from the state before it"
     ):
         load_tensors(state, tensors(0.0), world)
 
@@ -253,11 +253,11 @@ def test_a_lora_run_with_another_rank_is_refused_in_one_line(tmp_path, folder, s
     assert "steps = 3" in (tmp_path / "run/config.toml").read_text(), "settings that are refused do not replace the old"
     message = str(refused.value)
     assert re.search(r"lora_A is 4 x \d+ in it and 8 x \d+ in this run", message)
-    assert "lora.rank was changed since it was saved. Set it back to go on, or give the run another folder" in message
+    assert "lora.rank was changed since it was saved. Restore it to resume, or use another run folder" in message
     assert len(message.splitlines()) == 1
 
 
-def test_random_numbers_go_on(tmp_path, world):
+def test_random_generators_are_restored(tmp_path, world):
     import random
 
     import numpy as np

@@ -22,11 +22,10 @@ from train.running import (
 )
 
 from saccade.train.checkpoint import states
-from saccade.train.process import lock_folder
+from saccade.train.process import EXIT_STATUS, Watchdog, lock_folder
 from saccade.train.stages import train
-from saccade.train.watchdog import EXIT_STATUS, Watchdog
 
-SETTINGS = ["probe.every=1", "checkpoint.every=5", "stages.0.steps=13"]
+SETTINGS = ["validation.every=1", "checkpoint.every=5", "stages.0.steps=13"]
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +57,10 @@ def do(jobs, tmp_path):
         process.kill()
 
 
-def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(recipe, tmp_path, whole):
+def test_a_killed_rank_is_restarted_and_nothing_is_lost(recipe, tmp_path, whole):
     """kill -9 of one of two ranks after step 7: torchrun starts both again, they go on from step 5."""
     (tmp_path / "jobs.json").write_text(
-        json.dumps([{"recipe": str(recipe), "set": SETTINGS, "probe": "kill_rank_1_once"}])
+        json.dumps([{"recipe": str(recipe), "set": SETTINGS, "validate": "kill_rank_1_once"}])
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     run = subprocess.run(
@@ -69,12 +68,12 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(recipe, tmp_
         env=environment(), capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-9000:]
-    assert "stage learn from step 5" in run.stderr
+    assert 'stage "learn": step 5, fsdp on 2 ranks' in run.stderr
     assert losses(tmp_path / "run") == pytest.approx(whole, abs=1e-5)
 
 
-def test_a_process_killed_while_it_saves_leaves_the_state_before(recipe, tmp_path, whole):
-    status, output = do([{"recipe": str(recipe), "set": SETTINGS, "probe": "die_while_saving"}], tmp_path)
+def test_a_process_killed_while_saving_leaves_the_previous_state(recipe, tmp_path, whole):
+    status, output = do([{"recipe": str(recipe), "set": SETTINGS, "validate": "die_while_saving"}], tmp_path)
     assert status == -signal.SIGKILL, output
     folder = tmp_path / "run/state"
     assert [state.step for state in states(folder)] == [5]
@@ -84,26 +83,31 @@ def test_a_process_killed_while_it_saves_leaves_the_state_before(recipe, tmp_pat
     assert [path.name for path in sorted(folder.iterdir())] == ["step-00000010", "step-00000013"]
 
 
-def test_told_to_stop_it_saves_and_ends_well_and_a_full_disk_does_not_end_it(recipe, tmp_path, parts, whole):
+def test_sigterm_saves_and_stops_and_a_full_disk_does_not_end_a_run(recipe, tmp_path, parts, whole):
     full = write_recipe(tmp_path / "full.toml", run=tmp_path / "full", checkpoint=parts[0], shards=parts[1])
     strict = write_recipe(tmp_path / "strict.toml", run=tmp_path / "strict", checkpoint=parts[0], shards=parts[1])
     on_failure = "checkpoint.on_failure=stop"
     jobs = [
-        {"recipe": str(recipe), "set": SETTINGS, "probe": "terminate", "ending": "stopped"},
-        {"recipe": str(full), "set": SETTINGS, "probe": "fill_the_disk"},
-        {"recipe": str(strict), "set": [*SETTINGS, on_failure], "probe": "fill_the_disk", "ending": "CheckpointError"},
+        {"recipe": str(recipe), "set": SETTINGS, "validate": "terminate", "ending": "stopped"},
+        {"recipe": str(full), "set": SETTINGS, "validate": "fill_the_disk"},
+        {
+            "recipe": str(strict),
+            "set": [*SETTINGS, on_failure],
+            "validate": "fill_the_disk",
+            "ending": "CheckpointError",
+        },
     ]
     status, output = do(jobs, tmp_path)
     assert status == 0, output[-4000:]
-    # SIGTERM during step 7, seen by all ranks in step 8, which is the last one made.
-    assert [state.step for state in states(tmp_path / "run/state")] == [5, 8]
-    assert losses(tmp_path / "run") == whole[:8]
+    # SIGTERM in the validation after step 7: no further step is made.
+    assert [state.step for state in states(tmp_path / "run/state")] == [5, 7]
+    assert losses(tmp_path / "run") == whole[:7]
     train(read_recipe(recipe, *SETTINGS), device="cpu")
     assert losses(tmp_path / "run") == whole, "bit for bit"
     # No room at step 10: said, and training went on to the end.
     assert (
         output.count(
-            "step-00000010: the state was not saved: rank 0: a file broke off while it was written, as on a full disk. Free space"
+            "step-00000010: the state was not saved: rank 0: a write failed part way, as on a full disk. Free space"
         )
         == 2
     )
@@ -114,31 +118,37 @@ def test_told_to_stop_it_saves_and_ends_well_and_a_full_disk_does_not_end_it(rec
     assert len(losses(tmp_path / "strict")) < 13
 
 
-def test_told_to_stop_as_a_stage_ends_no_rank_begins_the_next_and_a_folder_in_use_is_refused_on_all(tmp_path, parts):
-    """SIGTERM to one of two ranks: in the last step of the first stage, and in the probe that closes it."""
+def test_sigterm_at_the_end_of_a_stage_starts_no_next_stage_and_a_locked_folder_is_refused_on_all_ranks(
+    tmp_path, parts
+):
+    """SIGTERM to one of two ranks: in the last step of the first stage, and in the validation that closes it."""
     text = RECIPE + RECIPE[RECIPE.index("[[stages]]") :].replace("learn", "more")
     recipes = {
         name: write_recipe(
             tmp_path / f"{name}.toml", run=tmp_path / name, checkpoint=parts[0], shards=parts[1], text=text
         )
-        for name in ("last-step", "closing-probe", "in-use")
+        for name in ("last-step", "closing-validation", "in-use")
     }
-    settings = ["probe.every=1", "stages.more.steps=3"]
+    settings = ["validation.every=1", "stages.more.steps=3"]
     in_last_step = {"recipe": str(recipes["last-step"]), "set": [*settings, "stages.learn.steps=8"]}
-    in_probe = {"recipe": str(recipes["closing-probe"]), "set": [*settings, "stages.learn.steps=7"]}
-    stopped = {"probe": "terminate_rank_1", "ending": "stopped"}
+    in_validation = {"recipe": str(recipes["closing-validation"]), "set": [*settings, "stages.learn.steps=7"]}
+    stopped = {"validate": "terminate_rank_1", "ending": "stopped"}
     refused = f"ConfigError: {tmp_path / 'in-use'} is in use by another process (pid {os.getpid()} on "
-    jobs = [in_last_step | stopped, in_probe | stopped, {"recipe": str(recipes["in-use"]), "ending": refused}]
+    jobs = [
+        in_last_step | stopped | {"validate": "terminate_rank_1_in_forward"},
+        in_validation | stopped,
+        {"recipe": str(recipes["in-use"]), "ending": refused},
+    ]
     with lock_folder(tmp_path / "in-use"):
         run_together(jobs, tmp_path, num_ranks=2)
     assert len(losses(tmp_path / "last-step")) == 8
     assert [state.step for state in states(tmp_path / "last-step/state")] == [8]
-    assert len(losses(tmp_path / "closing-probe")) == 7
-    train(read_recipe(recipes["closing-probe"], *in_probe["set"]), device="cpu")
-    assert len(losses(tmp_path / "closing-probe")) == 10
+    assert len(losses(tmp_path / "closing-validation")) == 7
+    train(read_recipe(recipes["closing-validation"], *in_validation["set"]), device="cpu")
+    assert len(losses(tmp_path / "closing-validation")) == 10
 
 
-def test_told_to_stop_while_it_is_built_it_ends_well(recipe, tmp_path):
+def test_sigterm_during_start_up_stops_cleanly(recipe, tmp_path):
     file = tmp_path / "jobs.json"
     process = start([{"recipe": str(recipe), "set": ["stages.0.steps=100000"], "ending": "stopped"}], file)
     try:
@@ -149,24 +159,24 @@ def test_told_to_stop_while_it_is_built_it_ends_well(recipe, tmp_path):
         assert process.wait(timeout=60) == 0, file.with_suffix(".log").read_text()[-3000:]
     finally:
         process.kill()
-    assert "SIGTERM: what is under way is finished and saved" in file.with_suffix(".log").read_text()
+    assert "SIGTERM: finishing this step and saving; send it again to quit now" in file.with_suffix(".log").read_text()
 
 
-def test_a_process_that_makes_no_progress_says_where_it_stands_and_ends(recipe, tmp_path):
+def test_a_hung_process_dumps_its_stacks_and_exits(recipe, tmp_path):
     settings = [*SETTINGS, "guard.hang_timeout_s=2"]
     began = time.monotonic()
-    status, output = do([{"recipe": str(recipe), "set": settings, "probe": "hang"}], tmp_path)
+    status, output = do([{"recipe": str(recipe), "set": settings, "validate": "hang"}], tmp_path)
     assert status == EXIT_STATUS, output[-3000:]
     assert time.monotonic() - began < 40
     stacks = (tmp_path / "run/hang/stacks-rank0.txt").read_text()
     assert "in hang_in_forward" in stacks
     assert "in _accumulate" in stacks
-    assert "no step for 2 s: this process ends" in output
+    assert "no step for 2 s: exiting so that torchrun can restart" in output
 
 
-def test_a_long_probe_is_not_taken_for_a_hang(recipe, tmp_path):
+def test_a_long_validation_is_not_a_hang(recipe, tmp_path):
     settings = [*SETTINGS, "guard.hang_timeout_s=2", "stages.0.steps=4"]
-    status, output = do([{"recipe": str(recipe), "set": settings, "probe": "look_for_long"}], tmp_path)
+    status, output = do([{"recipe": str(recipe), "set": settings, "validate": "validate_for_long"}], tmp_path)
     assert status == 0, output[-3000:]
     assert not (tmp_path / "run/hang").exists()
     assert len(losses(tmp_path / "run")) == 4

@@ -19,22 +19,22 @@ from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import Processor
 from saccade.train.checkpoint import newest_state, stored_names
 from saccade.train.config import LoraConfig, TrainConfig
-from saccade.train.export import export
-from saccade.train.learner import Learner
 from saccade.train.lora import (
     GROUP_SIZE,
     LoraLinear,
-    held_weight,
+    compute_weight,
     lora_layers,
     lora_parameters,
+    stored_weight,
     target_layers,
-    whole_weight,
 )
-from saccade.train.loss import num_labels, row_labels
+from saccade.train.loss import count_labels, next_token_labels
 from saccade.train.metrics import Flops, training_flops
 from saccade.train.optimizer import build_optimizer
 from saccade.train.parallelize import parallelize, trainable_table
 from saccade.train.stages import train
+from saccade.train.train_state import TrainState
+from saccade.train.weights import export_checkpoint
 from saccade.world import World
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
@@ -43,7 +43,7 @@ SETTINGS = [
     "stages.0.steps=4",
     "stages.0.optimizer.lr=2e-3",
     "stages.0.schedule.warmup_steps=0",
-    "stages.0.data.block_samples=64",
+    "stages.0.data.packing_buffer_size=64",
     f'stages.0.lora={{rank=4, alpha=8, parts=["language", "vision", "projector"], targets={TARGETS}}}',
 ]
 RECOMPUTE = ["parallel.recompute_language=full", "parallel.recompute_vision=selective"]
@@ -98,13 +98,13 @@ def built(checkpoint, tmp_path, *overrides, settings=SETTINGS):
     config = read_recipe(recipe, *settings, *overrides)
     stage = config.stages[0]
     parallel = parallelize(checkpoint, stage, config.parallel, WORLD, dtype=config.model.dtype, seed=config.seed)
-    return parallel, Learner(parallel, build_optimizer(parallel.model.named_parameters(), stage.optimizer), WORLD)
+    return parallel, TrainState(parallel, build_optimizer(parallel.model.named_parameters(), stage.optimizer), WORLD)
 
 
 def trained_model(place, name, checkpoint, tmp_path):
     """The model of a finished run with its matrices beside the weights."""
-    parallel, learner = built(checkpoint, tmp_path, *ALONE[name])
-    learner.load_weights(newest_state(place / name / "state", WORLD))
+    parallel, train_state = built(checkpoint, tmp_path, *ALONE[name])
+    train_state.load_weights(newest_state(place / name / "state", WORLD))
     return parallel.model.eval()
 
 
@@ -127,8 +127,8 @@ def loss_and_gradients(parallel, inputs):
     torch.manual_seed(0)
     for layer in lora_layers(parallel.model).values():
         nn.init.normal_(layer.lora_B, std=0.1)
-    labels = row_labels(inputs)
-    loss, _ = parallel.wrapped(inputs, labels, torch.tensor(float(num_labels(labels))), num_labels(labels))
+    labels = next_token_labels(inputs)
+    loss, _ = parallel.wrapped(inputs, labels, torch.tensor(float(count_labels(labels))), count_labels(labels))
     loss.backward()
     named = parallel.model.named_parameters()
     return float(loss.detach()), {name: parameter.grad for name, parameter in named if parameter.grad is not None}
@@ -145,17 +145,17 @@ def test_two_ranks_compute_the_losses_of_one(place, name):
     assert losses(place / name) == pytest.approx(alone, abs=0.01 if name == "int4-fsdp" else 1e-5)
 
 
-def test_a_run_that_two_ranks_began_goes_on_alone(place):
+def test_a_run_of_two_ranks_resumes_on_one(place):
     assert losses(place / "int4-resumed") == pytest.approx(losses(place / "int4"), abs=1e-5)
 
 
-def test_a_state_holds_the_matrices_and_nothing_else(place):
+def test_a_state_holds_only_the_adapters(place):
     names = stored_names(newest_state(place / "int4" / "state", WORLD))
     assert names
     assert all(".lora_A" in name or ".lora_B" in name for name in names)
 
 
-def test_8_and_4_bits_train_nearly_like_16(place):
+def test_qlora_trains_nearly_like_lora(place):
     for name, bound in (("int8", 0.002), ("int4", 0.03)):
         assert losses(place / name) == pytest.approx(losses(place / "lora"), abs=bound), name
 
@@ -171,7 +171,7 @@ def test_a_gpu_computes_the_losses_of_the_cpu(place, tmp_path, name, more):
     assert losses(tmp_path / "run") == pytest.approx(losses(place / name), abs=0.03)
 
 
-def test_dropout_is_drawn_alike_where_activations_are_recomputed(checkpoint, tmp_path):
+def test_activation_checkpointing_repeats_the_dropout_mask(checkpoint, tmp_path):
     inputs = Processor.load(checkpoint)(conversations())
     plain, dropped, recomputed = (
         loss_and_gradients(built(checkpoint, tmp_path, *overrides)[0], inputs)
@@ -182,18 +182,18 @@ def test_dropout_is_drawn_alike_where_activations_are_recomputed(checkpoint, tmp
     assert any(not torch.equal(plain[1][name], dropped[1][name]) for name in dropped[1])
 
 
-def test_training_begins_at_the_model_as_it_is(checkpoint, tmp_path):
+def test_training_starts_from_the_unchanged_model(checkpoint, tmp_path):
     parallel, _ = built(checkpoint, tmp_path)
     assert torch.equal(logits(parallel.model, checkpoint), logits(load_model(checkpoint), checkpoint))
 
 
 def test_a_resumed_run_with_another_rank_is_refused(place, checkpoint, tmp_path):
-    _, learner = built(checkpoint, tmp_path, "stages.0.lora.rank=2")
+    _, train_state = built(checkpoint, tmp_path, "stages.0.lora.rank=2")
     with pytest.raises(CheckpointError, match="step-00000004"):
-        learner.load_weights(newest_state(place / "lora" / "state", WORLD))
+        train_state.load_weights(newest_state(place / "lora" / "state", WORLD))
 
 
-def test_matrices_follow_a_stage_that_trained_the_weights_themselves(place, checkpoint, tmp_path):
+def test_lora_may_follow_a_stage_of_full_training(place, checkpoint, tmp_path):
     """The second stage stands on the weights of the first, and what is exported holds both."""
     recipe = (place / "lora.toml").read_text().replace(str(place / "lora"), str(tmp_path / "run"))
     first, second = recipe.index("[[stages]]"), recipe[recipe.index("[[stages]]") :]
@@ -203,7 +203,7 @@ def test_matrices_follow_a_stage_that_trained_the_weights_themselves(place, chec
     short = [
         f"stages.{stage}.{key}"
         for stage in (0, 1)
-        for key in ("steps=2", "schedule.warmup_steps=2", "data.block_samples=64")
+        for key in ("steps=2", "schedule.warmup_steps=2", "data.packing_buffer_size=64")
     ]
     train(read_recipe(tmp_path / "two.toml", *short, "stages.0.optimizer.lrs={language=0, vision=0}"), device="cpu")
     start, aligned, both = (
@@ -221,14 +221,14 @@ def test_matrices_follow_a_stage_that_trained_the_weights_themselves(place, chec
 # ------------------------------------------------------------------ merged and exported
 
 
-def test_the_exported_folder_says_what_the_model_with_matrices_says(place, checkpoint, tmp_path):
+def test_the_merged_export_computes_what_the_adapted_model_computes(place, checkpoint, tmp_path):
     merged, start = load_model(exported(place, "lora")), load_model(checkpoint)
     unmerged = logits(trained_model(place, "lora", checkpoint, tmp_path), checkpoint)
     assert torch.allclose(logits(merged, checkpoint), unmerged, atol=1e-5)
     assert not torch.allclose(logits(start, checkpoint), unmerged, atol=0.1), "the matrices count"
 
 
-def test_what_two_ranks_export_is_what_one_exports(place):
+def test_two_ranks_export_what_one_exports(place):
     for name in ("lora-fsdp", "int4-ddp"):
         alone = load_file(exported(place, name.rpartition("-")[0]) / "model.safetensors")
         together = load_file(exported(place, name) / "model.safetensors")
@@ -236,7 +236,7 @@ def test_what_two_ranks_export_is_what_one_exports(place):
         assert all(torch.allclose(alone[key], together[key], atol=1e-5) for key in alone)
 
 
-def test_4_bits_are_merged_into_the_original_weights(place, checkpoint, tmp_path):
+def test_qlora_adapters_are_merged_into_the_original_weights(place, checkpoint, tmp_path):
     """Exactly the product of the matrices is added; what was trained differs by the rounding of the base, half a scale at most."""
     model = trained_model(place, "int4", checkpoint, tmp_path)
     start, merged = (load_file(folder / "model.safetensors") for folder in (checkpoint, exported(place, "int4")))
@@ -246,7 +246,7 @@ def test_4_bits_are_merged_into_the_original_weights(place, checkpoint, tmp_path
         learned = layer.scale * (layer.lora_B @ layer.lora_A)[:N, :D]
         assert learned.abs().max() > 1e-3
         assert torch.allclose(merged[stored] - start[stored], learned, atol=1e-6)
-        base = whole_weight([layer.weight_bits, layer.weight_scale], "int4", layer.in_features)[:N, :D]
+        base = compute_weight([layer.weight_bits, layer.weight_scale], "int4", layer.in_features)[:N, :D]
         half_scale = 0.5 * layer.weight_scale.repeat_interleave(GROUP_SIZE, 1)[:N, :D]
         assert ((merged[stored] - (base + learned)).abs() <= half_scale + 1e-6).all()
     difference = logits(load_model(exported(place, "int4")), checkpoint) - logits(model, checkpoint)
@@ -271,13 +271,13 @@ def test_the_adapter_alone_has_the_names_and_shapes_of_peft(place, checkpoint):
 
 
 def test_the_adapter_can_be_all_that_is_exported(checkpoint, tmp_path):
-    parallel, learner = built(checkpoint, tmp_path)
+    parallel, train_state = built(checkpoint, tmp_path)
     for _ in range(2):  # the second replaces the first
         out, options = (
             tmp_path / "out",
             {"like": checkpoint, "dtype": torch.bfloat16, "world": WORLD, "only_adapter": True},
         )
-        export(out, parallel.model, learner.weights(), **options)
+        export_checkpoint(out, parallel.model, train_state.weights(), **options)
     assert sorted(file.name for file in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
@@ -313,7 +313,7 @@ def test_the_layer_and_its_gradients_follow_the_formula(quantization, dtype, num
     torch.manual_seed(0)
     layer = layer_of(nn.Linear(num_inputs, 72).to(dtype), dtype, quantize_base=quantization)
     held = [layer.weight] if quantization == "none" else [layer.weight_bits, layer.weight_scale]
-    weight = whole_weight(held, quantization, num_inputs).float()
+    weight = compute_weight(held, quantization, num_inputs).float()
     x = torch.randn(2, 5, num_inputs, dtype=dtype, requires_grad=True)
     exact = [tensor.detach().float().requires_grad_() for tensor in (x, layer.lora_A, layer.lora_B)]
     expected = F.linear(exact[0], weight, layer.bias.float()) + 2.0 * exact[0] @ exact[1].T @ exact[2].T
@@ -328,7 +328,7 @@ def test_the_layer_and_its_gradients_follow_the_formula(quantization, dtype, num
         assert (ours.float() - reference).norm() < bound * reference.norm()
 
 
-def test_dropout_reaches_the_matrices_alone():
+def test_dropout_applies_to_the_adapters_only():
     torch.manual_seed(0)
     layer, x = layer_of(nn.Linear(128, 72), dropout=0.5), torch.randn(64, 128, requires_grad=True)
     nn.init.zeros_(layer.lora_B)
@@ -346,14 +346,14 @@ def test_dropout_reaches_the_matrices_alone():
 @pytest.mark.parametrize(("quantization", "share", "error"), [("int4", 0.27, 0.12), ("int8", 0.51, 0.01)])
 def test_a_frozen_weight_takes_a_quarter_or_half_of_its_memory(quantization, share, error):
     weight = torch.randn(256, 512)
-    held = list(held_weight(weight.bfloat16(), quantization, torch.bfloat16).values())
+    held = list(stored_weight(weight.bfloat16(), quantization, torch.bfloat16).values())
     assert sum(tensor.nbytes for tensor in held) <= share * 2 * weight.numel()
     assert all(tensor.dtype == torch.bfloat16 for tensor in held), "FSDP casts other floats and refuses integers"
-    assert (whole_weight(held, quantization, 512).float() - weight).norm() < error * weight.norm()
+    assert (compute_weight(held, quantization, 512).float() - weight).norm() < error * weight.norm()
 
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_nothing_large_is_kept_for_backward_but_the_input(quantization):
+def test_backward_saves_only_the_input(quantization):
     layer, kept = layer_of(nn.Linear(512, 768), quantize_base=quantization), []
     x = torch.randn(32, 512, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -367,11 +367,11 @@ def test_nothing_large_is_kept_for_backward_but_the_input(quantization):
 # ------------------------------------------------------------------ what learns
 
 
-def test_the_matrices_learn_and_all_else_is_frozen(checkpoint, tmp_path):
+def test_only_the_adapters_are_trained(checkpoint, tmp_path):
     overrides = ["stages.0.lora.quantize_base=int4", "stages.0.optimizer.lrs={lora=1e-4}", "stages.0.optimizer.lr=0"]
-    parallel, learner = built(checkpoint, tmp_path, *overrides)
-    assert learner.trained == {f"{name}.lora_{matrix}" for name in lora_layers(parallel.model) for matrix in "AB"}
-    assert [(group.name, group.lr) for group in learner.optimizer.groups] == [("lora", 1e-4)]
+    parallel, train_state = built(checkpoint, tmp_path, *overrides)
+    assert train_state.trained == {f"{name}.lora_{matrix}" for name in lora_layers(parallel.model) for matrix in "AB"}
+    assert [(group.name, group.lr) for group in train_state.optimizer.groups] == [("lora", 1e-4)]
     whole, _ = built(checkpoint, tmp_path, settings=())
     counted, expected = (
         {line.split()[0]: line.split()[1:] for line in trainable_table(model).splitlines()[1:]}
@@ -383,15 +383,15 @@ def test_the_matrices_learn_and_all_else_is_frozen(checkpoint, tmp_path):
     assert counted["embedding"][1] == "0"
 
 
-def test_parts_have_rates_of_their_own(checkpoint, tmp_path):
-    _, learner = built(checkpoint, tmp_path, "stages.0.optimizer.lrs={vision=1e-4, projector=0}")
-    rates = {name: group.lr for group in learner.optimizer.groups for name in group.parameter_names}
+def test_parts_may_have_their_own_learning_rates(checkpoint, tmp_path):
+    _, train_state = built(checkpoint, tmp_path, "stages.0.optimizer.lrs={vision=1e-4, projector=0}")
+    rates = {name: group.lr for group in train_state.optimizer.groups for name in group.parameter_names}
     assert rates["vision.blocks.0.attn.qkv.lora_A"] == 1e-4
     assert rates["language.layers.0.self_attn.q_proj.lora_B"] == 2e-3
     assert not any(name.startswith("projector.") for name in rates)
 
 
-def test_a_frozen_tower_keeps_no_graph(checkpoint, tmp_path):
+def test_a_frozen_tower_builds_no_graph(checkpoint, tmp_path):
     parallel, _ = built(checkpoint, tmp_path, "stages.0.lora={rank=4}", "parallel.recompute_language=full")
     inputs = Processor.load(checkpoint)(conversations())
     assert not parallel.model.embed(inputs).requires_grad
@@ -408,7 +408,7 @@ def test_quantized_layers_stay_outside_compiled_code(checkpoint, tmp_path):
             assert hasattr(layer.forward, "_torchdynamo_disable") == is_outside
 
 
-def test_work_in_parts_with_matrices_is_counted_without_gradients_of_weights():
+def test_flops_of_adapted_parts_exclude_weight_gradients():
     forward = Flops(vision=1.0, projector=1.0, language=1.0, head=1.0)
     assert training_flops(forward, {"language.lora"}, tied_head=True) == (1, 1, 2, 2)
     assert training_flops(forward, {"vision.lora", "language.lora"}, tied_head=True) == (2, 2, 2, 2)
@@ -434,7 +434,7 @@ NAMES = [
         ({"targets": ("mlp.2",), "parts": ("projector",)}, [7]),
     ],
 )
-def test_targets_are_ends_of_names_or_regular_expressions_within_the_parts(settings, numbers):
+def test_targets_are_name_suffixes_or_regular_expressions_within_the_parts(settings, numbers):
     assert target_layers(NAMES, LoraConfig(**settings)) == [NAMES[number] for number in numbers]
 
 
@@ -451,17 +451,17 @@ def test_targets_are_ends_of_names_or_regular_expressions_within_the_parts(setti
         ({"dropout": 1.0}, "dropout is 1.0"),
     ],
 )
-def test_settings_without_meaning_are_refused(settings, words):
+def test_invalid_settings_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         target_layers(NAMES, LoraConfig(**settings))
 
 
-def test_rates_of_what_cannot_learn_are_refused(checkpoint, tmp_path):
+def test_learning_rates_of_frozen_parameters_are_refused(checkpoint, tmp_path):
     with pytest.raises(ConfigError, match=r"'embedding' matches no parameter.*only the matrices learn"):
         built(checkpoint, tmp_path, "stages.0.optimizer.lrs={embedding=1e-4}")
 
 
-def test_stages_that_would_have_to_merge_between_them_are_refused(place):
+def test_stages_that_would_need_a_merge_between_them_are_refused(place):
     recipe = (place / "lora.toml").read_text()
     stage = recipe[recipe.index("[[stages]]") :]
     plain, lora, int4 = "", "[stages.lora]\nrank = 4\n", "[stages.lora]\nquantize_base = 'int4'\n"
@@ -473,7 +473,7 @@ def test_stages_that_would_have_to_merge_between_them_are_refused(place):
         if is_good:
             load_config(TrainConfig, file)
         else:
-            with pytest.raises(ConfigError, match="begin another from the folder it exports"):
+            with pytest.raises(ConfigError, match="start another run from the folder it exports"):
                 load_config(TrainConfig, file)
 
 

@@ -18,8 +18,8 @@ from saccade.train.metrics import (
     duration,
     format_line,
     forward_flops,
+    micro_batch_work,
     peak_flops,
-    row_work,
     training_flops,
 )
 
@@ -27,7 +27,7 @@ EVERYTHING = ("vision", "projector", "embedding", "language", "head")
 
 
 def step_of(number, **changes):
-    work = Work(samples=4, text_tokens=600, image_tokens=400, learned_tokens=100, tower_flops=2e12, decoder_flops=6e12)
+    work = Work(samples=4, text_tokens=600, image_tokens=400, loss_tokens=100, vision_flops=2e12, decoder_flops=6e12)
     values = {"loss": 2.0, "grad_norm": 0.5, "seconds": 0.5, "data_wait_s": 0.05, "work": work}
     return Step(number=number, **values | changes)
 
@@ -62,7 +62,7 @@ def test_packed_conversations_and_frames_do_not_attend_to_each_other():
     assert forward_flops(config, [350], []).language > packed.language
 
 
-def test_only_learned_tokens_pay_for_the_head():
+def test_only_loss_tokens_pay_for_the_head():
     config = named_size("tiny")
     assert forward_flops(config, [100], [], 25).head * 4 == forward_flops(config, [100], []).head
 
@@ -75,7 +75,7 @@ def test_frozen_parts_cost_less_than_three_forward_passes():
     assert training_flops(forward, ["language"], tied_head=False) == (1, 1, 3, 2)
 
 
-def test_the_work_of_a_row_counts_what_is_in_it(tmp_path):
+def test_the_work_of_a_micro_batch_is_counted(tmp_path):
     initialize_random(tmp_path, named_size("tiny"), dtype=torch.float32)
     image = Image.new("RGB", (112, 56))
     conversation = [
@@ -83,13 +83,13 @@ def test_the_work_of_a_row_counts_what_is_in_it(tmp_path):
         {"role": "assistant", "content": "Nothing."},
     ]
     inputs = Processor.load(tmp_path)([conversation, [{"role": "user", "content": "Hi"}]])
-    work = row_work(named_size("tiny"), inputs, 9, EVERYTHING)
+    work = micro_batch_work(named_size("tiny"), inputs, 9, EVERYTHING)
     assert work.samples == 2
     assert work.image_tokens == 8
     assert work.text_tokens == inputs.num_tokens - 8
-    assert work.learned_tokens == 9
+    assert work.loss_tokens == 9
     flops = forward_flops(named_size("tiny"), inputs.cu_seqlens.diff().tolist(), inputs.image_grids.tolist(), 9)
-    assert work.tower_flops + work.decoder_flops == pytest.approx(3 * sum(flops))
+    assert work.vision_flops + work.decoder_flops == pytest.approx(3 * sum(flops))
     assert work.plus(work).samples == 4
 
 
@@ -150,13 +150,13 @@ def test_skipped_steps_are_counted_and_their_losses_left_out():
     assert meter.record("a", {})["loss"] is None
 
 
-def test_a_resumed_run_counts_on():
+def test_a_resumed_run_continues_its_counts():
     meter = Meter(num_steps=10, tokens=5000, samples=7)
     meter.add(step_of(4))
     assert (meter.tokens, meter.samples) == (6000, 11)
 
 
-def test_the_line_of_a_record_is_the_one_promised():
+def test_the_log_line_of_a_record():
     record = {"step": 1200, "loss": 1.842, "grad_norm": 0.41, "lr": {"a": 1e-5, "b": 2.9e-4}, "ms": 412.0, "text_tokens_per_s": 200e3, "image_tokens_per_s": 118e3, "mfu": 0.41, "data_wait": 0.003, "eta_s": 7740.0, "skipped": 0}  # fmt: skip
     line = format_line(record, 20000)
     assert " ".join(line.split()) == "step 01200/20000 6.0% loss 1.842 grad 0.41 lr 2.9e-4 412 ms 318k tok/s mfu 41% data wait 0.3% eta 2h09m"  # fmt: skip

@@ -39,12 +39,12 @@ def recipe(folder, name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_way_of_training_has_the_losses_of_the_cpu_within_bf16(place, name):
+def test_every_configuration_has_the_losses_of_the_cpu_within_bf16(place, name):
     train(read_recipe(recipe(place, name), *SETTINGS, *VARIANTS[name]), device="cuda")
     assert losses(place / name) == pytest.approx(losses(place / "cpu"), abs=0.05)
 
 
-def test_a_run_goes_on_on_the_gpu(place):
+def test_a_run_resumes_on_the_gpu(place):
     for steps in (4, 8):
         train(read_recipe(recipe(place, "two-parts"), *SETTINGS, f"stages.0.steps={steps}"), device="cuda")
     assert losses(place / "two-parts") == pytest.approx(losses(place / "cpu"), abs=0.05)
@@ -54,7 +54,7 @@ def test_a_step_waits_for_the_gpu_once(place):
     """Steps 5 and 6 are watched; by then everything is compiled."""
     waits = []
 
-    def probe(trained, step):
+    def validate(model, step):
         torch.cuda.set_sync_debug_mode("warn" if 4 <= step < 6 else "default")
         if step == 4:
             waits.append(len(caught))
@@ -64,5 +64,5 @@ def test_a_step_waits_for_the_gpu_once(place):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(read_recipe(recipe(place, "watched"), *SETTINGS, "probe.every=1"), device="cuda", probe=probe)
+        train(read_recipe(recipe(place, "watched"), *SETTINGS, "validation.every=1"), device="cuda", validate=validate)
     assert waits[1] - waits[0] == 2, [str(warning.message) for warning in caught]

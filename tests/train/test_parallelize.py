@@ -22,7 +22,7 @@ from saccade.data import open_stream
 from saccade.errors import ConfigError
 from saccade.processor import Processor
 from saccade.train.config import ParallelConfig
-from saccade.train.loss import num_labels, row_labels
+from saccade.train.loss import count_labels, next_token_labels
 from saccade.train.parallelize import choose_strategy, parallelize, trainable_table
 from saccade.train.stages import train
 from saccade.world import World
@@ -32,7 +32,7 @@ VARIANTS = {
     "ddp": ["parallel.strategy=ddp"],
     "hsdp": ["parallel.strategy=hsdp", "parallel.shard_size=1", "stages.0.steps=3"],
     "zero2": ["parallel.reshard_after_forward=false", "parallel.recompute_language=full", "stages.0.steps=3"],
-    "zero1": ["parallel.reshard_after_forward=false", "parallel.reduce_each_row=false", "stages.0.steps=3"],
+    "zero1": ["parallel.reshard_after_forward=false", "parallel.reduce_each_micro_batch=false", "stages.0.steps=3"],
     "offload": ["parallel.offload=true", "parallel.recompute_vision=full", "parallel.strategy=fsdp", "stages.0.steps=3"],
 }  # fmt: skip
 
@@ -48,17 +48,17 @@ def place(tmp_path_factory):
         return write_recipe(folder / f"{name}.toml", run=folder / name, checkpoint=checkpoint, shards=data)
 
     # More rows than ranks, and not a multiple of them: one rank runs an empty row.
-    rows = ["stages.0.data.rows_per_step=3"]
+    rows = ["stages.0.data.global_batch_size=3"]
     train(read_recipe(recipe("one"), *rows), device="cpu")
-    train(read_recipe(recipe("mixed-one", mixed), "stages.0.steps=4", "stages.0.data.token_budget=120"), device="cpu")
+    train(read_recipe(recipe("mixed-one", mixed), "stages.0.steps=4", "stages.0.data.max_seq_len=120"), device="cpu")
     train(read_recipe(recipe("one-then-two"), "stages.0.steps=4", *rows), device="cpu")
     named = ["guard.max_grad_norm=1e-9", "guard.max_skips=1000", "stages.0.schedule.warmup_steps=2", *rows]
     train(read_recipe(recipe("named-one-then-two"), "stages.0.steps=2", *named), device="cpu")
     jobs = [{"world": str(folder / "world.json")}]
     jobs += [{"recipe": str(recipe(name)), "set": [*rows, *settings]} for name, settings in VARIANTS.items()]
     jobs += [
-        {"recipe": str(recipe("mixed-two", mixed)), "set": ["stages.0.steps=4", "stages.0.data.token_budget=120"]},
-        {"recipe": str(recipe("mixed-ddp", mixed)), "set": ["stages.0.steps=4", "stages.0.data.token_budget=120", "parallel.strategy=ddp"]},
+        {"recipe": str(recipe("mixed-two", mixed)), "set": ["stages.0.steps=4", "stages.0.data.max_seq_len=120"]},
+        {"recipe": str(recipe("mixed-ddp", mixed)), "set": ["stages.0.steps=4", "stages.0.data.max_seq_len=120", "parallel.strategy=ddp"]},
         {"recipe": str(recipe("one-then-two")), "set": ["stages.0.steps=7", *rows]},
         {"recipe": str(recipe("two-then-one")), "set": ["stages.0.steps=4", *rows]},
         {"recipe": str(recipe("named-two")), "set": ["stages.0.steps=4", *named]},
@@ -69,7 +69,7 @@ def place(tmp_path_factory):
     return folder
 
 
-def test_two_ranks_sum_gather_and_share(place):
+def test_two_ranks_sum_gather_and_broadcast(place):
     for rank in range(2):
         told = json.loads((place / f"world.{rank}").read_text())
         assert told == {"sum": [2.0, 1.0], "gathered": [{"rank": 0}, {"rank": 1}], "shared": 0}
@@ -93,7 +93,7 @@ def test_a_rank_without_images_trains_beside_one_with_images(place, name):
     assert losses(place / name) == pytest.approx(losses(place / "mixed-one"), abs=1e-5)
 
 
-def test_those_ranks_do_have_rows_with_and_without_images(place):
+def test_those_ranks_do_have_micro_batches_with_and_without_images(place):
     settings = {"max_seq_len": 120, "max_patches": 512, "global_batch_size": 2, "seed": 3, "num_workers": 0}
     with open_stream(place / "mixed", checkpoint=place / "checkpoint", **settings) as stream:
         has_image = [[len(row.inputs.patches) > 0 for row in batch.sequences] for batch in islice(stream, 4)]
@@ -102,7 +102,7 @@ def test_those_ranks_do_have_rows_with_and_without_images(place):
 
 
 @pytest.mark.parametrize("name", ["one-then-two", "two-then-one"])
-def test_a_run_goes_on_with_another_number_of_ranks(place, name):
+def test_a_run_resumes_on_another_number_of_ranks(place, name):
     assert losses(place / name) == pytest.approx(losses(place / "one")[:7], abs=1e-6)
 
 
@@ -111,7 +111,9 @@ def test_another_number_of_ranks_sees_the_same_samples(place):
 
     def samples(name):
         steps = skipped(place / name)
-        return {step["step"]: sorted(sample for row in step["rows"] for sample in row["samples"]) for step in steps}
+        return {
+            step["step"]: sorted(sample for row in step["micro_batches"] for sample in row["samples"]) for step in steps
+        }
 
     changed = samples("named-one-then-two")
     assert list(changed) == [1, 2, 3, 4]
@@ -147,9 +149,9 @@ def rows_of(checkpoint):
 
 
 def loss_and_gradients(parallel, inputs):
-    labels = row_labels(inputs)
-    parallel.trained.zero_grad()
-    loss, _ = parallel.wrapped(inputs, labels, torch.tensor(float(num_labels(labels))), num_labels(labels))
+    labels = next_token_labels(inputs)
+    parallel.module.zero_grad()
+    loss, _ = parallel.wrapped(inputs, labels, torch.tensor(float(count_labels(labels))), count_labels(labels))
     loss.backward()
     return float(loss.detach()), {name: parameter.grad.clone() for name, parameter in parallel.model.named_parameters()}
 
@@ -165,7 +167,7 @@ def assert_same(one, other, inputs, tolerance):
 
 
 @pytest.mark.parametrize("extent", ["selective", "full"])
-def test_recomputing_changes_no_bit(checkpoint, tmp_path, extent):
+def test_activation_checkpointing_changes_no_bit(checkpoint, tmp_path, extent):
     plain = built(checkpoint, tmp_path)
     other = built(checkpoint, tmp_path, f"parallel.recompute_vision={extent}", f"parallel.recompute_language={extent}")
     for inputs in rows_of(checkpoint):
@@ -188,7 +190,7 @@ def test_compiled_blocks_compute_the_same_and_are_compiled_once(checkpoint, tmp_
             assert_same(plain, compiled, inputs, tolerance=1e-5)
 
 
-def test_what_has_a_learning_rate_of_0_is_frozen(checkpoint, tmp_path):
+def test_parameters_with_a_learning_rate_of_0_are_frozen(checkpoint, tmp_path):
     parallel = built(checkpoint, tmp_path, "stages.0.optimizer.lrs={vision=0, language=0, embedding=0}")
     learns = {name.split(".")[0] for name, parameter in parallel.model.named_parameters() if parameter.requires_grad}
     assert learns == {"projector"}
@@ -205,14 +207,14 @@ def test_what_has_a_learning_rate_of_0_is_frozen(checkpoint, tmp_path):
     ("overrides", "words"),
     [
         (["stages.0.optimizer.lr=0"], "nothing would be trained"),
-        (["parallel.shard_size=2"], "shard_size goes with strategy"),
-        (["parallel.strategy=hsdp"], "hsdp needs it"),
-        (["parallel.compress_gradients=bf16"], "goes with strategy = 'ddp'"),
-        (["parallel.strategy=ddp", "parallel.offload=true"], "offload goes with fsdp"),
+        (["parallel.shard_size=2"], "shard_size requires strategy"),
+        (["parallel.strategy=hsdp"], "hsdp requires shard_size"),
+        (["parallel.compress_gradients=bf16"], "requires strategy = 'ddp'"),
+        (["parallel.strategy=ddp", "parallel.offload=true"], "offload requires fsdp"),
         (["parallel.strategy=ddp", "parallel.compress_gradients=powersgd"], "needs GPUs and NCCL"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(checkpoint, tmp_path, overrides, words):
+def test_unsupported_settings_are_refused(checkpoint, tmp_path, overrides, words):
     with pytest.raises(ConfigError, match=words):
         built(checkpoint, tmp_path, *overrides)
 

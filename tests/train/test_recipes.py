@@ -7,13 +7,13 @@ import pytest
 from saccade.config import load_config
 from saccade.model.initialize import named_size
 from saccade.train.config import TrainConfig
-from saccade.train.plan import gpu_gib, of_stage
+from saccade.train.memory_planner import gpu_gib, stage_planner
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_can_be_read(recipe):
+def test_every_recipe_loads(recipe):
     config = load_config(TrainConfig, recipe)
     assert config.run == Path("runs") / (recipe.stem.removesuffix("-fsdp"))
 
@@ -31,7 +31,7 @@ def test_recipes_fit_their_gpu_and_state_what_the_planner_says(name, size, ranks
     config = load_config(TrainConfig, recipe)
     totals = []
     for stage in config.stages:
-        planner, row = of_stage(config, stage, named_size(size), ranks)
+        planner, row = stage_planner(config, stage, named_size(size), ranks)
         totals.append(planner.plan(row).total_gib)
     assert max(totals) <= gpu_gib(gpu)
     assert max(totals) == pytest.approx(stated, abs=1.0)
@@ -42,10 +42,10 @@ def test_recipes_fit_their_gpu_and_state_what_the_planner_says(name, size, ranks
     ("settings", "stated"),
     [(["stages.instruct.lora.quantize_base=int4"], 22), (["parallel.recompute_language=full"], 14)],
 )
-def test_with_int4_or_with_the_decoder_recomputed_the_lora_recipe_fits_24_gb(settings, stated):
+def test_with_int4_or_activation_checkpointing_the_lora_recipe_fits_24_gb(settings, stated):
     [recipe] = [path for path in RECIPES if path.stem == "qwen2.5-vl-3b-lora"]
     config = load_config(TrainConfig, recipe, settings)
-    planner, row = of_stage(config, config.stages[0], named_size("3b"), 1)
+    planner, row = stage_planner(config, config.stages[0], named_size("3b"), 1)
     assert planner.plan(row).total_gib <= gpu_gib("RTX4090")
     assert planner.plan(row).total_gib == pytest.approx(stated, abs=1.0)
     assert str(stated) in recipe.read_text()

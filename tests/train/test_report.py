@@ -84,14 +84,14 @@ def test_every_curve_of_a_run_is_drawn(run):
     assert page.tags.count("line") > page.tags.count("figure"), "a mark where the second stage begins"
 
 
-def test_numbers_it_does_not_know_are_drawn_too(run):
-    write_lines(run / "metrics.jsonl", [record_of(10), {"step": 10, "probe": {"chartqa": 0.3, "vqa": 0.5}}])
+def test_unknown_metrics_are_drawn_too(run):
+    write_lines(run / "metrics.jsonl", [record_of(10), {"step": 10, "validation": {"chartqa": 0.3, "vqa": 0.5}}])
     page = page_of(run)
-    assert "probe" in page.text
+    assert "validation" in page.text
     assert "chartqa" in page.text
 
 
-def test_the_page_needs_nothing_from_outside_and_runs_no_script(run):
+def test_the_page_loads_nothing_and_runs_no_script(run):
     text = write_report(run).read_text()
     page = Page(text)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
@@ -100,7 +100,7 @@ def test_the_page_needs_nothing_from_outside_and_runs_no_script(run):
     assert "default-src 'none'" in text
 
 
-def test_the_page_is_light_or_dark_as_its_reader_is(run):
+def test_the_page_follows_the_readers_colour_scheme(run):
     text = write_report(run).read_text()
     assert "color-scheme: light dark" in text
     assert "prefers-color-scheme: dark" in text
@@ -110,8 +110,10 @@ def test_all_text_is_escaped(tmp_path):
     run = tmp_path / "a<b>&"
     run.mkdir()
     write_lines(run / "metrics.jsonl", [record_of(s, stage=HOSTILE + str(s), source_loss={HOSTILE: 1.0}, **{HOSTILE: {HOSTILE: 2.0}}) for s in (1, 2, 3)])  # fmt: skip
-    write_lines(run / "samples.jsonl", [{"step": 1, "prompt": HOSTILE, "answer": HOSTILE, "reference": HOSTILE}])
-    write_lines(run / "skipped_steps.jsonl", [{"step": 1, "reason": HOSTILE, "rows": [{"samples": [HOSTILE]}]}])
+    write_lines(run / "samples.jsonl", [{"step": 1, "prompt": HOSTILE, "output": HOSTILE, "reference": HOSTILE}])
+    write_lines(
+        run / "skipped_steps.jsonl", [{"step": 1, "reason": HOSTILE, "micro_batches": [{"samples": [HOSTILE]}]}]
+    )
     (run / "config.toml").write_text(f"[section]\n'<b>key' = {json.dumps(HOSTILE)}\n")
     text = write_report(run).read_text()
     assert "<script" not in text
@@ -119,11 +121,11 @@ def test_all_text_is_escaped(tmp_path):
     assert Page(text).text.count(HOSTILE) >= 8
 
 
-def test_samples_show_their_words_and_only_pictures_that_are_data(run):
+def test_samples_show_their_text_and_only_data_url_images(run):
     picture = "data:image/png;base64,iVBORw0KGgo="
     samples = [
-        {"step": 10, "prompt": "What is it?", "answer": "A cat.", "reference": "A dog.", "image": picture},
-        {"step": 20, "prompt": "And now?", "answer": "Nothing.", "image": "https://example.org/x.png"},
+        {"step": 10, "prompt": "What is it?", "output": "A cat.", "reference": "A dog.", "image": picture},
+        {"step": 20, "prompt": "And now?", "output": "Nothing.", "image": "https://example.org/x.png"},
     ]
     write_lines(run / "samples.jsonl", samples)
     page = page_of(run)
@@ -133,7 +135,7 @@ def test_samples_show_their_words_and_only_pictures_that_are_data(run):
 
 
 def test_skipped_steps_and_settings_are_listed(run):
-    write_lines(run / "skipped_steps.jsonl", [{"step": 42, "reason": "loss is nan", "loss": "nan", "rows": [{"samples": ["shard/7"]}]}])  # fmt: skip
+    write_lines(run / "skipped_steps.jsonl", [{"step": 42, "reason": "loss is nan", "loss": "nan", "micro_batches": [{"samples": ["shard/7"]}]}])  # fmt: skip
     (run / "config.toml").write_text('seed = 3\n[[stages]]\nname = "align"\n[stages.optimizer]\nlr = 1e-5\n')
     page = page_of(run)
     for words in ("Skipped steps", "loss is nan", "shard/7", "stages[0].optimizer.lr", "1e-05"):

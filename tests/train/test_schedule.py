@@ -15,7 +15,7 @@ def factors(num_steps, **settings):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_rate_rises_in_equal_parts_to_the_peak_and_never_beyond(kind):
+def test_warm_up_is_linear_and_ends_at_the_peak(kind):
     rates = factors(100, kind=kind, warmup_steps=10)
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[10] == 1.0
@@ -23,9 +23,19 @@ def test_the_rate_rises_in_equal_parts_to_the_peak_and_never_beyond(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_warm_up_the_rate_never_rises(kind):
+def test_the_rate_never_rises_after_warm_up(kind):
     rates = factors(57, kind=kind, warmup_steps=7)[7:]
     assert all(after <= before for before, after in pairwise(rates))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_steps", [57, 60])
+def test_the_curve_is_the_same_by_steps_and_by_samples(kind, num_steps):
+    config = ScheduleConfig(kind=kind, warmup_steps=7)
+    by_samples = [
+        config.factor_by_samples(step, 13 * step, 13 * min(step, 7), 13 * num_steps) for step in range(num_steps)
+    ]
+    assert by_samples == pytest.approx(factors(num_steps, kind=kind, warmup_steps=7))
 
 
 def test_cosine_is_half_way_in_the_middle_and_ends_at_the_final_factor():
@@ -59,7 +69,7 @@ def test_constant_stays():
         ({"kind": "wsd", "decay_steps": 0}, "1 or more"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         ScheduleConfig(**settings)
 

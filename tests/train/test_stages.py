@@ -35,8 +35,8 @@ name = "align"
 steps = 3
 [stages.data]
 sources = [{{ path = "{shards}" }}]
-token_budget = 240
-workers = 0
+max_seq_len = 240
+num_workers = 0
 [stages.optimizer]
 lr = 0.0
 lrs = {{ projector = 1e-3 }}
@@ -47,9 +47,9 @@ tokens = 960
 continue_optimizer = true
 [stages.data]
 sources = [{{ path = "{shards}" }}]
-token_budget = 120
-rows_per_step = 2
-workers = 0
+max_seq_len = 120
+global_batch_size = 2
+num_workers = 0
 [stages.optimizer]
 lr = 1e-4
 
@@ -58,9 +58,9 @@ name = "instruct"
 epochs = 1
 [stages.data]
 sources = [{{ path = "{shards}" }}]
-token_budget = 240
-rows_per_step = 2
-workers = 0
+max_seq_len = 240
+global_batch_size = 2
+num_workers = 0
 [stages.optimizer]
 lr = 1e-4
 lrs = {{ vision = 0 }}
@@ -96,7 +96,7 @@ def changed_parts(before, after):
     return {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
 
 
-def test_each_stage_trains_what_it_says_and_begins_with_the_weights_of_the_one_before(whole, parts):
+def test_each_stage_trains_its_parts_and_starts_from_the_previous_weights(whole, parts):
     start = weights(parts[0])
     folders = sorted((whole / "checkpoints").iterdir())
     align, pretrain, instruct = (weights(folder) for folder in folders)
@@ -108,7 +108,7 @@ def test_each_stage_trains_what_it_says_and_begins_with_the_weights_of_the_one_b
     assert stages == ["align"] * 3 + ["pretrain"] * 4 + ["instruct"] * (len(stages) - 7)
 
 
-def test_steps_tokens_and_samples_count_through_while_stages_count_anew(whole):
+def test_run_counters_continue_across_stages_and_stage_counters_restart(whole):
     at_the_end = progress(whole, 3)
     assert (at_the_end["stage"], at_the_end["stage_step"], at_the_end["is_stage_done"]) == (0, 3, True)
     early = progress(whole, 4)
@@ -118,14 +118,14 @@ def test_steps_tokens_and_samples_count_through_while_stages_count_anew(whole):
     assert seen == sorted(seen)
 
 
-def test_moments_are_handed_over_where_asked_for_and_only_there(whole):
+def test_optimizer_state_is_kept_only_with_continue_optimizer(whole):
     """The projector has learned for 3 steps when the second stage takes its moments over; the third begins anew."""
     assert progress(whole, 4)["optimizer_steps"] == 4
     assert progress(whole, 8)["optimizer_steps"] == 1
 
 
 @pytest.mark.parametrize("kept", [2, 3, 5, 7])
-def test_a_run_taken_up_anywhere_ends_like_the_one_without_a_break(tmp_path, whole, parts, kept):
+def test_a_run_resumed_anywhere_equals_an_uninterrupted_one(tmp_path, whole, parts, kept):
     """In the middle of a stage, at its end, in the next one: all states after the `kept` step are lost."""
     run = shutil.copytree(whole, tmp_path / "run")
     for state in (run / "state").iterdir():
@@ -142,7 +142,7 @@ def test_a_run_taken_up_anywhere_ends_like_the_one_without_a_break(tmp_path, who
 # ------------------------------------------------------------------ settings
 
 
-def test_the_resolved_settings_lie_in_the_run_folder_and_load_back_equal(whole, parts, tmp_path):
+def test_the_resolved_config_in_the_run_folder_loads_back_equal(whole, parts, tmp_path):
     recipe = write_recipe(tmp_path / "recipe.toml", run=whole, checkpoint=parts[0], shards=parts[1], text=RECIPE)
     config = read_recipe(recipe, "stages.align.clip_norm=inf", "log.trackers.tensorboard=true")
     write_config(config, tmp_path / "again.toml")
@@ -152,14 +152,14 @@ def test_the_resolved_settings_lie_in_the_run_folder_and_load_back_equal(whole, 
     assert read_recipe(recipe, "log.every=7", "parallel.strategy=fsdp").fingerprint == read_recipe(recipe).fingerprint
 
 
-def test_changed_settings_are_named_when_a_run_is_taken_up(whole, parts, tmp_path, caplog):
+def test_changed_settings_are_logged_on_resume(whole, parts, tmp_path, caplog):
     recipe = write_recipe(tmp_path / "recipe.toml", run=whole, checkpoint=parts[0], shards=parts[1], text=RECIPE)
     config, other = read_recipe(recipe), read_recipe(recipe, "stages.instruct.optimizer.lr=2e-4", "seed=6")
     assert changed_keys(config, other) == ["seed 5 -> 6", "stages.2.optimizer.lr 0.0001 -> 0.0002"]
     assert changed_keys(config, config) == []
     with caplog.at_level(logging.INFO):
         train(read_recipe(recipe, "log.every=2"), device="cpu")
-    assert "settings have changed since this run was last started: log.every 1 -> 2" in caplog.text
+    assert "settings changed since the last start: log.every 1 -> 2" in caplog.text
     assert "every stage of this run is done" in caplog.text
     train(config, device="cpu")
 
@@ -168,14 +168,14 @@ def test_changed_settings_are_named_when_a_run_is_taken_up(whole, parts, tmp_pat
     ("overrides", "words"),
     [
         (["stages=[]"], "stages is empty"),
-        (["stages.align.name=pretrain"], "each needs a name of its own"),
+        (["stages.align.name=pretrain"], "each must be unique"),
         (["stages.align.name=a b"], "use letters, digits"),
         (["stages.align.epochs=1"], "give exactly one of steps, epochs and tokens"),
         (["stages.align.steps=0"], "steps is 0; it must be above 0"),
         (["stages.align.clip_norm=-1"], "clip_norm is -1.0"),
         (["stages.align.data.sources=[]"], "sources is empty"),
-        (["stages.align.data.workers=-1"], "workers is -1"),
-        (['stages.instruct.data.sources=[{path="a", weight=1}]'], "sources with weights have no epochs"),
+        (["stages.align.data.num_workers=-1"], "workers is -1"),
+        (['stages.instruct.data.sources=[{path="a", weight=1}]'], "a weighted mixture has no epochs"),
         (["stages.align.optimzer.lr=1"], "unknown key stages[0].optimzer. Did you mean optimizer?"),
         (["checkpoint.keep_last=0"], "keep_last is 0"),
         (["log.every=0"], "every is 0"),
@@ -183,14 +183,14 @@ def test_changed_settings_are_named_when_a_run_is_taken_up(whole, parts, tmp_pat
         (["stages.pretrain.schedule.warmup_steps=5"], "stage pretrain: schedule: 5 steps of warm-up do not fit in 4"),
         (
             ["stages.instruct.schedule={kind='wsd', decay_steps=3}"],
-            "stage instruct: decay_steps counts from the last step",
+            "stage instruct: decay_steps counts back from the last step",
         ),
-        (["probe.every=0"], "every is 0"),
+        (["validation.every=0"], "every is 0"),
         (["seed=-1"], "seed is -1"),
         (["model.dtype=fp64"], "model.dtype = 'fp64' is not one of"),
     ],
 )
-def test_settings_without_sense_are_refused(tmp_path, overrides, words):
+def test_invalid_settings_are_refused(tmp_path, overrides, words):
     recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path, checkpoint=tmp_path, shards=tmp_path, text=RECIPE)
     with pytest.raises(ConfigError) as caught:
         read_recipe(recipe, *overrides)
@@ -211,26 +211,24 @@ def test_a_run_folder_with_more_stages_than_the_recipe_is_refused(whole, parts, 
 def test_more_epochs_for_a_stage_that_is_done_are_refused_and_fewer_are_not(whole, parts, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
-    with pytest.raises(
-        ConfigError, match="stage instruct was done after 1 epochs, and epochs = 2 cannot make it longer"
-    ):
+    with pytest.raises(ConfigError, match="stage instruct finished after 1 epochs, and epochs = 2 cannot extend it"):
         train(read_recipe(recipe, "stages.instruct.epochs=2"), device="cpu")
     assert train(read_recipe(recipe), device="cpu") is Ending.FINISHED
 
 
-def test_settings_in_the_run_folder_that_cannot_be_read_do_not_keep_a_run_from_going_on(whole, parts, tmp_path, caplog):
+def test_an_unreadable_config_in_the_run_folder_does_not_prevent_a_resume(whole, parts, tmp_path, caplog):
     run = shutil.copytree(whole, tmp_path / "run")
     for step in range(6, 20):
         shutil.rmtree(run / f"state/step-{step:08d}", ignore_errors=True)
     (run / "config.toml").write_text("run = 'broken off")
     recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
     assert train(read_recipe(recipe), device="cpu") is Ending.FINISHED
-    assert "cannot be read, and will be written anew" in caplog.text
+    assert "cannot be read and will be overwritten" in caplog.text
     assert load_config(TrainConfig, run / "config.toml") == read_recipe(recipe)
     assert losses(run) == losses(whole)
 
 
-def test_a_run_folder_that_cannot_be_made_is_refused(parts, tmp_path):
+def test_a_run_folder_that_cannot_be_created_is_refused(parts, tmp_path):
     (tmp_path / "file").write_text("in the way")
     run = tmp_path / "file" / "run"
     recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
@@ -238,7 +236,7 @@ def test_a_run_folder_that_cannot_be_made_is_refused(parts, tmp_path):
         train(read_recipe(recipe), device="cpu")
 
 
-def test_a_run_folder_in_use_is_refused_with_the_process_that_holds_it(parts, tmp_path):
+def test_a_locked_run_folder_is_refused_with_its_owner(parts, tmp_path):
     run = tmp_path / "run"
     recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
     with (
@@ -250,7 +248,7 @@ def test_a_run_folder_in_use_is_refused_with_the_process_that_holds_it(parts, tm
         pass
 
 
-def test_a_checkpoint_folder_that_is_not_there_is_named_as_one(tmp_path, parts):
+def test_a_missing_checkpoint_folder_is_named(tmp_path, parts):
     nowhere = tmp_path / "nowhere"
     recipe = write_recipe(
         tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=nowhere, shards=parts[1], text=RECIPE
@@ -259,7 +257,7 @@ def test_a_checkpoint_folder_that_is_not_there_is_named_as_one(tmp_path, parts):
         train(read_recipe(recipe), device="cpu")
 
 
-def test_the_settings_need_no_torch():
+def test_the_config_needs_no_torch():
     import subprocess
     import sys
 

@@ -40,14 +40,14 @@ def test_a_resumed_run_drops_what_was_written_beyond_its_step(tmp_path):
     assert [record["attempt"] for record in read_records(tmp_path / "metrics.jsonl")] == [0, 0, 20, 20]
 
 
-def test_a_run_that_begins_again_begins_with_an_empty_file(tmp_path):
+def test_a_restarted_run_starts_with_an_empty_file(tmp_path):
     for _ in range(2):
         with open_trackers(TrackersConfig(), tmp_path, step=0, settings={}) as trackers:
             trackers.log(record_of(10))
     assert steps_in(tmp_path / "metrics.jsonl") == [10]
 
 
-def test_lines_cut_off_by_a_crash_are_passed_over(tmp_path):
+def test_lines_truncated_by_a_crash_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 10, "loss": 1.0}\n{"step": 20, "lo\n[]\n{"step": 30}\n\xff{"step": 4')
     assert steps_in(path) == [10, 30]
@@ -57,7 +57,7 @@ def test_lines_cut_off_by_a_crash_are_passed_over(tmp_path):
     assert steps_in(path) == [10, 20]
 
 
-def test_numbers_that_json_does_not_know_are_null(tmp_path):
+def test_non_finite_numbers_are_null(tmp_path):
     with open_trackers(TrackersConfig(), tmp_path, step=0, settings={}) as trackers:
         trackers.log(record_of(1, loss=math.nan, nested={"x": [math.inf, 1.0]}))
     [record] = read_records(tmp_path / "metrics.jsonl")
@@ -85,7 +85,7 @@ class Unreachable:
         raise ConnectionError("no route to host")
 
 
-def test_a_tracker_that_fails_is_named_once_and_training_goes_on(tmp_path, caplog):
+def test_a_failing_tracker_is_reported_once_and_training_continues(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "saccade")
     down, shaky = Unreachable(), Unreachable(lambda record: record["step"] == 2)
     makers = {"remote": lambda: down, "shaky": lambda: shaky, "file": lambda: JsonLines(tmp_path / "a.jsonl", 0)}
@@ -115,7 +115,7 @@ def test_a_tracker_that_cannot_be_opened_does_not_stop_the_others(tmp_path, capl
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_costs_records_and_not_the_run(tmp_path, caplog):
+def test_a_full_disk_loses_records_but_not_the_run(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "saccade")
     path = tmp_path / "a.jsonl"
     with Trackers({"file": lambda: JsonLines(path, 0)}) as trackers:
@@ -144,7 +144,7 @@ def test_tensorboard_shows_a_resumed_run_without_what_was_dropped(tmp_path):
     assert "source_loss/a" in events.Tags()["scalars"]
 
 
-def test_weights_and_biases_writes_a_run_without_a_network_and_goes_on_under_its_id(tmp_path):
+def test_weights_and_biases_runs_offline_and_resumes_under_its_id(tmp_path):
     pytest.importorskip("wandb")
     config = TrackersConfig(wandb=WandbConfig(mode="offline"))
     ids = []

@@ -23,11 +23,11 @@ def test_a_world_of_one_needs_no_network():
         assert not dist.is_initialized()
         assert world.all_sum(torch.tensor([2.0])).tolist() == [2.0]
         assert world.gather({"a": [1]}) == [{"a": [1]}]
-        assert world.share("x") == "x"
+        assert world.broadcast("x") == "x"
         world.barrier()
 
 
-def test_a_world_of_one_opens_a_group_when_asked_and_closes_it():
+def test_a_world_of_one_opens_a_process_group_on_demand_and_closes_it():
     with open_world("cpu") as world:
         world.open_local_group()
         world.open_local_group()

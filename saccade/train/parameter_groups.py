@@ -70,7 +70,7 @@ class OptimizerConfig:
             _compiled(key)
 
 
-class Group(NamedTuple):
+class ParameterGroup(NamedTuple):
     """Parameters that learn at one rate."""
 
     name: str
@@ -104,7 +104,7 @@ def learning_rates(names: Sequence[str], config: OptimizerConfig) -> dict[str, t
     return {name: rate(name) for name in names}
 
 
-def plan_groups(num_dims: Mapping[str, int], config: OptimizerConfig) -> list[Group]:
+def parameter_groups(num_dims: Mapping[str, int], config: OptimizerConfig) -> list[ParameterGroup]:
     """Groups of the parameters that learn, from the number of dims of each. Frozen ones are in none."""
     members: dict[tuple[str, float], list[str]] = {}
     for name, key_and_rate in learning_rates(list(num_dims), config).items():
@@ -114,7 +114,7 @@ def plan_groups(num_dims: Mapping[str, int], config: OptimizerConfig) -> list[Gr
         return num_dims[name] > 1 and (config.decay_embedding or not re.search(PARTS["embedding"], name))
 
     return [
-        Group(key, lr, tuple(filter(is_decayed, names)), tuple(name for name in names if not is_decayed(name)))
+        ParameterGroup(key, lr, tuple(filter(is_decayed, names)), tuple(name for name in names if not is_decayed(name)))
         for (key, lr), names in members.items()
         if lr > 0.0
     ]

@@ -26,7 +26,7 @@ _MAX_EVENTS = 200_000
 """Allocations that are remembered; a step of a 3B model makes about 10,000."""
 
 
-class Tracer:
+class StepProfiler:
     """Watches the steps it is told of, while it is entered."""
 
     def __init__(self, config: LogConfig, folder: Path, world: World) -> None:
@@ -45,7 +45,7 @@ class Tracer:
             torch.cuda.memory._record_memory_history(max_entries=_MAX_EVENTS)
         return self
 
-    def step_begins(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         """Step `step` of the run is about to be computed."""
         if step == self._first:
             kinds = [ProfilerActivity.CPU]
@@ -54,7 +54,7 @@ class Tracer:
             self._profiler = profile(activities=kinds, acc_events=True)
             self._profiler.start()
 
-    def step_ended(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         """Step `step` has been computed and its update enqueued."""
         self._num_steps += 1
         if step == self._last:

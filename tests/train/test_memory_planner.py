@@ -12,15 +12,15 @@ from saccade.kernels import launch
 from saccade.model.initialize import initialize_random, named_size
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
-from saccade.train.activations import RowSize
+from saccade.train.activations import MicroBatchSize
 from saccade.train.config import LoraConfig, ParallelConfig
-from saccade.train.groups import OptimizerConfig
 from saccade.train.lora import add_lora, lora_parameters
-from saccade.train.loss import TrainedModel, num_labels, row_labels
+from saccade.train.loss import ModelWithLoss, count_labels, next_token_labels
 from saccade.train.memory import GIB, Planner
+from saccade.train.memory_planner import gpu_gib, model_config, plan, report, stage_planner, suggest
 from saccade.train.optimizer import freeze
 from saccade.train.parallelize import recompute
-from saccade.train.plan import gpu_gib, model_config, of_stage, plan, report, suggest
+from saccade.train.parameter_groups import OptimizerConfig
 
 TINY = named_size("tiny")
 SMALL = replace(
@@ -30,7 +30,7 @@ SMALL = replace(
 )
 """Windows and whole images, and an intermediate size that is rounded up in memory."""
 
-UNIFORM = RowSize(tokens=16384, patches=36864, learned=16383)
+UNIFORM = MicroBatchSize(tokens=16384, patches=36864, loss_tokens=16383)
 SELECTIVE = ParallelConfig(recompute_vision="selective", recompute_language="selective")
 
 
@@ -76,11 +76,11 @@ def kept_bytes(row, dtype, parallel, optimizer, lora):
             saved[storage.data_ptr()] = (storage.nbytes(), x)  # held, so that no other tensor takes its place
         return x
 
-    labels = row_labels(row)
-    trained = TrainedModel(model)
-    trained.always_sees = False
+    labels = next_token_labels(row)
+    trained = ModelWithLoss(model)
+    trained.encode_dummy_image = False
     with launch.forced("triton"), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        trained(row, labels, torch.tensor(1.0), num_labels(labels))
+        trained(row, labels, torch.tensor(1.0), count_labels(labels))
     return sum(num_bytes for num_bytes, _ in saved.values())
 
 
@@ -102,10 +102,12 @@ def kept_bytes(row, dtype, parallel, optimizer, lora):
     ids=["none", "selective", "full", "mixed", "frozen decoder", "frozen tower", "decoder only", "half a decoder", "lora", "lora everywhere"],
 )  # fmt: skip
 @pytest.mark.usefixtures("kernels_that_compute_nothing")
-def test_the_plan_counts_the_bytes_autograd_keeps(row, dtype, vision, language, lrs, lora):
+def test_the_plan_counts_the_bytes_autograd_saves(row, dtype, vision, language, lrs, lora):
     parallel = ParallelConfig(recompute_vision=vision, recompute_language=language)
     optimizer = OptimizerConfig(lrs=lrs)
-    size = RowSize(tokens=row.num_tokens, patches=len(row.patches), learned=num_labels(row_labels(row)))
+    size = MicroBatchSize(
+        tokens=row.num_tokens, patches=len(row.patches), loss_tokens=count_labels(next_token_labels(row))
+    )
     planned = plan(SMALL, size, dtype=dtype, parallel=parallel, optimizer=optimizer, lora=lora)
     compute = torch.float16 if dtype == "bf16" else torch.float32  # as large; Triton's interpreter has no bf16
     kept = kept_bytes(row, compute, parallel, optimizer, lora)
@@ -115,15 +117,15 @@ def test_the_plan_counts_the_bytes_autograd_keeps(row, dtype, vision, language, 
 
 @pytest.mark.parametrize(
     ("row", "parallel", "gib"),
-    [(UNIFORM, SELECTIVE, 94.3), (RowSize(tokens=14372, patches=49088), SELECTIVE, 101.9)],
+    [(UNIFORM, SELECTIVE, 94.3), (MicroBatchSize(tokens=14372, patches=49088), SELECTIVE, 101.9)],
     ids=["uniform", "ragged"],
 )
 def test_the_plan_of_the_3b_shape_meets_the_peak_measured_on_an_h200(row, parallel, gib):
     assert plan(named_size("3b"), row, parallel=parallel).allocated_gib == pytest.approx(gib, rel=0.01)
 
 
-def test_without_recomputing_and_optimizer_the_plan_meets_the_measured_peak():
-    row, config = RowSize(tokens=16864, patches=36864), named_size("3b")
+def test_without_activation_checkpointing_and_optimizer_the_plan_meets_the_measured_peak():
+    row, config = MicroBatchSize(tokens=16864, patches=36864), named_size("3b")
     planned = plan(config, row)
     optimizer = (planned.parts["masters"] + planned.parts["moments"]) / GIB
     # When it was measured, the down projection still kept its input.
@@ -132,7 +134,7 @@ def test_without_recomputing_and_optimizer_the_plan_meets_the_measured_peak():
     assert planned.total_gib + activated > gpu_gib("H200")  # and with the optimizer it ran out of memory
 
 
-def test_states_are_cut_over_the_ranks_and_gradients_follow_the_rows():
+def test_optimizer_state_is_sharded_and_gradients_follow_the_micro_batches():
     config, row = named_size("7b"), UNIFORM
     one, eight = plan(config, row), plan(config, row, world_size=8)
     state = sum(one.parts[name] for name in ("parameters", "masters", "moments"))
@@ -145,14 +147,14 @@ def test_states_are_cut_over_the_ranks_and_gradients_follow_the_rows():
     )
 
 
-def test_several_rows_of_a_step_are_counted_with_the_fp32_sums_of_their_gradients():
+def test_gradient_accumulation_is_planned_with_fp32_gradients():
     config, row = named_size("7b"), UNIFORM
-    one, several = plan(config, row), plan(config, row, rows_per_rank=2)
+    one, several = plan(config, row), plan(config, row, micro_batches_per_rank=2)
     assert one.parts["gradients"] < 0.1 * several.parts["gradients"]
     assert several.parts["gradients"] == one.parts["masters"]
     ddp = ParallelConfig(strategy="ddp")
     buckets = plan(config, row, world_size=8, parallel=ddp).parts["gradients"]
-    assert plan(config, row, world_size=8, rows_per_rank=2, parallel=ddp).parts["gradients"] == 3 * buckets
+    assert plan(config, row, world_size=8, micro_batches_per_rank=2, parallel=ddp).parts["gradients"] == 3 * buckets
     assert buckets * 2 == one.parts["masters"]
 
 
@@ -169,10 +171,10 @@ def test_settings_that_save_memory_save_it_in_the_plan():
     two = {"world_size": 2}
     offloaded = total(**two, parallel={"strategy": "fsdp", "offload": True})
     whole = total(**two, parallel={"reshard_after_forward": False})
-    assert offloaded < total(**two) < whole < total(**two, rows_per_rank=2, parallel={"reshard_after_forward": False, "reduce_each_row": False})  # fmt: skip
+    assert offloaded < total(**two) < whole < total(**two, micro_batches_per_rank=2, parallel={"reshard_after_forward": False, "reduce_each_micro_batch": False})  # fmt: skip
 
 
-def test_suggestions_are_ordered_by_cost_and_their_largest_rows_just_fit():
+def test_suggestions_are_ordered_by_cost_and_their_largest_sequences_just_fit():
     planner, gib = Planner(config=named_size("3b")), gpu_gib("H100")
     choices = suggest(planner, UNIFORM, gib)
     assert [choice.extra_compute for choice in choices] == sorted(choice.extra_compute for choice in choices)
@@ -180,8 +182,10 @@ def test_suggestions_are_ordered_by_cost_and_their_largest_rows_just_fit():
     assert choices[0].extra_compute == 0.0
     for choice in choices:
         share = choice.max_tokens / UNIFORM.tokens
-        most = RowSize(tokens=choice.max_tokens, patches=int(UNIFORM.patches * share))
-        more = RowSize(tokens=choice.max_tokens + 256, patches=int(UNIFORM.patches * (share + 256 / UNIFORM.tokens)))
+        most = MicroBatchSize(tokens=choice.max_tokens, patches=int(UNIFORM.patches * share))
+        more = MicroBatchSize(
+            tokens=choice.max_tokens + 256, patches=int(UNIFORM.patches * (share + 256 / UNIFORM.tokens))
+        )
         assert planner.plan(most, choice[:2]).total_gib <= gib < planner.plan(more, choice[:2]).total_gib
         assert choice.fits == (choice.max_tokens >= UNIFORM.tokens)
 
@@ -196,12 +200,12 @@ def test_a_report_says_whether_it_fits_and_what_to_change():
     assert full.record()["plan"]["total_gib"] == pytest.approx(full.plan.total_gib, abs=1e-3)
 
 
-def test_unknown_gpus_and_rows_that_cannot_be_are_refused():
+def test_unknown_gpus_and_invalid_sizes_are_refused():
     assert gpu_gib("24") == 24.0
     with pytest.raises(ConfigError, match=r"unknown GPU 'K80'.*H200"):
         gpu_gib("K80")
     with pytest.raises(ConfigError, match="cannot be"):
-        RowSize(tokens=0, patches=1)
+        MicroBatchSize(tokens=0, patches=1)
 
 
 def test_a_stage_of_a_recipe_is_planned_with_its_own_settings(tmp_path):
@@ -209,6 +213,6 @@ def test_a_stage_of_a_recipe_is_planned_with_its_own_settings(tmp_path):
     initialize_random(folder, TINY, dtype=torch.float32)
     path = write_recipe(tmp_path / "recipe.toml", run=tmp_path, checkpoint=folder, shards=tmp_path, text=RECIPE)
     config = read_recipe(path, "parallel.recompute_vision=full")
-    planner, row = of_stage(config, config.stages[0], model_config(str(folder)), world_size=1)
-    assert (row.tokens, row.patches, planner.rows_per_rank, planner.dtype) == (240, 512, 2, "fp32")
+    planner, row = stage_planner(config, config.stages[0], model_config(str(folder)), world_size=1)
+    assert (row.tokens, row.patches, planner.micro_batches_per_rank, planner.dtype) == (240, 512, 2, "fp32")
     assert "recompute of the tower full" in planner.plan(row).lines()[0]

@@ -1,29 +1,38 @@
 """Whether a run fits a GPU, and what to change where it does not: what `saccade plan` says, before anything is started.
 
-    row = RowSize(tokens=16384, patches=36864)
+    row = MicroBatchSize(tokens=16384, patches=36864)
     plan(config, row, world_size=8).total_gib
     report(Planner(config=config, world_size=8), row, "H200").lines()
 
 `memory.py` walks through a step and adds up, `activations.py` says what backward needs; here settings are compared.
 """
 
+import contextlib
+import logging
 import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
+
+import torch
 
 from saccade.errors import ConfigError
 from saccade.model.config import ModelConfig
 from saccade.model.families import vision_language_family
 from saccade.model.initialize import named_size
 from saccade.processor.folder import read_config
-from saccade.train.activations import RowSize
+from saccade.train.activations import MicroBatchSize
 from saccade.train.config import Recompute, StageConfig, TrainConfig
-from saccade.train.memory import MemoryPlan, Planner
+from saccade.train.memory import GIB, MemoryPlan, Planner
 from saccade.train.metrics import forward_flops, training_flops
+from saccade.world import World
 
-__all__ = ["Choice", "MemoryPlan", "Planner", "Report", "RowSize", "folder_config", "gpu_gib", "model_config", "of_stage", "plan", "report", "suggest"]  # fmt: skip
+logger = logging.getLogger(__name__)
+
+__all__ = ["Choice", "MemoryPlan", "MicroBatchSize", "Planner", "Report", "folder_config", "gpu_gib", "model_config", "plan", "report", "stage_planner", "suggest"]  # fmt: skip
 
 GPU_GIB = {"B200": 178.0, "H200": 139.8, "H100": 79.1, "A100": 79.1, "L40S": 44.4, "A100-40GB": 39.4, "RTX4090": 23.5}
 """Memory that torch can use. The H200's is measured, the others' are as published less what the driver takes."""
@@ -36,7 +45,7 @@ _MOST_TOKENS = 2**20
 _MOST_RANKS = 1024
 
 
-def plan(config: ModelConfig, row: RowSize, **settings: Any) -> MemoryPlan:
+def plan(config: ModelConfig, row: MicroBatchSize, **settings: Any) -> MemoryPlan:
     """The memory of a GPU at its fullest; `settings` are those of `Planner`."""
     return Planner(config=config, **settings).plan(row)
 
@@ -65,18 +74,20 @@ def folder_config(folder: Path) -> ModelConfig:
     return config
 
 
-def of_stage(config: TrainConfig, stage: StageConfig, model: ModelConfig, world_size: int) -> tuple[Planner, RowSize]:
+def stage_planner(
+    config: TrainConfig, stage: StageConfig, model: ModelConfig, world_size: int
+) -> tuple[Planner, MicroBatchSize]:
     """What a stage of a recipe asks for: its settings, and the largest row it allows."""
     planner = Planner(
         config=model,
         world_size=world_size,
-        rows_per_rank=math.ceil(stage.data.rows_per_step / world_size),
+        micro_batches_per_rank=math.ceil(stage.data.global_batch_size / world_size),
         dtype=config.model.dtype,
         parallel=config.parallel,
         optimizer=stage.optimizer,
         lora=stage.lora,
     )
-    return planner, RowSize(tokens=stage.data.token_budget, patches=stage.data.patch_budget)
+    return planner, MicroBatchSize(tokens=stage.data.max_seq_len, patches=stage.data.max_patches)
 
 
 # ------------------------------------------------------------------ choices
@@ -97,7 +108,7 @@ class Choice(NamedTuple):
     """Share of a step's matrix products that are computed once more."""
 
 
-def suggest(planner: Planner, row: RowSize, gib: float) -> list[Choice]:
+def suggest(planner: Planner, row: MicroBatchSize, gib: float) -> list[Choice]:
     """Every way to recompute, the cheapest first. The first that fits is the one to take."""
     choices = []
     for vision, language in product(EXTENTS, EXTENTS):
@@ -108,7 +119,7 @@ def suggest(planner: Planner, row: RowSize, gib: float) -> list[Choice]:
     return sorted(choices, key=lambda choice: choice.extra_compute)
 
 
-def _max_tokens(planner: Planner, row: RowSize, chosen: tuple[Recompute, Recompute], gib: float) -> int:
+def _max_tokens(planner: Planner, row: MicroBatchSize, chosen: tuple[Recompute, Recompute], gib: float) -> int:
     """Halve the range until it is a step wide."""
     low, high = 0, _MOST_TOKENS // _STEP
     while low < high:
@@ -118,16 +129,18 @@ def _max_tokens(planner: Planner, row: RowSize, chosen: tuple[Recompute, Recompu
     return low * _STEP
 
 
-def _scaled(row: RowSize, tokens: int) -> RowSize:
+def _scaled(row: MicroBatchSize, tokens: int) -> MicroBatchSize:
     """A row of so many tokens, images and learned tokens in proportion."""
     share = tokens / row.tokens
-    return RowSize(tokens=tokens, patches=int(row.patches * share), learned=min(tokens, int(row.num_learned * share)))
+    return MicroBatchSize(
+        tokens=tokens, patches=int(row.patches * share), loss_tokens=min(tokens, int(row.num_loss_tokens * share))
+    )
 
 
-def _extra_compute(planner: Planner, row: RowSize, vision: Recompute, language: Recompute) -> float:
+def _extra_compute(planner: Planner, row: MicroBatchSize, vision: Recompute, language: Recompute) -> float:
     config = planner.config
     grids = [(max(1, row.patches // 64), 8, 8)] if row.patches else []
-    forward = forward_flops(config, [1] * row.tokens, grids, row.num_learned)
+    forward = forward_flops(config, [1] * row.tokens, grids, row.num_loss_tokens)
     trained = {
         "embedding" if name == "language.embed_tokens" else name.split(".")[0] for name in planner.trained_blocks
     }
@@ -170,7 +183,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """For people."""
-        verdict = "fits" if self.fits else "does not fit"
+        decision = "fits" if self.fits else "does not fit"
         table = [
             f"  {choice.recompute_vision:<10} {choice.recompute_language:<10} {choice.total_gib:7.1f} {choice.extra_compute:>14.0%}   "
             + (f"{choice.max_tokens} tokens" if choice.max_tokens else "none")
@@ -178,7 +191,7 @@ class Report:
         ]
         header = f"  {'tower':<10} {'decoder':<10} {'GiB':>7} {'extra compute':>14}   largest row that fits"
         return [
-            *self.plan.lines(), f"  {verdict} in {self.gpu} ({self.gib:.1f} GiB)",
+            *self.plan.lines(), f"  {decision} in {self.gpu} ({self.gib:.1f} GiB)",
             "recompute", header, *table, *self.advice,
         ]  # fmt: skip
 
@@ -194,14 +207,14 @@ class Report:
         }
 
 
-def report(planner: Planner, row: RowSize, gpu: str) -> Report:
+def report(planner: Planner, row: MicroBatchSize, gpu: str) -> Report:
     """The plan of a row on a GPU, what else could be chosen, and what to change."""
     gib = gpu_gib(gpu)
     choices = suggest(planner, row, gib)
     return Report(planner.plan(row), gpu, gib, choices, advice(planner, row, gib, choices))
 
 
-def advice(planner: Planner, row: RowSize, gib: float, choices: list[Choice] | None = None) -> list[str]:
+def advice(planner: Planner, row: MicroBatchSize, gib: float, choices: list[Choice] | None = None) -> list[str]:
     """Settings that make the row fit; where recomputing alone does not, all other ways there are."""
     choices = choices or suggest(planner, row, gib)
     for choice in choices:
@@ -213,9 +226,7 @@ def advice(planner: Planner, row: RowSize, gib: float, choices: list[Choice] | N
     found = []
     if most := max(choice.max_tokens for choice in choices):
         small = _scaled(row, most)
-        found.append(
-            f"smaller rows: data.token_budget = {most}, data.patch_budget = {small.patches}, and recompute full"
-        )
+        found.append(f"smaller rows: data.max_seq_len = {most}, data.max_patches = {small.patches}, and recompute full")
     thrifty = replace(planner, optimizer=replace(planner.optimizer, kind="adamw8bit"))
     if planner.optimizer.kind != "adamw8bit" and _fits_somehow(thrifty, row, gib):
         found.append("8-bit moments: optimizer.kind = 'adamw8bit'")
@@ -224,11 +235,11 @@ def advice(planner: Planner, row: RowSize, gib: float, choices: list[Choice] | N
     return [f"to make it fit, {line}" for line in found] or ["nothing here makes it fit: take a smaller model, or LoRA"]
 
 
-def _fits_somehow(planner: Planner, row: RowSize, gib: float) -> bool:
+def _fits_somehow(planner: Planner, row: MicroBatchSize, gib: float) -> bool:
     return any(planner.plan(row, chosen).total_gib <= gib for chosen in product(EXTENTS, EXTENTS))
 
 
-def _ranks_needed(planner: Planner, row: RowSize, gib: float) -> int | None:
+def _ranks_needed(planner: Planner, row: MicroBatchSize, gib: float) -> int | None:
     """The smallest power of two of ranks that share the model and have room for the row."""
     parallel = replace(planner.parallel, strategy="fsdp", shard_size=None, compress_gradients="none")
     ranks = 2 * planner.world_size
@@ -237,3 +248,51 @@ def _ranks_needed(planner: Planner, row: RowSize, gib: float) -> int | None:
             return ranks
         ranks *= 2
     return None
+
+
+# ------------------------------------------------------------------ while training
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(config: TrainConfig, stage: StageConfig, world: World) -> Iterator[None]:
+    """Around a stage: the plan in the log (on a GPU), and a `ConfigError` with plan and remedies if memory runs out."""
+    planner, row = stage_planner(config, stage, folder_config(config.model.folder), world.size)
+    if world.device.type == "cuda":
+        _announce(planner, row, device_gib(world.device))
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(_explanation(planner, row, stage, world, error)) from error
+
+
+def _announce(planner: Planner, row: MicroBatchSize, gib: float) -> None:
+    plan = planner.plan(row)
+    logger.info("\n".join(plan.lines()))
+    if plan.total_gib > gib:
+        logger.warning(
+            "the plan needs %.1f GiB, the GPU has %.1f: a full row may not fit. %s",
+            plan.total_gib, gib, " ".join(advice(planner, row, gib)),
+        )  # fmt: skip
+
+
+def _explanation(planner: Planner, row: MicroBatchSize, stage: StageConfig, world: World, error: Exception) -> str:
+    plan, gib = planner.plan(row), device_gib(world.device)
+    cause = str(error).splitlines()[0]
+    lines = [
+        f"stage {stage.name}: rank {world.rank} ran out of memory ({world.device}, {gib:.1f} GiB): {cause}",
+        *plan.lines(),
+    ]
+    if plan.total_gib <= gib:
+        lines.append(
+            "by this plan it should have fit: look for other processes on the GPU, and set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; log.memory_snapshot = true shows what was held"
+        )
+    # What did not fit was at least as much as is there, whatever the plan says: look for less than both.
+    return "\n".join([*lines, *advice(planner, row, min(gib, 0.95 * plan.total_gib))])
+
+
+def device_gib(device: torch.device) -> float:
+    """All memory of a GPU, or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / GIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB

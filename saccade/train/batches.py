@@ -1,0 +1,243 @@
+"""Batch iterator: packed sequences from the data stream to micro-batches on the device.
+
+    stream -> add labels -> pinned memory -> copy on a side CUDA stream while the previous micro-batch computes
+
+Every rank runs the same number of micro-batches per step: ranks with fewer packed sequences add empty ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.data.collate import PackedSequence
+from saccade.data.index import Progress as IndexProgress
+from saccade.data.index import open_index
+from saccade.data.loader import Source, Stream, open_stream
+from saccade.model.config import ModelConfig
+from saccade.processor.inputs import ModelInputs
+from saccade.train.config import SourceConfig, StageConfig, TrainConfig
+from saccade.train.loss import count_labels, empty_micro_batch, labels_by_source, next_token_labels
+from saccade.train.metrics import Work, micro_batch_work
+
+logger = logging.getLogger(__name__)
+
+
+def open_stage_stream(
+    config: TrainConfig,
+    stage: StageConfig,
+    *,
+    state: dict[str, int | str] | None = None,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Stream:
+    """This rank's data stream of a stage, from `state` on."""
+    data = stage.data
+    return open_stream(
+        data_sources(data.sources),
+        checkpoint=config.model.folder,
+        max_seq_len=data.max_seq_len,
+        max_patches=data.max_patches,
+        global_batch_size=data.global_batch_size,
+        seed=config.seed,
+        num_epochs=stage.epochs,
+        window_shards=data.window_shards,
+        packing_buffer_size=data.packing_buffer_size,
+        rank=rank,
+        num_ranks=num_ranks,
+        state=state,
+        resize=data.resize,
+        num_workers=data.num_workers,
+        max_bad_share=data.max_bad_share,
+        bad_log=config.run / "bad_samples.jsonl",
+        on_progress=log_indexing,
+        storage=data.storage,
+    )
+
+
+def open_validation_stream(
+    config: TrainConfig,
+    stage: StageConfig,
+    *,
+    sources: Sequence[SourceConfig],
+    num_samples: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Stream:
+    """The first `num_samples` samples of `sources`, packed like the data of the stage. No workers: they are few."""
+    data = stage.data
+    indexes = [open_index(source.path, config=data.storage) for source in sources]
+    return open_stream(
+        data_sources(sources),
+        checkpoint=config.model.folder,
+        max_seq_len=data.max_seq_len,
+        max_patches=data.max_patches,
+        global_batch_size=num_ranks,
+        num_samples=min(num_samples, int(sum(index.kept_sizes.sum() for index in indexes))),
+        rank=rank,
+        num_ranks=num_ranks,
+        resize=data.resize,
+        num_workers=0,
+        max_bad_share=data.max_bad_share,
+        on_progress=log_indexing,
+        storage=data.storage,
+    )
+
+
+def data_sources(sources: Sequence[SourceConfig]) -> list[Source]:
+    """The sources of a recipe as the data package takes them."""
+    return [Source(path=one.path, weight=one.weight, rules=one.rules, name=one.name) for one in sources]
+
+
+def log_indexing(what: str, done: IndexProgress) -> None:
+    """Log how far an index or lengths file is."""
+    logger.info("%s: %d of %d shards", what, done.num_done, done.num_shards)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed sequence with its labels, in host memory or on the device."""
+
+    inputs: ModelInputs
+    labels: Tensor
+    num_loss_tokens: int
+    by_source: list[tuple[Tensor, int]]
+    """Labels of each source and their count; empty if losses by source are not needed."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This rank's micro-batches of one optimizer step."""
+
+    num_micro_batches: int
+    """The same on every rank; some may be empty."""
+    on_device: Iterator[MicroBatch]
+    """The micro-batches on the device; can be iterated once."""
+    work: Work
+    """Tokens, samples and FLOPs."""
+    loss_tokens_by_source: list[int]
+    """Number of loss tokens of each source; empty if losses by source are not needed."""
+    sample_ids: list[list[str]]
+    """Of each micro-batch that is not empty."""
+    state: dict[str, int | str]
+    """State of the data stream after this step."""
+
+
+class BatchIterator:
+    """Reads batches from a stream and copies them to the device."""
+
+    def __init__(
+        self, stream: Stream, config: ModelConfig, trained_parts: Collection[str], device: torch.device
+    ) -> None:
+        """`trained_parts`: trainable parts of the model, for counting FLOPs."""
+        self.source_names = stream.source_names
+        self.wait_s = 0.0
+        """Time the host waited for the last batch."""
+        self._stream, self._config, self._trained_parts, self._device = stream, config, trained_parts, device
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._empty = empty_micro_batch(config.vision)
+
+    def next(self, *, with_sources: bool) -> StepBatch | None:
+        """The next step's micro-batches, with the first copy already started; None at the end of the data."""
+        start = time.perf_counter()
+        try:
+            batch = next(self._stream)
+        except StopIteration:
+            return None
+        finally:
+            self.wait_s = time.perf_counter() - start
+        sequences = [
+            sequence for sequence in batch.sequences if sequence.inputs.num_tokens
+        ]  # empty if all samples are bad
+        batches = [self._add_labels(sequence, with_sources) for sequence in sequences]
+        work = sum_work(
+            micro_batch_work(self._config, one.inputs, one.num_loss_tokens, self._trained_parts) for one in batches
+        )
+        batches += [self._empty_batch(with_sources)] * (batch.max_sequences_per_rank - len(batches))
+        return StepBatch(
+            num_micro_batches=len(batches),
+            on_device=self._to_device(batches),
+            work=work,
+            loss_tokens_by_source=[
+                sum(counts) for counts in zip(*([n for _, n in one.by_source] for one in batches), strict=True)
+            ],
+            sample_ids=[sequence.sample_ids for sequence in sequences],
+            state=batch.state,
+        )
+
+    def _add_labels(self, sequence: PackedSequence, with_sources: bool) -> MicroBatch:
+        labels = next_token_labels(sequence.inputs)
+        num_sources = len(self.source_names) if with_sources else 0
+        by_source = labels_by_source(sequence.inputs, labels, sequence.source_of_conversation, num_sources)
+        return MicroBatch(
+            sequence.inputs, labels, count_labels(labels), [(part, count_labels(part)) for part in by_source]
+        )
+
+    def _empty_batch(self, with_sources: bool) -> MicroBatch:
+        labels = next_token_labels(self._empty)
+        return MicroBatch(self._empty, labels, 0, [(labels, 0) for _ in self.source_names] if with_sources else [])
+
+    def _to_device(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """Start copying the first micro-batch now, and each next one when the previous is consumed."""
+        first = self._start_copy(batches[0])
+
+        def iterate() -> Iterator[MicroBatch]:
+            pending = first
+            for following in batches[1:]:
+                current, pending = pending, self._start_copy(following)
+                yield self._wait_for_copy(*current)
+            yield self._wait_for_copy(*pending)
+
+        return iterate()
+
+    def _start_copy(self, batch: MicroBatch) -> tuple[MicroBatch, torch.cuda.Event | None]:
+        """Copy asynchronously; the event marks the end of the copy."""
+        if self._copy_stream is None:
+            return batch, None
+        with torch.cuda.stream(self._copy_stream):
+            copied = _map_tensors(batch, lambda tensor: tensor.pin_memory().to(self._device, non_blocking=True))
+            return copied, self._copy_stream.record_event()
+
+    def _wait_for_copy(self, batch: MicroBatch, copied: torch.cuda.Event | None) -> MicroBatch:
+        """Make the compute stream, not the host, wait for the copy."""
+        if copied is not None:
+            compute_stream = torch.cuda.current_stream(self._device)
+            compute_stream.wait_event(copied)
+            _map_tensors(batch, lambda tensor: _record_stream(tensor, compute_stream))
+        return batch
+
+
+def sum_work(works: Iterable[Work]) -> Work:
+    """Total work of several micro-batches."""
+    total = Work()
+    for work in works:
+        total = total.plus(work)
+    return total
+
+
+def _record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """Keep the tensor's memory, allocated on the copy stream, until `stream` has used it."""
+    tensor.record_stream(stream)
+    return tensor
+
+
+def _map_tensors(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> MicroBatch:
+    """The micro-batch with `function` applied to every tensor that belongs on the device."""
+    inputs: dict[str, Any] = {
+        field.name: function(value)
+        for field in dataclasses.fields(batch.inputs)
+        if isinstance(value := getattr(batch.inputs, field.name), Tensor) and field.name != "image_grids"
+    }
+    return MicroBatch(
+        dataclasses.replace(batch.inputs, **inputs),
+        function(batch.labels),
+        batch.num_loss_tokens,
+        [(function(labels), count) for labels, count in batch.by_source],
+    )

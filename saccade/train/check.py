@@ -1,0 +1,79 @@
+"""Checks of a recipe against the model, the data and the memory, before the first step: `saccade train --check`.
+
+Everything that any remaining stage needs is opened once: checkpoint headers, parameter groups, LoRA targets, indexes, the first packed
+sequence of each stage and of the validation data. So a typo in the last stage does not end a run after two days.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from saccade.data.stream_source import IndexedSource
+from saccade.device import DTYPES
+from saccade.errors import CheckpointError, ConfigError, UserError
+from saccade.processor import Processor
+from saccade.train.batches import data_sources, log_indexing, open_validation_stream
+from saccade.train.config import SourceConfig, StageConfig, TrainConfig
+from saccade.train.lora import base_shapes
+from saccade.train.memory_planner import device_gib, folder_config, stage_planner
+from saccade.train.parallelize import build_model, choose_strategy
+from saccade.train.weights import checkpoint_names, checkpoint_tensors, meta_model
+from saccade.world import World, open_world
+
+
+def check_run(config: TrainConfig, *, device: str = "auto") -> list[str]:
+    """Check a recipe completely, without training and without touching the run folder; returns a report for people."""
+    with open_world(device) as world:
+        check_stages(config, config.stages, world)
+        for _ in checkpoint_tensors(
+            config.model.folder, base_shapes(meta_model(config.model.folder, DTYPES[config.model.dtype]))
+        ):
+            pass  # reads every tensor: raises on NaN and inf
+        model = folder_config(config.model.folder)
+        lines = [f"checkpoint {config.model.folder}: {model.family}, all weights are finite"]
+        for stage in config.stages:
+            planner, size = stage_planner(config, stage, model, world.size)
+            plan, gib = planner.plan(size), device_gib(world.device)
+            fits = "fits" if plan.total_gib <= gib else "may not fit"
+            length = f"{stage.known_steps} steps" if stage.known_steps is not None else f"{stage.epochs} epochs"
+            lines.append(
+                f'stage "{stage.name}": {length}, {len(stage.data.sources)} sources, {plan.total_gib:.1f} GiB planned, '
+                f"{fits} in {gib:.1f} GiB ({world.device.type})"
+            )
+        return lines
+
+
+def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: World) -> None:
+    """Raise the first error that any of these stages would run into. On the main rank; builds missing indexes and lengths."""
+    if not stages:
+        return
+    strategy = choose_strategy(config.parallel, world)
+    Processor.load(config.model.folder)
+    for stage in stages:
+        try:
+            model = build_model(config.model.folder, stage, strategy, config.model.dtype)
+            checkpoint_names(config.model.folder, base_shapes(model))
+            if stage.data.global_batch_size < world.size:
+                raise ConfigError(
+                    f"global_batch_size is {stage.data.global_batch_size} for {world.size} ranks. Raise it to {world.size} or more"
+                )
+            _check_data(config, stage, stage.data.sources)
+        except CheckpointError:
+            raise
+        except UserError as error:
+            raise type(error)(f"stage {stage.name}: {error}") from error
+    if config.validation.sources:
+        try:
+            _check_data(config, stages[0], config.validation.sources)
+        except UserError as error:
+            raise type(error)(f"validation: {error}") from error
+
+
+def _check_data(config: TrainConfig, stage: StageConfig, sources: Sequence[SourceConfig]) -> None:
+    """Index and measure with all workers what is not yet, then pack and decode one sequence in this process."""
+    data = dataclasses.replace(stage.data, max_bad_share=1.0)
+    for source in data_sources(sources):
+        IndexedSource.open(source, str(config.model.folder), data.num_workers, log_indexing, data.storage)
+    with open_validation_stream(
+        config, dataclasses.replace(stage, data=data), sources=sources, num_samples=data.packing_buffer_size
+    ) as stream:
+        next(stream)

@@ -1,0 +1,220 @@
+"""State of a training stage: model and optimizer (`TrainState`), position (`Progress`), and the metrics of a step (`StepMetrics`).
+
+Gradient accumulation sums in fp32, so that many small micro-batches do not vanish beside their sum. FSDP does that by itself.
+Without sharding, parameters of lower precision get fp32 gradients while more micro-batches of the step follow; the gradient of a
+single micro-batch keeps the parameter's dtype. DDP reduces in the parameters' dtype, so there the sum is rounded before the last
+micro-batch is added.
+
+The metrics of a step travel over the ranks as one vector. Counters known before the forward pass are summed at the start of the
+step (the loss needs the number of loss tokens of all ranks), the rest at its end; then the host reads everything at once:
+
+    [ work | save failed | loss tokens by source | loss by source | loss | stop requested | gradient norm ]
+      `-- local_step_counters, summed at the start --'`-- summed at the end --------------'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from saccade.errors import CheckpointError
+from saccade.train.batches import MicroBatch, StepBatch
+from saccade.train.checkpoint import SavedState, load_tensors, stored_names
+from saccade.train.metrics import Work
+from saccade.train.optimizer import Optimizer, total_norm
+from saccade.train.parallelize import ParallelModel
+from saccade.world import World
+
+LOSS_TOKENS = Work._fields.index("loss_tokens")
+"""Index of the number of loss tokens in the vector."""
+
+
+@dataclass
+class Progress:
+    """Position of a run; saved as JSON beside the tensors."""
+
+    stage: int = 0
+    """Index of the stage."""
+    step: int = 0
+    """Steps of the run, skipped ones included."""
+    stage_step: int = 0
+    """Steps of the stage."""
+    stage_samples: int = 0
+    """Samples seen in the stage."""
+    warmup_samples: int = 0
+    """Samples seen in the warm-up steps of the stage."""
+    samples: int = 0
+    """Samples seen in the run."""
+    tokens: int = 0
+    """Tokens seen in the run."""
+    is_stage_done: bool = False
+    """Whether the stage has finished."""
+    data: dict[str, int | str] | None = None
+    """State of the data stream; None at its start."""
+
+    def advance(self, work: Work, data: dict[str, int | str], *, is_warmup: bool) -> None:
+        """Count one step."""
+        self.step += 1
+        self.stage_step += 1
+        self.samples += int(work.samples)
+        self.stage_samples += int(work.samples)
+        if is_warmup:
+            self.warmup_samples = self.stage_samples
+        self.tokens += int(work.text_tokens + work.image_tokens)
+        self.data = data
+
+
+def local_step_counters(batch: StepBatch, *, save_failed: bool) -> NDArray[np.float64]:
+    """The counters a rank contributes at the start of a step: the first half of the vector above."""
+    return np.array([*batch.work, save_failed, *batch.loss_tokens_by_source], dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Metrics of a step, summed over the ranks."""
+
+    loss: float
+    """Mean over the loss tokens."""
+    grad_norm: float
+    """Before clipping."""
+    work: Work
+    """Tokens, samples and FLOPs."""
+    must_stop: bool
+    """Whether any rank was asked to stop."""
+    save_failed: bool
+    """Whether any rank failed to save."""
+    source_losses: dict[str, tuple[float, float]]
+    """(sum of the loss, number of loss tokens) by source; empty in steps that are not logged."""
+
+    @staticmethod
+    def read(vector: list[float], source_names: list[str]) -> StepMetrics:
+        """Parse the vector above."""
+        values = iter(vector)
+        work = Work(*(next(values) for _ in Work._fields))
+        save_failed = next(values) > 0
+        *by_source, loss, must_stop, grad_norm = values
+        counts, sums = by_source[: len(by_source) // 2], by_source[len(by_source) // 2 :]
+        source_losses = dict(zip(source_names, zip(sums, counts, strict=True), strict=False))
+        return StepMetrics(loss, grad_norm, work, must_stop > 0, save_failed, source_losses)
+
+
+class TrainState:
+    """Model and optimizer of a stage: backward passes, optimizer steps, saving and loading."""
+
+    def __init__(
+        self, parallel: ParallelModel, optimizer: Optimizer, world: World, *, reduce_each_micro_batch: bool = True
+    ) -> None:
+        self.parallel, self.optimizer, self._world = parallel, optimizer, world
+        self._reduce_each_micro_batch = reduce_each_micro_batch
+        self._parameters = dict(parallel.model.named_parameters())
+        self.trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
+        """Parameters changed by this stage or an earlier one; all others equal the initial checkpoint."""
+        is_sharded = parallel.strategy in ("fsdp", "hsdp")
+        trained = [] if is_sharded else [self._parameters[name] for name in self.trained]
+        self._low_precision = [parameter for parameter in trained if parameter.dtype != torch.float32]
+        self._accumulates_in_fp32 = False
+        self._has_gradients = False
+
+    # -------------------------------------------------------------- a step
+
+    def backward(self, batch: MicroBatch, count: Tensor, *, is_last_micro_batch: bool) -> tuple[Tensor, Tensor]:
+        """Accumulate the gradients of a micro-batch; (its loss, its loss sums by source), on the device.
+
+        `count`: number of loss tokens of the whole step.
+        """
+        self._set_grad_dtype(is_last_micro_batch=is_last_micro_batch)
+        self.parallel.sync_gradients(
+            is_last_micro_batch=is_last_micro_batch, each_micro_batch=self._reduce_each_micro_batch
+        )
+        # FSDP and DDP average over the ranks, but the sum is needed: every rank's loss is multiplied by the world size.
+        local_count = count / self._world.size
+        loss, by_source = self.parallel.wrapped(
+            batch.inputs, batch.labels, local_count, batch.num_loss_tokens, batch.by_source
+        )
+        loss.backward()
+        return loss.detach() / self._world.size, by_source
+
+    def _set_grad_dtype(self, *, is_last_micro_batch: bool) -> None:
+        """Switch gradients between fp32 and the parameters' dtype; see above."""
+        is_reduced = is_last_micro_batch and self.parallel.strategy == "ddp"
+        in_fp32 = (self._has_gradients or not is_last_micro_batch) and not is_reduced
+        self._has_gradients = True
+        if in_fp32 == self._accumulates_in_fp32:
+            return
+        self._accumulates_in_fp32 = in_fp32
+        for parameter in self._low_precision:
+            dtype = torch.float32 if in_fp32 else parameter.dtype
+            gradient, parameter.grad = parameter.grad, None  # grad_dtype can only be set while there is no gradient
+            parameter.grad_dtype = dtype
+            parameter.grad = None if gradient is None else gradient.to(dtype)
+
+    def grad_norm(self) -> Tensor:
+        """L2 norm of all gradients, the same on every rank, on the device."""
+        return total_norm(self._parameters.values()).to(self._world.device)
+
+    def without_gradient(self) -> list[str]:
+        """Trainable parameters that received no gradient."""
+        return [
+            name for name, parameter in self._parameters.items() if parameter.requires_grad and parameter.grad is None
+        ]
+
+    def step(self, lr_factor: float, grad_scale: float) -> None:
+        """Run the optimizer and drop the gradients."""
+        self.optimizer.step(lr_factor, grad_scale)
+        self._zero_grad()
+
+    def drop_gradients(self) -> None:
+        """Discard the gradients of a skipped step."""
+        self._zero_grad()
+        self.parallel.reset_compression()
+
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self._has_gradients = False
+
+    # -------------------------------------------------------------- saving and loading
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter at its highest precision: the fp32 master where there is one."""
+        masters = self.optimizer.masters
+        return {name: masters.get(name, parameter.detach()) for name, parameter in self._parameters.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything to save, by name: changed parameters and optimizer state. No copies."""
+        weights = {f"parameter/{name}": tensor for name, tensor in self.weights().items() if name in self.trained}
+        return weights | {
+            name: tensor for state in self._optimizer_tensors().values() for name, tensor in state.items()
+        }
+
+    def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Optimizer state of each parameter, under the names it is saved as."""
+        return {
+            name: {f"optimizer/{name}/{key}": tensor for key, tensor in tensors.items()}
+            for name, tensors in self.optimizer.state().items()
+        }
+
+    def load_weights(self, state: SavedState) -> None:
+        """Load every parameter stored in a saved state."""
+        stored = {name.removeprefix("parameter/") for name in stored_names(state) if name.startswith("parameter/")}
+        if unknown := sorted(stored - self._parameters.keys()):
+            raise CheckpointError(
+                f"{state.path}: {', '.join(unknown[:4])} are not in this model. Use another run folder: --set run=NAME"
+            )
+        weights = self.weights()
+        load_tensors(state, {f"parameter/{name}": weights[name] for name in stored}, self._world)
+        self.optimizer.write_parameters()
+        self.trained |= stored
+
+    def load_optimizer(self, state: SavedState, *, num_steps: int, only_shared: bool = False) -> None:
+        """Load the optimizer state, either all of it or only that of parameters trained both then and now."""
+        stored = stored_names(state)
+        wanted: dict[str, Tensor] = {}
+        for tensors in self._optimizer_tensors().values():
+            if not only_shared or tensors.keys() <= stored:
+                wanted |= tensors
+        load_tensors(state, wanted, self._world)
+        self.optimizer.num_steps = num_steps

@@ -1,0 +1,220 @@
+"""Weights of a training run: load a checkpoint folder into a (sharded) model, export a checkpoint folder or a LoRA adapter.
+
+Loading: the model is built on the meta device, sharded, and allocated; then every rank reads the files tensor by tensor and keeps its
+shard. No rank ever holds the full model, and no rank waits for another. Exporting gathers one tensor at a time; rank 0 writes.
+
+An adapter folder has PEFT's layout, which `peft`, `transformers` and most servers read beside the original model:
+
+    adapter_config.json          rank, alpha, and the layers by their names in `transformers`
+    adapter_model.safetensors    base_model.model.NAME.lora_A.weight [R, D], base_model.model.NAME.lora_B.weight [N, R]
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from saccade.device import DTYPE_NAMES
+from saccade.errors import CheckpointError
+from saccade.files import atomic_write
+from saccade.model.families import vision_language_family
+from saccade.model.tensor_reader import read_tensors
+from saccade.model.vlm import VLM
+from saccade.model.weights import PROCESSOR_FILES, CheckpointWriter, check_finite, tensor_files, tensor_shapes
+from saccade.processor.folder import read_config
+from saccade.train.dtensor import copy_full_tensor
+from saccade.train.lora import LoraLinear, base_shapes, initial_adapters, lora_layers, lora_parameters, merge_lora
+from saccade.world import World
+
+# ------------------------------------------------------------------ load
+
+
+def meta_model(folder: Path, dtype: torch.dtype) -> VLM:
+    """The model described by a checkpoint folder, on the meta device."""
+    raw = read_config(folder)
+    with torch.device("meta"):
+        return VLM(vision_language_family(raw.get("model_type")).parse_config(raw)).to(dtype)
+
+
+def load_weights(model: VLM, folder: Path, *, seed: int = 0) -> None:
+    """Load a checkpoint folder into a plain or sharded model. LoRA adapters, which no folder holds, are initialized from `seed`."""
+    parameters, layers = dict(model.named_parameters()), lora_layers(model)
+    with torch.no_grad():
+        for name, tensor in checkpoint_tensors(folder, base_shapes(model)):
+            layer = layers.get(name.removesuffix(".weight"))
+            if layer is None:
+                copy_full_tensor(parameters[name], _pad_to(tensor, parameters[name].shape))
+                continue
+            weight = _pad_to(tensor, (layer.out_features, layer.in_features)).to(layer.lora_A.device)
+            for part_name, part in layer.stored_weight(weight).items():
+                copy_full_tensor(layer.get_parameter(part_name), part)
+        for adapter, value in initial_adapters(model, seed):
+            copy_full_tensor(adapter, value)
+
+
+def _pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Pad each dim with zeros at its end, up to the shape in memory."""
+    return F.pad(tensor, [size for have, want in zip(tensor.shape[::-1], shape[::-1], strict=True) for size in (0, want - have)])  # fmt: skip
+
+
+def checkpoint_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    """(parameter name, tensor) of a checkpoint folder. Missing tensors and NaN or inf values are errors."""
+    names, files = checkpoint_names(folder, shapes), tensor_files(folder)
+    for name, tensor in read_tensors(files, names, torch.device("cpu")):
+        check_finite(tensor, name, folder)
+        yield names[name], tensor
+
+
+def checkpoint_names(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Name on disk to parameter name, for all parameters in `shapes`. Reads only the headers of the files."""
+    family = vision_language_family(read_config(folder).get("model_type"))
+    on_disk = tensor_shapes(tensor_files(folder), any_dtype=True)
+    found = {name: (family.name_in_model(name), shape) for name, shape in on_disk.items()}
+    names = {disk: ours for disk, (ours, shape) in found.items() if ours in shapes and shape == shapes[ours]}
+    if missing := sorted(shapes.keys() - set(names.values())):
+        shown = ", ".join(family.name_on_disk(name) for name in missing[:4])
+        raise CheckpointError(
+            f"{folder}: {len(missing)} tensors are missing or do not have the shape that config.json implies, among them {shown}. "
+            "Use the config.json these weights were saved with"
+        )
+    return names
+
+
+# ------------------------------------------------------------------ export
+
+
+def export_checkpoint(
+    out: Path,
+    model: VLM,
+    weights: Mapping[str, Tensor],
+    *,
+    like: Path,
+    dtype: torch.dtype,
+    world: World,
+    only_adapter: bool = False,
+) -> None:
+    """Write `weights` (plain or sharded, by parameter name) as a checkpoint folder, with the other files of the folder `like`.
+
+    LoRA adapters are merged, and also written to `adapter/`; with `only_adapter` nothing else is written. Base weights that are
+    quantized in memory are read from `like`, the folder the run started from.
+
+    Collective: every rank must call it. An existing folder is replaced.
+    """
+    shapes, adapters = base_shapes(model), _full_adapters(model, weights, world)
+    wanted = {} if only_adapter else {name: weights[name] for name in shapes if name in weights}
+    full_tensors = _full_tensors(wanted, world.device)
+    failure = None
+    if world.is_main:
+        try:
+            if out.exists():
+                shutil.rmtree(out)
+            if not only_adapter:
+                quantized = {name: shape for name, shape in shapes.items() if name not in weights}
+                originals = checkpoint_tensors(like, quantized) if quantized else ()
+                merged = _merged(chain(full_tensors, originals), shapes, model, adapters)
+                _write(out, merged, like, dtype, num_parameters=sum(map(math.prod, shapes.values())))
+            if adapters:
+                export_adapter(out if only_adapter else out / "adapter", model, adapters, like=like, dtype=dtype)
+        except (CheckpointError, OSError) as error:
+            failure = str(error)
+    for _ in full_tensors:  # gathering is collective: finish it on every rank, also after a failed write
+        pass
+    failure = world.broadcast(failure)
+    if failure is not None:
+        raise CheckpointError(failure)
+
+
+def _full_tensors(weights: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Gather each tensor."""
+    for name, tensor in weights.items():
+        full = tensor.detach()
+        if isinstance(full, DTensor):
+            full = full.to(device).full_tensor()  # type: ignore[attr-defined]
+        yield name, full
+
+
+def _full_adapters(model: VLM, weights: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
+    """LoRA adapters, gathered to host memory; on the main rank only."""
+    gathered = _full_tensors({name: weights[name] for name in lora_parameters(model)}, world.device)
+    return {name: full.cpu() for name, full in gathered if world.is_main}
+
+
+def _merged(
+    tensors: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    model: VLM,
+    adapters: Mapping[str, Tensor],
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor without its padding, and with its LoRA adapter merged in fp32."""
+    layers = lora_layers(model)
+    for name, tensor in tensors:
+        unpadded = tensor[tuple(slice(size) for size in shapes[name])]
+        layer = name.removesuffix(".weight")
+        if layer in layers:
+            lora_A, lora_B = (adapters[f"{layer}.{matrix}"].to(unpadded.device) for matrix in ("lora_A", "lora_B"))
+            unpadded = merge_lora(unpadded, lora_A, lora_B, layers[layer].scale)
+        yield name, unpadded
+
+
+def _write(
+    out: Path, tensors: Iterator[tuple[str, Tensor]], like: Path, dtype: torch.dtype, *, num_parameters: int
+) -> None:
+    raw = read_config(like)
+    family = vision_language_family(raw.get("model_type"))
+    with CheckpointWriter(out) as writer:
+        writer.check_space(num_parameters * dtype.itemsize)
+        writer.write_json("config.json", raw | {"torch_dtype" if "torch_dtype" in raw else "dtype": DTYPE_NAMES[dtype]})
+        for name in PROCESSOR_FILES:
+            if (like / name).is_file():
+                writer.copy(like / name)
+        for name, tensor in tensors:
+            writer.add(family.name_on_disk(name), tensor.to(dtype))
+
+
+def export_adapter(out: Path, model: VLM, adapters: Mapping[str, Tensor], *, like: Path, dtype: torch.dtype) -> None:
+    """Write LoRA adapters (full tensors, by parameter name) in PEFT's layout; `like` is the folder of the base model."""
+    family = vision_language_family(read_config(like).get("model_type"))
+    layers, shapes = lora_layers(model), base_shapes(model)
+    tensors: dict[str, Tensor] = {}
+    for name in layers:
+        N, D = shapes[f"{name}.weight"]
+        prefix = f"base_model.model.{family.name_in_transformers(name)}"
+        tensors[f"{prefix}.lora_A.weight"] = adapters[f"{name}.lora_A"][:, :D].to(dtype).contiguous()
+        tensors[f"{prefix}.lora_B.weight"] = adapters[f"{name}.lora_B"][:N].to(dtype).contiguous()
+    config = _adapter_config(next(iter(layers.values())), like) | {
+        "target_modules": [family.name_in_transformers(name) for name in layers]
+    }
+    try:
+        with atomic_write(out) as partial:
+            partial.mkdir()
+            save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+            (partial / "adapter_model.safetensors").chmod(0o644)  # safetensors makes it readable by the owner only
+            (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{out}: the adapter was not written: {error}. Is the disk full?") from error
+
+
+def _adapter_config(layer: LoraLinear, like: Path) -> dict[str, Any]:
+    """adapter_config.json without target_modules; all adapters of a stage have the same settings."""
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": str(like),
+        "r": layer.rank,
+        "lora_alpha": int(layer.alpha) if layer.alpha.is_integer() else layer.alpha,
+        "lora_dropout": layer.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
