@@ -1,11 +1,12 @@
-"""Serving without a server: latency and throughput of the engine on the workloads of docs/benchmarks.md.
+"""Offline latency and throughput of the engine on the workloads of docs/benchmarks.md.
 
     python -m bench.serve [--size 3b | --checkpoint FOLDER] [--workload first latency images shared text long] [--profile] [--out rows.json]
 
 Images are uniform noise, 672 x 672. A prompt with an image is vision-start, the image, vision-end and 62 random token ids. Greedy, end
 of turn ignored, prefix cache off. All requests of a workload are submitted at once; TTFT is a request for one token on an idle
-engine, with preparing the image; TPOT is the rest of a request for 128 tokens, divided by 127. A workload runs once to warm up
-and then `--rounds` times with other images and tokens; the median is reported.
+engine, including preprocessing; TPOT is the rest of a request for 128 tokens, divided by 127. A workload runs once to warm up
+and then `--rounds` times with other images and tokens; the median is reported. vLLM's figures are printed beside it only for the
+same model shape, workload and card.
 """
 
 import argparse
@@ -25,21 +26,23 @@ import torch
 from PIL import Image
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.model.families import vision_language_family
+from saccade.model.initialize import named_size
 
 Prompt = tuple[list[int], list[Image.Image]]
 Record = dict[str, Any]
 
-SIDE, NUM_TEXT, NUM_REQUESTS, NUM_ANSWER = 672, 62, 256, 128
+SIDE, NUM_TEXT, NUM_REQUESTS, NUM_OUTPUT = 672, 62, 256, 128
 VLLM = {
-    "start": "169 s",
-    "ttft": "108 ms",
-    "tpot": "3.10 ms",
-    "images": "23.5 req/s",
-    "shared": "60.9 req/s",
-    "text": "13257 tok/s",
-    "long": "9327 tok/s",
+    "start": "80 s",
+    "ttft": "116 ms",
+    "tpot": "3.03 ms",
+    "images": "37.0 req/s",
+    "shared": "89.6 req/s",
+    "text": "15404 tok/s",
+    "long": "17881 tok/s",
 }
-"""vLLM 0.26 on the same card, shape and workloads."""
+"""vLLM 0.26 on an H200 with the 3B shape and these workloads: its default process layout, after a warm-up round."""
 
 
 def process_age() -> float:
@@ -68,7 +71,7 @@ class Prompts:
         return [int(i) for i in self._rng.integers(1, self._num_ids, count)]
 
     def with_image(self, image: Image.Image | None = None, num_text: int = NUM_TEXT) -> Prompt:
-        """An image and text behind it."""
+        """An image followed by text."""
         start, end = self._marks
         return [start, self._image_id, end, *self.ids(num_text)], [image or self.image()]
 
@@ -77,17 +80,17 @@ class Prompts:
         return self.ids(int(self._rng.integers(low, high + 1))), []
 
     def lengths(self, low: int, high: int, count: int) -> list[int]:
-        """Random answer lengths."""
+        """Random output lengths."""
         return [int(n) for n in self._rng.integers(low, high + 1, count)]
 
 
-def answer(num_tokens: int) -> SamplingParams:
+def greedy(num_tokens: int) -> SamplingParams:
     """Greedy, of exactly this length."""
     return SamplingParams(max_tokens=num_tokens, ignore_eos=True)
 
 
 def timed(engine: Engine, prompts: list[Prompt], samplings: list[SamplingParams]) -> tuple[float, int]:
-    """Seconds until the last answer, and tokens answered."""
+    """Seconds until the last completion, and output tokens."""
     begin = time.perf_counter()
     completions = engine.generate_tokens(prompts, samplings)
     seconds = time.perf_counter() - begin
@@ -99,11 +102,11 @@ def timed(engine: Engine, prompts: list[Prompt], samplings: list[SamplingParams]
 def latency(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record]:
     """TTFT and TPOT of one request at a time."""
     for _ in range(3):
-        timed(engine, [prompts.with_image()], [answer(NUM_ANSWER)])
-    first = [timed(engine, [prompts.with_image()], [answer(1)])[0] for _ in range(4 * rounds)]
-    whole = [timed(engine, [prompts.with_image()], [answer(NUM_ANSWER)])[0] for _ in range(2 * rounds)]
+        timed(engine, [prompts.with_image()], [greedy(NUM_OUTPUT)])
+    first = [timed(engine, [prompts.with_image()], [greedy(1)])[0] for _ in range(4 * rounds)]
+    whole = [timed(engine, [prompts.with_image()], [greedy(NUM_OUTPUT)])[0] for _ in range(2 * rounds)]
     ttft = statistics.median(first)
-    tpot = (statistics.median(whole) - ttft) / (NUM_ANSWER - 1)
+    tpot = (statistics.median(whole) - ttft) / (NUM_OUTPUT - 1)
     yield {"workload": "ttft", "value": f"{ttft * 1e3:.1f} ms", "ttft_ms": ttft * 1e3}
     yield {"workload": "tpot", "value": f"{tpot * 1e3:.2f} ms", "tpot_ms": tpot * 1e3}
 
@@ -127,33 +130,33 @@ def throughput(
 
 
 def workloads(prompts: Prompts, count: int) -> dict[str, Callable[[], tuple[list[Prompt], list[SamplingParams]]]]:
-    """What is submitted at once, made anew for every round."""
+    """Requests submitted at once, new ones for every round."""
 
     def shared() -> tuple[list[Prompt], list[SamplingParams]]:
         image = prompts.image()
-        return [prompts.with_image(image) for _ in range(count)], [answer(NUM_ANSWER)] * count
+        return [prompts.with_image(image) for _ in range(count)], [greedy(NUM_OUTPUT)] * count
 
     return {
-        "images": lambda: ([prompts.with_image() for _ in range(count)], [answer(NUM_ANSWER)] * count),
+        "images": lambda: ([prompts.with_image() for _ in range(count)], [greedy(NUM_OUTPUT)] * count),
         "shared": shared,
-        "text": lambda: ([prompts.text(64, 512) for _ in range(count)], [answer(NUM_ANSWER)] * count),
+        "text": lambda: ([prompts.text(64, 512) for _ in range(count)], [greedy(NUM_OUTPUT)] * count),
         "long": lambda: (
             [prompts.text(100, 1024) for _ in range(count)],
-            [answer(n) for n in prompts.lengths(100, 1024, count)],
+            [greedy(n) for n in prompts.lengths(100, 1024, count)],
         ),
     }
 
 
 def profile(engine: Engine, prompts: Prompts, count: int) -> Iterator[Record]:
-    """How much of the time the GPU computes, for one request and for many, from a profiler's trace."""
+    """GPU utilization of one request and of many, from a profiler trace."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     for name, num in (("gpu busy, 1 request", 1), (f"gpu busy, {count} requests", count)):
         batch = [prompts.text(64, 64) for _ in range(num)]
-        timed(engine, batch, [answer(NUM_ANSWER)] * num)
+        timed(engine, batch, [greedy(NUM_OUTPUT)] * num)
         with profiler(activities=[ProfilerActivity.CUDA]) as trace:
-            seconds, _ = timed(engine, [prompts.text(64, 64) for _ in range(num)], [answer(NUM_ANSWER)] * num)
+            seconds, _ = timed(engine, [prompts.text(64, 64) for _ in range(num)], [greedy(NUM_OUTPUT)] * num)
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in trace.events()
@@ -167,13 +170,21 @@ def profile(engine: Engine, prompts: Prompts, count: int) -> Iterator[Record]:
         yield {"workload": name, "value": f"{share:.1%}", "off_gpu": 1 - share}
 
 
-def show(record: Record) -> None:
-    """One line."""
-    print(f"{record['workload']:<24}{record['value']:>16}   vLLM 0.26: {VLLM.get(record['workload'], '-')}", flush=True)
+def show(record: Record, is_comparable: bool) -> None:
+    """Print one line."""
+    peer = f"   vLLM 0.26: {VLLM.get(record['workload'], '-')}" if is_comparable else ""
+    print(f"{record['workload']:<24}{record['value']:>16}{peer}", flush=True)
+
+
+def is_comparable(checkpoint: Path, num_requests: int, side: int, device: str) -> bool:
+    """Whether vLLM's figures are of the same model shape, workload and card."""
+    raw = json.loads((checkpoint / "config.json").read_text())
+    model = vision_language_family(raw.get("model_type")).parse_config(raw)
+    return model == named_size("3b") and (num_requests, side) == (NUM_REQUESTS, SIDE) and "H200" in device
 
 
 def make_checkpoint(folder: Path, size: str) -> None:
-    """Random weights of a named size, made by another process so that this one starts clean."""
+    """Random weights of a named size, written by another process so that this one starts clean."""
     code = (
         "import sys; from saccade.model.initialize import initialize_random, named_size; "
         "initialize_random(sys.argv[1], named_size(sys.argv[2]))"
@@ -182,7 +193,7 @@ def make_checkpoint(folder: Path, size: str) -> None:
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Run the selected workloads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="3b")
     parser.add_argument("--checkpoint", type=Path)
@@ -201,12 +212,15 @@ def main() -> None:
             make_checkpoint(made, options.size)
             again = [sys.executable, "-m", "bench.serve", *sys.argv[1:], "--checkpoint", str(made)]
             raise SystemExit(subprocess.run(again, check=False).returncode)
-    for record in measure(options):
-        show(record)
+    records = measure(options)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    comparable = is_comparable(options.checkpoint, options.requests, options.side, device)
+    for record in records:
+        show(record, comparable)
 
 
 def measure(options: argparse.Namespace) -> list[Record]:
-    """All records; written to a file if asked for."""
+    """All records; also written to `--out`."""
     settings = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}
     config = EngineConfig(**({"prefix_cache": False, "max_requests": options.requests, "max_length": 8192} | settings))
     records: list[Record] = []
@@ -217,7 +231,7 @@ def measure(options: argparse.Namespace) -> list[Record]:
         print(f"{time.strftime('%H:%M:%S')} {record['workload']}: {record['value']}", file=sys.stderr, flush=True)
 
     with Engine.load(options.checkpoint, config=config) as engine:
-        timed(engine, [prompts.with_image()], [answer(1)])
+        timed(engine, [prompts.with_image()], [greedy(1)])
         if "first" in options.workload:
             note({"workload": "start", "value": f"{process_age():.1f} s", "start_s": process_age()})
         if "latency" in options.workload:

@@ -1,10 +1,10 @@
-"""The engine on a CPU beside transformers: the same checkpoint, prompts and number of tokens, fp32.
+"""The engine and transformers on a CPU: same checkpoint, prompts and number of tokens, fp32.
 
     python -m bench.serve_cpu [--requests 32] [--layers 12] [--width 896] [--rounds 3]
 
 A Qwen2.5-VL of 12 layers, 896 wide; each request has a 336 x 336 image, 64 tokens of text, and gets 64 tokens. transformers' `generate` runs
-one request at a time, and in padded batches of 8. Images are prepared inside the time. Reported as seconds (the
-median of the rounds) and as ratios of one run.
+one request at a time, and in padded batches of 8. Times include image preprocessing. Reported: seconds (median of the
+rounds) and their ratios.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def conversations(count: int) -> list[Conversation]:
 
 
 class Transformers:
-    """What a user of transformers writes: its own image processor, `generate`."""
+    """transformers with its own image processor and `generate`."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
@@ -103,8 +103,8 @@ def saccade(
     with Engine.load(folder, device="cpu", config=config) as engine:
         engine.generate([first], SamplingParams(max_tokens=2))
         begin = time.perf_counter()
-        answers = engine.generate(asked, SamplingParams(max_tokens=num_tokens, ignore_eos=True))
-        return time.perf_counter() - begin, [list(answer.token_ids) for answer in answers]
+        completions = engine.generate(asked, SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+        return time.perf_counter() - begin, [list(completion.token_ids) for completion in completions]
 
 
 def transformers(
@@ -130,7 +130,7 @@ SIDES = {
 
 
 def main() -> None:
-    """Ours, then theirs in both ways, each in a process of its own: how one uses memory must not help or hinder another."""
+    """Run each side in a separate process, so that memory use of one does not affect another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
@@ -141,8 +141,8 @@ def main() -> None:
     *asked, first = conversations(options.requests + 1)
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     tokens: dict[str, list[list[int]]] = {}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "checkpoint"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "checkpoint"
         make_checkpoint(folder, options.layers, options.width)
         for _ in range(options.rounds):
             for name, side in SIDES.items():
@@ -152,7 +152,7 @@ def main() -> None:
     same = sum(
         ours == theirs for ours, theirs in zip(tokens["saccade"], tokens["transformers, one by one"], strict=True)
     )
-    print(f"answers equal to transformers': {same} of {len(asked)}")
+    print(f"outputs equal to transformers': {same} of {len(asked)}")
     ours = statistics.median(seconds["saccade"])
     for name, found in seconds.items():
         taken = statistics.median(found)

@@ -1,10 +1,10 @@
-"""Random load for a long time: does memory stay flat, are the books in order at the end?
+"""Random load for a long time: memory stays flat and the invariants hold at the end.
 
     python -m bench.serve_soak [--minutes 30] [--checkpoint FOLDER | --size tiny] [--at-once 24]
 
-Text, one or several images, shared and fresh, shared prefixes, every kind of sampling, streams that are left early, pictures that are none.
-Memory of the process and its workers, and of the GPU, is taken every few seconds; the slope is that of a line through the second
-half, in MB per hour.
+Text, one or several images, shared and new, shared prefixes, all sampling parameters, streams left early, broken images.
+Memory of the process, its workers and the GPU is measured every few seconds; the slope is that of a linear fit to the second half, in
+MB per hour.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from saccade.engine import Engine, EngineConfig, SamplingParams
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that a process started, and those they did."""
+    """All descendants of a process."""
     found = []
     for child in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split():
         found += [int(child), *descendants(int(child))]
@@ -35,12 +35,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident_mb() -> float:
-    """Memory of this process and those it started; that of files is left out, as it depends on who else has them open."""
+    """Memory of this process and its descendants, without file mappings, which depend on other processes."""
     return sum(proportional_mb(pid) for pid in [os.getpid(), *descendants(os.getpid())])
 
 
 def proportional_mb(pid: int) -> float:
-    """Memory of its own and its share of shared memory (PSS without files); nothing for a process that has ended."""
+    """Proportional set size without files; 0 for a process that has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -49,7 +49,7 @@ def proportional_mb(pid: int) -> float:
 
 
 class Load:
-    """Random conversations and wishes."""
+    """Random conversations and sampling parameters."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -73,7 +73,7 @@ class Load:
         return [{"role": "user", "content": parts}]
 
     def sampling(self) -> SamplingParams:
-        """Any of the wishes a request may have."""
+        """Random sampling parameters."""
         rng = self.rng
         return SamplingParams(
             temperature=rng.choice([0.0, 0.0, 0.8]),
@@ -87,14 +87,14 @@ class Load:
 
 
 async def client(engine: Engine, load: Load, until: float, endings: dict[str, int]) -> None:
-    """One who asks again and again."""
+    """A client that sends one request after another."""
     while time.monotonic() < until:
         leaves_after = load.rng.randint(1, 30) if load.rng.random() < 0.1 else None
         stream = engine.stream(load.conversation(), load.sampling(), priority=load.rng.randint(-1, 1))
         reason = "left"
-        async for part in stream:
-            if part.completion is not None:
-                reason = part.completion.finish_reason
+        async for delta in stream:
+            if delta.completion is not None:
+                reason = delta.completion.finish_reason
             if leaves_after is not None:
                 leaves_after -= 1
                 if leaves_after <= 0:
@@ -104,7 +104,7 @@ async def client(engine: Engine, load: Load, until: float, endings: dict[str, in
 
 
 async def run(engine: Engine, options: argparse.Namespace) -> list[tuple[float, float, float]]:
-    """Memory over time: minutes, MB of the host, MB of the device."""
+    """Memory over time: minutes, host MB, device MB."""
     load, endings, samples = Load(0), {}, []  # type: ignore[var-annotated]
     begin = time.monotonic()
     until = begin + options.minutes * 60
@@ -123,7 +123,7 @@ async def run(engine: Engine, options: argparse.Namespace) -> list[tuple[float, 
 
 
 def main() -> None:
-    """Load, measure, check the books."""
+    """Run the load, measure memory, check the invariants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--checkpoint", type=Path)
@@ -141,11 +141,11 @@ def main() -> None:
         )  # fmt: skip
         with Engine.load(checkpoint, config=config) as engine:
             samples = asyncio.run(run(engine, options))
-            time.sleep(2)  # the engine checks its books when it has been idle for a second
+            time.sleep(2)  # the engine checks its invariants when it has been idle for a second
             gc.collect()
             assert engine._failure is None, engine._failure
-            assert not engine._core.wants_check, "the books were not checked"
-            print(f"books in order; {engine.statistics}")
+            assert not engine._core.wants_check, "the invariants were not checked"
+            print(f"invariants hold; {engine.statistics}")
     half = np.array(samples[len(samples) // 2 :])
     for name, column in (("host", 1), ("device", 2)):
         slope = np.polyfit(half[:, 0], half[:, column], 1)[0] * 60

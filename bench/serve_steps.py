@@ -1,8 +1,8 @@
-"""Where the time of a step goes: kernels by name, idle time of the GPU between steps, host time by function.
+"""Profile engine steps: kernels by name, GPU idle time between steps, host time by function.
 
     python -m bench.serve_steps [--size 3b] [--requests 1 256] [--context 600] [--host]
 
-Random weights made on the GPU; the loop is driven from here, without preprocessing.
+Random weights; the engine core is driven directly, without preprocessing.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def image_prompt(rng: np.random.Generator) -> TokenPrompt:
 
 
 def add(core: EngineCore, name: str, prompt: TokenPrompt, num_tokens: int) -> None:
-    """A request that answers with exactly this many tokens."""
+    """Add a request with exactly this many output tokens."""
     request = Request(
         id=name,
         token_ids=list(prompt.token_ids),
@@ -54,13 +54,13 @@ def add(core: EngineCore, name: str, prompt: TokenPrompt, num_tokens: int) -> No
 
 
 def run_out(core: EngineCore) -> None:
-    """Let everything end."""
+    """Run until no request is open."""
     while core.has_work:
         core.step()
 
 
 def kernels(trace: torch.profiler.profile, num_steps: int) -> None:
-    """Microseconds per step and kernel, and how much of the time none ran."""
+    """Microseconds per step and kernel, and GPU utilization."""
     found: dict[str, list[float]] = defaultdict(list)
     spans = []
     for event in trace.events():
@@ -82,7 +82,7 @@ def kernels(trace: torch.profiler.profile, num_steps: int) -> None:
 
 
 def main() -> None:
-    """Answers of one and of many requests, then the first token of an image."""
+    """Decode steps of one and of many requests, then the first token of an image prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="3b")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 256])
@@ -129,7 +129,7 @@ def main() -> None:
         add(core, f"image{number}", prompt, 1)
         run_out(core)
         times.append((time.perf_counter() - begin) * 1e3)
-    print(f"first token of an image, prepared: {sorted(times)[5]:.1f} ms")
+    print(f"first token of a preprocessed image: {sorted(times)[5]:.1f} ms")
     with torch.profiler.profile(activities=activities) as trace:
         add(core, "image", image_prompt(rng), 1)
         run_out(core)

@@ -13,6 +13,7 @@ from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
 from saccade.engine.kv_cache import bytes_per_page, pages_for
 from saccade.engine.runner import PixelScale, Runner
+from saccade.engine.sampler import penalty_bytes
 from saccade.engine.warmup import compile_kernels
 from saccade.errors import ConfigError
 from saccade.fork_server import keep_freed_memory
@@ -114,5 +115,5 @@ def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, ma
 
 
 def _spare_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """For CUDA graphs, allocator fragmentation, and the sampler's counts (`Sampler.penalty_bytes`)."""
-    return _GIB + config.max_requests * vocab_size * 5
+    """For CUDA graphs, allocator fragmentation, and the sampler's penalty counts."""
+    return _GIB + penalty_bytes(config.max_requests, vocab_size)

@@ -105,6 +105,11 @@ class _Step(NamedTuple):
     num_top: int
 
 
+def penalty_bytes(num_slots: int, vocab_size: int) -> int:
+    """Device memory allocated by the first request with penalties."""
+    return num_slots * vocab_size * (torch.int32.itemsize + torch.bool.itemsize)
+
+
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Refuse token ids outside the vocabulary."""
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
@@ -127,11 +132,6 @@ class Sampler:
         self._uncommitted: tuple[Tensor, _Step] | None = None
         self._is_prompt_RV: Tensor | None = None
         self._num_output_RV: Tensor | None = None
-
-    @property
-    def penalty_bytes(self) -> int:
-        """Device memory allocated by the first request with penalties."""
-        return len(self._settings) * self._vocab_size * (torch.int32.itemsize + torch.bool.itemsize)
 
     def set_request(self, slot: int, request: Request, seed: int) -> None:
         """Set the request of a slot, when it starts or resumes after preemption. All its sampled tokens must have been read."""

@@ -35,7 +35,7 @@ def tokenizer():
 
 
 def cut_reference(text, stops, start_at=0):
-    """`text` up to the stop string that ends first (the longest of these) behind `start_at` characters."""
+    """`text` up to the stop string that ends first (the longest of these) after `start_at` characters."""
     ends = [
         (end, -len(stop)) for stop in stops for end in range(start_at + 1, len(text) + 1) if text[:end].endswith(stop)
     ]

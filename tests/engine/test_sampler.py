@@ -9,7 +9,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from saccade.engine.request import Request, SamplingParams
-from saccade.engine.sampler import Sampler, check_sampling
+from saccade.engine.sampler import Sampler, check_sampling, penalty_bytes
 from saccade.errors import RequestError
 from saccade.kernels.sampler import sample_reference
 
@@ -272,7 +272,7 @@ def test_penalty_counts_are_allocated_on_first_use():
     assert sampler._num_output_RV is None
     sampler.set_request(1, make_request(repetition_penalty=1.1), 0)
     tables = (sampler._num_output_RV, sampler._is_prompt_RV)
-    assert sum(table.nbytes for table in tables) == sampler.penalty_bytes == 3 * VOCAB * 5
+    assert sum(table.nbytes for table in tables) == penalty_bytes(3, VOCAB) == 3 * VOCAB * 5
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ ENGINE = EngineConfig(max_step_tokens=256, max_step_patches=1024)
 
 
 @pytest.mark.parametrize("full", [(), (0, 2), (0, 1, 2, 3)], ids=["windows", "both", "full"])
-def test_a_model_with_few_layers_answers(full):
+def test_a_model_with_few_layers_serves_a_request(full):
     config = dataclasses.replace(CONFIG, vision=dataclasses.replace(VISION, full_attention_layers=full))
     small = _with_few_layers(config)
     assert small.language.num_layers == 2
