@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import torch
 
-from bench.workloads import IMAGE_PAD, VISION_END, VISION_START, WORKLOADS, packed_row
+from bench.workloads import IMAGE_PAD, VISION_END, VISION_START, WORKLOADS, packed_sequence
 from saccade.model.config import ModelConfig
 from saccade.model.initialize import named_size
 from saccade.model.layers import FeedForward
@@ -164,7 +164,7 @@ def measure(
 ) -> Record:
     """One line of the report; running out of memory is a result."""
     batches = [
-        packed_row(samples, config.vision, seed=i) for i, samples in enumerate(WORKLOADS[workload]()[:num_batches])
+        packed_sequence(samples, config.vision, seed=i) for i, samples in enumerate(WORKLOADS[workload]()[:num_batches])
     ]
     work = [micro_batch_work(config, batch, count_labels(next_token_labels(batch)), PARTS) for batch in batches]
     flops = statistics.mean(w.tower_flops + w.decoder_flops for w in work)

@@ -1,4 +1,4 @@
-"""The training workloads everyone can repeat: a uniform row and ragged rows of image-text samples, random pixels and token ids.
+"""Training workloads: uniform and ragged packed sequences of image-text samples, random pixels and token ids.
 
 uniform   16 samples of one 672 x 672 image (576 tokens and two markers) and 446 text tokens: 16384 tokens, 36864 patches
 ragged    4 batches of 32 samples, image size drawn from `RAGGED_SIZES`, text length min(1024, max(16, exp(N(4, 1)))), seed 7
@@ -6,7 +6,6 @@ ragged    4 batches of 32 samples, image size drawn from `RAGGED_SIZES`, text le
 Every token carries a label.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +19,11 @@ RAGGED_SIZES = ((224, 224), (336, 336), (336, 504), (448, 448), (448, 672), (672
 """Height and width in pixels."""
 VISION_START, VISION_END, IMAGE_PAD = 151652, 151653, 151655
 TEXT_IDS = 150000
-"""Text ids are drawn below this, clear of the control tokens."""
+"""Text ids are below this, so that none is a control token."""
 
 
 class SampleShape(NamedTuple):
-    """One sample: an image and the text behind it."""
+    """One sample: an image followed by text."""
 
     height: int
     width: int
@@ -55,10 +54,12 @@ def ragged() -> list[list[SampleShape]]:
 WORKLOADS = {"uniform": uniform, "ragged": ragged}
 
 
-def packed_row(samples: list[SampleShape], vision: VisionConfig, seed: int = 0) -> ModelInputs:
-    """The samples behind one another, uint8 pixels."""
-    rows = [_one(sample, vision, torch.Generator().manual_seed(seed * 1000 + i)) for i, sample in enumerate(samples)]
-    return ModelInputs.pack(rows)
+def packed_sequence(samples: list[SampleShape], vision: VisionConfig, seed: int = 0) -> ModelInputs:
+    """One packed sequence of the samples, uint8 pixels."""
+    sequences = [
+        _one(sample, vision, torch.Generator().manual_seed(seed * 1000 + i)) for i, sample in enumerate(samples)
+    ]
+    return ModelInputs.pack(sequences)
 
 
 def _one(sample: SampleShape, vision: VisionConfig, generator: torch.Generator) -> ModelInputs:
@@ -82,9 +83,3 @@ def _one(sample: SampleShape, vision: VisionConfig, generator: torch.Generator) 
         pixel_std=(0.26862954, 0.26130258, 0.27577711),
         max_seqlen=len(token_ids),
     )
-
-
-def rows(name: str, vision: VisionConfig) -> Iterator[ModelInputs]:
-    """The packed rows of a workload, one per batch."""
-    for number, samples in enumerate(WORKLOADS[name]()):
-        yield packed_row(samples, vision, seed=number)
