@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -134,6 +135,22 @@ def test_a_user_error_is_one_line_and_exit_status_2_in_the_shell(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize(("ending", "status"), [("ctrl-c", 130), ("closed pipe", 141)])
+def test_an_interrupted_chat_ends_without_a_traceback(checkpoint, ending, status):
+    words = ["chat", str(checkpoint), "hello", "--max-tokens", "50000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "saccade", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as chat:
+        assert chat.stdout.read(1)
+        if ending == "ctrl-c":
+            chat.send_signal(signal.SIGINT)
+            chat.stdout.read()
+        else:
+            chat.stdout.close()
+        assert chat.stderr.read() == b""
+    assert chat.returncode == status
+
+
 def test_a_malformed_rank_is_a_user_error_in_the_shell(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-m", "saccade", "init", "x"], env={"RANK": "first"}, cwd=tmp_path, capture_output=True, text=True, check=False
@@ -198,7 +215,7 @@ def test_the_seed_decides_the_weights(command, tmp_path):
         (["--text", "x", "--tokenizer", "y"], ["--set and --tokenizer go with --size or --config"]),
         (["--size", "huge"], ["unknown size 'huge'. Sizes: tiny, 3b, 7b, 32b, 72b"]),
         (["--text", "x", "--tower", "huge"], ["unknown vision tower 'huge'. Towers: tiny, 90m, 670m"]),
-        (["--text", "nowhere"], ["nowhere", "config.json"]),
+        (["--text", "nowhere"], ["nowhere: no such folder"]),
         (["--text", "nowhere.gguf"], ["nowhere.gguf"]),
         (["--config", "nowhere.toml"], ["nowhere.toml: no such file"]),
         (["--config", "."], ["."]),
@@ -395,7 +412,7 @@ def test_chat_refuses_options_out_of_range(command, checkpoint, words):
 
 
 def test_chat_with_a_folder_that_is_no_checkpoint(command, tmp_path):
-    assert_refused(command("chat", tmp_path / "nowhere", "hi"), "nowhere", "config.json")
+    assert_refused(command("chat", tmp_path / "nowhere", "hi"), "nowhere: no such folder")
     assert_refused(command("chat", tmp_path, "hi"), "config.json", "checkpoint folder")
 
 
@@ -441,7 +458,7 @@ def test_set_without_a_recipe_is_refused_by_plan(command):
 
 def test_plan_names_the_checkpoint_folder_that_a_recipe_lacks(command, tiny_recipe, tmp_path):
     ended = command("plan", tiny_recipe, "--set", f"model.folder={tmp_path / 'nowhere'}")
-    assert_refused(ended, "nowhere: no config.json, so it is not a checkpoint folder")
+    assert_refused(ended, "nowhere: no such folder")
 
 
 # ------------------------------------------------------------------ quickstart

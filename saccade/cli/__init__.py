@@ -1,6 +1,6 @@
-"""The `saccade` command: wires rooms together, no logic of its own.
+"""The `saccade` command: wires packages together, no logic of its own.
 
-One file per group of commands. Every command imports what it needs when it runs, so that `--help` answers at once.
+One file per group of commands. A command imports what it needs when it runs, so that `--help` is fast.
 """
 
 import sys
@@ -27,12 +27,22 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Run the command line: user errors are one line and exit status 2, anything else is a bug and keeps its traceback."""
+    """Run the command line.
+
+    Exit status 2 and one line for a user error, 130 after Ctrl-C, 141 when the reader of a pipe is gone, as the shell has it for
+    a program that a signal ended. Anything else is a bug and keeps its traceback.
+    """
     try:
         app()
     except UserError as error:
         print(f"saccade: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except SystemExit as ended:  # click turns a broken pipe into exit status 1
+        if isinstance(ended.__context__, BrokenPipeError):
+            sys.exit(141)
+        raise
 
 
 def _print_version(is_asked: bool) -> None:

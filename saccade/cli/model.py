@@ -12,10 +12,10 @@ from saccade.errors import ConfigError
 
 
 def quickstart(
-    folder: Annotated[Path, typer.Option(help="Where to put data, checkpoints and pictures.")] = Path("quickstart"),
-    steps: Annotated[int, typer.Option(min=1, help="Steps of training: fewer end sooner, and answer worse.")] = 800,
+    folder: Annotated[Path, typer.Option(help="Folder for data, checkpoints and pictures.")] = Path("quickstart"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps; with fewer the answers are worse.")] = 800,
 ) -> None:
-    """The whole flow at toy size on this machine: make data, train, ask. Takes two minutes."""
+    """Run the whole flow at toy size on this machine: make data, train, ask. Takes two minutes."""
     from saccade.quickstart import quickstart as run
 
     run(folder, say=typer.echo, num_steps=steps)
@@ -24,12 +24,12 @@ def quickstart(
 def init(
     out: Annotated[Path, typer.Argument(help="Checkpoint folder to make.")],
     size: Annotated[str | None, typer.Option(help="A named size with random weights: tiny, 3b, 7b, 32b, 72b.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with sizes of your own, random weights.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with custom sizes, random weights.")] = None,
     text: Annotated[
         Path | None, typer.Option(help="A text model to build on: a checkpoint folder (Qwen2, Llama) or a GGUF file.")
     ] = None,
     tower: Annotated[
-        str | None, typer.Option(help="With --text, the fresh vision tower: tiny, 90m, 670m.", show_default="90m")
+        str | None, typer.Option(help="With --text, the new vision tower: tiny, 90m, 670m.", show_default="90m")
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="With --size or --config: section.key=value, may be repeated.")
@@ -37,11 +37,11 @@ def init(
     tokenizer: Annotated[
         Path | None, typer.Option(help="With --size or --config: take the tokenizer of this checkpoint folder.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Number format to store.")] = Dtype.BF16,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the stored weights.")] = Dtype.BF16,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a checkpoint folder: a named size, sizes of your own, or a text model with a fresh vision tower."""
+    """Make a checkpoint folder: a named size, custom sizes, or a text model with a new vision tower."""
     from saccade.config import load_config, override_config
     from saccade.device import DTYPES
     from saccade.model.config import ModelConfig
@@ -51,10 +51,10 @@ def init(
         raise ConfigError("saccade init takes exactly one of --size, --config and --text. See saccade init --help")
     if text is not None and (set_ or tokenizer):
         raise ConfigError(
-            "--set and --tokenizer go with --size or --config; a text model brings its own sizes and tokenizer"
+            "--set and --tokenizer go with --size or --config; a text model has its own sizes and tokenizer"
         )
     if text is None and tower is not None:
-        raise ConfigError("--tower goes with --text; --size and --config name their own tower")
+        raise ConfigError("--tower goes with --text; --size and --config include a tower")
     if size is not None:
         chosen = override_config(named_size(size), set_ or [], f"size {size}")
     elif config is not None:
@@ -75,51 +75,67 @@ def init(
 
 def chat(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
-    words: Annotated[list[str], typer.Argument(metavar="[IMAGE]... QUESTION", help="Image files, then the question.")],
-    system: Annotated[str | None, typer.Option(help="System message; the template's own if not given.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 for the likeliest words, higher for more varied ones.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest tokens.")] = None,
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="[IMAGE|VIDEO]... QUESTION", help="Image and video files, then the question."),
+    ],
+    system: Annotated[str | None, typer.Option(help="System message; the template's default if not given.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of generated tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw among the likeliest tokens of this total probability.")
+        float | None, typer.Option(help="Sample from the most probable tokens of this total probability.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same answer.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    fps: Annotated[float, typer.Option(help="Frames per second to sample from video files.")] = 2.0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask a model about images, or just talk to it. The answer is printed as it is generated."""
+    """Ask a model about images and videos, or just talk to it. The answer is streamed."""
     import asyncio
 
     from saccade.engine import Engine, EngineConfig, SamplingParams
     from saccade.errors import RequestError
 
-    *images, question = words
+    *files, question = words
     if os.path.isfile(question):  # noqa: PTH113  Path.is_file raises for a question longer than a file name
-        raise ConfigError(f"the last word is the question, but {question} is a file. Ask something about it")
+        raise ConfigError(f"the last argument is the question, but {question} is a file. Ask something about it")
     sampling = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=1.0 if top_p is None else top_p, seed=seed, max_tokens=max_tokens
     )
-    content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": question}]
+    content = [*(_media_part(file, fps) for file in files), {"type": "text", "text": question}]
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
     conversation = [*messages, {"role": "user", "content": content}]
 
-    async def answer(engine: Engine) -> None:
-        async for part in engine.stream(conversation, sampling):
-            if not as_json:
-                typer.echo(part.text, nl=False)
-            if (whole := part.completion) is None:
-                continue
-            if whole.failure is not None:
-                raise RequestError(whole.failure.message)
-            found = {
-                "text": whole.text,
-                "prompt_tokens": whole.num_prompt_tokens,
-                "tokens": len(whole.token_ids),
-                "finish_reason": whole.finish_reason,
-            }
-            typer.echo(json.dumps(found, ensure_ascii=False) if as_json else "")
-
     config = EngineConfig(max_requests=1, num_workers=0, prefix_cache=False)
-    with Engine.load(checkpoint, device=device, dtype=dtype, config=config) as engine:
-        asyncio.run(answer(engine))
+    engine = Engine.load(checkpoint, device=device, dtype=dtype, config=config)
+
+    async def answer() -> None:
+        with engine:  # closed before the event loop is, also after Ctrl-C: the engine's thread posts to the loop
+            async for part in engine.stream(conversation, sampling):
+                if not as_json:
+                    typer.echo(part.text, nl=False)
+                if (completion := part.completion) is None:
+                    continue
+                if completion.failure is not None:
+                    raise RequestError(completion.failure.message)
+                record = {
+                    "text": completion.text,
+                    "prompt_tokens": completion.num_prompt_tokens,
+                    "tokens": len(completion.token_ids),
+                    "finish_reason": completion.finish_reason,
+                }
+                typer.echo(json.dumps(record, ensure_ascii=False) if as_json else "")
+
+    asyncio.run(answer())
+
+
+_VIDEO_SUFFIXES = {".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi"}
+
+
+def _media_part(file: str, fps: float) -> dict[str, Any]:
+    """The message part of an image or video file."""
+    if Path(file).suffix.lower() in _VIDEO_SUFFIXES:
+        return {"type": "video", "video": file, "fps": fps}
+    return {"type": "image", "image": file}

@@ -40,6 +40,7 @@ from saccade.engine.request import Completion, Failure, FinishReason, Request, S
 from saccade.engine.runner import PixelScale, Runner
 from saccade.engine.sampler import check_sampling
 from saccade.errors import ConfigError, RequestError
+from saccade.model.families import family_of
 from saccade.processor import Processor
 from saccade.processor.image import MediaLimits
 
@@ -106,6 +107,7 @@ class Engine:
         """Load a checkpoint folder. `dtype` auto or None: as stored. `limits` bound the images of a request."""
         folder, config = Path(folder), config or EngineConfig()
         dtype = None if dtype == "auto" else dtype
+        family_of(folder)  # the true reason first, for a model of another kind
         processor = Processor.load(folder, limits=limits)
         preprocessor = Preprocessor(
             folder,

@@ -24,7 +24,7 @@ from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.engine.runner import PixelScale, Runner
 from saccade.model.config import ModelConfig
-from saccade.model.families import vision_language_family
+from saccade.model.families import load_model_config
 from saccade.model.merge import merge_projections
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config
@@ -59,7 +59,7 @@ def _compile(folder: str | Path, config: EngineConfig, device: torch.device, dty
     try:
         raw = read_config(Path(folder))
         stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-        model_config = vision_language_family(raw.get("model_type")).parse_config(raw)
+        model_config = load_model_config(folder)
         serve_once(model_config, config, device=device, dtype=resolve_dtype(dtype or stored) or torch.bfloat16)
     except Exception as error:
         logger.debug("warm-up failed, kernels are compiled on first use: %r", error)

@@ -1,31 +1,32 @@
-"""Checkpoint folders, read and written: Hugging Face's layout, exactly (docs/formats.md).
+"""Read and write checkpoint folders: Hugging Face's layout, exactly (docs/formats.md).
 
-    load:  config -> empty model -> compare names and shapes -> fill tensor by tensor
-    save:  tensors -> shards of bounded size -> index -> rename the finished folder into place
+    load:  config -> model on `meta` -> compare names and shapes -> read tensor by tensor -> check that weights are finite
+    save:  tensors -> shards of bounded size -> index -> rename the finished folder
 
-Memory: reading holds the model and nothing else of it (`tensor_reader.py`); writing holds one shard more than the model.
+Memory: reading holds the model and 64 MiB or one tensor of mapped file (peak 1.13 times 1.9 GB), writing one shard more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from saccade.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from saccade.errors import CheckpointError
-from saccade.model.families import vision_language_family
+from saccade.model.families import family_of, load_model_config
 from saccade.model.layers import checkpoint_shapes
-from saccade.model.tensor_reader import DTYPES, read_header, read_tensors
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config, read_json
 
@@ -37,7 +38,18 @@ PROCESSOR_FILES = (
     "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "video_preprocessor_config.json",
     "processor_config.json", "generation_config.json",
 )  # fmt: skip
-"""What travels with the weights from one checkpoint folder to the next."""
+"""Files copied along with the weights from one checkpoint folder to another."""
+
+_MAPPED_BYTES = 64 * 2**20
+"""A file is mapped again after so many bytes: pages of a mapping count as memory of the process until it is closed."""
+
+
+class StoredTensor(NamedTuple):
+    """Header entry of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """F32, F16 or BF16 where it can be loaded."""
 
 
 # ------------------------------------------------------------------ reading
@@ -46,24 +58,24 @@ PROCESSOR_FILES = (
 def load_model(
     folder: str | Path, *, device: str | torch.device = "auto", dtype: str | torch.dtype | None = None
 ) -> VLM:
-    """The model of a checkpoint folder, in eval mode. `dtype` None keeps the stored one."""
+    """Load the model of a checkpoint folder, in eval mode. `dtype` None keeps the stored one."""
     folder, device, dtype = Path(folder), resolve_device(device), resolve_dtype(dtype)
-    raw = read_config(folder)
-    family = vision_language_family(raw.get("model_type"))
+    family = family_of(folder)
     with torch.device("meta"):
-        model = VLM(family.parse_config(raw))
+        model = VLM(load_model_config(folder))
     files = tensor_files(folder)
-    names = _match(tensor_shapes(files, any_dtype=dtype is not None), model, family.name_in_model, folder)
+    names = _match(tensor_shapes(files, any_dtype=dtype is not None), model, family, folder)
     for name, tensor in read_tensors(files, names, device):
         _set_parameter(model, names[name], tensor if dtype is None else tensor.to(dtype))
+    check_finite({name: model.get_parameter(names[name]) for name in names}, folder)
     if model.config.tied_head:
-        _check_tied_copy(files, model, family.name_on_disk("head.weight"))
+        _check_tied_copy(files, model, family.name_on_disk("head.weight"), folder)
         model.head.weight = model.language.embed_tokens.weight
     return model.eval()
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor, by checkpoint name. Every file is there, or the error names the missing ones."""
+    """The file of each tensor, by checkpoint name. Missing files are an error that names them."""
     index = folder / INDEX_FILE
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -71,7 +83,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise CheckpointError(f"{index}: no weight_map from tensors to files. Copy it from the original again")
         files = {name: folder / Path(file).name for name, file in weight_map.items()}
     elif (folder / SINGLE_FILE).is_file():
-        files = dict.fromkeys(read_header(folder / SINGLE_FILE), folder / SINGLE_FILE)
+        files = dict.fromkeys(_read_header(folder / SINGLE_FILE), folder / SINGLE_FILE)
     else:
         raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}. Only safetensors checkpoints are read")
     missing = sorted({file.name for file in files.values() if not file.is_file()})
@@ -83,44 +95,91 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def tensor_shapes(files: dict[str, Path], *, any_dtype: bool) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor, from the headers. Without `any_dtype` all must be of one floating-point dtype."""
-    headers = {file: read_header(file) for file in sorted(set(files.values()))}
-    astray = [
+    """Shape of every tensor, from the headers. Without `any_dtype` all must have one floating-point dtype."""
+    headers = {file: _read_header(file) for file in sorted(set(files.values()))}
+    folder = next((file.parent for file in headers), None)
+    misplaced = [
         f"{name} in {file.name}" for file, header in headers.items() for name in header if files.get(name) != file
     ]
-    if astray:
+    if misplaced:
         raise CheckpointError(
-            f"shards hold tensors that the index does not place there: {', '.join(astray[:8])}. Use the index they came with"
+            f"{folder}: shards hold tensors that the index does not list there: {', '.join(misplaced[:8])}. Use their own index"
         )
     found = {name: entry for header in headers.values() for name, entry in header.items()}
     dtypes = {entry.dtype for entry in found.values()}
-    if not dtypes <= DTYPES.keys():
-        raise CheckpointError(f"tensors are stored as {', '.join(sorted(dtypes))}; only F32, F16 and BF16 are read")
+    if not dtypes <= {"F32", "F16", "BF16"}:
+        raise CheckpointError(
+            f"{folder}: tensors are stored as {', '.join(sorted(dtypes))}; only F32, F16 and BF16 are read"
+        )
     if len(dtypes) > 1 and not any_dtype:
         raise CheckpointError(
-            f"tensors are stored as {', '.join(sorted(dtypes))} together. Choose one with dtype (--dtype bf16)"
+            f"{folder}: tensors are stored as {', '.join(sorted(dtypes))} together. Choose one with dtype (--dtype bf16)"
         )
     return {name: entry.shape for name, entry in found.items()}
 
 
-def check_finite(tensor: Tensor, name: str, folder: Path) -> None:
-    """Refuse NaN and inf in a tensor of a checkpoint folder; `name` is its name on disk. One pass over it, no copy."""
-    if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
-        num_bad = int((~torch.isfinite(tensor)).sum())
+def read_tensors(files: dict[str, Path], names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor on the device, file by file, in the order of the files."""
+    by_file: dict[Path, set[str]] = {}
+    for name in names:
+        by_file.setdefault(files[name], set()).add(name)
+    for file, wanted in by_file.items():
+        with _open(file) as opened:
+            in_order = [name for name in opened.offset_keys() if name in wanted]
+        while in_order:
+            with _open(file, device) as opened:
+                num_bytes = 0
+                while in_order and num_bytes < _MAPPED_BYTES:
+                    tensor = opened.get_tensor(name := in_order.pop(0))
+                    num_bytes += tensor.nbytes
+                    yield name, tensor.clone() if device.type == "cpu" else tensor  # on a CPU it is a view of the file
+                    del tensor
+
+
+def check_finite(tensors: Mapping[str, Tensor], folder: str | Path) -> None:
+    """Refuse weights with NaN or infinity, by their names on disk: the model would answer, but nonsense.
+
+    One reduction per tensor and one synchronisation in all: 0.1 s for 1.9 GB on one CPU core.
+    """
+    extremes = [torch.stack(torch.aminmax(tensor.detach())) for tensor in tensors.values()]  # NaN propagates
+    is_finite = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
+    bad = [name for name, is_fine in zip(tensors, is_finite, strict=True) if not is_fine]
+    if bad:
+        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
         raise CheckpointError(
-            f"{folder}: {name} has {num_bad} values that are NaN or inf. Copy or download the folder again, or use an earlier one"
+            f"{folder}: NaN or infinity in {', '.join(bad[:4])}{more}. The training run diverged or the file is damaged: use an "
+            "earlier checkpoint, or copy it again"
         )
 
 
-def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, name_in_model: Any, folder: Path) -> dict[str, str]:
-    """Checkpoint name to parameter name, complete in both directions; else one error with all that is wrong."""
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """All tensors of a file. Only its header is read."""
+    with _open(file) as opened:
+        slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+        return {name: StoredTensor(tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices.items()}
+
+
+@contextlib.contextmanager
+def _open(file: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file}: not a readable safetensors file: {error}. Copy it from the original again"
+        ) from error
+
+
+def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, family: Any, folder: Path) -> dict[str, str]:
+    """Checkpoint name to parameter name, complete in both directions; else one error with everything that is wrong."""
     expected = checkpoint_shapes(model)
-    names = {name: name_in_model(name) for name in shapes}
+    names = {name: family.name_in_model(name) for name in shapes}
     is_tied = "head.weight" not in expected
     found = [ours for ours in names.values() if ours]
+    duplicates = sorted({ours for ours in found if found.count(ours) > 1})
     wrong = [
-        *(f"two tensors for {ours}" for ours in sorted({ours for ours in found if found.count(ours) > 1})),
-        *(f"missing {name}" for name in sorted(expected.keys() - set(found))),
+        *(f"two tensors for {family.name_on_disk(ours)}" for ours in duplicates),
+        *(f"missing {family.name_on_disk(ours)}" for ours in sorted(expected.keys() - set(found))),
         *(
             f"surplus {name}"
             for name, ours in names.items()
@@ -140,22 +199,23 @@ def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, name_in_model: 
     return {name: ours for name, ours in names.items() if ours in expected}
 
 
-def _check_tied_copy(files: dict[str, Path], model: VLM, head_name: str) -> None:
-    """A tied checkpoint may carry the head a second time; it must then be the embedding."""
+def _check_tied_copy(files: dict[str, Path], model: VLM, head_name: str, folder: Path) -> None:
+    """A tied checkpoint may store the head as well; it must then equal the embedding."""
     embedding = model.language.embed_tokens.weight
     for _, head in read_tensors(files, [head_name] if head_name in files else [], embedding.device):
         if not torch.equal(head.to(embedding.dtype), embedding):
             raise CheckpointError(
-                f"config.json says tie_word_embeddings, but {head_name} differs from the embedding. Set it to false"
+                f"{folder}: config.json says tie_word_embeddings, but {head_name} differs from the embedding. Set it to false"
             )
 
 
 def _set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    """Set a parameter, zero-padded to its shape in memory (`FeedForward`)."""
     module_name, _, parameter_name = name.rpartition(".")
     module = model.get_submodule(module_name)
     shape = getattr(module, parameter_name).shape
-    added = [size for have, want in zip(value.shape[::-1], shape[::-1], strict=True) for size in (0, want - have)]
-    setattr(module, parameter_name, nn.Parameter(F.pad(value, added) if any(added) else value))
+    padding = [size for have, want in zip(value.shape[::-1], shape[::-1], strict=True) for size in (0, want - have)]
+    setattr(module, parameter_name, nn.Parameter(F.pad(value, padding) if any(padding) else value))
 
 
 # ------------------------------------------------------------------ writing
@@ -164,11 +224,10 @@ def _set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
 def save_model(model: VLM, folder: str | Path, *, like: str | Path, max_shard_bytes: int = 2 * 2**30) -> None:
     """Write a checkpoint folder: the model's weights, and the config and processor files of the folder `like`."""
     like = Path(like)
-    raw = read_config(like)
-    family = vision_language_family(raw.get("model_type"))
-    if family.parse_config(raw) != model.config:
+    raw, family = read_config(like), family_of(like)
+    if load_model_config(like) != model.config:
         raise CheckpointError(
-            f"{like}/config.json describes another model than the one to be saved. Save it like the folder it came from"
+            f"{like}/config.json describes another model than the one to be saved. Use the folder it was loaded from"
         )
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) == 1:
@@ -186,7 +245,7 @@ def save_model(model: VLM, folder: str | Path, *, like: str | Path, max_shard_by
 
 
 class CheckpointWriter:
-    """A checkpoint folder in the making; it appears under its name when it is whole, and not at all after an error."""
+    """Writes a checkpoint folder under a temporary name and renames it when it is complete; after an error nothing is left."""
 
     def __init__(self, folder: str | Path, *, max_shard_bytes: int = 2 * 2**30) -> None:
         self.folder = Path(folder)
@@ -194,10 +253,10 @@ class CheckpointWriter:
             raise CheckpointError(f"{self.folder} is a file. Choose another folder or remove it first")
         if self.folder.exists() and any(self.folder.iterdir()):
             raise CheckpointError(f"{self.folder} exists and is not empty. Choose another folder or remove it first")
-        place = self.folder.resolve()
+        target = self.folder.resolve()
         if self.folder.is_symlink() and not self.folder.exists():
-            raise CheckpointError(f"{self.folder} is a link to nowhere. Remove it or choose another folder")
-        self._partial = place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")
+            raise CheckpointError(f"{self.folder} is a broken link. Remove it or choose another folder")
+        self._partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
         self._max_shard_bytes = max_shard_bytes
         self._shard: dict[str, Tensor] = {}
         self._shard_bytes = 0
@@ -230,7 +289,7 @@ class CheckpointWriter:
         return CheckpointError(f"{self.folder}: writing failed: {error.strerror}. Is the disk full?")
 
     def check_space(self, num_bytes: int) -> None:
-        """Refuse before the work starts what the disk cannot hold."""
+        """Raise if the disk has less free space than this."""
         free = shutil.disk_usage(self._partial).free
         if num_bytes > free:
             raise CheckpointError(
@@ -239,7 +298,7 @@ class CheckpointWriter:
             )
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor. It must not change before the folder is complete."""
+        """Add one tensor. It must not change before the folder is complete."""
         if self._shard and self._shard_bytes + tensor.nbytes > self._max_shard_bytes:
             self._write_shard()
         self._shard[name] = tensor.cpu().contiguous()
@@ -255,7 +314,7 @@ class CheckpointWriter:
         (self._partial / name).write_text(content, encoding="utf-8")
 
     def copy(self, file: Path) -> None:
-        """Take over one file as it is."""
+        """Copy one file."""
         shutil.copyfile(file, self._partial / file.name)
 
     def _write_shard(self) -> None:
@@ -267,11 +326,11 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"{self.folder}: writing {self._shard_bytes} bytes failed: {error}. Is the disk full?"
             ) from error
-        file.chmod(0o644)  # safetensors writes for the owner alone
+        file.chmod(0o644)  # safetensors makes it readable by the owner alone
         self._shard, self._shard_bytes = {}, 0
 
     def _finish(self) -> None:
-        """Give the shards their final names, write the index, move the folder into place."""
+        """Give the shards their final names, write the index, rename the folder."""
         if self._shard:
             self._write_shard()
         count = len(self._shards)
@@ -286,7 +345,5 @@ class CheckpointWriter:
             self._partial.rename(self.folder)
             return
         files = sorted(self._partial.iterdir(), key=lambda file: file.name == "config.json")
-        for (
-            file
-        ) in files:  # an empty folder that was there is filled; config.json, which makes it a checkpoint, comes last
+        for file in files:  # into an existing empty folder; config.json, which makes it a checkpoint, comes last
             file.rename(self.folder / file.name)

@@ -1,6 +1,7 @@
-"""The JSON files of a checkpoint folder, read with errors that name the file."""
+"""Read the JSON files of a checkpoint folder, with errors that name the file."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,24 @@ from saccade.errors import CheckpointError
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json`, without which a folder is no checkpoint."""
+    """`config.json`, without which a folder is not a checkpoint."""
+    if not folder.exists():
+        hint = "Check the path; saccade init makes a new checkpoint folder"
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(folder)):
+            hint = (
+                f"A model of the Hugging Face Hub is downloaded first: hf download {folder} --local-dir {folder.name} "
+                f"(pip install huggingface_hub), then use the folder {folder.name}"
+            )
+        raise CheckpointError(f"{folder}: no such folder. {hint}")
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: a file, not a checkpoint folder. Use the folder that holds config.json")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json, so it is not a checkpoint folder. saccade init makes one")
     return read_json(folder / "config.json")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; a file that is not there is an empty one."""
+    """A JSON object; empty if the file does not exist."""
     if not path.is_file():
         return {}
     try:

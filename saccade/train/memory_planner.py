@@ -21,9 +21,8 @@ import torch
 
 from saccade.errors import ConfigError
 from saccade.model.config import ModelConfig
-from saccade.model.families import vision_language_family
+from saccade.model.families import load_model_config
 from saccade.model.initialize import named_size
-from saccade.processor.folder import read_config
 from saccade.train.activations import MicroBatchSize
 from saccade.train.config import Recompute, StageConfig, TrainConfig
 from saccade.train.memory import GIB, MemoryPlan, Planner
@@ -69,9 +68,7 @@ def model_config(model: str) -> ModelConfig:
 
 def folder_config(folder: Path) -> ModelConfig:
     """The model of a checkpoint folder."""
-    raw = read_config(folder)
-    config: ModelConfig = vision_language_family(raw.get("model_type")).parse_config(raw)
-    return config
+    return load_model_config(folder)
 
 
 def stage_planner(

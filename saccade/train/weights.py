@@ -27,10 +27,16 @@ from torch.distributed.tensor import DTensor
 from saccade.device import DTYPE_NAMES
 from saccade.errors import CheckpointError
 from saccade.files import atomic_write
-from saccade.model.families import vision_language_family
-from saccade.model.tensor_reader import read_tensors
+from saccade.model.families import family_of, load_model_config
 from saccade.model.vlm import VLM
-from saccade.model.weights import PROCESSOR_FILES, CheckpointWriter, check_finite, tensor_files, tensor_shapes
+from saccade.model.weights import (
+    PROCESSOR_FILES,
+    CheckpointWriter,
+    check_finite,
+    read_tensors,
+    tensor_files,
+    tensor_shapes,
+)
 from saccade.processor.folder import read_config
 from saccade.train.dtensor import copy_full_tensor
 from saccade.train.lora import LoraLinear, base_shapes, initial_adapters, lora_layers, lora_parameters, merge_lora
@@ -41,9 +47,8 @@ from saccade.world import World
 
 def meta_model(folder: Path, dtype: torch.dtype) -> VLM:
     """The model described by a checkpoint folder, on the meta device."""
-    raw = read_config(folder)
     with torch.device("meta"):
-        return VLM(vision_language_family(raw.get("model_type")).parse_config(raw)).to(dtype)
+        return VLM(load_model_config(folder)).to(dtype)
 
 
 def load_weights(model: VLM, folder: Path, *, seed: int = 0) -> None:
@@ -71,13 +76,13 @@ def checkpoint_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> I
     """(parameter name, tensor) of a checkpoint folder. Missing tensors and NaN or inf values are errors."""
     names, files = checkpoint_names(folder, shapes), tensor_files(folder)
     for name, tensor in read_tensors(files, names, torch.device("cpu")):
-        check_finite(tensor, name, folder)
+        check_finite({name: tensor}, folder)
         yield names[name], tensor
 
 
 def checkpoint_names(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Name on disk to parameter name, for all parameters in `shapes`. Reads only the headers of the files."""
-    family = vision_language_family(read_config(folder).get("model_type"))
+    family = family_of(folder)
     on_disk = tensor_shapes(tensor_files(folder), any_dtype=True)
     found = {name: (family.name_in_model(name), shape) for name, shape in on_disk.items()}
     names = {disk: ours for disk, (ours, shape) in found.items() if ours in shapes and shape == shapes[ours]}
@@ -170,7 +175,7 @@ def _write(
     out: Path, tensors: Iterator[tuple[str, Tensor]], like: Path, dtype: torch.dtype, *, num_parameters: int
 ) -> None:
     raw = read_config(like)
-    family = vision_language_family(raw.get("model_type"))
+    family = family_of(like)
     with CheckpointWriter(out) as writer:
         writer.check_space(num_parameters * dtype.itemsize)
         writer.write_json("config.json", raw | {"torch_dtype" if "torch_dtype" in raw else "dtype": DTYPE_NAMES[dtype]})
@@ -183,7 +188,7 @@ def _write(
 
 def export_adapter(out: Path, model: VLM, adapters: Mapping[str, Tensor], *, like: Path, dtype: torch.dtype) -> None:
     """Write LoRA adapters (full tensors, by parameter name) in PEFT's layout; `like` is the folder of the base model."""
-    family = vision_language_family(read_config(like).get("model_type"))
+    family = family_of(like)
     layers, shapes = lora_layers(model), base_shapes(model)
     tensors: dict[str, Tensor] = {}
     for name in layers:

@@ -102,7 +102,7 @@ def edit(folder, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "cannot build on a text model of type 'gpt2'. Known: qwen2, llama"),
+        ({"model_type": "gpt2"}, "text models of model_type 'gpt2' are not supported. Supported: qwen2, llama"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_parameters": None}, "llama3"),
         ({"attention_bias": True}, "attention_bias"),
         ({"head_dim": 32}, "head_dim"),

@@ -222,9 +222,13 @@ def test_pixels_of_a_request_are_counted_before_they_are_decoded(copy):
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CheckpointError, match=r"config\.json.* checkpoint folder"):
-            Processor.load(folder)
+    with pytest.raises(CheckpointError, match=r"no config\.json, so it is not a checkpoint folder"):
+        Processor.load(tmp_path)
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+        Processor.load(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file: a file, not a checkpoint folder"):
+        Processor.load(tmp_path / "file")
 
 
 def test_a_text_models_folder_is_refused_with_the_way_out(copy):
