@@ -253,7 +253,7 @@ def test_a_missing_checkpoint_folder_is_named(tmp_path, parts):
     recipe = write_recipe(
         tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=nowhere, shards=parts[1], text=RECIPE
     )
-    with pytest.raises(CheckpointError, match=r"nowhere: no config\.json, so it is not a checkpoint folder"):
+    with pytest.raises(CheckpointError, match=r"nowhere: no such folder"):
         train(read_recipe(recipe), device="cpu")
 
 
