@@ -308,10 +308,11 @@ class Preprocessor:
             """Runs in the thread that finishes the last part."""
             try:
                 ids = token_ids.result()
-                processed = []
+                processed, budget = [], MediaBudget(self._limits)
                 for number, (kind, image) in enumerate(zip(kinds, images, strict=True)):
                     with prefix_errors(f"{kind} {number + 1}"):
                         processed.append(image.result())
+                        budget.add_decoded(processed[-1].num_pixels)
                 prompt = _token_prompt(ids, kinds, processed, self._backend.metadata.result())
             except BaseException as error:
                 self._finish(future, error)

@@ -200,22 +200,24 @@ class PromptProcessor:
 
     def process(self, task: ImageTask) -> ProcessedImage:
         """Decode, resize, patchify and hash. Errors name the frame, but not the image."""
-        visual = self.patchify(task)
-        return ProcessedImage(self.key(task.kind, visual), visual.grid, visual.span.time_step, visual.patches)
+        visual, num_pixels = self.patchify(task)
+        return ProcessedImage(
+            self.key(task.kind, visual), visual.grid, visual.span.time_step, visual.patches, num_pixels
+        )
 
-    def patchify(self, task: ImageTask) -> Visual:
-        """All of `process` but the hash. The patches are read-only."""
-        budget = MediaBudget(self._config.limits)
+    def patchify(self, task: ImageTask) -> tuple[Visual, int]:
+        """All of `process` but the hash, and the number of decoded pixels. The patches are read-only."""
+        frames = self._frames(task, MediaBudget(self._config.limits))
         if task.kind == "image":
-            visual = self._processor.patchify_image(self._pixels(task.sources[0], budget))
+            visual = self._processor.patchify_image(frames[0])
         else:
-            visual = self._processor.patchify_video(self._frames(task, budget), task.fps)
+            visual = self._processor.patchify_video(frames, task.fps)
         visual.patches.flags.writeable = False
         if not _is_possible(visual.grid, visual.span.time_step, task, self.metadata.of(task.kind)):
             raise ImageError(
                 f"a {task.kind} of grid {visual.grid} at {task.fps:g} frames per second cannot be computed. Use another fps"
             )
-        return visual
+        return visual, sum(frame.shape[0] * frame.shape[1] for frame in frames)
 
     def key(self, kind: VisualKind, visual: Visual) -> bytes:
         """sha256 of the patches, their grid and the settings they were made with: equal for equal image features."""
@@ -243,6 +245,8 @@ class PromptProcessor:
     def _frames(self, task: ImageTask, budget: MediaBudget) -> list[Pixels]:
         if task.is_video_file:
             return sampled_frames(read_encoded(_encoded(task.sources[0]), budget.limits, "video"), task.fps, budget)
+        if task.kind == "image":
+            return [self._pixels(task.sources[0], budget)]
         frames = []
         for number, source in enumerate(task.sources):
             with prefix_errors(f"frame {number + 1}"):
@@ -423,7 +427,7 @@ class _ImageJob(Job[Mailbox, ProcessedImage]):
     def __init__(self, task: ImageTask, metadata: Future[ProcessorMetadata], timeout_s: float) -> None:
         super().__init__()
         self._task, self._metadata, self.timeout_s = task, metadata, timeout_s
-        self._partial: tuple[tuple[int, int, int], float, Pixels] | None = None
+        self._partial: tuple[tuple[int, int, int], float, Pixels, int] | None = None
 
     def send(self, worker: Worker[Mailbox]) -> None:
         self._partial, offset = None, 0
@@ -437,7 +441,7 @@ class _ImageJob(Job[Mailbox, ProcessedImage]):
             metadata = self._metadata.result().of(self._task.kind)
             grid, time_step = check_image(message, self._task, metadata)
             patches = worker.channel.read_outbox((math.prod(grid), metadata.patch_dim), np.uint8)
-            self._partial = grid, time_step, patches
+            self._partial = grid, time_step, patches, _count(message.get("num_pixels"), 2**53)
             return None
         key = check_key(message)
         worker.channel.free_if_large()
@@ -522,9 +526,10 @@ def _replies(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcess
         yield {"num_tokens": len(token_ids)}
     else:
         task = request["image"]
-        visual = processor.patchify(ImageTask(task["kind"], _sources(task["sources"], mailbox.inbox), task["fps"]))
+        sources = _sources(task["sources"], mailbox.inbox)
+        visual, num_pixels = processor.patchify(ImageTask(task["kind"], sources, task["fps"]))
         mailbox.outbox.write(visual.patches, 0)
-        yield {"grid": visual.grid, "time_step": visual.span.time_step}
+        yield {"grid": visual.grid, "time_step": visual.span.time_step, "num_pixels": num_pixels}
         yield {"key": processor.key(task["kind"], visual).hex()}
 
 

@@ -33,6 +33,8 @@ class ProcessedImage:
     """Positions between two frame pairs."""
     patches: Pixels
     """[patches, patch_dim], read-only."""
+    num_pixels: int = 0
+    """Decoded pixels of all frames, before resizing."""
 
 
 @dataclass(eq=False)

@@ -102,7 +102,11 @@ class MediaBudget:
     def add_pixels(self, size: tuple[int, int]) -> None:
         """Check the width and height of an image or frame and count its pixels."""
         check_size(size, self.limits)
-        self._num_pixels += size[0] * size[1]
+        self.add_decoded(size[0] * size[1])
+
+    def add_decoded(self, num_pixels: int) -> None:
+        """Count the pixels of an image or video whose size was checked before."""
+        self._num_pixels += num_pixels
         if self._num_pixels > self.limits.max_request_pixels:
             raise ImageError(
                 f"images and frames of {self._num_pixels} pixels so far, over the limit of {self.limits.max_request_pixels} per request. "

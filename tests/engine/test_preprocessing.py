@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from saccade.engine import preprocessing_worker
-from saccade.engine.preprocessing import Preprocessor
+from saccade.engine.preprocessing import Preprocessor, _ReadAhead
 from saccade.engine.preprocessing_worker import ImageTask, Mailbox, Source, VisualMetadata
 from saccade.errors import CheckpointError, ImageError, RequestError, UserError
 from saccade.fork_server import receive, receive_with_fds, send
@@ -77,6 +77,30 @@ def _huge_picture():
 def huge_picture(seed):
     """Takes a worker about a second. What stands behind a file's end makes it another file."""
     return _huge_picture() + bytes([seed])
+
+
+@functools.cache
+def _medium_picture():
+    return encoded(Image.fromarray(np.zeros((3000, 3000), dtype=np.uint8)), compress_level=1)
+
+
+def medium_picture(seed):
+    """Takes a worker about 0.1 s."""
+    return _medium_picture() + bytes([seed])
+
+
+@functools.cache
+def encode_video(num_frames):
+    """An MP4 file of 84 x 56 pixels, ten frames per second."""
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        stream = out.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 84, 56, "yuv420p"
+        for number in range(num_frames):
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(np.asarray(noise(84, 56, number)), format="rgb24")))
+        out.mux(stream.encode())
+    return file.getvalue()
 
 
 def assert_equal(prompt, inputs):
@@ -158,6 +182,7 @@ CONVERSATIONS = {
         *ask(noise(30, 200, 2)),
     ],
     "a video": ask(video(5, fps=3.0), "and", noise(90, 60, 3), "?"),
+    "a video of arrays": ask({"type": "video", "video": np.stack([np.asarray(noise(60, 60, n)) for n in range(3)])}),
     "images alone": ask(noise(60, 60, 4), noise(60, 60, 5), noise(60, 60, 4)),
 }
 
@@ -175,6 +200,11 @@ SOURCES = {
     "jpeg on its side": turned(PICTURE, 6),
     "webp": encoded(PICTURE, "WEBP", lossless=True),
     "data url": url(encoded(PICTURE)),
+    "bytes in memory": io.BytesIO(encoded(PICTURE)),
+    "bytearray": bytearray(encoded(PICTURE, "JPEG")),
+    "array": np.asarray(PICTURE),
+    "gray array": np.asarray(PICTURE.convert("L")),
+    "array on its side": np.asarray(PICTURE).transpose(1, 0, 2),
     "pil": PICTURE,
     "pil gray": PICTURE.convert("L"),
     "pil with palette": PICTURE.convert("P"),
@@ -355,6 +385,111 @@ def test_limits_hold_in_every_process(checkpoint, tmp_path):
             assert str(found.value) == str(expected.value)
 
 
+def image_part(width, height, seed):
+    return {"type": "image", "image": encoded(noise(width, height, seed), "BMP")}
+
+
+OVER_REQUEST_LIMITS = {
+    "bytes": (MediaLimits(max_request_bytes=30_000), [image_part(60, 60, n) for n in range(3)]),
+    "bytes of frames": (MediaLimits(max_request_bytes=30_000), [{"type": "video", "video": [GOOD] * 3}]),
+    "frames": (MediaLimits(max_frames=3), [video(2), video(2)]),
+    "pixels": (MediaLimits(max_request_pixels=10_000), [image_part(60, 60, n) for n in range(3)]),
+    "pixels of frames": (MediaLimits(max_request_pixels=10_000), [{"type": "video", "video": [GOOD] * 3}]),
+    "pixels of pil frames": (MediaLimits(max_request_pixels=10_000), [video(3)]),
+}
+
+
+@pytest.mark.parametrize("name", OVER_REQUEST_LIMITS)
+def test_bytes_pixels_and_frames_of_a_request_are_bounded(checkpoint, name):
+    limits, parts = OVER_REQUEST_LIMITS[name]
+    with pytest.raises(ImageError, match=r"over the limit of .* per request") as expected:
+        Processor.load(checkpoint, limits=limits).preprocess(ask(*parts), add_generation_prompt=True)
+    with Preprocessor(checkpoint, num_workers=0, processed_image_cache_bytes=0, limits=limits) as preprocessor:
+        with pytest.raises(ImageError) as found:
+            preprocessor.submit(ask(*parts)).result(TIMEOUT_S)
+        assert str(found.value) == str(expected.value)
+        assert len(preprocessor.submit(ask(parts[0]) if len(parts) == 3 else ask(GOOD)).result(TIMEOUT_S).images) == 1
+
+
+def test_images_of_a_request_are_bounded(checkpoint):
+    with Preprocessor(checkpoint, num_workers=0, processed_image_cache_bytes=0, max_images=2) as preprocessor:
+        assert len(preprocessor.submit(ask(GOOD, video(2))).result(TIMEOUT_S).images) == 2
+        for future in (preprocessor.submit(ask(GOOD, GOOD, video(2))), preprocessor.submit_tokens([1], [GOOD] * 3)):
+            with pytest.raises(RequestError, match="3 images and videos, over the limit of 2 per request"):
+                future.result(TIMEOUT_S)
+
+
+def test_bytes_that_are_read_ahead_are_bounded():
+    read_ahead = _ReadAhead(max_bytes=100, max_images=4)
+    held = [read_ahead.acquire(1), read_ahead.acquire(60)]
+    blocked = threading.Thread(target=lambda: held.append(read_ahead.acquire(1000)))
+    blocked.start()
+    blocked.join(0.05)
+    assert held == [25, 60], "a large one waits until it is alone"
+    for cost in (25, 60):
+        read_ahead.release(cost)
+    blocked.join(TIMEOUT_S)
+    assert held == [25, 60, 100]
+
+
+FRAMES = [Source("pixels", np.zeros((60, 60, 3), np.uint8))] * 4
+
+
+@pytest.mark.parametrize("fps", [1e-9, 1e-300])
+def test_a_frame_rate_that_cannot_be_computed_is_an_error_of_its_request(two_workers, fps):
+    before = two_workers.statistics.num_worker_crashes
+    with pytest.raises(RequestError, match="fps"):
+        two_workers.submit(ask(video(4, fps=fps))).result(TIMEOUT_S)
+    with pytest.raises(ImageError, match="Use another fps"):  # also if it gets as far as a worker
+        two_workers._backend.process(ImageTask("video", FRAMES, fps)).result(TIMEOUT_S)
+    assert two_workers.statistics.num_worker_crashes == before
+
+
+class Enormous(Source):
+    def describe(self):
+        return ["pixels", 2**20, 2**20, 3]
+
+
+def test_an_image_that_needs_too_much_memory_is_an_error_of_its_request(two_workers):
+    before = two_workers.statistics.num_worker_crashes
+    with pytest.raises(ImageError, match="more memory than a worker may use"):
+        two_workers._backend.process(ImageTask("image", [Enormous("pixels", FRAMES[0].data)])).result(TIMEOUT_S)
+    assert two_workers.statistics.num_worker_crashes == before
+
+
+@pytest.mark.parametrize("form", ["bytes", "file", "data url", "bytes in memory"])
+def test_a_video_file_is_decoded_by_a_worker(two_workers, processor, tmp_path, form):
+    data = encode_video(20)
+    (tmp_path / "video.mp4").write_bytes(data)
+    source = {
+        "bytes": data,
+        "file": str(tmp_path / "video.mp4"),
+        "data url": f"data:video/mp4;base64,{base64.b64encode(data).decode()}",
+        "bytes in memory": io.BytesIO(data),
+    }[form]
+    messages = ask({"type": "video", "video": source, "fps": 3}, "what?")
+    expected = processor.preprocess(messages, add_generation_prompt=True)
+    assert_equal(two_workers.submit(messages).result(TIMEOUT_S), expected)
+    tokens = processor.tokenize(messages, add_generation_prompt=True)
+    assert_equal(two_workers.submit_tokens(tokens, messages[0]["content"][:1]).result(TIMEOUT_S), expected)
+
+
+def test_a_video_file_that_cannot_be_decoded_is_refused_with_the_same_words(two_workers, processor):
+    for data in (b"no video", encode_video(20)[:500]):
+        messages = ask({"type": "video", "video": data})
+        with pytest.raises(ImageError) as expected:
+            processor.preprocess(messages, add_generation_prompt=True)
+        with pytest.raises(ImageError) as found:
+            two_workers.submit(messages).result(TIMEOUT_S)
+        assert str(found.value) == str(expected.value)
+
+
+def test_a_final_assistant_message_can_be_continued(preprocessor, processor):
+    messages = [*ask("count"), {"role": "assistant", "content": "one, two,"}]
+    prompt = preprocessor.submit(messages, continue_final_message=True).result(TIMEOUT_S)
+    assert prompt.token_ids == processor.tokenize(messages, continue_final_message=True)
+
+
 def test_placeholders_and_images_must_pair_up(preprocessor, processor):
     image_id, video_id = processor.vision.image_id, processor.vision.video_id
     for token_ids, images in (
@@ -398,6 +533,15 @@ def test_a_long_image_holds_up_only_its_worker(two_workers):
         two_workers.submit(ask(noise(60, 60, 200 + number), "short")).result(TIMEOUT_S)
     assert not long.done()
     assert len(long.result(TIMEOUT_S).images) == 1
+
+
+def test_text_does_not_wait_for_images(two_workers):
+    images = [two_workers.submit(ask(medium_picture(seed))) for seed in range(12)]
+    for number in range(3):
+        two_workers.submit(ask(f"text {number}")).result(TIMEOUT_S)
+        two_workers.submit_tokens([1, 2], []).result(TIMEOUT_S)
+    assert sum(image.done() for image in images) <= 6
+    assert all(len(image.result(TIMEOUT_S).images) == 1 for image in images)
 
 
 def test_a_future_can_be_cancelled_while_it_waits(two_workers):
@@ -466,6 +610,23 @@ def test_workers_killed_while_idle_are_not_held_against_the_next_prompt(two_work
     futures = [two_workers.submit(ask(noise(60, 60, 310 + number))) for number in range(6)]
     assert all(len(future.result(TIMEOUT_S).images) == 1 for future in futures)
     assert not set(before) & set(two_workers.worker_pids)
+
+
+def test_a_stuck_worker_is_replaced_within_the_timeout(checkpoint, processor):
+    image_id = processor.vision.image_id
+    with Preprocessor(checkpoint, num_workers=1, processed_image_cache_bytes=0, timeout_s=1.0) as preprocessor:
+        preprocessor.wait_until_ready()
+        wait_for(lambda: preprocessor._backend.text_pids, "no text worker")
+        for pid in (preprocessor.worker_pids[0], preprocessor._backend.text_pids[0]):
+            os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        futures = [preprocessor.submit_tokens([image_id], [PICTURE]), preprocessor.submit(ask("hello"))]
+        for future, what in zip(futures, ("image 1: preprocessing", "text: tokenising"), strict=True):
+            with pytest.raises(RequestError, match=f"{what} it failed once: .* no result within 1 s"):
+                future.result(TIMEOUT_S)
+        assert time.monotonic() - began < 5
+        assert len(preprocessor.submit(ask(PICTURE, "what?")).result(TIMEOUT_S).images) == 1
+        assert preprocessor.statistics.num_worker_crashes == 2
 
 
 def test_another_fork_server_takes_over_when_it_is_killed(checkpoint):
