@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 
 from saccade.data.batch_sampler import BatchSampler, Position
 from saccade.data.index import open_index
+from saccade.data.loader import IndexedSource
 from saccade.data.order import EpochOrder
 from saccade.data.sample import TextRules
-from saccade.data.stream_source import IndexedSource
 
 NUM_SHARDS, SAMPLES = 10_000, 10_000
 
@@ -75,7 +75,7 @@ def first_batch() -> None:
         begin = time.perf_counter()
         index = open_index(scratch, check_files=False)
         opened = time.perf_counter() - begin
-        source = IndexedSource("laion", None, TextRules(), index, "synthetic")
+        source = IndexedSource("laion", None, TextRules(), index, "synthetic", num_measured=0)
         plan = BatchSampler([source], seed=0, max_seq_len=16384, max_patches=65536, global_batch_size=8)
         first = next(plan.batches())
         planned = time.perf_counter() - begin

@@ -4,6 +4,7 @@
     └── UserError            printed as one line, no traceback, exit status 2
         ├── ConfigError      a recipe, option or `--set` that is not supported
         ├── DataError        a shard, sample or input file
+        │   └── StorageError the disk or server that holds it: retry or resume later, the content may be good
         ├── CheckpointError  a checkpoint folder: missing, incomplete, of an unknown type
         └── RequestError     a conversation that cannot be converted to model inputs
             └── ImageError   one of its images or video frames
@@ -23,6 +24,10 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """An unusable shard, sample or input file."""
+
+
+class StorageError(DataError):
+    """A disk or server that cannot be read at present; says nothing about the content."""
 
 
 class CheckpointError(UserError):

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from saccade.errors import CheckpointError, ConfigError, DataError, ImageError, RequestError, UserError
+from saccade.errors import CheckpointError, ConfigError, DataError, ImageError, RequestError, StorageError, UserError
 
 RunWorker = Callable[..., None]
 """Main function of a worker: called with its socket and its file descriptors; returns when the socket is closed."""
@@ -44,7 +44,8 @@ _MAX_FDS = 4
 _MAX_ERROR_LENGTH = 10_000
 """Maximum characters of an error message."""
 _ERRORS = {
-    kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, RequestError, ImageError, UserError)
+    kind.__name__: kind
+    for kind in (ConfigError, DataError, StorageError, CheckpointError, RequestError, ImageError, UserError)
 }
 
 

@@ -1,10 +1,10 @@
-"""From planned refs to a packed row: read, check, decode, pack.
+"""From sample references to a packed sequence: read, verify, decode, pack.
 
-    ref -> bytes, compared with their checksum -> conversation -> patches into the row's memory, tokens -> PackedSequence
+    SampleRef -> bytes, compared with their checksum -> conversation -> patches into the sequence's memory, tokens -> PackedSequence
 
-A sample that fails on the way is left out of its row and named; the row keeps its place, and the plan does not change. So every
-rank still agrees on what comes next, and every good sample comes exactly once. Lengths are measured beforehand from text and
-image headers, and must be met exactly: a sample of another length than planned is a bad one, its lengths file is stale.
+A sample with bad content is left out of its sequence and reported; the batch stays as sampled. So all ranks agree on what comes next,
+and every good sample comes exactly once. Storage that fails is retried and then an error, never a bad sample. Lengths are measured
+beforehand from text and image headers, and must be met exactly: a sample of another length is bad, its lengths file is stale.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,27 +21,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from saccade.data.bad_samples import BadSample
 from saccade.data.batch_sampler import SampleRef
 from saccade.data.header import upright_size
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.sample import Sample, TextRules, conversations, images
 from saccade.data.storage import StorageConfig
-from saccade.errors import DataError, UserError
+from saccade.errors import DataError, StorageError, UserError
 from saccade.processor.image import MediaLimits, Pixels
 from saccade.processor.inputs import ModelInputs
 from saccade.processor.processor import Processor, ResizeName
 
+logger = logging.getLogger(__name__)
+
 _LENGTHS_VERSION = 1
-"""Raised when the same sample is to be measured differently: lengths of an older version are then measured anew."""
+"""Raised when the same sample is measured differently: lengths of an older version are then measured again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSequence:
-    """One packed row to learn from."""
+    """Conversations packed into one sequence to train on."""
 
     inputs: ModelInputs
-    """Patches are uint8; `normalized_patches` is left to the device. A row whose samples are all bad has no tokens."""
+    """Patches are uint8; `normalized_patches` is left to the device. A sequence whose samples are all bad has no tokens."""
     sample_ids: list[str]
     """source/shard/key of each conversation."""
     source_of_conversation: list[int]
@@ -49,8 +52,17 @@ class PackedSequence:
 
 
 @dataclass(frozen=True)
+class BadSample:
+    """A sample that was skipped, and why."""
+
+    sample_id: str
+    """source/shard/key, as in `PackedSequence.sample_ids`."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class CollateResult:
-    """A row, what was left out of it, and the bytes of samples read for it."""
+    """A packed sequence, the samples skipped, and the bytes of samples read."""
 
     sequence: PackedSequence
     bad: list[BadSample]
@@ -59,30 +71,30 @@ class CollateResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CollatorSource:
-    """A source as those see it who make rows."""
+    """A source as the collator sees it."""
 
     name: str
     """In sample ids."""
     path: str
     """Its shards."""
     fingerprint: str
-    """Of its index, so that shard numbers mean the same to all."""
+    """Of its index: shard numbers mean the same in all processes."""
     rules: TextRules
     """How its text becomes conversations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollatorConfig:
-    """All that is needed to make rows, in plain values, so that it can be told to another process."""
+    """All that a collator needs, in plain values, so that it can be sent to another process."""
 
     checkpoint: str
     """The folder the processor is loaded from."""
     resize: ResizeName
     """How images are resized."""
     sources: tuple[CollatorSource, ...]
-    """In the order refs number them."""
+    """In the order of `SampleRef.source`."""
     storage: StorageConfig
-    """How remote shards are read."""
+    """How shards are read."""
 
     def to_json(self) -> dict[str, Any]:
         """For a message to another process."""
@@ -90,7 +102,7 @@ class CollatorConfig:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> CollatorConfig:
-        """The same setup in the other process."""
+        """The config in the other process."""
         sources = [source | {"rules": TextRules(**source["rules"])} for source in content["sources"]]
         return CollatorConfig(
             checkpoint=content["checkpoint"],
@@ -101,13 +113,14 @@ class CollatorConfig:
 
 
 class Collator:
-    """Makes rows from refs."""
+    """Makes packed sequences from sample references."""
 
-    def __init__(self, setup: CollatorConfig) -> None:
-        self._processor = Processor.load(setup.checkpoint, resize=setup.resize)
-        self._sources = setup.sources
-        self._indexes = [_open(source, setup.storage) for source in setup.sources]
-        self._empty = _empty_row(self._processor)
+    def __init__(self, config: CollatorConfig) -> None:
+        self._processor = Processor.load(config.checkpoint, resize=config.resize)
+        self._sources, self._storage = config.sources, config.storage
+        self._indexes = [_open(source, config.storage) for source in config.sources]
+        settings = self._processor.images
+        self._empty = ModelInputs.empty(patch_dim=settings.patch_dim, pixel_mean=settings.mean, pixel_std=settings.std)
 
     @property
     def patch_dim(self) -> int:
@@ -115,49 +128,65 @@ class Collator:
         return self._processor.images.patch_dim
 
     def make(self, refs: Sequence[SampleRef], into: Pixels | None = None) -> CollateResult:
-        """The row of these refs. Patches are written to `into`, which has room for all that are planned."""
+        """Pack these samples. Patches are written to `into`, which has room for all of them."""
         if into is None:
             into = np.empty((sum(ref.patches for ref in refs), self.patch_dim), dtype=np.uint8)
-        rows, sample_ids, sources, bad = [self._empty], [], [], []
+        packed, sample_ids, sources, bad = [self._empty], [], [], []
         num_patches, num_bytes = 0, 0
         for ref in refs:
             source, index = self._sources[ref.source], self._indexes[ref.source]
             try:
-                sample = index.read_sample(ref.shard, _row(index, ref), verify=True)
-                row = self._prepare(sample, ref, source.rules, into[num_patches:])
-            except Exception as error:  # whatever is wrong with one sample must not end the run; past a share it does
+                sample = self._read(index, ref)
+                inputs = self._preprocess(sample, ref, source.rules, into[num_patches:])
+            except StorageError:
+                raise
+            except Exception as error:  # bad content must not end the run; past max_bad_share the stream does
                 reason = str(error) if isinstance(error, UserError) else repr(error)
-                bad.append(BadSample(source.name, index.shards[ref.shard], sample_key(index, ref), reason))
+                bad.append(BadSample(sample_id(source.name, index, ref), reason))
                 continue
-            rows.append(dataclasses.replace(row, patches=self._empty.patches))
-            sample_ids.append(f"{source.name}/{index.shards[ref.shard].removesuffix('.tar')}/{sample.key}")
+            packed.append(dataclasses.replace(inputs, patches=self._empty.patches))
+            sample_ids.append(sample_id(source.name, index, ref))
             sources.append(ref.source)
             num_patches += ref.patches
             num_bytes += sum(map(len, sample.members.values()))
-        inputs = dataclasses.replace(ModelInputs.pack(rows), patches=torch.from_numpy(into[:num_patches]))
-        made = PackedSequence(
+        inputs = dataclasses.replace(ModelInputs.pack(packed), patches=torch.from_numpy(into[:num_patches]))
+        sequence = PackedSequence(
             inputs=inputs,
             sample_ids=sample_ids,
             source_of_conversation=sources,
             source_names=[source.name for source in self._sources],
         )
-        return CollateResult(made, bad, num_bytes)
+        return CollateResult(sequence, bad, num_bytes)
 
-    def _prepare(self, sample: Sample, ref: SampleRef, rules: TextRules, into: Pixels) -> ModelInputs:
+    def _read(self, index: ShardIndex, ref: SampleRef) -> Sample:
+        """Read and verify a sample. Storage that fails is retried for `max_wait_s`."""
+        began, wait_s = time.monotonic(), self._storage.first_wait_s
+        while True:
+            try:
+                return index.read_sample(ref.shard, _row(index, ref), verify=True)
+            except StorageError as error:
+                waited_s = time.monotonic() - began
+                if waited_s >= self._storage.max_wait_s:
+                    raise StorageError(f"{error}. Waited {waited_s:.0f} s; resume when the storage is back") from error
+                logger.warning("%s. Retrying for up to %.0f s", error, self._storage.max_wait_s - waited_s)
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, 16.0)
+
+    def _preprocess(self, sample: Sample, ref: SampleRef, rules: TextRules, into: Pixels) -> ModelInputs:
         variants = conversations(sample, rules)
-        row = self._processor.preprocess(variants[ref.epoch % len(variants)], into=into)
-        if (row.num_tokens, len(row.patches)) != (ref.tokens, ref.patches):
+        inputs = self._processor.preprocess(variants[ref.epoch % len(variants)], into=into)
+        if (inputs.num_tokens, len(inputs.patches)) != (ref.tokens, ref.patches):
             raise DataError(
-                f"sample {sample.key} has {row.num_tokens} tokens and {len(row.patches)} patches, its lengths file says "
+                f"sample {sample.key} has {inputs.num_tokens} tokens and {len(inputs.patches)} patches, its lengths file says "
                 f"{ref.tokens} and {ref.patches}. The file is stale: remove the folder's index/lengths-* and start again"
             )
-        return row
+        return inputs
 
 
-def sample_key(index: ShardIndex, ref: SampleRef) -> str:
-    """The key of a planned sample."""
-    key: str = index.read(ref.shard, ["key"])["key"][_row(index, ref)].as_py()
-    return key
+def sample_id(source: str, index: ShardIndex, ref: SampleRef) -> str:
+    """source/shard/key of a sample."""
+    key = index.read(ref.shard, ["key"])["key"][_row(index, ref)].as_py()
+    return f"{source}/{index.shards[ref.shard].removesuffix('.tar')}/{key}"
 
 
 def _row(index: ShardIndex, ref: SampleRef) -> int:
@@ -167,20 +196,14 @@ def _row(index: ShardIndex, ref: SampleRef) -> int:
 def _open(source: CollatorSource, storage: StorageConfig) -> ShardIndex:
     index = open_index(source.path, build=False, check_files=False, config=storage)
     if index.fingerprint != source.fingerprint:
-        raise DataError(f"{source.path}: the index was rewritten while it was in use. Start again from the last state")
+        raise DataError(f"{source.path}: the index was rewritten while it was in use. Resume from the last state")
     return index
-
-
-def _empty_row(processor: Processor) -> ModelInputs:
-    """A row of no conversations."""
-    images = processor.images
-    return ModelInputs.empty(patch_dim=images.patch_dim, pixel_mean=images.mean, pixel_std=images.std)
 
 
 # ------------------------------------------------------------------ lengths
 
 
-def measure(sample: Sample, processor: Processor, rules: TextRules) -> tuple[list[int], int]:
+def measure_sample(sample: Sample, processor: Processor, rules: TextRules) -> tuple[list[int], int]:
     """Tokens of each text variant, and patches, as `Collator` will find them. Text is tokenised, no pixel is decoded."""
     sizes = [upright_size(data) for data in images(sample)]
     lengths = [processor.measure(messages, sizes) for messages in conversations(sample, rules)]
@@ -189,20 +212,20 @@ def measure(sample: Sample, processor: Processor, rules: TextRules) -> tuple[lis
 
 @dataclass(frozen=True)
 class Measurer:
-    """`measure` for one checkpoint and one set of rules, in a form that can be sent to another process."""
+    """`measure_sample` for one checkpoint and one set of rules. Picklable."""
 
     checkpoint: str
     rules: TextRules
 
     def __call__(self, sample: Sample) -> tuple[list[int], int]:
-        """Tokens of each variant, and patches."""
-        return measure(sample, _processor(self.checkpoint), self.rules)
+        """Tokens of each text variant, and patches."""
+        return measure_sample(sample, _processor(self.checkpoint), self.rules)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Names the lengths it finds: equal for equal tokenizer, template, image settings and rules."""
-        decisive = (_LENGTHS_VERSION, Processor.fingerprint(self.checkpoint), self.rules, MediaLimits())
-        return hashlib.sha256(repr(decisive).encode()).hexdigest()[:16]
+        """Names the lengths: equal for equal tokenizer, template, image settings and rules."""
+        settings = (_LENGTHS_VERSION, Processor.fingerprint(self.checkpoint), self.rules, MediaLimits())
+        return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=1)

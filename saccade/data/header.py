@@ -1,44 +1,55 @@
-"""The size of an encoded image as it will be seen, from its header alone: no pixel is decoded.
+"""Upright size of an encoded image from its header alone; no pixel is decoded.
 
-A camera's photo may lie on its side and say so in its EXIF; the processor turns it upright before anything else, so width and
-height are those of the turned picture. JPEG is measured by libjpeg-turbo (450 thousand headers a second) and PNG by hand;
-every other format, and whatever is out of the ordinary, goes to Pillow.
+The EXIF orientation of a photo is applied, as the processor does before anything else. JPEG headers are read by libjpeg-turbo
+(450 thousand per second) and PNG here; every other format and every unusual file by Pillow.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import warnings
 
 import simplejpeg
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from saccade.errors import ImageError
 from saccade.processor.image import FORMATS
 
 _ORIENTATION = 0x0112
+_UNSUPPORTED = {
+    "TIFF": re.compile(rb"II\*\0|MM\0\*"),
+    "AVIF": re.compile(rb"....ftypavi[fs]", re.DOTALL),
+    "HEIC": re.compile(rb"....ftyp(hei[cfmsx]|mif1|msf1)", re.DOTALL),
+    "JPEG XL": re.compile(rb"\xff\x0a|\0\0\0\x0cJXL "),
+}
 _EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
 _PNG_START = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
 _PNG_TEXT = {b"tEXt", b"zTXt", b"iTXt"}
-_PNG_TURNING = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")
-"""Names under which tools keep EXIF and XMP in a PNG's texts."""
+_PNG_EXIF = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")
+"""Keywords of PNG text chunks in which tools store EXIF and XMP."""
 
 
 def upright_size(data: bytes) -> tuple[int, int]:
-    """Width and height after turning upright. Raises `ImageError` for what the processor would refuse on the header."""
+    """Width and height with the EXIF orientation applied. Raises `ImageError` where the processor would refuse the header."""
     try:
         size = _jpeg_size(data) or _png_size(data) or _pillow_size(data)
     except ImageError:
         raise
-    except Exception as error:  # hostile bytes reach deep into Pillow; whatever it raises, the header is bad
-        raise ImageError(f"the header cannot be read ({error})") from error
+    except UnidentifiedImageError as error:
+        found = next((name for name, magic in _UNSUPPORTED.items() if magic.match(data)), None)
+        what = f"{found} images are not supported" if found else "not an image in a supported format"
+        raise ImageError(f"{what} ({', '.join(FORMATS)}). Convert it to JPEG, PNG or WebP") from error
+    except Exception as error:  # malformed bytes may raise anything in Pillow: the header is bad
+        reason = re.sub(r"<[^<>]* at 0x[0-9a-f]+>", "the file", str(error))
+        raise ImageError(f"the header cannot be read ({reason})") from error
     if min(size) < 1:
         raise ImageError(f"the image is {size[0]}x{size[1]} pixels")
     return size
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """By the JPEG's own segments; None where Pillow must judge."""
+    """From the JPEG's segments; None where Pillow must decide."""
     if not data.startswith(b"\xff\xd8\xff"):
         return None
     segments = _app1_segments(data)
@@ -53,11 +64,11 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
         return width, height
     exif = Image.Exif()
     exif.load(found[0] + b"".join(segment[len(_EXIF) :] for segment in found[1:]))
-    return _turned((width, height), exif)
+    return _oriented((width, height), exif)
 
 
 def _app1_segments(data: bytes) -> list[bytes] | None:
-    """The APP1 segments before the first scan, home of EXIF and XMP. None where the markers do not follow one another."""
+    """The APP1 segments (EXIF, XMP) before the first scan. None where the markers are not contiguous."""
     at = 2
     found: list[bytes] = []
     while data[at : at + 1] == b"\xff" and (marker := data[at + 1]) not in (0x00, 0xFF):
@@ -71,13 +82,13 @@ def _app1_segments(data: bytes) -> list[bytes] | None:
 
 
 def _png_size(data: bytes) -> tuple[int, int] | None:
-    """From the first chunk, if no other turns or animates the picture; else None."""
+    """From the first chunk; None if another chunk rotates or animates the image."""
     if not data.startswith(_PNG_START):
         return None
     at = 8
     while at + 8 <= len(data):
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        if kind in (b"eXIf", b"acTL") or (kind in _PNG_TEXT and data.startswith(_PNG_TURNING, at + 8)):
+        if kind in (b"eXIf", b"acTL") or (kind in _PNG_TEXT and data.startswith(_PNG_EXIF, at + 8)):
             return None
         at += 12 + length
     return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
@@ -85,13 +96,13 @@ def _png_size(data: bytes) -> tuple[int, int] | None:
 
 def _pillow_size(data: bytes) -> tuple[int, int]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # limits are the processor's
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the processor has its own limits
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     if image.format != "MPO" and getattr(image, "is_animated", False):
         raise ImageError(f"animated {image.format}")
-    return _turned(image.size, image.getexif())
+    return _oriented(image.size, image.getexif())
 
 
-def _turned(size: tuple[int, int], exif: Image.Exif) -> tuple[int, int]:
+def _oriented(size: tuple[int, int], exif: Image.Exif) -> tuple[int, int]:
     width, height = size
     return (height, width) if exif.get(_ORIENTATION, 1) in (5, 6, 7, 8) else (width, height)

@@ -1,71 +1,105 @@
-"""The stream a trainer reads: global batches of packed rows, in an order that is a function of a few integers.
+"""The stream a trainer reads: global batches of packed sequences, in an order that is a function of a few integers.
 
-    sources -> index and lengths (built on first use) -> plan -> this rank's rows, made by workers -> batches, a few ahead
+    sources -> index and lengths (built on first use) -> batch sampler -> this rank's sequences, collated by workers -> prefetched batches
 
-Every rank plans the same batches and takes its share of their rows. The state is the position after the last batch handed out:
-prefetched ones are simply made again. It holds for any number of ranks and workers.
+Every rank computes the same batches and takes its share of their sequences. The state is the position after the last batch
+returned: prefetched batches are collated again. It is valid for any number of ranks and workers.
 
-Workers are processes, not threads: a quarter of a sample's time is Python (chat template, lists of tokens), which threads do one
-after the other, and against the trainer's own. Two workers on two cores gave 424 pictures of 512 px a second, 13 rows of 16,384
-tokens, two threads 313; with a trainer that is busy in Python 413 and 291.
+Workers are processes, not threads: a quarter of a sample's time is Python (chat template, lists of tokens), which the interpreter
+lock serialises, also with the trainer's own. Two workers on two cores gave 424 images of 512 px per second, 13 packed sequences of
+16,384 tokens, two threads 313; beside a trainer that is busy in Python 413 and 291.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import queue
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self, get_args
+from typing import Any, Generic, Self, TypeVar, get_args
 
-from saccade.data.ahead import Ahead
-from saccade.data.bad_samples import BadSample, BadSampleLog
 from saccade.data.batch_sampler import BatchSampler, BatchSpec, Position, SampleRef
-from saccade.data.collate import CollateResult, Collator, CollatorConfig, CollatorSource, PackedSequence, sample_key
+from saccade.data.collate import (
+    BadSample,
+    CollateResult,
+    Collator,
+    CollatorConfig,
+    CollatorSource,
+    Measurer,
+    PackedSequence,
+    sample_id,
+)
+from saccade.data.index import Progress, ShardIndex, build_lengths, open_index
+from saccade.data.order import Ints
+from saccade.data.sample import TextRules
 from saccade.data.storage import StorageConfig
-from saccade.data.stream_source import IndexedSource, OnProgress, Source, listed_sources
 from saccade.data.workers import CollatorPool
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, DataError
 from saccade.processor.processor import ResizeName
 
-__all__ = ["Batch", "Source", "Stream", "StreamStats", "open_stream"]
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[str, Progress], None]
+"""Called while something is built: what ("index of coco", "lengths of coco"), and how far it is."""
+
+MIN_BAD = 10
+"""Fewer bad samples than this never stop a stream, whatever their share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One shard folder of a mixture."""
+
+    path: str | Path
+    """Folder, glob, braces or one tar; local, or a URL for fsspec."""
+    weight: float | None = None
+    """Share of the samples, relative to the other sources'; None for all sources: in proportion to their sizes."""
+    rules: TextRules = field(default_factory=TextRules)
+    """How its text becomes conversations."""
+    name: str | None = None
+    """In sample ids and logs, unique in a stream; None: the folder's name."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One global batch, as far as it is this rank's."""
+    """This rank's share of one global batch."""
 
     number: int
     sequences: list[PackedSequence]
-    """This rank's rows. They are as many as planned, even where all samples of one are bad and it is empty."""
+    """This rank's packed sequences. A sequence whose samples are all bad is empty, but present."""
     sequences_per_rank: list[int]
-    """Rows of every rank, for a trainer that keeps ranks in step; they differ by one at most."""
+    """Number of sequences of every rank; they differ by one at most."""
     bad: list[BadSample]
-    """Samples of this rank that were left out."""
-    state: dict[str, int | str]
-    """Where the stream goes on after this batch."""
+    """Samples of this rank that were skipped."""
+    state: dict[str, Any]
+    """State of the stream after this batch."""
 
     @property
     def num_sequences(self) -> int:
-        """Rows over all ranks."""
+        """Packed sequences over all ranks."""
         return sum(self.sequences_per_rank)
 
     @property
     def max_sequences_per_rank(self) -> int:
-        """Most rows of any rank."""
+        """Maximum number of sequences of any rank."""
         return max(self.sequences_per_rank)
 
     @property
     def sample_ids(self) -> list[str]:
-        """source/shard/key of every sample in this rank's rows."""
-        return [sample_id for row in self.sequences for sample_id in row.sample_ids]
+        """source/shard/key of every sample in this rank's sequences."""
+        return [sample_id for sequence in self.sequences for sample_id in sequence.sample_ids]
 
 
 @dataclass
 class StreamStats:
-    """What this rank has been handed since the stream was opened."""
+    """What this rank has received since the stream was opened."""
 
     batches: int = 0
     sequences: int = 0
@@ -75,7 +109,7 @@ class StreamStats:
     bytes_read: int = 0
     bad_samples: int = 0
     wait_s: float = 0.0
-    """Time the trainer stood in `next`."""
+    """Time spent in `next`."""
 
 
 def open_stream(
@@ -92,7 +126,7 @@ def open_stream(
     packing_buffer_size: int = 4096,
     rank: int = 0,
     num_ranks: int = 1,
-    state: Mapping[str, int | str] | None = None,
+    state: Mapping[str, Any] | None = None,
     resize: ResizeName = "torch",
     num_workers: int = 2,
     prefetch: int = 2,
@@ -102,39 +136,45 @@ def open_stream(
     storage: StorageConfig | None = None,
     **unknown: object,
 ) -> Stream:
-    """Batches of packed rows from shard folders, tokenised and cut for the model in `checkpoint`.
+    """Open a stream of packed batches from shard folders, tokenised and preprocessed for the model in `checkpoint`.
 
-    A row has at most `max_seq_len` tokens and `max_patches` patches (None: as many as the tokens allow); a batch has
-    `global_batch_size` rows over all ranks. The stream ends after `num_epochs` passes (sources without weights) or `num_samples`
-    draws, else never. A sample with several captions shows the next one in each epoch. `window_shards` are shuffled together,
-    `packing_buffer_size` packed together.
+    A packed sequence has at most `max_seq_len` tokens and `max_patches` patches (None: as many as the tokens allow); a batch has
+    `global_batch_size` sequences over all ranks. The stream ends after `num_epochs` passes (sources without weights) or
+    `num_samples` samples, else never. Without weights, all samples of an epoch come before the first of the next; each epoch of
+    a sample with several captions shows the next one. `window_shards` are shuffled together, at most `packing_buffer_size` samples
+    packed together.
 
-    `state` goes on after the batch that had it, on any number of ranks; data and all settings named so far must be the same.
+    `state` resumes after the batch that had it, on any number of ranks. `max_seq_len`, `max_patches`, `global_batch_size` and
+    `num_epochs` may differ from those it was saved with; data, order and `packing_buffer_size` must be the same.
 
-    `resize` "torch" is within 2/255 of "pillow", which gives Hugging Face's pixels, at under half of the whole cost of an image.
-    `num_workers` processes make rows, 0 makes them in this one; `prefetch` batches are kept ready. Bad samples are left out and
-    written to `bad_log` as JSON lines; more than `max_bad_share` of them stop the stream. On first use the index and the lengths
-    of a folder are built by `num_workers` processes: let one rank open its stream before the others.
+    `resize` "torch" is within 2/255 of "pillow", which gives Hugging Face's pixels, at less than half of the cost of an image.
+    `num_workers` processes collate sequences, 0 does it in this process; `prefetch` batches are kept ready. On first use the index
+    and the lengths of a folder are built by `num_workers` processes: open the stream on one rank before the others, or run
+    `saccade data measure` before the job.
+
+    Bad samples (damaged, over a limit) are skipped and written to `bad_log` as JSON lines. The stream stops when there are at least
+    10 of them and their share exceeds `max_bad_share`, counted by each rank since it opened the stream. Storage that fails
+    is not a bad sample: workers retry for `storage.max_wait_s`, then the stream raises `StorageError`; resume from its state.
     """
     _refuse_unknown(unknown)
     _check_settings(rank, num_ranks, global_batch_size, num_workers, prefetch, max_bad_share, resize)
     storage = storage or StorageConfig()
     sources = [
-        IndexedSource.open(source, str(checkpoint), num_workers, on_progress, storage)
-        for source in listed_sources(shards)
+        IndexedSource.open(source, str(checkpoint), max(num_workers, 1), on_progress, storage)
+        for source in _as_sources(shards)
     ]
-    plan = BatchSampler(
+    sampler = BatchSampler(
         sources,
         seed=seed,
         max_seq_len=max_seq_len,
-        max_patches=_MOST_PATCHES_PER_TOKEN * max_seq_len if max_patches is None else max_patches,
+        max_patches=_MAX_PATCHES_PER_TOKEN * max_seq_len if max_patches is None else max_patches,
         global_batch_size=global_batch_size,
         window_shards=window_shards,
         packing_buffer_size=packing_buffer_size,
         num_epochs=num_epochs,
         num_samples=num_samples,
     )
-    setup = CollatorConfig(
+    config = CollatorConfig(
         checkpoint=str(checkpoint),
         resize=resize,
         sources=tuple(
@@ -143,35 +183,57 @@ def open_stream(
         ),
         storage=storage,
     )
-    position = Position() if state is None else plan.restore(state)
-    ledger = BadSampleLog(max_bad_share, None if bad_log is None else Path(bad_log))
-    return Stream(_Rank(plan, sources, rank, num_ranks), position, setup, num_workers, prefetch, ledger)
+    position = Position() if state is None else sampler.restore(state)
+    if rank == 0:
+        for source in sources:
+            source.log_contents()
+    bad_samples = _BadSampleLog(max_bad_share, None if bad_log is None else Path(bad_log))
+    return Stream(_RankShare(sampler, sources, rank, num_ranks), position, config, num_workers, prefetch, bad_samples)
 
 
-_MOST_PATCHES_PER_TOKEN = 64
+def measure_lengths(
+    shards: str | Path | Source | Sequence[str | Path | Source],
+    *,
+    checkpoint: str | Path,
+    num_workers: int | None = None,
+    on_progress: OnProgress | None = None,
+    storage: StorageConfig | None = None,
+) -> list[IndexedSource]:
+    """Build the index and the lengths that `open_stream` needs, ahead of the job; what is there already is kept.
+
+    `num_workers` None is one process per core for large folders. Several machines may measure the same folder at once: each takes
+    the shards that are not measured yet.
+    """
+    config = storage or StorageConfig()
+    return [
+        IndexedSource.open(source, str(checkpoint), num_workers, on_progress, config) for source in _as_sources(shards)
+    ]
+
+
+_MAX_PATCHES_PER_TOKEN = 64
 """More than any model merges into one token, so that it never binds."""
 
 
 class Stream:
-    """An iterator over batches. Close it, or let it go, and its processes end."""
+    """An iterator over batches. Close it, or drop the last reference, and its processes end."""
 
     def __init__(
         self,
-        share: _Rank,
+        share: _RankShare,
         position: Position,
-        setup: CollatorConfig,
+        config: CollatorConfig,
         num_workers: int,
         prefetch: int,
-        ledger: BadSampleLog,
+        bad_samples: _BadSampleLog,
     ) -> None:
-        self.source_names = [source.name for source in setup.sources]
-        self._state = share.plan.save(position)
+        self.source_names = [source.name for source in config.sources]
+        self._state = share.sampler.save(position)
         self._stats = StreamStats()
-        self._ledger = ledger
-        self._pool = CollatorPool(setup, num_workers, share.name_of) if num_workers else None
-        make = self._pool.collate if self._pool else lambda plans: map(Collator(setup).make, plans)
+        self._bad_samples = bad_samples
+        self._pool = CollatorPool(config, num_workers, share.sample_id) if num_workers else None
+        make = self._pool.collate if self._pool else lambda sequences: map(Collator(config).make, sequences)
         batches = _batches(share, position, make)
-        self._batches = Ahead(batches, prefetch, self._pool.close) if self._pool else batches
+        self._batches = _Prefetcher(batches, prefetch, self._pool.close) if self._pool else batches
         self._finalizer = weakref.finalize(self, self._batches.close)
 
     def __iter__(self) -> Self:
@@ -181,7 +243,7 @@ class Stream:
         began = time.perf_counter()
         try:
             batch, num_bytes = next(self._batches)
-            self._ledger.enter(batch.bad, num_good=len(batch.sample_ids))
+            self._bad_samples.add(batch.bad, num_good=len(batch.sample_ids))
         except Exception:
             self.close()
             raise
@@ -195,13 +257,13 @@ class Stream:
         stats.batches += 1
         stats.sequences += len(batch.sequences)
         stats.samples += len(batch.sample_ids)
-        stats.tokens += sum(row.inputs.num_tokens for row in batch.sequences)
-        stats.patches += sum(len(row.inputs.patches) for row in batch.sequences)
+        stats.tokens += sum(sequence.inputs.num_tokens for sequence in batch.sequences)
+        stats.patches += sum(len(sequence.inputs.patches) for sequence in batch.sequences)
         stats.bytes_read += num_bytes
         stats.bad_samples += len(batch.bad)
 
-    def state_dict(self) -> dict[str, int | str]:
-        """Where the stream goes on after the last batch handed out; under 200 bytes as JSON. For `open_stream(state=...)`."""
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last batch returned, under 200 bytes as JSON. For `open_stream(state=...)`."""
         return dict(self._state)
 
     def stats(self) -> StreamStats:
@@ -210,11 +272,11 @@ class Stream:
 
     @property
     def worker_pids(self) -> list[int]:
-        """The processes that make rows at present."""
+        """The worker processes."""
         return self._pool.pids if self._pool else []
 
     def close(self) -> None:
-        """End the workers. A closed stream gives no more batches; its state stays."""
+        """Stop the workers. A closed stream returns no more batches; its state stays."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -262,57 +324,223 @@ def _check_settings(
         raise ConfigError(f"resize is {resize!r}. Use one of {', '.join(get_args(ResizeName))}")
 
 
+def _as_sources(shards: str | Path | Source | Sequence[str | Path | Source]) -> list[Source]:
+    several = [shards] if isinstance(shards, str | Path | Source) else list(shards)
+    return [source if isinstance(source, Source) else Source(path=source) for source in several]
+
+
+# ------------------------------------------------------------------ sources
+
+
+@dataclass(frozen=True)
+class IndexedSource:
+    """A source with its index open and its lengths measured, as the batch sampler needs it."""
+
+    name: str
+    weight: float | None
+    rules: TextRules
+    index: ShardIndex
+    lengths_fingerprint: str
+    num_measured: int
+    """Shards that were measured when it was opened."""
+
+    @staticmethod
+    def open(
+        source: Source,
+        checkpoint: str,
+        num_workers: int | None,
+        on_progress: OnProgress | None,
+        storage: StorageConfig,
+    ) -> IndexedSource:
+        """Open the index and the lengths; missing ones are built."""
+
+        def report(what: str) -> Callable[[Progress], None] | None:
+            return on_progress and (lambda progress: on_progress(f"{what} of {source.name or source.path}", progress))
+
+        index = open_index(source.path, num_workers=num_workers, on_progress=report("index"), config=storage)
+        measurer = Measurer(checkpoint, source.rules)
+        # Checking the lengths files of 10,000 shards takes a second; this file marks that they were all there.
+        mark = index.folder / f"lengths-{measurer.fingerprint}" / f".complete-{index.fingerprint}"
+        num_measured = 0
+        if not mark.exists():
+            num_measured = build_lengths(
+                index, measurer, measurer.fingerprint, num_workers=num_workers, on_progress=report("lengths")
+            )
+            mark.touch()
+        name = source.name or index.source
+        if "/" in name or not name:
+            raise ConfigError(f"{name!r} cannot be a source's name: sample ids are source/shard/key")
+        return IndexedSource(name, source.weight, source.rules, index, measurer.fingerprint, num_measured)
+
+    @property
+    def sizes(self) -> Ints:
+        """Kept samples of each shard."""
+        return self.index.kept_sizes
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the shards, the curation decisions, and the lengths."""
+        decisions = hashlib.sha256(json.dumps(self.index.summary(), sort_keys=True).encode()).hexdigest()
+        return f"{self.index.fingerprint}-{decisions}-{self.lengths_fingerprint}"
+
+    def lengths(self, shard: int, kept_rows: Ints, epochs: Ints) -> tuple[Ints, Ints]:
+        """Tokens and patches; 0 for samples that could not be measured, which the collator reports as bad."""
+        rows = self.index.kept(shard)[kept_rows]
+        tokens, patches = self.index.lengths(shard, self.lengths_fingerprint)
+        return tokens.select(rows, epochs), patches[rows].astype("int64")
+
+    def log_contents(self) -> None:
+        """Log how many samples the source has, and what is missing: the stream's opening line."""
+        index = self.index
+        num_kept, num_errors = int(self.sizes.sum()), sum(entry.num_errors for entry in index.entries)
+        parts = [f"{num_kept:,} of {len(index):,} samples in {len(index.shards):,} shards"]
+        if num_errors:
+            parts.append(f"{num_errors:,} unusable")
+        if damaged := index.damaged:
+            names = ", ".join(list(damaged)[:3]) + (", ..." if len(damaged) > 3 else "")
+            parts.append(f"{len(damaged)} damaged shards ({names}), {index.lost_bytes:,} bytes lost")
+        logger.log(logging.WARNING if damaged else logging.INFO, "source %s: %s", self.name, "; ".join(parts))
+
+
+# ------------------------------------------------------------------ bad samples
+
+
+_NUM_NAMED = 5
+"""Bad samples named in the error that stops a stream."""
+
+
+class _BadSampleLog:
+    """Writes bad samples to a file, counts them, and stops the stream when there are too many."""
+
+    def __init__(self, max_share: float, path: Path | None) -> None:
+        """All are appended to `path` as JSON lines; ranks may share it."""
+        self._max_share, self._path = max_share, path
+        self._num_bad, self._num_good = 0, 0
+        self._first: list[BadSample] = []
+
+    def add(self, bad: Sequence[BadSample], num_good: int) -> None:
+        """Add one batch. Raises `DataError` when there are too many bad samples."""
+        self._num_good += num_good
+        if not bad:
+            return
+        if not self._num_bad:
+            logger.warning("bad sample %s is skipped: %s. %s", bad[0].sample_id, bad[0].reason, self._where)
+        self._num_bad += len(bad)
+        self._first += bad[: _NUM_NAMED - len(self._first)]
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(asdict(sample)) + "\n" for sample in bad))
+        if self._num_bad >= MIN_BAD and self._num_bad > self._max_share * (self._num_bad + self._num_good):
+            named = "; ".join(f"{sample.sample_id} ({sample.reason})" for sample in self._first)
+            raise DataError(
+                f"{self._num_bad} of {self._num_bad + self._num_good} samples are bad, over max_bad_share {self._max_share}. "
+                f"Repair or remove the shards, or raise the share. {self._where} The first: {named}"
+            )
+
+    @property
+    def _where(self) -> str:
+        return f"All bad samples are listed in {self._path}." if self._path else "Set bad_log to a file to list all."
+
+
 # ------------------------------------------------------------------ batches
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """One rank's share of a plan."""
+class _RankShare:
+    """One rank's share of the batches."""
 
-    plan: BatchSampler
+    sampler: BatchSampler
     sources: Sequence[IndexedSource]
     rank: int
     num_ranks: int
 
-    def name_of(self, ref: SampleRef) -> str:
+    def sample_id(self, ref: SampleRef) -> str:
         source = self.sources[ref.source]
-        return f"{source.name}/{source.index.shards[ref.shard]}/{sample_key(source.index, ref)}"
+        return sample_id(source.name, source.index, ref)
 
     def too_large(self, batch: BatchSpec) -> list[BadSample]:
-        """This rank's share of the samples that no row can hold."""
-        return [self._too_large(ref) for ref in batch.too_large[self.rank :: self.num_ranks]]
-
-    def _too_large(self, ref: SampleRef) -> BadSample:
-        source, shard, key = self.name_of(ref).split("/", 2)
-        reason = f"{ref.tokens} tokens and {ref.patches} patches are over the budget of a row"
-        return BadSample(source, shard, key, reason)
+        """This rank's share of the samples that exceed the limits of a packed sequence."""
+        limits = f"max_seq_len {self.sampler.max_seq_len} or max_patches {self.sampler.max_patches}"
+        return [
+            BadSample(self.sample_id(ref), f"{ref.tokens} tokens and {ref.patches} patches, over {limits}")
+            for ref in batch.too_large[self.rank :: self.num_ranks]
+        ]
 
 
 def _batches(
-    share: _Rank, position: Position, make: Callable[[Iterable[Sequence[SampleRef]]], Iterable[CollateResult]]
+    share: _RankShare, position: Position, make: Callable[[Iterable[Sequence[SampleRef]]], Iterable[CollateResult]]
 ) -> Generator[tuple[Batch, int]]:
-    """This rank's batches and the bytes read for each. Plans are drawn as `make` asks for rows, so it decides how far ahead."""
-    planned: deque[tuple[BatchSpec, list[int]]] = deque()
+    """This rank's batches and the bytes read for each. Batches are sampled as `make` asks for sequences: it decides how far ahead."""
+    sampled: deque[tuple[BatchSpec, list[int]]] = deque()
 
-    def plans() -> Iterator[Sequence[SampleRef]]:
-        for plan in share.plan.batches(position):
-            ranks = plan.per_rank(share.num_ranks)
-            planned.append((plan, [len(rows) for rows in ranks]))
-            yield from (row.samples for row in ranks[share.rank])
+    def sequences() -> Iterator[Sequence[SampleRef]]:
+        for spec in share.sampler.batches(position):
+            ranks = spec.per_rank(share.num_ranks)
+            sampled.append((spec, [len(sequences) for sequences in ranks]))
+            yield from (sequence.samples for sequence in ranks[share.rank])
 
     def finish() -> tuple[Batch, int]:
-        plan, sequences_per_rank = planned.popleft()
-        bad = share.too_large(plan) + [bad for row in rows for bad in row.bad]
-        batch = Batch(plan.number, [row.sequence for row in rows], sequences_per_rank, bad, share.plan.save(plan.after))
-        num_bytes = sum(row.num_bytes for row in rows)
-        rows.clear()
+        spec, sequences_per_rank = sampled.popleft()
+        bad = share.too_large(spec) + [bad for result in results for bad in result.bad]
+        made = [result.sequence for result in results]
+        batch = Batch(spec.number, made, sequences_per_rank, bad, share.sampler.save(spec.after))
+        num_bytes = sum(result.num_bytes for result in results)
+        results.clear()
         return batch, num_bytes
 
-    rows: list[CollateResult] = []
-    for row in make(plans()):
-        rows.append(row)
-        del row  # so that its memory is free when the trainer lets go of it, not when the next one is here
-        if len(rows) == planned[0][1][share.rank]:
+    results: list[CollateResult] = []
+    for result in make(sequences()):
+        results.append(result)
+        del result  # so that its memory is free when the trainer drops it, not when the next one arrives
+        if len(results) == sampled[0][1][share.rank]:
             yield finish()
-    if planned:  # the last batch may have no row for this rank
+    if sampled:  # the last batch may have no sequence for this rank
         yield finish()
+
+
+T = TypeVar("T")
+
+
+class _Prefetcher(Generic[T]):
+    """Runs a generator in a thread, a few items ahead. Read by one thread; starts with the first `next`."""
+
+    def __init__(self, items: Generator[T], num_ahead: int, cancel: Callable[[], None]) -> None:
+        """`cancel`, called from another thread, makes `items` raise where it waits."""
+        self._items, self._cancel = items, cancel
+        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(num_ahead)
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __next__(self) -> T:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="saccade stream", daemon=True)
+            self._thread.start()
+        if self._is_closed.is_set():
+            raise StopIteration
+        item, error = self._ready.get()
+        if item is None:
+            raise error or StopIteration
+        return item
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            for item in self._items:
+                self._ready.put((item, None))
+                del item  # it belongs to the reader now
+                if self._is_closed.is_set():
+                    break
+        except BaseException as raised:  # raised again in the reader
+            error = raised
+        self._items.close()
+        self._ready.put((None, error))
+
+    def close(self) -> None:
+        """Stop the thread; items that are ready are dropped."""
+        self._is_closed.set()
+        while self._thread and self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._cancel()
+            while not self._ready.empty():
+                self._ready.get_nowait()
+            self._thread.join(timeout=0.01)

@@ -1,4 +1,4 @@
-"""Jobs over processes of this machine, which never outlive the one that started them."""
+"""Run jobs in processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Shared = TypeVar("Shared")
 
 
 _SMALL_BYTES = 256 * 2**20
-"""Less than this is read sooner than other processes are started."""
+"""Reading less than this takes less time than starting processes."""
 
 
 def workers_for(num_bytes: int) -> int:
-    """Processes worth starting to read so many bytes: one per core, or this one alone."""
+    """Number of processes to read this many bytes: one per core, or 1 (this process)."""
     return 1 if num_bytes < _SMALL_BYTES else len(os.sched_getaffinity(0))
 
 
 def in_processes(
     function: Callable[[Shared, Job], Result], shared: Shared, jobs: Sequence[Job], num_workers: int
 ) -> Iterator[Result]:
-    """`function(shared, job)` for each job, in the order they finish. `shared` travels once to each process.
+    """Yield `function(shared, job)` for each job as they finish. `shared` is sent once to each process.
 
     With one worker, or one job, everything runs in this process. Processes are spawned, so function, shared and jobs must be
     picklable, and a script that calls this needs `if __name__ == "__main__"`.
@@ -48,19 +48,19 @@ def in_processes(
             yield future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a worker process ended unexpectedly: memory may have run out, or a script started it without "
-            "if __name__ == '__main__'. What was finished is kept: run again, with fewer workers if memory was short"
+            "a worker process exited unexpectedly: out of memory, or a script started it without "
+            "if __name__ == '__main__'. Finished work is kept: run again, with fewer workers if memory ran out"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 _WORK: list[Any] = []
-"""In a worker: the function and what its jobs share."""
+"""In a worker: the function and its shared argument."""
 
 
 def _begin_worker(function: Callable[..., Any], shared: object) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the pool
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _WORK[:] = [function, shared]
 
@@ -71,7 +71,7 @@ def _run(job: object) -> Any:
 
 
 def _end_with_parent() -> None:
-    """A parent killed hard tells no one; its end of the pipe closes all the same."""
+    """Exit when the parent does, also after SIGKILL: its end of the pipe closes."""
     parent = parent_process()
     assert parent is not None, "workers have a parent"
     connection.wait([parent.sentinel])

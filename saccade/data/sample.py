@@ -1,9 +1,10 @@
-"""What a sample is: a key, the files of a tar that share it, and the conversations they amount to.
+"""A sample: a key, the files of a tar that share it, and the conversations they form.
 
     members  ->  images in order, text in one of six forms  ->  one conversation per variant of the text
 
 The forms, first match wins: json `messages` (OpenAI), json `conversations` (LLaVA), json `questions`, json `captions`, a `txt`
-member or json `caption` / `text`, a `cls` member. A sample without text teaches nothing and is a `DataError`.
+member or json `caption` / `text`, a `cls` member. A sample without images is a text-only conversation; one without text, or with an
+image in an unsupported format, is a `DataError`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from saccade.processor.conversation import Message
 
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp"})
+UNSUPPORTED_EXTENSIONS = frozenset({"tif", "tiff", "avif", "heic", "heif", "jxl", "jp2", "svg"})
+"""Images that are not decoded: a sample with one is an error, not a text-only sample."""
 IMAGE_MARK = "<image>"
 
 _SURROGATE_ESCAPE, _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
@@ -37,26 +40,26 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRules:
-    """How text that is no conversation yet becomes one."""
+    """How text that is not a conversation becomes one."""
 
     caption_prompt: str = "Describe the image."
-    """What the user asks before a caption is given as the answer."""
+    """The user's turn before a caption."""
     text_prompt: str = "Write a text."
-    """The same for text that comes without an image."""
+    """The user's turn before text without an image."""
     system_prompt: str | None = None
-    """A system message in front of every conversation that has none; None leaves that to the chat template."""
+    """A system message for conversations that have none; None leaves it to the chat template."""
 
     def __post_init__(self) -> None:
         for name in ("caption_prompt", "text_prompt", "system_prompt"):
             if IMAGE_MARK in (getattr(self, name) or ""):
-                raise ConfigError(f"{name} contains {IMAGE_MARK}; images are placed by the sample. Remove the mark")
+                raise ConfigError(f"{name} contains {IMAGE_MARK}; the sample places its images. Remove the mark")
 
 
 _NO_PROMPTS = TextRules(caption_prompt="", text_prompt="")
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Key and extension of a member's path: cut at the first dot of its last part. None where it has no key or no extension.
+    """Key and extension of a member's path: split at the first dot of its last part. None without a key or an extension.
 
     >>> split_name("./train/0001.0.JPG")
     ('train/0001', '0.jpg')
@@ -68,7 +71,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def image_names(names: Iterable[str]) -> list[str]:
-    """The members that are images, in order: as in the tar, and numbered ones ("2.jpg", "10.jpg") by their number."""
+    """The members that are images, in the order of the tar; numbered ones ("2.jpg", "10.jpg") by number."""
     found = [name for name in names if name.rpartition(".")[2] in IMAGE_EXTENSIONS]
     return sorted(found, key=_number) if len(found) > 1 else found
 
@@ -85,19 +88,24 @@ def images(sample: Sample) -> list[bytes]:
 
 def conversations(sample: Sample, rules: TextRules) -> list[list[Message]]:
     """The variants of a sample's text, each a conversation with the image bytes in its `image` parts."""
+    if unsupported := [name for name in sample.members if name.rpartition(".")[2] in UNSUPPORTED_EXTENSIONS]:
+        kind = unsupported[0].rpartition(".")[2].upper()
+        raise DataError(
+            f"{_where(sample)}: {unsupported[0]}: {kind} images are not supported. Convert to JPEG, PNG or WebP"
+        )
     pictures = images(sample)
     return [_with_images(turns, pictures, sample, rules) for turns in _variants(sample, rules, bool(pictures))]
 
 
 def texts(sample: Sample) -> list[str]:
-    """What is said in a sample, without prompts of ours: captions, questions and answers, the texts of messages."""
-    said = [message["content"] for messages in conversations(sample, _NO_PROMPTS) for message in messages]
-    parts = [part for content in said for part in ([{"text": content}] if isinstance(content, str) else content)]
+    """All text of a sample without our prompts: captions, questions and answers, messages."""
+    contents = [message["content"] for messages in conversations(sample, _NO_PROMPTS) for message in messages]
+    parts = [part for content in contents for part in ([{"text": content}] if isinstance(content, str) else content)]
     return [part["text"] for part in parts if part.get("text")]
 
 
 def description(sample: Sample) -> dict[str, Any]:
-    """The sample's json member; an empty one where it has none."""
+    """The sample's json member; empty if it has none."""
     if "json" not in sample.members:
         return {}
     try:
@@ -110,15 +118,15 @@ def description(sample: Sample) -> dict[str, Any]:
         raise DataError(f"{_where(sample)}: the json member is a {type(content).__name__}, not an object with fields")
     if _SURROGATE_ESCAPE.search(sample.members["json"]) and _SURROGATE.search(json.dumps(content, ensure_ascii=False)):
         raise DataError(
-            f"{_where(sample)}: the json member holds half of a surrogate pair, which is no text. Remove it"
+            f"{_where(sample)}: the json member contains half of a surrogate pair, which is invalid text. Remove it"
         )
     return content
 
 
-# ------------------------------------------------------------------ text in its six forms
+# ------------------------------------------------------------------ the six forms of text
 
 _Turn = tuple[str, list[str | None]]
-"""Role, and what is said: texts, and None where an image stands."""
+"""Role and content: texts, and None for each image."""
 
 
 def _variants(sample: Sample, rules: TextRules, has_image: bool) -> list[list[_Turn]]:
@@ -137,7 +145,7 @@ def _variants(sample: Sample, rules: TextRules, has_image: bool) -> list[list[_T
 
 
 def _captions(fields: Mapping[str, Any], sample: Sample) -> list[str]:
-    """Plain text in its order of preference; blank texts are none."""
+    """Plain text in order of preference; blank texts do not count."""
     listed = fields.get("captions") or []
     if not isinstance(listed, list) or not all(isinstance(caption, str) for caption in listed):
         raise DataError(f"{_where(sample)}: captions is not a list of texts")
@@ -176,10 +184,10 @@ def _listed_turns(messages: object, name: str, sample: Sample) -> list[_Turn]:
         where = f"{_where(sample)}: {name}[{number}]"
         role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
         if not isinstance(role, str) or role not in _ROLES:
-            raise DataError(f"{where}: the speaker is {role!r}. Use one of {', '.join(_ROLES)}")
+            raise DataError(f"{where}: the role is {role!r}. Use one of {', '.join(_ROLES)}")
         turns.append((_ROLES[role], _parts(content, where)))
     if not any(role == "assistant" for role, _ in turns):
-        raise DataError(f"{_where(sample)}: {name} has no assistant's turn, so there is nothing to learn")
+        raise DataError(f"{_where(sample)}: {name} has no assistant turn, so there is nothing to train on")
     return turns
 
 
@@ -190,7 +198,7 @@ def _items(value: object, name: str, sample: Sample) -> list[Mapping[str, Any]]:
 
 
 def _parts(content: object, where: str) -> list[str | None]:
-    """A message's content as texts and image places. An image part is a place, whatever it names: the images are members."""
+    """A message's content as texts and image marks. An image part is a mark, whatever it refers to: the images are members."""
     if isinstance(content, str):
         return _cut_marks(content)
     if not isinstance(content, list):
@@ -203,12 +211,12 @@ def _parts(content: object, where: str) -> list[str | None]:
         elif kind in ("image", "image_url"):
             parts.append(None)
         else:
-            raise DataError(f"{where}: a part of type {kind!r} cannot be learned from. Use text and image")
+            raise DataError(f"{where}: a part of type {kind!r} is not supported. Use text and image")
     return parts
 
 
 def _cut_marks(text: str) -> list[str | None]:
-    """Text around its `<image>` marks; a line break beside a mark belongs to the mark."""
+    """Split text at its `<image>` marks; line breaks beside a mark are dropped."""
     if IMAGE_MARK not in text:
         return [text]
     parts: list[str | None] = []
@@ -217,18 +225,20 @@ def _cut_marks(text: str) -> list[str | None]:
     return [part for part in parts[:-1] if part != ""]
 
 
-# ------------------------------------------------------------------ images into their places
+# ------------------------------------------------------------------ binding images
 
 
 def _with_images(turns: Sequence[_Turn], pictures: list[bytes], sample: Sample, rules: TextRules) -> list[Message]:
-    """Bind images to marks in order; without marks they go before the first user's text."""
+    """Bind images to marks in order; without marks they precede the text of the first user turn."""
     num_marks = sum(part is None for _, content in turns for part in content)
     if num_marks == 0 and pictures:
         first = next((number for number, (role, _) in enumerate(turns) if role == "user"), None)
         if first is None:
-            raise DataError(f"{_where(sample)}: {len(pictures)} images and no user's turn to show them in")
-        places: list[str | None] = [None] * len(pictures)
-        turns = [(role, places + said if number == first else said) for number, (role, said) in enumerate(turns)]
+            raise DataError(f"{_where(sample)}: {len(pictures)} images and no user turn to put them in")
+        marks: list[str | None] = [None] * len(pictures)
+        turns = [
+            (role, marks + content if number == first else content) for number, (role, content) in enumerate(turns)
+        ]
     elif num_marks != len(pictures):
         raise DataError(
             f"{_where(sample)}: {num_marks} {IMAGE_MARK} marks and {len(pictures)} images. Their numbers must be equal"
@@ -241,7 +251,7 @@ def _with_images(turns: Sequence[_Turn], pictures: list[bytes], sample: Sample, 
 
 
 def _content(parts: Sequence[str | None], unbound: Iterator[bytes]) -> str | list[dict[str, Any]]:
-    """Text alone as a string; with images as parts, blank texts left out."""
+    """Text alone as a string; with images as parts, without blank texts."""
     if None not in parts:
         return "".join(part for part in parts if part)
     return [

@@ -1,9 +1,9 @@
-"""Shards: finding them, reading ranges of them, writing them.
+"""List shards, read ranges of them, write them.
 
-    path (folder, glob, braces, one tar, local or remote)  ->  list of ShardFile  ->  members by scan, bytes by read_range
+    path (folder, glob, braces, one tar, local or remote)  ->  list of ShardFile  ->  bytes by read_range
 
-A shard is a plain tar as WebDataset and img2dataset write it: files KEY.EXT, those of one key side by side. Nothing here knows
-of an index; `index.py` remembers what `scan` finds.
+A shard is a plain tar as WebDataset and img2dataset write it: files KEY.EXT, those of one key adjacent. Nothing here depends on an
+index.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import fnmatch
 import os
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, TypeVar
 
 from saccade.data import storage
-from saccade.data.files import OpenFiles
 from saccade.data.sample import Sample, split_name
-from saccade.data.storage import StorageConfig, is_remote, shown
-from saccade.data.tar import BLOCK, Member, TarDamageError, Window, members
-from saccade.errors import ConfigError, DataError
+from saccade.data.storage import OpenFiles, StorageConfig, is_remote, shown
+from saccade.data.tar import RECORD, Gap, Member, Window, members
+from saccade.errors import ConfigError, DataError, StorageError
 
-__all__ = ["Member", "ShardFile", "ShardWriter", "TarDamageError", "list_shards", "read_range", "scan"]
+T = TypeVar("T")
 
 _REMOTE = StorageConfig()
 _OPEN_FILES = OpenFiles(256)
@@ -45,24 +44,24 @@ class ShardFile:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is read through `storage.py`."""
+        """Whether it is read through fsspec."""
         return is_remote(self.url)
 
 
-# ------------------------------------------------------------------ finding
+# ------------------------------------------------------------------ listing
 
 
 @dataclass(frozen=True)
 class ShardPath:
-    """What a user's path means: a folder, and which of its tars."""
+    """A user's path, parsed: a folder, and which of its tars."""
 
     folder: str
     patterns: tuple[str, ...]
-    """File names or globs; each that is a name must be there."""
+    """File names or globs; named files must exist."""
 
     @staticmethod
     def parse(path: str | Path) -> ShardPath:
-        """A folder, a glob, names in braces, or one tar. Wildcards and braces stand in the last part of the path."""
+        """Parse a folder, a glob, names in braces, or one tar. Wildcards and braces are allowed in the last part of the path."""
         text = str(path).removeprefix("file://")
         if not text.endswith(".tar"):
             if re.search(r"[*?{]", text):
@@ -70,39 +69,39 @@ class ShardPath:
             return ShardPath(_folder(text), (_ALL,))
         folder, _, pattern = text.rpartition("/")
         if re.search(r"[*?{]", folder):
-            raise DataError(f"{shown(text)}: wildcards in a folder's name. Name each folder as a source of its own")
+            raise DataError(f"{shown(text)}: wildcards in a folder's name. List each folder as a source")
         return ShardPath(_folder(folder), tuple(_expand(pattern)))
 
     @property
     def is_whole_folder(self) -> bool:
-        """Whether every tar of the folder is meant."""
+        """Whether every tar of the folder is selected."""
         return self.patterns == (_ALL,)
 
     def matches(self, name: str) -> bool:
-        """Whether a file of the folder is meant."""
+        """Whether a file of the folder is selected."""
         return not name.startswith(".") and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def named(self) -> set[str]:
-        """File names that are spelled out."""
+        """File names without wildcards."""
         return {pattern for pattern in self.patterns if not re.search(r"[*?\[]", pattern)}
 
 
 def _folder(text: str) -> str:
-    """Without a slash at the end; a local one absolute, so that it keeps its meaning in other processes."""
+    """Without a trailing slash; local ones absolute, so that they are valid in other processes."""
     return text.rstrip("/") if is_remote(text) else str(Path(text).expanduser().absolute())
 
 
 def list_shards(path: str | Path, config: StorageConfig = _REMOTE) -> list[ShardFile]:
-    """The shards a path means, sorted by name: a folder, `folder/train-*.tar`, `folder/{00000..00005}.tar`, or one tar."""
+    """The shards of a path, sorted by name: a folder, `folder/train-*.tar`, `folder/{00000..00005}.tar`, or one tar."""
     where = ShardPath.parse(path)
     found = _list_remote(where, config) if is_remote(where.folder) else _list_local(where)
     if missing := sorted(where.named() - found.keys()):
         raise DataError(
-            f"{shown(where.folder)}: {len(missing)} shards are not there: {', '.join(missing[:5])}. Check the path"
+            f"{shown(where.folder)}: {len(missing)} shards are missing: {', '.join(missing[:5])}. Check the path"
         )
     if not found:
         raise DataError(
-            f"{shown(str(path))}: no tar files there. Shards are made by saccade data prepare, img2dataset or webdataset"
+            f"{shown(str(path))}: no tar files. Shards are written by saccade data prepare, img2dataset or webdataset"
         )
     return [ShardFile(f"{where.folder}/{name}", name, found[name]) for name in sorted(found)]
 
@@ -116,7 +115,7 @@ def _list_local(where: ShardPath) -> dict[str, int]:
 
 
 def _list_remote(where: ShardPath, config: StorageConfig) -> dict[str, int]:
-    """From the folder's listing; names that are spelled out are asked for one by one where a server lists nothing."""
+    """From the folder's listing; named files are requested one by one where a server lists nothing."""
     remote = storage.storage(config)
     named = where.named()
     try:
@@ -134,7 +133,7 @@ def _list_remote(where: ShardPath, config: StorageConfig) -> dict[str, int]:
 
 
 def _expand(pattern: str) -> list[str]:
-    """`{00..03}` and `{a,b}` written out, several braces multiplied."""
+    """Expand `{00..03}` and `{a,b}`; several braces multiply."""
     found = re.search(r"\{([^{}]*)\}", pattern)
     if not found:
         return [pattern]
@@ -151,7 +150,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 def read_range(file: ShardFile, offset: int, size: int, config: StorageConfig = _REMOTE) -> bytes:
-    """Exactly these bytes of a shard, in one call to the system; a shard that has become shorter is a `DataError`."""
+    """Read a range of a shard with one system call. A shard that became shorter is a `DataError`, other failures a `StorageError`."""
     if file.is_remote:
         return storage.storage(config).read_range(file.url, file.num_bytes, offset, size)
     try:
@@ -161,41 +160,65 @@ def read_range(file: ShardFile, offset: int, size: int, config: StorageConfig = 
             return data
         num_bytes = opened.num_bytes()
     except OSError as error:
-        raise DataError(f"{file.url}: {error.strerror}. Check the file, or index the folder again") from error
+        raise StorageError(f"{file.url}: {error.strerror}. Check the file, or index the folder again") from error
     raise DataError(
-        f"{file.url}: wanted {size} bytes at {offset}, the file has {num_bytes}. It was cut or replaced since it was "
+        f"{file.url}: expected {size} bytes at {offset}, the file has {num_bytes}. It was cut or replaced since it was "
         f"indexed: restore it, or run saccade data index {Path(file.url).parent}"
     )
 
 
 def window(file: ShardFile, config: StorageConfig = _REMOTE) -> Window:
-    """A shard for reading from front to back."""
+    """A buffered reader of a shard, from front to back."""
     return Window(lambda offset, size: read_range(file, offset, size, config), file.num_bytes)
 
 
-def scan(file: ShardFile, config: StorageConfig = _REMOTE) -> Iterator[Member]:
-    """The regular files of a shard in order. Raises `TarDamageError` behind the last whole one where the tar breaks off."""
-    return members(window(file, config))
+def samples(tar: Window, load: Callable[[int, Member], T]) -> Iterator[tuple[str, list[tuple[str, Member, T]]] | Gap]:
+    """Key and members of each sample, and a `Gap` wherever the tar is damaged.
+
+    `load` gets the item's number, samples and gaps counted, and a member; it is called while the member is in the window. A
+    sample is complete once another one, or the end of the tar, follows it; those on either side of a gap may lack members and are
+    left out.
+    """
+    number, key = 0, None
+    parts: list[tuple[str, Member, T]] = []
+    is_broken = False
+    for entry in members(tar):
+        if isinstance(entry, Gap):
+            yield entry
+            number, key, parts, is_broken = number + 1, None, [], True
+            continue
+        named = split_name(entry.name)
+        if named is None:
+            continue
+        if named[0] != key:
+            if key is not None and not is_broken:
+                yield key, parts
+                number += 1
+            is_broken = is_broken and key is None
+            key, parts = named[0], []
+        parts.append((named[1], entry, load(number, entry)))
+    if key is not None and not is_broken:
+        yield key, parts
 
 
 # ------------------------------------------------------------------ writing
 
 
 class ShardWriter:
-    """Writes samples into numbered tars; a tar appears under its name only when it is whole.
+    """Writes samples into numbered tars; a tar appears under its name when it is complete.
 
-    Numbers go on after the highest in the folder. The bytes depend on the samples alone: no times, no owners. One writer at a
-    time: another on the same folder is refused.
+    Numbers continue after the highest in the folder. The bytes depend on the samples alone: no times, no owners. A second writer
+    on the same folder is refused.
     """
 
     def __init__(self, folder: str | Path, *, max_samples: int = 10_000, max_bytes: int = 2**30) -> None:
         if max_samples < 1 or max_bytes < 1:
-            raise ConfigError(f"a shard of {max_samples} samples and {max_bytes} bytes holds nothing")
+            raise ConfigError(f"max_samples is {max_samples} and max_bytes {max_bytes}; both must be at least 1")
         self._folder, self._max_samples, self._max_bytes = Path(folder), max_samples, max_bytes
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DataError(f"{folder}: {error.strerror}. Choose a folder that can be written") from error
+            raise DataError(f"{folder}: {error.strerror}. Choose a writable folder") from error
         self._number = 1 + max((int(p.stem) for p in self._folder.glob("*.tar") if p.stem.isdigit()), default=-1)
         self._file: BinaryIO | None = None
         self._keys: set[str] = set()
@@ -204,23 +227,23 @@ class ShardWriter:
 
     @property
     def num_pending(self) -> int:
-        """Samples in the shard that is not whole yet."""
+        """Samples in the unfinished shard."""
         return len(self._keys)
 
     def write(self, sample: Sample) -> None:
-        """Add a sample; the shard is finished first where it would grow beyond its bounds."""
+        """Add a sample; starts a new shard where this one would exceed its limits."""
         files = [(f"{sample.key}.{name}", data) for name, data in sample.members.items()]
         self._check(sample, [name for name, _ in files])
-        blocks = [
-            block for name, data in files for block in (_header(name, len(data)), data, bytes(-len(data) % BLOCK))
+        chunks = [
+            chunk for name, data in files for chunk in (_header(name, len(data)), data, bytes(-len(data) % RECORD))
         ]
-        num_bytes = sum(map(len, blocks))
+        num_bytes = sum(map(len, chunks))
         if self._file and (
-            len(self._keys) >= self._max_samples or self._file.tell() + num_bytes + 2 * BLOCK > self._max_bytes
+            len(self._keys) >= self._max_samples or self._file.tell() + num_bytes + 2 * RECORD > self._max_bytes
         ):
             self._finish()
         file = self._file or self._begin()
-        file.write(b"".join(blocks))
+        file.write(b"".join(chunks))
         self._keys.add(sample.key)
 
     def close(self) -> None:
@@ -237,27 +260,27 @@ class ShardWriter:
         if kind is None:
             self.close()
         elif self._file:
-            self._abandon(self._file)
+            self._discard(self._file)
 
     def _check(self, sample: Sample, names: list[str]) -> None:
-        """What is written must read back as the same sample."""
+        """Refuse a sample that would not read back as it is."""
         for name, extension in zip(names, sample.members, strict=True):
             if split_name(name) != (sample.key, extension) or "\0" in name or sample.key.startswith("/"):
                 raise DataError(
                     f"{name!r} cannot be a member's name: a key has no dot in its last part, an extension is lower case"
                 )
         if not names:
-            raise DataError(f"sample {sample.key} has no members. Leave it out")
+            raise DataError(f"sample {sample.key} has no members. Skip it")
         if sample.key in self._keys:
-            raise DataError(f"key {sample.key} is in this shard already. Keys of one shard are different")
+            raise DataError(f"key {sample.key} is in this shard already. Keys must be unique in a shard")
 
     @property
-    def _hidden(self) -> Path:
+    def _temporary(self) -> Path:
         return self._folder / f".{self._number:05d}.tar.part"
 
     def _begin(self) -> BinaryIO:
-        """A new shard under a hidden name; what an earlier crash left there is overwritten, a living writer's is not."""
-        file = self._hidden.open("ab", buffering=1 << 20)
+        """Open a new shard under a temporary name; overwrites what a crash left, but not the file of a running writer."""
+        file = self._temporary.open("ab", buffering=1 << 20)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -265,25 +288,25 @@ class ShardWriter:
             raise DataError(
                 f"{self._folder}: another process is writing shards there. Write to another folder"
             ) from error
-        if (self._folder / f"{self._number:05d}.tar").exists():  # written by another since we counted
-            self._abandon(file)
+        if (self._folder / f"{self._number:05d}.tar").exists():  # written by another process since we counted
+            self._discard(file)
             self._number += 1
             return self._begin()
         file.truncate(0)
         self._file = file
         return file
 
-    def _abandon(self, file: BinaryIO) -> None:
-        self._hidden.unlink(missing_ok=True)
+    def _discard(self, file: BinaryIO) -> None:
+        self._temporary.unlink(missing_ok=True)
         file.close()
 
     def _finish(self) -> None:
         assert self._file is not None, "only an open shard is finished"
-        self._file.write(bytes(2 * BLOCK))
+        self._file.write(bytes(2 * RECORD))
         self._file.flush()
         os.fsync(self._file.fileno())
         name = f"{self._number:05d}.tar"
-        self._hidden.replace(self._folder / name)
+        self._temporary.replace(self._folder / name)
         self._file.close()
         self.finished.append(name)
         self._number, self._file, self._keys = self._number + 1, None, set()

@@ -1,9 +1,11 @@
-"""Remote shards, read in ranges through fsspec: s3://, gs://, hf://, http(s)://.
+"""Reading files: local ones by ranges, remote ones (s3://, gs://, hf://, http(s)://) by cached chunks through fsspec.
 
-    range -> blocks of a fixed size -> cached block | ranged request with retries -> cache, oldest blocks leave
+    range -> chunks of a fixed size -> cached chunk | ranged request with retries -> cache, least recently used chunks are evicted
 
-Blocks are cached on this machine (`files.py`). What may pass by itself is tried again, with growing waits; everything else is at
-once one error that says what to do.
+The cache is a flat folder of chunk files on this machine, each written atomically, so that any number of processes share it: a chunk
+is complete or absent, and one that disappears is downloaded again. It is bounded by bytes. Where it cannot be written (a full disk),
+nothing is cached and a warning says so once. Transient faults are retried with exponential backoff; any other fault is one
+`StorageError` that says what to do.
 """
 
 from __future__ import annotations
@@ -12,46 +14,57 @@ import asyncio
 import errno
 import functools
 import hashlib
+import logging
 import os
 import random
 import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from saccade.data.files import BlockCache
-from saccade.errors import ConfigError, DataError
+from saccade.errors import ConfigError, DataError, StorageError
+from saccade.files import atomic_write
+from saccade.log import log_once
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig:
-    """How remote files are read and kept. Credentials and endpoints are those of fsspec and the cloud's own tools."""
+    """How shards are read and cached. Credentials and endpoints are configured as for fsspec and the cloud's own tools."""
 
     cache_folder: str | None = None
-    """Where blocks and indexes of remote folders are kept; None: $SACCADE_CACHE, else ~/.cache/saccade."""
+    """Cache of remote chunks and indexes; None: $SACCADE_CACHE, else ~/.cache/saccade."""
     max_cache_bytes: int = 64 * 2**30
-    """Blocks kept on disk, all processes together; 0 keeps none and reads every range from afar."""
-    block_bytes: int = 8 * 2**20
+    """Size of the chunk cache, all processes together; 0 caches nothing and requests every range."""
+    chunk_bytes: int = 8 * 2**20
     """Size of one request and of one cached file."""
     max_attempts: int = 6
-    """Requests for one range before it fails; only what may pass by itself is tried again."""
+    """Attempts for one request; only transient faults are retried."""
     first_wait_s: float = 0.25
-    """Wait before the second attempt; doubled before each further one, up to 16 s, and shortened by chance to a half."""
+    """Wait before the second attempt, in seconds; doubled before each further one, up to 16 s, with random jitter."""
     timeout_s: float = 60.0
-    """One request may take this long."""
+    """Timeout of one request, in seconds."""
+    max_wait_s: float = 300.0
+    """How long a stream retries a sample whose storage fails, in seconds; then it stops and can be resumed."""
 
     def __post_init__(self) -> None:
-        if self.block_bytes < 1 or self.max_attempts < 1 or self.timeout_s <= 0 or self.first_wait_s < 0:
-            raise ConfigError(f"{self}: sizes, attempts and times are above 0")
-        if self.max_cache_bytes and self.max_cache_bytes < self.block_bytes:
+        if (
+            self.chunk_bytes < 1
+            or self.max_attempts < 1
+            or self.timeout_s <= 0
+            or self.first_wait_s < 0
+            or self.max_wait_s < 0
+        ):
+            raise ConfigError(f"{self}: sizes, attempts and times must be above 0")
+        if self.max_cache_bytes and self.max_cache_bytes < self.chunk_bytes:
             raise ConfigError(
-                f"max_cache_bytes {self.max_cache_bytes} holds not even one block of {self.block_bytes}. "
+                f"max_cache_bytes {self.max_cache_bytes} is less than one chunk of {self.chunk_bytes}. "
                 "Raise it, or set 0 for no cache"
             )
 
@@ -68,7 +81,7 @@ def is_remote(path: str) -> bool:
 
 
 def shown(url: str) -> str:
-    """A URL for messages: without user, password and query, which may hold secrets."""
+    """A URL for messages, without user, password and query, which may hold secrets."""
     if not is_remote(url):
         return url
     parts = urlsplit(url)
@@ -76,7 +89,7 @@ def shown(url: str) -> str:
 
 
 def storage(config: StorageConfig) -> Storage:
-    """The one `Storage` of this process for a configuration."""
+    """The `Storage` of this process for a configuration."""
     return _storage(config, os.getpid())
 
 
@@ -90,12 +103,12 @@ class Storage:
 
     def __init__(self, config: StorageConfig) -> None:
         self._config = config
-        self._cache = BlockCache(config.folder / "blocks", config.max_cache_bytes)
+        self._cache = _ChunkCache(config.folder / "blocks", config.max_cache_bytes)
         self._filesystems: dict[str, Any] = {}
         self._locks = [threading.Lock() for _ in range(256)]
 
     def list_folder(self, url: str, *, missing_ok: bool = False) -> dict[str, int | None]:
-        """Names of the files in a folder, and their bytes where the listing tells them."""
+        """Names of the files in a folder, and their sizes where the listing has them."""
         try:
             entries = self._attempt(url, lambda: self._call(url, "ls", detail=True))
         except _AbsentError:
@@ -109,46 +122,46 @@ class Storage:
         """Size of a file."""
         size = self._attempt(url, lambda: self._call(url, "info")).get("size")
         if size is None:
-            raise DataError(
-                f"{shown(url)}: the server does not tell the file's size. Copy the shards to a local folder"
+            raise StorageError(
+                f"{shown(url)}: the server does not report the file's size. Copy the shards to a local folder"
             )
         return int(size)
 
     def read_file(self, url: str) -> bytes | None:
-        """A small file whole; None where there is none. (S3 denies what is not there to those who may not list.)"""
+        """Read a small file; None if it does not exist. (S3 denies access to missing files without list permission.)"""
         try:
             return bytes(self._attempt(url, lambda: self._call(url, "cat_file")))
         except _AbsentError:
             return None
 
     def read_range(self, url: str, num_bytes: int, offset: int, size: int) -> bytes:
-        """Bytes of a file of `num_bytes`, through the cache."""
+        """Read a range of a file of `num_bytes`, through the cache."""
         if offset + size > num_bytes:
             raise DataError(
                 f"{shown(url)}: wanted {size} bytes at {offset} of a file of {num_bytes}. Index the folder again"
             )
         if not size or not self._cache.is_usable():
             return self._download(url, num_bytes, offset, size) if size else b""
-        block_bytes = self._config.block_bytes
+        chunk_bytes = self._config.chunk_bytes
         parts = []
-        for number in range(offset // block_bytes, (offset + size - 1) // block_bytes + 1):
-            begin = max(offset - number * block_bytes, 0)
-            end = min(offset + size - number * block_bytes, block_bytes)
-            parts.append(self._read_block(url, num_bytes, number, begin, end))
+        for number in range(offset // chunk_bytes, (offset + size - 1) // chunk_bytes + 1):
+            begin = max(offset - number * chunk_bytes, 0)
+            end = min(offset + size - number * chunk_bytes, chunk_bytes)
+            parts.append(self._read_chunk(url, num_bytes, number, begin, end))
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def prefetch(self, url: str, num_bytes: int) -> None:
-        """Bring every block of a file into the cache, one after another."""
-        for number in range(-(-num_bytes // self._config.block_bytes)):
+        """Download every chunk of a file into the cache."""
+        for number in range(-(-num_bytes // self._config.chunk_bytes)):
             if not self._cache.is_usable():
                 return
-            self._read_block(url, num_bytes, number, 0, 0)
+            self._read_chunk(url, num_bytes, number, 0, 0)
 
-    def _read_block(self, url: str, num_bytes: int, number: int, begin: int, end: int) -> bytes:
-        """Part of one block. Threads that want the same block wait for the first of them."""
-        offset = number * self._config.block_bytes
-        size = min(self._config.block_bytes, num_bytes - offset)
-        name = f"{hashlib.sha256(f'{url} {num_bytes} {self._config.block_bytes}'.encode()).hexdigest()[:32]}-{number}"
+    def _read_chunk(self, url: str, num_bytes: int, number: int, begin: int, end: int) -> bytes:
+        """Part of one chunk. Threads that need the same chunk wait for the first of them."""
+        offset = number * self._config.chunk_bytes
+        size = min(self._config.chunk_bytes, num_bytes - offset)
+        name = f"{hashlib.sha256(f'{url} {num_bytes} {self._config.chunk_bytes}'.encode()).hexdigest()[:32]}-{number}"
         file = self._cache.open(name, size)
         if file is None:
             with self._locks[hash(name) % len(self._locks)]:
@@ -163,12 +176,12 @@ class Storage:
         def request() -> bytes:
             data = bytes(self._call(url, "cat_file", start=offset, end=offset + size))
             if len(data) > size:
-                raise DataError(
-                    f"{shown(url)}: asked for {size} bytes, got {len(data)}: the server does not answer ranges. "
+                raise StorageError(
+                    f"{shown(url)}: requested {size} bytes, got {len(data)}: the server does not support range requests. "
                     "Use one that does, or copy the shards to a local folder"
                 )
             if len(data) < size:
-                raise ConnectionError(f"{len(data)} of {size} bytes arrived")
+                raise ConnectionError(f"received {len(data)} of {size} bytes")
             return data
 
         return self._attempt(url, request)
@@ -179,26 +192,26 @@ class Storage:
         if scheme not in self._filesystems:
             import fsspec
 
-            # We try again ourselves; where the client does so too, attempts multiply and waits add up.
+            # Retries are ours; with the client's own, attempts multiply and waits add up.
             once = {"config_kwargs": {"retries": {"max_attempts": 0}}} if scheme in ("s3", "s3a") else {}
             try:
                 made = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **once)
                 made.retries = 1
             except ImportError as error:
                 extra = {"gs": "gcs", "gcs": "gcs", "hf": "hub"}.get(scheme, scheme)
-                raise DataError(
+                raise StorageError(
                     f"{shown(url)}: {scheme}:// needs a package that is not installed ({error}). "
                     f"Install it: pip install 'saccade[{extra}]'"
                 ) from error
             except ValueError as error:
-                raise DataError(
-                    f"{shown(url)}: no such kind of storage ({error}). Use s3, gs, hf or http(s)"
+                raise StorageError(
+                    f"{shown(url)}: unknown storage scheme ({error}). Use s3, gs, hf or http(s)"
                 ) from error
             self._filesystems.setdefault(scheme, made)
         return self._filesystems[scheme]
 
     def _call(self, url: str, method: str, **arguments: Any) -> Any:
-        """A method of the filesystem. Asynchronous ones take a time limit; the others buffer files unless told not to."""
+        """Call a method of the filesystem. Asynchronous ones accept a timeout; the others buffer files unless disabled."""
         filesystem = self._filesystem(url)
         if getattr(filesystem, "async_impl", False):
             arguments["timeout"] = self._config.timeout_s
@@ -207,7 +220,7 @@ class Storage:
         return getattr(filesystem, method)(url, **arguments)
 
     def _attempt(self, url: str, action: Callable[[], T]) -> T:
-        """Do it, again after faults that may pass, and say in one error why it did not work."""
+        """Run `action`, retry transient faults, and raise one `StorageError` that says why it failed."""
         wait_s = self._config.first_wait_s
         for attempt in range(1, self._config.max_attempts + 1):
             try:
@@ -216,8 +229,8 @@ class Storage:
                 raise
             except Exception as error:  # each filesystem and each of their HTTP clients brings its own classes
                 fault = _fault(error)
-                if fault is not _PASSING or attempt == self._config.max_attempts:
-                    kind = _AbsentError if fault in (_MISSING, _DENIED) else DataError
+                if fault is not _TRANSIENT or attempt == self._config.max_attempts:
+                    kind = _AbsentError if fault in (_MISSING, _DENIED) else StorageError
                     tried = f" after {attempt} attempts" if attempt > 1 else ""
                     raise kind(f"{shown(url)}: {_reason(error)}{tried}. {fault}") from error
                 time.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311
@@ -225,20 +238,20 @@ class Storage:
         raise AssertionError("the last attempt returns or raises")
 
 
-# ------------------------------------------------------------------ what a fault means
+# ------------------------------------------------------------------ classifying faults
 
 
-class _AbsentError(DataError):
-    """The file is not there, or not for us."""
+class _AbsentError(StorageError):
+    """The file does not exist, or access is denied."""
 
 
 _MISSING = "There is no such file or folder: check the path"
 _DENIED = "Access is denied: check the credentials, and that they may read this path"
-_PASSING = "The connection or the server failed each time: check both, then run again"
+_TRANSIENT = "The connection or the server failed each time: check both, then run again"
 _OTHER = "Check the path and the server"
 
-_PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
-_PASSING_CODES = {
+_TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
+_TRANSIENT_CODES = {
     "SlowDown",
     "Throttling",
     "ThrottlingException",
@@ -246,18 +259,24 @@ _PASSING_CODES = {
     "InternalError",
     "ServiceUnavailable",
 }
-_PASSING_ERRNO = {
+_TRANSIENT_ERRNO = {
     errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.EHOSTUNREACH,
     errno.ENETUNREACH, errno.ENETDOWN, errno.EBUSY, errno.EAGAIN, errno.EINTR,
 }  # fmt: skip
-_PASSING_CLASSES = {"ClientConnectionError", "ClientPayloadError", "HTTPClientError", "TransportError", "ProtocolError"}
-"""Base classes of connections that broke: aiohttp's (two), botocore's, httpx's, urllib3's."""
+_TRANSIENT_CLASSES = {
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "HTTPClientError",
+    "TransportError",
+    "ProtocolError",
+}
+"""Base classes of connection errors: aiohttp's (two), botocore's, httpx's, urllib3's."""
 
 
 def _fault(error: BaseException) -> str:
-    """What to tell the user; `_PASSING` if another attempt may work.
+    """What to tell the user; `_TRANSIENT` if another attempt may succeed.
 
-    The first cause knows best: fsspec's HTTP answers "file not found" to every failed look at a file.
+    The root cause decides: fsspec's HTTP filesystem raises "file not found" for every failed request.
     """
     chain = [error]
     while len(chain) < 5 and (cause := chain[-1].__cause__ or chain[-1].__context__):
@@ -270,18 +289,18 @@ def _fault(error: BaseException) -> str:
             return _DENIED
         names = {base.__name__ for base in type(each).__mro__}
         if (
-            status in _PASSING_STATUS
-            or _code(each) in _PASSING_CODES
+            status in _TRANSIENT_STATUS
+            or _code(each) in _TRANSIENT_CODES
             or isinstance(each, TimeoutError | asyncio.TimeoutError | ConnectionError)
-            or (isinstance(each, OSError) and each.errno in _PASSING_ERRNO)
-            or names & _PASSING_CLASSES
+            or (isinstance(each, OSError) and each.errno in _TRANSIENT_ERRNO)
+            or names & _TRANSIENT_CLASSES
         ):
-            return _PASSING
+            return _TRANSIENT
     return _OTHER
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status an error carries, wherever its library keeps it."""
+    """The HTTP status of an error, wherever its library stores it."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -301,3 +320,130 @@ def _reason(error: BaseException) -> str:
     """One line, without URLs: they may hold secrets."""
     text = re.sub(r"(,? url=)?'?\w+://\S+", "", " ".join(str(error).split()))[:200].strip(" .,:")
     return f"{type(error).__name__} {text}".strip()
+
+
+# ------------------------------------------------------------------ open files and the chunk cache
+
+
+class OpenFile:
+    """A file open for reading; closed with the last reference, so that eviction from a cache is safe at any time."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read a range; shorter only at the end of the file."""
+        data = os.pread(self._fd, size, offset)
+        if len(data) < size and data:  # one call reads at most 2 GiB
+            return data + self.read(offset + len(data), size - len(data))
+        return data
+
+    def num_bytes(self) -> int:
+        """Current size of the file."""
+        return os.fstat(self._fd).st_size
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+class OpenFiles:
+    """An LRU cache of open files. Safe with threads and after a fork. With `touch`, opening a file updates its modification time."""
+
+    def __init__(self, max_files: int, *, touch: bool = False) -> None:
+        self._max_files, self._touch = max_files, touch
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()  # another thread may have held it when the process was forked
+        self._files: OrderedDict[tuple[str, int], OpenFile] = OrderedDict()
+
+    def get(self, path: str, version: int) -> OpenFile:
+        """The open file; another `version` (its size when it was listed) opens it again. Raises OSError as `open` does."""
+        key = (path, version)
+        with self._lock:
+            file = self._files.get(key)
+            if file is not None:
+                self._files.move_to_end(key)
+                return file
+        file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        if self._touch:
+            os.utime(path)
+        with self._lock:
+            self._files[key] = file
+            if len(self._files) > self._max_files:
+                self._files.popitem(last=False)
+        return file
+
+
+class _ChunkCache:
+    """Chunk files in one folder, bounded by bytes, shared by any number of processes."""
+
+    _PAUSE_S = 60.0
+    """After a failed write nothing is cached for this long: space may be freed."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self._files = OpenFiles(64, touch=True)
+        self._paused_until = 0.0
+        self._bytes_since_scan: int | None = None  # written since the folder was last scanned; None: never
+
+    def is_usable(self) -> bool:
+        """Whether chunks are cached at present."""
+        return self._max_bytes > 0 and time.monotonic() >= self._paused_until
+
+    def open(self, name: str, size: int) -> OpenFile | None:
+        """A cached chunk; opening it marks it as used."""
+        path = self._folder / name
+        try:
+            file = self._files.get(str(path), size)
+            return file if file.num_bytes() == size else None
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._pause(error)
+            return None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Cache a chunk if it can be written."""
+        try:
+            with atomic_write(self._folder / name) as temporary:
+                self._evict(len(data))
+                temporary.write_bytes(data)
+        except OSError as error:
+            self._pause(error)
+
+    def _pause(self, error: OSError) -> None:
+        self._paused_until = time.monotonic() + self._PAUSE_S
+        log_once(
+            "data",
+            f"{self._folder}: {error.strerror}; remote shards are read without a cache, with more requests. "
+            "Free space there, or set SACCADE_CACHE to another folder",
+            logging.WARNING,
+        )
+
+    def _evict(self, incoming: int) -> None:
+        """Remove the least recently used chunks until `incoming` bytes fit. The folder is scanned now and then, not for every chunk."""
+        if self._bytes_since_scan is not None and self._bytes_since_scan + incoming <= self._max_bytes // 64:
+            self._bytes_since_scan += incoming
+            return
+        chunks = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                try:
+                    status = entry.stat()
+                except FileNotFoundError:
+                    continue
+                if (
+                    not entry.name.startswith(".") or status.st_mtime < time.time() - 3600
+                ):  # newer temporary files are being written
+                    chunks.append((status.st_mtime, status.st_size, entry.path))
+        total = sum(size for _, size, _ in chunks) + incoming
+        for _, size, path in sorted(chunks) if total > self._max_bytes else []:
+            Path(path).unlink(missing_ok=True)
+            total -= size
+            if total <= 0.9 * self._max_bytes:
+                break
+        self._bytes_since_scan = incoming

@@ -1,8 +1,8 @@
-"""A toy set that can be learned in minutes on a laptop: pictures of one coloured shape, with a question about it.
+"""A toy dataset that trains in minutes on a laptop: images of one coloured shape, with a question about it.
 
-    draw a shape -> ask for its colour or its form -> one sample
+    draw a shape -> ask for its colour or its shape -> one sample
 
-Every picture is drawn from its number and the seed alone, so a held-out set is another range of numbers.
+Every image depends on its number and the seed alone, so a held-out set is another range of numbers.
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ COLOURS = {
 }  # fmt: skip
 SHAPES = ("bar", "cross", "ring", "square")
 QUESTIONS = {"colour": "What colour is it?", "shape": "What shape is it?"}
-GROUND = (235, 235, 235)
+BACKGROUND = (235, 235, 235)
 SIDE = 84
-"""Of a picture, in pixels: 36 patches, 9 tokens."""
+"""Side of an image in pixels: 36 patches, 9 tokens."""
 
 
 def write_toy_shards(folder: str | Path, *, first: int, count: int, seed: int = 0, side: int = SIDE) -> None:
     """Write the samples `first` .. `first + count` into shards of 2000, in a folder that has none yet."""
     if any(Path(folder).glob("*.tar")):
-        raise DataError(
-            f"{folder} holds shards already: their samples would be there twice. Remove it, or choose another"
-        )
+        raise DataError(f"{folder} contains shards already: samples would be duplicated. Remove it, or choose another")
     with ShardWriter(folder, max_samples=2000) as writer:
         for number in range(first, first + count):
             writer.write(toy_sample(number, seed=seed, side=side))
 
 
 def toy_sample(number: int, *, seed: int = 0, side: int = SIDE) -> Sample:
-    """One picture, one question, one word for an answer."""
-    rng = random.Random(f"{seed}/{number}")  # noqa: S311 (a drawing, not a secret)
+    """One image, one question, a one-word answer."""
+    rng = random.Random(f"{seed}/{number}")  # noqa: S311 - not a secret
     colour, shape, kind = rng.choice(sorted(COLOURS)), rng.choice(SHAPES), rng.choice(sorted(QUESTIONS))
     answer = colour if kind == "colour" else shape
     description = {"questions": [{"question": QUESTIONS[kind], "answer": answer, "kind": kind}], "source": "toy"}
@@ -51,8 +49,8 @@ def toy_sample(number: int, *, seed: int = 0, side: int = SIDE) -> Sample:
 
 
 def _draw(shape: str, colour: str, rng: random.Random, side: int) -> bytes:
-    """A shape of random size and shade, near the middle of a ground of random shade."""
-    picture = Image.new("RGB", (side, side), tuple(channel + rng.randint(-8, 8) for channel in GROUND))
+    """Draw a shape of random size and shade, near the centre of a background of random shade."""
+    picture = Image.new("RGB", (side, side), tuple(channel + rng.randint(-8, 8) for channel in BACKGROUND))
     radius = rng.randint(side // 4, side // 3)
     x, y = (side // 2 + rng.randint(-side // 8, side // 8) for _ in range(2))
     pen, fill = ImageDraw.Draw(picture), tuple(max(0, min(255, c + rng.randint(-12, 12))) for c in COLOURS[colour])

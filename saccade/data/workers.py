@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.data.bad_samples import BadSample
 from saccade.data.batch_sampler import SampleRef
-from saccade.data.collate import CollateResult, Collator, CollatorConfig, PackedSequence
+from saccade.data.collate import BadSample, CollateResult, Collator, CollatorConfig, PackedSequence
 from saccade.errors import DataError, UserError
 from saccade.fork_server import (
     ForkServer,
@@ -180,6 +179,8 @@ class CollatorPool:
                 yield pending.popleft().result()
         except PoolClosedError as error:
             raise DataError("the stream was closed") from error
+        except DataError:
+            raise
         except (ForkServerError, UserError) as error:
             raise DataError(str(error)) from error
         finally:

@@ -7,7 +7,7 @@ sequence of each stage and of the validation data. So a typo in the last stage d
 import dataclasses
 from collections.abc import Sequence
 
-from saccade.data.stream_source import IndexedSource
+from saccade.data.loader import measure_lengths
 from saccade.device import DTYPES
 from saccade.errors import CheckpointError, ConfigError, UserError
 from saccade.processor import Processor
@@ -71,8 +71,13 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
 def _check_data(config: TrainConfig, stage: StageConfig, sources: Sequence[SourceConfig]) -> None:
     """Index and measure with all workers what is not yet, then pack and decode one sequence in this process."""
     data = dataclasses.replace(stage.data, max_bad_share=1.0)
-    for source in data_sources(sources):
-        IndexedSource.open(source, str(config.model.folder), data.num_workers, log_indexing, data.storage)
+    measure_lengths(
+        data_sources(sources),
+        checkpoint=config.model.folder,
+        num_workers=data.num_workers,
+        on_progress=log_indexing,
+        storage=data.storage,
+    )
     with open_validation_stream(
         config, dataclasses.replace(stage, data=data), sources=sources, num_samples=data.packing_buffer_size
     ) as stream:

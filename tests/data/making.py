@@ -133,6 +133,11 @@ def write_synthetic_index(folder, num_shards=10_000, samples_per_shard=10_000, n
     return folder
 
 
+def read_samples(index, shard, rows, *, verify=False):
+    """Several samples of one shard, in the order of `rows`."""
+    return [index.read_sample(shard, row, verify=verify) for row in rows]
+
+
 # Measures live here, where other processes can import them.
 
 

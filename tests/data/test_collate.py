@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.data.batch_sampler import SampleRef
-from saccade.data.collate import Collator, CollatorConfig, CollatorSource, Measurer, measure
+from saccade.data.collate import Collator, CollatorConfig, CollatorSource, Measurer, measure_sample
 from saccade.data.index import build_index, open_index
 from saccade.data.sample import Sample, TextRules, conversations
 from saccade.data.storage import StorageConfig
@@ -40,7 +40,7 @@ def picks_of(folder, processor, *, source=0, epoch=0, rules=RULES):
     index, samples = open_index(folder), []
     for shard in range(len(index.shards)):
         for kept_row, row in enumerate(index.kept(shard)):
-            tokens, patches = measure(index.read_sample(shard, row), processor, rules)
+            tokens, patches = measure_sample(index.read_sample(shard, row), processor, rules)
             samples.append(SampleRef(source, shard, kept_row, epoch, tokens[epoch % len(tokens)], patches))
     return samples
 
@@ -83,9 +83,9 @@ def test_the_measure_of_every_variant_is_the_length_of_its_row(processor, images
         rows = [processor.preprocess(messages) for messages in conversations(sample, RULES)]
     except UserError:
         with pytest.raises(UserError):
-            measure(sample, processor, RULES)
+            measure_sample(sample, processor, RULES)
         return
-    tokens, patches = measure(sample, processor, RULES)
+    tokens, patches = measure_sample(sample, processor, RULES)
     assert tokens == [row.num_tokens for row in rows]
     assert {patches} == {len(row.patches) for row in rows}
 
@@ -93,7 +93,7 @@ def test_the_measure_of_every_variant_is_the_length_of_its_row(processor, images
 def test_measuring_decodes_no_pixel(processor):
     whole = make_sample("a", width=90, height=70)
     cut = Sample("a", "made", whole.members | {"jpg": whole.members["jpg"][:700]})
-    assert measure(cut, processor, RULES) == measure(whole, processor, RULES)
+    assert measure_sample(cut, processor, RULES) == measure_sample(whole, processor, RULES)
 
 
 def test_the_fingerprint_is_of_the_processor_and_the_rules(checkpoint, tmp_path):
@@ -184,7 +184,7 @@ def test_a_damaged_sample_is_left_out_and_named(checkpoint, processor, folder):
     )
     assert made.sequence.sample_ids == [f"shards/00000/s{number}" for number in (0, 1, 3, 4)]
     (bad,) = made.bad
-    assert (bad.source, bad.shard, bad.key) == ("shards", "00000.tar", "s2")
+    assert bad.sample_id == "shards/00000/s2", "the id it would have in sample_ids"
     assert "differs from its checksum" in bad.reason
 
 
@@ -194,7 +194,7 @@ def test_a_picture_that_does_not_decode_is_left_out_and_named(checkpoint, proces
     write_samples(tmp_path / "shards" / "00000.tar", [cut, whole])
     made = Collator(setup_of(checkpoint, tmp_path / "shards")).make(picks_of(tmp_path / "shards", processor))
     assert made.sequence.sample_ids == ["shards/00000/whole"]
-    assert [bad.key for bad in made.bad] == ["cut"]
+    assert [bad.sample_id for bad in made.bad] == ["shards/00000/cut"]
     assert "truncated or corrupt" in made.bad[0].reason
 
 
@@ -204,7 +204,7 @@ def test_samples_behind_the_end_of_a_cut_shard_are_bad(checkpoint, processor, fo
     with (folder / "00000.tar").open("r+b") as tar:
         tar.truncate(open_index(folder).spans(0, [3]).begins[0] + 10)
     made = collator.make(samples)
-    assert [bad.key for bad in made.bad] == ["s3", "s4"]
+    assert [bad.sample_id for bad in made.bad] == ["shards/00000/s3", "shards/00000/s4"]
     assert made.sequence.sample_ids == [f"shards/00000/s{number}" for number in range(3)]
 
 
@@ -213,7 +213,7 @@ def test_a_length_that_differs_from_its_file_is_bad_and_has_a_remedy(checkpoint,
     samples = picks_of(folder, processor)
     samples[1] = samples[1]._replace(**wrong)
     made = Collator(setup_of(checkpoint, folder)).make(samples)
-    assert [bad.key for bad in made.bad] == ["s1"]
+    assert [bad.sample_id for bad in made.bad] == ["shards/00000/s1"]
     assert "remove the folder's index/lengths-*" in made.bad[0].reason
     assert len(made.sequence.sample_ids) == 4
     assert len(made.sequence.inputs.patches) == made.sequence.inputs.image_grids.prod(-1).sum()

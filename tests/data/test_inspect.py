@@ -11,8 +11,7 @@ from data.making import encode, make_jpeg, make_picture, make_sample, make_shard
 
 from saccade.data.curate import CurationSettings, ScoreRange, curate, inspect, write_page
 from saccade.data.curate.funnel import distribution
-from saccade.data.index import open_index
-from saccade.data.sidecars import build_lengths
+from saccade.data.index import build_lengths, open_index
 
 
 def count_words(sample):

@@ -14,7 +14,7 @@ from data.test_collate import assert_same_inputs
 
 from saccade.data import open_stream
 from saccade.data.index import build_index
-from saccade.data.loader import Source
+from saccade.data.loader import Source, measure_lengths
 from saccade.data.sample import TextRules
 from saccade.errors import ConfigError, DataError
 from saccade.processor import Processor
@@ -129,6 +129,18 @@ def test_what_is_missing_is_built_on_first_use(tmp_path, opened):
     assert len(ids_of(stream)) == 6
     opened(folder, on_progress=lambda what, progress: seen.append((what, progress)))
     assert len(seen) == 4
+
+
+def test_lengths_measured_ahead_are_those_the_stream_uses(tmp_path, checkpoint, opened):
+    folder, seen = make_shards(tmp_path / "new", 3, 4), []
+    rules = TextRules(caption_prompt="What is it?")
+    source = Source(path=folder, rules=rules)
+    (measured,) = measure_lengths(source, checkpoint=checkpoint, num_workers=2)
+    assert (measured.num_measured, measured.name) == (3, "new")
+    assert measure_lengths([source], checkpoint=checkpoint)[0].num_measured == 0
+    stream = opened(source, num_epochs=1, on_progress=lambda what, progress: seen.append(what))
+    assert len(ids_of(stream)) == 12
+    assert seen == []
 
 
 # ------------------------------------------------------------------ ranks and workers

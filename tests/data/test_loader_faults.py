@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from data.test_loader import assert_gone, assert_same_batches, ids_of, is_alive
 
 from saccade.data.index import build_index, open_index
 from saccade.data.sample import Sample
-from saccade.errors import DataError
+from saccade.data.storage import StorageConfig
+from saccade.errors import DataError, StorageError
 
 
 def listed(path):
@@ -66,13 +68,13 @@ def test_every_good_sample_comes_once_beside_bad_pictures_and_shards_cut_under_w
     lost = {"007", "107", "247", "248", "249", "345", "346", "347", "348", "349"}
     keys = [sample_id.rpartition("/")[2] for sample_id in ids_of(batches)]
     assert Counter(keys) == {f"{s}{n:02d}": 1 for s in range(4) for n in range(50) if f"{s}{n:02d}" not in lost}
-    assert {entry["key"] for entry in listed(log)} == lost
+    assert {entry["sample_id"] for entry in listed(log)} == {f"photos/{int(key) // 100:05d}/{key}" for key in lost}
     for entry in listed(log):
-        assert (entry["source"], entry["shard"]) == ("photos", f"{int(entry['key']) // 100:05d}.tar")
-        assert ("truncated or corrupt" if entry["key"] in ("007", "107") else "was cut or replaced") in entry["reason"]
+        is_picture = entry["sample_id"][-3:] in ("007", "107")
+        assert ("truncated or corrupt" if is_picture else "was cut or replaced") in entry["reason"]
     assert stream.stats().bad_samples == sum(len(batch.bad) for batch in batches) == 10
-    assert caplog.text.count("is left out") == 1
-    assert len(batches) == num_planned, "the plan does not change"
+    assert caplog.text.count("is skipped") == 1
+    assert len(batches) == num_planned, "the batches stay as sampled"
 
 
 def test_shards_that_were_cut_before_they_were_indexed_give_their_whole_samples(tmp_path, opened):
@@ -93,11 +95,11 @@ def test_too_many_bad_samples_stop_the_stream_and_are_named(tmp_path, opened):
     log = tmp_path / "bad.jsonl"
     stream = opened(tmp_path / "photos", num_epochs=1, max_bad_share=0.05, bad_log=log)
     with pytest.raises(
-        DataError, match=rf"samples are bad, over max_bad_share 0.05.*{log}.*photos/00000.tar/s\d+"
+        DataError, match=rf"samples are bad, over max_bad_share 0.05.*{log}.*photos/00000/s\d+"
     ) as caught:
         list(stream)
     assert 10 <= len(listed(log)) <= 20
-    assert all(entry["key"] in str(caught.value) for entry in listed(log)[:5])
+    assert all(entry["sample_id"] in str(caught.value) for entry in listed(log)[:5])
     with pytest.raises(StopIteration):
         next(stream)
     assert len(ids_of(opened(tmp_path / "photos", num_epochs=1, max_bad_share=0.5))) == 80
@@ -118,11 +120,60 @@ def test_samples_that_cannot_be_measured_or_held_are_named_once_over_all_ranks(t
     log = tmp_path / "bad.jsonl"
     for rank in range(2):
         list(opened(tmp_path / "photos", num_epochs=1, rank=rank, num_ranks=2, global_batch_size=2, bad_log=log))
-    reasons = {entry["key"]: entry["reason"] for entry in listed(log)}
+    reasons = {entry["sample_id"].rpartition("/")[2]: entry["reason"] for entry in listed(log)}
     assert len(listed(log)) == len(reasons) == 3
     assert "an aspect ratio of 225 over the limit" in reasons["s3"]
-    assert "over the budget of a row" in reasons["s8"]
-    assert "over the budget of a row" in reasons["s9"]
+    assert "over max_seq_len 1024 or max_patches" in reasons["s8"]
+    assert "over max_seq_len 1024 or max_patches" in reasons["s9"]
+
+
+# ------------------------------------------------------------------ storage
+
+
+def quick(max_wait_s):
+    return StorageConfig(first_wait_s=0.02, max_wait_s=max_wait_s)
+
+
+def test_storage_that_fails_stops_the_stream_and_a_resume_loses_no_sample(tmp_path, opened):
+    folder = make_shards(tmp_path / "photos", 2, 20)
+    whole = list(opened(folder, num_epochs=1))
+    log = tmp_path / "bad.jsonl"
+    stream = opened(folder, num_epochs=1, storage=quick(0.1), bad_log=log, num_workers=1, prefetch=1)
+    (folder / "00001.tar").rename(tmp_path / "away.tar")
+    batches = []
+    with pytest.raises(StorageError, match=r"00001.tar: No such file.*resume when the storage is back"):
+        batches.extend(stream)
+    assert not log.exists(), "a failing disk is not a bad sample"
+    (tmp_path / "away.tar").rename(folder / "00001.tar")
+    batches += list(opened(folder, num_epochs=1, state=stream.state_dict()))
+    assert_same_batches(batches, whole)
+
+
+def test_a_stream_waits_for_storage_that_comes_back(tmp_path, opened):
+    folder = make_shards(tmp_path / "photos", 1, 10)
+    stream = opened(folder, num_epochs=1, storage=quick(60.0), num_workers=1)
+    (folder / "00000.tar").rename(tmp_path / "away.tar")
+    back = threading.Timer(2.0, lambda: (tmp_path / "away.tar").rename(folder / "00000.tar"))
+    back.start()
+    assert len(ids_of(stream)) == 10
+    assert back.finished.is_set()
+
+
+def test_the_opening_line_says_what_a_source_has_and_what_was_lost(tmp_path, opened, caplog):
+    caplog.set_level(logging.INFO)
+    folder = make_shards(tmp_path / "photos", 2, 10)
+    opened(folder)
+    assert "source photos: 20 of 20 samples in 2 shards" in caplog.text
+    with (folder / "00001.tar").open("r+b") as tar:
+        tar.truncate(tar.seek(0, os.SEEK_END) // 2)
+    write_samples(folder / "00002.tar", [make_sample("good"), make_sample("bad", members={"txt": b" "})])
+    caplog.clear()
+    opened(folder)
+    line = next(record for record in caplog.records if record.message.startswith("source photos"))
+    assert line.levelno == logging.WARNING
+    assert re.search(
+        r"15 of 16 samples in 3 shards; 1 unusable; 1 damaged shards \(00001.tar\), [\d,]+ bytes lost", line.message
+    )
 
 
 # ------------------------------------------------------------------ killed processes
@@ -173,7 +224,7 @@ def test_a_row_that_kills_every_worker_ends_the_stream_with_its_samples_named(ph
     killer.start()
     try:
         with pytest.raises(
-            DataError, match=r"3 worker processes crashed on the same packed sequence.*photos/0000\d.tar/0000"
+            DataError, match=r"3 worker processes crashed on the same packed sequence.*photos/0000\d/0000"
         ):
             list(stream)
     finally:

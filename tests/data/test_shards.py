@@ -14,10 +14,10 @@ from data.making import make_jpeg, make_sample, make_shards, write_tar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.data.files import OpenFiles
 from saccade.data.sample import Sample
-from saccade.data.shards import ShardFile, ShardWriter, TarDamageError, list_shards, read_range, scan
-from saccade.data.tar import Window, members
+from saccade.data.shards import ShardFile, ShardWriter, list_shards, read_range, samples, window
+from saccade.data.storage import OpenFiles
+from saccade.data.tar import Gap, Member, Window, members
 from saccade.errors import ConfigError, DataError
 
 repeatable = settings(deadline=None, derandomize=True, max_examples=60)
@@ -68,11 +68,11 @@ def test_paths_that_mean_nothing_say_what_is_wrong(tmp_path):
     (tmp_path / "empty").mkdir()
     for path, message in {
         tmp_path / "nowhere": "No such file or directory",
-        tmp_path / "empty": "no tar files there",
-        f"{tmp_path}/set/{{00000..00003}}.tar": "2 shards are not there: 00002.tar, 00003.tar",
+        tmp_path / "empty": "no tar files",
+        f"{tmp_path}/set/{{00000..00003}}.tar": "2 shards are missing: 00002.tar, 00003.tar",
         f"{tmp_path}/s*/00000.tar": "wildcards in a folder's name",
         f"{tmp_path}/set/{{00000..00003}}": "ends in .tar",
-        "nosuch://bucket/folder": "no such kind of storage",
+        "nosuch://bucket/folder": "unknown storage scheme",
     }.items():
         with pytest.raises(DataError, match=message):
             list_shards(path)
@@ -168,8 +168,8 @@ def test_a_tar_cut_anywhere_gives_its_whole_files_and_says_where_it_was_cut(cut,
     for expected in by_tarfile(whole):
         if expected[1] + expected[2] <= cut:
             assert tuple(next(scanned)) == expected
-    with pytest.raises(TarDamageError, match=f"truncated at byte {cut}"):
-        next(scanned)
+    (gap,) = scanned
+    assert (gap.reason, gap.end) == (f"truncated at byte {cut}", cut)
 
 
 @repeatable
@@ -178,13 +178,51 @@ def test_garbage_is_never_taken_for_a_header(noise):
     info = tarfile.TarInfo("a.txt")
     data = info.tobuf() + noise
     if noise[:512] != bytes(512):
-        with pytest.raises(TarDamageError, match="no tar header at byte 512"):
-            scan_bytes(data)
+        assert scan_bytes(data)[1:] == [Gap(512, len(data), "no tar header at byte 512")]
+
+
+def tar_of(names, size=700):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as tar:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = size
+            tar.addfile(info, io.BytesIO(random.Random(name).randbytes(size)))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("window_bytes", [600, 1 << 20])
+@pytest.mark.parametrize("damage", ["header", "zeros", "cut out", "inserted"])
+def test_a_damaged_tar_resynchronises_at_the_next_header(damage, window_bytes):
+    names = [f"{number}.{extension}" for number in range(6) for extension in ("jpg", "txt")]
+    whole = tar_of(names)
+    third, fourth = (next(m.offset for m in scan_bytes(whole) if m.name == name) - 512 for name in ("2.jpg", "3.jpg"))
+    data = {
+        "header": whole[:third] + b"\xff" * 100 + whole[third + 100 :],
+        "zeros": whole[:third] + bytes(fourth - third) + whole[fourth:],
+        "cut out": whole[: third + 600] + whole[fourth:],
+        "inserted": whole[:third] + b"\xff" * 777 + whole[third:],
+    }[damage]
+    found = scan_bytes(data, window_bytes)
+    gaps = [entry for entry in found if isinstance(entry, Gap)]
+    assert len(gaps) == 1
+    assert third <= gaps[0].begin < gaps[0].end <= third + 2048 + 2 * (fourth - third)
+    assert [entry.name for entry in found if isinstance(entry, Member)][-4:] == names[-4:]
+    tar = Window(lambda offset, size: data[offset : offset + size], len(data), window_bytes)
+    items = list(samples(tar, lambda _, member: tar.get(member.offset, member.size)))
+    complete = [item for item in items if not isinstance(item, Gap)]
+    keys = [key for key, _ in complete]
+    assert keys[:1] == ["0"], "the sample before the damage may lack members"
+    assert keys[-2:] == ["4", "5"]
+    assert all([extension for extension, *_ in parts] == ["jpg", "txt"] for _, parts in complete), "no half samples"
+    assert all(
+        content == random.Random(member.name).randbytes(700) for _, parts in complete for _, member, content in parts
+    )
 
 
 def test_scan_reads_a_file_on_disk(tmp_path):
     path = make_shards(tmp_path, 1, 3) / "00000.tar"
-    names = [member.name for member in scan(file_of(path))]
+    names = [member.name for member in members(window(file_of(path)))]
     assert names == [f"00000000{n}.{extension}" for n in range(3) for extension in ("jpg", "json", "txt")]
 
 
@@ -198,7 +236,7 @@ def test_ranges_are_exact_and_a_file_that_shrank_is_an_error(tmp_path):
     assert read_range(file, 250, 10) == bytes([250, 251, 252, 253, 254, 255, 0, 1, 2, 3])
     assert read_range(file, 2048, 0) == b""
     os.truncate(path, 1000)
-    with pytest.raises(DataError, match=r"x\.tar: wanted 100 bytes at 950, the file has 1000.*saccade data index"):
+    with pytest.raises(DataError, match=r"x\.tar: expected 100 bytes at 950, the file has 1000.*saccade data index"):
         read_range(file, 950, 100)
     path.unlink()
     with pytest.raises(DataError, match="No such file"):
@@ -296,7 +334,7 @@ def test_a_second_writer_on_the_same_folder_is_refused(tmp_path):
 
 
 def test_samples_that_would_not_read_back_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds nothing"):
+    with pytest.raises(ConfigError, match="both must be at least 1"):
         ShardWriter(tmp_path, max_samples=0)
     with ShardWriter(tmp_path) as writer:
         writer.write(make_sample("twice"))

@@ -7,8 +7,7 @@ import pytest
 from data.making import make_picture
 from data.test_collate import assert_same_inputs
 
-from saccade.data.bad_samples import BadSample
-from saccade.data.collate import CollateResult, PackedSequence
+from saccade.data.collate import BadSample, CollateResult, PackedSequence
 from saccade.data.workers import SequenceBuffer
 from saccade.processor import Processor
 
@@ -22,7 +21,7 @@ def collated(processor, into, *, num_images=1):
     messages = [{"role": "user", "content": [{"type": "image", "image": image}] * num_images}]
     inputs = processor.preprocess(messages, into=into)
     sequence = PackedSequence(inputs=inputs, sample_ids=["a/b/ü"], source_of_conversation=[0], source_names=["a"])
-    return CollateResult(sequence, [BadSample("a", "b.tar", "c", "why")], 123)
+    return CollateResult(sequence, [BadSample("a/b/c", "why")], 123)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,7 @@ from saccade.data.curate.image_hash import thumbnails_agree
 from saccade.data.curate.measuring import measure_features
 from saccade.data.curate.population import Population, gather
 from saccade.data.curate.settings import CurationSettings
-from saccade.data.index import open_index
-from saccade.data.sidecars import Progress
+from saccade.data.index import Progress, open_index
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from saccade.data.curate.settings import DECODE_LIMITS
 from saccade.data.curate.text_hash import NUM_BANDS, minhash_bands, text_hash
 from saccade.data.curate.text_statistics import text_statistics
 from saccade.data.index import ShardIndex
-from saccade.data.indexing import read_note, write_table
-from saccade.data.places import parquet_name
+from saccade.data.indexing import parquet_name, read_note, write_table
 from saccade.data.sample import Sample, TextRules, conversations, description, images
 from saccade.errors import DataError, ImageError
 
@@ -157,8 +156,8 @@ def write_features(index: ShardIndex, shard: int) -> None:
 
 def is_measured(index: ShardIndex, shard: int) -> bool:
     """Whether the shard as it is now has features of this version."""
-    note = read_note(_path(index, shard)) or {}
-    return note.get("bytes") == index.entries[shard].num_bytes and note.get("features") == VERSION
+    note, entry = read_note(_path(index, shard)) or {}, index.entries[shard]
+    return note.get("features") == VERSION and (note["bytes"], note["num_rows"]) == (entry.num_bytes, entry.num_samples)
 
 
 def _path(index: ShardIndex, shard: int) -> Path:

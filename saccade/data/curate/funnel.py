@@ -164,7 +164,7 @@ def _quantities(index: ShardIndex, shard: int) -> Iterator[tuple[str, NDArray[np
         tokens, patches = index.lengths(shard, fingerprint)
         every = np.arange(len(tokens))
         is_measured_row = tokens.counts(every) > 0
-        yield "tokens of the first text", tokens.pick(every, 0)[is_measured_row], every[is_measured_row]
+        yield "tokens of the first text", tokens.select(every, 0)[is_measured_row], every[is_measured_row]
         yield "image patches", patches[is_measured_row], every[is_measured_row]
     if is_measured(index, shard):
         features = read_features(index, shard, ["texts", "num_words", *SCORE_COLUMNS])

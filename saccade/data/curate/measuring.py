@@ -16,8 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from saccade.data.curate.features import is_measured, write_features
-from saccade.data.index import ShardIndex
-from saccade.data.sidecars import Progress
+from saccade.data.index import Progress, ShardIndex
 from saccade.errors import ConfigError, DataError
 
 _LOG = logging.getLogger(__name__)

@@ -30,9 +30,8 @@ from saccade.data.curate.measuring import measure_features
 from saccade.data.curate.population import Population, by_shard, gather
 from saccade.data.curate.rules import SCORE_COLUMNS, Reasons, in_order, judge, scores_of
 from saccade.data.curate.settings import CurationSettings
-from saccade.data.index import ShardIndex, open_index
+from saccade.data.index import Progress, ShardIndex, finish_decisions, open_index, write_decisions
 from saccade.data.shards import ShardWriter
-from saccade.data.sidecars import Progress, finish_decisions, write_decisions
 from saccade.data.storage import is_remote
 from saccade.errors import DataError
 

@@ -13,9 +13,9 @@ from saccade.data.readers.reader import (
     image_extension,
     read_item,
 )
-from saccade.data.sample import Sample, description, image_names, split_name
-from saccade.data.shards import ShardFile, TarDamageError, list_shards, window
-from saccade.data.tar import members
+from saccade.data.sample import Sample, description, image_names
+from saccade.data.shards import ShardFile, list_shards, samples, window
+from saccade.data.tar import Gap, Member
 from saccade.errors import DataError
 
 
@@ -25,36 +25,25 @@ def list_parts(spec: InputSpec) -> list[Part]:
 
 
 def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
-    """The samples of one tar in order, from number `begin`. Of a tar that breaks off, the whole samples are read."""
+    """The samples of one tar in order, from number `begin`. Of a damaged tar the complete samples are read."""
     seen: set[str] = set()
-    num_read = 0
-    try:
-        for key, files in _groups(part, begin):
-            if num_read >= begin:
-                yield read_item(key, _sample, spec, key, files, key in seen)
-            seen.add(key)
-            num_read += 1
-    except TarDamageError as damage:
-        if num_read >= begin:
-            yield Skipped(part.name, "tar damaged", f"{damage}; its samples before that are used")
+    tar = window(ShardFile(part.path, part.name, part.num_bytes))
 
-
-def _groups(part: Part, begin: int) -> Iterator[tuple[str, dict[str, bytes | None]]]:
-    """Key and members of each sample. None stands for bytes that are not read: too many, or before `begin`."""
-    reader = window(ShardFile(part.path, part.name, part.num_bytes))
-    number, key, files = 0, "", dict[str, bytes | None]()
-    for member in members(reader):
-        name = split_name(member.name)
-        if name is None:
-            continue
-        if files and name[0] != key:
-            yield key, files
-            number, files = number + 1, {}
-        key = name[0]
+    def load(number: int, member: Member) -> bytes | None:
+        """None for bytes that are not read: too many, or before `begin`."""
         is_read = number >= begin and member.size <= MAX_IMAGE_BYTES
-        files[name[1]] = reader.get(member.offset, member.size) if is_read else None
-    if files:
-        yield key, files
+        return tar.get(member.offset, member.size) if is_read else None
+
+    for number, item in enumerate(samples(tar, load)):
+        if isinstance(item, Gap):
+            if number >= begin:
+                yield Skipped(part.name, "tar damaged", f"{item.reason}; bytes {item.begin} to {item.end} are skipped")
+            continue
+        key, parts = item
+        if number >= begin:
+            files = {extension: data for extension, _, data in parts}
+            yield read_item(key, _sample, spec, key, files, key in seen)
+        seen.add(key)
 
 
 def _sample(spec: InputSpec, key: str, files: dict[str, bytes | None], is_repeated: bool) -> Sample:
