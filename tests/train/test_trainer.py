@@ -193,7 +193,7 @@ def test_a_corrupted_sample_is_skipped_and_named(tmp_path, checkpoint):
     recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=shards)
     train(read_recipe(recipe, "stages.0.steps=4"), device="cpu")
     bad = [json.loads(line) for line in (tmp_path / "run/bad_samples.jsonl").read_text().splitlines()]
-    assert {one["key"] for one in bad} == {"00000005"}
+    assert {one["sample_id"] for one in bad} == {"shards/00000/00000005"}
     assert len(losses(tmp_path / "run")) == 4
 
 
