@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -12,6 +12,37 @@ from hypothesis import strategies as st
 
 from saccade.config import decode, encode, load_config, override_config, write_config
 from saccade.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """A section with a renamed key."""
+
+    max_seq_len: int = 1
+    RENAMED: ClassVar[dict[str, str]] = {"token_budget": "max_seq_len"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renamed:
+    """A section in it, itself renamed."""
+
+    data: Data = Data()
+    validation: Data = Data()
+    RENAMED: ClassVar[dict[str, str]] = {"probe": "validation"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"data": {"token_budget": 3}}, "config: data.token_budget is now called max_seq_len. Rename the key"),
+        ({"probe": {"max_seq_len": 3}}, "config: probe is now called validation. Rename the key"),
+    ],
+)
+def test_a_renamed_key_is_refused_with_its_new_name(tree, message):
+    with pytest.raises(ConfigError) as refused:
+        decode(Renamed, tree)
+    assert str(refused.value) == message
+
 
 repeatable = settings(deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 

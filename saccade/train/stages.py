@@ -176,25 +176,24 @@ def _first_stage(config: TrainConfig, state: SavedState | None) -> int:
             f"{config.run} is in stage {number}, the recipe has {len(config.stages)}, counted from 0. Use the recipe of this "
             "run, or another run folder: --set run=NAME"
         )
-    if state.progress["is_stage_done"]:
-        _check_epochs(config, number, state)
-        if state.progress["stage_step"] >= (config.stages[number].known_steps or 0):
-            number += 1
+    if state.progress["is_stage_done"] and not _was_extended(config.stages[number], state):
+        number += 1
     if number == len(config.stages):
         logger.info("every stage of this run is done. Give it more steps, or use another run folder: --set run=NAME")
     return number
 
 
-def _check_epochs(config: TrainConfig, number: int, state: SavedState) -> None:
-    """Refuse more epochs for a finished stage: the order of its samples depends on where the data ends."""
-    stage, done = config.stages[number], state.progress.get("epochs")
-    if stage.epochs is None or "epochs" not in state.progress or (done is not None and stage.epochs <= done):
-        return
-    length = f"{state.progress['stage_step']} steps" if done is None else f"{done} epochs"
-    raise ConfigError(
-        f"stage {stage.name} finished after {length}, and epochs = {stage.epochs} cannot extend it: the order of its samples depends "
-        f"on that length. Add a stage after it, or start another run from the newest folder in {config.run / 'checkpoints'}"
-    )
+def _was_extended(stage: StageConfig, state: SavedState) -> bool:
+    """Whether a finished stage is longer in this recipe than it was when it finished."""
+    if stage.known_steps is not None:
+        return bool(state.progress["stage_step"] < stage.known_steps)
+    done = state.progress["epochs"]
+    if done is None:
+        raise ConfigError(
+            f"stage {stage.name} finished after {state.progress['stage_step']} steps, and its length is now given in epochs. Give it "
+            "in steps or tokens, or add a stage"
+        )
+    return bool(stage.epochs is not None and stage.epochs > done)
 
 
 def _run_stage(

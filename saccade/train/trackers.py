@@ -11,6 +11,7 @@ in one warning, and training goes on.
 import json
 import logging
 import math
+import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ class WandbConfig:
     """Project the run appears in."""
     name: str | None = None
     """What the run is called there; the run folder's name where not given."""
-    mode: Literal["online", "offline"] = "online"
-    """offline writes into the run folder, for `wandb sync` later."""
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """offline writes into the run folder, for `wandb sync` later. The environment variable WANDB_MODE takes precedence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,7 @@ class WeightsAndBiases:
             id=_kept_id(run / "wandb" / "run-id"),
             resume="allow",
             dir=str(run),
-            mode=config.mode,
+            mode=os.environ.get("WANDB_MODE") or config.mode,
             config=dict(settings),
             settings=wandb.Settings(silent=True, init_timeout=60),
         )

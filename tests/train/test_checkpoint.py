@@ -98,6 +98,22 @@ def test_an_incomplete_or_truncated_state_is_not_used(tmp_path, whole, folder, s
     assert losses(copy) == losses(whole), "it went on from step 6"
 
 
+def test_a_damaged_newest_state_is_announced_and_the_previous_one_is_used(tmp_path, whole, folder, shards, caplog):
+    """One bit of a file differs: its size is right, its checksum is not."""
+    copy = shutil.copytree(whole, tmp_path / "run")
+    data = next((copy / "state/step-00000008").glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    recipe = write_recipe(tmp_path / "recipe.toml", run=copy, checkpoint=folder, shards=shards)
+    train(read_recipe(recipe, "stages.0.steps=8", "checkpoint.every=3"), device="cpu")
+    assert f"step-00000008 is damaged: {data.name} does not match its checksum" in caplog.text
+    assert "using the state before it" in caplog.text
+    assert losses(copy) == losses(whole), "resumed from step 6"
+    names = sorted(path.name for path in (copy / "state").iterdir())
+    assert names == ["rejected-step-00000008", "step-00000006", "step-00000008"]
+
+
 def test_a_state_of_another_model_is_refused(tmp_path, whole, folder, shards):
     copy = shutil.copytree(whole, tmp_path / "run")
     recipe = write_recipe(tmp_path / "recipe.toml", run=copy, checkpoint=folder, shards=shards)

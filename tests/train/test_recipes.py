@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from saccade.config import load_config
+from saccade.config import describe_keys, load_config
+from saccade.errors import ConfigError
 from saccade.model.initialize import named_size
 from saccade.train.config import TrainConfig
 from saccade.train.memory_planner import gpu_gib, stage_planner
@@ -16,6 +17,29 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 def test_every_recipe_loads(recipe):
     config = load_config(TrainConfig, recipe)
     assert config.run == Path("runs") / (recipe.stem.removesuffix("-fsdp"))
+
+
+def test_the_reference_page_of_recipe_keys_is_current():
+    page = Path(__file__).parents[2] / "docs" / "recipe.md"
+    assert page.read_text() == describe_keys(TrainConfig), "run: saccade train --keys > docs/recipe.md"
+
+
+OLD_KEYS = {
+    "stages.0.data.token_budget=1": "max_seq_len",
+    "stages.0.data.patch_budget=1": "max_patches",
+    "stages.0.data.rows_per_step=1": "global_batch_size",
+    "stages.0.data.block_samples=1": "packing_buffer_size",
+    "stages.0.data.workers=1": "num_workers",
+    "parallel.reduce_each_row=true": "reduce_each_micro_batch",
+    "parallel.powersgd_start=10": "powersgd_start_step",
+    "probe.every=10": "validation",
+}
+
+
+@pytest.mark.parametrize(("override", "new"), OLD_KEYS.items())
+def test_a_former_key_is_refused_with_its_new_name(override, new):
+    with pytest.raises(ConfigError, match=f"is now called {new}. Rename the key"):
+        load_config(TrainConfig, RECIPES[0], [override])
 
 
 @pytest.mark.parametrize(

@@ -208,12 +208,32 @@ def test_a_run_folder_with_more_stages_than_the_recipe_is_refused(whole, parts, 
         train(decode(TrainConfig, fewer), device="cpu")
 
 
-def test_more_epochs_for_a_stage_that_is_done_are_refused_and_fewer_are_not(whole, parts, tmp_path):
+def test_more_epochs_extend_a_finished_stage_and_fewer_do_not(whole, parts, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     recipe = write_recipe(tmp_path / "recipe.toml", run=run, checkpoint=parts[0], shards=parts[1], text=RECIPE)
-    with pytest.raises(ConfigError, match="stage instruct finished after 1 epochs, and epochs = 2 cannot extend it"):
-        train(read_recipe(recipe, "stages.instruct.epochs=2"), device="cpu")
+    last = max(records(run))
+    before = records(run)[last]["samples"]
+    assert train(read_recipe(recipe, "stages.instruct.epochs=2"), device="cpu") is Ending.FINISHED
+    assert records(run)[max(records(run))]["samples"] == before + 12, "every sample once more"
+    steps = max(records(run))
     assert train(read_recipe(recipe), device="cpu") is Ending.FINISHED
+    assert max(records(run)) == steps
+
+
+def test_sequence_length_and_batch_size_may_change_on_a_resume(parts, tmp_path):
+    recipe = write_recipe(
+        tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=parts[0], shards=parts[1], text=RECIPE
+    )
+    short = ["stages.align.steps=2", "stages.pretrain.tokens=240", "stages.instruct.schedule.kind=constant"]
+    train(read_recipe(recipe, *short, "stages.instruct.epochs=1"), device="cpu")
+    for step in range(5, 20):
+        shutil.rmtree(tmp_path / f"run/state/step-{step:08d}", ignore_errors=True)
+    changed = ["stages.instruct.data.max_seq_len=120", "stages.instruct.data.global_batch_size=3"]
+    assert train(read_recipe(recipe, *short, *changed), device="cpu") is Ending.FINISHED
+    found = records(tmp_path / "run")
+    stage = [record for record in found.values() if record["stage"] == "instruct"]
+    before = [record["samples"] for record in found.values() if record["stage"] == "pretrain"][-1]
+    assert stage[-1]["samples"] - before == 12, "one epoch: every sample exactly once"
 
 
 def test_an_unreadable_config_in_the_run_folder_does_not_prevent_a_resume(whole, parts, tmp_path, caplog):

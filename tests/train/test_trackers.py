@@ -1,7 +1,9 @@
 import json
 import logging
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -142,6 +144,23 @@ def test_tensorboard_shows_a_resumed_run_without_what_was_dropped(tmp_path):
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(10, 10.0), (20, 20.0), (30, 50.0)]
     assert "source_loss/a" in events.Tags()["scalars"]
+
+
+@pytest.mark.parametrize(("variable", "mode"), [(None, "online"), ("offline", "offline"), ("disabled", "disabled")])
+def test_the_wandb_mode_of_the_environment_takes_precedence(tmp_path, monkeypatch, variable, mode):
+    """The client is a fake: only what it is started with matters here."""
+    started = {}
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, url=None, finish=lambda: None, log=lambda record: None)
+    fake = SimpleNamespace(
+        init=lambda **settings: started.update(settings) or run, Settings=lambda **settings: settings
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    with open_trackers(TrackersConfig(wandb=WandbConfig()), tmp_path, step=0, settings={}) as trackers:
+        trackers.log(record_of(1))
+    assert started["mode"] == mode
 
 
 def test_weights_and_biases_runs_offline_and_resumes_under_its_id(tmp_path):

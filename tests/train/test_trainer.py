@@ -1,6 +1,9 @@
 """The loop: the losses of `transformers` with torch's AdamW, bad steps, bad samples, lengths in epochs and tokens."""
 
 import json
+import logging
+import os
+import signal
 from itertools import islice, pairwise
 
 import pytest
@@ -12,6 +15,7 @@ from train.running import losses, make_checkpoint, read_recipe, records, skipped
 from saccade.data import open_stream
 from saccade.data.index import open_index
 from saccade.errors import DataError
+from saccade.train.checkpoint import states
 from saccade.train.stages import train
 from saccade.train.trainer import Ending
 
@@ -172,6 +176,47 @@ def test_a_parameter_that_the_loss_does_not_reach_is_named_in_the_first_step(rec
         AssertionError, match=r"\d+ trained parameters got no gradient: vision\.patch_embed\.proj\.weight"
     ):
         train(read_recipe(recipe), device="cpu")
+
+
+# ------------------------------------------------------------------ log and stop
+
+
+def test_the_first_step_is_logged_and_validation_is_announced(recipe, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "saccade")
+    settings = ["stages.0.steps=5", "log.every=100", "validation.every=3"]
+    train(read_recipe(recipe, *settings), device="cpu", validate=lambda model, step: {"score": 1.0})
+    assert list(records(tmp_path / "run")) == [1]
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if line.startswith("step 3: ")] == [
+        "step 3: validation",
+        "step 3: validation score 1",
+    ]
+    assert any(line.startswith('stage "learn": step 0, single device\n') for line in lines)
+    assert any(line.startswith("step 1/5") for line in lines)
+
+
+def test_ctrl_c_in_a_step_discards_it_after_the_current_micro_batch(recipe, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "saccade")
+    forwards = []
+
+    def interrupt(*_):
+        forwards.append(True)
+        if len(forwards) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def validate(model, step):
+        if step == 2:
+            model.register_forward_pre_hook(interrupt)
+        return {}
+
+    settings = ["stages.0.steps=4", "stages.0.data.global_batch_size=6", "validation.every=1"]
+    assert train(read_recipe(recipe, *settings), device="cpu", validate=validate) is Ending.STOPPED
+    assert "SIGINT: finishing this step and saving; press Ctrl-C again to quit now" in caplog.text
+    assert len(forwards) == 3, "of the six micro-batches of step 3"
+    assert [state.step for state in states(tmp_path / "run/state")] == [2]
+    train(read_recipe(recipe, *settings), device="cpu")
+    train(read_recipe(recipe, *settings, f"run={tmp_path / 'other'}"), device="cpu")
+    assert losses(tmp_path / "run") == losses(tmp_path / "other")
 
 
 # ------------------------------------------------------------------ data

@@ -1,7 +1,9 @@
 """A validation sees the model as it is and changes nothing; traces and a full memory say what happened."""
 
 import json
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ from saccade.data.toy import toy_sample
 from saccade.errors import ConfigError
 from saccade.model.weights import load_model
 from saccade.processor import Processor
+from saccade.train.checkpoint import states
 from saccade.train.config import TrainConfig
-from saccade.train.loss import next_token_labels
+from saccade.train.loss import ModelWithLoss, next_token_labels
 from saccade.train.stages import train
+from saccade.train.trainer import Ending
 from saccade.train.validation import preserve_random_state, thumbnail
 
 
@@ -34,8 +38,8 @@ def recipe(place, name):
     )
 
 
-def looking(place, *more):
-    """Settings of a run that looks at held-out samples every third step."""
+def validating(place, *more):
+    """Settings of a run with validation every third step."""
     sources = f"validation.sources=[{{path='{place / 'held-out'}'}}]"
     return [
         "stages.0.steps=7",
@@ -53,24 +57,24 @@ def scores(run):
 
 
 @pytest.fixture(scope="module")
-def looked(place):
-    """A run with a validation, one without, and two ranks that share the model."""
-    train(read_recipe(recipe(place, "looked"), *looking(place)), device="cpu")
-    train(read_recipe(recipe(place, "blind"), "stages.0.steps=7"), device="cpu")
+def validated(place):
+    """A run with validation, one without, and two ranks with fsdp and ddp."""
+    train(read_recipe(recipe(place, "validated"), *validating(place)), device="cpu")
+    train(read_recipe(recipe(place, "plain"), "stages.0.steps=7"), device="cpu")
     jobs = [
-        {"recipe": str(recipe(place, name)), "set": looking(place, f"parallel.strategy={name}")}
+        {"recipe": str(recipe(place, name)), "set": validating(place, f"parallel.strategy={name}")}
         for name in ("fsdp", "ddp")
     ]
     run_together(jobs, place, num_ranks=2)
     return place
 
 
-def test_training_is_the_same_with_and_without_validation(looked):
-    assert losses(looked / "looked") == losses(looked / "blind")
+def test_training_is_the_same_with_and_without_validation(validated):
+    assert losses(validated / "validated") == losses(validated / "plain")
 
 
-def test_validation_loss_is_the_mean_over_all_loss_tokens(looked):
-    exported = looked / "looked/checkpoints/step-00000007"
+def test_validation_loss_is_the_mean_over_all_loss_tokens(validated):
+    exported = validated / "validated/checkpoints/step-00000007"
     model, processor = load_model(exported, dtype=torch.float32), Processor.load(exported, resize="torch")
     total = right = count = 0
     for number in range(20):
@@ -85,44 +89,62 @@ def test_validation_loss_is_the_mean_over_all_loss_tokens(looked):
         total += torch.nn.functional.cross_entropy(logits, labels[labels >= 0], reduction="sum").item()
         right += (logits.argmax(1) == labels[labels >= 0]).sum().item()
         count += len(logits)
-    found = scores(looked / "looked")[7]
+    found = scores(validated / "validated")[7]
     assert found["loss"] == pytest.approx(total / count, rel=1e-5)
     assert found["accuracy"] == pytest.approx(right / count)
 
 
-def test_validation_runs_at_its_interval_and_at_the_end(looked):
-    assert list(scores(looked / "looked")) == [3, 6, 7]
-    assert scores(looked / "looked")[7]["loss"] < scores(looked / "looked")[3]["loss"]
+def test_validation_runs_at_its_interval_and_at_the_end(validated):
+    assert list(scores(validated / "validated")) == [3, 6, 7]
+    assert scores(validated / "validated")[7]["loss"] < scores(validated / "validated")[3]["loss"]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_several_ranks_compute_the_scores_of_one(looked, strategy):
-    together, alone = scores(looked / strategy), scores(looked / "looked")
+def test_several_ranks_compute_the_scores_of_one(validated, strategy):
+    together, alone = scores(validated / strategy), scores(validated / "validated")
     assert list(together) == list(alone)
     for step, found in alone.items():
         assert together[step]["loss"] == pytest.approx(found["loss"], rel=1e-4)
         assert together[step]["accuracy"] == pytest.approx(found["accuracy"], abs=0.02)
 
 
-def test_generations_are_written_and_skipped_for_a_sharded_model(looked):
-    for run in ("looked", "ddp"):
-        lines = [json.loads(line) for line in (looked / run / "samples.jsonl").read_text().splitlines()]
+def test_generations_are_written_and_skipped_for_a_sharded_model(validated):
+    for run in ("validated", "ddp"):
+        lines = [json.loads(line) for line in (validated / run / "samples.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [3, 3, 6, 6, 7, 7]
         assert {line["prompt"] for line in lines} <= {"What colour is it?", "What shape is it?"}
         assert all(line["reference"] and line["image"].startswith("data:image/jpeg;base64,") for line in lines)
-        assert "data:image/jpeg" in (looked / run / "report.html").read_text()
-    assert not (looked / "fsdp/samples.jsonl").read_text()
-    assert "generation is skipped: the model is sharded" in (looked / "jobs-0.log").read_text()
+        assert "data:image/jpeg" in (validated / run / "report.html").read_text()
+    assert not (validated / "fsdp/samples.jsonl").read_text()
+    assert "generation is skipped: the model is sharded" in (validated / "jobs-0.log").read_text()
 
 
 def test_a_resumed_run_drops_generations_beyond_its_step(place):
-    path, settings = recipe(place, "again"), looking(place, "checkpoint.every=5")
+    path, settings = recipe(place, "again"), validating(place, "checkpoint.every=5")
     train(read_recipe(path, *settings, "stages.0.steps=6"), device="cpu")
     for state in sorted((place / "again/state").iterdir())[1:]:
         (state / "complete.json").unlink()  # as if it had died before the end
     train(read_recipe(path, *settings), device="cpu")
     lines = [json.loads(line) for line in (place / "again/samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 3, 6, 6, 7, 7]
+
+
+def test_ctrl_c_ends_a_validation_after_its_current_batch(place, monkeypatch):
+    calls, score = [], ModelWithLoss.score
+
+    def interrupted(self, inputs, labels):
+        calls.append(True)
+        os.kill(os.getpid(), signal.SIGINT)
+        return score(self, inputs, labels)
+
+    monkeypatch.setattr(ModelWithLoss, "score", interrupted)
+    file = recipe(place, "interrupted")
+    config = read_recipe(file, *validating(place, "stages.0.data.max_seq_len=120"))
+    assert train(config, device="cpu") is Ending.STOPPED
+    assert len(calls) == 1
+    assert scores(place / "interrupted") == {}
+    assert [state.step for state in states(place / "interrupted/state")] == [3]
+    assert not (place / "interrupted/samples.jsonl").read_text()
 
 
 def test_validation_preserves_the_random_state():

@@ -1,0 +1,99 @@
+"""Everything that any stage needs is checked before the first step, and by `check_run` without training."""
+
+import shutil
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from train.running import RECIPE, losses, make_checkpoint, read_recipe, write_recipe, write_shards
+from typer.testing import CliRunner
+
+from saccade.cli import app
+from saccade.errors import CheckpointError, ConfigError, DataError
+from saccade.train.check import check_run
+from saccade.train.stages import train
+
+TWO_STAGES = RECIPE + RECIPE[RECIPE.index("[[stages]]") :].replace("learn", "more")
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("check")
+    return make_checkpoint(folder / "checkpoint"), write_shards(folder / "shards", count=12)
+
+
+@pytest.fixture
+def recipe(tmp_path, parts):
+    return write_recipe(
+        tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=parts[0], shards=parts[1], text=TWO_STAGES
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "kind", "words"),
+    [
+        ("stages.more.data.sources=[{path='nowhere'}]", DataError, r"stage more: \S*nowhere: No such file"),
+        ("stages.more.data.max_seq_len=8", DataError, "stage more: none of 12 consecutive samples fits"),
+        ("stages.more.optimizer.lrs={visoin=0}", ConfigError, "stage more: lrs: 'visoin' matches no parameter"),
+        ("stages.more.lora={targets=['q_prj']}", ConfigError, "stage more: lora: target 'q_prj'"),
+        ("validation={every=1, sources=[{path='held-out'}]}", DataError, r"validation: \S*held-out: No such file"),
+    ],
+)
+def test_an_error_in_a_later_stage_is_raised_before_the_first_step(recipe, tmp_path, override, kind, words):
+    config = read_recipe(recipe, "stages.learn.steps=5", override)
+    for run in (lambda: check_run(config, device="cpu"), lambda: train(config, device="cpu")):
+        with pytest.raises(kind, match=words):
+            run()
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_mixture_with_some_weights_missing_is_refused(recipe, parts):
+    with pytest.raises(ConfigError, match="some sources have a weight and some have none"):
+        read_recipe(recipe, f"stages.more.data.sources=[{{path='{parts[1]}', weight=1}}, {{path='other'}}]")
+
+
+def test_a_good_recipe_is_reported_and_the_run_folder_is_not_touched(recipe, tmp_path):
+    checkpoint, learn, more = check_run(read_recipe(recipe), device="cpu")
+    assert "all weights are finite" in checkpoint
+    assert learn.startswith('stage "learn": 20 steps, 1 sources, ')
+    assert "fits in" in more
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_checkpoint_with_nan_or_inf_is_refused_before_the_first_step(recipe, tmp_path, parts, value):
+    broken = shutil.copytree(parts[0], tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
+    tensors[name][3, 4] = value
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    config = read_recipe(recipe, f"model.folder={broken}")
+    for run in (lambda: check_run(config, device="cpu"), lambda: train(config, device="cpu")):
+        with pytest.raises(CheckpointError, match=rf"broken: {name} has 1 values that are NaN or inf"):
+            run()
+    assert torch.isfinite(tensors[name]).sum() == tensors[name].numel() - 1
+    assert not (tmp_path / "run/state").exists() or not list((tmp_path / "run/state").iterdir())
+
+
+def test_remote_shards_are_cached_as_the_recipes_storage_section_says(recipe, tmp_path, parts):
+    memory = fsspec.filesystem("memory")
+    for shard in parts[1].glob("*.tar"):
+        memory.pipe(f"/train-check/{shard.name}", shard.read_bytes())
+    storage = f"{{cache_folder='{tmp_path / 'cache'}', max_attempts=2}}"
+    settings = [f"stages.{name}.data.storage={storage}" for name in ("learn", "more")]
+    settings += [f"stages.{name}.data.sources=[{{path='memory://train-check'}}]" for name in ("learn", "more")]
+    config = read_recipe(recipe, *settings, "stages.learn.steps=2", "stages.learn.schedule.warmup_steps=0")
+    assert config.stages[0].data.storage.max_attempts == 2
+    train(read_recipe(recipe, *settings, "stages.learn.steps=3", "stages.more.steps=3"), device="cpu")
+    assert len(losses(tmp_path / "run")) == 6
+    assert any((tmp_path / "cache").rglob("*")), "blocks and index are in the folder of the recipe"
+
+
+def test_the_command_line_checks_a_recipe_and_prints_its_keys(recipe):
+    checked = CliRunner().invoke(app, ["train", str(recipe), "--check", "--device", "cpu"])
+    assert checked.exit_code == 0, checked.output
+    assert 'stage "more": 20 steps' in checked.output
+    keys = CliRunner().invoke(app, ["train", "--keys"])
+    assert keys.exit_code == 0
+    assert "| `max_seq_len` | integer | `16384` |" in keys.output
