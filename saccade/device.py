@@ -1,4 +1,4 @@
-"""Which device and which number format: one place that turns words into torch objects."""
+"""Names of devices and dtypes to torch objects."""
 
 import functools
 import logging
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from saccade.errors import ConfigError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""The short names used on the command line and in recipes."""
+"""Short names, for the command line and recipes."""
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-"""The names used in `config.json`."""
+"""Names in `config.json`."""
 
 
 def resolve_device(name: str | torch.device = "auto") -> torch.device:
-    """`auto` is the GPU when there is one. A device that is not there is an error, never a silent CPU."""
+    """`auto` is the GPU if there is one. A missing device is an error, never a silent CPU."""
     _avoid_broken_amx()
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,14 +31,14 @@ def resolve_device(name: str | torch.device = "auto") -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported. Use cpu, cuda, cuda:1 or auto")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} asked for, but torch {torch.__version__} sees no GPU. Use --device cpu")
+        raise ConfigError(f"device {name!r} requested, but torch {torch.__version__} sees no GPU. Use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} asked for, but there are {torch.cuda.device_count()} GPUs, numbered from 0")
+        raise ConfigError(f"device {name!r} requested, but there are {torch.cuda.device_count()} GPUs, numbered from 0")
     return device
 
 
 def resolve_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """`bf16`, `fp16`, `fp32`, the long names of `config.json`, or a torch dtype; None stays None (keep the stored one)."""
+    """`bf16`, `fp16`, `fp32`, the names of `config.json`, or a torch dtype; None keeps the stored dtype."""
     if name is None or isinstance(name, torch.dtype):
         return name
     known = DTYPES | {long: dtype for dtype, long in DTYPE_NAMES.items()}
@@ -48,16 +48,16 @@ def resolve_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Host numbers on the device without waiting for it: from pinned memory when it is a GPU."""
+    """Copy a host array to the device asynchronously, through pinned memory if it is a GPU."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @functools.cache
 def _avoid_broken_amx() -> None:
-    """Some virtual machines announce AMX matrix instructions and then fault on them, which would end the program.
+    """Disable AMX in oneDNN on virtual machines that advertise it but fault on it.
 
-    So the first bf16 product is tried in a child process (about 10 ms); if it dies, oneDNN is told to do without AMX.
+    A bf16 product is tried in a child process (about 10 ms).
     """
     if not torch.cpu._is_amx_tile_supported() or "ONEDNN_MAX_CPU_ISA" in os.environ:
         return
@@ -73,4 +73,4 @@ def _avoid_broken_amx() -> None:
         os._exit(0)
     if os.waitpid(child, 0)[1] != 0:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
-        logging.getLogger(__name__).debug("this machine announces AMX but faults on it: oneDNN does without")
+        logging.getLogger(__name__).debug("this machine advertises AMX but faults on it: disabled in oneDNN")

@@ -1,12 +1,12 @@
-"""The vision-language model: one definition, written packed, for training and serving.
+"""The vision-language model: one definition over packed sequences, for training and serving.
 
     from saccade.model import load_model
     model = load_model("checkpoint/", device="cuda", dtype="bf16")
     logits = model(inputs)                       # [total tokens, vocabulary]
 
-Read `vlm.py` first (four moves: embed text, encode images, put one into the other, decode), then `vision.py`, `projector.py`,
-`language.py`. `families/` has each model family's names and sizes, `weights.py` reads and writes checkpoint folders,
-`initialize.py` makes new ones, `generation.py` is the plain generation everything faster is compared with.
+Start with `vlm.py` (embed text, encode images, merge both, run the decoder), then `vision.py` and `language.py`. `families/` has
+the names and sizes of each model family, `weights.py` reads and writes checkpoint folders, `initialize.py` makes new ones,
+`generation.py` is the reference generation that the engine is compared with.
 """
 
 from typing import TYPE_CHECKING

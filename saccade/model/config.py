@@ -1,4 +1,4 @@
-"""The sizes of a model, as the modules need them. How they are written in `config.json` is each family's business."""
+"""Model sizes. The families parse them from `config.json`."""
 
 from dataclasses import dataclass, fields
 
@@ -6,7 +6,7 @@ from saccade.errors import ConfigError
 
 
 def _check_positive(config: object) -> None:
-    """No size of a model is zero or less."""
+    """Check that every number is above 0."""
     for field in fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         if isinstance(value, int | float) and value <= 0:
@@ -20,13 +20,13 @@ class VisionConfig:
     num_layers: int
     """Vision blocks."""
     hidden_size: int
-    """Width of a patch inside the tower."""
+    """Width of the tower."""
     num_heads: int
     """Attention heads; the head dim is hidden_size / num_heads."""
     intermediate_size: int
-    """Width inside the feed-forward layer."""
+    """Width of the MLP."""
     full_attention_layers: tuple[int, ...]
-    """Blocks in which the patches of an image all see each other; in the others they see their window."""
+    """Blocks with attention over the whole image; the others attend within windows."""
     patch_size: int = 14
     """Side of a patch in pixels."""
     temporal_patch_size: int = 2
@@ -38,19 +38,19 @@ class VisionConfig:
     window_size: int = 112
     """Side of an attention window in pixels."""
     tokens_per_second: int = 4
-    """Time positions a second of video takes."""
+    """Time positions per second of video."""
 
     def __post_init__(self) -> None:
         _check_positive(self)
         if self.in_channels != 3:
-            raise ConfigError(f"vision in_channels is {self.in_channels}; images have 3, red, green and blue")
+            raise ConfigError(f"vision in_channels is {self.in_channels}; only RGB is supported")
         if self.hidden_size % (4 * self.num_heads):
             raise ConfigError(
-                f"vision hidden size {self.hidden_size} must be a multiple of 4 x {self.num_heads} heads (2-D RoPE turns 4 parts)"
+                f"vision hidden size {self.hidden_size} must be a multiple of 4 x {self.num_heads} heads (2-D RoPE)"
             )
         if self.window_size % (self.patch_size * self.merge_size):
             raise ConfigError(
-                f"vision window of {self.window_size} pixels must be whole tokens of {self.patch_size * self.merge_size} pixels"
+                f"vision window of {self.window_size} pixels must be a multiple of the token size, {self.patch_size * self.merge_size} pixels"
             )
         if any(not 0 <= layer < self.num_layers for layer in self.full_attention_layers):
             raise ConfigError(
@@ -83,7 +83,7 @@ class LanguageConfig:
     """The decoder."""
 
     vocab_size: int
-    """Rows of the embedding and of the head."""
+    """Number of token embeddings."""
     hidden_size: int
     """Width of a token."""
     num_layers: int
@@ -93,15 +93,15 @@ class LanguageConfig:
     num_kv_heads: int
     """Key and value heads, each shared by num_heads / num_kv_heads query heads."""
     intermediate_size: int
-    """Width inside the feed-forward layer."""
+    """Width of the MLP."""
     rope_theta: float
     """Base of the rotary frequencies."""
     rope_sections: tuple[int, ...]
-    """Frequencies that turn with time, height and width; they sum to half the head dim."""
+    """M-RoPE frequencies of time, height and width; they sum to half the head dim."""
     norm_eps: float
     """Added to the mean square in each norm."""
     max_positions: int
-    """Positions the model was made for."""
+    """Maximum sequence length."""
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -122,13 +122,13 @@ class LanguageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A whole vision-language model."""
+    """A vision-language model."""
 
     vision: VisionConfig
-    """The tower that reads patches."""
+    """The vision tower."""
     language: LanguageConfig
-    """The decoder that reads and writes tokens."""
+    """The decoder."""
     tied_head: bool
-    """Whether the head shares the embedding's weight."""
+    """Whether the head shares the weight of the embedding."""
     family: str
-    """The `model_type` of `config.json`; it names the module in `families/`."""
+    """`model_type` of `config.json`, and name of the module in `families/`."""

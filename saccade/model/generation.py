@@ -1,8 +1,8 @@
-"""Plain generation: the slow, simple truth that the engine is compared with.
+"""Reference generation, which the engine is compared with.
 
-    embed the prompts -> decode them into a cache -> choose a token each -> decode those -> ...
+    embed the prompts -> prefill the KV cache -> sample one token each -> decode -> ...
 
-All conversations of a row step together until the last has ended. No paging, no batching of arrivals, no clever kernels.
+All conversations step together until the last has ended. No paging, no continuous batching.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -19,16 +19,16 @@ from saccade.processor.inputs import ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen from the logits."""
+    """Sampling parameters."""
 
     temperature: float = 0.0
-    """0 takes the likeliest token; above 0 the logits are divided by it and a token is drawn."""
+    """0 is greedy; above 0 the logits are divided by it."""
     top_k: int | None = None
-    """Draw among the k likeliest tokens only."""
+    """Sample from the k most probable tokens."""
     top_p: float | None = None
-    """Draw among the likeliest tokens that together have this probability."""
+    """Sample from the most probable tokens of this total probability."""
     seed: int = 0
-    """Same seed and prompt, same tokens, whatever else is in the row."""
+    """Same seed and prompt give the same tokens, whatever else is in the batch."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -49,13 +49,13 @@ def generate(
     eos_ids: Set[int] = frozenset(),
     sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008  frozen
 ) -> list[list[int]]:
-    """The new tokens of each conversation; one that ended has its end-of-turn token last. `sampling` for all, or one each."""
-    answers: list[list[int]] = [[] for _ in range(inputs.num_conversations)]
+    """Generated tokens of each conversation, including the eos token. `sampling` for all, or one each."""
+    outputs: list[list[int]] = [[] for _ in range(inputs.num_conversations)]
     for step in stream(model, inputs, max_new_tokens=max_new_tokens, eos_ids=eos_ids, sampling=sampling):
-        for answer, token_id in zip(answers, step, strict=True):
+        for output, token_id in zip(outputs, step, strict=True):
             if token_id is not None:
-                answer.append(token_id)
-    return answers
+                output.append(token_id)
+    return outputs
 
 
 @torch.inference_mode()
@@ -67,7 +67,7 @@ def stream(
     eos_ids: Set[int] = frozenset(),
     sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008  frozen
 ) -> Iterator[list[int | None]]:
-    """Step by step: one token per conversation, None for those that have ended."""
+    """Yield one token per conversation and step, None for those that have ended."""
     samplings = [sampling] * inputs.num_conversations if isinstance(sampling, Sampling) else list(sampling)
     assert len(samplings) == inputs.num_conversations, "one sampling for all conversations, or one for each"
     _check_length(model, inputs.max_seqlen + max_new_tokens)
@@ -78,23 +78,27 @@ def stream(
     next_position = inputs.positions[:, last].amax(0) + 1
     attend = CachedAttention(cache, model.cos_sin(inputs.positions), inputs.cu_seqlens)
     hidden = model.forward_layers(model.embed(inputs), attend)[last]
-    is_open = [True] * inputs.num_conversations
+    is_running = [True] * inputs.num_conversations
     one_each = torch.arange(inputs.num_conversations + 1, dtype=torch.int32, device=hidden.device)
     for step in range(max_new_tokens):
         logits_NV = model.head(hidden).float()
-        chosen = [_choose(row, one, g) for row, one, g in zip(logits_NV, samplings, generators, strict=True)]
-        yield [token_id if is_going else None for token_id, is_going in zip(chosen, is_open, strict=True)]
-        is_open = [is_going and token_id not in eos_ids for token_id, is_going in zip(chosen, is_open, strict=True)]
-        if not any(is_open) or step + 1 == max_new_tokens:
+        token_ids = [
+            _sample_token(logits_V, one, g) for logits_V, one, g in zip(logits_NV, samplings, generators, strict=True)
+        ]
+        yield [token_id if runs else None for token_id, runs in zip(token_ids, is_running, strict=True)]
+        is_running = [runs and token_id not in eos_ids for token_id, runs in zip(token_ids, is_running, strict=True)]
+        if not any(is_running) or step + 1 == max_new_tokens:
             return
         attend = CachedAttention(cache, model.cos_sin((next_position + step).expand(3, -1)), one_each)
-        hidden = model.forward_layers(model.language.embed_tokens(torch.tensor(chosen, device=hidden.device)), attend)
+        hidden = model.forward_layers(
+            model.language.embed_tokens(torch.tensor(token_ids, device=hidden.device)), attend
+        )
 
 
 def _check_length(model: VLM, num_tokens: int) -> None:
     if num_tokens > (most := model.config.language.max_positions):
         raise RequestError(
-            f"prompt and answer may take {num_tokens} tokens, but the model was made for {most}. Shorten the prompt, use smaller "
+            f"prompt and output may have {num_tokens} tokens, but the model supports {most}. Shorten the prompt, use smaller "
             "images or ask for fewer tokens"
         )
 
@@ -112,22 +116,22 @@ def _cache_for(model: VLM, inputs: ModelInputs, capacity: int) -> KVCache:
     )
 
 
-def _choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token. Each conversation draws from its own stream, so its neighbours do not change its tokens."""
+def _sample_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Sample one token with the conversation's own random generator."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    probabilities = _allowed(logits_V / sampling.temperature, sampling).softmax(-1).cpu()
+    probabilities = _mask_logits(logits_V / sampling.temperature, sampling).softmax(-1).cpu()
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _allowed(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """-inf for the tokens that top-k and top-p leave out; the likeliest token always stays."""
+def _mask_logits(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """Set tokens outside top-k and top-p to -inf; the most probable token always stays."""
     if sampling.top_k is not None:
         kth = logits_V.topk(min(sampling.top_k, len(logits_V))).values[-1]
         logits_V = logits_V.masked_fill(logits_V < kth, float("-inf"))
     if sampling.top_p is not None:
         ordered, order = logits_V.sort(descending=True)
         probabilities = ordered.softmax(-1)
-        is_beyond = probabilities.cumsum(-1) - probabilities >= sampling.top_p
-        logits_V = logits_V.masked_fill(is_beyond.scatter(-1, order, is_beyond), float("-inf"))
+        is_excluded = probabilities.cumsum(-1) - probabilities >= sampling.top_p
+        logits_V = logits_V.masked_fill(is_excluded.scatter(-1, order, is_excluded), float("-inf"))
     return logits_V

@@ -1,7 +1,7 @@
-"""A GGUF file as a text model to build on: sizes, dequantized weights, tokenizer and chat template from one file.
+"""Read a text model from a GGUF file: config, dequantized weights, tokenizer and chat template.
 
-GGUF keeps Llama's query and key rows in the order of its own rotary embedding (pairs side by side); ours turns halves, so
-those rows are put back. Only byte-level BPE tokenizers are rebuilt; others need a checkpoint folder with `tokenizer.json`.
+GGUF stores Llama's query and key rows for interleaved RoPE; they are permuted back to the half-split order. Only byte-level BPE
+tokenizers are converted; others need a checkpoint folder with `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LLAMA3_PATTERN = _QWEN2_PATTERN.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
 
 
 class GGUFModel:
-    """One opened GGUF file."""
+    """An open GGUF file."""
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
@@ -56,8 +56,8 @@ class GGUFModel:
         self._stored = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def text_config(self) -> dict[str, Any]:
-        """The sizes, in the words of a Hugging Face `config.json`."""
-        text_family(self.architecture)  # refuse what we cannot build on before anything else
+        """The sizes as fields of a Hugging Face `config.json`."""
+        text_family(self.architecture)  # refuse unsupported architectures first
         arch = self.architecture
         return {
             "model_type": arch,
@@ -95,7 +95,7 @@ class GGUFModel:
             array = dequantize(stored.data, stored.tensor_type).astype(np.float32, copy=False)
             if self.architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
                 key = "head_count" if ".attn_q." in name else "head_count_kv"
-                array = _halves(array, self._field(f"llama.attention.{key}"))
+                array = _to_half_split(array, self._field(f"llama.attention.{key}"))
             yield self._hugging_face_name(name), torch.from_numpy(np.array(array, order="C"))
 
     def _hugging_face_name(self, name: str) -> str:
@@ -107,21 +107,21 @@ class GGUFModel:
         parts = stem.split(".")
         if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
             return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{kind}"
-        raise CheckpointError(f"{self.path}: tensor {name} has no place in a {self.architecture} decoder")
+        raise CheckpointError(f"{self.path}: tensor {name} is not part of a {self.architecture} decoder")
 
     def chat_template(self) -> str:
-        """The text model's own template."""
+        """The chat template."""
         template = self._field("tokenizer.chat_template", None)
         if template is None:
             raise CheckpointError(f"{self.path}: no chat template inside. Use an instruct model's GGUF")
         return str(template)
 
     def tokenizer(self) -> dict[str, Any]:
-        """The content of a `tokenizer.json` with the same vocabulary."""
+        """The equivalent `tokenizer.json`."""
         kind, tokens = self._field("tokenizer.ggml.model"), self._field("tokenizer.ggml.tokens")
         if kind != "gpt2":
             raise CheckpointError(
-                f"{self.path}: tokenizer of kind {kind!r} cannot be rebuilt. Use a checkpoint folder with tokenizer.json"
+                f"{self.path}: tokenizer model {kind!r} is not supported. Use a checkpoint folder with tokenizer.json"
             )
         merges, types = self._field("tokenizer.ggml.merges"), self._field("tokenizer.ggml.token_type")
         normalizer, splits, ignore_merges = self._pre_tokenizer(str(self._field("tokenizer.ggml.pre", "default")))
@@ -147,7 +147,7 @@ class GGUFModel:
         }
 
     def _pre_tokenizer(self, name: str) -> tuple[dict[str, Any] | None, list[dict[str, Any]], bool]:
-        """How text is cut before merging, by the name GGUF gives it: normalizer, splits, whether whole words win."""
+        """Normalizer, pre-tokenizers and `ignore_merges`, by the GGUF name of the pre-tokenizer."""
         bytes_only = _GPT2_SPLIT | {"use_regex": False}
         if name == "smollm":
             return None, [{"type": "Digits", "individual_digits": True}, _GPT2_SPLIT], False
@@ -158,7 +158,7 @@ class GGUFModel:
         if name == "llama-bpe":
             return None, [_split(_LLAMA3_PATTERN), bytes_only], True
         raise CheckpointError(
-            f"{self.path}: pre-tokenizer {name!r} is not known. Use a checkpoint folder with tokenizer.json"
+            f"{self.path}: pre-tokenizer {name!r} is not supported. Use a checkpoint folder with tokenizer.json"
         )
 
     _NEEDED: Any = object()
@@ -168,7 +168,7 @@ class GGUFModel:
         if field is not None:
             return field.contents()
         if default is self._NEEDED:
-            raise CheckpointError(f"{self.path}: {name} is missing; the file does not describe a decoder we know")
+            raise CheckpointError(f"{self.path}: {name} is missing; not a supported decoder")
         return default
 
 
@@ -182,7 +182,7 @@ def _split(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-def _halves(array: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Rows (head, pair, side) to (head, side, pair): from pairs side by side to two halves."""
+def _to_half_split(array: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+    """Rows (head, pair, 2) to (head, 2, pair): interleaved to half-split RoPE."""
     paired = array.reshape(num_heads, -1, 2, *array.shape[1:])
     return paired.swapaxes(1, 2).reshape(array.shape)

@@ -1,9 +1,9 @@
-"""New checkpoint folders: a named size with random weights, or a text model with a fresh vision tower before it.
+"""Make checkpoint folders: a named size with random weights, or a text model with a new vision tower.
 
-    describe the model -> tokenizer with vision tokens -> weights tensor by tensor -> checkpoint folder
+    config -> tokenizer with vision tokens -> weights tensor by tensor -> checkpoint folder
 
-Tensors are made and written one shard at a time, so a 3B model needs a shard of memory. Random weights depend on the seed and
-the tensor's name alone: the same for any shard size, order or machine.
+Tensors are written one shard at a time, so memory is bounded by a shard. Random weights depend on the seed and the tensor's name
+alone: the same for any shard size, order or machine.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ VISION_TOKENS = {
     "vision_start": "<|vision_start|>",
     "vision_end": "<|vision_end|>",
 }
-"""The control tokens around and inside images, by the name `config.json` gives their ids."""
+"""Control tokens of images and videos, by their names in `config.json`."""
 
 _VOCAB_MULTIPLE = 64
-"""Embeddings that grow are padded to this many rows: matrix units want aligned sizes."""
+"""A grown vocabulary is padded to a multiple of this, for aligned matrix products."""
 
 _INIT_STD = 0.02
 
@@ -68,7 +68,7 @@ _FLATTEN_IMAGES = """\
 {%- endfor -%}
 {%- set messages = flat.messages -%}
 """
-"""Put before any text template: parts become one text with placeholders, so the text model's own words stay verbatim."""
+"""Prepended to a text template: parts become one text with placeholders."""
 
 _CHATML = (
     "{% for message in messages %}"
@@ -80,9 +80,8 @@ _CHATML = (
 
 
 @dataclass(frozen=True)
-class Words:
-    """How a model reads and writes text: its tokenizer, its chat template, the tokens that end a turn, and the names the
-    template may call the first and the last token by."""
+class TextFiles:
+    """Tokenizer, chat template, eos tokens, and the bos and eos tokens that the template may use."""
 
     tokenizer: dict[str, Any]
     template: str
@@ -93,17 +92,17 @@ class Words:
 
 @dataclass(frozen=True)
 class TextModel:
-    """A decoder to build on. `shapes` names its tensors, `tensors` yields (checkpoint name, tensor), one at a time."""
+    """A pretrained decoder. `shapes` and `tensors` (which yields one at a time) use names on disk."""
 
     config: LanguageConfig
     tied_head: bool
-    words: Words
+    text_files: TextFiles
     shapes: dict[str, tuple[int, ...]]
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 def named_size(name: str) -> ModelConfig:
-    """The config of a size by its name."""
+    """The config of a named size."""
     if name not in qwen2_5_vl.SIZES:
         raise ConfigError(f"unknown size {name!r}. Sizes: {', '.join(qwen2_5_vl.SIZES)}")
     return qwen2_5_vl.SIZES[name]
@@ -119,17 +118,26 @@ def initialize_random(
     max_shard_bytes: int = 2 * 2**30,
     on_tensor: Callable[[str], None] | None = None,
 ) -> ModelConfig:
-    """A checkpoint folder with random weights. Without `tokenizer_from` the model reads and writes bytes."""
+    """Make a checkpoint folder with random weights. Without `tokenizer_from` it has a byte tokenizer."""
     if config.family != qwen2_5_vl.MODEL_TYPE:
-        raise ConfigError(f"family {config.family!r} cannot be made. Use {qwen2_5_vl.MODEL_TYPE}")
-    words = _words_of_folder(tokenizer_from) if tokenizer_from else byte_tokenizer()
-    words, token_ids, num_tokens = with_vision_tokens(words)
+        raise ConfigError(f"family {config.family!r} is not supported. Use {qwen2_5_vl.MODEL_TYPE}")
+    text_files = _text_files(tokenizer_from) if tokenizer_from else byte_tokenizer()
+    text_files, token_ids, num_tokens = with_vision_tokens(text_files)
     if num_tokens > config.language.vocab_size:
         raise ConfigError(
             f"the tokenizer has {num_tokens} tokens, the model an embedding of {config.language.vocab_size}. Raise language.vocab_size"
         )
     tensors = _all_tensors(config, None, seed)
-    _write(folder, config, words, token_ids, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes, on_tensor=on_tensor)
+    _write(
+        folder,
+        config,
+        text_files,
+        token_ids,
+        tensors,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        on_tensor=on_tensor,
+    )
     return config
 
 
@@ -143,11 +151,11 @@ def initialize_from_text(
     max_shard_bytes: int = 2 * 2**30,
     on_tensor: Callable[[str], None] | None = None,
 ) -> ModelConfig:
-    """A checkpoint folder from a text model (a folder of Qwen2 or Llama layout, or a GGUF file) and a fresh tower."""
+    """Make a checkpoint folder from a text model (a Qwen2 or Llama folder, or a GGUF file) and a new vision tower."""
     if tower not in qwen2_5_vl.TOWERS:
         raise ConfigError(f"unknown vision tower {tower!r}. Towers: {', '.join(qwen2_5_vl.TOWERS)}")
     source = _open_gguf(text) if text.suffix.lower() == ".gguf" else _open_folder(text)
-    words, token_ids, num_tokens = with_vision_tokens(source.words)
+    text_files, token_ids, num_tokens = with_vision_tokens(source.text_files)
     rows = source.config.vocab_size
     if num_tokens > rows:
         rows = -(-num_tokens // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
@@ -159,17 +167,26 @@ def initialize_from_text(
     )
     _check_text_tensors(source, config, text)
     tensors = _all_tensors(config, source, seed)
-    _write(folder, config, words, token_ids, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes, on_tensor=on_tensor)
+    _write(
+        folder,
+        config,
+        text_files,
+        token_ids,
+        tensors,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        on_tensor=on_tensor,
+    )
     return config
 
 
-# ------------------------------------------------------------------ where text models come from
+# ------------------------------------------------------------------ text models
 
 
 def _open_folder(folder: Path) -> TextModel:
     raw = read_config(folder)
     config = text_family(raw.get("model_type")).parse_text_config(raw)
-    # Old Llama files carry the rotary frequencies, which follow from the config.
+    # Old Llama files hold the rotary frequencies, which are derived from the config.
     files = {name: file for name, file in tensor_files(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     is_tied = bool(raw.get("tie_word_embeddings", False))
     if is_tied and {_HEAD, _EMBEDDING} <= files.keys():
@@ -182,7 +199,7 @@ def _open_folder(folder: Path) -> TextModel:
     return TextModel(
         config=config,
         tied_head=is_tied,
-        words=_words_of_folder(folder),
+        text_files=_text_files(folder),
         shapes={
             name: shape for name, shape in tensor_shapes(tensor_files(folder), any_dtype=True).items() if name in files
         },
@@ -195,18 +212,18 @@ def _open_gguf(path: Path) -> TextModel:
     raw = opened.text_config()
     tokenizer, eos_id, bos_id = opened.tokenizer(), raw["eos_token_id"], raw["bos_token_id"]
     names = {token_id: name for name, token_id in tokenizer["model"]["vocab"].items()}
-    words = Words(tokenizer, opened.chat_template(), (eos_id,), names[eos_id], names.get(bos_id))
+    text_files = TextFiles(tokenizer, opened.chat_template(), (eos_id,), names[eos_id], names.get(bos_id))
     config = text_family(opened.architecture).parse_text_config(raw)
-    return TextModel(config, raw["tie_word_embeddings"], words, opened.shapes(), opened.tensors)
+    return TextModel(config, raw["tie_word_embeddings"], text_files, opened.shapes(), opened.tensors)
 
 
-def _words_of_folder(folder: Path) -> Words:
+def _text_files(folder: Path) -> TextFiles:
     tokenizer = read_json(folder / "tokenizer.json")
     if not tokenizer:
         raise CheckpointError(f"{folder}: no tokenizer.json. A fast tokenizer is needed")
     model = tokenizer.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
-        raise CheckpointError(f"{folder}/tokenizer.json: only BPE tokenizers can take the vision tokens")
+        raise CheckpointError(f"{folder}/tokenizer.json: vision tokens can be added to BPE tokenizers only")
     eos = read_json(folder / "generation_config.json").get("eos_token_id", read_config(folder).get("eos_token_id"))
     if eos is None:
         raise CheckpointError(f"{folder}: neither generation_config.json nor config.json names eos_token_id")
@@ -214,11 +231,11 @@ def _words_of_folder(folder: Path) -> Words:
     names = {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
     tokens = read_json(folder / "tokenizer_config.json")
     eos_token = token_text(tokens, "eos_token") or names.get(eos_ids[0], "")
-    return Words(tokenizer, read_template(folder), eos_ids, eos_token, token_text(tokens, "bos_token") or None)
+    return TextFiles(tokenizer, read_template(folder), eos_ids, eos_token, token_text(tokens, "bos_token") or None)
 
 
-def byte_tokenizer() -> Words:
-    """A tokenizer of 256 bytes and the ChatML control tokens: any text in any language, nothing to download."""
+def byte_tokenizer() -> TextFiles:
+    """A tokenizer of the 256 bytes and the ChatML control tokens; nothing to download."""
     from tokenizers import pre_tokenizers
 
     vocab = {character: token_id for token_id, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -235,21 +252,23 @@ def byte_tokenizer() -> Words:
         "decoder": bytes_only,
         "model": {"type": "BPE", "vocab": vocab, "merges": []},
     }
-    return Words(tokenizer, _CHATML, (len(vocab) + control.index("<|im_end|>"),), "<|im_end|>")
+    return TextFiles(tokenizer, _CHATML, (len(vocab) + control.index("<|im_end|>"),), "<|im_end|>")
 
 
-def with_vision_tokens(words: Words) -> tuple[Words, dict[str, int], int]:
-    """The words with the vision tokens in tokenizer and template; the tokens' ids; the number of tokens in all."""
-    added = list(words.tokenizer.get("added_tokens", []))
+def with_vision_tokens(text_files: TextFiles) -> tuple[TextFiles, dict[str, int], int]:
+    """Add the vision tokens to tokenizer and template; also returns their ids and the number of tokens."""
+    added = list(text_files.tokenizer.get("added_tokens", []))
     known = {token["content"]: token["id"] for token in added}
-    num_tokens = 1 + max([*words.tokenizer["model"]["vocab"].values(), *known.values()])
+    num_tokens = 1 + max([*text_files.tokenizer["model"]["vocab"].values(), *known.values()])
     for token in VISION_TOKENS.values():
         if token not in known:
             known[token] = num_tokens
             added.append(added_token(token, num_tokens, special=True))
             num_tokens += 1
-    template = words.template if VISION_TOKENS["image"] in words.template else _FLATTEN_IMAGES + words.template
-    grown = replace(words, tokenizer=words.tokenizer | {"added_tokens": added}, template=template)
+    template = (
+        text_files.template if VISION_TOKENS["image"] in text_files.template else _FLATTEN_IMAGES + text_files.template
+    )
+    grown = replace(text_files, tokenizer=text_files.tokenizer | {"added_tokens": added}, template=template)
     return grown, {name: known[token] for name, token in VISION_TOKENS.items()}, num_tokens
 
 
@@ -259,7 +278,7 @@ def with_vision_tokens(words: Words) -> tuple[Words, dict[str, int], int]:
 def _write(
     folder: str | Path,
     config: ModelConfig,
-    words: Words,
+    text_files: TextFiles,
     token_ids: dict[str, int],
     tensors: Iterator[tuple[str, Tensor]],
     *,
@@ -269,7 +288,7 @@ def _write(
 ) -> None:
     with CheckpointWriter(folder, max_shard_bytes=max_shard_bytes) as writer:
         writer.check_space(sum(math.prod(shape) for shape in _parameter_shapes(config).values()) * dtype.itemsize)
-        _write_description(writer, config, words, token_ids, dtype)
+        _write_description(writer, config, text_files, token_ids, dtype)
         for name, tensor in tensors:
             writer.add(qwen2_5_vl.name_on_disk(name), tensor.to(dtype))
             if on_tensor:
@@ -277,30 +296,30 @@ def _write(
 
 
 def _write_description(
-    writer: CheckpointWriter, config: ModelConfig, words: Words, token_ids: dict[str, int], dtype: torch.dtype
+    writer: CheckpointWriter, config: ModelConfig, text_files: TextFiles, token_ids: dict[str, int], dtype: torch.dtype
 ) -> None:
-    """Every file of the folder but the weights."""
+    """Write all files of the folder except the weights."""
     images = ImageSettings(patch_size=config.vision.patch_size, merge_size=config.vision.merge_size)
-    eos = list(words.eos_ids) if len(words.eos_ids) > 1 else words.eos_ids[0]
+    eos = list(text_files.eos_ids) if len(text_files.eos_ids) > 1 else text_files.eos_ids[0]
     described = qwen2_5_vl.describe_config(
-        config, token_ids=token_ids, eos_id=words.eos_ids[0], dtype=DTYPE_NAMES[dtype]
+        config, token_ids=token_ids, eos_id=text_files.eos_ids[0], dtype=DTYPE_NAMES[dtype]
     )
     writer.write_json("config.json", described)
     writer.write_json("generation_config.json", {"eos_token_id": eos, "do_sample": False})
-    writer.write_json("tokenizer.json", words.tokenizer)
+    writer.write_json("tokenizer.json", text_files.tokenizer)
     writer.write_json(
         "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "processor_class": "Qwen2_5_VLProcessor",
-            "bos_token": words.bos_token,
-            "eos_token": words.eos_token,
-            "pad_token": words.eos_token,
+            "bos_token": text_files.bos_token,
+            "eos_token": text_files.eos_token,
+            "pad_token": text_files.eos_token,
             "model_max_length": config.language.max_positions,
             "clean_up_tokenization_spaces": False,
         },
     )
-    writer.write_text("chat_template.jinja", words.template)
+    writer.write_text("chat_template.jinja", text_files.template)
     writer.write_json(
         "preprocessor_config.json",
         {
@@ -318,8 +337,8 @@ def _write_description(
 
 
 def _check_text_tensors(text: TextModel, config: ModelConfig, source: Path) -> None:
-    """The text model's tensors are the decoder's, all of them and no others; else one error with all that is wrong."""
-    own = replace(config, language=text.config)  # before its embedding grows by the vision tokens
+    """Check that the text model has exactly the tensors of the decoder; else one error with everything that is wrong."""
+    own = replace(config, language=text.config)  # before the vision tokens are added to its embedding
     expected = {n: s for n, s in _parameter_shapes(own).items() if n.startswith(("language.", "head."))}
     found = {qwen2_5_vl.name_in_model(stored): (stored, shape) for stored, shape in text.shapes.items()}
     wrong = [
@@ -339,17 +358,17 @@ def _check_text_tensors(text: TextModel, config: ModelConfig, source: Path) -> N
 
 
 def _all_tensors(config: ModelConfig, text: TextModel | None, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the model once: the text model's where there is one, fresh ones for the rest."""
-    waiting = _parameter_shapes(config)
+    """Yield every parameter: the text model's, and random ones for the rest."""
+    remaining = _parameter_shapes(config)
     for stored_name, tensor in text.tensors() if text else ():
         name = qwen2_5_vl.name_in_model(stored_name)
         assert name is not None, "checked by _check_text_tensors"
-        yield name, _fit_rows(tensor, waiting.pop(name))
-    names = list(waiting)
+        yield name, _fit_rows(tensor, remaining.pop(name))
+    names = list(remaining)
     with ThreadPoolExecutor(num_threads := os.cpu_count() or 1) as pool:
         for start in range(0, len(names), num_threads):
-            some = names[start : start + num_threads]
-            yield from zip(some, pool.map(lambda name: fresh_tensor(name, waiting[name], seed), some), strict=True)
+            chunk = names[start : start + num_threads]
+            yield from zip(chunk, pool.map(lambda name: random_tensor(name, remaining[name], seed), chunk), strict=True)
 
 
 def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -358,20 +377,20 @@ def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _is_qkv_bias(name: str) -> bool:
-    """The biases Llama does not have; at zero they change nothing."""
+    """Biases that Llama does not have: zero."""
     return name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))
 
 
 def _fit_rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Rows for new tokens hold the mean of the old ones: their logits stay at the average, far from being chosen."""
+    """Initialize the embeddings of added tokens with the mean: their logits stay average."""
     if tensor.shape == shape:
         return tensor
     mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
     return torch.cat([tensor, mean.expand(shape[0] - tensor.shape[0], *shape[1:])])
 
 
-def fresh_tensor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Biases at zero, norms at one, everything else normal with deviation 0.02, from the seed and the name alone."""
+def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Zero biases, norms of one, everything else normal with standard deviation 0.02, from the seed and the name alone."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if len(shape) == 1:

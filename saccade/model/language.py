@@ -1,9 +1,8 @@
-"""The decoder: embedding, layers of attention and feed-forward, a final norm.
+"""The decoder: embedding, transformer layers, final norm.
 
 Legend: T tokens, D hidden size, H query heads, G key/value heads, K head dim.
 
-Parameter names are those of the checkpoint (`q_proj`, `input_layernorm`, ...), so that a name in a log, a LoRA target or a
-quantization list is found here as it is on disk.
+Parameter names are those on disk (`q_proj`, `input_layernorm`, ...), as LoRA targets and quantization configs use them.
 """
 
 from typing import cast
@@ -28,7 +27,7 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_size)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.qkv_proj: nn.Linear | None = None
-        """The three projections as one, in a model that was merged (`merge.py`); they are then gone."""
+        """Q, K and V merged (`merge.py`), which replaces them."""
         self._sizes = (config.hidden_size, kv_size, kv_size)
 
     def forward(self, x_TD: Tensor, attend: AttentionContext) -> Tensor:

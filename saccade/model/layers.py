@@ -1,4 +1,4 @@
-"""The two small modules both towers are made of."""
+"""RMSNorm and the MLP, used by vision tower and decoder."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from saccade.kernels.swiglu import swiglu, swiglu_linear
 
 
 class RMSNorm(nn.Module):
-    """Rows to unit RMS, times a learned weight."""
+    """RMS normalisation with a learned weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to the same."""
+        """[..., size] to [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
     def add_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,30 +32,30 @@ class RMSNorm(nn.Module):
 
 
 ALIGNMENT = 8
-"""Rows of half-precision matrices start at multiples of 16 bytes, or cuBLAS takes kernels of the generation before Hopper: a
-tower's 36864 x 1280 x 3420 runs at 258 TFLOP/s, with 3424 at 731 (H200)."""
+"""Rows of half-precision matrices must start at multiples of 16 bytes, or cuBLAS chooses pre-Hopper kernels: 36864 x 1280 x 3420
+runs at 258 TFLOP/s, with 3424 at 731 (H200)."""
 
 
-_BLOCK_ROWS = 640
+_CHUNK_ROWS = 640
 
 
 def in_row_chunks(function: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:
-    """`function` of a few rows at a time, its results joined. On a CPU, for what makes wide rows on the way to narrow ones.
+    """Apply `function` to chunks of rows and concatenate the results. For MLPs on a CPU.
 
-    These then stay in the cache and in memory the process already has. Thousands of rows of 10,000 numbers take fresh memory from
-    the system every time, which costs a third of a prompt's feed-forward time.
+    The wide activations then stay in the cache and in memory that is already allocated; allocating them for thousands of rows at
+    once costs a third of the MLP time of a prefill.
     """
-    if len(rows[0]) <= _BLOCK_ROWS:
+    if len(rows[0]) <= _CHUNK_ROWS:
         return function(*rows)
-    parts = [function(*block) for block in zip(*(torch.split(x, _BLOCK_ROWS) for x in rows), strict=True)]
+    parts = [function(*chunk) for chunk in zip(*(torch.split(x, _CHUNK_ROWS) for x in rows), strict=True)]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 class FeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)).
 
-    In memory the intermediate size is rounded up to `ALIGNMENT`; checkpoints hold it as configured. The added channels are zero,
-    contribute nothing and have zero gradients, so they stay zero under any optimizer.
+    In memory the intermediate size is padded to a multiple of `ALIGNMENT`; checkpoints hold it as configured. The padding channels
+    are zero and have zero gradients, so they stay zero under any optimizer.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
@@ -63,17 +63,17 @@ class FeedForward(nn.Module):
         aligned_size = -(-intermediate_size // ALIGNMENT) * ALIGNMENT
         self.num_padding = aligned_size - intermediate_size
         self.fuse_down_proj = True
-        """Whether training keeps less for backward by one function for activation and down projection. Off where the whole layer
-        is computed again anyway: the second forward would run the projection for nothing."""
+        """Whether activation and down projection are one autograd function, which saves less for backward. Off with activation
+        checkpointing of the whole layer, which would run the projection twice."""
         self.gate_proj = nn.Linear(hidden_size, aligned_size, bias=bias)
         self.up_proj = nn.Linear(hidden_size, aligned_size, bias=bias)
         self.down_proj = nn.Linear(aligned_size, hidden_size, bias=bias)
         self.gate_up_proj: nn.Linear | None = None
-        """Gate and up as one, in a model that was merged (`merge.py`); they are then gone."""
+        """Gate and up merged (`merge.py`), which replaces them."""
         self.zero_padding()
 
     def zero_padding(self) -> None:
-        """Set the added channels to zero, as everything that fills the weights anew must."""
+        """Zero the padding channels. To be called after initializing the weights."""
         if self.num_padding:
             with torch.no_grad():
                 for parameter in (*self.gate_proj.parameters(), *self.up_proj.parameters()):
@@ -81,7 +81,7 @@ class FeedForward(nn.Module):
                 self.down_proj.weight[:, -self.num_padding :].zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] to the same."""
+        """[..., hidden] to [..., hidden]."""
         if x.is_cpu and not torch.is_grad_enabled():
             [out] = in_row_chunks(lambda rows: (self._forward(rows),), x.flatten(0, -2))
             return out.view(x.shape)
@@ -99,7 +99,7 @@ class FeedForward(nn.Module):
 
 
 def checkpoint_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter as a checkpoint holds it: without what `FeedForward` adds."""
+    """Shape of every parameter on disk: without the padding of `FeedForward`."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for prefix, module in model.named_modules():
         if isinstance(module, FeedForward) and module.num_padding:

@@ -1,8 +1,7 @@
-"""Projections that read the same input, made one matrix product each: for a model that only answers.
+"""Merge projections that read the same input into one matrix product each, for inference.
 
-Queries, keys and values become `qkv_proj`, gate and up `gate_up_proj`. Fewer and larger products run nearer to the limit of the
-machine. The separate weights are given up one layer at a time, so that no more than one layer is held twice. On a CPU weights are
-also laid out anew.
+Q, K and V become `qkv_proj`, gate and up `gate_up_proj`: fewer and larger products. The separate weights are freed layer by layer,
+so that at most one layer is held twice. On a CPU fp32 weights are also transposed in memory.
 """
 
 from collections.abc import Sequence
@@ -26,24 +25,24 @@ def merge_projections(model: VLM) -> None:
             module.gate_up_proj = _merged([module.gate_proj, module.up_proj])
             del module.gate_proj, module.up_proj
     model.language.is_merged = True
-    embedding = model.language.embed_tokens.weight  # by rows, as it is read
+    embedding = model.language.embed_tokens.weight  # looked up by row
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight is not embedding and _is_for_mkl(module.weight):
             module.weight = nn.Parameter(_by_columns(module.weight), requires_grad=False)
 
 
 def _is_for_mkl(weight: Tensor) -> bool:
-    """Other number formats are another library's business."""
+    """fp32 on a CPU is multiplied by MKL, other dtypes by oneDNN."""
     return weight.is_cpu and weight.dtype == torch.float32
 
 
 def _by_columns(weight_ND: Tensor) -> Tensor:
-    """The same matrix, laid out in memory by columns: as MKL multiplies a few rows fastest (8 rows twice, 16 rows a quarter)."""
+    """The same matrix in column-major memory: MKL multiplies 8 rows twice as fast with it, 16 rows a quarter faster."""
     return weight_ND.t().contiguous().t()
 
 
 def _merged(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer whose outputs are those of `layers` behind one another."""
+    """One layer with the concatenated outputs of `layers`."""
     with torch.device("meta"):
         merged = nn.Linear(
             layers[0].in_features, sum(layer.out_features for layer in layers), layers[0].bias is not None

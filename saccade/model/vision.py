@@ -1,11 +1,11 @@
-"""The vision tower in its three stages: patch embedding, vision blocks, and (in `projector.py`) the patch merger.
+"""The vision tower (patch embedding, vision blocks) and the patch merger that projects its output to the decoder.
 
-Legend: P patches of all images in one row, D hidden size, H heads, K head dim.
+Legend: P patches of all images, packed, D hidden size, H heads, K head dim.
 
-Most blocks attend within windows of 8 x 8 patches, a few over the whole image. So that windows are segments of the packed row,
-patches are put into window order once, before the first block, and features back into reading order once, after the merger.
-Which patch goes where follows from the image grids alone: `window_layout` works it out on the host, in plain integers. `TowerInputs`
-is the plan on the device. Reading it, the tower asks the host for nothing but sizes, so that its work can be recorded and replayed.
+Most blocks attend within windows of 8 x 8 patches, a few over the whole image. Patches are permuted to window order before the
+first block, so that windows are contiguous segments, and features back to reading order after the merger. The permutation depends
+on the image grids alone: `window_layout` computes it on the host. `TowerInputs` is the layout on the device; with it the tower
+needs no synchronisation, so that a CUDA graph can capture it.
 """
 
 import functools
@@ -29,37 +29,37 @@ Integers = NDArray[np.int64]
 Numbers = TypeVar("Numbers", NDArray[np.int32], Tensor)
 
 NORM_EPS = 1e-6
-"""Added to the mean square in each norm; fixed in this family's towers."""
+"""Epsilon of all norms of the tower."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Which patches see each other: consecutive stretches of the packed row."""
+    """Segments of packed patches that attend to each other."""
 
     cu_seqlens: Tensor
     """[segments + 1] int32."""
     max_seqlen: int
-    """No segment has more patches."""
+    """Bound on the patches of a segment."""
 
 
 @dataclass(frozen=True)
 class TowerInputs:
-    """What the tower reads beside pixels, on their device: int32 throughout."""
+    """Inputs of the tower besides pixels, on the device, in int32."""
 
     token_order: Tensor
-    """[tokens]: the token, in reading order, that stands at each place in window order."""
+    """[tokens]: index in reading order of each token in window order."""
     reading_order: Tensor
-    """[tokens]: the place in window order of each token in reading order."""
+    """[tokens]: index in window order of each token in reading order."""
     positions: Tensor
     """[2, patches]: row and column of each patch, in window order."""
     images: Segments
-    """Images, each frame pair of a video one."""
+    """Images; each frame pair of a video is one."""
     windows: Segments
     """Windows."""
 
 
 class LayoutSizes(NamedTuple):
-    """What a plan takes in a flat buffer of int32. A plan may be written to larger sizes than its own (`WindowLayout.write`)."""
+    """Sizes of a layout in a flat int32 buffer. A layout may be padded to larger sizes (`WindowLayout.write`)."""
 
     num_tokens: int
     num_patches: int
@@ -72,16 +72,16 @@ class LayoutSizes(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Numbers of each part: two orders, positions, two lists of segments."""
+        """Length of each part: two permutations, positions, two `cu_seqlens`."""
         return self.num_tokens, self.num_tokens, 2 * self.num_patches, self.num_images + 1, self.num_windows + 1
 
     @property
     def total(self) -> int:
-        """Numbers in all."""
+        """Length of the buffer."""
         return sum(map(_aligned, self.lengths))
 
-    def cut(self, buffer: Numbers) -> list[Numbers]:
-        """The parts of a buffer of `total` numbers or more."""
+    def split(self, buffer: Numbers) -> list[Numbers]:
+        """The parts of a buffer."""
         parts, start = [], 0
         for length in self.lengths:
             parts.append(buffer[start : start + length])
@@ -89,8 +89,8 @@ class LayoutSizes(NamedTuple):
         return parts
 
     def inputs(self, buffer: Tensor) -> TowerInputs:
-        """The tower's inputs in a buffer that a plan was written to."""
-        token_order, reading_order, positions, images, windows = self.cut(buffer)
+        """Views of a buffer that a layout was written to."""
+        token_order, reading_order, positions, images, windows = self.split(buffer)
         return TowerInputs(
             token_order=token_order,
             reading_order=reading_order,
@@ -101,18 +101,18 @@ class LayoutSizes(NamedTuple):
 
 
 def _aligned(length: int) -> int:
-    """Parts begin at multiples of 16 bytes: Triton compiles a kernel anew for pointers that do not."""
+    """Align parts to 16 bytes: Triton specializes kernels on pointer alignment."""
     return -(-length // 4) * 4
 
 
 @dataclass(frozen=True)
 class WindowLayout:
-    """Where the tokens (groups of merged patches) of a row of images go for window attention."""
+    """Permutation and segments of packed images for window attention; a token is a group of merged patches."""
 
     token_order: Integers
-    """[tokens]: the token, in reading order, that stands at each place in window order."""
+    """[tokens]: index in reading order of each token in window order."""
     reading_order: Integers
-    """[tokens]: the inverse: the place in window order of each token in reading order."""
+    """[tokens]: index in window order of each token in reading order."""
     positions: Integers
     """[2, patches]: row and column of each patch, in window order."""
     window_lengths: Integers
@@ -122,7 +122,7 @@ class WindowLayout:
 
     @property
     def sizes(self) -> LayoutSizes:
-        """Exactly those of this plan."""
+        """The sizes without padding."""
         return LayoutSizes(
             num_tokens=len(self.token_order),
             num_patches=self.positions.shape[1],
@@ -133,8 +133,8 @@ class WindowLayout:
         )
 
     def write(self, buffer: NDArray[np.int32], sizes: LayoutSizes) -> None:
-        """Write the plan. Where `sizes` has more images and windows, the rest of them are empty; tokens and patches must agree."""
-        token_order, reading_order, positions, images, windows = sizes.cut(buffer)
+        """Write the layout to a buffer, padded with empty images and windows to `sizes`; tokens and patches must agree."""
+        token_order, reading_order, positions, images, windows = sizes.split(buffer)
         token_order[:] = self.token_order
         reading_order[:] = self.reading_order
         positions[:] = self.positions.reshape(-1)
@@ -144,7 +144,7 @@ class WindowLayout:
             ends[len(lengths) + 1 :] = ends[len(lengths)]
 
     def to(self, device: torch.device) -> TowerInputs:
-        """The plan on the device, by one copy that is not waited for."""
+        """Copy the layout to the device, asynchronously."""
         sizes = self.sizes
         buffer = np.zeros(sizes.total, np.int32)
         self.write(buffer, sizes)
@@ -152,21 +152,25 @@ class WindowLayout:
 
 
 def window_layout(grids: Sequence[tuple[int, int, int]], config: VisionConfig) -> WindowLayout:
-    """The plan of a row of images: the plans of its grids behind one another."""
-    plans = [_grid_layout(grid, config.merge_size, config.window_tokens) for grid in grids]
-    starts = np.cumsum([0, *(len(plan.token_order) for plan in plans)])
+    """The layout of packed images."""
+    layouts = [_grid_layout(grid, config.merge_size, config.window_tokens) for grid in grids]
+    starts = np.cumsum([0, *(len(layout.token_order) for layout in layouts)])
     return WindowLayout(
-        token_order=np.concatenate([plan.token_order + start for plan, start in zip(plans, starts, strict=False)]),
-        reading_order=np.concatenate([plan.reading_order + start for plan, start in zip(plans, starts, strict=False)]),
-        positions=np.concatenate([plan.positions for plan in plans], axis=1),
-        window_lengths=np.concatenate([plan.window_lengths for plan in plans]),
-        image_lengths=np.concatenate([plan.image_lengths for plan in plans]),
+        token_order=np.concatenate(
+            [layout.token_order + start for layout, start in zip(layouts, starts, strict=False)]
+        ),
+        reading_order=np.concatenate(
+            [layout.reading_order + start for layout, start in zip(layouts, starts, strict=False)]
+        ),
+        positions=np.concatenate([layout.positions for layout in layouts], axis=1),
+        window_lengths=np.concatenate([layout.window_lengths for layout in layouts]),
+        image_lengths=np.concatenate([layout.image_lengths for layout in layouts]),
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def _grid_layout(grid: tuple[int, int, int], merge: int, window: int) -> WindowLayout:
-    """One image or video. Grids repeat, so plans are kept: computing one of 24 x 24 tokens takes 0.1 ms."""
+    """The layout of one image or video, cached: computing one of 24 x 24 tokens takes 0.1 ms."""
     frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     frame, row, column = (axis.reshape(-1) for axis in np.indices((frames, rows, columns)))
     windows_across, windows_down = -(-columns // window), -(-rows // window)
@@ -185,7 +189,7 @@ def _grid_layout(grid: tuple[int, int, int], merge: int, window: int) -> WindowL
 
 
 class PatchEmbedding(nn.Module):
-    """A linear map of each patch's pixels; the weight keeps the convolution's shape it has on disk."""
+    """Linear projection of each patch; the weight has the shape of a convolution, as on disk."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -199,7 +203,7 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Attention among the patches of a segment, both ways."""
+    """Bidirectional attention within segments of patches."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -207,10 +211,10 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_PD: Tensor, angles: CosSin, segments: Segments) -> Tensor:
-        """[P, D] to the same."""
+    def forward(self, x_PD: Tensor, cos_sin: CosSin, segments: Segments) -> Tensor:
+        """[P, D] to [P, D]."""
         q_PHK, k_PHK, v_PHK = self.qkv(x_PD).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
-        q_PHK, k_PHK = rope(q_PHK, k_PHK, angles)
+        q_PHK, k_PHK = rope(q_PHK, k_PHK, cos_sin)
         out_PHK = attention(
             q_PHK, k_PHK, v_PHK, segments.cu_seqlens, segments.cu_seqlens,
             max_seqlen_q=segments.max_seqlen, max_seqlen_k=segments.max_seqlen, causal=False,
@@ -220,7 +224,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Attend, then think: each on a normalised copy, added to the stream."""
+    """Pre-norm transformer block: attention, then the MLP, each with a residual connection."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -229,16 +233,16 @@ class VisionBlock(nn.Module):
         self.norm2 = RMSNorm(config.hidden_size, NORM_EPS)
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size, bias=True)
 
-    def forward(self, x_PD: Tensor, angles: CosSin, segments: Segments) -> Tensor:
-        """[P, D] to the same."""
-        attended_PD = self.attn(self.norm1(x_PD), angles, segments)
-        normed_PD, x_PD = self.norm2.add_norm(attended_PD, x_PD)
+    def forward(self, x_PD: Tensor, cos_sin: CosSin, segments: Segments) -> Tensor:
+        """[P, D] to [P, D]."""
+        attn_out_PD = self.attn(self.norm1(x_PD), cos_sin, segments)
+        normed_PD, x_PD = self.norm2.add_norm(attn_out_PD, x_PD)
         out: Tensor = x_PD + self.mlp(normed_PD)
         return out
 
 
 class VisionTower(nn.Module):
-    """Pixels of any number of images of any size to patch features, in window order."""
+    """Packed pixels of images of any sizes to patch features in window order."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -249,13 +253,30 @@ class VisionTower(nn.Module):
     def forward(self, pixels: Tensor, inputs: TowerInputs) -> Tensor:
         """[P, patch_dim] normalised pixels in reading order to [P, D] features in window order."""
         x_PD = _reorder(self.patch_embed(pixels), inputs.token_order, self.config.patches_per_token)
-        angles = vision_cos_sin(inputs.positions, self.config.head_dim)
+        cos_sin = vision_cos_sin(inputs.positions, self.config.head_dim)
         for layer, block in enumerate(self.blocks):
             is_full = layer in self.config.full_attention_layers
-            x_PD = block(x_PD, angles, inputs.images if is_full else inputs.windows)
+            x_PD = block(x_PD, cos_sin, inputs.images if is_full else inputs.windows)
         return x_PD
 
 
 def _reorder(x_PD: Tensor, token_order: Tensor, patches_per_token: int) -> Tensor:
-    """Move whole tokens, that is groups of `patches_per_token` rows."""
+    """Permute tokens, which are groups of `patches_per_token` rows."""
     return x_PD.view(-1, patches_per_token, x_PD.shape[-1])[token_order.long()].flatten(0, 1)
+
+
+class PatchMerger(nn.Module):
+    """The projector: [patches, vision width] to [tokens, decoder width]; the patches of a token are adjacent."""
+
+    def __init__(self, config: VisionConfig, out_size: int) -> None:
+        super().__init__()
+        self.merged_size = config.hidden_size * config.patches_per_token
+        self.ln_q = RMSNorm(config.hidden_size, NORM_EPS)
+        self.mlp = nn.Sequential(
+            nn.Linear(self.merged_size, self.merged_size), nn.GELU(), nn.Linear(self.merged_size, out_size)
+        )
+
+    def forward(self, x_PD: Tensor) -> Tensor:
+        """Normalise each patch, concatenate the patches of a token, project."""
+        out: Tensor = self.mlp(self.ln_q(x_PD).view(-1, self.merged_size))
+        return out

@@ -1,4 +1,4 @@
-"""The whole model. Four moves: embed the text, encode the images, put one into the other, decode.
+"""The model: embed text, encode images, merge both, run the decoder.
 
 Legend: T tokens, P patches, M image tokens (merged patches), D decoder width, V vocabulary.
 """
@@ -10,13 +10,12 @@ from saccade.kernels.rope import CosSin, mrope_cos_sin
 from saccade.model.attention import AttentionContext, PackedAttention
 from saccade.model.config import ModelConfig
 from saccade.model.language import LanguageModel
-from saccade.model.projector import PatchMerger
-from saccade.model.vision import TowerInputs, VisionTower, window_layout
+from saccade.model.vision import PatchMerger, TowerInputs, VisionTower, window_layout
 from saccade.processor.inputs import ModelInputs
 
 
 class VLM(nn.Module):
-    """A vision-language model over packed rows. It knows tensors; tokens, images and HTTP are other rooms' business."""
+    """A vision-language model over packed sequences."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -29,7 +28,7 @@ class VLM(nn.Module):
             self.head.weight = self.language.embed_tokens.weight
 
     def forward(self, inputs: ModelInputs) -> Tensor:
-        """[T, V]: one row of logits per packed token."""
+        """[T, V]: logits of every packed token."""
         logits: Tensor = self.head(self.hidden_states(inputs))
         return logits
 
@@ -53,7 +52,7 @@ class VLM(nn.Module):
         return self.encode_images(pixels, grid).to(like.dtype)
 
     def embed(self, inputs: ModelInputs) -> Tensor:
-        """[T, D]: token embeddings, with image features where images stand."""
+        """[T, D]: token embeddings, with image features in place of the placeholders."""
         x_TD: Tensor = self.language.embed_tokens(inputs.token_ids)
         if inputs.image_grids.shape[0] == 0:
             return x_TD
@@ -62,11 +61,11 @@ class VLM(nn.Module):
 
     def encode_images(self, pixels: Tensor, image_grids: Tensor) -> Tensor:
         """[M, D]: features of all images in reading order. `pixels` [P, patch_dim] normalised, `image_grids` on the CPU."""
-        plan = window_layout([(t, h, w) for t, h, w in image_grids.tolist()], self.config.vision)
-        return self.encode_patches(pixels, plan.to(pixels.device))
+        layout = window_layout([(t, h, w) for t, h, w in image_grids.tolist()], self.config.vision)
+        return self.encode_patches(pixels, layout.to(pixels.device))
 
     def encode_patches(self, pixels: Tensor, inputs: TowerInputs) -> Tensor:
-        """`encode_images` by a plan that lies on the device already. Reads nothing back and copies nothing there: it can be recorded."""
+        """`encode_images` with the window layout already on the device: no synchronisation, no copies, so a CUDA graph can capture it."""
         features_MD: Tensor = self.projector(self.vision(pixels, inputs))
         return features_MD[inputs.reading_order.long()]
 
@@ -76,5 +75,5 @@ class VLM(nn.Module):
         return hidden_SD
 
     def cos_sin(self, positions_3T: Tensor) -> CosSin:
-        """The rotation of each token, shared by all layers."""
+        """RoPE cos and sin of each token, shared by all layers."""
         return mrope_cos_sin(positions_3T, self.config.language.rope_theta, self.config.language.rope_sections)

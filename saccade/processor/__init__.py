@@ -1,11 +1,11 @@
-"""Conversations with images in, packed tensors out: the same function for training and for serving.
+"""Conversations with images to packed model inputs, for training and serving alike.
 
     from saccade.processor import Processor
     processor = Processor.load("checkpoint/")
     inputs = processor([conversation, ...])          # -> ModelInputs
 
-Read `processor.py` first (the steps in order), then `conversation.py` (what counts as text and what as a control token),
-`image.py` (from bytes to patches), `positions.py` and `inputs.py` (the packed row).
+Start with `processor.py` (the steps in order), then `conversation.py` (chat template; text and control tokens), `image.py` and
+`video.py` (bytes to patches), `positions.py` (M-RoPE) and `inputs.py` (the packed result).
 """
 
 from typing import TYPE_CHECKING

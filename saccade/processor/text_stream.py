@@ -1,48 +1,48 @@
-"""Token ids to text as they arrive, never half a character.
+"""Incremental detokenization that never returns part of a character.
 
-A token may hold part of a multi-byte character, and some decoders treat the first token of a text differently from the rest.
-So new text is the difference between decoding a short window with and without the new tokens, given out once it is whole.
+A token may be part of a multi-byte character, and some decoders treat the first token of a text differently. So new text is the
+difference between decoding a short window with and without the new tokens, returned once it is complete.
 """
 
 from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 16
-"""Tokens of the longest sequence worth waiting for; four bytes, or a few joined characters that a tokenizer cuts apart."""
+"""Most tokens of one character: four bytes, or a few combined characters."""
 
 
 class TextStream:
-    """`push(ids)` returns the text that became certain; `finish()` what is left. Joined, they equal decoding at once."""
+    """`push(ids)` returns the text that is complete; `finish()` the rest. Concatenated they equal decoding at once."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._num_given = 0  # leading tokens of the window whose text has been given out
+        self._num_returned = 0  # leading tokens of the window whose text was returned
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take new tokens, return the new text."""
-        before = len(self._window) - self._num_given
+        """Add tokens and return the new text."""
+        before = len(self._window) - self._num_returned
         self._window += ids
-        if not self._is_worth_a_look(before, before + len(ids)):
+        if not self._should_decode(before, before + len(ids)):
             return ""
         text = self._new_text()
         if not text or text.endswith(_REPLACEMENT):
             return ""
-        self._window = self._window[self._num_given :]  # keep what was new as the context of what comes next
-        self._num_given = len(self._window)
+        self._window = self._window[self._num_returned :]  # the new tokens are the context of the next ones
+        self._num_returned = len(self._window)
         return text
 
     def finish(self) -> str:
-        """The rest, half characters included as the replacement character."""
+        """The rest; incomplete characters become the replacement character."""
         text = self._new_text()
-        self._window, self._num_given = [], 0
+        self._window, self._num_returned = [], 0
         return text
 
     @staticmethod
-    def _is_worth_a_look(before: int, now: int) -> bool:
-        """Any character is whole within a few tokens. Where it is not, the text is broken: looking at it at every doubling keeps
-        the cost of a token constant, however long that goes on."""
+    def _should_decode(before: int, now: int) -> bool:
+        """Any character is complete within a few tokens. Beyond that the text is invalid: decoding at every doubling of the
+        window keeps the cost per token constant."""
         return now <= _LONGEST_CHARACTER or now.bit_length() > before.bit_length()
 
     def _new_text(self) -> str:
-        return self._decode(self._window)[len(self._decode(self._window[: self._num_given])) :]
+        return self._decode(self._window)[len(self._decode(self._window[: self._num_returned])) :]

@@ -1,8 +1,8 @@
-"""Text to token ids and back, with a wall between text and control tokens.
+"""Text to token ids and back, with text and control tokens kept apart.
 
-A *control token* (`<|im_start|>`, `<|image_pad|>`, ...) steers the model; it enters a prompt only where the chat template or
-the processor puts it. `encode_text` never produces one, whatever the text spells. That is why this file keeps two views of
-`tokenizer.json`: the plain vocabulary for text, and a table of control tokens by name.
+A *control token* (`<|im_start|>`, `<|image_pad|>`, ...) gets into a prompt only through the chat template or the processor.
+`encode_text` never produces one, whatever the text spells: it uses the vocabulary of `tokenizer.json` without the control tokens,
+which are kept in a table by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Tokenizer:
 
     def __init__(self, description: dict[str, Any]) -> None:
         """`description` is the content of `tokenizer.json`."""
-        # Runs of white space are vocabulary in some tokenizers, not control; they stay with the text.
+        # White-space tokens of some tokenizers are vocabulary, not control tokens.
         control = [token for token in description.get("added_tokens", []) if token["content"].strip()]
         self.control_ids: dict[str, int] = {token["content"]: token["id"] for token in control}
         self._control_names = {token_id: name for name, token_id in self.control_ids.items()}
@@ -33,7 +33,7 @@ class Tokenizer:
         text_tokens = [token for token in description.get("added_tokens", []) if not token["content"].strip()]
         plain = description | {"added_tokens": text_tokens, "post_processor": None, "truncation": None, "padding": None}
         self._text = tokenizers.Tokenizer.from_str(json.dumps(plain))
-        # The library numbers added tokens itself; without the control tokens before them those ids come out too low.
+        # The library numbers added tokens itself: without the control tokens before them their ids are too low.
         self._true_ids = {self._text.token_to_id(token["content"]): token["id"] for token in text_tokens}
         self._all = tokenizers.Tokenizer.from_str(json.dumps(description))
 
@@ -51,20 +51,20 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest token id."""
+        """The highest token id plus one."""
         return max(self._all.get_vocab(with_added_tokens=True).values()) + 1
 
     def control_id(self, name: str) -> int:
-        """Id of a control token; an error names the ones there are."""
+        """Id of a control token."""
         if name not in self.control_ids:
             raise CheckpointError(f"tokenizer.json has no control token {name}. It has: {', '.join(self.control_ids)}")
         return self.control_ids[name]
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of plain text. No control token comes out, even if the text spells one."""
+        """Encode text. The result has no control token, even if the text spells one."""
         try:
             found = self._text.encode(text, add_special_tokens=False).ids
-        except TypeError as error:  # half of a surrogate pair is no character
+        except TypeError as error:  # half of a surrogate pair
             raise RequestError("the text is not valid Unicode (half of a surrogate pair). Remove it") from error
         ids = [self._true_ids.get(token_id, token_id) for token_id in found]
         if not self._control_names.keys().isdisjoint(ids):
@@ -73,7 +73,7 @@ class Tokenizer:
         return ids
 
     def split_control(self, text: str) -> list[tuple[str, int | None]]:
-        """Cut *trusted* text at its control tokens: (piece, id of the control token or None for text)."""
+        """Split *trusted* text at its control tokens: (piece, id of the control token or None for text)."""
         if self._control_pattern is None:
             return [(text, None)] if text else []
         pieces: list[tuple[str, int | None]] = []
@@ -88,11 +88,11 @@ class Tokenizer:
         return pieces
 
     def control_edges(self) -> str:
-        """The first and last characters of all control tokens: without them text cannot contribute to one."""
+        """First and last characters of all control tokens: text without them cannot be part of one."""
         return "".join(sorted({edge for name in self.control_ids for edge in (name[0], name[-1])}))
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of token ids. Special tokens are left out unless asked for; ids outside the vocabulary give no text."""
+        """Decode token ids, without special tokens unless asked for. Ids outside the vocabulary are ignored."""
         kept = [i for i in ids if not (skip_special and i in self._special_ids)]
         text: str = self._all.decode(kept, skip_special_tokens=False)
         return text
@@ -103,6 +103,6 @@ def _longest_first(control: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _control_regex(token: dict[str, Any]) -> str:
-    """A token may own the white space beside it (`lstrip`, `rstrip` in tokenizer.json)."""
+    """The token with the white space it absorbs (`lstrip`, `rstrip` in tokenizer.json)."""
     before, after = (r"\s*" if token.get(side) else "" for side in ("lstrip", "rstrip"))
     return before + re.escape(str(token["content"])) + after

@@ -139,7 +139,7 @@ def test_every_patch_of_a_padded_layout_has_one_window_and_one_image():
             continue
         buffer = np.full(capacity.total, 12345, np.int32)
         layout.write(buffer, capacity)
-        token_order, reading_order, positions, images, windows = capacity.cut(buffer)
+        token_order, reading_order, positions, images, windows = capacity.split(buffer)
         assert sorted(token_order) == list(range(budget // 4))
         assert (token_order[reading_order] == np.arange(budget // 4)).all()
         assert reading_order[: num_patches // 4].max() < num_patches // 4, "images come before padding"

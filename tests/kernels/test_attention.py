@@ -287,7 +287,7 @@ def test_two_runs_agree_to_the_bit_and_never_wait_for_the_gpu(lengths, causal, d
 
 
 def test_kernel_modules_import_and_work_without_triton():
-    names = ("attention", "rms_norm", "rope", "swiglu", "layer_norm")
+    names = ("attention", "rms_norm", "rope", "swiglu")
     code = "import sys; sys.modules['triton'] = None; import torch; " + "; ".join(
         f"from saccade.kernels.{name} import *" for name in names
     )

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from saccade.model.initialize import Words, byte_tokenizer, with_vision_tokens
+from saccade.model.initialize import TextFiles, byte_tokenizer, with_vision_tokens
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 
@@ -47,7 +47,7 @@ SHAPES = [
 ]
 
 
-def words() -> tuple[Words, dict[str, int]]:
+def words() -> tuple[TextFiles, dict[str, int]]:
     """The byte tokenizer with vision tokens, and the vision tokens' ids."""
     grown, token_ids, _ = with_vision_tokens(byte_tokenizer())
     return grown, token_ids
@@ -100,7 +100,7 @@ def make_checkpoint(
     return folder
 
 
-def tokenizer_for(spoken: Words, folder: Path) -> PreTrainedTokenizerFast:
+def tokenizer_for(spoken: TextFiles, folder: Path) -> PreTrainedTokenizerFast:
     import json
 
     folder.mkdir(exist_ok=True)

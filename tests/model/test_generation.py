@@ -78,7 +78,7 @@ def test_a_conversation_draws_the_same_tokens_wherever_it_stands_in_the_row(mode
 
 
 def test_a_prompt_beyond_the_models_positions_is_refused(model, prompts):
-    with pytest.raises(RequestError, match="made for 32768"):
+    with pytest.raises(RequestError, match="supports 32768"):
         generate(model, prompts, max_new_tokens=40000)
 
 

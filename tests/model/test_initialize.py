@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from saccade.errors import CheckpointError, ConfigError
 from saccade.model import generate, load_model
-from saccade.model.initialize import byte_tokenizer, fresh_tensor, initialize_from_text, initialize_random, named_size
+from saccade.model.initialize import byte_tokenizer, initialize_from_text, initialize_random, named_size, random_tensor
 from saccade.processor import Processor
 
 SIZES = {"vocab_size": 280, "hidden_size": 192, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 512}  # fmt: skip
@@ -89,7 +89,7 @@ def test_random_weights_depend_on_seed_and_name_alone(tmp_path):
     a, b, c = (dict(load_model(tmp_path / name, device="cpu").named_parameters()) for name in "abc")
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["language.layers.0.mlp.up_proj.weight"], c["language.layers.0.mlp.up_proj.weight"])
-    weight = fresh_tensor("some.weight", (400, 500), seed=3)
+    weight = random_tensor("some.weight", (400, 500), seed=3)
     assert abs(weight.std() - 0.02) < 2e-4
     assert abs(weight.mean()) < 2e-4
 

@@ -1,16 +1,16 @@
-"""Qwen2 and Qwen2.5 text models as decoders to build on: biased QKV, RMSNorm, SwiGLU, what our decoder is made of."""
+"""Qwen2 and Qwen2.5 text models: QKV biases, RMSNorm, SwiGLU."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from saccade.model.config import LanguageConfig
-from saccade.model.families.reading import integer, number, refuse_unless, rope_theta, sections_for
+from saccade.model.families.config_fields import integer, number, refuse_unless, rope_theta, sections_for
 
 MODEL_TYPE = "qwen2"
 
 
 def parse_text_config(raw: Mapping[str, Any]) -> LanguageConfig:
-    """`config.json` of a text checkpoint as our decoder's sizes."""
+    """Parse the `config.json` of a text checkpoint."""
     refuse_unless(raw, "hidden_act", "silu")
     refuse_unless(raw, "use_sliding_window", False)
     refuse_unless(raw, "quantization_config", None)

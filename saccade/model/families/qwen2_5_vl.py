@@ -1,8 +1,8 @@
 """Qwen2.5-VL: names and sizes.
 
-`config.json` comes in two forms, both read: the published one with the decoder's fields at the top level, and the one with a
-`text_config` that newer Hugging Face versions save. Tensor names likewise: `visual.` / `model.` as published (what we write),
-or `model.visual.` / `model.language_model.`.
+Both forms of `config.json` are read: the published one with the decoder's fields at the top level, and the one with a
+`text_config` that newer `transformers` versions save. Likewise tensor names: `visual.` / `model.` as published, which is what we
+write, or `model.visual.` / `model.language_model.`.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from saccade.errors import CheckpointError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
-from saccade.model.families.reading import (
+from saccade.model.families.config_fields import (
     integer,
     integers,
     number,
@@ -41,29 +41,29 @@ _MODEL_PREFIXES = {
 
 
 def name_on_disk(name: str) -> str:
-    """A parameter's name in the checkpoint files."""
+    """Parameter name to name on disk."""
     return _replace_prefix(name, _DISK_PREFIXES) or name
 
 
 def name_in_transformers(name: str) -> str:
-    """A module's or parameter's name in the model that `transformers` builds; adapters go by it."""
+    """Module or parameter name to its name in `transformers`, which adapters use."""
     return _replace_prefix(name, _TRANSFORMERS_PREFIXES) or name
 
 
 def name_in_model(name: str) -> str | None:
-    """A checkpoint tensor's name in our model; None for a name of another family."""
+    """Name on disk to parameter name; None if unknown."""
     return _replace_prefix(name, _MODEL_PREFIXES)
 
 
 def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str | None:
-    for old, new in prefixes.items():  # longer prefixes stand first
+    for old, new in prefixes.items():  # longer prefixes come first
         if name.startswith(old):
             return new + name.removeprefix(old)
     return None
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """`config.json` as our sizes. What it asks for and we do not do is refused."""
+    """Parse `config.json`. Unsupported settings are refused."""
     text, vision = section(raw, "text_config") or raw, section(raw, "vision_config")
     if "quantization_config" in raw:
         raise CheckpointError(
@@ -158,7 +158,7 @@ def describe_config(config: ModelConfig, *, token_ids: Mapping[str, int], eos_id
 
 
 def _tower(num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int, every: int) -> VisionConfig:
-    """A tower whose every `every`-th block attends over the whole image."""
+    """A tower with full attention in every `every`-th block."""
     return VisionConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -174,7 +174,7 @@ TOWERS = {
     "90m": _tower(12, 768, 12, 2048, every=3),
     "670m": _tower(32, 1280, 16, 3420, every=8),
 }
-"""Vision towers to put before a text model, by name; 670m is the published one."""
+"""Vision towers for text models, by name; 670m is the published one."""
 
 
 def _decoder(vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> LanguageConfig:
@@ -205,4 +205,4 @@ SIZES = {
     "32b": _size(_LARGE_TOWER, _decoder(152064, 5120, 64, 40, 8, 27648), tied=False),
     "72b": _size(_LARGE_TOWER, _decoder(152064, 8192, 80, 64, 8, 29568), tied=False),
 }
-"""Whole models by name; tiny is for tests and laptops, the others are the published shapes."""
+"""Models by name; tiny is for tests and laptops, the others are the published shapes."""

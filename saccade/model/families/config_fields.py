@@ -1,4 +1,4 @@
-"""Reading `config.json`: what the families' parsers share."""
+"""Typed access to the fields of `config.json`, shared by the families."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,18 +7,18 @@ from saccade.errors import CheckpointError
 
 
 def refuse_unless(raw: Mapping[str, Any], name: str, value: object) -> None:
-    """A setting we cannot honour is an error, never ignored. A missing or null one stands for `value`."""
+    """Refuse an unsupported value. A missing or null one counts as `value`."""
     if raw.get(name) not in (None, value):
         raise CheckpointError(f"config.json: {name} is {raw[name]!r}; only {value!r} is supported")
 
 
-_NEEDED: Any = object()
+_REQUIRED: Any = object()
 
 
-def integer(raw: Mapping[str, Any], name: str, default: Any = _NEEDED) -> int:
-    """A whole number of `config.json`; null stands for the default."""
+def integer(raw: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> int:
+    """An integer field; null counts as missing."""
     value = raw.get(name)
-    if value is None and default is not _NEEDED:
+    if value is None and default is not _REQUIRED:
         value = default
     if not isinstance(value, int) or isinstance(value, bool):
         problem = "is missing" if value is None else f"is {value!r}, not a whole number"
@@ -27,7 +27,7 @@ def integer(raw: Mapping[str, Any], name: str, default: Any = _NEEDED) -> int:
 
 
 def number(raw: Mapping[str, Any], name: str, default: float) -> float:
-    """A number of `config.json`."""
+    """A number field."""
     value = raw.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise CheckpointError(
@@ -37,7 +37,7 @@ def number(raw: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def integers(raw: Mapping[str, Any], name: str, default: Sequence[int]) -> tuple[int, ...]:
-    """A list of whole numbers of `config.json`."""
+    """A field with a list of integers."""
     values = raw.get(name, default)
     if not isinstance(values, list | tuple) or not all(isinstance(value, int) for value in values):
         raise CheckpointError(f"config.json: {name} is {values!r}, not a list of whole numbers")
@@ -45,32 +45,30 @@ def integers(raw: Mapping[str, Any], name: str, default: Sequence[int]) -> tuple
 
 
 def section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A nested object of `config.json`, empty if it is not there."""
+    """A nested object, empty if missing."""
     value = raw.get(name) or {}
     if not isinstance(value, dict):
-        raise CheckpointError(f"config.json: {name} is {value!r}, not an object with fields")
+        raise CheckpointError(f"config.json: {name} is {value!r}, not an object")
     return value
 
 
 def rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings, under whichever of its three names the file has them; only unscaled kinds are supported."""
+    """RoPE parameters, under any of their three names; only unscaled types are supported."""
     found = dict(section(raw, "rope_parameters") or section(raw, "rope_scaling"))
     found.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     kind = found.get("rope_type", found.get("type", "default"))
     if kind not in ("default", "mrope"):
-        raise CheckpointError(
-            f"config.json: rope scaling {kind!r} is not supported; only the unscaled rotary embedding is"
-        )
+        raise CheckpointError(f"config.json: rope scaling {kind!r} is not supported; only unscaled RoPE is")
     return found
 
 
 def rope_theta(raw: Mapping[str, Any]) -> float:
-    """Base of the rotary frequencies."""
+    """Base of the RoPE frequencies."""
     return number(rope_parameters(raw), "rope_theta", 10000.0)
 
 
 def sections_for(head_dim: int) -> tuple[int, int, int]:
-    """Time, height and width sections of a head that never had any, in the family's proportion of 16 : 24 : 24 at 128."""
+    """M-RoPE sections of a text model that has none, in the proportion 16 : 24 : 24 of Qwen2.5-VL."""
     half = head_dim // 2
     spatial = half * 3 // 8
     return half - 2 * spatial, spatial, spatial
