@@ -112,7 +112,7 @@ class Job(Generic[_Channel, _Result]):
         self.num_crashes = 0
 
     def send(self, worker: Worker[_Channel]) -> None:
-        """Send the request."""
+        """Send the request. If it raises anything but a `ConnectionError`, nothing was sent."""
         raise NotImplementedError
 
     def receive(self, message: dict[str, Any], worker: Worker[_Channel]) -> _Result | None:
@@ -284,8 +284,12 @@ class WorkerPool(Generic[_Channel]):
                 worker.start_clock()
             try:
                 job.send(worker)
-            except OSError:  # it has exited
+            except ConnectionError:
                 self._remove_worker(worker, "it exited (killed? out of memory?)")
+            except Exception as error:  # nothing was sent
+                worker.jobs.remove(job)
+                worker.start_clock()
+                job.future.set_exception(error)
 
     def _remove_worker(self, worker: Worker[_Channel], reason: str, *, is_final: bool = False) -> None:
         """Kill it and requeue its jobs. The one it worked on counts the crash, and fails if that `is_final`."""

@@ -191,6 +191,13 @@ def test_errors_of_a_job_are_raised_by_its_future_and_cost_no_worker(pool):
     assert pool.num_crashes == 0
 
 
+def test_a_job_that_cannot_be_sent_fails_alone(pool):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        run(pool, {"echo": object()}, timeout_s=0.1)
+    assert run(pool, {"echo": 1, "sleep": 0.15})[1] == 1
+    assert pool.num_crashes == 0
+
+
 def test_workers_killed_while_idle_are_not_held_against_the_next_job(pool):
     run(pool, {})
     pids = pool.pids

@@ -216,12 +216,14 @@ class Preprocessor:
     def _read_images(
         self, future: Future[TokenPrompt], token_ids: Future[list[int]], items: Sequence[VisualItem]
     ) -> None:
+        kinds, images, budget = [visual_kind(item) for item in items], [], MediaBudget(self._limits)
         try:
-            kinds = [visual_kind(item) for item in items]
-            if token_ids.done() and not token_ids.cancelled() and token_ids.exception() is None:
+            if token_ids.done():
                 _placeholders(token_ids.result(), kinds, self._backend.metadata.result())  # fail before the images do
-            budget = MediaBudget(self._limits)
-            images = [] if future.cancelled() else [self._image(item, budget) for item in items]
+            for item in items:
+                if future.cancelled():
+                    break
+                images.append(self._image(item, budget))
         except BaseException as error:
             self._finish(future, error)
             return

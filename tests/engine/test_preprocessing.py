@@ -1,4 +1,4 @@
-"""Prompts made by worker processes equal those of the processor, whatever is sent, cached, killed or closed."""
+"""Prompts of worker processes equal the processor's inputs, with any input form, cache hits, crashes and timeouts."""
 
 import base64
 import concurrent.futures
@@ -48,14 +48,14 @@ def url(data, kind="png"):
 
 
 def turned(image, orientation):
-    """The same pixels with a camera's note how to hold them."""
+    """The same pixels with an EXIF orientation."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     return encoded(image, "JPEG", exif=exif)
 
 
 def ask(*parts):
-    """One user's message: text for a string, an image for anything else, a ready part for a dict."""
+    """One user message: text for a string, a part for a dict, an image for anything else."""
 
     def part(content):
         if isinstance(content, dict):
@@ -75,7 +75,7 @@ def _huge_picture():
 
 
 def huge_picture(seed):
-    """Takes a worker about a second. What stands behind a file's end makes it another file."""
+    """Takes a worker about a second. A byte after the end makes it another file."""
     return _huge_picture() + bytes([seed])
 
 
@@ -104,7 +104,7 @@ def encode_video(num_frames):
 
 
 def assert_equal(prompt, inputs):
-    """A prompt is what the processor makes."""
+    """A prompt equals the processor's inputs."""
     assert prompt.token_ids == inputs.token_ids.tolist()
     assert prompt.positions.dtype == np.int64
     np.testing.assert_array_equal(prompt.positions, inputs.positions.numpy())
@@ -168,7 +168,7 @@ def preprocessor(request):
     return request.getfixturevalue(request.param)
 
 
-# ------------------------------------------------------------------ prompts equal the processor's
+# ------------------------------------------------------------------ prompts equal the processor's inputs
 
 
 CONVERSATIONS = {
@@ -188,7 +188,7 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_a_prompt_is_what_the_processor_makes(preprocessor, processor, name):
+def test_a_prompt_equals_the_processors_inputs(preprocessor, processor, name):
     expected = processor.preprocess(CONVERSATIONS[name], add_generation_prompt=True)
     assert_equal(preprocessor.submit(CONVERSATIONS[name]).result(TIMEOUT_S), expected)
 
@@ -244,7 +244,7 @@ def test_placeholders_among_tokens_are_expanded_in_place(preprocessor, processor
     assert (plain.token_ids, plain.images) == ([3, 4], ())
 
 
-def test_patches_and_pixels_cannot_be_written_by_those_who_share_them(preprocessor):
+def test_patches_are_read_only(preprocessor):
     prompt = preprocessor.submit(ask(PICTURE)).result(TIMEOUT_S)
     with pytest.raises(ValueError, match="read-only"):
         prompt.images[0].patches[0, 0] = 1
@@ -257,7 +257,7 @@ def keys(preprocessor, *sources):
     return [preprocessor.submit(ask(source)).result(TIMEOUT_S).images[0].span.key for source in sources]
 
 
-def test_one_picture_has_one_key_however_it_is_sent(preprocessor):
+def test_an_image_has_one_key_in_any_form(preprocessor):
     picture = noise(90, 150, 20)
     png, bmp = encoded(picture), encoded(picture, "BMP")
     part = {"type": "image_url", "image_url": {"url": url(png)}}
@@ -297,13 +297,13 @@ def test_an_image_that_is_cached_is_not_decoded_again(preprocessor, processor):
     assert after.cached_bytes == before.cached_bytes >= first.images[0].patches.nbytes
 
 
-def test_two_files_of_one_picture_share_its_memory(preprocessor):
+def test_two_files_of_one_image_share_its_memory(preprocessor):
     picture = noise(140, 100, 25)
     prompts = [preprocessor.submit(ask(source)).result(TIMEOUT_S) for source in (encoded(picture), picture)]
     assert prompts[0].images[0].patches is prompts[1].images[0].patches
 
 
-def test_prompts_that_ask_for_the_same_new_image_at_once_have_it_made_once(preprocessor):
+def test_a_new_image_of_several_prompts_is_processed_once(preprocessor):
     png = encoded(noise(900, 900, 26), compress_level=1)
     before = preprocessor.statistics
     futures = [preprocessor.submit(ask(png, f"question {number}")) for number in range(12)]
@@ -323,7 +323,7 @@ def test_the_cache_stays_within_its_bound(checkpoint):
         assert small.statistics.num_processed == 16
 
 
-# ------------------------------------------------------------------ what cannot be prepared
+# ------------------------------------------------------------------ invalid requests
 
 
 GOOD = encoded(noise(60, 60))
@@ -359,7 +359,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_the_processor_refuses_is_refused_with_the_same_words(preprocessor, processor, name):
+def test_errors_are_those_of_the_processor(preprocessor, processor, name):
     with pytest.raises(UserError) as expected:
         processor.preprocess(BAD[name], add_generation_prompt=True)
     with pytest.raises(UserError) as found:
@@ -505,7 +505,7 @@ def test_placeholders_and_images_must_pair_up(preprocessor, processor):
             preprocessor.submit_tokens(token_ids, []).result(TIMEOUT_S)
 
 
-def test_a_folder_that_is_no_checkpoint_is_told_at_once_or_when_ready(tmp_path):
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError):
         Preprocessor(tmp_path, num_workers=0, processed_image_cache_bytes=0)
     with Preprocessor(tmp_path, num_workers=1, processed_image_cache_bytes=0) as preprocessor:
@@ -527,7 +527,7 @@ def test_many_threads_submit_at_once(preprocessor, processor):
         assert_equal(future.result(TIMEOUT_S), inputs)
 
 
-def test_a_long_image_holds_up_only_its_worker(two_workers):
+def test_a_slow_image_occupies_only_its_worker(two_workers):
     long = two_workers.submit(ask(huge_picture(1)))
     for number in range(6):
         two_workers.submit(ask(noise(60, 60, 200 + number), "short")).result(TIMEOUT_S)
@@ -544,7 +544,7 @@ def test_text_does_not_wait_for_images(two_workers):
     assert all(len(image.result(TIMEOUT_S).images) == 1 for image in images)
 
 
-def test_a_future_can_be_cancelled_while_it_waits(two_workers):
+def test_a_pending_prompt_can_be_cancelled(two_workers):
     png = huge_picture(2)
     futures = [two_workers.submit(ask(png, str(number))) for number in range(4)]
     assert futures[2].cancel()
@@ -553,11 +553,11 @@ def test_a_future_can_be_cancelled_while_it_waits(two_workers):
     assert [future.cancelled() for future in futures] == [False, False, True, False]
 
 
-# ------------------------------------------------------------------ processes that die
+# ------------------------------------------------------------------ crashes, timeouts, closing
 
 
 def busy_worker(preprocessor, processor, png):
-    """A prompt being made, and the process that makes its image."""
+    """A prompt in progress, and the process that works on its image."""
     future = preprocessor.submit_tokens(processor.tokenize(ask(png, "what?"), add_generation_prompt=True), [png])
     found = []
 
@@ -565,11 +565,11 @@ def busy_worker(preprocessor, processor, png):
         found[:] = [pid for pid in preprocessor.worker_pids if is_busy(pid)]
         return found
 
-    wait_for(find, "no worker is at work")
+    wait_for(find, "no worker is busy")
     return future, found[0]
 
 
-def test_a_prompt_whose_worker_is_killed_is_made_by_another(two_workers, processor):
+def test_a_prompt_whose_worker_is_killed_is_retried(two_workers, processor):
     png = huge_picture(3)
     before = two_workers.statistics
     future, pid = busy_worker(two_workers, processor, png)
@@ -581,7 +581,7 @@ def test_a_prompt_whose_worker_is_killed_is_made_by_another(two_workers, process
     assert pid not in two_workers.worker_pids
 
 
-def test_an_image_that_kills_two_workers_fails_alone(two_workers, processor):
+def test_an_image_that_crashes_two_workers_fails_alone(two_workers, processor):
     before = two_workers.statistics
     future, pid = busy_worker(two_workers, processor, huge_picture(4))
     killed = set()
@@ -606,7 +606,7 @@ def test_workers_killed_while_idle_are_not_held_against_the_next_prompt(two_work
     before = two_workers.worker_pids
     for pid in before:
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not any(map(is_alive, before)), "a killed worker lives")
+    wait_for(lambda: not any(map(is_alive, before)), "a killed worker is alive")
     futures = [two_workers.submit(ask(noise(60, 60, 310 + number))) for number in range(6)]
     assert all(len(future.result(TIMEOUT_S).images) == 1 for future in futures)
     assert not set(before) & set(two_workers.worker_pids)
@@ -629,7 +629,7 @@ def test_a_stuck_worker_is_replaced_within_the_timeout(checkpoint, processor):
         assert preprocessor.statistics.num_worker_crashes == 2
 
 
-def test_another_fork_server_takes_over_when_it_is_killed(checkpoint):
+def test_a_killed_fork_server_is_replaced(checkpoint):
     with Preprocessor(checkpoint, num_workers=1, processed_image_cache_bytes=0) as preprocessor:
         preprocessor.wait_until_ready()
         worker = preprocessor.worker_pids[0]
@@ -642,7 +642,7 @@ def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_closing_cancels_what_is_not_ready_and_ends_all_processes(checkpoint):
+def test_closing_cancels_unfinished_prompts_and_ends_all_processes(checkpoint):
     preprocessor = Preprocessor(checkpoint, num_workers=2, processed_image_cache_bytes=CACHE_BYTES)
     preprocessor.submit(ask("warm")).result(TIMEOUT_S)
     pids = preprocessor.worker_pids
@@ -683,7 +683,7 @@ def test_workers_end_with_the_process_that_started_them(checkpoint):
     wait_for(lambda: not any(map(is_alive, pids)), "workers outlive their engine")
 
 
-def test_workers_do_not_end_with_the_thread_that_asked_for_them(checkpoint):
+def test_workers_outlive_the_thread_that_created_the_preprocessor(checkpoint):
     made = []
     thread = threading.Thread(
         target=lambda: made.append(Preprocessor(checkpoint, num_workers=1, processed_image_cache_bytes=0))
