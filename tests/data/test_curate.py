@@ -165,7 +165,7 @@ def test_scores_are_thresholds_on_numbers_of_the_json_and_absent_ones_are_report
     assert list(reasons.values()) == [None, "score similarity", "score punsafe", "score punsafe", "score punsafe"]
     report = curate(tmp_path, settings, num_workers=1)
     assert report.absent_scores == {"similarity": 2, "punsafe": 2}
-    assert "2 samples have no similarity and are kept" in caplog.text
+    assert "2 samples have no score similarity and are kept" in caplog.text
     table = open_index(tmp_path).decisions(0)
     assert table["similarity"].to_pylist() == [0.35, 0.1, 0.3, None, None]
 
@@ -192,7 +192,7 @@ def test_decisions_take_effect_where_the_folder_is_read(tmp_path):
 
 
 @daft_workers
-def test_every_sample_has_exactly_one_verdict_and_workers_change_nothing(tmp_path):
+def test_every_sample_has_exactly_one_reason_and_workers_change_nothing(tmp_path):
     make_shards(tmp_path / "one", 4, 10)
     write_samples(
         tmp_path / "one" / "00004.tar",
@@ -276,7 +276,7 @@ def test_a_shard_cut_after_indexing_is_an_error_with_a_remedy_also_from_a_worker
     index = open_index(tmp_path)
     for tar in tmp_path.glob("*.tar"):
         os.truncate(tar, 2000)
-    from saccade.data.curate.measuring import measure_features
+    from saccade.data.curate.features import measure_features
 
     with pytest.raises(DataError, match="It was cut or replaced"):
         measure_features(index, num_workers=2)
@@ -299,7 +299,6 @@ def test_settings_read_back_from_a_file_and_refuse_what_cannot_be_meant(tmp_path
         ({"languages": ("english",)}, "english"),
         ({"drop_patterns": ("(",)}, "regular expression"),
         ({"blocked_words": (" ",)}, "blocked_words"),
-        ({"max_hash_distance": 200}, "0 to 64"),
     ]:
         with pytest.raises(ConfigError, match=words):
             CurationSettings(**wrong)

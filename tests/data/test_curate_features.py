@@ -8,18 +8,19 @@ from data.making import encode, make_caption, make_jpeg, make_picture, make_png,
 from PIL import Image
 
 from saccade.data.curate.image_hash import (
-    BAND_BITS,
     NUM_BANDS,
+    NUM_VIEWS,
     band_keys,
+    descriptors,
     hash_distances,
-    perceptual_hashes,
     small_picture,
+    split_thumbnails,
     thumbnails,
-    thumbnails_agree,
+    view_hashes,
 )
+from saccade.data.curate.image_match import COPY, SHOWN, same_picture
 from saccade.data.curate.settings import DECODE_LIMITS
-from saccade.data.curate.text_hash import minhash_bands, similarity, text_hash
-from saccade.data.curate.text_statistics import text_statistics
+from saccade.data.curate.text_features import minhash_bands, similarity, text_hash, text_statistics
 from saccade.errors import ImageError
 from saccade.processor.image import MediaLimits
 
@@ -73,37 +74,70 @@ def test_what_training_would_refuse_is_refused():
         small_picture(make_jpeg(64, 64, 1) + bytes(100_000), limits)
 
 
-def test_copies_share_a_band_and_other_pictures_do_not_pass():
+def test_copies_share_a_band_and_other_pictures_do_not_match():
     pictures = [make_picture(160, 120, seed) for seed in range(120)]
     originals = np.stack([small(encode(picture, "JPEG", quality=90)) for picture in pictures])
     copies = np.stack([small(encode(picture.resize((96, 72)), "JPEG", quality=50)) for picture in pictures])
-    one, other = perceptual_hashes(originals), perceptual_hashes(copies)
-    bands = [(band_keys(one, band), band_keys(other, band)) for band in range(NUM_BANDS)]
-    assert max(keys.max() for keys, _ in bands) < 2**BAND_BITS
-    assert np.mean(np.any([a == b for a, b in bands], axis=0)) > 0.95
+    one, other = view_hashes(originals)[:, 0], view_hashes(copies)[:, 0]
+    assert np.mean(np.any([band_keys(one, band) == band_keys(other, band) for band in range(NUM_BANDS)], axis=0)) > 0.95
     assert np.mean(hash_distances(one, other) <= 24) > 0.98
-    everything = thumbnails(np.concatenate([originals, copies]))
-    same = np.arange(120)
-    assert thumbnails_agree(everything, same, same + 120).mean() > 0.98
-    assert not thumbnails_agree(everything, same[:-1], same[1:]).any()
+    first, second = thumbnails(originals), thumbnails(copies)
+    for tolerance in (COPY, SHOWN):
+        assert same_picture(first, second, tolerance).mean() > 0.98
+        assert not same_picture(first[:-1], second[1:], tolerance).any()
     assert hash_distances(one[:-1], one[1:]).min() > 30
+    assert same_picture(first[:0], second[:0], COPY).tolist() == []
 
 
-def test_a_band_is_a_run_of_the_hash_bits():
+def test_a_band_is_a_set_of_the_hash_bits():
     hashes = np.random.default_rng(0).integers(0, 256, (50, 32), dtype=np.uint8)
     bits = np.unpackbits(hashes, axis=1)
     for band in range(NUM_BANDS):
-        run = bits[:, band * BAND_BITS : (band + 1) * BAND_BITS]
-        assert band_keys(hashes, band).tolist() == [int("".join(map(str, row)), 2) for row in run]
+        keys = band_keys(hashes, band)
+        for bit in range(256):
+            flipped = np.packbits(bits ^ (np.arange(256) == bit), axis=1)
+            assert len(set((band_keys(flipped, band) != keys).tolist())) == 1, (
+                "a bit is in a band or not, for all hashes"
+            )
+    for band, first in enumerate(range(0, 250, 25)):  # the first ten tile the hash
+        expected = [int("".join(map(str, row)), 2) for row in bits[:, first : first + 25]]
+        assert band_keys(hashes, band).tolist() == expected
 
 
-def test_twins_in_another_colour_and_pages_of_other_text_are_not_copies():
+def test_views_are_hashes_of_the_mirrored_and_the_cropped_picture():
+    pictures = np.stack([small(encode(make_picture(320, 320, seed), "PNG")) for seed in range(20)])
+    cropped = np.stack(
+        [small(encode(make_picture(320, 320, seed).crop((8, 8, 312, 312)), "PNG")) for seed in range(20)]
+    )
+    views = view_hashes(pictures)
+    assert views.shape == (20, NUM_VIEWS, 32)
+    for view, edited in ((1, pictures[:, :, ::-1]), (2, cropped), (3, cropped[:, :, ::-1])):
+        whole = view_hashes(np.ascontiguousarray(edited))[:, 0]
+        assert np.median(hash_distances(np.ascontiguousarray(views[:, view]), whole)) <= (0 if view == 1 else 16)
+
+
+def test_descriptors_are_unit_vectors_and_those_of_flat_pictures_match_nothing():
+    pictures = np.stack([small(encode(make_picture(96, 96, seed), "PNG")) for seed in range(10)])
+    pictures[0] = 200
+    vectors = descriptors(split_thumbnails(thumbnails(pictures))[0])
+    assert np.allclose(np.linalg.norm(vectors[1:], axis=1), 1, atol=1e-5)
+    assert np.abs(vectors @ vectors[0]).max() < 0.01
+
+
+def test_twins_in_another_colour_are_not_copies_but_a_grey_copy_is():
     red, blue = Image.new("RGB", (128, 128), "white"), Image.new("RGB", (128, 128), "white")
     red.paste((190, 60, 60), (30, 30, 100, 100))
     blue.paste((60, 102, 190), (30, 30, 100, 100))  # as bright as the red one
-    pictures = np.stack([small(encode(image, "PNG")) for image in (red, blue)])
-    assert hash_distances(*perceptual_hashes(pictures)[:, None]).item() < 24
-    assert not thumbnails_agree(thumbnails(pictures), np.array([0]), np.array([1])).any()
+    shown = thumbnails(
+        np.stack([small(encode(image, "PNG")) for image in (red, blue, red.convert("L").convert("RGB"))])
+    )
+    for tolerance in (COPY, SHOWN):
+        assert same_picture(shown[[0, 0, 0]], shown, tolerance).tolist() == [True, False, True]
+
+
+def test_flat_pictures_match_by_their_brightness():
+    shown = thumbnails(np.stack([np.full((32, 32, 3), level, np.uint8) for level in (0, 200, 202, 255)]))
+    assert same_picture(shown[[1, 1, 1, 1]], shown, COPY).tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize(

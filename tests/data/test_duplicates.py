@@ -11,7 +11,7 @@ from data.making import encode, make_caption, make_picture, make_sample, make_sh
 from PIL import Image
 
 from saccade.data.curate import CurationSettings, curate, find_contamination
-from saccade.data.curate.grouping import MAX_COMPARED, candidate_pairs, first_of_equals, leaders, verified_pairs
+from saccade.data.curate.duplicates import MAX_COMPARED, candidate_pairs, first_of_equals, leaders, unique_pairs
 from saccade.data.index import open_index
 from saccade.data.sample import images
 from saccade.data.shards import ShardWriter
@@ -67,7 +67,7 @@ def test_planted_copies_are_found_and_nothing_else(tmp_path):
     ]
     near = [shown(f"near-{key}", copy_of(picture, rng), "another text") for key, picture in list(pictures.items())[50:]]
     write_samples(tmp_path / "00001.tar", near)
-    found = curated(tmp_path, exact + originals)
+    found = curated(tmp_path, exact + originals, keep_one_per="image")
     pairs = {
         frozenset((key.removeprefix("exact-").removeprefix("near-"), original.removeprefix("exact-")))
         for key, (_, original) in found.items()
@@ -86,7 +86,7 @@ def test_the_largest_then_the_longest_then_the_first_of_a_group_is_kept(tmp_path
         shown("a-large", picture, "short text"),
         shown("d-large", picture, "a longer text about it"),
     ]
-    assert curated(tmp_path, samples) == {
+    assert curated(tmp_path, samples, keep_one_per="image") == {
         "b-small": ("near-duplicate image", "d-large"),
         "c-large": ("exact duplicate", "d-large"),
         "a-large": ("exact duplicate", "d-large"),
@@ -102,7 +102,7 @@ def test_the_one_that_is_kept_has_passed_all_other_rules(tmp_path):
     assert report.dropped == {"boilerplate text": 1}
 
 
-def test_other_captions_of_an_image_are_kept_when_asked_and_other_questions_always(tmp_path):
+def test_other_captions_and_questions_of_an_image_are_kept_unless_one_per_image_is_asked(tmp_path):
     def asked(key, question):
         return shown(key, make_picture(90, 90, 2), questions=[{"question": question, "answer": "yes"}])
 
@@ -115,16 +115,30 @@ def test_other_captions_of_an_image_are_kept_when_asked_and_other_questions_alwa
         asked("second", "Is it blue?"),
         asked("third", "is it red?"),
     ]
-    by_image = curated(tmp_path, samples)
-    assert by_image == {
-        "two": ("exact duplicate", "one"),
-        "three": ("near-duplicate image", "one"),
-        "third": ("exact duplicate", "first"),
-    }
+    near = {"three": ("near-duplicate image", "one"), "third": ("exact duplicate", "first")}
+    assert curated(tmp_path, samples) == near
+    by_image = curated(tmp_path, samples, keep_one_per="image")
+    assert by_image == near | {"two": ("exact duplicate", "one")}
     assert curated(tmp_path, samples, keep_one_per="image and text") == {
         "three": ("near-duplicate image", "one"),
         "third": ("exact duplicate", "first"),
     }
+
+
+def test_data_with_one_caption_per_row_keeps_all_captions_and_says_so(tmp_path):
+    samples = [
+        shown(f"{n}-{k}", encode(make_picture(90, 90, n), "JPEG", quality=90), f"caption {k} of picture {n}")
+        for n in range(4)
+        for k in range(5)
+    ]
+    samples += [shown("again", encode(make_picture(90, 90, 0), "JPEG", quality=90), "caption 0 of picture 0")]
+    samples += [shown("smaller", encode(make_picture(90, 90, 1).resize((70, 70)), "JPEG"), "another text")]
+    write_samples(tmp_path / "00000.tar", samples)
+    report = curate(tmp_path, CurationSettings(min_side=8), num_workers=1)
+    assert (report.num_kept, report.num_shared_images) == (20, 20)
+    assert report.dropped == {"exact duplicate": 1, "near-duplicate image": 1}
+    report = curate(tmp_path, CurationSettings(min_side=8, keep_one_per="image"), num_workers=1)
+    assert (report.num_kept, report.num_shared_images) == (4, 0)
 
 
 def test_samples_of_several_images_repeat_each_other_only_as_a_whole(tmp_path):
@@ -219,7 +233,9 @@ def test_candidates_are_all_pairs_of_a_bucket_and_leaders_are_direct_copies():
         num_items = int(rng.integers(1, 60))
         bands = rng.integers(0, 12, (3, num_items)).astype(np.uint32)
         same = rng.random((num_items, num_items)) < 0.5
-        better, worse = verified_pairs(num_items, candidate_pairs(bands), lambda a, b, same=same: same[a, b])
+        better, worse = unique_pairs(num_items, candidate_pairs(bands))
+        is_same = same[better, worse]
+        better, worse = better[is_same], worse[is_same]
         expected = {
             (a, b) for a in range(num_items) for b in range(a + 1, num_items) if same[a, b] and (bands[:, a] == bands[:, b]).any()
         }  # fmt: skip
@@ -237,9 +253,8 @@ def test_a_bucket_that_explodes_costs_its_size_not_its_square():
     pairs = sum(len(better) for better, _ in candidate_pairs([np.zeros(num_items, np.uint32)]))
     assert pairs <= num_items * MAX_COMPARED
     begin = time.perf_counter()
-    leader = leaders(
-        num_items, verified_pairs(num_items, candidate_pairs([np.zeros(num_items, np.uint32)]), lambda a, _: a == 0)
-    )
+    candidates = candidate_pairs([np.zeros(num_items, np.uint32)])
+    leader = leaders(num_items, unique_pairs(num_items, ((a[a == 0], b[a == 0]) for a, b in candidates)))
     assert not leader.any(), "all follow the best"
     assert time.perf_counter() - begin < 10
 
@@ -250,6 +265,57 @@ def test_first_of_equals_is_the_smallest_number_with_the_same_keys():
     pairs = list(zip(*keys.tolist(), strict=True))
     assert first_of_equals(*keys).tolist() == [pairs.index(pair) for pair in pairs]
     assert first_of_equals(np.zeros(0, np.uint64)).tolist() == []
+
+
+# ------------------------------------------------------------------ edited copies
+
+
+def cropped(share):
+    return lambda image: image.crop([round(side * x) for x in (share, 1 - share) for side in image.size])
+
+
+def with_logo(image):
+    image = image.copy()
+    image.paste((220, 30, 30), (image.width - 50, image.height - 50, image.width - 10, image.height - 10))
+    return image
+
+
+EDITS = {
+    "crop 1 %": cropped(0.01),
+    "crop 2.5 %": cropped(0.025),
+    "crop 5 %": cropped(0.05),
+    "mirrored": lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+    "brighter 5 %": lambda image: image.point(lambda value: min(255, round(1.05 * value))),
+    "darker 10 %": lambda image: image.point(lambda value: round(0.9 * value)),
+    "grey": lambda image: image.convert("L").convert("RGB"),
+    "logo": with_logo,
+    "mirrored, crop 2.5 %": lambda image: cropped(0.0125)(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)),
+}
+
+
+def test_edited_copies_are_found_by_contamination_and_by_curation(tmp_path):
+    """One training folder with a copy of each edit of every evaluation image, and as many other pictures."""
+    pictures = [make_picture(256, 192, seed) for seed in range(12)]
+    write_samples(tmp_path / "test" / "00000.tar", [shown(f"t{n}", picture) for n, picture in enumerate(pictures)])
+    copies = [
+        shown(f"{n}-{number}", encode(edit(picture), "JPEG", quality=80), make_caption(n))
+        for number, edit in enumerate(EDITS.values())
+        for n, picture in enumerate(pictures)
+    ]
+    others = [shown(f"other-{n}", make_picture(256, 192, 100 + n), make_caption(n)) for n in range(100)]
+    write_samples(tmp_path / "train" / "00000.tar", copies + others)
+    report = find_contamination(tmp_path / "train", tmp_path / "test", num_workers=1)
+    pairs = [(match.training.partition("/")[2], match.evaluation.partition("/t")[2]) for match in report.matches]
+    assert all(copy.partition("-")[0] == original for copy, original in pairs), "nothing but copies"
+    found = {copy for copy, _ in pairs}
+    for number, edit in enumerate(EDITS):
+        assert sum(f"{n}-{number}" in found for n in range(len(pictures))) >= 11, edit
+
+    dropped = curated(tmp_path / "train", copies + others)
+    assert all(reason == "near-duplicate image" for reason, _ in dropped.values())
+    assert all(key.partition("-")[0] == original.partition("-")[0] for key, (_, original) in dropped.items())
+    left = {copy.key for copy in copies} - dropped.keys()
+    assert len(left) <= 2 * len(pictures) + 3, "one of each picture, and its copies with a logo, which hide something"
 
 
 # ------------------------------------------------------------------ contamination

@@ -10,7 +10,7 @@ import pytest
 from data.making import encode, make_jpeg, make_picture, make_sample, make_shards, write_samples
 
 from saccade.data.curate import CurationSettings, ScoreRange, curate, inspect, write_page
-from saccade.data.curate.funnel import distribution
+from saccade.data.curate.report import distribution
 from saccade.data.index import build_lengths, open_index
 
 
@@ -25,7 +25,7 @@ def folder(tmp_path):
         make_sample(f"a{n}", seed=n, source="museum", fields={"license": "CC0", "similarity": 0.1 * n})
         for n in range(6)
     ]
-    samples += [make_sample(f"b{n}", seed=n, width=200, height=100, source="web") for n in range(4)]
+    samples += [make_sample(f"b{n}", seed=20 + n, width=200, height=100, source="web") for n in range(4)]
     samples += [
         make_sample("copy", members={**samples[0].members, "txt": b"a shorter text"}),
         make_sample("small", width=20, height=20, seed=40, source="web"),
@@ -37,38 +37,38 @@ def folder(tmp_path):
 
 
 def test_a_folder_can_be_inspected_before_it_is_curated(folder):
-    funnel = inspect(folder)
-    assert (funnel.num_samples, funnel.num_kept, funnel.is_curated) == (13, 13, False)
-    assert funnel.steps == []
-    assert [each.name for each in funnel.distributions] == [
+    report = inspect(folder)
+    assert (report.num_samples, report.num_kept, report.is_curated) == (13, 13, False)
+    assert report.steps == []
+    assert [each.name for each in report.distributions] == [
         "image width",
         "image height",
         "aspect ratio (width / height)",
     ]
-    assert "readable, not curated yet" in "\n".join(funnel.lines())
+    assert "readable, not curated yet" in "\n".join(report.lines())
 
 
-def test_the_funnel_counts_reasons_sources_and_sizes(folder):
+def test_the_report_counts_reasons_sources_and_sizes(folder):
     curate(folder, CurationSettings(scores={"similarity": ScoreRange(min=0.15)}), num_workers=1)
-    funnel = inspect(folder)
-    assert [(step.reason, step.num_dropped, step.num_left) for step in funnel.steps] == [
+    report = inspect(folder)
+    assert [(step.reason, step.num_dropped, step.num_left) for step in report.steps] == [
         ("image too small", 1, 12),
         ("corrupt image", 1, 11),
         ("score similarity", 3, 8),
     ]
-    assert (funnel.num_kept, funnel.is_curated) == (8, True)
-    assert funnel.sources == {"museum": (4, 7), "web": (4, 6)}
-    assert funnel.licences == {"CC0": (4, 7), "unknown": (4, 6)}
-    by_name = {each.name: each for each in funnel.distributions}
+    assert (report.num_kept, report.is_curated) == (8, True)
+    assert report.sources == {"museum": (4, 7), "web": (4, 6)}
+    assert report.licences == {"CC0": (4, 7), "unknown": (4, 6)}
+    by_name = {each.name: each for each in report.distributions}
     assert by_name["image width"].quantiles[0] == 96
     assert by_name["image width"].quantiles[-1] == 200
     assert sum(by_name["score similarity"].num_all) == 7
     assert sum(by_name["score similarity"].num_kept) == 4
     assert sum(by_name["text length in words"].num_all) == 13
-    text = "\n".join(funnel.lines())
+    text = "\n".join(report.lines())
     assert "8 of 13 samples kept (61.5%)" in text
     assert re.search(r"score similarity +-3 +8 left", text)
-    json.dumps(dataclasses.asdict(funnel))  # what --json prints
+    json.dumps(dataclasses.asdict(report))  # what --json prints
 
 
 def test_tokens_are_shown_where_they_are_known(folder):
@@ -127,7 +127,7 @@ def test_the_page_is_whole_and_hostile_text_stays_text(tmp_path):
     ]
     write_samples(tmp_path / "<i>shards" / "00000.tar", samples)
     curate(tmp_path / "<i>shards", CurationSettings(drop_boilerplate=False), num_workers=1)
-    funnel = write_page(tmp_path / "<i>shards", tmp_path / "page.html")
+    report = write_page(tmp_path / "<i>shards", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     found = Elements(page)
 
@@ -169,7 +169,7 @@ def test_the_page_is_whole_and_hostile_text_stays_text(tmp_path):
         assert text in found.text, "shown as it is"
     assert "<b>key" in found.text
     assert "repeats 00000.tar/k0" in found.text or "repeats 00000.tar/twin" in found.text
-    assert funnel.num_samples == len(samples)
+    assert report.num_samples == len(samples)
 
 
 def test_the_page_shows_examples_of_every_reason_and_is_the_same_every_time(tmp_path):
@@ -189,7 +189,21 @@ def test_the_page_works_without_decisions_and_without_a_single_kept_sample(tmp_p
     make_shards(tmp_path, 1, 3)
     write_page(tmp_path, tmp_path / "page.html")
     curate(tmp_path, CurationSettings(min_side=5000), num_workers=1)
-    funnel = write_page(tmp_path, tmp_path / "page.html")
-    assert funnel.num_kept == 0
-    assert "image width: none kept" in "\n".join(funnel.lines())
+    report = write_page(tmp_path, tmp_path / "page.html")
+    assert report.num_kept == 0
+    assert "image width: none kept" in "\n".join(report.lines())
     assert "none kept" in (tmp_path / "page.html").read_text()
+
+
+def test_what_a_damaged_shard_lost_is_reported_everywhere(tmp_path):
+    write_samples(tmp_path / "00000.tar", [make_sample(f"a{n}", seed=n) for n in range(4)])
+    whole = (tmp_path / "00000.tar").read_bytes()
+    (tmp_path / "00001.tar").write_bytes(whole[: len(whole) // 2])
+    curated = curate(tmp_path, CurationSettings(), num_workers=1)
+    report = write_page(tmp_path, tmp_path / "page.html")
+    assert curated.damaged == report.damaged
+    assert list(report.damaged) == ["00001.tar"]
+    damage = report.damaged["00001.tar"]
+    assert f"  damaged shard 00001.tar: {damage}" in report.lines()
+    assert "Damaged shards" in (tmp_path / "page.html").read_text()
+    assert damage in (tmp_path / "page.html").read_text()

@@ -1,11 +1,13 @@
-"""What is remembered of an image's pixels: a hash to find its copies by, a thumbnail to be sure by.
+"""Fingerprints of images: hashes to find likely copies by, a thumbnail to verify them with.
 
-    bytes  ->  32x32 RGB  ->  signs of 255 low DCT coefficients (32 bytes)  +  16x16 luma and 8x8 chroma (384 bytes)
+    bytes  ->  32x32 RGB  ->  four perceptual hashes (32 bytes each)  +  thumbnail: 32x32 luma, 8x8 chroma (1,152 bytes)
 
-Two images are near-duplicates when one is the other resized or encoded anew: their hashes share a band of 25 bits, differ in
-few bits, and their thumbnails agree cell by cell. The hash alone takes one chart for another of the same layout, or a product
-for its twin in another colour; the thumbnail does not. What differs in small print alone (bars of equal heights, other numbers
-beside them) is told apart by neither: of 1.1 million pairs of charts four pass.
+A hash is the signs of 255 low DCT coefficients. Four views of an image are hashed: whole, mirrored, its central 95 %, and that
+mirrored; a copy shares a band of bits with one of them. Sharing a band only makes a candidate: `image_match.py` aligns the two
+thumbnails and decides.
+
+`descriptors` are unit vectors of 63 low DCT coefficients, for comparing every image of one set with every image of another: their
+cosine survives overlays and larger crops that break a hash.
 """
 
 from __future__ import annotations
@@ -20,25 +22,31 @@ from PIL import ExifTags, Image
 
 from saccade.processor.image import MediaLimits, load_image
 
+SIDE = 32
+"""Of the small picture all features are computed from."""
 HASH_BYTES = 32
-THUMBNAIL_BYTES = 16 * 16 + 2 * 8 * 8
-NUM_BANDS = 10
-BAND_BITS = 25
-"""On 8,000 photos 10 bands of 25 bits find every copy of scale 0.5-0.9 and quality 40-90 (8 of 32: 99.9 %, 5 of 48: 97.6 %)."""
+NUM_VIEWS = 4
+THUMBNAIL_BYTES = SIDE * SIDE + 2 * 8 * 8
 
-_SIDE = 32  # of the small picture all features are made from
-_LOW = 16  # DCT coefficients per axis that are kept
-_SILENT = 3.0  # grey levels: what is below may be noise of the encoder. At 2 copies of blurred images are lost, at 4 pages of text meet
+_LOW = 16  # DCT coefficients per axis that are hashed
+_LOWEST = 8  # and per axis of a descriptor
+_SILENT = (
+    3.0  # grey levels: below may be encoder noise. At 2 copies of blurred images are lost, at 4 pages of text collide
+)
+_FLAT = 30.0  # norm of the descriptor of a picture without structure: its cosine with anything is near zero
+_CENTRE = 0.95  # share of each side in the cropped views
 _DECODED_SIDE = 64  # JPEGs are decoded at the smallest scale that leaves both sides this long
-_CHUNK = 2**16  # thumbnails compared at a time
-_MAX_MEAN, _MAX_CELL, _MAX_CHROMA = 3.0, 16.0, 8.0  # measured on copies: 99.9 % stay below 1.7, 12.5 and 3.4
+_BAND_BITS = 25  # of the 10 bands that tile the hash: they tell pages of text apart, whose coarse structure is the same
+_NUM_TILES = 10
+_COARSE_BITS, _COARSE_BAND_BITS, _NUM_COARSE = 80, 20, 24  # bands of 20 of the 80 coarsest bits, which survive crops
+NUM_BANDS = _NUM_TILES + _NUM_COARSE
 
 
 def small_picture(data: bytes, limits: MediaLimits) -> NDArray[np.uint8]:
-    """[32, 32, 3] of an encoded image. `ImageError` where `load_image` refuses it: truncated, animated, over the limits.
+    """[32, 32, 3] from an encoded image. Raises `ImageError` where `load_image` does: truncated, animated, over the limits.
 
-    A JPEG is decoded at reduced scale (2.5 times as fast at 1024 pixels): all its data is read, so a truncated one is
-    found as in a full decode.
+    A JPEG is decoded at reduced scale (2.5 times as fast at 1024 pixels). All its data is read, so a truncated one is found as
+    in a full decode.
     """
     reduced = _decode_reduced(data, limits)
     if reduced is not None:
@@ -49,22 +57,22 @@ def small_picture(data: bytes, limits: MediaLimits) -> NDArray[np.uint8]:
 
 
 def _shrink(pixels: NDArray[np.uint8], box: tuple[float, float, float, float]) -> NDArray[np.uint8]:
-    """A triangle filter: its weights move smoothly with the size, unlike those of a box (half the bit errors on copies)."""
+    """Resize with a triangle filter: its weights vary smoothly with the size, unlike those of a box (half the bit errors on copies)."""
     image = Image.fromarray(pixels)
-    return np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0))
+    return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0))
 
 
 def _decode_reduced(
     data: bytes, limits: MediaLimits
 ) -> tuple[NDArray[np.uint8], tuple[float, float, float, float]] | None:
-    """Pixels at reduced scale and the part of them the image covers; None for what only `load_image` can judge."""
+    """Pixels at reduced scale and the part of them that the image covers; None for what only `load_image` can decode."""
     if not data.startswith(b"\xff\xd8") or len(data) > limits.max_bytes:
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         longer, shorter = max(width, height), min(width, height)
         is_allowed = width * height <= limits.max_pixels and longer <= limits.max_side
-        if not is_allowed or longer > limits.max_aspect_ratio * shorter or colours == "CMYK" or _is_turned(data):
+        if not is_allowed or longer > limits.max_aspect_ratio * shorter or colours == "CMYK" or _is_rotated(data):
             return None
         pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=_DECODED_SIDE, min_width=_DECODED_SIDE, strict=True)
     except ValueError:
@@ -74,8 +82,8 @@ def _decode_reduced(
     return pixels, (0, 0, min(width * scale, pixels.shape[1]), min(height * scale, pixels.shape[0]))
 
 
-def _is_turned(data: bytes) -> bool:
-    """Whether EXIF or XMP asks for a turn, or cannot be read."""
+def _is_rotated(data: bytes) -> bool:
+    """Whether EXIF or XMP asks for a rotation, or cannot be read."""
     if b"Exif\0\0" not in data and b"http://ns.adobe.com/xap/" not in data:
         return False
     try:
@@ -88,29 +96,51 @@ def _is_turned(data: bytes) -> bool:
 # ------------------------------------------------------------------ features of many small pictures at once
 
 
-def perceptual_hashes(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[n, 32] from [n, 32, 32, 3]: the signs of the 255 lowest coefficients, from coarse to fine, and one bit unused."""
-    matrix, order = _dct_matrix(), _coarse_to_fine()
-    coefficients = (matrix @ _luma(pictures) @ matrix.T).reshape(len(pictures), _LOW * _LOW)
-    return np.ascontiguousarray(np.packbits(coefficients[:, order] > _SILENT, axis=1))
+def view_hashes(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[n, 4, 32] from [n, 32, 32, 3]: the signs of the 255 lowest coefficients of each view, coarse to fine, one bit unused."""
+    luma, order = _luma(pictures), _coarse_to_fine()
+    signs = np.arange(_LOW) % 2 * -2 + 1  # mirroring negates the odd columns
+    views = []
+    for matrix in (_dct_matrix(_LOW), _dct_matrix(_LOW) @ _crop_matrix(_CENTRE)):
+        coefficients = matrix @ luma @ matrix.T
+        views += [coefficients, coefficients * signs]
+    bits = np.stack(views, 1).reshape(len(pictures), NUM_VIEWS, _LOW * _LOW)[..., order] > _SILENT
+    return np.ascontiguousarray(np.packbits(bits, axis=2))
 
 
 def thumbnails(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[n, 384] from [n, 32, 32, 3]: 16x16 luma, then 8x8 of both colour differences around 128."""
+    """[n, 1152] from [n, 32, 32, 3]: 32x32 luma, then 8x8 of both colour differences around 128."""
     num = len(pictures)
     luma = _luma(pictures)
     blue = (pictures[..., 2] - luma) * 0.564
     red = (pictures[..., 0] - luma) * 0.713
-    cells = luma.reshape(num, 16, 2, 16, 2).mean((2, 4)).reshape(num, 256)
     colours = 128 + np.stack([blue, red], axis=1).reshape(num, 2, 8, 4, 8, 4).mean((3, 5)).reshape(num, 128)
-    return np.concatenate([cells, colours], axis=1).round().clip(0, 255).astype(np.uint8)
+    flat = np.concatenate([luma.reshape(num, SIDE * SIDE), colours], axis=1)
+    return np.asarray(flat.round().clip(0, 255), np.uint8)
+
+
+def split_thumbnails(thumbnails: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Luma [n, 32, 32] and colour differences [n, 2, 8, 8] around 0."""
+    num, values = len(thumbnails), thumbnails.astype(np.float32)
+    return values[:, : SIDE * SIDE].reshape(num, SIDE, SIDE), values[:, SIDE * SIDE :].reshape(num, 2, 8, 8) - 128
+
+
+def descriptors(luma: NDArray[np.float32], centre: float = 1.0) -> NDArray[np.float32]:
+    """[n, 63] unit vectors from the central part of [n, 32, 32]; shorter for a picture without structure."""
+    matrix = _dct_matrix(_LOWEST) @ _crop_matrix(centre)
+    vectors = (matrix @ luma @ matrix.T).reshape(len(luma), -1)[:, 1:]
+    return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), _FLAT), np.float32)
 
 
 def band_keys(hashes: NDArray[np.uint8], band: int) -> NDArray[np.uint32]:
-    """[n]: the bits of one band. Copies agree in at least one of the bands; the first holds the coarsest structure."""
-    byte, bit = divmod(band * BAND_BITS, 8)
-    window = np.ascontiguousarray(hashes[:, byte : byte + 4]).view(">u4").reshape(-1).astype(np.uint32)
-    return (window >> np.uint32(32 - BAND_BITS - bit)) & np.uint32(2**BAND_BITS - 1)
+    """[n]: the bits of one band of [n, 32] hashes."""
+    if band < _NUM_TILES:
+        byte, bit = divmod(band * _BAND_BITS, 8)
+        window = np.ascontiguousarray(hashes[:, byte : byte + 4]).view(">u4").reshape(-1).astype(np.uint32)
+        return (window >> np.uint32(32 - _BAND_BITS - bit)) & np.uint32(2**_BAND_BITS - 1)
+    bits = np.unpackbits(hashes[:, : _COARSE_BITS // 8], axis=1)[:, _coarse_bands()[band - _NUM_TILES]]
+    packed = np.packbits(bits, axis=1)
+    return np.asarray(packed.astype(np.uint32) @ (256 ** np.arange(packed.shape[1])[::-1]).astype(np.uint32))
 
 
 def hash_distances(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -119,30 +149,24 @@ def hash_distances(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[
     return np.asarray(differing.sum(axis=1, dtype=np.int64))
 
 
-def thumbnails_agree(
-    thumbnails: NDArray[np.uint8], one: NDArray[np.int64], other: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Whether thumbnails `one[i]` and `other[i]` differ by no more than an encoder's noise, on the whole and in every cell."""
-    agree = np.zeros(len(one), bool)
-    for begin in range(0, len(one), _CHUNK):
-        part = slice(begin, begin + _CHUNK)
-        difference = np.abs(thumbnails[one[part]].astype(np.int16) - thumbnails[other[part]])
-        luma, chroma = difference[:, : 16 * 16], difference[:, 16 * 16 :]
-        agree[part] = (luma.mean(1) <= _MAX_MEAN) & (luma.max(1) <= _MAX_CELL) & (chroma.max(1) <= _MAX_CHROMA)
-    return agree
-
-
 def _luma(pictures: NDArray[np.uint8]) -> NDArray[np.float32]:
     return pictures.astype(np.float32) @ np.array([0.299, 0.587, 0.114], np.float32)
 
 
 @cache
-def _dct_matrix() -> NDArray[np.float32]:
-    """[16, 32]: the first rows of the orthonormal DCT."""
-    row, column = np.arange(_LOW)[:, None], np.arange(_SIDE)[None]
-    matrix = np.cos(np.pi * (2 * column + 1) * row / (2 * _SIDE)) * np.sqrt(2 / _SIDE)
+def _dct_matrix(num_rows: int) -> NDArray[np.float32]:
+    """[rows, 32]: the first rows of the orthonormal DCT."""
+    row, column = np.arange(num_rows)[:, None], np.arange(SIDE)[None]
+    matrix = np.cos(np.pi * (2 * column + 1) * row / (2 * SIDE)) * np.sqrt(2 / SIDE)
     matrix[0] /= np.sqrt(2)
     return np.asarray(matrix, np.float32)
+
+
+@cache
+def _crop_matrix(centre: float) -> NDArray[np.float32]:
+    """[32, 32]: linear interpolation of the central part of a line."""
+    positions = ((np.arange(SIDE) * 2 + 1) / SIDE - 1) * centre * (SIDE / 2) + (SIDE - 1) / 2
+    return np.asarray(np.maximum(0, 1 - np.abs(positions[:, None] - np.arange(SIDE))), np.float32)
 
 
 @cache
@@ -150,3 +174,10 @@ def _coarse_to_fine() -> NDArray[np.int64]:
     """Coefficients by diagonal, the mean left out."""
     cells = sorted((row + column, row, column) for row in range(_LOW) for column in range(_LOW))
     return np.array([row * _LOW + column for _, row, column in cells[1:]])
+
+
+@cache
+def _coarse_bands() -> NDArray[np.int64]:
+    """[24, 20]: the bits of each coarse band, drawn once, the same on every machine."""
+    random = np.random.Generator(np.random.PCG64(20240229))
+    return np.stack([np.sort(random.permutation(_COARSE_BITS)[:_COARSE_BAND_BITS]) for _ in range(_NUM_COARSE)])

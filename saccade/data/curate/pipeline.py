@@ -1,10 +1,10 @@
-"""Curation from end to end. Every step is restartable, and only the first one reads pixels.
+"""Curate a shard folder. Every step is restartable, and only the first one reads pixels.
 
     features (features.py)  ->  rules (rules.py)  ->  evaluation sets, duplicates  ->  index/decisions/
 
 Every dropped sample has exactly one reason: that of the first rule it breaks, in the order of `rules.py`, then: text shared by
-many images, in evaluation set, exact duplicate, near-duplicate image, near-duplicate text. Each of these looks only at the
-samples still in, so the one that is kept of a group has passed all rules before.
+many images, in evaluation set, exact duplicate, near-duplicate image, near-duplicate text. Each of these steps sees only the
+samples that are left, so the one that is kept of a group has passed all earlier rules.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from numpy.typing import NDArray
 
 from saccade.config import encode
 from saccade.data.curate import duplicates
-from saccade.data.curate.contamination import everyone, shown_in
-from saccade.data.curate.features import read_features
-from saccade.data.curate.grouping import Numbers, first_of_equals
-from saccade.data.curate.measuring import measure_features
-from saccade.data.curate.population import Population, by_shard, gather
-from saccade.data.curate.rules import SCORE_COLUMNS, Reasons, in_order, judge, scores_of
+from saccade.data.curate.contamination import find_shown, load_all_samples
+from saccade.data.curate.features import measure_features, read_features
+from saccade.data.curate.rules import SCORE_COLUMNS, Reasons, apply_rules, in_order, scores_of
+from saccade.data.curate.sample_table import Ints, SampleTable, by_shard, load_samples
 from saccade.data.curate.settings import CurationSettings
 from saccade.data.index import Progress, ShardIndex, finish_decisions, open_index, write_decisions
 from saccade.data.shards import ShardWriter
@@ -40,16 +38,20 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CurationReport:
-    """What was decided."""
+    """Counts of the decisions."""
 
     num_samples: int
     num_kept: int
     dropped: dict[str, int]
-    """Samples by the reason they were dropped for, in the order the rules are asked."""
+    """Dropped samples by reason, in the order of the rules."""
     absent_scores: dict[str, int]
-    """Samples without a number that the settings ask for."""
+    """Samples without a score that the settings use."""
     num_measured: int
-    """Shards whose bytes had to be read; the others were measured before."""
+    """Shards measured by this run; the others had features already."""
+    num_shared_images: int
+    """Kept samples whose image file another kept sample has as well, with another text: one caption per row, for instance."""
+    damaged: dict[str, str]
+    """Shards that are damaged, and what is lost of each."""
 
 
 def curate(
@@ -61,44 +63,46 @@ def curate(
     on_progress: Callable[[Progress], None] | None = None,
     write_to: str | Path | None = None,
 ) -> CurationReport:
-    """Decide on every sample of a shard folder; the decisions take effect wherever the folder is read.
+    """Decide which samples of a shard folder are kept; the decisions apply wherever the folder is read.
 
-    Runs on this machine, or with `ray_address` on that Ray cluster. `on_progress` hears of each measured shard. With `write_to` the
-    kept samples are also copied, byte by byte, into new shards in that folder, which must not exist.
+    Runs on this machine, or on a Ray cluster with `ray_address`. `on_progress` is called after each measured shard. With `write_to`
+    the kept samples are also copied, byte for byte, into new shards in that folder, which must not exist.
     """
     if write_to is not None and (is_remote(str(write_to)) or Path(write_to).exists()):
         raise DataError(f"{write_to}: exists already, or is remote. Choose a new local folder for the kept samples")
     index = open_index(path, num_workers=num_workers)
     num_measured = measure_features(index, num_workers=num_workers, ray_address=ray_address, on_progress=on_progress)
-    verdicts = _Verdicts(index, settings, num_workers)
-    population = gather(index, [reasons == None for reasons in verdicts.reasons])  # noqa: E711 (elementwise)
-    _LOG.info("%s: %d of %d samples pass the rules", index.path, len(population), len(index))
-    population = _drop_shared_texts(population, verdicts, settings)
-    population = _drop_evaluation_images(population, verdicts, settings, num_workers, ray_address)
-    population = _drop_duplicates(population, verdicts, settings)
-    dropped, absent_scores = verdicts.write()
+    decisions = _Decisions(index, settings, num_workers)
+    samples = load_samples(index, [reasons == None for reasons in decisions.reasons])  # noqa: E711 (elementwise)
+    _LOG.info("%s: %d of %d samples pass the rules", index.path, len(samples), len(index))
+    samples = _drop_shared_texts(samples, decisions, settings)
+    samples = _drop_evaluation_images(samples, decisions, settings, num_workers, ray_address)
+    samples = _drop_duplicates(samples, decisions, settings)
+    dropped, absent_scores = decisions.write()
     if write_to is not None:
         _write_kept(index, Path(write_to))
-    return CurationReport(len(index), len(population), dropped, absent_scores, num_measured)
+    num_shared = duplicates.num_shared_images(samples)
+    damaged = {entry.name: entry.damage for entry in index.entries if entry.damage}
+    return CurationReport(len(index), len(samples), dropped, absent_scores, num_measured, num_shared, damaged)
 
 
-class _Verdicts:
-    """Reasons of all samples, shard by shard, and for duplicates the sample each repeats."""
+class _Decisions:
+    """The reason of every dropped sample, shard by shard, and for duplicates the sample each repeats."""
 
     def __init__(self, index: ShardIndex, settings: CurationSettings, num_workers: int | None) -> None:
         self._index, self._settings = index, settings
         with ThreadPoolExecutor(num_workers) as pool:
             shards = range(len(index.shards))
-            self.reasons: list[Reasons] = list(pool.map(lambda shard: judge(index, shard, settings), shards))
+            self.reasons: list[Reasons] = list(pool.map(lambda shard: apply_rules(index, shard, settings), shards))
         self._repeats: dict[int, list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]]] = {}
 
     def drop(
-        self, samples: Population, is_dropped: NDArray[np.bool_], reason: str, repeated: Numbers | None = None
-    ) -> Population:
-        """Drop these samples; the others."""
+        self, samples: SampleTable, is_dropped: NDArray[np.bool_], reason: str, repeated: Ints | None = None
+    ) -> SampleTable:
+        """Drop samples; returns the others."""
         dropped = np.flatnonzero(is_dropped)
-        for shard, places in by_shard(samples.shards[dropped]):
-            here = dropped[places]
+        for shard, positions in by_shard(samples.shards[dropped]):
+            here = dropped[positions]
             self.reasons[shard][samples.rows[here]] = reason
             if repeated is not None:
                 original = repeated[here]
@@ -108,7 +112,7 @@ class _Verdicts:
         return samples.subset(~is_dropped)
 
     def write(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Write decisions and summary; the numbers of samples by reason, and of those without a score."""
+        """Write decisions and summary; returns dropped samples by reason, and samples without a score."""
         dropped: Counter[str] = Counter()
         absent: Counter[str] = Counter()
         num_kept = 0
@@ -123,11 +127,11 @@ class _Verdicts:
         absent = +absent
         for name, number in absent.items():
             kept_or_dropped = "kept" if self._settings.scores[name].when_absent == "keep" else "dropped"
-            _LOG.warning("%d samples have no %s and are %s for that", number, name, kept_or_dropped)
+            _LOG.warning("%d samples have no score %s and are %s", number, name, kept_or_dropped)
         return by_reason, dict(absent)
 
     def _table(self, shard: int) -> pa.Table:
-        """Keep, reason, the scores asked for, and where the better sample lies that a duplicate repeats (it may repeat another)."""
+        """Keep, reason, the scores in use, and shard and row of the better sample a duplicate repeats (which may repeat another)."""
         reasons = pa.array(self.reasons[shard], pa.string())
         features = read_features(self._index, shard, SCORE_COLUMNS)
         scores = {name: pa.array(scores_of(features, name), from_pandas=True) for name in self._settings.scores}
@@ -142,32 +146,32 @@ class _Verdicts:
         )
 
 
-def _drop_shared_texts(samples: Population, verdicts: _Verdicts, settings: CurationSettings) -> Population:
+def _drop_shared_texts(samples: SampleTable, decisions: _Decisions, settings: CurationSettings) -> SampleTable:
     if settings.max_images_per_text is None:
         return samples
-    first = first_of_equals(samples.text_hashes)
-    num_alike = np.bincount(first[~samples.is_conversation], minlength=len(samples))[first]
-    is_shared = ~samples.is_conversation & (num_alike > settings.max_images_per_text)
-    return verdicts.drop(samples, is_shared, "text shared by many images")
+    first = duplicates.first_of_equals(samples.text_hashes)
+    num_shared = np.bincount(first[~samples.is_conversation], minlength=len(samples))[first]
+    is_shared = ~samples.is_conversation & (num_shared > settings.max_images_per_text)
+    return decisions.drop(samples, is_shared, "text shared by many images")
 
 
 def _drop_evaluation_images(
-    samples: Population,
-    verdicts: _Verdicts,
+    samples: SampleTable,
+    decisions: _Decisions,
     settings: CurationSettings,
     num_workers: int | None,
     ray_address: str | None,
-) -> Population:
+) -> SampleTable:
     for path in settings.evaluation_sets:
-        evaluation = everyone(path, num_workers=num_workers, ray_address=ray_address, on_progress=None)
-        found, _, _ = shown_in(samples, evaluation, settings.max_hash_distance)
+        evaluation = load_all_samples(path, num_workers=num_workers, ray_address=ray_address, on_progress=None)
+        found, _, _ = find_shown(samples, evaluation)
         is_shown = np.zeros(len(samples), bool)
         is_shown[found] = True
-        samples = verdicts.drop(samples, is_shown, "in evaluation set")
+        samples = decisions.drop(samples, is_shown, "in evaluation set")
     return samples
 
 
-def _drop_duplicates(samples: Population, verdicts: _Verdicts, settings: CurationSettings) -> Population:
+def _drop_duplicates(samples: SampleTable, decisions: _Decisions, settings: CurationSettings) -> SampleTable:
     steps = (
         ("exact duplicate", settings.exact_duplicates, duplicates.exact_duplicates),
         ("near-duplicate image", settings.near_duplicate_images, duplicates.near_duplicate_images),
@@ -176,12 +180,12 @@ def _drop_duplicates(samples: Population, verdicts: _Verdicts, settings: Curatio
     for reason, is_wanted, find in steps:
         if is_wanted:
             repeated = find(samples, settings)
-            samples = verdicts.drop(samples, repeated != np.arange(len(samples)), reason, repeated)
+            samples = decisions.drop(samples, repeated != np.arange(len(samples)), reason, repeated)
     return samples
 
 
 def _write_kept(index: ShardIndex, target: Path) -> None:
-    """Copy the kept samples into new shards. The folder appears when it is whole."""
+    """Copy the kept samples into new shards. The folder appears once it is complete."""
     hidden = target.with_name(f".{target.name}.part")
     shutil.rmtree(hidden, ignore_errors=True)
     keys: set[str] = set()

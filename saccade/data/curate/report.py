@@ -1,4 +1,4 @@
-"""What a shard folder holds, what curation kept of it, and why the rest was dropped, as numbers."""
+"""The curation report of a shard folder: what it holds, what was kept, and why the rest was dropped, as numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from saccade.data.index import ShardIndex, open_index
 QUANTILES = (0.0, 0.01, 0.25, 0.5, 0.75, 0.99, 1.0)
 _NUM_BINS = 32
 _NOT_SCORES = frozenset({"width", "height", "original_width", "original_height", "key", "id", "image_id", "seed"})
-"""Numbers in the json that describe the image rather than judge it."""
+"""Numbers in the json that are not scores."""
 _MAX_SCORES = 8
 _UNKNOWN = "unknown"
 _UNUSABLE = "unreadable sample"
@@ -26,7 +26,7 @@ _UNUSABLE = "unreadable sample"
 
 @dataclass(frozen=True)
 class Step:
-    """One reason of the funnel."""
+    """The samples dropped for one reason, and those left after it."""
 
     reason: str
     num_dropped: int
@@ -35,21 +35,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Distribution:
-    """One quantity over all samples and over the kept ones."""
+    """A quantity over all samples and over the kept ones."""
 
     name: str
     quantiles: tuple[float, ...]
-    """Of the kept samples, at `QUANTILES`; none where none are kept."""
+    """Of the kept samples, at `QUANTILES`; empty where none are kept."""
     edges: list[float]
-    """Of the bins, one more than there are bins; evenly spaced, or in equal ratios where values span decades."""
+    """Edges of the bins: evenly spaced, or in equal ratios where the values span decades."""
     num_all: list[int]
     """Values in each bin."""
     num_kept: list[int]
 
 
 @dataclass(frozen=True)
-class Funnel:
-    """A shard folder at a glance."""
+class FolderReport:
+    """Contents of a shard folder and the decisions on them."""
 
     path: str
     num_shards: int
@@ -57,7 +57,9 @@ class Funnel:
     num_samples: int
     num_kept: int
     is_curated: bool
-    """Without decisions, every sample that can be read counts as kept."""
+    """Without decisions, every readable sample counts as kept."""
+    damaged: dict[str, str]
+    """Shards that are damaged, and what is lost of each."""
     steps: list[Step]
     sources: dict[str, tuple[int, int]]
     """Kept and all samples of each source, the largest first."""
@@ -66,18 +68,19 @@ class Funnel:
 
     @property
     def size(self) -> str:
-        """Shards and bytes, in words."""
+        """Number of shards and bytes, as text."""
         unit, name = (2**30, "GiB") if self.num_bytes >= 2**30 else (2**20, "MiB")
         return f"{self.num_shards} shard{'s' * (self.num_shards != 1)}, {self.num_bytes / unit:.1f} {name}"
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """The report as lines for a terminal."""
         share = self.num_kept / self.num_samples if self.num_samples else 0.0
         state = "kept" if self.is_curated else "readable, not curated yet"
         lines = [
             f"{self.path}: {self.size}",
             f"{self.num_kept:,} of {self.num_samples:,} samples {state} ({share:.1%})",
         ]
+        lines += [f"  damaged shard {name}: {damage}" for name, damage in self.damaged.items()]
         width = max([len(step.reason) for step in self.steps], default=0)
         lines += [
             f"  {step.reason:<{width}}  -{step.num_dropped:<11,} {step.num_left:>12,} left" for step in self.steps
@@ -95,30 +98,31 @@ def _quantile_line(quantiles: Sequence[float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in zip(names, quantiles, strict=True))
 
 
-def inspect(path: str | Path) -> Funnel:
-    """Count what was kept and dropped, per reason and source, and how sizes, texts and scores are distributed."""
+def inspect(path: str | Path) -> FolderReport:
+    """Count kept and dropped samples by reason, source and licence, with the distributions of sizes, texts and scores."""
     index = open_index(path)
     reasons: Counter[str] = Counter()
     sources: Counter[tuple[str, bool]] = Counter()
     licences: Counter[tuple[str, bool]] = Counter()
     gathered: dict[str, list[tuple[NDArray[np.float64], NDArray[np.bool_]]]] = {}
     for shard in range(len(index.shards)):
-        verdict = verdicts(index, shard)
-        is_kept = verdict == None  # noqa: E711 (elementwise)
-        reasons.update(verdict[~is_kept].tolist())
+        dropped = drop_reasons(index, shard)
+        is_kept = dropped == None  # noqa: E711 (elementwise)
+        reasons.update(dropped[~is_kept].tolist())
         for column, counter in (("source", sources), ("licence", licences)):
             names = index.read(shard, [column])[column].fill_null(_UNKNOWN).to_pylist()
             counter.update(zip(names, is_kept.tolist(), strict=True))
         for name, values, rows in _quantities(index, shard):
             gathered.setdefault(name, []).append((values.astype(np.float64), is_kept[rows]))
     parts = {name: tuple(map(np.concatenate, zip(*found, strict=True))) for name, found in gathered.items()}
-    return Funnel(
+    return FolderReport(
         path=str(path),
         num_shards=len(index.shards),
         num_bytes=sum(entry.num_bytes for entry in index.entries),
         num_samples=len(index),
         num_kept=len(index) - reasons.total(),
         is_curated=index.summary() is not None,
+        damaged={entry.name: entry.damage for entry in index.entries if entry.damage},
         steps=_steps(len(index), reasons),
         sources=_kept_and_all(sources),
         licences=_kept_and_all(licences) if {name for name, _ in licences} != {_UNKNOWN} else {},
@@ -126,15 +130,15 @@ def inspect(path: str | Path) -> Funnel:
     )
 
 
-def verdicts(index: ShardIndex, shard: int) -> NDArray[np.object_]:
-    """For each sample of a shard why it was dropped, None where it is kept; without decisions by the index alone."""
-    verdict = np.full(int(index.sizes[shard]), None, object)
-    verdict[index.read(shard, ["error"])["error"].is_valid().to_numpy()] = _UNUSABLE
+def drop_reasons(index: ShardIndex, shard: int) -> NDArray[np.object_]:
+    """For each sample of a shard why it is dropped, None where it is kept; without decisions by the index alone."""
+    reasons = np.full(int(index.sizes[shard]), None, object)
+    reasons[index.read(shard, ["error"])["error"].is_valid().to_numpy()] = _UNUSABLE
     decisions = index.decisions(shard)
     if decisions is not None:
         is_dropped = ~decisions["keep"].to_numpy()
-        verdict[is_dropped] = decisions["reason"].fill_null("no reason given").to_numpy()[is_dropped]
-    return verdict
+        reasons[is_dropped] = decisions["reason"].fill_null("no reason given").to_numpy()[is_dropped]
+    return reasons
 
 
 def _steps(num_samples: int, reasons: Counter[str]) -> list[Step]:
@@ -152,7 +156,7 @@ def _kept_and_all(counts: Counter[tuple[str, bool]]) -> dict[str, tuple[int, int
 
 
 def _quantities(index: ShardIndex, shard: int) -> Iterator[tuple[str, NDArray[np.generic], NDArray[np.int64]]]:
-    """Everything that has a distribution: its name, its values, and the row each belongs to."""
+    """Every quantity with a distribution: its name, its values, and the row of each."""
     known = index.read(shard, ["widths", "heights"])
     (widths, rows), (heights, _) = flat(known["widths"]), flat(known["heights"])
     has_size = widths.is_valid().to_numpy(zero_copy_only=False)
@@ -179,14 +183,14 @@ def _quantities(index: ShardIndex, shard: int) -> Iterator[tuple[str, NDArray[np
 
 
 def _finished_lengths(index: ShardIndex) -> list[str]:
-    """The processor whose lengths are known for every shard, if there is one."""
+    """The fingerprint of a processor whose lengths are known for every shard, if there is one."""
     folders = sorted(path.name for path in index.folder.glob("lengths-*"))
     fingerprints = [name.removeprefix("lengths-") for name in folders]
     return [fingerprint for fingerprint in fingerprints if not index.missing_lengths(fingerprint)][:1]
 
 
 def distribution(name: str, values: NDArray[np.float64], is_kept: NDArray[np.bool_]) -> Distribution:
-    """Quantiles and bins of at least one value."""
+    """Quantiles and histogram of at least one value."""
     low, high = float(values.min()), float(values.max())
     if low > 0 and high > 50 * low:
         edges = np.geomspace(low, high, _NUM_BINS + 1)

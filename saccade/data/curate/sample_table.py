@@ -1,7 +1,7 @@
-"""The samples still in, over all shards, best first: what finding duplicates looks at.
+"""The samples that passed the rules, over all shards and best first, as arrays for duplicate search.
 
-Best is larger (pixels of all images), then longer (bytes of text), then earlier in the folder. Held in memory are 17 bytes
-per sample and 60 per image; thumbnails and texts stay on disk and are fetched for the few samples that have a likely copy.
+Best is larger (pixels of all images), then longer (bytes of text), then earlier in the folder. In memory are 17 bytes per sample
+and 156 per image; thumbnails and texts stay on disk and are read for the samples that have a likely copy.
 """
 
 from __future__ import annotations
@@ -14,73 +14,73 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from saccade.data.curate.features import as_bytes, flat, read_features
-from saccade.data.curate.image_hash import THUMBNAIL_BYTES
-from saccade.data.curate.text_hash import NUM_BANDS
+from saccade.data.curate.image_hash import HASH_BYTES, NUM_VIEWS, THUMBNAIL_BYTES
+from saccade.data.curate.text_features import NUM_BANDS
 from saccade.data.index import ShardIndex
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Images:
-    """Images by number: whose they are, and what they are recognised by."""
+class ImageTable:
+    """The images of all samples: m images, in the order of their samples."""
 
     owners: Ints
-    """[m] the sample each belongs to, ascending."""
-    places: NDArray[np.int32]
-    """[m] which of the sample's images it is."""
+    """[m] number of the sample, ascending."""
+    positions: NDArray[np.int32]
+    """[m] position among the images of the sample."""
     contents: NDArray[np.uint64]
     """[m, 2] hash of the bytes."""
     hashes: NDArray[np.uint8]
-    """[m, 32] hash of the pixels."""
+    """[m, 4, 32] perceptual hashes of the views."""
 
 
 @dataclass(frozen=True)
-class Population:
-    """Samples by number, 0 the best."""
+class SampleTable:
+    """n samples, 0 the best."""
 
     index: ShardIndex
     shards: NDArray[np.int32]
     rows: NDArray[np.int32]
     text_hashes: NDArray[np.uint64]
     is_conversation: NDArray[np.bool_]
-    images: Images
+    images: ImageTable
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def subset(self, is_in: NDArray[np.bool_]) -> Population:
-        """Those samples alone, numbered anew in the same order."""
+    def subset(self, is_in: NDArray[np.bool_]) -> SampleTable:
+        """The selected samples, renumbered in the same order."""
         images, stays = self.images, is_in[self.images.owners]
         renumbered = np.cumsum(is_in) - 1
-        return Population(
+        return SampleTable(
             self.index,
             self.shards[is_in],
             self.rows[is_in],
             self.text_hashes[is_in],
             self.is_conversation[is_in],
-            Images(
-                renumbered[images.owners[stays]], images.places[stays], images.contents[stays], images.hashes[stays]
+            ImageTable(
+                renumbered[images.owners[stays]], images.positions[stays], images.contents[stays], images.hashes[stays]
             ),
         )
 
     def name(self, sample: int) -> str:
-        """Shard and key: where a reader finds it."""
+        """Shard and key."""
         shard, row = int(self.shards[sample]), int(self.rows[sample])
         return f"{self.index.shards[shard]}/{self.index.read(shard, ['key'])['key'][row].as_py()}"
 
     def thumbnails(self, images: Ints) -> NDArray[np.uint8]:
-        """[k, 384] of these images, from the features."""
+        """[k, 1152] thumbnails of these images, read from the features."""
         owners = self.images.owners[images]
         found = np.empty((len(images), THUMBNAIL_BYTES), np.uint8)
         for shard, here in by_shard(self.shards[owners]):
             items, rows = flat(read_features(self.index, shard, ["thumbnails"])["thumbnails"])
             first = np.searchsorted(rows, self.rows[owners[here]])
-            found[here] = as_bytes(items)[first + self.images.places[images[here]]]
+            found[here] = as_bytes(items)[first + self.images.positions[images[here]]]
         return found
 
     def texts(self, samples: Ints) -> list[str]:
-        """All that is said in these samples, from the features."""
+        """The whole text of each of these samples, read from the features."""
         found = np.full(len(samples), "", object)
         for shard, here in by_shard(self.shards[samples]):
             column = read_features(self.index, shard, ["texts"])["texts"].take(pa.array(self.rows[samples[here]]))
@@ -88,7 +88,7 @@ class Population:
         return list(found)
 
     def text_bands(self) -> NDArray[np.uint32]:
-        """[n, 20] MinHash keys, from the features."""
+        """[n, 20] MinHash keys, read from the features."""
         found = np.empty((len(self), NUM_BANDS), np.uint32)
         for shard, here in by_shard(self.shards):
             column = read_features(self.index, shard, ["text_bands"])["text_bands"].combine_chunks()
@@ -103,23 +103,23 @@ def by_shard(shards: NDArray[np.int32]) -> list[tuple[int, Ints]]:
     return list(zip(found.tolist(), np.split(order, begins)[1:], strict=True))
 
 
-def gather(index: ShardIndex, is_in: Sequence[NDArray[np.bool_]]) -> Population:
-    """The samples of all shards that are in, in order of quality."""
-    parts = [_gather_shard(index, shard, np.flatnonzero(kept)) for shard, kept in enumerate(is_in)]
+def load_samples(index: ShardIndex, is_in: Sequence[NDArray[np.bool_]]) -> SampleTable:
+    """The selected samples of all shards, in order of quality."""
+    parts = [_load_shard(index, shard, np.flatnonzero(selected)) for shard, selected in enumerate(is_in)]
     columns = [np.concatenate(column) for column in zip(*(samples for samples, _, _ in parts), strict=True)]
     shards, rows, text_hashes, is_conversation, num_images, pixels, num_bytes = columns
     contents = np.concatenate([each for _, each, _ in parts])
-    hashes = np.concatenate([each for _, _, each in parts])
+    hashes = np.concatenate([each for _, _, each in parts]).reshape(-1, NUM_VIEWS, HASH_BYTES)
 
     order = np.lexsort((-num_bytes, -pixels))  # stable: equals stay in the order of the folder
     owners = np.repeat(np.arange(len(order)), num_images[order])
-    places = np.arange(len(owners)) - np.repeat(np.cumsum(num_images[order]) - num_images[order], num_images[order])
-    of_image = (np.cumsum(num_images) - num_images)[order][owners] + places
-    images = Images(owners, places.astype(np.int32), contents[of_image], hashes[of_image])
-    return Population(index, shards[order], rows[order], text_hashes[order], is_conversation[order], images)
+    positions = np.arange(len(owners)) - np.repeat(np.cumsum(num_images[order]) - num_images[order], num_images[order])
+    of_image = (np.cumsum(num_images) - num_images)[order][owners] + positions
+    images = ImageTable(owners, positions.astype(np.int32), contents[of_image], hashes[of_image])
+    return SampleTable(index, shards[order], rows[order], text_hashes[order], is_conversation[order], images)
 
 
-def _gather_shard(
+def _load_shard(
     index: ShardIndex, shard: int, rows: Ints
 ) -> tuple[list[NDArray[np.generic]], NDArray[np.uint64], NDArray[np.uint8]]:
     """Columns per sample; contents and hashes per image."""
