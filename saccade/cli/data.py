@@ -1,4 +1,4 @@
-"""`saccade data`: from piles of image-text pairs to curated shards."""
+"""`saccade data`: from image-text pairs to curated shards."""
 
 import dataclasses
 import json
@@ -10,48 +10,63 @@ import typer
 from saccade.cli.options import JsonOption, SetOption, WorkersOption, progress, shard_progress
 from saccade.errors import ConfigError
 
-app = typer.Typer(help="Make, index, curate and inspect shard folders.", no_args_is_help=True)
+app = typer.Typer(help="Prepare, index, curate and inspect shard folders.", no_args_is_help=True)
 
 ShardsArgument = Annotated[str, typer.Argument(help="Shard folder, glob, braces or one tar; a path or an fsspec URL.")]
 SettingsOption = Annotated[
-    Path | None, typer.Option(help="TOML file with curation settings; the defaults if not given.")
+    Path | None, typer.Option(help="TOML file with curation settings; default settings if not given.")
 ]
-RayOption = Annotated[str | None, typer.Option("--ray", help="Address of a Ray cluster to measure samples on.")]
+RayOption = Annotated[str | None, typer.Option("--ray", help="Address of a Ray cluster that measures the samples.")]
 
 
 @app.command()
 def prepare(
     inputs: Annotated[
-        list[str], typer.Argument(help="What to read: PATH or KIND:PATH; a wrong kind lists those there are.")
+        list[str], typer.Argument(help="Inputs: PATH or KIND:PATH; an unknown kind lists the known ones.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Shard folder to write.")],
-    kind: Annotated[str | None, typer.Option(help="Kind of all inputs, where it cannot be told from the path.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Kind of all inputs; detected from the path if not given.")] = None,
     images: Annotated[
-        Path | None, typer.Option(help="Folder of the images that COCO, VQA and chat files name.")
+        Path | None, typer.Option(help="Folder that image paths in COCO, VQA, chat and Parquet files are relative to.")
     ] = None,
-    annotations: Annotated[
-        Path | None, typer.Option(help="The answers that belong to a file of VQA questions.")
-    ] = None,
+    annotations: Annotated[Path | None, typer.Option(help="Answers to a file of VQA questions.")] = None,
     column: Annotated[
         list[str] | None,
-        typer.Option(help="ROLE=NAME: the Parquet column of an image, text, url, ...; may be repeated."),
+        typer.Option(help="ROLE=NAME: the Parquet column of the image, text, url, ...; may be repeated."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the source in the samples; the file's if not given.")
+        str | None, typer.Option(help="Name of the input, stored in its samples; the name of the file if not given.")
     ] = None,
-    licence: Annotated[str | None, typer.Option(help="Licence to note in samples that state none.")] = None,
-    samples_per_shard: Annotated[int, typer.Option(min=1, help="Samples of one tar, at most.")] = 10_000,
+    licence: Annotated[str | None, typer.Option(help="Licence to store in samples that state none.")] = None,
+    samples_per_shard: Annotated[int, typer.Option(min=1, help="Maximum samples of a shard.")] = 10_000,
     resize_longest: Annotated[
         int | None,
-        typer.Option(min=16, help="Shrink images to this longest side and encode them anew; as they are if not given."),
+        typer.Option(min=16, help="Downscale images to this longest side and re-encode them; unchanged if not given."),
     ] = None,
-    curate: Annotated[bool, typer.Option(help="Judge the samples too: clean, filter, deduplicate.")] = True,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Downloads: timeout of one request, seconds.")] = 20.0,
+    retries: Annotated[int, typer.Option(min=0, help="Downloads: retries after a transient error.")] = 2,
+    max_redirects: Annotated[
+        int, typer.Option(min=0, help="Downloads: redirects followed; each target is checked like the URL.")
+    ] = 5,
+    user_agent: Annotated[
+        str | None, typer.Option(help="Downloads: User-Agent header; add a contact, NAME/VERSION (you@example.org).")
+    ] = None,
+    max_per_host: Annotated[int, typer.Option(min=1, help="Downloads: concurrent requests to one host.")] = 8,
+    port: Annotated[
+        list[int] | None, typer.Option(help="Downloads: allowed port, 80 and 443 if not given; may be repeated.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Downloads: HOST:PORT that is allowed although it is private; may be repeated."),
+    ] = None,
+    curate: Annotated[bool, typer.Option(help="Also curate: filter and deduplicate.")] = True,
     settings: SettingsOption = None,
     set_: SetOption = None,
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Turn inputs into shards, index them and judge every sample. Run again after a crash, it goes on where it stopped."""
+    """Write inputs as shards, index and curate them. Run it again after an interruption: it resumes."""
+    from saccade.data.download import DownloadOptions
     from saccade.data.prepare import PrepareOptions
     from saccade.data.prepare import prepare as run
     from saccade.data.readers import parse_input
@@ -67,7 +82,16 @@ def prepare(
     }
     specs = [parse_input(path, **fields) for path in inputs]
     chosen = _curation_settings(settings, set_) if curate else None
-    options = PrepareOptions(samples_per_shard=samples_per_shard, resize_longest=resize_longest)
+    download = DownloadOptions(
+        timeout_s=timeout,
+        num_retries=retries,
+        max_redirects=max_redirects,
+        user_agent=user_agent if user_agent is not None else DownloadOptions.user_agent,
+        max_per_host=max_per_host,
+        ports=frozenset(port) if port else DownloadOptions.ports,
+        allow_hosts=frozenset(allow_host or ()),
+    )
+    options = PrepareOptions(samples_per_shard=samples_per_shard, resize_longest=resize_longest, download=download)
     with progress("samples") as advance:
         report = run(
             specs,
@@ -75,23 +99,32 @@ def prepare(
             options,
             on_progress=lambda now: advance(f"{now.num_skipped:,} skipped, {now.num_shards} shards"),
         )
-    made: dict[str, Any] = {"shards": report.num_shards, "samples": report.num_samples, "skipped": report.skipped}
+    result: dict[str, Any] = {
+        "shards": report.num_shards,
+        "samples": report.num_samples,
+        "merged": report.num_merged,
+        "skipped": report.skipped,
+    }
     if chosen is not None:
-        made |= {"curation": dataclasses.asdict(_curate(str(out), chosen, workers, None, None))}
+        result |= {"curation": dataclasses.asdict(_curate(str(out), chosen, workers, None, None))}
     if as_json:
-        typer.echo(json.dumps(made))
+        typer.echo(json.dumps(result))
         return
     typer.echo(f"{out}: {report.num_samples:,} samples in {report.num_shards} shards, {report.num_skipped:,} skipped")
+    if report.num_merged:
+        typer.echo(
+            f"  {report.num_merged:,} rows merged: they have the image of the row before, whose sample got their caption"
+        )
     for reason, count in report.skipped.items():
         typer.echo(f"  {reason}: {count:,}")
     if chosen is not None:
-        _say_decisions(made["curation"])
+        _print_decisions(result["curation"])
     typer.echo(f"next: saccade data inspect {out}")
 
 
 @app.command()
 def index(shards: ShardsArgument, workers: WorkersOption = None, as_json: JsonOption = False) -> None:
-    """Index the shards that are new or have changed: where every sample lies, how large it is."""
+    """Index new and changed shards: offset and size of every sample."""
     from saccade.data.index import build_index
 
     with shard_progress("indexing") as advance:
@@ -104,7 +137,7 @@ def index(shards: ShardsArgument, workers: WorkersOption = None, as_json: JsonOp
         f"{report.num_errors:,} cannot be used"
     )
     for shard, damage in report.damaged.items():
-        typer.echo(f"  {shard}: {damage}")
+        typer.echo(f"  damaged shard {shard}: {damage}")
 
 
 @app.command()
@@ -112,37 +145,39 @@ def curate(
     shards: ShardsArgument,
     settings: SettingsOption = None,
     set_: SetOption = None,
-    write: Annotated[Path | None, typer.Option(help="Also copy the kept samples into new shards here.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Also copy the kept samples into new shards in this folder.")
+    ] = None,
     ray: RayOption = None,
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Judge every sample: broken, too small, boilerplate, duplicate ... The shards stay as they are; decisions lie beside the index."""
+    """Decide which samples are kept: drop broken, small, boilerplate, duplicate ones. Shards are unchanged; decisions go into the index."""
     report = dataclasses.asdict(_curate(shards, _curation_settings(settings, set_), workers, ray, write))
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        _say_decisions(report)
+        _print_decisions(report)
 
 
 @app.command()
 def inspect(
     shards: ShardsArgument,
     page: Annotated[
-        Path | None, typer.Option(help="Write a page with histograms and examples to this HTML file.")
+        Path | None, typer.Option(help="Write the report with histograms and examples to this HTML file.")
     ] = None,
-    examples: Annotated[int, typer.Option(min=1, help="Examples of each kind on the page.")] = 24,
+    examples: Annotated[int, typer.Option(min=1, help="Examples per reason on the page.")] = 24,
     as_json: JsonOption = False,
 ) -> None:
-    """What a shard folder holds, what was dropped and why."""
-    from saccade.data.curate import inspect as look
+    """Show what a shard folder has, what was dropped and why."""
+    from saccade.data.curate import inspect as inspect_folder
     from saccade.data.curate import write_page
 
-    funnel = write_page(shards, page, num_examples=examples) if page is not None else look(shards)
+    report = write_page(shards, page, num_examples=examples) if page is not None else inspect_folder(shards)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(funnel)))
+        typer.echo(json.dumps(dataclasses.asdict(report)))
         return
-    for line in funnel.lines():
+    for line in report.lines():
         typer.echo(line)
     if page is not None:
         typer.echo(f"page: {page}")
@@ -151,12 +186,12 @@ def inspect(
 @app.command()
 def contamination(
     training: ShardsArgument,
-    evaluation: Annotated[str, typer.Argument(help="Shard folder that is evaluated on.")],
+    evaluation: Annotated[str, typer.Argument(help="Shard folder of the evaluation set.")],
     ray: RayOption = None,
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find images of an evaluation set, or near-copies of them, among those to train on."""
+    """Find images of an evaluation set, as they are or edited, in training data."""
     from saccade.data.curate import find_contamination
 
     with shard_progress("measuring") as advance:
@@ -165,12 +200,12 @@ def contamination(
         typer.echo(json.dumps(dataclasses.asdict(report)))
         return
     typer.echo(
-        f"{len(report.matches):,} of {report.num_training:,} training samples show one of {report.num_evaluation:,} images"
+        f"{len(report.matches):,} of {report.num_training:,} training samples show an image of {report.num_evaluation:,} evaluation samples"
     )
     for match in report.matches[:20]:
-        typer.echo(f"  {match.training} shows {match.evaluation}" + (", the same bytes" if match.is_exact else ""))
+        typer.echo(f"  {match.training} shows {match.evaluation}" + (", same bytes" if match.is_exact else ""))
     if report.matches:
-        typer.echo(f"""drop them: saccade data curate {training} --set 'evaluation_sets=["{evaluation}"]'""")
+        typer.echo(f"""to drop them: saccade data curate {training} --set 'evaluation_sets=["{evaluation}"]'""")
 
 
 def _curate(shards: str, settings: Any, workers: int | None, ray: str | None, write: Path | None) -> Any:
@@ -196,9 +231,16 @@ def _pair(text: str) -> tuple[str, str]:
     return role, name
 
 
-def _say_decisions(report: dict[str, Any]) -> None:
+def _print_decisions(report: dict[str, Any]) -> None:
     typer.echo(f"{report['num_kept']:,} of {report['num_samples']:,} samples kept")
     for reason, count in report["dropped"].items():
         typer.echo(f"  {reason}: {count:,}")
     for score, count in report["absent_scores"].items():
-        typer.echo(f"  {count:,} samples have no {score}")
+        typer.echo(f"  {count:,} samples have no score {score}")
+    if report["num_shared_images"]:
+        typer.echo(
+            f"  {report['num_shared_images']:,} kept samples share their image file with another one, with another text; "
+            """to keep one per image: --set 'keep_one_per="image"'"""
+        )
+    for shard, damage in report["damaged"].items():
+        typer.echo(f"  damaged shard {shard}: {damage}")

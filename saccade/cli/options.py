@@ -1,4 +1,4 @@
-"""What several commands share: options, and how progress is shown."""
+"""Options and progress bars shared by several commands."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,28 +9,28 @@ import typer
 
 
 class Dtype(StrEnum):
-    """Number formats of weights."""
+    """Data types of weights."""
 
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
 
 
-DtypeOption = Annotated[Dtype | None, typer.Option(help="Number format to compute in; the stored one if not given.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU when there is one.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for scripts.")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="key=value over what the file says; may be repeated.")
+DtypeOption = Annotated[
+    Dtype | None, typer.Option(help="Data type to compute in; that of the checkpoint if not given.")
 ]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: the GPU if there is one.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for scripts.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, overrides the file; may be repeated.")]
 WorkersOption = Annotated[
     int | None,
-    typer.Option("--workers", min=1, help="Processes to use; one per core where there is much to do, if not given."),
+    typer.Option("--workers", min=1, help="Worker processes; one per core for large inputs if not given."),
 ]
 
 
 @contextmanager
 def progress(unit: str) -> Iterator[Callable[[str], None]]:
-    """A counter on standard error that names the current thing; silent where nobody watches."""
+    """A counter on standard error with a description; disabled without a terminal."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -48,7 +48,7 @@ def progress(unit: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def shard_progress(title: str) -> Iterator[Callable[[Any], None]]:
-    """A bar on standard error fed with `saccade.data.index.Progress`; silent where nobody watches."""
+    """A bar on standard error, updated with `saccade.data.index.Progress`; disabled without a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

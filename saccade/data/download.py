@@ -1,42 +1,57 @@
-"""Images from the web: politely, and without a way into the network this machine stands in.
+"""Download images from the web: politely, and without access to the private network of this machine.
 
-    link -> through the gate -> the host's turn -> headers checked -> body up to a cap -> sniffed
+    URL -> URL policy -> the host's turn -> headers checked -> body up to a limit -> image format checked
+                ^---------------- redirect ----'
 
-`gate.py` says where a link may lead. Redirects are not followed; proxies, cookies and credentials not used; compressed bodies
-refused; the byte cap counts what arrives, not what the header promises; the deadline covers everything from the name to the last byte.
+`url_policy.py` decides which URLs and addresses are allowed; every redirect passes it again. Proxies, cookies and credentials are not
+used; compressed bodies are refused; the byte limit counts what arrives, not what the header promises; the timeout covers a request
+from the DNS lookup to the last byte.
 
-Politeness: a limit of requests in flight to one host and a pause between their starts, `Retry-After` and backoff on transient
+Politeness: a limit on concurrent requests per host and a delay between their starts, `Retry-After` and backoff on transient
 errors, an honest User-Agent, and respect for `X-Robots-Tag` and `TDM-Reservation`. `robots.txt` is not read: a list names single
-images, it is no crawl.
+images, it is not a crawl.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import queue
 import random
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeVar
 
 import aiohttp
 from yarl import URL
 
 from saccade import __version__
-from saccade.data.readers.reader import image_extension
+from saccade.data.readers.reader import UnusableError, check_image
 from saccade.data.url_policy import CheckedResolver, RefusedError, Resolve, UrlPolicy
 from saccade.errors import ConfigError
 
-_ROOM_PAUSE_S = 0.02
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+
+MAX_REORDER = 100_000
+"""Maximum distance between the newest URL and the oldest unfinished one; outcomes beyond it must be remembered."""
+_URLS_PER_REQUEST = 4
+"""URLs started for each concurrent request; most wait for their host."""
+_BACKPRESSURE_POLL_S = 0.02
+_REDIRECTS = {301, 302, 303, 307, 308}
 _TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
 _MAX_RETRY_AFTER_S = 30.0
 _NUM_DNS_THREADS = 64
 _OPT_OUT = {"noai", "noimageai", "noindex", "noimageindex", "none"}
 _ROBOTS_SETTINGS = {"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"}
-"""Directives that carry a value after a colon; before any other colon stands the name of a robot."""
+"""Directives with a value after a colon; before any other colon is the name of a robot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,87 +59,89 @@ class DownloadOptions:
     """How images are downloaded."""
 
     timeout_s: float = 20.0
-    """Deadline of one attempt, from looking up the name to the last byte."""
+    """Timeout of one request, from the DNS lookup to the last byte."""
     max_bytes: int = 32 * 2**20
-    """Longest body; a longer one is dropped while it arrives."""
+    """Maximum size of an image; a larger one is dropped while it arrives."""
     num_retries: int = 2
-    """Further attempts after an error that may pass (no connection, time-out, 429, 5xx)."""
+    """Retries after a transient error (no connection, timeout, 429, 5xx)."""
+    max_redirects: int = 5
+    """Redirects followed for one image; each target must pass the URL policy."""
     backoff_s: float = 1.0
-    """Wait before the first retry; doubles each time, with jitter."""
+    """Delay before the first retry; doubles each time, with jitter."""
     max_concurrent: int = 256
-    """Requests in flight in all."""
+    """Concurrent requests."""
     max_per_host: int = 8
-    """Requests in flight to one host."""
+    """Concurrent requests to one host."""
     host_delay_s: float = 0.02
-    """Least time between the starts of two requests to one host."""
+    """Minimum time between the starts of two requests to one host."""
     user_agent: str = f"saccade/{__version__}"
-    """Who asks. Add a way to reach you: `saccade/0.1 (you@example.org)`."""
+    """User-Agent header. Add a contact: `saccade/0.1 (you@example.org)`."""
     respect_opt_out: bool = True
-    """Drop images whose site answers with `X-Robots-Tag: noai` (noimageai, noindex, noimageindex, none) or `TDM-Reservation: 1`."""
+    """Skip images whose response has `X-Robots-Tag: noai` (noimageai, noindex, noimageindex, none) or `TDM-Reservation: 1`."""
     ports: frozenset[int] = frozenset({80, 443})
-    """Ports a link may name."""
+    """Allowed ports."""
     allow_hosts: frozenset[str] = frozenset()
-    """`host:port` that may be reached though private, for an intranet: a name as in the link, or an address."""
+    """`host:port` that are allowed although private, for an intranet: a name as in the URL, or an address."""
     max_held_bytes: int = 256 * 2**20
-    """Finished images waiting to be written; over this nothing new is started."""
+    """Downloaded images waiting to be written; above this no request is started."""
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "max_bytes", "max_concurrent", "max_per_host", "max_held_bytes"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"fetch: {name} is {getattr(self, name)!r}, not above 0")
-        for name in ("num_retries", "backoff_s", "host_delay_s"):
+                raise ConfigError(f"download: {name} is {getattr(self, name)!r}, not above 0")
+        for name in ("num_retries", "max_redirects", "backoff_s", "host_delay_s"):
             if not getattr(self, name) >= 0:
-                raise ConfigError(f"fetch: {name} is {getattr(self, name)!r}, below 0")
+                raise ConfigError(f"download: {name} is {getattr(self, name)!r}, below 0")
         if not self.user_agent.strip() or not self.user_agent.isprintable():
-            raise ConfigError(f"fetch: user_agent is {self.user_agent!r}, not one line of text")
+            raise ConfigError(f"download: user_agent is {self.user_agent!r}, not one line of text")
         for entry in self.allow_hosts:
             if not re.fullmatch(r".+:\d+", entry):
-                raise ConfigError(f"fetch: allow_hosts has {entry!r}. Write host:port, for instance 10.0.0.5:8080")
+                raise ConfigError(f"download: allow_hosts has {entry!r}. Write host:port, for instance 10.0.0.5:8080")
 
 
 @dataclass(frozen=True)
 class Downloaded:
-    """An image as the server sent it."""
+    """An image as sent by the server."""
 
     data: bytes
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A link without an image; `reason` is one of a few, for counting."""
+    """A URL without an image; `reason` is one of a few, for counting."""
 
     reason: str
 
 
 class _AttemptError(Exception):
-    """Why an attempt failed, and whether another may succeed."""
+    """Why a request failed, and whether a retry may succeed."""
 
-    def __init__(self, reason: str, *, may_pass: bool = False, wait_s: float = 0.0) -> None:
+    def __init__(self, reason: str, *, is_transient: bool = False, wait_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.may_pass = may_pass
+        self.is_transient = is_transient
         self.wait_s = wait_s
 
 
 @dataclass
 class _Host:
-    """The requests to one host: how many at once, and when the next may start."""
+    """Concurrency and pace of the requests to one host."""
 
     slots: asyncio.Semaphore
     next_start: float = 0.0
-    num_users: int = 0
+    num_waiting: int = 0
 
 
 class Downloader:
-    """Downloads images inside one event loop: `async with Downloader(options) as fetcher: await fetcher.fetch(url)`."""
+    """Download images in one event loop: `async with Downloader(options) as downloader: await downloader.download(url)`."""
 
     def __init__(
-        self, options: DownloadOptions, resolve: Resolve | None = None, has_room: Callable[[], bool] = lambda: True
+        self, options: DownloadOptions, resolve: Resolve | None = None, can_start: Callable[[], bool] = lambda: True
     ) -> None:
-        """`has_room` is asked before a request is sent: whether what was fetched before has been taken away."""
+        """`can_start` is polled before each request: backpressure from whoever takes the images."""
         self._options = options
-        self._has_room = has_room
+        self._can_start = can_start
         self._policy = UrlPolicy(options.ports, options.allow_hosts)
-        self._resolve = resolve or self._ask_system
+        self._resolve = resolve or self._resolve_by_system
         self._dns_threads = ThreadPoolExecutor(_NUM_DNS_THREADS, thread_name_prefix="dns")
         self._hosts: dict[str, _Host] = {}
         self._slots = asyncio.Semaphore(options.max_concurrent)
@@ -133,9 +150,9 @@ class Downloader:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 resolver=CheckedResolver(self._resolve, self._policy),
-                use_dns_cache=False,  # the system's cache does; here a name is looked up once for each connection
-                limit=0,  # counted here, outside of the deadline
-                keepalive_timeout=1.0,  # a list names few images of one host; idle sockets would exhaust the files
+                use_dns_cache=False,  # the system has one; here a name is resolved once per connection
+                limit=0,  # limited below, outside of the timeout
+                keepalive_timeout=1.0,  # few images per host: idle sockets would exhaust the file descriptors
             ),
             headers={"User-Agent": self._options.user_agent, "Accept": "image/*", "Accept-Encoding": "identity"},
             timeout=aiohttp.ClientTimeout(total=None),
@@ -151,73 +168,87 @@ class Downloader:
         await self._session.close()
         self._dns_threads.shutdown(wait=False, cancel_futures=True)
 
-    async def fetch(self, text: str) -> Downloaded | Failed:
-        """The image behind a link, or why there is none. Raises nothing that a server or a list could cause."""
+    async def download(self, text: str) -> Downloaded | Failed:
+        """The image of a URL, or why there is none. No input and no server response makes it raise."""
         try:
             url = self._policy.check_url(text)
             for attempt in range(self._options.num_retries):
                 try:
-                    return await self._attempt(url)
+                    return await self._follow(url)
                 except _AttemptError as failure:
-                    if not failure.may_pass:
+                    if not failure.is_transient:
                         raise
                     backoff = self._options.backoff_s * 2**attempt * random.uniform(0.5, 1.5)  # noqa: S311
                     await asyncio.sleep(max(backoff, failure.wait_s))
-            return await self._attempt(url)
+            return await self._follow(url)
         except (RefusedError, _AttemptError) as failure:
             return Failed(str(failure))
 
-    async def _attempt(self, url: URL) -> Downloaded:
+    async def _follow(self, url: URL) -> Downloaded:
+        """Request a URL and what it redirects to."""
+        for _ in range(self._options.max_redirects + 1):
+            answer = await self._request(url)
+            if isinstance(answer, Downloaded):
+                return answer
+            url = answer
+        raise _AttemptError("too many redirects")
+
+    async def _request(self, url: URL) -> Downloaded | URL:
+        """One request: the image, or the target of a redirect, which the policy allows."""
         async with self._turn(url.host or ""):
             try:
                 async with (
                     asyncio.timeout(self._options.timeout_s),
                     self._session.get(url, allow_redirects=False) as response,
                 ):
+                    if response.status in _REDIRECTS:
+                        return self._policy.check_url(str(_redirect_target(url, response)))
                     _check_status(response)
                     _check_headers(response, self._options)
                     data = await _read(response, self._options.max_bytes)
             except TimeoutError as error:
-                raise _AttemptError("timeout", may_pass=True) from error
+                raise _AttemptError("timeout", is_transient=True) from error
             except aiohttp.ClientSSLError as error:
                 raise _AttemptError("bad certificate") from error
             except aiohttp.InvalidURL as error:
                 raise _AttemptError("bad url") from error
             except aiohttp.ClientConnectorDNSError as error:
-                raise _AttemptError("unknown host", may_pass=error.os_error.errno == socket.EAI_AGAIN) from error
-            except (aiohttp.ClientResponseError, ValueError) as error:  # what answers speaks no HTTP
-                raise _AttemptError("bad answer") from error
+                raise _AttemptError("unknown host", is_transient=error.os_error.errno == socket.EAI_AGAIN) from error
+            except (aiohttp.ClientResponseError, ValueError) as error:  # not HTTP
+                raise _AttemptError("bad response") from error
             except (aiohttp.ClientError, OSError) as error:
-                raise _AttemptError("connection failed", may_pass=True) from error
-        if image_extension(data) is None:
-            raise _AttemptError("not an image")
+                raise _AttemptError("connection failed", is_transient=True) from error
+        try:
+            check_image(data)
+        except UnusableError as error:
+            raise _AttemptError(error.reason) from error
         return Downloaded(data)
 
     @asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[None]:
-        """Wait for a slot of this host, its pause, then a slot of all; a slow host keeps no other waiting."""
+        """Wait for a slot of this host, its delay, then a global slot; a slow host does not block others."""
         loop = asyncio.get_running_loop()
         host = self._hosts.setdefault(name, _Host(asyncio.Semaphore(self._options.max_per_host)))
-        host.num_users += 1
+        host.num_waiting += 1
         try:
             async with host.slots:
                 start = max(loop.time(), host.next_start)
                 host.next_start = start + self._options.host_delay_s
                 await asyncio.sleep(start - loop.time())
                 async with self._slots:
-                    while not self._has_room():
-                        await asyncio.sleep(_ROOM_PAUSE_S)
+                    while not self._can_start():
+                        await asyncio.sleep(_BACKPRESSURE_POLL_S)
                     yield
         finally:
-            host.num_users -= 1
-            loop.call_later(self._options.host_delay_s, self._forget, name)
+            host.num_waiting -= 1
+            loop.call_later(self._options.host_delay_s, self._remove_idle, name)
 
-    def _forget(self, name: str) -> None:
-        """Hosts nobody waits for are dropped: a web-scale list names millions."""
-        if name in self._hosts and not self._hosts[name].num_users:
+    def _remove_idle(self, name: str) -> None:
+        """Drop the state of a host without requests: a web-scale list names millions."""
+        if name in self._hosts and not self._hosts[name].num_waiting:
             del self._hosts[name]
 
-    async def _ask_system(self, host: str, port: int) -> Sequence[str]:
+    async def _resolve_by_system(self, host: str, port: int) -> Sequence[str]:
         def look_up() -> Sequence[str]:
             try:
                 found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -228,20 +259,25 @@ class Downloader:
         return await asyncio.get_running_loop().run_in_executor(self._dns_threads, look_up)
 
 
+def _redirect_target(url: URL, response: aiohttp.ClientResponse) -> URL:
+    try:
+        return url.join(URL(response.headers["Location"].strip()))
+    except (KeyError, ValueError) as error:
+        raise _AttemptError("bad redirect") from error
+
+
 def _check_status(response: aiohttp.ClientResponse) -> None:
-    if 300 <= response.status < 400:
-        raise _AttemptError("redirect")
     if response.status != 200:
         wait = response.headers.get("Retry-After", "")
         raise _AttemptError(
             f"http {response.status}",
-            may_pass=response.status in _TRANSIENT_STATUS,
+            is_transient=response.status in _TRANSIENT_STATUS,
             wait_s=min(float(wait), _MAX_RETRY_AFTER_S) if wait.isascii() and wait.isdigit() else 0.0,
         )
 
 
 def _check_headers(response: aiohttp.ClientResponse, options: DownloadOptions) -> None:
-    """Refuse on the headers what need not be read."""
+    """Refuse what the headers already rule out."""
     headers = response.headers
     if options.respect_opt_out:
         robot = options.user_agent.partition("/")[0].lower()
@@ -254,7 +290,7 @@ def _check_headers(response: aiohttp.ClientResponse, options: DownloadOptions) -
 
 
 def has_opted_out(tags: Iterable[str], robot: str) -> bool:
-    """Whether `X-Robots-Tag` headers close an image to everyone or to us. `name: directive` is for the robot of that name."""
+    """Whether `X-Robots-Tag` headers opt out for everyone or for us. `name: directive` is for the robot of that name."""
     for tag in tags:
         addressee = None
         for directive in tag.lower().split(","):
@@ -267,10 +303,108 @@ def has_opted_out(tags: Iterable[str], robot: str) -> bool:
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The body, never more than the cap."""
+    """Read the body, never more than the limit."""
     body = bytearray()
     async for chunk in response.content.iter_chunked(2**16):
         body += chunk
         if len(body) > max_bytes:
             raise _AttemptError("too large")
     return bytes(body)
+
+
+# ------------------------------------------------------------------ many downloads at once
+
+
+def download_as_completed(
+    items: Iterable[T], url_of: Callable[[T], str | None], options: DownloadOptions
+) -> Iterator[tuple[T, Downloaded | Failed | None]]:
+    """Download the URLs of many items in a background thread; yields each item with its outcome as downloads complete.
+
+    An item without a URL passes through at once, with None. Not in the order of the items: one dead host would hold back thousands
+    of images. An item is overtaken by at most `MAX_REORDER` others.
+    """
+    background = _Background(options)
+    waiting: OrderedDict[int, T] = OrderedDict()
+    try:
+        for number, item in enumerate(items):
+            url = url_of(item)
+            if url is None:
+                yield item, None
+                continue
+            waiting[number] = item
+            background.begin(number, url)
+            while waiting and (
+                background.has_finished
+                or len(waiting) >= _URLS_PER_REQUEST * options.max_concurrent
+                or number - next(iter(waiting)) >= MAX_REORDER
+            ):
+                number_done, outcome = background.take()
+                yield waiting.pop(number_done), outcome
+        while waiting:
+            number_done, outcome = background.take()
+            yield waiting.pop(number_done), outcome
+    finally:
+        background.close()
+
+
+class _Background:
+    """An event loop in a thread, started by the first URL, and a queue of outcomes."""
+
+    def __init__(self, options: DownloadOptions) -> None:
+        self._options = options
+        self._finished: queue.SimpleQueue[tuple[int, Downloaded | Failed]] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._bytes_in, self._bytes_out = 0, 0  # each written by one thread only
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether an outcome can be taken without waiting."""
+        return not self._finished.empty()
+
+    def _can_start(self) -> bool:
+        return self._bytes_in - self._bytes_out <= self._options.max_held_bytes
+
+    def begin(self, number: int, url: str) -> None:
+        """Start a download."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="download", daemon=True)
+            self._thread.start()
+            self._downloader = Downloader(self._options, can_start=self._can_start)
+            asyncio.run_coroutine_threadsafe(self._downloader.__aenter__(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._download(number, url), self._loop)
+
+    async def _download(self, number: int, url: str) -> None:
+        try:
+            outcome = await self._downloader.download(url)
+        except Exception as error:  # a bug of ours must not block the other thread
+            _LOG.exception("downloading %s", url)
+            outcome = Failed(f"internal error: {type(error).__name__}")
+        self._bytes_in += _num_bytes(outcome)
+        self._finished.put((number, outcome))
+
+    def take(self) -> tuple[int, Downloaded | Failed]:
+        """Number and outcome of a finished download; blocks until there is one."""
+        number, outcome = self._finished.get()
+        self._bytes_out += _num_bytes(outcome)
+        return number, outcome
+
+    def close(self) -> None:
+        """Cancel running downloads and stop the thread."""
+        if self._loop is None:
+            return
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._downloader.__aexit__(None, None, None)
+
+
+def _num_bytes(outcome: Downloaded | Failed) -> int:
+    return len(outcome.data) if isinstance(outcome, Downloaded) else 0

@@ -1,11 +1,11 @@
-"""Sources to shards: read, download, write, count; after a crash, go on.
+"""Write inputs as shards: read, download, write, count; resumes after a crash.
 
-    open the inputs -> claim the folder -> items in order -> links downloaded -> shards, one by one
+    open the inputs -> lock the folder -> items in order -> links downloaded -> shards, one by one
 
-The unit of work is a shard. When one is whole, `prepare.json` is replaced: what has been counted, and which items have been used.
-A run that finds such a file goes on from there, so every item is used once however often the run was killed. Samples stand in the
-order of their inputs, downloaded ones in the order they arrived. Images keep the bytes they have, unless `resize_longest` is set.
-Nothing is judged here beyond "is this a sample": judging is curation's.
+The unit of work is a shard. When one is complete, `prepare.json` is replaced: the counts, and which items are done. A run that finds
+such a file resumes from it, so every item is used once however often the run was killed. Samples are in the order of their inputs,
+downloaded ones in the order they arrived. Image bytes are unchanged unless `resize_longest` is set. Nothing is filtered here beyond
+"is this a sample": that is curation.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from saccade.data.download import DownloadOptions
-from saccade.data.prepare_report import FILE, TEMPORARY_PREFIX, Frontier, InputReport, Place, PrepareReport
-from saccade.data.readers.inputs import Input, fill_links, open_input
-from saccade.data.readers.reader import InputSpec, Item, Skipped
+from saccade.data.prepare_report import FILE, TEMPORARY_PREFIX, InputReport, ItemId, PrepareReport, Progress
+from saccade.data.readers.inputs import Input, download_links, open_input
+from saccade.data.readers.reader import InputSpec, Item, Merged, Skipped
 from saccade.data.resize import resize_in_order
 from saccade.data.sample import Sample
 from saccade.data.shards import ShardWriter
@@ -34,29 +34,29 @@ from saccade.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
-_MIN_JUDGED = 1000
-"""Items before the share of skipped ones means something."""
-_HOLD_IMAGES = {"tars", "files", "parquet"}
+_MIN_CHECKED = 1000
+"""Items before the share of skipped ones is checked."""
+_WITH_IMAGES = {"tars", "files", "parquet"}
 """Kinds whose parts are about as large as the shards they become."""
 _MEMBER_BYTES = 1024
-"""A member's header and padding in a tar, at most."""
+"""Maximum size of a tar member's header and padding."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """How shards are made."""
+    """Options of `prepare`."""
 
     samples_per_shard: int = 10_000
-    """Samples in a shard at most."""
+    """Maximum samples of a shard."""
     bytes_per_shard: int = 2**30
-    """Bytes of a shard at most; a larger sample has a shard to itself."""
+    """Maximum bytes of a shard; a larger sample gets a shard of its own."""
     resize_longest: int | None = None
-    """Shrink images whose longer side has more pixels, and encode them anew; None keeps every byte."""
+    """Downscale and re-encode images whose longer side has more pixels; None keeps all bytes."""
     max_skipped_share: float = 0.9
-    """Stop when more than this share of the items is skipped, once a thousand have been seen: something is wrong then."""
+    """Stop when more than this share of the items is skipped, after the first 1,000."""
     num_workers: int = field(default_factory=lambda: os.cpu_count() or 1)
-    """Threads that resize."""
+    """Threads for resizing."""
     download: DownloadOptions = field(default_factory=DownloadOptions)
     """How links are downloaded."""
 
@@ -65,7 +65,7 @@ class PrepareOptions:
             if getattr(self, name) < 1:
                 raise ConfigError(f"prepare: {name} is {getattr(self, name)!r}, not at least 1")
         if self.resize_longest is not None and self.resize_longest < 16:
-            raise ConfigError(f"prepare: resize_longest is {self.resize_longest}; a picture needs 16 pixels or more")
+            raise ConfigError(f"prepare: resize_longest is {self.resize_longest}; the minimum is 16 pixels")
         if not 0 < self.max_skipped_share <= 1:
             raise ConfigError(f"prepare: max_skipped_share is {self.max_skipped_share}, not above 0 and up to 1")
 
@@ -76,9 +76,9 @@ def prepare(
     options: PrepareOptions | None = None,
     on_progress: Callable[[PrepareReport], None] | None = None,
 ) -> PrepareReport:
-    """Write the samples of the inputs as shards into `out`; goes on where an earlier run of the same stopped.
+    """Write the samples of the inputs as shards into `out`; resumes an interrupted run with the same inputs and options.
 
-    `on_progress` is called after every item with the report as it grows.
+    `on_progress` is called after every item with the current report.
     """
     options, folder = options or PrepareOptions(), Path(out)
     if not inputs:
@@ -87,12 +87,12 @@ def prepare(
         raise ConfigError(f"{out}: shards are written to a local folder. Write them there, then copy them")
     opened = [open_input(spec) for spec in inputs]
     report = PrepareReport(_settings(options), [_describe(entry) for entry in opened])
-    with _claimed(folder):
-        report = _begin_or_go_on(folder, report)
+    with _locked(folder):
+        report = _start_or_resume(folder, report)
         if report.is_finished:
             return report
         _check_space(folder, opened, options, report)
-        with _telling_of_full_disks(folder, report):
+        with _explain_write_errors(folder, report):
             report.save(folder)
             _write_shards(folder, opened, options, report, on_progress or (lambda report: None))
     log.info(
@@ -108,7 +108,7 @@ def _settings(options: PrepareOptions) -> dict[str, Any]:
 
 
 def _describe(entry: Input) -> InputReport:
-    """A source as the report names it, so that a later run can tell whether it is the same."""
+    """The entry of an input in the report; a later run compares it to decide whether the input is the same."""
     parts = "\n".join(f"{part.name} {part.num_bytes}" for part in entry.parts)
     details = {
         "licence": entry.spec.licence,
@@ -121,12 +121,12 @@ def _describe(entry: Input) -> InputReport:
     return InputReport(entry.name, entry.kind, entry.spec.path, details)
 
 
-# ------------------------------------------------------------------ the folder
+# ------------------------------------------------------------------ output folder
 
 
 @contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """The folder for this process alone."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the folder for this process."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -142,12 +142,12 @@ def _claimed(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _begin_or_go_on(folder: Path, fresh: PrepareReport) -> PrepareReport:
-    """The report of the run to continue, or the fresh one; then the folder holds what the report speaks of and nothing else."""
+def _start_or_resume(folder: Path, fresh: PrepareReport) -> PrepareReport:
+    """The report of the run to resume, or the fresh one; afterwards the folder has exactly the shards of the report."""
     if not (folder / FILE).exists():
         if others := sorted(path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY_PREFIX)):
             raise DataError(
-                f"{folder}: holds other things ({', '.join(others[:3])}{', ...' if others[3:] else ''}). Choose another "
+                f"{folder}: has other files ({', '.join(others[:3])}{', ...' if others[3:] else ''}). Choose another "
                 "folder, or empty it"
             )
         return fresh
@@ -155,7 +155,7 @@ def _begin_or_go_on(folder: Path, fresh: PrepareReport) -> PrepareReport:
     if found.origin == fresh.origin:
         _check_shards(folder, found)
         if not found.is_finished:
-            log.info("%s: going on after %d shards, %d samples", folder, found.num_shards, found.num_samples)
+            log.info("%s: resuming after %d shards, %d samples", folder, found.num_shards, found.num_samples)
             _remove_unfinished(folder, found)
             found.settings = fresh.settings
         return found
@@ -169,28 +169,28 @@ def _begin_or_go_on(folder: Path, fresh: PrepareReport) -> PrepareReport:
 
 
 def _check_shards(folder: Path, report: PrepareReport) -> None:
-    """The shards that were whole must still be."""
+    """Check that the complete shards are unchanged."""
     paths = [folder / f"{number:05d}.tar" for number in range(report.num_shards)]
     missing = [path.name for path in paths if not path.is_file()]
     if missing or sum(path.stat().st_size for path in paths) != report.num_bytes:
         what = f"{missing[0]} is missing" if missing else "their sizes have changed"
-        raise DataError(f"{folder}: its shards are not as {FILE} states: {what}. Remove the folder and run again")
+        raise DataError(f"{folder}: its shards differ from {FILE}: {what}. Remove the folder and run again")
 
 
 def _remove_unfinished(folder: Path, report: PrepareReport) -> None:
-    """Drop what a killed run left: hidden files, and a shard that was whole but not yet in the report."""
+    """Remove what a killed run left: temporary files, and a complete shard that is not in the report yet."""
     for path in folder.iterdir():
-        hidden = re.fullmatch(r"\.\d{5,}\.tar\.part", path.name) or path.name.startswith(TEMPORARY_PREFIX)
+        is_temporary = re.fullmatch(r"\.\d{5,}\.tar\.part", path.name) or path.name.startswith(TEMPORARY_PREFIX)
         shard = re.fullmatch(r"(\d{5,})\.tar", path.name)
-        if hidden or (shard and int(shard[1]) >= report.num_shards):
+        if is_temporary or (shard and int(shard[1]) >= report.num_shards):
             path.unlink()
 
 
 def _check_space(folder: Path, inputs: Sequence[Input], options: PrepareOptions, report: PrepareReport) -> None:
-    """Refuse what plainly does not fit, before the work begins."""
+    """Refuse early what clearly does not fit on the disk."""
     if options.resize_longest is not None:
         return
-    size = sum(part.num_bytes for entry in inputs if entry.kind in _HOLD_IMAGES for part in entry.parts)
+    size = sum(part.num_bytes for entry in inputs if entry.kind in _WITH_IMAGES for part in entry.parts)
     free = shutil.disk_usage(folder).free
     if size - report.num_bytes > free:
         raise DataError(
@@ -200,20 +200,20 @@ def _check_space(folder: Path, inputs: Sequence[Input], options: PrepareOptions,
 
 
 @contextmanager
-def _telling_of_full_disks(folder: Path, report: PrepareReport) -> Iterator[None]:
-    """Sources turn their own errors into reasons; what is left comes from writing."""
+def _explain_write_errors(folder: Path, report: PrepareReport) -> Iterator[None]:
+    """Turn an `OSError` into an error with a remedy. Readers handle their own, so it comes from writing."""
     try:
         yield
     except OSError as error:
         _remove_unfinished(folder, report)
         what = "no space left" if error.errno in _NO_SPACE else f"cannot be written ({error.strerror})"
         raise DataError(
-            f"{folder}: {what} after {report.num_shards} whole shards. Make room, then run the same command again: it goes on "
-            "from there"
+            f"{folder}: {what} after {report.num_shards} complete shards. Free some space and run the same command again: "
+            "it resumes"
         ) from error
 
 
-# ------------------------------------------------------------------ the work
+# ------------------------------------------------------------------ writing
 
 
 def _write_shards(
@@ -223,72 +223,72 @@ def _write_shards(
     report: PrepareReport,
     on_progress: Callable[[PrepareReport], None],
 ) -> None:
-    """Items into shards; the report is saved with each shard that is whole."""
-    frontier = Frontier(report.next_item or (0, 0, 0), report.used_beyond)
+    """Write items into shards; the report is saved with each complete shard."""
+    progress = Progress(report.next_item or (0, 0, 0), report.done_after)
     num_bytes = 0
     digits = max(4, len(str(options.samples_per_shard - 1)))
-    # the bounds are kept here, not by the writer: a key names its shard, and the report must know what is in one
+    # limits are checked here, not by the writer: keys contain the number of the shard, and the report describes whole shards
     with (
-        closing(_samples(inputs, options, frontier)) as items,
+        closing(_samples(inputs, options, progress)) as items,
         ShardWriter(folder, max_samples=options.samples_per_shard, max_bytes=2**62) as writer,
     ):
-        for place, item in items:
+        for item_id, item in items:
             if isinstance(item, Sample):
                 size = sum(_MEMBER_BYTES + len(data) for data in item.members.values())
                 is_full = writer.num_pending == options.samples_per_shard or num_bytes + size > options.bytes_per_shard
                 if writer.num_pending and is_full:
-                    _finish_shard(folder, writer, report, frontier)
+                    _finish_shard(folder, writer, report, progress)
                     num_bytes = 0
                 key = f"{report.num_shards:05d}{writer.num_pending:0{digits}d}"
                 writer.write(Sample(key, item.source, item.members))
                 num_bytes += size
-            frontier.end(place)
-            report.inputs[place[0]].count(item)
+            progress.finish(item_id)
+            report.inputs[item_id[0]].count(item)
             if isinstance(item, Skipped):
-                _check_share(report, options)
+                _check_skipped_share(report, options)
             on_progress(report)
         if not report.num_samples:
-            raise DataError(f"not one sample among {report.num_skipped} items. {_most_frequent(report)}")
+            raise DataError(f"no sample among {report.num_skipped} items. {_most_frequent(report)}")
         _finish_shard(folder, writer, report, None)
 
 
-def _finish_shard(folder: Path, writer: ShardWriter, report: PrepareReport, frontier: Frontier | None) -> None:
-    """Make what is written a shard, then the report that speaks of it; without a frontier nothing is left to do."""
+def _finish_shard(folder: Path, writer: ShardWriter, report: PrepareReport, progress: Progress | None) -> None:
+    """Complete the shard, then save the report; without `progress` all items are done."""
     if writer.num_pending:
         writer.close()
         report.num_bytes += (folder / writer.finished[-1]).stat().st_size
         report.num_shards += 1
-    report.next_item = frontier.next_item if frontier else None
-    report.used_beyond = frontier.used_beyond() if frontier else []
+    report.next_item = progress.next_item if progress else None
+    report.done_after = progress.done_after() if progress else []
     report.save(folder)
 
 
 def _samples(
-    inputs: Sequence[Input], options: PrepareOptions, frontier: Frontier
-) -> Generator[tuple[Place, Sample | Skipped], None, None]:
-    """Every item that has not been used, complete, with its place."""
-    placed = ((place, item) for place, _, item in fill_links(_items(inputs, frontier), options.download))
+    inputs: Sequence[Input], options: PrepareOptions, progress: Progress
+) -> Generator[tuple[ItemId, Sample | Skipped | Merged], None, None]:
+    """Every item that is not done, with its image, and its id."""
+    items = download_links(_items(inputs, progress), options.download)
     if options.resize_longest is None:
-        yield from placed
+        yield from items
     else:
-        yield from resize_in_order(placed, options.resize_longest, options.num_workers)
+        yield from resize_in_order(items, options.resize_longest, options.num_workers)
 
 
-def _items(inputs: Sequence[Input], frontier: Frontier) -> Iterator[tuple[Place, Input, Item]]:
-    first_input, first_part, first_item = frontier.next_item
+def _items(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[ItemId, Input, Item]]:
+    first_input, first_part, first_item = progress.next_item
     for number, entry in enumerate(inputs[first_input:], first_input):
         for part in range(first_part, len(entry.parts)):
             for count, item in enumerate(entry.read(part, first_item), first_item):
-                place = (number, part, count)
-                if frontier.begin(place):
-                    yield place, entry, item
+                item_id = (number, part, count)
+                if progress.start(item_id):
+                    yield item_id, entry, item
             first_item = 0
         first_part = 0
 
 
-def _check_share(report: PrepareReport, options: PrepareOptions) -> None:
+def _check_skipped_share(report: PrepareReport, options: PrepareOptions) -> None:
     num_items = report.num_samples + report.num_skipped
-    if num_items >= _MIN_JUDGED and report.num_skipped > options.max_skipped_share * num_items:
+    if num_items >= _MIN_CHECKED and report.num_skipped > options.max_skipped_share * num_items:
         raise DataError(
             f"{report.num_skipped} of {num_items} items were skipped, more than max_skipped_share {options.max_skipped_share}. "
             + _most_frequent(report)
@@ -296,7 +296,7 @@ def _check_share(report: PrepareReport, options: PrepareOptions) -> None:
 
 
 def _most_frequent(report: PrepareReport) -> str:
-    """The reason most items were skipped for, with an example."""
+    """The most frequent reason for skipping, with an example."""
     if not report.skipped:
         return "Check the paths"
     reason = next(iter(report.skipped))

@@ -1,4 +1,4 @@
-"""Shrinking the images of samples, for those who would rather store fewer pixels than all bytes."""
+"""Downscale the images of samples in threads, for smaller shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 from PIL import Image
 
 from saccade.data.header import upright_size
-from saccade.data.readers.reader import Skipped
+from saccade.data.readers.reader import Merged, Skipped
 from saccade.data.sample import Sample, image_names
 from saccade.errors import ImageError
 from saccade.processor.image import MediaLimits, load_image
@@ -22,10 +22,10 @@ JPEG_QUALITY = 90
 
 
 def resize_in_order(
-    items: Iterable[tuple[T, Sample | Skipped]], longest: int, num_workers: int
-) -> Iterator[tuple[T, Sample | Skipped]]:
-    """The same items with no image side longer than `longest`, in the same order; threads work ahead."""
-    window: deque[tuple[T, Future[Sample | Skipped]]] = deque()
+    items: Iterable[tuple[T, Sample | Skipped | Merged]], longest: int, num_workers: int
+) -> Iterator[tuple[T, Sample | Skipped | Merged]]:
+    """Resize the images of items so that no side is longer than `longest`; keeps the order."""
+    window: deque[tuple[T, Future[Sample | Skipped | Merged]]] = deque()
     with ThreadPoolExecutor(num_workers, thread_name_prefix="resize") as pool:
         for tag, item in items:
             window.append((tag, pool.submit(resize, item, longest)))
@@ -36,9 +36,9 @@ def resize_in_order(
             yield tag, future.result()
 
 
-def resize(item: Sample | Skipped, longest: int) -> Sample | Skipped:
-    """One sample with its images shrunk; images that are small enough keep their bytes."""
-    if isinstance(item, Skipped):
+def resize(item: Sample | Skipped | Merged, longest: int) -> Sample | Skipped | Merged:
+    """Resize the images of a sample; images that are small enough keep their bytes."""
+    if not isinstance(item, Sample):
         return item
     try:
         members: dict[str, bytes] = {}
@@ -46,7 +46,7 @@ def resize(item: Sample | Skipped, longest: int) -> Sample | Skipped:
         for name, data in item.members.items():
             if name in images and max(upright_size(data)) > longest:
                 number, dot, extension = name.rpartition(".")
-                data, extension = _shrink(data, longest, extension)
+                data, extension = _downscale(data, longest, extension)
                 name = f"{number}{dot}{extension}"
             members[name] = data
     except ImageError as error:
@@ -54,8 +54,8 @@ def resize(item: Sample | Skipped, longest: int) -> Sample | Skipped:
     return Sample(item.key, item.source, members)
 
 
-def _shrink(data: bytes, longest: int, extension: str) -> tuple[bytes, str]:
-    """The image upright and opaque with its longer side at `longest`. PNG stays PNG: drawings suffer as JPEG."""
+def _downscale(data: bytes, longest: int, extension: str) -> tuple[bytes, str]:
+    """The image upright and opaque, its longer side `longest`. PNG stays PNG: JPEG damages drawings."""
     picture = Image.fromarray(load_image(data, MediaLimits()))
     scale = longest / max(picture.size)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))

@@ -1,8 +1,9 @@
-"""Where a link may lead: to public addresses of the open internet, on the usual ports, and nowhere else.
+"""The URL policy of downloads: only public addresses, on the usual ports (no SSRF).
 
-A list of links is written by strangers, and this machine stands in a network that trusts it. A link is parsed once, by the parser
-that also sends the request; a name is resolved once for each connection, and the addresses checked are the ones connected to, so a
-name that changes its mind in between gains nothing.
+A list of URLs is untrusted input, and this machine may be inside a trusted network. A URL is parsed once, by the parser that also
+sends the request; a name is resolved once per connection, and the addresses that are checked are the ones connected to, so DNS
+rebinding gains nothing. A host whose last label is a number is an IPv4 address in some notation (WHATWG URL) and must be one in the
+usual notation: `127.1`, `0x7f.1` and `2130706433` never reach a resolver.
 """
 
 from __future__ import annotations
@@ -17,33 +18,34 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Host name and port to addresses; raises `OSError` when there are none."""
+"""Resolve a host name and port to addresses; raises `OSError` when there are none."""
 
 _MAX_URL_LENGTH = 4096
 _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE)
 _IPV6_UNICAST = ipaddress.IPv6Network("2000::/3")
 _NOT_PUBLIC = [
     ipaddress.ip_network(network)
     for network in (
-        "192.0.0.0/24",  # protocol assignments, a cloud's metadata among them
+        "192.0.0.0/24",  # protocol assignments, cloud metadata among them
         "192.88.99.0/24",  # relays into IPv6
-        "168.63.129.16/32",  # a cloud's metadata behind a public address
+        "168.63.129.16/32",  # cloud metadata behind a public address
         "2001::/23",  # Teredo, ORCHID and other protocols
         "2001:db8::/32",
-        "2002::/16",  # an IPv4 address inside
+        "2002::/16",  # 6to4: an IPv4 address inside
         "3fff::/20",
     )
 ]
 
 
 class RefusedError(Exception):
-    """A link that leads elsewhere; the message is the reason it is counted under."""
+    """A URL or address that the policy refuses; the message is the reason it is counted under."""
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is of the open internet: no private, local, shared, reserved, multicast or translated one."""
+    """Whether an address is on the public internet: not private, local, shared, reserved, multicast or translated."""
     ip = ipaddress.ip_address(address)
-    if isinstance(ip, ipaddress.IPv6Address) and ip not in _IPV6_UNICAST:  # mapped IPv4 and NAT64 lie outside too
+    if isinstance(ip, ipaddress.IPv6Address) and ip not in _IPV6_UNICAST:  # so are IPv4-mapped addresses and NAT64
         return False
     if any(ip in network for network in _NOT_PUBLIC if network.version == ip.version):
         return False
@@ -52,13 +54,13 @@ def is_public(address: str) -> bool:
 
 @dataclass(frozen=True)
 class UrlPolicy:
-    """What is let through: these ports at public addresses, and the `host:port` that are allowed by name or address."""
+    """Allowed are these ports at public addresses, and each `host:port` listed by name or address."""
 
     ports: frozenset[int]
     allow_hosts: frozenset[str]
 
     def check_url(self, text: str) -> URL:
-        """The one parse of a link: what is checked here is what is sent."""
+        """Parse and check a URL; the returned object is what is requested."""
         try:
             url = URL(text.strip()) if len(text) <= _MAX_URL_LENGTH else URL()
             host, port = url.host, url.port
@@ -74,12 +76,12 @@ class UrlPolicy:
             raise RefusedError("port not allowed")
         if _is_address(host):
             self.check_address(host, port)
-        elif not _HOST_NAME.fullmatch(url.raw_host or ""):
+        elif not _HOST_NAME.fullmatch(url.raw_host or "") or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
             raise RefusedError("bad url")
         return url
 
     def check_address(self, address: str, port: int, host: str = "") -> None:
-        """Whether a connection may be made to what a host resolved to."""
+        """Check an address that a host resolved to."""
         if not (self._is_allowed(host, port) or self._is_allowed(address, port) or is_public(address)):
             raise RefusedError("address not public")
 
@@ -96,7 +98,7 @@ def _is_address(host: str) -> bool:
 
 
 class CheckedResolver(AbstractResolver):
-    """Hands aiohttp the addresses to connect to, all of them checked; one bad address condemns the name."""
+    """Give aiohttp the addresses to connect to; one refused address refuses the name."""
 
     def __init__(self, resolve: Resolve, gate: UrlPolicy) -> None:
         self._resolve = resolve

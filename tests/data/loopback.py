@@ -68,6 +68,16 @@ class Site:
             return web.Response(body=b"", content_type="image/jpeg")
         if name == "moved":
             raise web.HTTPFound("/img")
+        if name.startswith("moved-"):
+            targets = {
+                "moved-away": "http://169.254.169.254/latest/meta-data/",
+                "moved-to-number": "http://2130706433/",
+                "moved-to-file": "file:///etc/passwd",
+                "moved-to-port": "http://example.com:22/",
+                "moved-to-name": f"http://inside.example:{self.port}/img",
+                "moved-in-circles": "/moved-in-circles",
+            }
+            return web.Response(status=307, headers={"Location": targets[name]} if name in targets else {})
         if name == "slow":
             await asyncio.sleep(30)
         if name == "drip":

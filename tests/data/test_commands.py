@@ -2,7 +2,10 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from data.loopback import Site
 from data.making import make_jpeg, make_sample, write_samples
 from typer.testing import CliRunner
 
@@ -30,17 +33,39 @@ def loose(tmp_path):
     return folder
 
 
-def test_prepare_shards_judges_and_inspect_shows_why(loose, tmp_path):
+def test_prepare_writes_and_curates_and_inspect_shows_why(loose, tmp_path):
     made = json.loads(saccade("prepare", loose, "-o", tmp_path / "shards", "--workers", 1, "--json"))
     assert (made["samples"], made["shards"]) == (4, 1)
-    assert made["curation"]["num_kept"] == 3
-    assert made["curation"]["dropped"] == {"exact duplicate": 1}
+    assert (made["merged"], made["curation"]["num_kept"], made["curation"]["num_shared_images"]) == (0, 4, 2)
+    one_per_image = ["--set", 'keep_one_per="image"']
+    assert "share their image file" in saccade("prepare", loose, "-o", tmp_path / "shards", "--workers", 1)
+    saccade("curate", tmp_path / "shards", *one_per_image)
     page = tmp_path / "look.html"
     shown = saccade("inspect", tmp_path / "shards", "--page", page)
     assert "3 of 4 samples kept" in shown
     assert "exact duplicate" in page.read_text()
     again = saccade("prepare", loose, "-o", tmp_path / "shards", "--workers", 1)
     assert "4 samples in 1 shards" in again
+
+
+def test_prepare_downloads_with_the_options_given(tmp_path):
+    site = Site()
+    try:
+        table = {
+            "url": [site.url("img1"), site.url("moved"), site.url("slow")],
+            "text": ["one cat", "two dogs", "three"],
+        }
+        pq.write_table(pa.table(table), tmp_path / "links.parquet")
+        options = ["--allow-host", f"127.0.0.1:{site.port}", "--user-agent", "me/1 (me@example.org)", "--timeout", 1]
+        options += ["--retries", 0, "--max-redirects", 1, "--max-per-host", 2, "--port", 80, "--no-curate", "--json"]
+        made = json.loads(saccade("prepare", tmp_path / "links.parquet", "-o", tmp_path / "shards", *options))
+        assert (made["samples"], made["skipped"]) == (2, {"timeout": 1})
+        assert {headers["User-Agent"] for headers in site.headers} == {"me/1 (me@example.org)"}
+        assert site.seen == {"img1": 1, "moved": 1, "img": 1, "slow": 1}
+        settings = json.loads((tmp_path / "shards" / "prepare.json").read_text())["settings"]["download"]
+        assert (settings["timeout_s"], settings["max_redirects"], settings["ports"]) == (1.0, 1, [80])
+    finally:
+        site.close()
 
 
 def test_curate_takes_settings_and_copies_what_is_kept(loose, tmp_path):

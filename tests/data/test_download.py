@@ -11,8 +11,7 @@ import pytest
 from data.loopback import Site
 from data.making import make_jpeg, make_png
 
-from saccade.data.download import Downloaded, Downloader, DownloadOptions, Failed, has_opted_out
-from saccade.data.downloads import fetch_as_completed
+from saccade.data.download import Downloaded, Downloader, DownloadOptions, Failed, download_as_completed, has_opted_out
 from saccade.data.url_policy import is_public
 from saccade.errors import ConfigError
 
@@ -32,7 +31,7 @@ def options_for(site, **changes):
 def fetch(url, options, resolve=None):
     async def run():
         async with Downloader(options, resolve) as fetcher:
-            return await fetcher.fetch(url)
+            return await fetcher.download(url)
 
     return asyncio.run(run())
 
@@ -59,7 +58,12 @@ def test_we_say_who_we_are_and_ask_for_no_compression(site):
     ("name", "reason"),
     [
         ("nothing-here", "http 404"),
-        ("moved", "redirect"),
+        ("moved-away", "address not public"),
+        ("moved-to-number", "bad url"),
+        ("moved-to-file", "bad url"),
+        ("moved-to-port", "port not allowed"),
+        ("moved-nowhere", "bad redirect"),
+        ("moved-in-circles", "too many redirects"),
         ("boasts", "too large"),
         ("endless", "too large"),
         ("zipped", "encoded body"),
@@ -72,9 +76,26 @@ def test_what_cannot_be_used_has_one_reason(site, name, reason):
     assert fetch(site.url(name), options_for(site)) == Failed(reason)
 
 
-def test_a_redirect_is_not_followed(site):
-    fetch(site.url("moved"), options_for(site))
-    assert site.seen == {"moved": 1}
+def test_redirects_are_followed_and_every_target_passes_the_url_policy(site):
+    assert fetch(site.url("moved"), options_for(site)) == Downloaded(make_jpeg(seed=0))
+    assert site.seen == {"moved": 1, "img": 1}
+    fetch(site.url("moved-in-circles"), options_for(site, max_redirects=3))
+    assert site.seen["moved-in-circles"] == 4
+    assert fetch(site.url("moved"), options_for(site, max_redirects=0)) == Failed("too many redirects")
+
+
+def test_a_redirect_to_a_name_of_this_network_is_refused(site):
+    """The name of the first request is allowed, the one it redirects to resolves to a private address."""
+    looked_up = []
+
+    async def resolve(host, port):
+        looked_up.append(host)
+        return ["127.0.0.1"]
+
+    options = options_for(site, allow_hosts=frozenset({f"shop.example:{site.port}"}), ports=frozenset({site.port}))
+    assert fetch(site.url("moved-to-name", "shop.example"), options, resolve) == Failed("address not public")
+    assert looked_up == ["shop.example", "inside.example"]
+    assert site.seen == {"moved-to-name": 1}
 
 
 @pytest.mark.parametrize("name", ["slow", "drip"])
@@ -141,7 +162,7 @@ def test_what_answers_but_speaks_no_http_is_a_reason_too(answer):
         options = DownloadOptions(num_retries=0, timeout_s=3, allow_hosts=frozenset({f"127.0.0.1:{port}"}))
         outcome = fetch(f"http://127.0.0.1:{port}/", options)
         thread.join()
-    assert outcome in (Failed("bad answer"), Failed("connection failed"))
+    assert outcome in (Failed("bad response"), Failed("connection failed"))
 
 
 def test_a_certificate_nobody_vouches_for_is_refused(tmp_path):
@@ -189,6 +210,9 @@ def test_a_certificate_nobody_vouches_for_is_refused(tmp_path):
         ("http://169.254.169.254/latest/meta-data/", "address not public"),
         ("http://[::1]/", "address not public"),
         ("http://[::ffff:127.0.0.1]/", "address not public"),
+        ("http://[::ffff:7f00:1]/", "address not public"),
+        ("http://[::ffff:8.8.8.8]/", "address not public"),
+        ("http://[64:ff9b::7f00:1]/", "address not public"),
         ("http://[fe80::1%25eth0]/", "address not public"),
         ("http://\uff11\uff12\uff17.0.0.1/", "address not public"),
     ],
@@ -200,10 +224,25 @@ def test_a_link_that_leads_elsewhere_is_refused_before_anything_is_sent(url, rea
     assert fetch(url, DownloadOptions(num_retries=0), never) == Failed(reason)
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.1", "0x7f.1", "2130706433", "0177.0.0.1", "127.0.0.1."])
-def test_names_and_numbers_that_mean_this_machine_are_refused(host):
-    outcome = fetch(f"http://{host}/", DownloadOptions(num_retries=0))
-    assert outcome in (Failed("address not public"), Failed("bad url"), Failed("unknown host"))
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.1", "127.0.1", "0x7f.1", "2130706433", "0x7f000001", "017700000001", "0177.0.0.1", "127.0.0.1."),
+        *("1.2.3.4.5", "1.2.3.4.", "1.2.3.256", "example.1", "example.com.0x", "example.0xA9FEA9FE", "127.0.0.1.."),
+        "\uff11\uff12\uff17.1",
+    ],
+)
+def test_a_host_whose_last_label_is_a_number_is_refused_without_a_lookup(host):
+    async def never(host, port):
+        raise AssertionError("looked up")
+
+    outcome = fetch(f"http://{host}/", DownloadOptions(num_retries=0), never)
+    assert outcome in (Failed("bad url"), Failed("address not public"))
+
+
+def test_names_of_this_machine_are_refused():
+    outcome = fetch("http://localhost/", DownloadOptions(num_retries=0))
+    assert outcome in (Failed("address not public"), Failed("unknown host"))
 
 
 NOT_PUBLIC = [
@@ -299,10 +338,10 @@ def test_a_name_that_changes_its_mind_after_the_check_gains_nothing():
 
             async def run():
                 async with Downloader(options, rebinds) as fetcher:
-                    first = await fetcher.fetch(public.url("img", "rebind.example"))
+                    first = await fetcher.download(public.url("img", "rebind.example"))
                     num_lookups = len(lookups)
                     await asyncio.sleep(1.5)  # until the connection is no longer kept
-                    return first, num_lookups, await fetcher.fetch(public.url("img", "rebind.example"))
+                    return first, num_lookups, await fetcher.download(public.url("img", "rebind.example"))
 
             first, num_lookups, second = asyncio.run(run())
             assert isinstance(first, Downloaded)
@@ -334,13 +373,13 @@ def test_allowed_hosts_are_named_with_their_port():
 
 
 def fetch_all(urls, options):
-    return [outcome for _, outcome in fetch_as_completed(urls, lambda url: url, options)]
+    return [outcome for _, outcome in download_as_completed(urls, lambda url: url, options)]
 
 
 def test_every_link_has_one_outcome(site):
     names = ["work0", "img1", "nothing", "work3", "img4", "flapping"] * 5
     links = list(enumerate(site.url(name) for name in names))
-    outcomes = dict(fetch_as_completed(links, lambda link: link[1], options_for(site, num_retries=2)))
+    outcomes = dict(download_as_completed(links, lambda link: link[1], options_for(site, num_retries=2)))
     assert outcomes.keys() == set(links)
     for (number, _), outcome in outcomes.items():
         seed = {1: 1, 4: 4}.get(number % 6, 0)
@@ -349,7 +388,7 @@ def test_every_link_has_one_outcome(site):
 
 def test_items_without_a_link_pass_through_at_once(site):
     items = [None, site.url("work"), None, None]
-    outcomes = [outcome for _, outcome in fetch_as_completed(items, lambda url: url, options_for(site))]
+    outcomes = [outcome for _, outcome in download_as_completed(items, lambda url: url, options_for(site))]
     assert outcomes.count(None) == 3
     assert outcomes[0] is None
     assert Downloaded(make_jpeg()) in outcomes
@@ -358,7 +397,7 @@ def test_items_without_a_link_pass_through_at_once(site):
 def test_a_dead_link_holds_back_no_other(site):
     urls = [site.url("slow"), *[site.url(f"img{number}") for number in range(40)]]
     options = options_for(site, timeout_s=2.0, max_concurrent=4, max_per_host=4)
-    ended = [url for url, _ in fetch_as_completed(urls, lambda url: url, options)]
+    ended = [url for url, _ in download_as_completed(urls, lambda url: url, options)]
     assert ended[-1] == urls[0]
     assert sorted(ended) == sorted(urls)
 
@@ -385,7 +424,7 @@ def test_requests_to_one_host_start_at_a_distance(site):
 
 def test_nothing_more_is_fetched_than_memory_was_given_for(site):
     options = options_for(site, max_concurrent=8, max_per_host=8, max_held_bytes=3 * len(make_jpeg()))
-    outcomes = fetch_as_completed([site.url("img")] * 100, lambda url: url, options)
+    outcomes = download_as_completed([site.url("img")] * 100, lambda url: url, options)
     next(outcomes)
     time.sleep(0.4)  # whoever takes the images is busy
     assert site.seen["img"] < 20, "32 links were begun"
@@ -393,7 +432,7 @@ def test_nothing_more_is_fetched_than_memory_was_given_for(site):
 
 
 def test_leaving_early_ends_the_thread_and_the_requests(site):
-    outcomes = fetch_as_completed([site.url("img"), *[site.url("slow")] * 20], lambda url: url, options_for(site))
+    outcomes = download_as_completed([site.url("img"), *[site.url("slow")] * 20], lambda url: url, options_for(site))
     assert isinstance(next(outcomes)[1], Downloaded)
     start = time.monotonic()
     outcomes.close()

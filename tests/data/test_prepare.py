@@ -1,4 +1,4 @@
-"""Sources to shards: what is written, what is counted, and that a killed run goes on as if nothing had happened."""
+"""Inputs to shards: what is written, what is counted, and that a killed run resumes without a difference."""
 
 import fcntl
 import json
@@ -23,7 +23,7 @@ from PIL import Image
 
 from saccade.data.download import DownloadOptions
 from saccade.data.prepare import PrepareOptions, prepare
-from saccade.data.prepare_report import Frontier
+from saccade.data.prepare_report import Progress
 from saccade.data.readers import parse_input, read_input
 from saccade.data.sample import Sample, description, image_names, images, texts
 from saccade.errors import ConfigError, DataError
@@ -101,6 +101,33 @@ def test_samples_carry_source_licence_and_their_name_in_the_source(tmp_path):
     sample = samples_of(tmp_path / "out")["00000.tar", "000000003"]
     assert description(sample) == {"captions": ["caption 3"], "file_name": "3.jpg", "id": "3", "source": "coco", "licence": "CC BY 4.0"}  # fmt: skip
     assert sample.members["jpg"] == make_jpeg(seed=3)
+
+
+def test_rows_with_one_caption_each_are_merged_also_by_a_run_that_resumes(tmp_path):
+    """Every shard holds one sample, so that a run that stops after each item stops in the middle of an image's rows."""
+    rows = [{"image": make_jpeg(seed=n // 5), "caption": f"caption {n}"} for n in range(20)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "coco.parquet")
+    spec, options = parse_input(str(tmp_path / "coco.parquet")), PrepareOptions(samples_per_shard=1)
+    whole = prepare([spec], tmp_path / "whole", options)
+    assert (whole.num_samples, whole.num_merged, whole.num_skipped) == (4, 16, 0)
+
+    class StopError(Exception):
+        pass
+
+    for stop in range(1, 20):
+        seen = []
+
+        def stop_after(report, seen=seen, stop=stop):
+            seen.append(report)
+            if len(seen) == stop:
+                raise StopError
+
+        with pytest.raises(StopError):
+            prepare([spec], tmp_path / f"stopped-{stop}", options, on_progress=stop_after)
+        report = prepare([spec], tmp_path / f"stopped-{stop}", options)
+        assert (report.num_samples, report.num_merged) == (4, 16)
+        assert contents(tmp_path / f"stopped-{stop}") == contents(tmp_path / "whole")
+    assert [len(texts(sample)) for sample in samples_of(tmp_path / "whole").values()] == [5] * 4
 
 
 def test_the_report_is_written_beside_the_shards(tmp_path):
@@ -208,7 +235,7 @@ def fetch_options(site):
 
 
 def test_links_are_downloaded_and_failures_counted_under_their_reasons(tmp_path, site):
-    names = ["img0", "gone", "img2", "noai", "page", "moved", "img6", "flapping"]
+    names = ["img0", "gone", "img2", "noai", "page", "moved-away", "img6", "flapping"]
     spec = make_links(tmp_path / "links.parquet", site, names)
     report = prepare([spec], tmp_path / "out", PrepareOptions(download=fetch_options(site)))
     written = list(samples_of(tmp_path / "out").values())
@@ -217,7 +244,7 @@ def test_links_are_downloaded_and_failures_counted_under_their_reasons(tmp_path,
     }
     [sample] = [sample for sample in written if texts(sample) == ["text 2"]]
     assert sample.members["jpg"] == make_jpeg(seed=2)
-    assert report.skipped == {"http 404": 1, "not an image": 1, "opted out": 1, "redirect": 1}
+    assert report.skipped == {"http 404": 1, "not an image": 1, "opted out": 1, "address not public": 1}
     assert report.inputs[0].examples["http 404"] == [f"links.parquet:1: {site.url('gone')}"]
 
 
@@ -235,7 +262,7 @@ import json, sys, time
 sys.path.insert(0, sys.argv[1])
 from saccade.data.download import DownloadOptions
 from saccade.data.prepare import PrepareOptions, prepare
-from saccade.data.prepare_report import Frontier
+from saccade.data.prepare_report import Progress
 from saccade.data.readers import parse_input
 from saccade.errors import UserError
 arguments = json.loads(sys.argv[2])
@@ -311,25 +338,25 @@ def test_a_killed_download_goes_on_without_asking_again_for_what_is_whole(tmp_pa
 
 
 def test_the_frontier_knows_what_is_used_however_items_end():
-    """Items end in any order; at any moment a new frontier made from the record takes up exactly those that have not ended."""
+    """Items end in any order; at any moment a new progress made from the record takes up exactly those that have not ended."""
     chance = random.Random(7)
     for _ in range(200):
         places = [
             (source, part, item) for source in range(2) for part in range(2) for item in range(chance.randrange(12))
         ]
-        frontier, open_items, used = Frontier((0, 0, 0), []), [], []
+        progress, open_items, used = Progress((0, 0, 0), []), [], []
         for place in places:
-            if frontier.begin(place):
+            if progress.start(place):
                 open_items.append(place)
             while open_items and chance.random() < 0.5:
                 ended = open_items.pop(chance.randrange(min(5, len(open_items))))
-                frontier.end(ended)
+                progress.finish(ended)
                 used.append(ended)
             if chance.random() < 0.2:  # the run is killed; what was begun and did not end is begun anew
-                again = Frontier(frontier.next_item, frontier.used_beyond())
-                left = [place for place in places if place >= frontier.next_item and again.begin(place)]
+                again = Progress(progress.next_item, progress.done_after())
+                left = [place for place in places if place >= progress.next_item and again.start(place)]
                 assert sorted(left + used) == places
-            assert all(ended < frontier.next_item for ended in used) or frontier.used_beyond()
+            assert all(ended < progress.next_item for ended in used) or progress.done_after()
 
 
 def test_what_a_crash_left_behind_is_cleared_away(tmp_path):
@@ -457,7 +484,7 @@ def test_nothing_usable_is_an_error_and_the_folder_stays_usable(tmp_path):
     (tmp_path / "empty").mkdir()
     wrong = parse_input(spec.path, images=tmp_path / "empty")
     with pytest.raises(
-        DataError, match=r"not one sample among 4 items.*image file missing \(4 times\), for instance 0: .*0\.jpg"
+        DataError, match=r"no sample among 4 items.*image file missing \(4 times\), for instance 0: .*0\.jpg"
     ):
         prepare([wrong], tmp_path / "out")
     assert prepare([spec], tmp_path / "out").num_samples == 4
@@ -487,7 +514,7 @@ def test_a_file_that_cannot_grow_ends_in_one_line_and_the_run_goes_on_later(tmp_
     _, errors = process.communicate()
     assert process.returncode == 1
     assert errors.startswith("user error: ")
-    assert "no space left after 1 whole shards" in errors
+    assert "no space left after 1 complete shards" in errors
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["00000.tar", "prepare.json"]
     prepare([parse_input(arguments["inputs"][0])], tmp_path / "out", PrepareOptions(samples_per_shard=20))
     prepare([parse_input(arguments["inputs"][0])], tmp_path / "whole", PrepareOptions(samples_per_shard=20))

@@ -1,4 +1,4 @@
-"""Readers of what people have, on real files of each kind."""
+"""Readers of input data, on real files of each kind."""
 
 import base64
 import json
@@ -13,7 +13,7 @@ from data.making import encode, make_jpeg, make_picture, make_png, make_shards, 
 
 from saccade.data.readers import open_input, parse_input, read_input
 from saccade.data.readers.inputs import KINDS, detect
-from saccade.data.readers.reader import Link, Skipped, image_extension
+from saccade.data.readers.reader import Link, Merged, Skipped, image_extension
 from saccade.data.sample import Sample, TextRules, conversations, description, images, texts
 from saccade.errors import ConfigError, DataError
 
@@ -182,7 +182,7 @@ def test_samples_say_where_they_come_from(kind, tmp_path):
     spec = make_source(kind, tmp_path)
     source = open_input(spec.__class__(**{**vars(spec), "name": "mine", "licence": "CC BY"}))
     items = [item for part in range(len(source.parts)) for item in source.read(part)]
-    items = [source.finish(item, make_jpeg()) if isinstance(item, Link) else item for item in items]
+    items = [source.complete(item, make_jpeg()) if isinstance(item, Link) else item for item in items]
     samples = [item for item in items if isinstance(item, Sample)]
     assert samples
     for sample in samples:
@@ -315,7 +315,7 @@ def test_lists_of_links_keep_their_scores_as_metadata(tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "links.parquet")
     source = open_input(parse_input(str(tmp_path)))
     [link] = source.read(0)
-    sample = source.finish(link, make_png())
+    sample = source.complete(link, make_png())
     assert sample.members["png"] == make_png()
     assert sample.members["txt"] == b"one"
     assert description(sample) == {
@@ -415,6 +415,31 @@ def test_questions_with_answers_of_one_or_many(tmp_path):
     ]
 
 
+def test_one_caption_per_row_becomes_one_sample_with_all_captions(tmp_path):
+    """COCO in Parquet: five rows for each image; begun at any row, the rest is the same."""
+    rows = [{"image": make_jpeg(seed=n // 5), "caption": f"caption {n}", "n": n} for n in range(15)]
+    rows += [{"image": make_jpeg(seed=0), "caption": "later", "n": 15}, {"image": None, "caption": "none", "n": 16}]
+    rows += [{"image": None, "caption": "none", "n": 17}, {"image": make_jpeg(seed=9), "caption": None, "n": 18}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=4)
+    items = read(tmp_path / "a.parquet")
+    samples = [item for item in items if isinstance(item, Sample)]
+    assert [description(sample)["captions"] for sample in samples] == [
+        [f"caption {5 * n + k}" for k in range(5)] for n in range(3)
+    ] + [["later"]]
+    assert [description(sample)["n"] for sample in samples] == [0, 5, 10, 15]
+    assert sum(isinstance(item, Merged) for item in items) == 12
+    assert reasons(items)[16:] == ["no image", "no image", "no text"]
+    opened = open_input(parse_input(str(tmp_path / "a.parquet")))
+    for begin in range(len(items) + 1):
+        assert list(opened.read(0, begin)) == items[begin:]
+
+
+def test_questions_about_one_image_stay_rows_of_their_own(tmp_path):
+    table = {"image": [make_jpeg()] * 2, "question": ["Red?", "Blue?"], "answer": ["yes", "no"]}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    assert [isinstance(item, Sample) for item in read(tmp_path / "a.parquet")] == [True, True]
+
+
 def test_several_images_of_a_row_are_numbered(tmp_path):
     rows = [[{"bytes": make_jpeg(seed=1), "path": None}, {"bytes": make_png(seed=2), "path": None}], []]
     table = {"images": pa.array(rows, pa.list_(IMAGE)), "text": ["two pictures", "none"]}
@@ -487,6 +512,23 @@ def test_coco_gathers_the_captions_of_an_image(tmp_path):
     }
 
 
+def test_captions_of_unknown_coco_images_are_counted(tmp_path):
+    path = make_coco(tmp_path)
+    content = json.loads(path.read_text())
+    known = len(content["images"])
+    content["annotations"] += [{"image_id": 900 + n % 2, "caption": f"lost {n}"} for n in range(5)]
+    path.write_text(json.dumps(content))
+    items = read(path, images=tmp_path / "val2017")
+    assert reasons(items)[known:] == ["unknown image"] * 2
+    assert [(item.key, item.detail) for item in items[known:]] == [
+        ("900", "3 captions of an image not in `images`"),
+        ("901", "2 captions of an image not in `images`"),
+    ]
+    opened = open_input(parse_input(str(path), images=tmp_path / "val2017"))
+    for begin in range(len(items) + 1):
+        assert list(opened.read(0, begin)) == items[begin:]
+
+
 def test_coco_without_captions_is_refused(tmp_path):
     content = {"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": [{"image_id": 1, "bbox": [0, 0, 1, 1]}]}
     with pytest.raises(DataError, match="captions_"):
@@ -553,7 +595,7 @@ def test_jsonl_is_read_by_line_and_a_bad_line_costs_itself_alone(tmp_path):
     ]
     (tmp_path / "chat.jsonl").write_text("\n".join(lines))
     items = read(tmp_path / "chat.jsonl")
-    assert reasons(items) == [None, "not a JSON object", None, "image is a web link"]
+    assert reasons(items) == [None, "not a JSON object", None, "image is a URL"]
     assert images(items[2]) == [make_png(), make_jpeg(seed=0)]
     assert len(items[2].members["json"]) < 400, "the image is stored once"
 
@@ -571,17 +613,17 @@ def test_the_kind_can_be_given_before_the_path_or_beside_it(tmp_path):
     assert parse_input(f"chat:{path}").kind == "chat"
     assert parse_input(str(path), kind="chat").kind == "chat"
     assert parse_input("s3://bucket/x").kind is None
-    with pytest.raises(ConfigError, match=r"no kind of source is called 'coca'.*\n(.*\n)*  coco "):
+    with pytest.raises(ConfigError, match=r"no kind of input is called 'coca'.*\n(.*\n)*  coco "):
         parse_input(f"coca:{path}")
-    with pytest.raises(ConfigError, match="no kind of source is called 'llava'"):
+    with pytest.raises(ConfigError, match="no kind of input is called 'llava'"):
         open_input(parse_input(str(path), kind="llava"))
 
 
 @pytest.mark.parametrize(
     ("files", "complaint"),
     [
-        ({"x.json": b'{"a": 1}'}, "not clear what it holds"),
-        ({"x.csv": b"a,b"}, "not clear what it holds"),
+        ({"x.json": b'{"a": 1}'}, "its kind cannot be detected"),
+        ({"x.csv": b"a,b"}, "its kind cannot be detected"),
         ({"x/README.md": b"hello"}, "neither tars"),
         ({"x/a.jpg": b"", "x/a.parquet": b""}, "both Parquet files and images"),
     ],
@@ -598,7 +640,7 @@ def test_what_cannot_be_told_is_an_error_with_the_list_of_kinds(tmp_path, files,
 
 def test_a_wrong_guess_is_an_error_with_the_list_of_kinds(tmp_path):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(DataError, match="taken for urls") as error:
+    with pytest.raises(DataError, match="detected as urls") as error:
         read(tmp_path / "x.parquet")
     assert all(f"  {kind} " in str(error.value) for kind in KINDS)
 
@@ -637,3 +679,72 @@ def test_a_file_of_another_kind_is_an_error(tmp_path, kind):
 def test_an_image_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(DataError, match="--images"):
         read(make_coco(tmp_path), images=Path("nowhere"))
+
+
+# ------------------------------------------------------------------ what all readers treat alike
+
+
+def in_every_kind(folder, image, extension, conversation=None):
+    """One item of each kind that has its image at hand; with a conversation, of each kind that can have one."""
+    folder.mkdir()
+    fields = {"conversations": conversation} if conversation else {"caption": "a boat"}
+    members = {f"a.{extension}": image} if image is not None else {}
+    write_tar(folder / "tars" / "0.tar", {**members, "a.json": json.dumps(fields).encode()}.items())
+    (folder / "files").mkdir()
+    for name, data in {**members, "a.json": json.dumps(fields).encode()}.items():
+        (folder / "files" / name).write_bytes(data)
+    column, value = ("conversations", conversation) if conversation else ("caption", "a boat")
+    rows = [{"image": image, column: json.dumps(value) if conversation else value}]
+    schema = pa.schema([("image", pa.binary()), (column, pa.string())])
+    pq.write_table(pa.Table.from_pylist(rows, schema), folder / "a.parquet")
+    named = {"image": f"files/a.{extension}"} if image is not None else {}
+    talk = conversation or [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "a boat"}]
+    write_json(folder / "chat.json", [{**named, "conversations": talk}])
+    found = {
+        "tars": read(folder / "tars"),
+        "files": read(f"files:{folder / 'files'}"),
+        "parquet": read(f"parquet:{folder / 'a.parquet'}"),
+    }
+    if conversation or image is not None:
+        found["chat"] = read(f"chat:{folder / 'chat.json'}")
+    if not conversation and image is not None:
+        content = {
+            "images": [{"id": 1, "file_name": f"files/a.{extension}"}],
+            "annotations": [{"image_id": 1, "caption": "a boat"}],
+        }
+        found["coco"] = read(f"coco:{write_json(folder / 'coco.json', content)}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("image", "extension", "name"),
+    [
+        (encode(make_picture(), "TIFF"), "tif", "TIFF"),
+        (b"\0\0\0\x1cftypavif\0\0\0\0", "avif", "AVIF"),
+        (b"\0\0\0\x1cftypheic\0\0\0\0", "heic", "HEIF"),
+        (b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>", "svg", "SVG"),
+    ],
+)
+def test_images_in_unsupported_formats_have_one_reason_in_every_reader(tmp_path, image, extension, name):
+    for kind, items in in_every_kind(tmp_path / "named", image, extension).items():
+        assert reasons(items) == ["unsupported image format"], kind
+        assert "Convert it to JPEG, PNG or WebP" in items[0].detail
+    for kind, items in in_every_kind(tmp_path / "misnamed", image, "jpg").items():
+        assert reasons(items) == ["unsupported image format"], kind
+        assert items[0].detail.startswith(name)
+
+
+def test_a_conversation_without_an_image_is_a_text_only_sample_in_every_reader(tmp_path):
+    talk = [{"from": "human", "value": "What is a boat?"}, {"from": "gpt", "value": "A vessel"}]
+    for kind, items in in_every_kind(tmp_path / "talk", None, "jpg", talk).items():
+        assert [isinstance(item, Sample) for item in items] == [True], kind
+        assert texts(items[0]) == ["What is a boat?", "A vessel"]
+    for kind, items in in_every_kind(tmp_path / "caption", None, "jpg").items():
+        assert reasons(items) == ["no image"], kind
+
+
+def test_parquet_with_conversations_alone_needs_no_image_column(tmp_path):
+    talk = [{"role": "user", "content": "What is a boat?"}, {"role": "assistant", "content": "A vessel"}]
+    pq.write_table(pa.table({"messages": [talk]}), tmp_path / "a.parquet")
+    [sample] = read(f"parquet:{tmp_path / 'a.parquet'}")
+    assert texts(sample) == ["What is a boat?", "A vessel"]

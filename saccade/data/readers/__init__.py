@@ -1,8 +1,8 @@
-"""Readers of what people have: tars, loose files, lists of links, Parquet with images, COCO, VQA, conversations.
+"""Readers of input data: tars, loose files, lists of URLs, Parquet with images, COCO, VQA, conversations.
 
-    for item in read_input(parse_input("coco:captions_val2017.json", images=Path("val2017"))): ...   # Sample or Skipped
+    for item in read_input(parse_input("coco:captions_val2017.json", images=Path("val2017"))): ...   # Sample, Skipped or Merged
 
-Start in `kinds.py`; `source.py` says what a source and an item are; each other module reads one kind.
+Start in `inputs.py`; `reader.py` defines inputs and items; every other module reads one kind.
 """
 
 from typing import TYPE_CHECKING

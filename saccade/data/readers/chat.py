@@ -1,7 +1,7 @@
-"""Conversations about images as json or jsonl, the way LLaVA and ShareGPT write them.
+"""Read conversations about images from json or jsonl, as LLaVA and ShareGPT publish them.
 
 A record has `conversations` (from, value) or `messages` (role, content), and `image` or `images`: paths below the image folder or
-data URLs. OpenAI's messages may name the images in their parts instead. A record without images is a sample of text alone.
+data URLs. OpenAI messages may name the images in their parts instead. A record without images is a text-only sample.
 """
 
 import json
@@ -28,19 +28,19 @@ _TURNS = ("messages", "conversations")
 
 
 def list_parts(spec: InputSpec) -> list[Part]:
-    """The one file."""
+    """The file."""
     return [file_part(spec.path)]
 
 
 def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
-    """The records in the file's order, from number `begin`."""
+    """Read the records in order, from number `begin`."""
     for number, record in enumerate(_records(Path(part.path), begin), begin):
         key = str(record["id"]) if isinstance(record, dict) and "id" in record else str(number)
         yield read_item(key, _sample, spec, key, record)
 
 
 def _records(path: Path, begin: int) -> Iterator[Any]:
-    """A json array as a whole, or one record a line; a line that is no JSON is handed on as its bytes."""
+    """The elements of a JSON array, or one record per line; a line that is not JSON is yielded as bytes."""
     with path.open("rb") as file:
         if file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             content = load_json(path)
@@ -60,7 +60,7 @@ def _sample(spec: InputSpec, key: str, record: Any) -> Sample:
     name = next((name for name in _TURNS if record.get(name)), None)
     if name is None:
         raise UnusableError("no conversation")
-    turns, images = take_images(record[name])
+    turns, images = split_images(record[name])
     listed = record.get("image") or record.get("images") or images
     images = listed if isinstance(listed, list) else [listed]
     metadata = {field: value for field, value in record.items() if field not in ("image", "images")}
@@ -71,8 +71,8 @@ def _sample(spec: InputSpec, key: str, record: Any) -> Sample:
     return make_sample(spec, key, [read_image(image_folder(spec), image) for image in images], metadata)
 
 
-def take_images(turns: Any) -> tuple[Any, list[Any]]:
-    """Messages with bare image parts, and what the parts named, in order."""
+def split_images(turns: Any) -> tuple[Any, list[Any]]:
+    """Separate messages from the images they name: the messages with bare image parts, and the images in order."""
     if not isinstance(turns, list):
         raise UnusableError("no conversation")
     bare, images = [], []

@@ -1,6 +1,6 @@
-"""COCO captions: one json with `images` and `annotations`, and a folder of images.
+"""Read COCO captions: one json with `images` and `annotations`, and a folder of images.
 
-https://cocodataset.org/#format-data. All captions of an image make one sample.
+https://cocodataset.org/#format-data. All captions of an image make one sample. Images that only annotations name are skipped.
 """
 
 from collections import defaultdict
@@ -11,6 +11,7 @@ from saccade.data.readers.reader import (
     InputSpec,
     Item,
     Part,
+    Skipped,
     UnusableError,
     file_part,
     image_folder,
@@ -25,12 +26,12 @@ from saccade.errors import DataError
 
 
 def list_parts(spec: InputSpec) -> list[Part]:
-    """The one file."""
+    """The file."""
     return [file_part(spec.path)]
 
 
 def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
-    """The images in the file's order, from number `begin`."""
+    """Read the images in order, from number `begin`, then the image ids that are not in the list of images."""
     content = load_json(part.path)
     images = records(content, "images", part.path)
     captions = _captions_of_images(records(content, "annotations", part.path))
@@ -44,6 +45,10 @@ def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
     for image in images[begin:]:
         key = str(image.get("id"))
         yield read_item(key, _sample, spec, key, image, captions, licences)
+    known = {image.get("id") for image in images}
+    unknown = [image_id for image_id in captions if image_id not in known]
+    for image_id in unknown[max(0, begin - len(images)) :]:
+        yield Skipped(str(image_id), "unknown image", f"{len(captions[image_id])} captions of an image not in `images`")
 
 
 def _captions_of_images(annotations: list[dict[str, Any]]) -> dict[Any, list[str]]:

@@ -1,4 +1,4 @@
-"""Loose files: `KEY.jpg` beside `KEY.txt` or `KEY.json`, in a folder and the folders below it."""
+"""Read loose files: `KEY.jpg` beside `KEY.txt` or `KEY.json`, in a folder and its subfolders."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.data.readers.reader import (
+    UNSUPPORTED_EXTENSIONS,
     InputSpec,
     Item,
     Part,
@@ -15,6 +16,7 @@ from saccade.data.readers.reader import (
     make_sample,
     read_image_file,
     read_item,
+    unsupported_format,
 )
 from saccade.data.sample import IMAGE_EXTENSIONS, Sample
 from saccade.errors import DataError
@@ -23,11 +25,11 @@ _TEXT_EXTENSIONS = {"txt", "json"}
 
 
 def list_parts(spec: InputSpec) -> list[Part]:
-    """Every folder that has images or texts, in the order of their names."""
+    """Every folder with images or json files, by name."""
     parts = []
     for folder, below, names in os.walk(spec.path):
         below.sort()
-        if any(_extension(name) in IMAGE_EXTENSIONS for name in names):
+        if any(_extension(name) in IMAGE_EXTENSIONS | UNSUPPORTED_EXTENSIONS | {"json"} for name in names):
             parts.append(Part(folder, sum((Path(folder) / name).lstat().st_size for name in names)))
     if not parts:
         raise DataError(
@@ -37,12 +39,12 @@ def list_parts(spec: InputSpec) -> list[Part]:
 
 
 def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
-    """The keys of one folder in the order of their names, from number `begin`."""
+    """Read the keys of one folder by name, from number `begin`."""
     folder = Path(part.path)
     groups: dict[str, dict[str, Path]] = defaultdict(dict)
     for entry in os.scandir(folder):
         extension = _extension(entry.name)
-        if extension in IMAGE_EXTENSIONS | _TEXT_EXTENSIONS and entry.is_file():
+        if extension in IMAGE_EXTENSIONS | UNSUPPORTED_EXTENSIONS | _TEXT_EXTENSIONS and entry.is_file():
             groups[entry.name[: -len(extension) - 1]][extension] = folder / entry.name
     for stem in sorted(groups)[begin:]:
         key = (folder / stem).relative_to(spec.path).as_posix()
@@ -55,13 +57,13 @@ def _extension(name: str) -> str:
 
 def _sample(spec: InputSpec, key: str, files: dict[str, Path]) -> Sample:
     images = [path for extension, path in sorted(files.items()) if extension in IMAGE_EXTENSIONS]
-    if not images:
-        raise UnusableError("no image")
+    if not images and (unsupported := UNSUPPORTED_EXTENSIONS & files.keys()):
+        raise unsupported_format(min(unsupported))
     if len(images) > 1:
         raise UnusableError("several images of one name", ", ".join(path.name for path in images))
     text = _read_text(files["txt"]) if "txt" in files else None
     fields: Any = _parse(_read_text(files["json"])) if "json" in files else {}
-    return make_sample(spec, key, [read_image_file(images[0])], fields, text)
+    return make_sample(spec, key, [read_image_file(path) for path in images], fields, text)
 
 
 def _read_text(path: Path) -> str:

@@ -1,6 +1,6 @@
-"""Which kinds of sources there are, how one is told from its path, and the reading of any.
+"""The kinds of inputs, how a kind is detected from the path, and reading any of them.
 
-"coco:captions.json"  ->  spec  ->  opened: kind known, parts listed, everything checked that costs little  ->  items
+"coco:captions.json"  ->  InputSpec  ->  Input: kind known, parts listed, cheap checks done  ->  items
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from saccade.data.readers.reader import InputSpec, Item, Link, Part, Skipped, make_sample, read_item
+from saccade.data.readers.reader import InputSpec, Item, Link, Merged, Part, Skipped, make_sample, read_item
 from saccade.data.sample import IMAGE_EXTENSIONS, Sample
 from saccade.errors import ConfigError, DataError
 
@@ -42,12 +42,12 @@ def parse_input(text: str, **fields: Any) -> InputSpec:
     if colon and kind in KINDS:
         return InputSpec(path=path, **{**fields, "kind": kind})
     if colon and re.fullmatch(r"[a-z_]{2,}", kind) and not path.startswith("//") and not Path(text).exists():
-        raise ConfigError(f"{text}: no kind of source is called {kind!r}.\n{_kinds()}")
+        raise ConfigError(f"{text}: no kind of input is called {kind!r}.\n{_kinds()}")
     return InputSpec(path=text, **fields)
 
 
 def _kinds() -> str:
-    """The list every complaint about a kind ends with."""
+    """The list that ends every error about a kind."""
     width = max(map(len, KINDS))
     return "Name the kind, KIND:PATH or --kind KIND:\n" + "\n".join(
         f"  {kind:{width}}  {KINDS[kind]}" for kind in KINDS
@@ -56,14 +56,14 @@ def _kinds() -> str:
 
 @dataclass(frozen=True)
 class Input:
-    """A source that can be read: its kind and name are known, its parts listed."""
+    """An opened input: its kind and name are known, its parts listed."""
 
     spec: InputSpec
     parts: tuple[Part, ...]
 
     @property
     def name(self) -> str:
-        """What its samples say as their source."""
+        """Stored as `source` of its samples."""
         return self.spec.name or ""
 
     @property
@@ -72,26 +72,26 @@ class Input:
         return self.spec.kind or ""
 
     def read(self, part: int, begin: int = 0) -> Iterator[Item]:
-        """The items of one part, from number `begin`."""
+        """Read the items of one part, from number `begin`."""
         try:
             yield from _reader(self.spec).read_part(self.spec, self.parts[part], begin)
         except OSError as error:
             raise DataError(f"{self.parts[part].path}: {error.strerror or error}. Check the file") from error
 
-    def finish(self, link: Link, image: bytes) -> Sample | Skipped:
+    def complete(self, link: Link, image: bytes) -> Sample | Skipped:
         """The sample of a link whose image has been downloaded."""
         item = read_item(link.key, make_sample, self.spec, link.key, [image], link.metadata, link.text)
-        assert not isinstance(item, Link)
+        assert isinstance(item, Sample | Skipped)
         return item
 
 
 def open_input(spec: InputSpec) -> Input:
-    """Find the kind, list the parts, check what can be checked before the work begins."""
+    """Detect the kind, list the parts, and check what can be checked before reading."""
     kind = spec.kind if spec.kind is not None else detect(spec.path)
     if kind not in KINDS:
-        raise ConfigError(f"no kind of source is called {kind!r}.\n{_kinds()}")
+        raise ConfigError(f"no kind of input is called {kind!r}.\n{_kinds()}")
     if "://" in spec.path and kind != "tars":
-        raise DataError(f"{spec.path}: only tars are read from afar. Copy the files to this machine")
+        raise DataError(f"{spec.path}: only tars are read remotely. Copy the files to this machine")
     if spec.images is not None and not spec.images.is_dir():
         raise DataError(f"{spec.images}: no such folder. Check --images")
     if surplus := spec.columns.keys() - _COLUMN_ROLES:
@@ -102,7 +102,7 @@ def open_input(spec: InputSpec) -> Input:
     except DataError as error:
         if spec.kind is not None:
             raise
-        raise DataError(f"{error}\nIt was taken for {kind}. {_kinds()}") from error
+        raise DataError(f"{error}\nIts kind was detected as {kind}. {_kinds()}") from error
     except OSError as error:
         raise DataError(f"{spec.path}: {error.strerror or error}. Check the path") from error
 
@@ -112,35 +112,34 @@ def _reader(spec: InputSpec) -> Any:
 
 
 def _name(path: str) -> str:
-    """What a path is called: `data/captions.json` is captions, `data/laion/*.tar` laion."""
+    """The default name of an input: captions for `data/captions.json`, laion for `data/laion/*.tar`."""
     where = Path(path)
     if where.suffix == ".tar":
         where = where.parent
     return where.stem if where.suffix in (".json", ".jsonl", ".parquet") else where.resolve().name
 
 
-def read_input(spec: InputSpec, fetch: DownloadOptions | None = None) -> Iterator[Sample | Skipped]:
-    """All items of a source: in order, or, where they are links, as their downloads end."""
-    source = open_input(spec)
-    items = ((None, source, item) for number in range(len(source.parts)) for item in source.read(number))
-    return (item for _, _, item in fill_links(items, fetch))
+def read_input(spec: InputSpec, options: DownloadOptions | None = None) -> Iterator[Sample | Skipped | Merged]:
+    """All items of an input: in order, or as downloads complete where they are links."""
+    entry = open_input(spec)
+    items = ((None, entry, item) for number in range(len(entry.parts)) for item in entry.read(number))
+    return (item for _, item in download_links(items, options))
 
 
-def fill_links(
-    items: Iterable[tuple[T, Input, Item]], fetch: DownloadOptions | None = None
-) -> Iterator[tuple[T, Input, Sample | Skipped]]:
-    """The same items with their links downloaded, each still with its tag; links come as their downloads end."""
-    from saccade.data.download import Downloaded, DownloadOptions
-    from saccade.data.downloads import fetch_as_completed
+def download_links(
+    items: Iterable[tuple[T, Input, Item]], options: DownloadOptions | None = None
+) -> Iterator[tuple[T, Sample | Skipped | Merged]]:
+    """Replace links by samples; items keep their tag, links are yielded as their downloads complete."""
+    from saccade.data.download import Downloaded, DownloadOptions, download_as_completed
 
-    for (tag, source, item), outcome in fetch_as_completed(items, _url, fetch or DownloadOptions()):
+    for (tag, entry, item), outcome in download_as_completed(items, _url, options or DownloadOptions()):
         if not isinstance(item, Link):
-            yield tag, source, item
+            yield tag, item
         elif isinstance(outcome, Downloaded):
-            yield tag, source, source.finish(item, outcome.data)
+            yield tag, entry.complete(item, outcome.data)
         else:
             assert outcome is not None, "every link has an outcome"
-            yield tag, source, Skipped(item.key, outcome.reason, item.url)
+            yield tag, Skipped(item.key, outcome.reason, item.url)
 
 
 def _url(tagged: tuple[Any, Input, Item]) -> str | None:
@@ -148,7 +147,7 @@ def _url(tagged: tuple[Any, Input, Item]) -> str | None:
 
 
 def detect(path: str) -> str:
-    """The kind of a source by its name and first bytes."""
+    """The kind of an input, by its name and first bytes."""
     if path.endswith(".tar") or "://" in path:
         return "tars"
     where = Path(path)
@@ -166,7 +165,7 @@ def detect(path: str) -> str:
         return "vqa"
     if head.startswith(b"{") and b'"images"' in head and b'"file_name"' in head:
         return "coco"
-    raise DataError(f"{path}: not clear what it holds. {_kinds()}")
+    raise DataError(f"{path}: its kind cannot be detected. {_kinds()}")
 
 
 def _detect_folder(folder: Path) -> str:
@@ -183,7 +182,6 @@ def _detect_folder(folder: Path) -> str:
 
 
 def _detect_parquet(path: Path) -> str:
-    from saccade.data.readers.parquet import is_image
-    from saccade.data.readers.rows import schema_of
+    from saccade.data.readers.parquet import is_image, schema_of
 
     return "parquet" if any(is_image(field.type) for field in schema_of(str(path))) else "urls"

@@ -1,7 +1,9 @@
-"""What all sources share: how one is named, what it consists of, what comes out of it.
+"""What all readers share: how an input is named, its parts, its items, and how a sample is built.
 
-A source is a list of parts (files), a part a list of items in a fixed order; reading can begin at any item. An item is a `Sample`,
-a `Link` (a sample whose image is still on the web) or `Skipped` with the one reason it is counted under.
+An input is a list of parts (files), a part a list of items in a fixed order; reading can begin at any item. An item is a `Sample`,
+a `Link` (a sample whose image must be downloaded), `Skipped` with the one reason it is counted under, or `Merged` (a row whose caption
+went into the sample before it). A sample without an image is text-only data if it is a conversation; otherwise its image is missing,
+and it is skipped.
 """
 
 from __future__ import annotations
@@ -21,32 +23,34 @@ from saccade.processor.image import MediaLimits
 P = ParamSpec("P")
 
 MAX_IMAGE_BYTES = MediaLimits().max_bytes
-"""Larger images are skipped: training would refuse them."""
+"""Larger images are skipped: training rejects them."""
+UNSUPPORTED_EXTENSIONS = frozenset({"tif", "tiff", "avif", "heic", "heif", "jxl", "jp2", "svg"})
+"""Image files that are counted as skipped, not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """Where samples come from and how to read them."""
+    """One input of `data prepare`: where it is and how to read it."""
 
     path: str
     """File, folder or glob."""
     kind: str | None = None
-    """One of `KINDS`; found out from the path if None."""
+    """One of `KINDS`; detected from the path if None."""
     images: Path | None = None
     """Folder that image paths in a json or Parquet file are relative to; the file's own folder if None."""
     annotations: Path | None = None
-    """VQA: the file with the answers; looked for beside the questions if None."""
+    """VQA: the file with the answers; the one beside the questions if None."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Parquet: the column of a role (`image text conversations question answer url`) where its name does not tell."""
+    """Parquet: the column of a role (`image text conversations question answer url`) where its name is not a usual one."""
     name: str | None = None
-    """What the samples say as their `source`; the name of the file or folder if None."""
+    """Name of the input, stored as `source` of its samples; the name of the file or folder if None."""
     licence: str | None = None
-    """What the samples say as their `licence`, unless they state one."""
+    """Stored as `licence` of samples that state none."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file of a source (or one folder of loose files)."""
+    """One file of an input (or one folder of loose files)."""
 
     path: str
     num_bytes: int
@@ -59,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Skipped:
-    """An item that is no sample; `reason` is one of a few, for counting, `detail` is about this item."""
+    """An item that is not a sample. `reason` is one of a few, for counting; `detail` is about this item."""
 
     key: str
     reason: str
@@ -67,8 +71,15 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class Merged:
+    """A row with the image of the row before it; its caption is in that sample."""
+
+    key: str
+
+
+@dataclass(frozen=True)
 class Link:
-    """A sample that lacks its image."""
+    """A sample whose image must be downloaded."""
 
     key: str
     url: str
@@ -76,11 +87,11 @@ class Link:
     text: str
 
 
-Item = Sample | Link | Skipped
+Item = Sample | Link | Skipped | Merged
 
 
 class UnusableError(Exception):
-    """One item cannot become a sample: the reason it is counted under, and what is particular to it."""
+    """An item cannot become a sample: the reason it is counted under, and details."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -88,7 +99,7 @@ class UnusableError(Exception):
 
 
 def read_item(key: str, make: Callable[P, Sample | Link], *args: P.args, **kwargs: P.kwargs) -> Item:
-    """What `make` returns for these arguments, or the item as skipped."""
+    """Call `make`; an `UnusableError` becomes a skipped item."""
     try:
         return make(*args, **kwargs)
     except UnusableError as error:
@@ -98,12 +109,10 @@ def read_item(key: str, make: Callable[P, Sample | Link], *args: P.args, **kwarg
 def make_sample(
     spec: InputSpec, key: str, images: Sequence[bytes], metadata: Mapping[str, Any], text: str | None = None
 ) -> Sample:
-    """Images as they are under names that say their true format, the text, and everything else as json."""
+    """Build a sample: image bytes unchanged, named by their actual format, the text, and the metadata as json."""
     members: dict[str, bytes] = {}
     for number, data in enumerate(images):
-        extension = image_extension(data)
-        if extension is None:
-            raise UnusableError("not an image", f"begins with {data[:16]!r}")
+        extension = check_image(data)
         if len(data) > MAX_IMAGE_BYTES:
             raise UnusableError("image too large", f"over {MAX_IMAGE_BYTES} bytes")
         members[extension if len(images) == 1 else f"{number}.{extension}"] = data
@@ -113,7 +122,7 @@ def make_sample(
 
 
 def complete(spec: InputSpec, key: str, members: Mapping[str, bytes], fields: Mapping[str, Any]) -> Sample:
-    """A sample with its json written from `fields`, if it can be learned from. Only conversations do without an image."""
+    """A sample with its json built from `fields`; it must have an image, or be a conversation."""
     sample = Sample(key, spec.name or "", {**members, "json": encode_json(spec, key, fields)})
     if not image_names(members) and not (fields.get("messages") or fields.get("conversations")):
         raise UnusableError("no image")
@@ -125,14 +134,14 @@ def complete(spec: InputSpec, key: str, members: Mapping[str, bytes], fields: Ma
 
 
 def encode_json(spec: InputSpec, key: str, metadata: Mapping[str, Any]) -> bytes:
-    """A sample's json: what is known of it, with `id`, `source` and `licence` where it does not state them."""
+    """The json of a sample: its metadata, with `id`, `source` and `licence` where they are missing."""
     labels = {"id": key, "source": spec.name, "licence": metadata.get("license") or spec.licence}
     missing = {name: label for name, label in labels.items() if label is not None and not metadata.get(name)}
     return encode(json.dumps(plain({**metadata, **missing}), ensure_ascii=False))
 
 
 def encode(text: str) -> bytes:
-    """UTF-8, if that is what it can be."""
+    """Encode as UTF-8; half a surrogate pair makes the item unusable."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -140,7 +149,7 @@ def encode(text: str) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it: no NaN, no bytes; what JSON does not know becomes text."""
+    """Convert a value for JSON: no NaN, no bytes; other types become text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
@@ -152,8 +161,36 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
+def check_image(data: bytes) -> str:
+    """The extension of an encoded image; raises `UnusableError` where it is in no supported format."""
+    extension = image_extension(data)
+    if extension is not None:
+        return extension
+    if name := _unsupported_name(data):
+        raise unsupported_format(name)
+    raise UnusableError("not an image", f"begins with {data[:16]!r}")
+
+
+def unsupported_format(name: str) -> UnusableError:
+    """The error of an image in a format that is not supported; `name` is the format or a file name."""
+    return UnusableError("unsupported image format", f"{name}. Convert it to JPEG, PNG or WebP")
+
+
+def _unsupported_name(data: bytes) -> str | None:
+    """The name of a known format that is not supported, by the first bytes."""
+    if data.startswith((b"II*\0", b"MM\0*")):
+        return "TIFF"
+    if data[4:8] == b"ftyp":
+        return {b"avif": "AVIF", b"avis": "AVIF"}.get(data[8:12], "HEIF")
+    if data.startswith((b"\xff\x0a", b"\0\0\0\x0cJXL ")):
+        return "JPEG XL"
+    if data.startswith(b"\0\0\0\x0cjP  "):
+        return "JPEG 2000"
+    return "SVG" if b"<svg" in data[:1024] else None
+
+
 def image_extension(data: bytes) -> str | None:
-    """The format of an encoded image by its first bytes; None if it is none that is read here."""
+    """The extension of a supported image format, by the first bytes."""
     if data.startswith(b"\xff\xd8\xff"):
         return "jpg"
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -168,13 +205,13 @@ def image_extension(data: bytes) -> str | None:
 
 
 def read_image(folder: Path, name: object) -> bytes:
-    """An image a source names by its path, which must not lead out of the folder, or gives as a data URL."""
+    """Read an image given as a path, which must not lead out of the folder, or as a data URL."""
     if not isinstance(name, str) or not name:
         raise UnusableError("no image")
     if name[:5].lower() == "data:":
         return _read_data_url(name)
     if "://" in name:
-        raise UnusableError("image is a web link", name)
+        raise UnusableError("image is a URL", name)
     path = folder / name
     if not path.is_relative_to(folder) or ".." in Path(name).parts:
         raise UnusableError("image path leaves the image folder", name)
@@ -189,7 +226,7 @@ def _read_data_url(url: str) -> bytes:
 
 
 def read_image_file(path: Path) -> bytes:
-    """Its bytes; of a file that is too large one byte too many."""
+    """Read a file, up to one byte more than the limit."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_IMAGE_BYTES + 1)
@@ -208,12 +245,12 @@ def file_part(path: str) -> Part:
 
 
 def image_folder(spec: InputSpec) -> Path:
-    """Where the images are that a file names by path."""
+    """The folder that image paths of an input are relative to."""
     return spec.images if spec.images is not None else Path(spec.path).parent
 
 
 def load_json(path: Path | str) -> Any:
-    """A whole JSON file."""
+    """Load a JSON file."""
     try:
         with Path(path).open(encoding="utf-8-sig") as file:
             return json.load(file)
@@ -225,5 +262,5 @@ def records(content: Any, field_name: str, path: Path | str) -> list[dict[str, A
     """The list of objects under a field of a JSON file."""
     found = content.get(field_name) if isinstance(content, dict) else None
     if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
-        raise DataError(f"{path}: no list of objects called {field_name!r}. Name the kind of the source: KIND:{path}")
+        raise DataError(f"{path}: no list of objects called {field_name!r}. Name the kind of the input: KIND:{path}")
     return found

@@ -1,17 +1,19 @@
-"""WebDataset tars, as img2dataset writes them: `KEY.jpg`, `KEY.txt`, `KEY.json`, side by side. Local or remote."""
+"""Read WebDataset tars, as img2dataset writes them: `KEY.jpg`, `KEY.txt`, `KEY.json`, adjacent. Local or remote."""
 
 from collections.abc import Iterator
 
 from saccade.data.readers.reader import (
     MAX_IMAGE_BYTES,
+    UNSUPPORTED_EXTENSIONS,
     InputSpec,
     Item,
     Part,
     Skipped,
     UnusableError,
+    check_image,
     complete,
-    image_extension,
     read_item,
+    unsupported_format,
 )
 from saccade.data.sample import Sample, description, image_names
 from saccade.data.shards import ShardFile, list_shards, samples, window
@@ -20,17 +22,17 @@ from saccade.errors import DataError
 
 
 def list_parts(spec: InputSpec) -> list[Part]:
-    """The tars by name."""
+    """The tars, by name."""
     return [Part(file.url, file.num_bytes) for file in list_shards(spec.path)]
 
 
 def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
-    """The samples of one tar in order, from number `begin`. Of a damaged tar the complete samples are read."""
+    """Read the samples of one tar in order, from number `begin`. Of a damaged tar the complete samples are read."""
     seen: set[str] = set()
     tar = window(ShardFile(part.path, part.name, part.num_bytes))
 
     def load(number: int, member: Member) -> bytes | None:
-        """None for bytes that are not read: too many, or before `begin`."""
+        """None for data that is not read: too large, or before `begin`."""
         is_read = number >= begin and member.size <= MAX_IMAGE_BYTES
         return tar.get(member.offset, member.size) if is_read else None
 
@@ -47,9 +49,9 @@ def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
 
 
 def _sample(spec: InputSpec, key: str, files: dict[str, bytes | None], is_repeated: bool) -> Sample:
-    """The members as they are, the json completed."""
+    """The members unchanged, the json completed."""
     if is_repeated:
-        raise UnusableError("key twice in a tar", "The members of a sample must stand side by side")
+        raise UnusableError("key twice in a tar", "The members of a sample must be adjacent")
     members = {name: data for name, data in files.items() if data is not None}
     if len(members) < len(files):
         raise UnusableError(
@@ -59,7 +61,10 @@ def _sample(spec: InputSpec, key: str, files: dict[str, bytes | None], is_repeat
         fields = description(Sample(key, spec.name or "", members))
     except DataError as error:
         raise UnusableError("json unreadable", str(error)) from error
-    if strange := [name for name in image_names(members) if image_extension(members[name]) is None]:
-        raise UnusableError("not an image", f"{strange[0]} begins with {members[strange[0]][:16]!r}")
-    fields.pop("key", None)  # img2dataset's; in the new shards it would name another sample
+    for name in members:
+        if name.rpartition(".")[2] in UNSUPPORTED_EXTENSIONS:
+            raise unsupported_format(name)
+    for name in image_names(members):
+        check_image(members[name])
+    fields.pop("key", None)  # of img2dataset; in the new shards it would name another sample
     return complete(spec, key, members, fields)

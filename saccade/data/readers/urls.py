@@ -1,21 +1,21 @@
-"""Lists of links in Parquet, the way LAION publishes them: a url, its alt text, and scores that become metadata."""
+"""Read lists of URLs in Parquet, as LAION publishes them: a url, its alt text, and scores that become metadata."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from saccade.data.readers.parquet import find_column, list_files, plain_columns, read_rows, schema_of
 from saccade.data.readers.reader import InputSpec, Item, Link, Part, UnusableError, read_item
-from saccade.data.readers.rows import find_column, list_files, plain_columns, read_rows, schema_of
 from saccade.errors import DataError
 
 URL_NAMES = ("url", "image_url", "img_url")
 TEXT_NAMES = ("caption", "text", "alt_text", "alt", "title")
 _USUAL_NAMES = {"aesthetic_score": "aesthetic", "clip_similarity": "similarity"}
-"""Scores whose names differ between the published lists."""
+"""Scores under other names in some published lists."""
 _BATCH_ROWS = 4096
 
 
 def list_parts(spec: InputSpec) -> list[Part]:
-    """The Parquet files, each with a column of links and one of texts."""
+    """The Parquet files; each has a column of URLs and one of texts."""
     parts = list_files(spec)
     for part in parts:
         _columns(spec, part)
@@ -23,7 +23,7 @@ def list_parts(spec: InputSpec) -> list[Part]:
 
 
 def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
-    """The rows in order, from number `begin`."""
+    """Read the rows in order, from number `begin`."""
     url, text = _columns(spec, part)
     rows = read_rows(part.path, plain_columns(schema_of(part.path)), begin, _BATCH_ROWS)
     for number, row in enumerate(rows, begin):

@@ -1,4 +1,4 @@
-"""VQA v2: a json of questions, a json of answers, a folder of images named by number.
+"""Read VQA v2: a json of questions, a json of answers, a folder of images named by number.
 
 https://visualqa.org/download.html. All questions about an image make one sample.
 """
@@ -28,26 +28,26 @@ _EXTENSIONS = (".jpg", ".png", ".jpeg", ".webp")
 
 
 def list_parts(spec: InputSpec) -> list[Part]:
-    """The file of questions; the answers must be there."""
+    """The file of questions; checks that the answers exist."""
     answers_path(spec)
     return [file_part(spec.path)]
 
 
 def answers_path(spec: InputSpec) -> Path:
-    """The annotations: given, or the file beside the questions whose name differs as the official ones do."""
+    """The annotations: as given, or the file beside the questions with the official name."""
     if spec.annotations is not None:
         if not spec.annotations.is_file():
             raise DataError(f"{spec.annotations}: no such file. Check --annotations")
         return spec.annotations
     path = Path(spec.path)
-    guess = path.with_name(path.name.replace("OpenEnded_", "").replace("questions", "annotations"))
-    if guess == path or not guess.is_file():
-        raise DataError(f"{path}: no answers beside it ({guess.name}). Give the file with --annotations")
-    return guess
+    expected = path.with_name(path.name.replace("OpenEnded_", "").replace("questions", "annotations"))
+    if expected == path or not expected.is_file():
+        raise DataError(f"{path}: no answers beside it ({expected.name}). Give the file with --annotations")
+    return expected
 
 
 def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
-    """The images in the order of their first question, from number `begin`."""
+    """Read the images in the order of their first question, from number `begin`."""
     content = load_json(part.path)
     answers_file = answers_path(spec)
     answers = {
@@ -64,7 +64,7 @@ def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
 
 
 def _answer(annotation: dict[str, Any]) -> str | None:
-    """The consensus of the ten answers as the file states it, or the most frequent one."""
+    """The consensus answer of the file, or the most frequent one."""
     if isinstance(annotation.get("multiple_choice_answer"), str):
         return str(annotation["multiple_choice_answer"])
     given = Counter(
