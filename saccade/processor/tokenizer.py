@@ -49,6 +49,10 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception for what it cannot parse
             raise CheckpointError(f"{path}: not a tokenizer: {error}. Copy it from the original again") from error
 
+    def to_json(self) -> str:
+        """Content of a `tokenizer.json` that loads as an equal tokenizer."""
+        return self._all.to_str()
+
     @property
     def vocab_size(self) -> int:
         """The highest token id plus one."""

@@ -1,0 +1,460 @@
+"""Grammars: which tokens the output of a request may continue with. Plain Python and numpy, no torch.
+
+    StructuredOutput  --GrammarCompiler-->  GrammarState, one per request  --MaskPool-->  token masks  -->  sampler
+
+llguidance, an optional package, compiles a grammar and computes masks. A mask has one bit per token: bit v % 32 of word v // 32 is
+set if token v may come next. Control tokens and ids beyond the tokenizer's vocabulary are never allowed; an end-of-sequence token is
+allowed exactly where the text may end.
+
+Grammars come from clients. A schema of 1 KB can occupy the library for hours and a grammar of 40 KB can overflow the stack; a thread
+can neither be stopped nor survive that. Every new grammar is therefore compiled in a child process first, under a deadline and a
+memory limit; only one that compiled there is compiled here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import logging
+import os
+import re
+import resource
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saccade.engine.structured import StructuredOutput
+from saccade.errors import CheckpointError, RequestError, UserError
+from saccade.fork_server import ForkServer, encode_error, receive, send
+from saccade.processor.tokenizer import Tokenizer
+from saccade.worker_pool import Job, Worker, WorkerPool
+
+_JSON_WHITESPACE = r"[ \n\r\t]{1,32}"
+"""White space between JSON tokens. Unbounded, a model may emit nothing else until `max_tokens`."""
+_LIMITS = {"max_lexer_states": 50_000, "step_max_items": 20_000, "verbose_errors": False}
+"""Limits of the library below its defaults: about 100 MB per lexer. The slowest mask of a hostile grammar took 0.35 s."""
+_STACK_BYTES = 2**28
+"""Stack of a compiling thread. The deepest grammars within the size limits of a request use up to 64 MB."""
+_CHECK_STACK_BYTES = _STACK_BYTES * 7 // 8
+_CHECK_MEMORY_BYTES = 2**32
+"""Address space of a checking process."""
+_OWN_LEXER_S = 0.02
+"""A grammar that compiles faster than this gets several lexers."""
+
+_stack_lock = threading.Lock()
+_logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+# ------------------------------------------------------------------ library
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as error:
+        raise UserError(
+            "structured output needs llguidance, which is not installed. Install it: pip install 'saccade[structured]'"
+        ) from error
+
+
+class _Vocabulary:
+    """The tokenizer as the library sees it, and the tokens that may be sampled at all."""
+
+    def __init__(
+        self, tokenizer_json: str, control_ids: Sequence[int], eos_ids: Sequence[int], vocab_size: int
+    ) -> None:
+        self._library = _library()
+        description = json.loads(tokenizer_json)
+        num_tokens = _make_special(description, {*control_ids, *eos_ids})
+        if not eos_ids or max(eos_ids) >= num_tokens or vocab_size < num_tokens:
+            raise CheckpointError(
+                f"the tokenizer has {num_tokens} tokens, the model {vocab_size}, and the output ends with {list(eos_ids)}; structured "
+                "output needs an end-of-sequence token among those of the tokenizer, and a model that has them all"
+            )
+        try:
+            self.tokenizer = self._library.LLTokenizer(
+                json.dumps(description), n_vocab=vocab_size, eos_token=list(eos_ids)
+            )
+        except ValueError as error:
+            raise CheckpointError(f"structured output cannot use this tokenizer: {error}") from error
+        self._limits = self._library.LLParserLimits(**_LIMITS)
+        self.allowed_W = _packed({*range(num_tokens)} - {*control_ids} | {*eos_ids}, vocab_size)
+        self.eos_W = _packed(set(eos_ids), vocab_size)
+
+    def compile(self, kind: str, source: str) -> Any:
+        """A matcher at the start of the text. Computes the first mask, which is the slowest one."""
+        matcher = self._library.LLMatcher(self.tokenizer, source, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            mask_W = np.empty_like(self.allowed_W)
+            matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+            if not matcher.is_error() and not (mask_W & self.allowed_W).any():
+                raise RequestError(f"structured.{kind}: the text would begin with a control token")
+        if matcher.is_error():
+            _logger.debug("llguidance: %s", matcher.get_error())
+            raise RequestError(f"structured.{kind}: {_explain(kind, matcher.get_error())}")
+        return matcher
+
+
+def _packed(token_ids: set[int], vocab_size: int) -> NDArray[np.int32]:
+    """A mask of these tokens."""
+    is_set = np.zeros(-(-vocab_size // 32) * 32, bool)
+    is_set[list(token_ids)] = True
+    return np.packbits(is_set, bitorder="little").view(np.int32)
+
+
+def _make_special(description: dict[str, Any], token_ids: set[int]) -> int:
+    """Mark these tokens as special in a tokenizer.json, so that text never contains them; return the number of tokens."""
+    vocab = description["model"]["vocab"]
+    pairs = vocab.items() if isinstance(vocab, dict) else ((row[0], i) for i, row in enumerate(vocab))
+    names = {i: name for name, i in pairs}
+    added = {token["id"]: token for token in description["added_tokens"]}
+    ids = names.keys() | added.keys()
+    if len(ids) != max(ids) + 1:
+        raise CheckpointError("structured output needs a tokenizer whose ids have no gaps")
+    for token_id in sorted(token_ids & ids):
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        token = added.get(token_id) or {"id": token_id, "content": names[token_id], **flags}
+        added[token_id] = token | {"special": True}
+    description["added_tokens"] = [added[token_id] for token_id in sorted(added)]
+    return len(ids)
+
+
+def _source(structured: StructuredOutput) -> str:
+    """The grammar in the library's form."""
+    if structured.json_schema is not None or structured.json_object:
+        schema = {"type": "object"} if structured.json_object else json.loads(str(structured.json_schema))
+        return json.dumps(
+            {"grammars": [{"json_schema": {**schema, "x-guidance": {"whitespace_pattern": _JSON_WHITESPACE}}}]}
+        )
+    if structured.grammar is not None:
+        return json.dumps({"grammars": [{"lark_grammar": structured.grammar}]})
+    # As alternatives of a grammar rule more than 2000 choices would exceed a limit of the parser; in one regex they do not.
+    escaped = (re.sub(r"[^A-Za-z0-9]", lambda c: f"\\x{{{ord(c[0]):x}}}", text) for text in structured.choice or ())
+    regex = structured.regex if structured.regex is not None else "|".join(escaped)
+    return json.dumps({"grammars": [{"lark_grammar": f"start: /{_library().regex_to_lark(regex, 'd')}/"}]})
+
+
+_REASONS = (
+    (r"too (big|large|many|deep)|max is|fuel|recursion limit|panic|Unable to determine|precomputation", "it is too large or too complex"),
+    (r"Unimplemented keys: \[([^\]]*)\]", r"{1} is not supported"),
+    (r"Unknown format: ([\w-]+)", r"format {1} is not supported"),
+    (r"oneOf", "oneOf is supported only where its branches exclude each other. Use anyOf"),
+    (r"[pP]roperties only supported", "minProperties and maxProperties need every property to be required"),
+    (r"Unsatisfiable|NoExtension", "no text matches it"),
+    (r"Pointer '.*' does not exist", "a $ref refers to a definition that does not exist"),
+    (r"look-?around|backreference", "look-around, word boundaries and backreferences are not supported"),
+)  # fmt: skip
+"""What the library says, and what the client is told. The library's own text stays in the log."""
+
+
+def _explain(kind: str, message: str) -> str:
+    for pattern, reason in _REASONS:
+        if found := re.search(pattern, message):
+            return reason.format(*(found[0], *found.groups()))
+    if kind == "grammar" and (found := re.search(r"(\d+)\((\d+)\):", message)):
+        return f"error in line {found[1]}, column {found[2]}"
+    return f"not a valid {kind.replace('_', ' ')}"
+
+
+def _with_stack(num_bytes: int, start: Callable[[], _T]) -> _T:
+    """Call `start`, which starts a thread; the thread gets a stack of this size."""
+    with _stack_lock:
+        before = threading.stack_size(num_bytes)
+        try:
+            return start()
+        finally:
+            threading.stack_size(before)
+
+
+# ------------------------------------------------------------------ checking process
+
+
+def _make_checker(config: dict[str, Any]) -> tuple[Callable[[socket.socket], None], None]:
+    """`initialize` of the fork server."""
+    return functools.partial(_check_grammars, _Vocabulary(**config)), None
+
+
+def _check_grammars(vocabulary: _Vocabulary, connection: socket.socket) -> None:
+    """Compile one grammar after another and reply whether that worked."""
+    resource.setrlimit(resource.RLIMIT_AS, (_CHECK_MEMORY_BYTES, _CHECK_MEMORY_BYTES))
+    while (request := receive(connection)) is not None:
+        with ThreadPoolExecutor(1) as executor:
+            compiled = _with_stack(_CHECK_STACK_BYTES, lambda: executor.submit(vocabulary.compile, **request))
+        try:
+            compiled.result()
+            send(connection, {})
+        except RequestError as error:
+            send(connection, encode_error(error))
+
+
+class _NoChannel:
+    """Grammars travel through the socket."""
+
+    fds = ()
+
+
+class _Check(Job[_NoChannel, bool]):
+    """Compile a grammar in a child process, which may crash or be killed."""
+
+    max_crashes = 2
+
+    def __init__(self, kind: str, source: str, timeout_s: float) -> None:
+        super().__init__()
+        self.timeout_s, self._message = timeout_s, {"kind": kind, "source": source}
+
+    def send(self, worker: Worker[_NoChannel]) -> None:
+        send(worker.connection, self._message)
+
+    def receive(self, message: dict[str, Any], worker: Worker[_NoChannel]) -> bool:
+        return True
+
+    def error(self, reason: str) -> RequestError:
+        return RequestError(f"structured.{self._message['kind']}: it is too large or too complex to be compiled")
+
+    def __str__(self) -> str:
+        return f"the compilation of a {self._message['kind']}"
+
+
+# ------------------------------------------------------------------ compiler
+
+
+class _Grammar:
+    """A compiled grammar.
+
+    States copied from one matcher share its lexer, whose automaton grows as it is used, under a lock. A grammar that compiles
+    quickly gets several matchers, so that masks of requests with the same schema are computed in parallel.
+    """
+
+    def __init__(self, vocabulary: _Vocabulary, structured: StructuredOutput) -> None:
+        self.vocabulary, self.kind, self._structured = vocabulary, structured.kind, structured
+        self.lock = threading.Lock()
+        self.failure: RequestError | None = None
+        self.is_broken = False
+        """A lexer ran into a limit, which its copies share."""
+        self._matchers: list[Any] = []
+        self._seconds = 0.0
+        self._num_states = 0
+
+    @property
+    def is_compiled(self) -> bool:
+        return bool(self._matchers)
+
+    def can_grow(self, max_matchers: int) -> bool:
+        """Whether another matcher is worth compiling."""
+        return self._seconds < _OWN_LEXER_S and len(self._matchers) < max_matchers
+
+    def source(self) -> str:
+        return _source(self._structured)
+
+    def grow(self) -> None:
+        """Compile one more matcher."""
+        begin = time.perf_counter()
+        self._matchers.append(self.vocabulary.compile(self.kind, self.source()))
+        self._seconds = time.perf_counter() - begin
+
+    def new_state(self) -> GrammarState:
+        """A state at the start of the text; takes 0.01 ms."""
+        matcher = self._matchers[self._num_states % len(self._matchers)]
+        self._num_states += 1
+        return GrammarState(self, matcher)
+
+
+class GrammarCompiler:
+    """Compiles grammars in threads of its own and keeps the most recently used ones. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        eos_ids: Iterable[int],
+        vocab_size: int,
+        timeout_s: float = 5.0,
+        num_threads: int = 2,
+        max_cached: int = 256,
+        max_pending: int = 256,
+        max_lexers: int = 8,
+    ) -> None:
+        """Takes about a second for 150,000 tokens. `vocab_size` is the model's, `max_lexers` the lexers of one grammar."""
+        config: dict[str, Any] = {
+            "tokenizer_json": tokenizer.to_json(),
+            "control_ids": list(tokenizer.control_ids.values()),
+            "eos_ids": sorted(eos_ids),
+            "vocab_size": vocab_size,
+        }
+        self._vocabulary = _Vocabulary(**config)
+        self._timeout_s, self._max_cached, self._max_pending = timeout_s, max_cached, max_pending
+        self._max_lexers = max_lexers
+        self._lock = threading.Lock()
+        """Guards the cache and the number of grammars waiting or being compiled."""
+        self._cache: OrderedDict[bytes, _Grammar] = OrderedDict()
+        self._num_pending = 0
+        self._checkers = WorkerPool(ForkServer(_make_checker, config), num_threads, _NoChannel)
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+
+    @property
+    def num_words(self) -> int:
+        """Words of a mask: ceil(vocab_size / 32)."""
+        return len(self._vocabulary.allowed_W)
+
+    @property
+    def num_cached(self) -> int:
+        """Compiled grammars kept."""
+        return len(self._cache)
+
+    def compile(self, structured: StructuredOutput) -> Future[GrammarState]:
+        """A state at the start of the text. Fails with a `RequestError` that says what is wrong with the grammar."""
+        key = hashlib.sha256(json.dumps(structured.to_dict()).encode()).digest()
+        with self._lock:
+            grammar = self._cache.get(key)
+            if grammar is None or grammar.is_broken:
+                grammar = self._cache[key] = _Grammar(self._vocabulary, structured)
+            self._cache.move_to_end(key)
+            while len(self._cache) > self._max_cached:
+                self._cache.popitem(last=False)
+            is_ready = grammar.is_compiled and not grammar.can_grow(self._max_lexers)
+            is_full = self._num_pending >= self._max_pending
+            self._num_pending += not is_ready and not is_full
+        if is_ready or is_full:
+            future: Future[GrammarState] = Future()
+            if is_ready:
+                future.set_result(grammar.new_state())
+            else:
+                future.set_exception(RequestError("too many grammars are waiting to be compiled. Try again later"))
+            return future
+        return _with_stack(_STACK_BYTES, lambda: self._executor.submit(self._compile, key, grammar))
+
+    def close(self) -> None:
+        """Stop the threads and child processes. Grammars not compiled yet are cancelled."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._checkers.close()
+
+    def _compile(self, key: bytes, grammar: _Grammar) -> GrammarState:
+        try:
+            with grammar.lock:
+                if grammar.failure:
+                    raise grammar.failure
+                if not grammar.is_compiled:
+                    self._checkers.submit(_Check(grammar.kind, grammar.source(), self._timeout_s)).result()
+                if not grammar.is_compiled or grammar.can_grow(self._max_lexers):
+                    grammar.grow()
+            return grammar.new_state()
+        except RequestError as error:
+            grammar.failure = error  # for those that wait for the same grammar; a later request tries again
+            with self._lock:
+                if self._cache.get(key) is grammar:
+                    del self._cache[key]
+            raise
+        finally:
+            with self._lock:
+                self._num_pending -= 1
+
+
+# ------------------------------------------------------------------ state and masks
+
+
+class GrammarState:
+    """How far the output of one request has come in its grammar. Use it from one thread at a time."""
+
+    def __init__(self, grammar: _Grammar, matcher: Any) -> None:
+        self.error: str | None = None
+        """Why the request cannot go on: the grammar ran into a limit. Its masks then allow the end of the sequence alone."""
+        self.lexer_id = id(matcher)
+        """Equal for states that share a lexer."""
+        self.matcher = matcher.deep_copy()
+        self.vocabulary = grammar.vocabulary
+        self._grammar = grammar
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text is complete and nothing may follow but the end of the sequence."""
+        return bool(self.matcher.is_stopped()) and self.error is None
+
+    def accept(self, token_ids: Iterable[int]) -> bool:
+        """Advance by sampled tokens. False if one of them was not allowed, or a limit was reached; `error` then says so."""
+        is_accepted = all(self.matcher.consume_token(token_id) for token_id in token_ids)
+        if not is_accepted:
+            self.fail("the output left the grammar, or the grammar became too complex")
+        return is_accepted
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last accepted tokens."""
+        if not self.matcher.rollback(num_tokens):
+            self.fail("the output cannot be taken back")
+
+    def fill_mask(self, out_W: NDArray[np.int32]) -> None:
+        """Write the mask of the next token: ceil(vocab_size / 32) contiguous words."""
+        self.matcher.unsafe_compute_mask_ptr(out_W.ctypes.data, out_W.nbytes)
+        _finish_masks(out_W[None], [self], [0])
+
+    def fail(self, reason: str) -> None:
+        """Set `error`; the grammar is compiled again for the next request, as its lexer may be unusable."""
+        self.error = self.error or f"structured.{self._grammar.kind}: {reason}"
+        self._grammar.is_broken = True
+
+
+class MaskPool:
+    """Computes the masks of many states in parallel, off the caller's thread."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        """By default half of the cores, at most 8."""
+        num_threads = num_threads or max(1, min(8, (os.cpu_count() or 2) // 2))
+        self._library_executor = _library().LLExecutor(num_threads)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+
+    def fill(
+        self,
+        out_NW: NDArray[np.int32],
+        states: Sequence[GrammarState],
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> Future[None]:
+        """Write the masks of the next tokens into contiguous rows: row n is that of state n.
+
+        With drafts state n has 1 + len(drafts[n]) rows one after another: the mask of its next token and one behind each draft
+        token, as far as the grammar accepts them. Neither states nor rows may be used until the future is done; then a state whose
+        `error` is set has failed.
+        """
+        assert out_NW.flags.c_contiguous, "masks are written through a pointer"
+        return self._thread.submit(self._fill, out_NW, states, drafts or [()] * len(states))
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown()
+
+    def _fill(self, out_NW: NDArray[np.int32], states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]) -> None:
+        first_rows = [0, *np.cumsum([1 + len(draft) for draft in drafts]).tolist()]
+        assert first_rows.pop() == len(out_NW), "one row per state and draft token"
+        work = list(zip(states, first_rows, drafts, strict=True))
+        work.sort(key=lambda entry: entry[0].lexer_id)  # neighbours go to the same thread: no waiting for a lexer
+        place = (out_NW.ctypes.data, out_NW.shape[1] * 4, len(out_NW))
+        if plain := [(state.matcher, row) for state, row, draft in work if not draft]:
+            self._library_executor.unsafe_compute_mask_ptr(plain, *place)
+        if drafted := [(state.matcher, row, list(draft)) for state, row, draft in work if draft]:
+            for _, row, draft in drafted:
+                out_NW[row : row + 1 + len(draft)] = 0  # rows behind a refused draft token are not written
+            self._library_executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+        _finish_masks(out_NW, states, first_rows)
+
+
+def _finish_masks(out_NW: NDArray[np.int32], states: Sequence[GrammarState], first_rows: Sequence[int]) -> None:
+    """Remove control tokens, which a Lark grammar can name, and mark states that cannot go on."""
+    if not states:
+        return
+    vocabulary = states[0].vocabulary
+    np.bitwise_and(out_NW, vocabulary.allowed_W, out=out_NW)
+    is_empty_N = np.logical_not(out_NW.any(axis=1))
+    out_NW[is_empty_N] = vocabulary.eos_W
+    for state, row in zip(states, first_rows, strict=True):
+        if state.matcher.is_error():
+            state.fail("the grammar became too complex")
+        elif is_empty_N[row]:
+            state.fail("no token can follow")

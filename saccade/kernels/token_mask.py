@@ -1,0 +1,71 @@
+# mypy: allow-untyped-decorators
+"""Grammar masks on logits: tokens that may not come next get -inf, in place.
+
+Legend: S rows of logits, V vocabulary, N masked rows, W = ceil(V / 32) words of a mask.
+
+    logits[rows[n], v] = -inf   where bit v % 32 of mask[n, v // 32] is 0
+
+logits_SV in any float dtype with contiguous rows, any distance apart; mask_NW int32, contiguous; rows_N int64, no row twice. Rows
+that are not named keep their values. No backward. Bytes: V / 8 read and one logit written per disallowed token; logits are not read.
+"""
+
+import torch
+from torch import Tensor
+
+from saccade.kernels import launch
+from saccade.kernels.launch import tl, triton
+
+
+def apply_token_mask_reference(logits_SV: Tensor, mask_NW: Tensor, rows_N: Tensor) -> None:
+    """The formula above, in plain PyTorch."""
+    bits_NV = (mask_NW.unsqueeze(2) >> torch.arange(32, device=mask_NW.device) & 1).flatten(1)[:, : logits_SV.shape[1]]
+    kept_NV = logits_SV.index_select(0, rows_N).masked_fill_(bits_NV == 0, float("-inf"))
+    logits_SV.index_copy_(0, rows_N, kept_NV)
+
+
+@triton.jit
+def _mask_kernel(
+    logits: tl.tensor,
+    mask: tl.tensor,
+    rows: tl.tensor,
+    logits_stride: tl.int64,
+    num_words: tl.int32,
+    vocab_size: tl.int32,
+    BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK tokens of one masked row."""
+    n = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(mask + n * num_words + v // 32, mask=v < vocab_size, other=0)
+    is_disallowed = (word >> (v % 32)) & 1 == 0
+    row = logits + tl.load(rows + n) * logits_stride
+    tl.store(row + v, float("-inf"), mask=is_disallowed & (v < vocab_size))
+
+
+_BLOCK = 4096
+_NUM_WARPS = 8
+
+
+def _apply_triton(logits_SV: Tensor, mask_NW: Tensor, rows_N: Tensor) -> None:
+    (num_rows, num_words), vocab_size = mask_NW.shape, logits_SV.shape[1]
+    if num_rows:
+        _mask_kernel[(num_rows, triton.cdiv(vocab_size, _BLOCK))](
+            *(logits_SV, mask_NW, rows_N, logits_SV.stride(0), num_words, vocab_size),
+            BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
+        )
+
+
+def apply_token_mask(logits_SV: Tensor, mask_NW: Tensor, rows_N: Tensor) -> None:
+    """Set the logits of disallowed tokens of `rows_N` to -inf, in place. Never waits for the GPU."""
+    num_words = -(-logits_SV.shape[1] // 32)
+    has_dtypes = (mask_NW.dtype, rows_N.dtype) == (torch.int32, torch.int64)
+    has_shapes = rows_N.ndim == 1 and mask_NW.shape == (len(rows_N), num_words)
+    is_contiguous = logits_SV.stride(1) == 1 and mask_NW.is_contiguous() and rows_N.is_contiguous()
+    if not (has_dtypes and has_shapes and is_contiguous):
+        raise ValueError(
+            f"apply_token_mask: logits {tuple(logits_SV.shape)} need {num_words} int32 words per masked row and int64 rows, not "
+            f"{mask_NW.dtype} {tuple(mask_NW.shape)} and {rows_N.dtype} {tuple(rows_N.shape)}; rows are contiguous"
+        )
+    path = launch.choose("apply_token_mask", *launch.able(logits_SV, "triton"))
+    (_apply_triton if path == "triton" else apply_token_mask_reference)(logits_SV, mask_NW, rows_N)
