@@ -1,15 +1,15 @@
-"""What reading and decoding cost, beside webdataset, mosaicml-streaming and litdata where they are installed.
+"""CPU cost of reading and decoding, beside webdataset, mosaicml-streaming and litdata where they are installed.
 
     python -m bench.data [--samples 2000] [--folder FOLDER]        (or saccade bench data)
 
-The same photo-like JPEGs (512 x 512, about 90 KB) with captions lie in WebDataset tars, MDS shards and litdata chunks. Each reader
-runs in a process of its own, on warm files; what is counted is CPU time of the whole process tree per sample, imports and opening
-left out, the best of three passes. Readers shuffle as their users let them.
+The same photo-like JPEGs (512 x 512, about 90 KB) with captions are stored as WebDataset tars, MDS shards and litdata chunks. Each reader
+runs in its own process, on warm files; measured is the CPU time of the whole process tree per sample, without imports and opening,
+the best of three passes. Readers shuffle with their own means.
 
-read      the bytes of picture and text, in the process itself
-worker    the same in one worker process (torch's DataLoader, litdata's own), which hands over batches of 32 sizes and keeps the bytes
-decode    picture to RGB, bicubic to 336 x 336, uint8 [3, 336, 336], stacked by 32: with Pillow, or simplejpeg and torch's resize
-stream    (ours alone) packed rows of native-resolution pictures as a trainer receives them, from two workers
+read      the bytes of image and text, in the process itself
+worker    the same in one worker process (torch's DataLoader, litdata's own), which returns batches of 32 sizes and keeps the bytes
+decode    image to RGB, bicubic to 336 x 336, uint8 [3, 336, 336], stacked by 32: with Pillow, or simplejpeg and torch's resize
+stream    (ours alone) packed sequences of native-resolution images as a trainer receives them, from two workers
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 Item = tuple[bytes, bytes]
-"""A picture and its text, both encoded."""
+"""An image and its text, both encoded."""
 
 WORDS = [
     "a",
@@ -66,8 +66,8 @@ def photo(number: int, side: int = 512) -> bytes:
 
 
 def items(count: int) -> Iterator[tuple[str, Item]]:
-    """Keys, pictures, captions."""
-    pictures = [photo(number) for number in range(min(count, 200))]  # drawing is slow, reading cannot tell
+    """Keys, images, captions."""
+    pictures = [photo(number) for number in range(min(count, 200))]  # drawing is slow, and reading costs the same
     for number in range(count):
         rng = np.random.default_rng(number)
         text = " ".join(rng.choice(WORDS, rng.integers(6, 24)))
@@ -231,7 +231,7 @@ def cpu_seconds() -> float:
 
 
 class _Passes:
-    """Epochs of a reader as an iterable dataset. It is opened where it is read: in the worker."""
+    """Epochs of a reader as an iterable dataset, opened in the worker."""
 
     def __init__(self, reader: str, folder: Path) -> None:
         self.reader, self.folder = reader, folder
@@ -245,7 +245,7 @@ class _Passes:
 
 
 def _sizes(batch: list[Any]) -> list[int]:
-    """All that leaves the worker."""
+    """The sizes of the items: all that leaves the worker."""
     return [len(item["jpg"]) if isinstance(item, dict) else len(item[0]) for item in batch]
 
 
@@ -262,7 +262,7 @@ def worker_loader(reader: str, folder: Path) -> Iterable[list[int]]:
         from streaming import StreamingDataset as MosaicDataset
 
         return DataLoader(MosaicDataset(local=str(folder / "mds"), shuffle=True, batch_size=32), **options)
-    if reader == "saccade":  # as our own workers begin
+    if reader == "saccade":  # as our own workers start
         from saccade.fork_server import keep_freed_memory
 
         options["worker_init_fn"] = lambda number: keep_freed_memory()
@@ -310,7 +310,7 @@ def measure(reader: str, decoder: str | None, folder: Path) -> dict[str, Any]:
 
 
 def measure_stream(folder: Path) -> dict[str, Any]:
-    """Packed rows as the trainer receives them, two workers, after the first twenty batches."""
+    """Packed sequences as the trainer receives them, two workers, after the first six batches."""
     from saccade.data.loader import open_stream
 
     with open_stream(
@@ -327,7 +327,7 @@ def measure_stream(folder: Path) -> dict[str, Any]:
 
 
 def child(reader: str, decoder: str | None, folder: Path) -> dict[str, Any]:
-    """The same in a fresh process."""
+    """Measure in a fresh process."""
     command = [sys.executable, "-W", "ignore", "-m", "bench.data", "--folder", str(folder), "--child", reader]
     command += ["--decoder", decoder] if decoder else []
     run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -344,7 +344,7 @@ def has(module: str) -> bool:
 
 
 def make_all(folder: Path, count: int) -> None:
-    """Every layout whose library is here, and a checkpoint for the packed stream."""
+    """Write every layout whose library is installed, and a checkpoint for the packed stream."""
     import torch
 
     from saccade.model.initialize import initialize_random, named_size
@@ -354,13 +354,13 @@ def make_all(folder: Path, count: int) -> None:
         if has(module) and not (folder / name).exists():
             try:
                 write(folder / name, count)
-            except (ImportError, RuntimeError) as error:  # a peer that does not run here is a failed row, not the end
+            except (ImportError, RuntimeError) as error:  # a peer that does not run here is reported as failed
                 print(f"{name}: not written: {error}", file=sys.stderr)
     if not (folder / "checkpoint").exists():
         initialize_random(folder / "checkpoint", named_size("tiny"), dtype=torch.float32)
 
 
-def rows(folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def measurements(folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """All measurements, with their ratio to ours."""
     found = []
     readers = [name for name in READERS if has(MODULES[name])]
@@ -386,15 +386,15 @@ def rows(folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 
 def run(samples: int, folder: Path | None, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Write the layouts, measure every reader; `say` is told each line."""
+    """Write the layouts, measure every reader; `say` gets each line."""
     with tempfile.TemporaryDirectory() as scratch:
-        place = folder or Path(scratch)
-        make_all(place, samples)
-        return rows(place, say)
+        target = folder or Path(scratch)
+        make_all(target, samples)
+        return measurements(target, say)
 
 
 def main() -> None:
-    """The command line, also of the measuring child."""
+    """The command line, also of the measuring child process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--folder", type=Path, help="keep and reuse the layouts here")

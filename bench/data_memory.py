@@ -1,8 +1,8 @@
-"""Whether the memory of a stream grows: resident size of the trainer and its workers over 20 epochs.
+"""Memory of a stream over 20 epochs: resident size of the trainer and its workers.
 
     python -m bench.data_memory [--epochs 20]
 
-Rows of 4096 tokens from 600 photos, two workers; the process tree's proportional size is read at the end of every epoch.
+Packed sequences of 4096 tokens from 600 photos, two workers; the process tree's proportional set size is read after every epoch.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def tree_mb() -> float:
 
     total, me = 0, psutil.Process(os.getpid())
     for process in (me, *me.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):  # a helper of the C library's that has just ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # exited meanwhile
             total += process.memory_full_info().pss
     return total / 2**20
 
@@ -44,13 +44,13 @@ def main() -> None:
             folder / "tars", checkpoint=folder / "checkpoint", max_seq_len=4096, num_epochs=options.epochs
         ) as stream:
             for batch in stream:
-                seen += sum(len(row.sample_ids) for row in batch.sequences)
+                seen += sum(len(sequence.sample_ids) for sequence in batch.sequences)
                 if seen >= 600 * (len(sizes) + 1):
                     sizes.append(tree_mb())
                     print(f"epoch {len(sizes):2}: {sizes[-1]:.1f} MB", flush=True)
     half = sizes[len(sizes) // 4 :]
     slope, _ = np.polyfit(np.arange(len(half)), half, 1)
-    print(f"slope after the first quarter: {slope:+.2f} MB an epoch of 600 samples; spread {np.std(half):.1f} MB")
+    print(f"slope after the first quarter: {slope:+.2f} MB per epoch of 600 samples; spread {np.std(half):.1f} MB")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Planning at the size of LAION: positions of 5.85 billion samples, and the first batch of 100 million indexed ones.
+"""Batch sampling at the size of LAION: positions of 5.85 billion samples, and the first batch of 100 million indexed ones.
 
     python -m bench.data_scale
 
-The shards do not exist; their index does (a few Parquet files under ten thousand names), and the code is that of training.
+The shards do not exist; their index does (a few Parquet files under ten thousand names). The code is that of training.
 """
 
 import json
@@ -58,37 +58,37 @@ def write_index(folder: Path) -> None:
             "error": pa.nulls(SAMPLES, pa.string()),
         }
     )
-    for place, table in ((folder / "index", row), (folder / "index" / "lengths-synthetic", lengths)):
-        place.mkdir(parents=True)
-        pq.write_table(table, place / "00000.parquet")
+    for target, table in ((folder / "index", row), (folder / "index" / "lengths-synthetic", lengths)):
+        target.mkdir(parents=True)
+        pq.write_table(table, target / "00000.parquet")
         for shard in range(1, NUM_SHARDS):
-            os.link(place / "00000.parquet", place / f"{shard:05d}.parquet")
+            os.link(target / "00000.parquet", target / f"{shard:05d}.parquet")
     entry = {"bytes": 10**9, "num_samples": SAMPLES, "num_errors": 0}
     entries = [{"name": f"{shard:05d}.tar", **entry} for shard in range(NUM_SHARDS)]
     (folder / "index" / "shards.json").write_text(json.dumps({"version": 1, "shards": entries}))
 
 
 def first_batch() -> None:
-    """Open 100 million samples, plan the first batch; then one at 90 % as a resumed run would."""
+    """Open 100 million samples, sample the first batch; then one at 90 % as a resumed run would."""
     with tempfile.TemporaryDirectory() as scratch:
         write_index(Path(scratch))
         begin = time.perf_counter()
         index = open_index(scratch, check_files=False)
         opened = time.perf_counter() - begin
         source = IndexedSource("laion", None, TextRules(), index, "synthetic", num_measured=0)
-        plan = BatchSampler([source], seed=0, max_seq_len=16384, max_patches=65536, global_batch_size=8)
-        first = next(plan.batches())
-        planned = time.perf_counter() - begin
+        sampler = BatchSampler([source], seed=0, max_seq_len=16384, max_patches=65536, global_batch_size=8)
+        first = next(sampler.batches())
+        sampled = time.perf_counter() - begin
         print(
-            f"{len(index):.2e} samples: opened in {opened:.2f} s, first batch planned at {planned:.2f} s ({len(first.sequences)} rows)"
+            f"{len(index):.2e} samples: opened in {opened:.2f} s, first batch at {sampled:.2f} s ({len(first.sequences)} sequences)"
         )
-        late = Position(buffer=int(0.9 * len(index) / plan.packing_buffer_size), sequence=5, batch=10**6)
-        state = plan.save(late)
+        late = Position(buffer=int(0.9 * len(index) / sampler.packing_buffer_size), sequence=5, batch=10**6)
+        state = sampler.save(late)
         times = []
         for _ in range(5):
             index.forget()
             begin = time.perf_counter()
-            next(plan.batches(plan.restore(state)))
+            next(sampler.batches(sampler.restore(state)))
             times.append(time.perf_counter() - begin)
         print(
             f"resumed at 90 %: {min(times) * 1e3:.0f} ms, state {len(json.dumps(state))} bytes, {peak_mb():.0f} MB resident"

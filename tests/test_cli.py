@@ -505,7 +505,7 @@ def test_quickstart_refuses_a_file(command, tmp_path):
 
 def test_toy_shards_are_not_added_to_a_folder_that_has_some(tmp_path):
     write_toy_shards(tmp_path, first=0, count=2)
-    with pytest.raises(DataError, match="holds shards already"):
+    with pytest.raises(DataError, match="contains shards already"):
         write_toy_shards(tmp_path, first=0, count=2)
     assert [path.name for path in tmp_path.glob("*.tar")] == ["00000.tar"]
 

@@ -10,7 +10,7 @@ import typer
 from saccade.cli.options import JsonOption, SetOption, WorkersOption, progress, shard_progress
 from saccade.errors import ConfigError
 
-app = typer.Typer(help="Prepare, index, curate and inspect shard folders.", no_args_is_help=True)
+app = typer.Typer(help="Prepare, index, measure, curate and inspect shard folders.", no_args_is_help=True)
 
 ShardsArgument = Annotated[str, typer.Argument(help="Shard folder, glob, braces or one tar; a path or an fsspec URL.")]
 SettingsOption = Annotated[
@@ -138,6 +138,72 @@ def index(shards: ShardsArgument, workers: WorkersOption = None, as_json: JsonOp
     )
     for shard, damage in report.damaged.items():
         typer.echo(f"  damaged shard {shard}: {damage}")
+
+
+@app.command()
+def measure(
+    shards: Annotated[
+        list[str],
+        typer.Argument(help="Shard folders; or one training recipe (.toml): all its sources, with their text rules."),
+    ],
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder to measure for; a recipe names its own.")
+    ] = None,
+    set_: SetOption = None,
+    workers: WorkersOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Index shards and measure their samples in tokens and patches ahead of a training job. Several machines may share the work."""
+    from saccade.data.loader import measure_lengths
+
+    report = []
+    for sources, checkpoint, storage in _sources_to_measure(shards, model, set_ or []):
+        with shard_progress("measuring") as advance:
+            measured = measure_lengths(
+                sources,
+                checkpoint=checkpoint,
+                num_workers=workers,
+                on_progress=lambda _, progress, advance=advance: advance(progress),  # type: ignore[misc]
+                storage=storage,
+            )
+        report += [
+            {
+                "path": one.index.path,
+                "shards": len(one.index.shards),
+                "shards_measured": one.num_measured,
+                "samples": len(one.index),
+                "samples_kept": int(one.sizes.sum()),
+                "lost_bytes": one.index.lost_bytes,
+            }
+            for one in measured
+        ]
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    for each in report:
+        lost = f", {each['lost_bytes']:,} bytes lost in damaged shards" if each["lost_bytes"] else ""
+        typer.echo(
+            f"{each['path']}: {each['samples_kept']:,} of {each['samples']:,} samples in {each['shards']} shards "
+            f"({each['shards_measured']} measured now){lost}"
+        )
+
+
+def _sources_to_measure(shards: list[str], model: Path | None, overrides: list[str]) -> list[tuple[Any, Path, Any]]:
+    """Sources, checkpoint and storage config of every stage of a recipe, or of the shard folders given."""
+    if not shards[0].endswith(".toml"):
+        if model is None or overrides:
+            raise ConfigError("shard folders are measured for a checkpoint: give --model FOLDER, and no --set")
+        return [(shards, model, None)]
+    if len(shards) > 1 or model is not None:
+        raise ConfigError("a recipe names its shards and its model: give the recipe alone")
+    from saccade.config import load_config
+    from saccade.train import TrainConfig
+    from saccade.train.batches import data_sources
+
+    config = load_config(TrainConfig, Path(shards[0]), overrides)
+    stages = [(data_sources(stage.data.sources), config.model.folder, stage.data.storage) for stage in config.stages]
+    held_out = data_sources(config.validation.sources)
+    return stages + ([(held_out, config.model.folder, config.stages[0].data.storage)] if held_out else [])
 
 
 @app.command()

@@ -1,11 +1,12 @@
-"""From image-text pairs to packed training rows: shards with an index, curation as a sidecar, an order that is pure arithmetic.
+"""From image-text pairs to packed training batches: tar shards with an index, curation beside it, an order that is pure arithmetic.
 
-    from saccade.data import open_stream
+    from saccade.data import Source, open_stream
     for batch in open_stream("shards/", checkpoint="model/", max_seq_len=16384): ...
 
-`sample.py` says what a sample is, `shards.py` and `index.py` where it lies, `storage.py` how remote files are read. What comes next
-is decided by `order.py`, `packing.py` and `batch_sampler.py`, plain arithmetic on integers; `collate.py` and `loader.py` carry
-it out. `sources/`, `fetch.py` and `prepare.py` make shards, `curate/` judges their samples without rewriting them.
+Start reading at `loader.py`. `sample.py` defines a sample; `shards.py`, `tar.py` and `storage.py` read and write tars, local or remote;
+`index.py` and `indexing.py` know where each sample is. `order.py`, `packing.py` and `batch_sampler.py` decide what comes next, as plain
+arithmetic on integers; `collate.py` and `workers.py` build the packed sequences. `readers/`, `download.py` and `prepare.py` make shards
+from other formats, `curate/` decides which samples to keep without rewriting them.
 """
 
 from typing import TYPE_CHECKING

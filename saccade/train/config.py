@@ -147,7 +147,7 @@ class DataConfig:
     resize: Literal["pillow", "torch"] = "torch"
     """Image resize implementation: torch is five times as fast and within 2/255 of Hugging Face's pixels."""
     max_bad_share: float = 0.01
-    """Fraction of bad samples above which the run stops."""
+    """Fraction of bad samples above which the run stops, once a rank has seen at least 10 of them."""
     storage: StorageConfig = field(default_factory=StorageConfig)
     """Cache, retries and timeouts for remote shards."""
 

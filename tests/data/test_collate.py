@@ -27,7 +27,7 @@ def processor(checkpoint):
     return Processor.load(checkpoint)
 
 
-def setup_of(checkpoint, *folders, rules=RULES, resize="pillow"):
+def config_of(checkpoint, *folders, rules=RULES, resize="pillow"):
     sources = [
         CollatorSource(name=folder.name, path=str(folder), fingerprint=open_index(folder).fingerprint, rules=rules)
         for folder in folders
@@ -35,7 +35,7 @@ def setup_of(checkpoint, *folders, rules=RULES, resize="pillow"):
     return CollatorConfig(checkpoint=str(checkpoint), resize=resize, sources=tuple(sources), storage=StorageConfig())
 
 
-def picks_of(folder, processor, *, source=0, epoch=0, rules=RULES):
+def refs_of(folder, processor, *, source=0, epoch=0, rules=RULES):
     """Every sample of a folder, with the lengths measured for it."""
     index, samples = open_index(folder), []
     for shard in range(len(index.shards)):
@@ -76,7 +76,7 @@ fields = st.one_of(
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(images=st.lists(pictures, max_size=3), fields=fields)
-def test_the_measure_of_every_variant_is_the_length_of_its_row(processor, images, fields):
+def test_the_measure_of_every_variant_is_the_length_of_its_conversation(processor, images, fields):
     members = {f"{number}.jpg": data for number, data in enumerate(images)} | {"json": json.dumps(fields).encode()}
     sample = Sample("key", "made", members)
     try:
@@ -109,13 +109,13 @@ def test_the_fingerprint_is_of_the_processor_and_the_rules(checkpoint, tmp_path)
 # ------------------------------------------------------------------ rows
 
 
-def test_a_row_is_its_samples_one_by_one(checkpoint, processor, tmp_path):
+def test_a_packed_sequence_is_its_samples_one_by_one(checkpoint, processor, tmp_path):
     folders = [make_shards(tmp_path / name, 1, 4, seed=seed) for seed, name in enumerate(("first", "second"))]
     write_samples(folders[1] / "00001.tar", [make_sample("two", num_images=2), make_sample("text", num_images=0)])
-    setup = setup_of(checkpoint, *folders)
-    samples = picks_of(folders[0], processor) + picks_of(folders[1], processor, source=1)
+    config = config_of(checkpoint, *folders)
+    samples = refs_of(folders[0], processor) + refs_of(folders[1], processor, source=1)
     samples = [samples[number] for number in (5, 0, 8, 9, 2)]
-    made = Collator(setup).make(samples)
+    made = Collator(config).make(samples)
     indexes = [open_index(folder) for folder in folders]
     samples = [indexes[sample.source].read_sample(sample.shard, sample.kept_row) for sample in samples]
     expected = processor([conversations(sample, RULES)[0] for sample in samples])
@@ -132,26 +132,26 @@ def test_a_row_is_its_samples_one_by_one(checkpoint, processor, tmp_path):
 def test_each_epoch_shows_the_next_caption(checkpoint, processor, tmp_path):
     captions = ["one", "two two", "three three three"]
     write_samples(tmp_path / "shards" / "00000.tar", [make_sample("a", fields={"captions": captions})])
-    collator = Collator(setup_of(checkpoint, tmp_path / "shards"))
+    collator = Collator(config_of(checkpoint, tmp_path / "shards"))
     for epoch in range(4):
-        row = collator.make(picks_of(tmp_path / "shards", processor, epoch=epoch)).sequence
+        row = collator.make(refs_of(tmp_path / "shards", processor, epoch=epoch)).sequence
         learned = row.inputs.token_ids[row.inputs.loss_mask].tolist()
         assert processor.decode(learned) == captions[epoch % 3]
 
 
-def test_the_setup_survives_the_way_to_another_process(checkpoint, tmp_path):
+def test_the_config_survives_the_way_to_another_process(checkpoint, tmp_path):
     folder = make_shards(tmp_path / "shards", 1, 1)
-    setup = setup_of(checkpoint, folder, rules=TextRules(system_prompt="Be brief."), resize="torch")
-    assert CollatorConfig.from_json(json.loads(json.dumps(setup.to_json()))) == setup
+    config = config_of(checkpoint, folder, rules=TextRules(system_prompt="Be brief."), resize="torch")
+    assert CollatorConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
-def test_an_index_rewritten_meanwhile_is_noticed(checkpoint, tmp_path):
+def test_an_index_rewritten_in_the_meantime_is_detected(checkpoint, tmp_path):
     folder = make_shards(tmp_path / "shards", 1, 2)
-    setup = setup_of(checkpoint, folder)
+    config = config_of(checkpoint, folder)
     make_shards(folder, 2, 2)
     build_index(folder)
     with pytest.raises(DataError, match="rewritten while it was in use"):
-        Collator(setup)
+        Collator(config)
 
 
 # ------------------------------------------------------------------ bad samples
@@ -173,9 +173,9 @@ def folder(tmp_path):
     return folder
 
 
-def test_a_damaged_sample_is_left_out_and_named(checkpoint, processor, folder):
-    samples = picks_of(folder, processor)
-    collator = Collator(setup_of(checkpoint, folder))
+def test_a_damaged_sample_is_skipped_and_named(checkpoint, processor, folder):
+    samples = refs_of(folder, processor)
+    collator = Collator(config_of(checkpoint, folder))
     photo = open_index(folder).read_sample(0, 2).members["jpg"]
     damage(folder / "00000.tar", photo, photo[:-50] + bytes(50))
     made = collator.make(samples)
@@ -188,19 +188,19 @@ def test_a_damaged_sample_is_left_out_and_named(checkpoint, processor, folder):
     assert "differs from its checksum" in bad.reason
 
 
-def test_a_picture_that_does_not_decode_is_left_out_and_named(checkpoint, processor, tmp_path):
+def test_a_picture_that_does_not_decode_is_skipped_and_named(checkpoint, processor, tmp_path):
     whole = make_sample("whole")
     cut = Sample("cut", "made", whole.members | {"jpg": whole.members["jpg"][:-900]})
     write_samples(tmp_path / "shards" / "00000.tar", [cut, whole])
-    made = Collator(setup_of(checkpoint, tmp_path / "shards")).make(picks_of(tmp_path / "shards", processor))
+    made = Collator(config_of(checkpoint, tmp_path / "shards")).make(refs_of(tmp_path / "shards", processor))
     assert made.sequence.sample_ids == ["shards/00000/whole"]
     assert [bad.sample_id for bad in made.bad] == ["shards/00000/cut"]
     assert "truncated or corrupt" in made.bad[0].reason
 
 
 def test_samples_behind_the_end_of_a_cut_shard_are_bad(checkpoint, processor, folder):
-    samples = picks_of(folder, processor)
-    collator = Collator(setup_of(checkpoint, folder))
+    samples = refs_of(folder, processor)
+    collator = Collator(config_of(checkpoint, folder))
     with (folder / "00000.tar").open("r+b") as tar:
         tar.truncate(open_index(folder).spans(0, [3]).begins[0] + 10)
     made = collator.make(samples)
@@ -210,18 +210,18 @@ def test_samples_behind_the_end_of_a_cut_shard_are_bad(checkpoint, processor, fo
 
 @pytest.mark.parametrize("wrong", [{"tokens": 1}, {"patches": 4}, {"patches": 400}])
 def test_a_length_that_differs_from_its_file_is_bad_and_has_a_remedy(checkpoint, processor, folder, wrong):
-    samples = picks_of(folder, processor)
+    samples = refs_of(folder, processor)
     samples[1] = samples[1]._replace(**wrong)
-    made = Collator(setup_of(checkpoint, folder)).make(samples)
+    made = Collator(config_of(checkpoint, folder)).make(samples)
     assert [bad.sample_id for bad in made.bad] == ["shards/00000/s1"]
     assert "remove the folder's index/lengths-*" in made.bad[0].reason
     assert len(made.sequence.sample_ids) == 4
     assert len(made.sequence.inputs.patches) == made.sequence.inputs.image_grids.prod(-1).sum()
 
 
-def test_a_row_without_a_good_sample_keeps_its_place(checkpoint, processor, folder):
-    samples = picks_of(folder, processor)
-    collator = Collator(setup_of(checkpoint, folder))
+def test_a_packed_sequence_without_a_good_sample_is_empty(checkpoint, processor, folder):
+    samples = refs_of(folder, processor)
+    collator = Collator(config_of(checkpoint, folder))
     (folder / "00000.tar").write_bytes(b"")
     made = collator.make(samples)
     assert len(made.bad) == 5
@@ -232,8 +232,8 @@ def test_a_row_without_a_good_sample_keeps_its_place(checkpoint, processor, fold
 
 
 def test_patches_are_written_where_they_are_wanted(checkpoint, processor, folder):
-    samples = picks_of(folder, processor)
-    collator = Collator(setup_of(checkpoint, folder))
+    samples = refs_of(folder, processor)
+    collator = Collator(config_of(checkpoint, folder))
     memory = np.zeros((sum(sample.patches for sample in samples), collator.patch_dim), dtype=np.uint8)
     made = collator.make(samples, into=memory)
     assert made.sequence.inputs.patches.data_ptr() == memory.ctypes.data

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data.loopback import Site
-from data.making import make_jpeg, make_sample, write_samples
+from data.making import make_jpeg, make_sample, make_shards, write_samples
 from typer.testing import CliRunner
 
 from saccade.cli import app
@@ -120,3 +120,33 @@ def test_toy_samples_depend_on_their_number_alone(tmp_path):
     assert "4 samples in 1 shards" in saccade("index", tmp_path)
     asked = {json.loads(toy_sample(n).members["json"])["questions"][0]["question"] for n in range(20)}
     assert asked == set(QUESTIONS.values())
+
+
+def test_measure_builds_the_lengths_that_a_training_job_reads(tmp_path, checkpoint):
+    make_shards(tmp_path / "shards", 2, 3)
+    report = json.loads(saccade("measure", tmp_path / "shards", "--model", checkpoint, "--workers", 1, "--json"))
+    assert [(each["shards"], each["shards_measured"], each["samples_kept"]) for each in report] == [(2, 2, 6)]
+    assert "6 of 6 samples in 2 shards (0 measured now)" in saccade(
+        "measure", tmp_path / "shards", "--model", checkpoint
+    )
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f"""
+run = "{tmp_path / "run"}"
+model.folder = "{checkpoint}"
+[[stages]]
+name = "learn"
+steps = 1
+[stages.data]
+sources = [{{ path = "{tmp_path / "shards"}", rules.caption_prompt = "What?" }}]
+[validation]
+every = 1
+sources = [{{ path = "{tmp_path / "shards"}" }}]
+"""
+    )
+    report = json.loads(saccade("measure", recipe, "--workers", 1, "--json"))
+    assert [each["shards_measured"] for each in report] == [2, 0], "another prompt is measured, the validation data was"
+    with pytest.raises(ConfigError, match="give --model"):
+        saccade("measure", tmp_path / "shards")
+    with pytest.raises(ConfigError, match="recipe alone"):
+        saccade("measure", recipe, tmp_path / "shards")

@@ -67,7 +67,7 @@ def error_of(folder, members):
 # ------------------------------------------------------------------ what a row says
 
 
-def test_a_row_says_where_the_members_lie_and_what_they_are(tmp_path):
+def test_a_row_has_offsets_sizes_and_metadata_of_its_members(tmp_path):
     sample = make_sample(
         "0001", width=120, height=80, text="zwei Wörter", fields={"license": "cc-by", "source": "laion"}
     )
@@ -238,7 +238,7 @@ def test_workers_and_one_process_build_the_same_index(tmp_path):
     assert all(a.read(shard).equals(b.read(shard)) for shard in range(4))
 
 
-def test_a_build_that_was_killed_goes_on_and_scans_no_shard_twice(tmp_path):
+def test_a_build_that_was_killed_resumes_and_scans_no_shard_twice(tmp_path):
     make_shards(tmp_path, 4, 3)
     script = """
 import os, sys
@@ -286,7 +286,7 @@ if __name__ == "__main__":
         time.sleep(0.05)
 
 
-def test_added_changed_and_removed_shards_are_noticed_on_opening(tmp_path):
+def test_added_changed_and_removed_shards_are_detected_on_opening(tmp_path):
     make_shards(tmp_path, 2, 3)
     first = open_index(tmp_path, num_workers=1)
     assert build_index(tmp_path, num_workers=1).num_scanned == 0
@@ -316,7 +316,7 @@ def test_some_shards_of_a_folder_share_its_index(tmp_path):
     assert open_index(tmp_path / "*3.tar", build=False, check_files=False).shards == ["00003.tar"]
 
 
-def test_a_truncated_shard_gives_its_whole_samples_and_says_where_it_was_cut(tmp_path, caplog):
+def test_a_truncated_shard_gives_its_complete_samples_and_says_where_it_was_cut(tmp_path, caplog):
     make_shards(tmp_path, 2, 6)
     whole = open_index(tmp_path, num_workers=1).read(0).to_pylist()
     cut = whole[3]["offsets"][1] + 5
@@ -537,7 +537,7 @@ def decide(index, shard, keep):
     return write_decisions(index, shard, pa.table({"keep": keep, "reason": reasons, "score": [0.5] * len(keep)}))
 
 
-def test_decisions_count_from_the_moment_they_are_finished(tmp_path):
+def test_decisions_are_valid_once_they_are_finished(tmp_path):
     folder = make_shards(tmp_path, 2, 3)
     write_samples(folder / "00001.tar", [make_sample("a"), Sample("b", "s", {"jpg": b"bad"}), make_sample("c")])
     index = open_index(folder, num_workers=1)
@@ -614,7 +614,7 @@ def test_lengths_are_measured_for_every_row_and_refusals_are_kept_as_errors(tmp_
     assert pq.read_schema(tmp_path / "index" / "lengths-abc" / "00001.parquet").names == ["tokens", "patches", "error"]
 
 
-def test_measuring_goes_on_where_it_stopped_and_notices_changed_tars(tmp_path):
+def test_measuring_resumes_where_it_stopped_and_detects_changed_tars(tmp_path):
     index = shards_with_lines(tmp_path)
 
     def stop(progress):
@@ -634,7 +634,7 @@ def test_measuring_goes_on_where_it_stopped_and_notices_changed_tars(tmp_path):
     assert len(changed.lengths(0, "abc")[0]) == 9
 
 
-def test_a_bug_in_a_measure_is_not_taken_for_a_bad_sample(tmp_path):
+def test_a_bug_in_a_measure_is_not_reported_as_a_bad_sample(tmp_path):
     index = shards_with_lines(tmp_path)
     with pytest.raises(ZeroDivisionError):
         build_lengths(index, lambda sample: ([1], 1 // 0), "abc", num_workers=1)

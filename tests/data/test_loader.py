@@ -57,7 +57,7 @@ def assert_same_batches(actual, expected):
             assert_same_inputs(one.inputs, other.inputs)
 
 
-# ------------------------------------------------------------------ what comes
+# ------------------------------------------------------------------ contents
 
 
 def test_an_epoch_has_every_sample_once_and_the_next_has_another_order(folder, opened):
@@ -71,21 +71,21 @@ def test_an_epoch_has_every_sample_once_and_the_next_has_another_order(folder, o
         next(stream)
 
 
-def test_rows_keep_to_their_budgets_and_are_full(folder, opened):
+def test_packed_sequences_keep_to_their_limits_and_batches_are_full(folder, opened):
     batches = list(
         opened(folder, max_seq_len=1500, max_patches=300, global_batch_size=2, num_epochs=3, packing_buffer_size=180)
     )
-    rows = [row for batch in batches for row in batch.sequences]
-    assert max(row.inputs.num_tokens for row in rows) <= 1500
-    assert max(len(row.inputs.patches) for row in rows) <= 300
+    sequences = [sequence for batch in batches for sequence in batch.sequences]
+    assert max(sequence.inputs.num_tokens for sequence in sequences) <= 1500
+    assert max(len(sequence.inputs.patches) for sequence in sequences) <= 300
     assert {len(batch.sequences) for batch in batches[:-1]} == {2}
-    for row in rows:
-        assert row.inputs.patches.dtype == torch.uint8
-        assert row.inputs.num_conversations == len(row.sample_ids) == len(row.source_of_conversation)
-        assert row.inputs.loss_mask.any()
+    for sequence in sequences:
+        assert sequence.inputs.patches.dtype == torch.uint8
+        assert sequence.inputs.num_conversations == len(sequence.sample_ids) == len(sequence.source_of_conversation)
+        assert sequence.inputs.loss_mask.any()
 
 
-def test_the_seed_chooses_the_order(folder, opened):
+def test_the_seed_determines_the_order(folder, opened):
     one, same, other = (ids_of(opened(folder, num_epochs=1, seed=seed)) for seed in (1, 1, 2))
     assert one == same != other
     assert sorted(one) == sorted(other)
@@ -95,26 +95,30 @@ def test_each_epoch_shows_the_next_caption(tmp_path, opened, checkpoint):
     captions = ["one", "two two", "three three three"]
     write_samples(tmp_path / "shards" / "00000.tar", [make_sample("a", fields={"captions": captions})])
     processor = Processor.load(checkpoint)
-    rows = [
-        row for batch in opened(tmp_path / "shards", num_epochs=4, packing_buffer_size=1) for row in batch.sequences
+    sequences = [
+        sequence
+        for batch in opened(tmp_path / "shards", num_epochs=4, packing_buffer_size=1)
+        for sequence in batch.sequences
     ]
-    learned = [row.inputs.token_ids[row.inputs.loss_mask].tolist() for row in rows]
+    learned = [sequence.inputs.token_ids[sequence.inputs.loss_mask].tolist() for sequence in sequences]
     assert [processor.decode(ids) for ids in learned] == [*captions, captions[0]]
 
 
 def test_a_mixture_keeps_its_weights_and_its_sources_apart(three, opened):
     stream = opened(three, num_samples=400, packing_buffer_size=100)
     batches = list(stream)
-    sources = Counter(source for batch in batches for row in batch.sequences for source in row.source_of_conversation)
+    sources = Counter(
+        source for batch in batches for sequence in batch.sequences for source in sequence.source_of_conversation
+    )
     assert sources == {0: 200, 1: 120, 2: 80}
     assert stream.source_names == ["photos", "chats", "pages"]
     for batch in batches:
-        for row in batch.sequences:
-            names = [row.source_names[source] for source in row.source_of_conversation]
-            assert names == [sample_id.split("/")[0] for sample_id in row.sample_ids]
+        for sequence in batch.sequences:
+            names = [sequence.source_names[source] for source in sequence.source_of_conversation]
+            assert names == [sample_id.split("/")[0] for sample_id in sequence.sample_ids]
 
 
-def test_the_fast_resize_is_used_unless_told_otherwise(folder, opened):
+def test_the_fast_resize_is_used_by_default(folder, opened):
     fast, exact = next(opened(folder)), next(opened(folder, resize="pillow"))
     difference = (fast.sequences[0].inputs.patches.int() - exact.sequences[0].inputs.patches.int()).abs()
     assert 0 < difference.max() <= 2
@@ -146,7 +150,7 @@ def test_lengths_measured_ahead_are_those_the_stream_uses(tmp_path, checkpoint, 
 # ------------------------------------------------------------------ ranks and workers
 
 
-def test_ranks_share_the_rows_of_each_batch(three, opened):
+def test_ranks_share_the_sequences_of_each_batch(three, opened):
     whole = list(opened(three, num_samples=150, global_batch_size=7))
     ranks = [list(opened(three, num_samples=150, global_batch_size=7, rank=rank, num_ranks=3)) for rank in range(3)]
     for number, batch in enumerate(whole):
@@ -154,7 +158,7 @@ def test_ranks_share_the_rows_of_each_batch(three, opened):
         assert [len(share.sequences) for share in shares] == shares[0].sequences_per_rank
         assert shares[0].num_sequences == batch.num_sequences == len(batch.sequences)
         assert shares[0].max_sequences_per_rank == max(len(share.sequences) for share in shares)
-        assert {tuple(row.sample_ids) for share in shares for row in share.sequences} == {tuple(row.sample_ids) for row in batch.sequences}  # fmt: skip
+        assert {tuple(sequence.sample_ids) for share in shares for sequence in share.sequences} == {tuple(sequence.sample_ids) for sequence in batch.sequences}  # fmt: skip
         assert len({json.dumps(share.state) for share in [batch, *shares]}) == 1
     assert {len(batches) for batches in ranks} == {len(whole)}
 
@@ -171,17 +175,17 @@ def test_processes_make_the_same_batches_bit_for_bit(three, opened):
         assert_same_batches(batches, expected)
 
 
-def test_memory_takes_the_next_row_only_when_the_last_tensor_of_its_row_is_gone(folder, opened, checkpoint):
+def test_memory_is_reused_only_when_the_last_tensor_of_its_sequence_is_gone(folder, opened, checkpoint):
     expected = list(opened(folder, num_samples=240))
     stream = opened(folder, num_samples=240, num_workers=1, prefetch=1)
     kept, addresses = [], set()
     for batch in stream:
-        (row,) = batch.sequences
-        addresses.add(row.inputs.patches.data_ptr())
+        (sequence,) = batch.sequences
+        addresses.add(sequence.inputs.patches.data_ptr())
         if batch.number % 5 == 0:
-            kept.append((batch.number, row.inputs.patches[-7:], row.inputs.token_ids[3:]))
-        del batch, row
-    assert len(addresses) < len(expected) / 2, "memory is taken again"
+            kept.append((batch.number, sequence.inputs.patches[-7:], sequence.inputs.token_ids[3:]))
+        del batch, sequence
+    assert len(addresses) < len(expected) / 2, "memory is reused"
     for number, patches, token_ids in kept:
         inputs = expected[number].sequences[0].inputs
         assert torch.equal(patches, inputs.patches[-7:])
@@ -191,7 +195,7 @@ def test_memory_takes_the_next_row_only_when_the_last_tensor_of_its_row_is_gone(
 # ------------------------------------------------------------------ resume
 
 
-def test_a_resumed_stream_goes_on_as_if_uninterrupted_on_any_number_of_ranks(three, opened):
+def test_a_resumed_stream_continues_as_if_uninterrupted_on_any_number_of_ranks(three, opened):
     settings = {"num_samples": 200, "global_batch_size": 5, "max_seq_len": 700, "packing_buffer_size": 70}
     whole = list(opened(three, **settings))
     dice = random.Random(0)
@@ -212,19 +216,19 @@ def test_a_resumed_stream_goes_on_as_if_uninterrupted_on_any_number_of_ranks(thr
         for number, expected in enumerate(whole[stop:]):
             shares = [batches[number] for batches in after]
             assert {share.number for share in shares} == {expected.number}
-            found = {tuple(row.sample_ids): row for share in shares for row in share.sequences}
+            found = {tuple(sequence.sample_ids): sequence for share in shares for sequence in share.sequences}
             assert len(found) == len(expected.sequences)
-            for row in expected.sequences:
-                assert_same_inputs(found[tuple(row.sample_ids)].inputs, row.inputs)
+            for sequence in expected.sequences:
+                assert_same_inputs(found[tuple(sequence.sample_ids)].inputs, sequence.inputs)
 
 
-def test_the_state_is_that_of_the_last_batch_handed_out_not_of_those_prefetched(folder, opened):
+def test_the_state_is_that_of_the_last_batch_returned_not_of_those_prefetched(folder, opened):
     whole = list(opened(folder, num_epochs=2))
     stream = opened(folder, num_epochs=2, num_workers=1, prefetch=4)
     assert stream.state_dict()["batch"] == 0
     for _ in range(3):
         batch = next(stream)
-    time.sleep(0.2)  # workers go on
+    time.sleep(0.2)  # workers continue
     assert stream.state_dict() == batch.state == whole[2].state
     stream.close()
     assert stream.state_dict() == whole[2].state
@@ -255,14 +259,14 @@ def test_a_state_of_another_stream_is_refused(folder, three, opened):
 # ------------------------------------------------------------------ counts, memory, settings
 
 
-def test_the_stream_counts_what_it_hands_out(folder, opened):
+def test_the_stream_counts_what_it_returns(folder, opened):
     stream = opened(folder, num_epochs=1)
     batches = list(stream)
     stats = stream.stats()
-    rows = [row for batch in batches for row in batch.sequences]
-    assert (stats.batches, stats.sequences, stats.samples, stats.bad_samples) == (len(batches), len(rows), 60, 0)
-    assert stats.tokens == sum(row.inputs.num_tokens for row in rows)
-    assert stats.patches == sum(len(row.inputs.patches) for row in rows)
+    sequences = [sequence for batch in batches for sequence in batch.sequences]
+    assert (stats.batches, stats.sequences, stats.samples, stats.bad_samples) == (len(batches), len(sequences), 60, 0)
+    assert stats.tokens == sum(sequence.inputs.num_tokens for sequence in sequences)
+    assert stats.patches == sum(len(sequence.inputs.patches) for sequence in sequences)
     assert 0 < stats.bytes_read < sum(tar.stat().st_size for tar in folder.glob("*.tar"))
     assert stats.wait_s > 0
 
@@ -283,7 +287,7 @@ def test_memory_stays_flat_over_the_epochs(folder, opened):
     assert max(sizes[2:]) - sizes[1] < 8 * 2**20, sizes
 
 
-def test_a_stream_that_is_let_go_ends_its_processes(folder, opened, checkpoint):
+def test_a_stream_that_is_dropped_ends_its_processes(folder, opened, checkpoint):
     stream = open_stream(folder, checkpoint=checkpoint, max_seq_len=1024, num_workers=1)
     next(stream)
     (pid,) = stream.worker_pids

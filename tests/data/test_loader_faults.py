@@ -55,7 +55,7 @@ def cut_shards(folder):
 # ------------------------------------------------------------------ bad samples
 
 
-def test_every_good_sample_comes_once_beside_bad_pictures_and_shards_cut_under_way(
+def test_every_good_sample_comes_once_beside_bad_pictures_and_shards_cut_meanwhile(
     partly_bad, opened, tmp_path, caplog
 ):
     log = tmp_path / "logs" / "bad.jsonl"
@@ -77,7 +77,7 @@ def test_every_good_sample_comes_once_beside_bad_pictures_and_shards_cut_under_w
     assert len(batches) == num_planned, "the batches stay as sampled"
 
 
-def test_shards_that_were_cut_before_they_were_indexed_give_their_whole_samples(tmp_path, opened):
+def test_shards_that_were_cut_before_they_were_indexed_give_their_complete_samples(tmp_path, opened):
     folder = make_shards(tmp_path / "photos", 3, 10)
     for shard in (0, 2):
         with (folder / f"{shard:05d}.tar").open("r+b") as tar:
@@ -111,7 +111,7 @@ def test_a_few_bad_samples_never_stop_a_stream(tmp_path, opened):
     assert ids_of(opened(tmp_path / "photos", num_epochs=1, max_bad_share=0.0)) == ["photos/00000/good"]
 
 
-def test_samples_that_cannot_be_measured_or_held_are_named_once_over_all_ranks(tmp_path, opened):
+def test_samples_that_cannot_be_measured_or_packed_are_named_once_over_all_ranks(tmp_path, opened):
     samples = [make_sample(f"s{number}", seed=number) for number in range(20)]
     samples[3] = make_sample("s3", width=900, height=4)
     samples[8] = make_sample("s8", text="word " * 3000)
@@ -207,7 +207,7 @@ def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_row_that_kills_every_worker_ends_the_stream_with_its_samples_named(photos, opened, caplog):
+def test_a_packed_sequence_that_kills_every_worker_ends_the_stream_with_its_samples_named(photos, opened, caplog):
     caplog.set_level(logging.ERROR)
     stream = opened(photos, num_workers=1, num_epochs=1000)
     next(stream)
@@ -233,7 +233,7 @@ def test_a_row_that_kills_every_worker_ends_the_stream_with_its_samples_named(ph
     assert stream.worker_pids == []
 
 
-def test_what_keeps_workers_from_starting_is_told(photos, opened, checkpoint, tmp_path):
+def test_what_keeps_workers_from_starting_is_reported(photos, opened, checkpoint, tmp_path):
     stream = opened(photos, num_workers=1)
     (photos / "index" / "shards.json").rename(tmp_path / "away")
     with pytest.raises(DataError, match="not indexed"):

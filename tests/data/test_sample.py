@@ -71,14 +71,14 @@ def test_a_caption_answers_the_prompt_after_the_image():
         {"json": b'{"captions": ["", "a boat", " "]}', "txt": b"not this"},
     ],
 )
-def test_plain_text_is_found_wherever_it_lies(members):
+def test_plain_text_is_found_in_every_form(members):
     sample = Sample("k", "s", {"jpg": make_jpeg()} | members)
     (conversation,) = conversations(sample, RULES)
     assert conversation[-1] == {"role": "assistant", "content": "a boat"}
     assert texts(sample) == ["a boat"]
 
 
-def test_text_without_an_image_has_a_prompt_of_its_own():
+def test_text_without_an_image_has_its_own_prompt():
     (conversation,) = conversations(Sample("k", "s", {"txt": b"Once upon a time"}), TextRules(text_prompt="Tell."))
     assert conversation == [{"role": "user", "content": "Tell."}, {"role": "assistant", "content": "Once upon a time"}]
 
@@ -100,7 +100,7 @@ def test_questions_are_one_conversation_of_several_turns():
     ]
 
 
-def test_llava_marks_are_bound_to_images_in_order_and_their_line_breaks_go():
+def test_llava_marks_are_bound_to_images_in_order_and_their_line_breaks_are_dropped():
     turns = [
         {"from": "human", "value": "<image>\nCompare with\n<image>\nplease"},
         {"from": "gpt", "value": "The same."},
@@ -113,7 +113,7 @@ def test_llava_marks_are_bound_to_images_in_order_and_their_line_breaks_go():
     assert [message["role"] for message in conversation] == ["user", "assistant"] * 2
 
 
-def test_openai_messages_keep_their_order_and_image_parts_are_places():
+def test_openai_messages_keep_their_order_and_image_parts_are_marks():
     messages = [
         {"role": "system", "content": "Be brief."},
         {
@@ -140,7 +140,7 @@ def test_without_marks_images_go_before_the_first_users_text():
     assert conversation[1]["content"] == [image(0), image(1), text("Q")]
 
 
-def test_a_system_prompt_stands_in_front_of_conversations_without_one():
+def test_a_system_prompt_precedes_conversations_without_one():
     (conversation,) = talk({"captions": ["c"]}, rules=TextRules(system_prompt="Be kind."))
     assert conversation[0] == {"role": "system", "content": "Be kind."}
     with pytest.raises(ConfigError, match="caption_prompt contains <image>"):
@@ -176,7 +176,7 @@ ASK, SAY = {"role": "user", "content": "<image>"}, {"role": "assistant", "conten
         ({"json": b'{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}'}, "part of type 'audio'"),
     ],
 )
-def test_what_cannot_be_learned_from_says_which_sample_and_why(members, message):
+def test_what_cannot_be_trained_on_says_which_sample_and_why(members, message):
     with pytest.raises(DataError, match=f"sample k of s: .*{message}"):
         conversations(Sample("k", "s", members), RULES)
 

@@ -55,7 +55,7 @@ def test_folders_globs_braces_and_single_tars_are_listed_in_order(tmp_path):
     assert file == ShardFile(str(tmp_path / "val-00000.tar"), "val-00000.tar", 10240)
 
 
-def test_relative_paths_keep_their_meaning_elsewhere(tmp_path, monkeypatch):
+def test_relative_paths_are_valid_in_other_folders(tmp_path, monkeypatch):
     make_shards(tmp_path / "set", 1, 1)
     monkeypatch.chdir(tmp_path)
     (file,) = list_shards("set")
@@ -63,7 +63,7 @@ def test_relative_paths_keep_their_meaning_elsewhere(tmp_path, monkeypatch):
     assert read_range(file, 257, 5) == b"ustar"
 
 
-def test_paths_that_mean_nothing_say_what_is_wrong(tmp_path):
+def test_invalid_paths_say_what_is_wrong(tmp_path):
     make_shards(tmp_path / "set", 2, 1)
     (tmp_path / "empty").mkdir()
     for path, message in {
@@ -144,7 +144,7 @@ def test_large_sizes_are_read_from_gnu_numbers_and_pax_records():
         assert tuple(next(members(window))) == ("huge.jpg", len(header), info.size)
 
 
-def test_names_that_are_no_utf8_are_spelled_out():
+def test_names_that_are_no_utf8_are_escaped():
     info = tarfile.TarInfo("name.jpg")
     header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
     header[0] = 0xFF
@@ -154,7 +154,7 @@ def test_names_that_are_no_utf8_are_spelled_out():
 
 @repeatable
 @given(cut=st.integers(0, 9000), seed=st.integers(0, 3))
-def test_a_tar_cut_anywhere_gives_its_whole_files_and_says_where_it_was_cut(cut, seed):
+def test_a_tar_cut_anywhere_gives_its_complete_files_and_says_where_it_was_cut(cut, seed):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for number in range(6):
@@ -220,7 +220,7 @@ def test_a_damaged_tar_resynchronises_at_the_next_header(damage, window_bytes):
     )
 
 
-def test_scan_reads_a_file_on_disk(tmp_path):
+def test_members_of_a_file_on_disk(tmp_path):
     path = make_shards(tmp_path, 1, 3) / "00000.tar"
     names = [member.name for member in members(window(file_of(path)))]
     assert names == [f"00000000{n}.{extension}" for n in range(3) for extension in ("jpg", "json", "txt")]
@@ -307,7 +307,7 @@ def test_the_same_samples_are_the_same_bytes(tmp_path):
     assert (tmp_path / "a" / "00000.tar").read_bytes() == (tmp_path / "b" / "00000.tar").read_bytes()
 
 
-def test_numbers_go_on_and_an_unfinished_shard_never_appears(tmp_path):
+def test_numbers_continue_and_an_unfinished_shard_never_appears(tmp_path):
     make_shards(tmp_path, 2, 1)
     writer = ShardWriter(tmp_path)
     with pytest.raises(DataError, match="has no members"), writer:

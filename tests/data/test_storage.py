@@ -18,7 +18,7 @@ from saccade.data.shards import list_shards, read_range
 from saccade.data.storage import Storage, StorageConfig, is_remote, shown
 from saccade.errors import ConfigError, DataError
 
-BLOCK = 20_000
+CHUNK = 20_000
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def content(tmp_path):
 
 
 def config(tmp_path, **changes):
-    defaults = {"cache_folder": str(tmp_path / "cache"), "max_cache_bytes": 10 * BLOCK, "chunk_bytes": BLOCK}
+    defaults = {"cache_folder": str(tmp_path / "cache"), "max_cache_bytes": 10 * CHUNK, "chunk_bytes": CHUNK}
     return StorageConfig(**defaults | {"first_wait_s": 0.01, "timeout_s": 20.0} | changes)
 
 
@@ -47,7 +47,7 @@ def cached(tmp_path):
     return list((tmp_path / "cache" / "blocks").glob("*"))
 
 
-def test_ranges_are_exact_and_each_block_is_asked_for_once(tmp_path, content):
+def test_ranges_are_exact_and_each_chunk_is_requested_once(tmp_path, content):
     with serve_folder(tmp_path / "served") as (url, faults):
         storage = Storage(config(tmp_path))
         assert storage.num_bytes(f"{url}/x.bin") == 100_000
@@ -70,7 +70,7 @@ def test_a_server_that_fails_every_third_request_costs_time_and_nothing_else(tmp
         assert faults.num_faults >= 4
 
 
-def test_a_server_that_hangs_is_asked_again(tmp_path, content):
+def test_a_server_that_hangs_is_retried(tmp_path, content):
     with serve_folder(tmp_path / "served", "hang", every=2) as (url, faults):
         storage = Storage(config(tmp_path, timeout_s=0.5))
         for offset in (0, 50_000):
@@ -92,7 +92,7 @@ def test_after_the_last_attempt_one_error_names_the_file_and_the_reason(tmp_path
 @pytest.mark.parametrize(
     ("status", "advice"), [(404, "no such file"), (403, "check the credentials"), (401, "credentials")]
 )
-def test_what_will_not_pass_is_not_tried_again(tmp_path, content, status, advice):
+def test_permanent_faults_are_not_retried(tmp_path, content, status, advice):
     with serve_folder(tmp_path / "served", status, every=1) as (url, faults):
         with pytest.raises(DataError, match=f"(?i){advice}"):
             Storage(config(tmp_path)).read_range(f"{url}/x.bin", 100_000, 0, 10)
@@ -113,7 +113,7 @@ def test_reading_beyond_the_end_is_an_error_before_any_request(tmp_path):
         Storage(config(tmp_path)).read_range("http://127.0.0.1:9/x.bin", 100, 90, 20)
 
 
-def test_threads_that_want_the_same_block_ask_once(tmp_path, content):
+def test_threads_that_need_the_same_chunk_request_it_once(tmp_path, content):
     with serve_folder(tmp_path / "served") as (url, faults):
         storage = Storage(config(tmp_path))
         got = []
@@ -130,22 +130,22 @@ def test_threads_that_want_the_same_block_ask_once(tmp_path, content):
 # ------------------------------------------------------------------ the cache
 
 
-def test_the_cache_stays_within_its_bytes_and_the_oldest_blocks_leave(tmp_path, content):
+def test_the_cache_stays_within_its_bytes_and_the_least_recently_used_chunks_are_evicted(tmp_path, content):
     with serve_folder(tmp_path / "served") as (url, _):
-        storage = Storage(config(tmp_path, max_cache_bytes=3 * BLOCK, chunk_bytes=BLOCK))
+        storage = Storage(config(tmp_path, max_cache_bytes=3 * CHUNK, chunk_bytes=CHUNK))
         for number in (0, 1, 2, 3, 4):
-            storage.read_range(f"{url}/x.bin", 100_000, number * BLOCK, 10)
-            assert sum(path.stat().st_size for path in cached(tmp_path)) <= 3 * BLOCK
+            storage.read_range(f"{url}/x.bin", 100_000, number * CHUNK, 10)
+            assert sum(path.stat().st_size for path in cached(tmp_path)) <= 3 * CHUNK
             time.sleep(0.02)  # files' times must differ
         kept = sorted(path.name.rpartition("-")[2] for path in cached(tmp_path))
         assert kept == ["2", "3", "4"]
-        Storage(config(tmp_path)).read_range(f"{url}/x.bin", 100_000, 2 * BLOCK, 10)  # now the youngest
+        Storage(config(tmp_path)).read_range(f"{url}/x.bin", 100_000, 2 * CHUNK, 10)  # now the youngest
         storage.read_range(f"{url}/x.bin", 100_000, 0, 10)
         kept = sorted(path.name.rpartition("-")[2] for path in cached(tmp_path))
         assert kept == ["0", "2"]
 
 
-def test_blocks_that_vanish_or_are_damaged_are_downloaded_again(tmp_path, content):
+def test_chunks_that_disappear_or_are_damaged_are_downloaded_again(tmp_path, content):
     with serve_folder(tmp_path / "served") as (url, _):
         for damage in (Path.unlink, lambda path: path.write_bytes(b"short")):
             Storage(config(tmp_path)).prefetch(f"{url}/x.bin", 100_000)
@@ -190,7 +190,7 @@ for offset in range(0, 100_000, 7_000):
 """
 
 
-def test_a_full_disk_is_one_warning_and_reading_goes_on_without_a_cache(tmp_path, content):
+def test_a_full_disk_is_one_warning_and_reading_continues_without_a_cache(tmp_path, content):
     with serve_folder(tmp_path / "served") as (url, faults):
         command = [
             sys.executable,
@@ -208,7 +208,7 @@ def test_a_full_disk_is_one_warning_and_reading_goes_on_without_a_cache(tmp_path
     assert cached(tmp_path) == []
 
 
-def test_a_cache_folder_that_cannot_be_made_is_read_around(tmp_path, content, caplog):
+def test_a_cache_folder_that_cannot_be_made_is_ignored(tmp_path, content, caplog):
     (tmp_path / "cache").write_text("a file where the folder should be")
     with serve_folder(tmp_path / "served") as (url, _):
         storage = Storage(config(tmp_path))
@@ -272,7 +272,7 @@ def test_lengths_and_decisions_shipped_with_a_remote_folder_count_until_there_ar
         assert again.read_sample(0, 3, verify=True) == local.read_sample(0, 3)
 
 
-def test_a_shard_can_be_fetched_ahead(tmp_path):
+def test_a_shard_can_be_prefetched(tmp_path):
     make_shards(tmp_path / "set", 1, 4)
     with serve_folder(tmp_path) as (url, faults):
         index = open_index(f"{url}/set", config=config(tmp_path), num_workers=1)
