@@ -260,7 +260,7 @@ class PromptProcessor:
 
 
 def _encoded(source: Source) -> str | bytes:
-    data = byte_view(source.data).tobytes()
+    data = source.data if isinstance(source.data, bytes) else source.data.tobytes()
     return data.decode() if source.form in ("image_url", "video_url") else data
 
 
@@ -273,9 +273,8 @@ def _max_patches(settings: ImageSettings, max_aspect_ratio: float) -> int:
 def _is_possible(grid: tuple[int, int, int], time_step: float, task: ImageTask, metadata: VisualMetadata) -> bool:
     """Whether preprocessing the task can have this result."""
     pairs, rows, columns = grid
-    max_pairs = math.ceil(
-        (metadata.max_frames if task.is_video_file else len(task.sources)) / metadata.frames_per_patch
-    )
+    num_frames = metadata.max_frames if task.is_video_file else len(task.sources)
+    max_pairs = math.ceil(num_frames / metadata.frames_per_patch)
     return (
         (0 < pairs <= max_pairs if task.is_video_file else pairs == max_pairs)
         and 0 < rows * columns <= metadata.max_patches
