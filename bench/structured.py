@@ -144,11 +144,10 @@ def mask_rows(compiler: GrammarCompiler, tokenizer: Tokenizer, num_threads: int 
     header = "states schemas  serial, ms  us/mask  parallel, ms   p99  us/mask  accept, ms"
     print(f"\n{header}")
     for num_states, num_schemas in ((1, 1), (16, 1), (16, 16), (64, 1), (64, 16)):
-        rng = random.Random(0)
         out_NW = np.empty((num_states, compiler.num_words), np.int32)
         means: dict[str, list[float]] = {}
         for kind in ("warm", "serial", "parallel"):
-            states, later = [], []
+            states, later, rng = [], [], random.Random(0)
             for n in range(num_states):
                 ids = tokenizer.encode_text(output(n % num_schemas))
                 begin = rng.randrange(len(ids) - NUM_STEPS)
