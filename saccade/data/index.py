@@ -622,10 +622,10 @@ def decided(index: ShardIndex) -> dict[str, int]:
     return kept
 
 
-def finish_decisions(index: ShardIndex, *, settings: Mapping[str, Any], funnel: Mapping[str, int]) -> None:
+def finish_decisions(index: ShardIndex, *, settings: Mapping[str, Any], counts: Mapping[str, int]) -> None:
     """Write the summary that makes the decisions valid. Every shard must have decisions.
 
-    Decisions on other shards of the folder stay valid; settings and funnel are those of the last curation.
+    Decisions on other shards of the folder stay valid; settings and counts are those of the last curation.
     """
     kept = decided(index)
     if missing := [entry.name for entry in index.entries if entry.name not in kept]:
@@ -635,6 +635,6 @@ def finish_decisions(index: ShardIndex, *, settings: Mapping[str, Any], funnel: 
         note = read_note(path) or {}
         if "kept" in note and note["name"] not in sizes:
             kept[note["name"]], sizes[note["name"]] = int(note["kept"]), int(note["bytes"])
-    summary = {"version": VERSION, "settings": dict(settings), "kept": kept, "bytes": sizes, "funnel": dict(funnel)}
+    summary = {"version": VERSION, "settings": dict(settings), "kept": kept, "bytes": sizes, "counts": dict(counts)}
     write_json(index.folder / _SUMMARY, summary)
     index.forget()

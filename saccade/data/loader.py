@@ -471,7 +471,7 @@ class _RankShare:
 def _batches(
     share: _RankShare, position: Position, make: Callable[[Iterable[Sequence[SampleRef]]], Iterable[CollateResult]]
 ) -> Generator[tuple[Batch, int]]:
-    """This rank's batches and the bytes read for each. Batches are sampled as `make` asks for sequences: it decides how far ahead."""
+    """This rank's batches and the bytes read for each. Batches are sampled as `make` consumes sequences, so it decides how far ahead."""
     sampled: deque[tuple[BatchSpec, list[int]]] = deque()
 
     def sequences() -> Iterator[Sequence[SampleRef]]:

@@ -4,7 +4,7 @@
 
 Formats: v7, ustar (name prefix), GNU (long names, large sizes), pax (path and size records). Directories, links, devices and
 sparse files are skipped. Header checksums are verified. Behind a damaged header the scan resumes at the next valid one, found by
-its ustar magic and checksum, and a `Gap` tells what was skipped.
+its ustar magic and checksum, and a `Gap` reports what was skipped.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def test_decisions_take_effect_where_the_folder_is_read(tmp_path):
     assert index.kept_sizes.tolist() == [2, 2]
     assert index.kept(0).tolist() == [2, 5]
     assert index.summary()["settings"]["min_side"] == 70
-    assert index.summary()["funnel"] == {"samples": 12, "image too small": 8, "kept": 4}
+    assert index.summary()["counts"] == {"samples": 12, "image too small": 8, "kept": 4}
 
 
 @daft_workers

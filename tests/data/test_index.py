@@ -548,15 +548,15 @@ def test_decisions_are_valid_once_they_are_finished(tmp_path):
     with pytest.raises(DataError, match=r"curation was not finished.*saccade data curate"):
         _ = open_index(folder).kept_sizes
     with pytest.raises(DataError, match=r"1 shards have no decisions: 00001\.tar"):
-        finish_decisions(index, settings={}, funnel={})
+        finish_decisions(index, settings={}, counts={})
     assert decide(index, 1, [False, True, True]) == 1  # the damaged one is not kept whatever is decided
-    finish_decisions(index, settings={"min_score": 0.1}, funnel={"blurred": 2})
+    finish_decisions(index, settings={"min_score": 0.1}, counts={"blurred": 2})
     assert json.loads((folder / "index" / "decisions" / "summary.json").read_text()) == {
         "version": 1,
         "settings": {"min_score": 0.1},
         "kept": {"00000.tar": 2, "00001.tar": 1},
         "bytes": {file.name: file.num_bytes for file in index.files},
-        "funnel": {"blurred": 2},
+        "counts": {"blurred": 2},
     }
     for each in (index, open_index(folder), pickle.loads(pickle.dumps(index))):
         assert each.kept_sizes.tolist() == [2, 1]
@@ -569,7 +569,7 @@ def test_decisions_about_other_tars_are_refused(tmp_path):
     index = open_index(folder, num_workers=1)
     for shard in (0, 1):
         decide(index, shard, [True, True, False])
-    finish_decisions(index, settings={}, funnel={})
+    finish_decisions(index, settings={}, counts={})
     write_samples(folder / "00001.tar", [make_sample(f"{n}") for n in range(9)])
     changed = open_index(folder, num_workers=1)
     with pytest.raises(DataError, match=r"1 shards were added or changed after curation \(00001\.tar\)"):
@@ -634,6 +634,19 @@ def test_measuring_resumes_where_it_stopped_and_detects_changed_tars(tmp_path):
     assert len(changed.lengths(0, "abc")[0]) == 9
 
 
+def test_machines_that_measure_one_folder_at_once_share_the_work(tmp_path):
+    make_shards(tmp_path, 4, 2)
+    index, others = open_index(tmp_path, num_workers=1), []
+
+    def another_machine(progress):
+        if not others:
+            others.append(build_lengths(open_index(tmp_path), measure_words, "abc", num_workers=1))
+
+    assert build_lengths(index, measure_words, "abc", num_workers=1, on_progress=another_machine) == 1
+    assert others == [3]
+    assert index.missing_lengths("abc") == []
+
+
 def test_a_bug_in_a_measure_is_not_reported_as_a_bad_sample(tmp_path):
     index = shards_with_lines(tmp_path)
     with pytest.raises(ZeroDivisionError):
@@ -653,10 +666,10 @@ def test_parts_of_a_folder_are_curated_by_themselves(tmp_path):
     part, other = open_index(folder / "{00000..00001}.tar"), open_index(folder / "00002.tar")
     for shard in (0, 1):
         decide(part, shard, [True, False])
-    finish_decisions(part, settings={}, funnel={"blurred": 2})
+    finish_decisions(part, settings={}, counts={"blurred": 2})
     assert open_index(folder / "00002.tar").kept_sizes.tolist() == [2]  # nothing was decided on it
     with pytest.raises(DataError, match=r"00002\.tar.*saccade data curate"):
         _ = open_index(folder).kept_sizes
     decide(other, 0, [False, True])
-    finish_decisions(other, settings={}, funnel={"blurred": 1})
+    finish_decisions(other, settings={}, counts={"blurred": 1})
     assert open_index(folder).kept_sizes.tolist() == [1, 1, 1]

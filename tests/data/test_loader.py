@@ -139,7 +139,7 @@ def test_lengths_measured_ahead_are_those_the_stream_uses(tmp_path, checkpoint, 
     folder, seen = make_shards(tmp_path / "new", 3, 4), []
     rules = TextRules(caption_prompt="What is it?")
     source = Source(path=folder, rules=rules)
-    (measured,) = measure_lengths(source, checkpoint=checkpoint, num_workers=2)
+    (measured,) = measure_lengths(source, checkpoint=checkpoint, num_workers=1)
     assert (measured.num_measured, measured.name) == (3, "new")
     assert measure_lengths([source], checkpoint=checkpoint)[0].num_measured == 0
     stream = opened(source, num_epochs=1, on_progress=lambda what, progress: seen.append(what))

@@ -255,7 +255,7 @@ def test_lengths_and_decisions_shipped_with_a_remote_folder_count_until_there_ar
     table = pa.table({"keep": [True, False, True, False], "reason": pa.array([None, "dark", None, "dark"])})
     for shard in (0, 1):
         write_decisions(local, shard, table)
-    finish_decisions(local, settings={}, funnel={"dark": 4})
+    finish_decisions(local, settings={}, counts={"dark": 4})
     with serve_folder(tmp_path) as (url, _):
         index = open_index(f"{url}/set", build=False, config=config(tmp_path))
         assert index.missing_lengths("abc") == []

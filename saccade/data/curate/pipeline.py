@@ -122,8 +122,8 @@ class _Decisions:
             dropped.update(reason for reason in table["reason"].to_pylist() if reason is not None)
             absent.update({name: table[name].null_count for name in self._settings.scores})
         by_reason = in_order(dropped)
-        funnel = {"samples": len(self._index), **by_reason, "kept": num_kept}
-        finish_decisions(self._index, settings=encode(self._settings), funnel=funnel)
+        counts = {"samples": len(self._index), **by_reason, "kept": num_kept}
+        finish_decisions(self._index, settings=encode(self._settings), counts=counts)
         absent = +absent
         for name, number in absent.items():
             kept_or_dropped = "kept" if self._settings.scores[name].when_absent == "keep" else "dropped"
