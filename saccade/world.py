@@ -1,11 +1,11 @@
-"""The processes that train together: who this one is, and the few things they say to each other.
+"""The distributed world: this process's rank, and a few collectives.
 
     with open_world() as world:
         total = world.all_sum(tensor)
 
-`torchrun` starts the processes and tells each its place in environment variables; without them the world is one process, which
-needs no network. GPUs talk by NCCL. Every world of several also has a gloo group on the CPU, for what is said beside the
-training step: small JSON values, and the bookkeeping of a save in the background.
+`torchrun` starts the processes and passes ranks in environment variables; without them the world is one process, which needs no
+network. GPUs use NCCL. A world of several ranks also has a gloo group on the CPU for communication outside the training step: small
+JSON values, and asynchronous saves.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from saccade.device import resolve_device
 from saccade.errors import ConfigError
 
 TIMEOUT_S = 600.0
-"""How long a rank waits for another in a collective. A step takes seconds; reading a large checkpoint, minutes."""
+"""Timeout of collectives. A step takes seconds; loading a large checkpoint, minutes."""
 
 FLIGHT_RECORDER_EVENTS = 2000
-"""Collectives NCCL remembers per rank, so that the watchdog can say at which one a run stands."""
+"""Size of NCCL's flight recorder per rank, which the watchdog dumps."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that train together."""
+    """This process and its world."""
 
     rank: int
-    """0 .. size - 1, one per process; rank 0 is the main one, which writes and logs."""
+    """0 .. size - 1; rank 0 is the main rank, which writes and logs."""
     size: int
-    """Processes in all."""
+    """Number of processes."""
     local_rank: int
-    """The process's number on its machine, and so the number of its GPU."""
+    """Rank on this node, and index of its GPU."""
     device: torch.device
-    """Where this process computes."""
+    """Device of this process."""
     cpu_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    """The ranks' gloo group; None in a world of one."""
+    """gloo group of all ranks; None in a world of one."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and logs."""
+        """Whether this is the main rank, which writes and logs."""
         return self.rank == 0
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, in place and on every rank; the host does not wait for it on a GPU."""
+        """All-reduce sum in place; asynchronous to the host on a GPU."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
-        """Wait until every rank is here; for work that may take long on one of them, with more patience than usual."""
+        """Wait for every rank; `timeout_s` for work that may take long on one of them."""
         if timeout_s is None:
             self.broadcast(None)
         elif self.size > 1:
@@ -80,7 +80,7 @@ class World:
         return self.gather(value if self.is_main else None)[0]
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Every rank's JSON value, on every rank, in their order. The host waits: not for the inside of a step."""
+        """Every rank's JSON value by rank, on every rank. Blocks the host: not for use inside a step."""
         if self.size == 1:
             return [value]
         group = group or self.cpu_group
@@ -95,13 +95,13 @@ class World:
         return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
     def new_cpu_group(self) -> dist.ProcessGroup:
-        """Another gloo group of all ranks, for a thread of its own. Every rank must ask for it."""
+        """Another gloo group of all ranks, for use in a separate thread. Collective."""
         self.open_local_group()
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
 
     def open_local_group(self) -> None:
-        """Give a world of one the process group that sharding and saving ask for; it stays inside this process."""
+        """Create the process group that FSDP and DCP need in a world of one; it uses no network."""
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -109,27 +109,27 @@ class World:
 
 @contextmanager
 def open_world(device: str | torch.device = "auto", *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
-    """Join the processes the launcher started, leave them at the end."""
-    rank, size, local_rank = _place()
+    """Join the world the launcher started; leave it at the end."""
+    rank, size, local_rank = _ranks()
     world = World(rank, size, local_rank, _device_of(device, local_rank))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     try:
-        yield _joined(world, timeout_s) if size > 1 else world
+        yield _join(world, timeout_s) if size > 1 else world
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _joined(world: World, timeout_s: float) -> World:
-    """Meet the other ranks."""
+def _join(world: World, timeout_s: float) -> World:
+    """Rendezvous with the other ranks."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_EVENTS))
     timeout = timedelta(seconds=timeout_s)
     store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     is_cuda = world.device.type == "cuda"
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
-        store=_fresh(store, world.rank, world.size, timeout_s),
+        store=_fresh_store(store, world.rank, world.size, timeout_s),
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
@@ -138,31 +138,31 @@ def _joined(world: World, timeout_s: float) -> World:
     return replace(world, cpu_group=world.new_cpu_group())
 
 
-def _fresh(store: Store, rank: int, size: int, timeout_s: float) -> Store:
-    """A corner of the store in which no earlier life of the run has left anything.
+def _fresh_store(store: Store, rank: int, size: int, timeout_s: float) -> Store:
+    """A prefix of the store without keys of earlier attempts.
 
-    torchrun keeps one store over its restarts; addresses that dead processes wrote there would be taken for those of the living.
-    So rank 0 names the corner, and a name counts once rank 0 has confirmed the secrets of all ranks alive now.
+    torchrun keeps one store across restarts; addresses written by dead processes would be used for live ones. So rank 0 chooses a
+    prefix, which is valid once rank 0 has confirmed the secrets of all live ranks.
     """
     secret, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
     if rank == 0:
-        answers = [f"saccade/{secret}/{other}" for other in range(1, size)]
-        store.set("saccade/corner", secret)
-        store.wait(answers, timedelta(seconds=timeout_s))
-        store.set(f"saccade/{secret}/confirmed", json.dumps([store.get(answer).decode() for answer in answers]))
+        keys = [f"saccade/{secret}/{other}" for other in range(1, size)]
+        store.set("saccade/prefix", secret)
+        store.wait(keys, timedelta(seconds=timeout_s))
+        store.set(f"saccade/{secret}/confirmed", json.dumps([store.get(key).decode() for key in keys]))
         return PrefixStore(secret, store)
     while time.monotonic() < deadline:
-        corner = store.get("saccade/corner").decode()
-        store.set(f"saccade/{corner}/{rank}", secret)
-        confirmed = f"saccade/{corner}/confirmed"
+        prefix = store.get("saccade/prefix").decode()
+        store.set(f"saccade/{prefix}/{rank}", secret)
+        confirmed = f"saccade/{prefix}/confirmed"
         if store.check([confirmed]) and json.loads(store.get(confirmed))[rank - 1] == secret:
-            return PrefixStore(corner, store)
+            return PrefixStore(prefix, store)
         time.sleep(0.02)
-    raise ConfigError(f"rank {rank} has not met rank 0 within {timeout_s:.0f} s. Look at the logs of the other ranks")
+    raise ConfigError(f"rank {rank} did not reach rank 0 within {timeout_s:.0f} s. Look at the logs of the other ranks")
 
 
-def _place() -> tuple[int, int, int]:
-    """Rank, size and local rank from the launcher's variables; one process without them."""
+def _ranks() -> tuple[int, int, int]:
+    """Rank, world size and local rank from the launcher's environment variables; one process without them."""
     if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
         return 0, 1, 0
     size, rank = _number("WORLD_SIZE", at_least=1), _number("RANK")
@@ -187,7 +187,7 @@ def _number(name: str, at_least: int = 0) -> int:
 
 
 def _device_of(device: str | torch.device, local_rank: int) -> torch.device:
-    """The GPU of a process is the one with its local number, unless one is named."""
+    """The GPU with the local rank's index, unless one is named."""
     resolved = resolve_device(device)
     if resolved == torch.device("cuda"):
         return resolve_device(f"cuda:{local_rank}")

@@ -1,17 +1,17 @@
-"""What backward needs of a row, tensor by tensor: bytes that each block keeps, makes again and works in. Plain arithmetic, no torch.
+"""Activation memory of a micro-batch: bytes that each block saves for backward, recomputes, and uses as workspace. No torch.
 
-What is kept follows from the kernels (the counts of a test on what autograd really saves agree to the byte):
+What is saved follows from the kernels (a test compares the counts with what autograd saves, to the byte):
 
-    RMSNorm          its input, and one fp32 a row; after a residual sum, that sum
-    linear layer     its input, where its weight learns
-    rope             nothing but the table of angles, which all blocks share
-    attention        q and k as turned, v, the result, and one fp32 a row and head; in windows neither of the last two
-    swiglu_linear    gate and up; where low-rank matrices stand beside the layer behind it, its own result too
+    RMSNorm          its input, and one fp32 per token; after a residual sum, that sum
+    linear layer     its input, if its weight is trained
+    rope             nothing but the cos/sin table, shared by all blocks
+    attention        rotated q and k, v, the output, and one fp32 per token and head; window attention neither of the last two
+    swiglu_linear    gate and up; with a LoRA adapter on the down projection, its own output too
     residual sum     nothing
-    low rank         its input, and R numbers a row; with dropout an input of its own and a mask
+    LoRA             its input, and R values per token; with dropout, a separate input and a mask
 
-In the tower, v is a view of the fused projection, so the whole of it stays: three widths for one. What two layers share (a norm's
-output, read by q, k and v) is kept once. A block that is frozen, behind nothing that learns, keeps nothing.
+In the vision tower v is a view of the fused projection, so all of it is saved: three widths instead of one. A tensor read by
+several layers (a norm's output by q, k and v) is saved once. A frozen block with nothing trained before it saves nothing.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,161 +26,170 @@ from saccade.train.config import Recompute
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchSize:
-    """What one row holds: the most that any row of a stage may."""
+    """Maximum size of a micro-batch, that is of a packed sequence."""
 
     tokens: int
-    """Tokens, image tokens included."""
+    """Tokens, including image tokens."""
     patches: int
-    """Image patches."""
+    """Vision patches."""
     loss_tokens: int | None = None
-    """Tokens that are predicted; all of them where not given."""
+    """Loss tokens; default: all tokens."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.patches < 0 or not 0 <= self.num_loss_tokens <= self.tokens:
             raise ConfigError(
-                f"a row of {self.tokens} tokens, {self.patches} patches and {self.loss_tokens} learned tokens cannot be"
+                f"{self.tokens} tokens, {self.patches} patches and {self.loss_tokens} loss tokens are not a valid size. Give at least one token"
             )
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens that are predicted."""
+        """Number of loss tokens."""
         return self.tokens if self.loss_tokens is None else self.loss_tokens
 
 
-class Needs(NamedTuple):
-    """Bytes that one block's backward needs."""
+class BlockMemory(NamedTuple):
+    """Bytes that the backward pass of one block needs."""
 
-    kept: Mapping[str, int]
-    """From forward on, by tensor."""
-    remade: int
-    """Dropped in forward and made again."""
-    working: int
-    """Gradients of activations, at most at a time."""
+    saved: Mapping[str, int]
+    """Saved in forward, by tensor."""
+    recomputed: int
+    """Recomputed in backward."""
+    workspace: int
+    """Peak of the activation gradients."""
 
     @property
-    def num_kept(self) -> int:
-        """Bytes of all tensors that are kept."""
-        return sum(self.kept.values())
+    def num_saved(self) -> int:
+        """Bytes of all saved tensors."""
+        return sum(self.saved.values())
 
 
-NOTHING = Needs({}, 0, 0)
+NOTHING = BlockMemory({}, 0, 0)
 
 
-class Learning(NamedTuple):
-    """How a block stands to what learns."""
+class BlockTraining(NamedTuple):
+    """What is trained in and before a block."""
 
     layers: Collection[str]
-    """Its linear layers that keep their input: those whose weight learns, or has low-rank matrices beside it."""
-    is_reached: bool
-    """Whether gradients pass through it: it, or something before it, learns."""
+    """Linear layers that save their input: with a trained weight or a LoRA adapter."""
+    has_gradients: bool
+    """Whether gradients pass through it: it, or something before it, is trained."""
     low_rank: int = 0
-    """Numbers a row that its low-rank matrices keep besides."""
+    """Values per token that its LoRA adapters save in addition."""
     splits_down: bool = False
-    """Whether low-rank matrices stand beside its down projection."""
+    """Whether the down projection has a LoRA adapter."""
 
 
 def vision_block(
-    config: ModelConfig, row: MicroBatchSize, layer: int, learning: Learning, recompute: Recompute, element: int
-) -> Needs:
-    """One block of the tower. `element`: bytes of a number in the compute dtype."""
+    config: ModelConfig, size: MicroBatchSize, layer: int, training: BlockTraining, recompute: Recompute, element: int
+) -> BlockMemory:
+    """One vision block. `element`: bytes of an element in the compute dtype."""
     vision = config.vision
     width, inner = vision.hidden_size * element, _aligned(vision.intermediate_size) * element
     is_full = layer in vision.full_attention_layers
     sizes = {
         "stream": 2 * width,
-        "norms": width * ("qkv" in learning.layers),
+        "norms": width * ("qkv" in training.layers),
         "qkv": 3 * width,
         "q and k": 2 * width,
-        "attended": width * (is_full or "proj" in learning.layers),
+        "attended": width * (is_full or "proj" in training.layers),
         "statistics": 4 * (2 + is_full * vision.num_heads),
     }
-    return _block(sizes, row.patches, (width, inner), learning, recompute, element)
+    return _block(sizes, size.patches, (width, inner), training, recompute, element)
 
 
 def decoder_layer(
-    config: ModelConfig, row: MicroBatchSize, learning: Learning, recompute: Recompute, element: int
-) -> Needs:
-    """One layer of the decoder."""
+    config: ModelConfig, size: MicroBatchSize, training: BlockTraining, recompute: Recompute, element: int
+) -> BlockMemory:
+    """One decoder layer."""
     language = config.language
     width, inner = language.hidden_size * element, _aligned(language.intermediate_size) * element
     sizes = {
         "stream": 2 * width,
-        "norms": width * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(learning.layers)),
+        "norms": width * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(training.layers)),
         "q and k": width + language.num_kv_heads * language.head_dim * element,
         "v": language.num_kv_heads * language.head_dim * element,
         "attended": width,
         "statistics": 4 * (2 + language.num_heads),
     }
-    return _block(sizes, row.tokens, (width, inner), learning, recompute, element)
+    return _block(sizes, size.tokens, (width, inner), training, recompute, element)
 
 
 def _block(
-    sizes: Mapping[str, int], rows: int, widths: tuple[int, int], learning: Learning, recompute: Recompute, element: int
-) -> Needs:
-    """Attention as given, then the feed-forward; less what is recomputed. Sizes and widths, outer and inner, are bytes a row."""
+    sizes: Mapping[str, int],
+    length: int,
+    widths: tuple[int, int],
+    training: BlockTraining,
+    recompute: Recompute,
+    element: int,
+) -> BlockMemory:
+    """Attention as given, plus the MLP, minus what is recomputed. Sizes and widths (hidden, intermediate) in bytes per token."""
     width, inner = widths
-    if not learning.is_reached:
+    if not training.has_gradients:
         return NOTHING
-    reads_norm = recompute == "selective" or not {"gate_proj", "up_proj"}.isdisjoint(learning.layers)
-    kept = dict(sizes) | {
+    reads_norm = recompute == "selective" or not {"gate_proj", "up_proj"}.isdisjoint(training.layers)
+    saved = dict(sizes) | {
         "norms": sizes["norms"] + width * reads_norm,
         "gate and up": 2 * inner,
-        "activated": inner * learning.splits_down,
-        "low rank": learning.low_rank * element,
+        "activated": inner * training.splits_down,
+        "low rank": training.low_rank * element,
     }
-    remade = 0
+    recomputed = 0
     if recompute == "selective":
-        remade = kept.pop("gate and up") + kept.pop("activated")
+        recomputed = saved.pop("gate and up") + saved.pop("activated")
     elif recompute == "full":
-        remade = sum(kept.values()) - width
-        kept = {"stream": width}
-    # Most inside the feed-forward: gradients of its result, of gate and of up, and the stream's twice. Where activation and down
-    # projection are one function, the result is made again beside them.
-    working = (3 + (recompute == "none")) * inner + 2 * width
-    return Needs({name: size * rows for name, size in kept.items() if size}, remade * rows, working * rows)
+        recomputed = sum(saved.values()) - width
+        saved = {"stream": width}
+    # The peak is inside the MLP: gradients of its activation, of gate and of up, and twice that of the residual stream. If activation
+    # and down projection are fused, the activation is recomputed as well.
+    workspace = (3 + (recompute == "none")) * inner + 2 * width
+    return BlockMemory(
+        {name: per_token * length for name, per_token in saved.items() if per_token},
+        recomputed * length,
+        workspace * length,
+    )
 
 
-def patch_embedding(config: ModelConfig, row: MicroBatchSize, learning: Learning, element: int) -> Needs:
-    """Pixels to the tower's width."""
+def patch_embedding(config: ModelConfig, size: MicroBatchSize, training: BlockTraining, element: int) -> BlockMemory:
+    """Patch embedding."""
     vision = config.vision
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    kept = {"pixels": pixels * element * row.patches} if learning.layers else {}
-    return Needs(kept, 0, 0)
+    saved = {"pixels": pixels * element * size.patches} if training.layers else {}
+    return BlockMemory(saved, 0, 0)
 
 
-def projector(config: ModelConfig, row: MicroBatchSize, learning: Learning, element: int) -> Needs:
-    """The tower's last norm, two linear layers, and the features that go among the tokens."""
-    if not learning.is_reached:
+def projector(config: ModelConfig, size: MicroBatchSize, training: BlockTraining, element: int) -> BlockMemory:
+    """The projector's norm, two linear layers, and the image features."""
+    if not training.has_gradients:
         return NOTHING
-    width = config.vision.hidden_size * element * row.patches
-    features = row.patches // config.vision.patches_per_token * config.language.hidden_size * element
-    kept = {
+    width = config.vision.hidden_size * element * size.patches
+    features = size.patches // config.vision.patches_per_token * config.language.hidden_size * element
+    saved = {
         "stream": width,
-        "norms": width * ("0" in learning.layers),
-        "hidden": width * (1 + ("2" in learning.layers)),
+        "norms": width * ("0" in training.layers),
+        "hidden": width * (1 + ("2" in training.layers)),
         "features": features,
-        "statistics": 4 * row.patches,
+        "statistics": 4 * size.patches,
     }
-    return Needs({name: size for name, size in kept.items() if size}, 0, 3 * width)
+    return BlockMemory({name: bytes_ for name, bytes_ in saved.items() if bytes_}, 0, 3 * width)
 
 
-def final_norm(config: ModelConfig, row: MicroBatchSize, learning: Learning, element: int) -> Needs:
-    """The norm before the head."""
-    if not learning.is_reached:
+def final_norm(config: ModelConfig, size: MicroBatchSize, training: BlockTraining, element: int) -> BlockMemory:
+    """The final norm before the head."""
+    if not training.has_gradients:
         return NOTHING
-    width = config.language.hidden_size * element * row.tokens
-    return Needs({"stream": width, "statistics": 4 * row.tokens}, 0, 2 * width)
+    width = config.language.hidden_size * element * size.tokens
+    return BlockMemory({"stream": width, "statistics": 4 * size.tokens}, 0, 2 * width)
 
 
-def input_bytes(config: ModelConfig, row: MicroBatchSize) -> int:
-    """This row and the next on the device, with pixels in bytes, and this one's tables of angles."""
+def input_bytes(config: ModelConfig, size: MicroBatchSize) -> int:
+    """Bytes of this micro-batch and the next one on the device (pixels as uint8), and of this one's cos/sin tables."""
     vision = config.vision
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    numbers = 5 * 8 + 1  # token id, label, three positions, whether it is learned
-    tables = 4 * (vision.head_dim * row.patches + config.language.head_dim * row.tokens)
-    return 2 * (numbers * row.tokens + pixels * row.patches) + tables
+    per_token = 5 * 8 + 1  # token id, label, three positions, loss mask
+    tables = 4 * (vision.head_dim * size.patches + config.language.head_dim * size.tokens)
+    return 2 * (per_token * size.tokens + pixels * size.patches) + tables
 
 
 def _aligned(size: int) -> int:
-    """As `FeedForward` lies in memory."""
+    """The padded size of `FeedForward`."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,11 +1,11 @@
-"""Whether a step is good, and what to do when it is not. Plain decisions over plain numbers.
+"""Detection of bad steps (NaN, spikes) and the reaction to them. Pure decisions over numbers.
 
-    accept     the update is made
-    skip       the gradients are dropped, the samples are named, the next batch is tried
-    roll back  too many skips in a row: the weights go back to the last saved state, the data goes on from here
-    give up    it has gone back too often
+    accept     run the optimizer
+    skip       drop the gradients, log the samples, continue with the next batch
+    roll back  too many consecutive skips: load weights and optimizer of the last saved state, continue with the next batch
+    give up    too many rollbacks
 
-Every rank is given the same numbers (they are summed over the ranks), so every rank decides alike.
+Every rank gets the same numbers (they are summed over the ranks), so every rank makes the same decision.
 """
 
 import math
@@ -19,7 +19,7 @@ from saccade.train.config import GuardConfig
 
 
 class Action(Enum):
-    """What is done with a step."""
+    """What to do with a step."""
 
     ACCEPT = "accept"
     SKIP = "skip"
@@ -29,15 +29,15 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision and why."""
+    """An action and its reason."""
 
     action: Action
     reason: str | None = None
-    """What was wrong with the step; None when nothing was."""
+    """What is wrong with the step; None if nothing is."""
 
 
 class Guard:
-    """Judges one step after another."""
+    """Checks one step after another."""
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
@@ -46,7 +46,7 @@ class Guard:
         self._num_rollbacks = 0
 
     def check(self, loss: float, grad_norm: float) -> Decision:
-        """Decide about a step from its loss and gradient norm."""
+        """Decide what to do with a step, from its loss and gradient norm."""
         reason = self._fault(loss, grad_norm)
         if reason is None:
             self._losses.append(loss)
@@ -74,14 +74,14 @@ class Guard:
 
     @property
     def limit(self) -> float:
-        """The loss above which a step is a spike; infinite until there is something to compare with."""
+        """The loss above which a step is a spike; infinite until there is enough history."""
         if len(self._losses) < min(self._config.min_history, self._config.window):
             return math.inf
         mean = self._mean
         spread = math.sqrt(sum((loss - mean) ** 2 for loss in self._losses) / len(self._losses))
         by_spread = max(mean + self._config.spike_sigmas * spread, mean * self._config.spike_floor)
         by_factor = mean * self._config.spike_factor
-        # inf * 0 is not a number: a window without spread, or of zero loss, sets no limit where none is asked for.
+        # inf * 0 is NaN: with a disabled threshold, a window without spread or with zero loss sets no limit.
         return min(inf_if_nan(by_spread), inf_if_nan(by_factor))
 
     @property
@@ -89,15 +89,15 @@ class Guard:
         return sum(self._losses) / len(self._losses)
 
     def state_dict(self) -> dict[str, Any]:
-        """All it remembers, as JSON."""
+        """The state as JSON."""
         return {"losses": list(self._losses), "num_skips": self._num_skips, "num_rollbacks": self._num_rollbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember what another one did."""
+        """Restore a state."""
         self._losses = deque(state["losses"], maxlen=self._config.window)
         self._num_skips, self._num_rollbacks = state["num_skips"], state["num_rollbacks"]
 
 
 def inf_if_nan(value: float) -> float:
-    """The value; infinity where it is not a number."""
+    """The value, or infinity if it is NaN."""
     return math.inf if math.isnan(value) else value

@@ -1,21 +1,21 @@
-"""Low-rank matrices that learn beside frozen linear layers.
+"""LoRA and QLoRA: low-rank adapters on frozen linear layers.
 
 Legend: T tokens, D inputs, N outputs, R rank.
 
     y_TN = x_TD W_ND' + bias_N + alpha / R * (x_TD A_RD') B_NR'
 
-A begins random and B zero: training begins at the model as it is. A and B are parameters like any other (fp32 masters, sharded,
-saved), at `optimizer.lr` or the rate of a key of `optimizer.lrs` that matches their names, such as `lora`; all else is frozen.
-Names stay as they are: beside `q_proj.weight` stand `q_proj.lora_A` and `q_proj.lora_B`. For backward a layer keeps x, as one that
-learns does, and x A' [T, R].
+A is initialized randomly and B with zeros, so training starts from the unchanged model. A and B are ordinary parameters (fp32 masters,
+sharded, saved) with `optimizer.lr` or the rate of a matching key of `optimizer.lrs`, such as `lora`; everything else is frozen.
+Their names are those of the layer: `q_proj.weight`, `q_proj.lora_A`, `q_proj.lora_B`. Saved for backward: x, as for any trained
+layer, and x A' [T, R].
 
-QLoRA (`quantize_base`). W is held as `weight_bits` and `weight_scale`: in 4 bits with a scale for every 64 inputs of an output, or in
-8 bits with a scale for every output; 0.53 or 1 bytes a weight where bf16 has 2. It is made whole where it is multiplied, in
-forward and again in backward, and not kept between. Only layers with matrices are quantized.
+QLoRA (`quantize_base`): W is stored as `weight_bits` and `weight_scale`, in 4 bits with one scale per 64 inputs of an output, or in 8
+bits with one scale per output; 0.53 or 1 bytes per weight instead of 2. It is dequantized for each matmul, in forward and again
+in backward, and not kept in between. Only layers with adapters are quantized.
 
-Merging adds alpha / R * B A to W in fp32 and rounds once. With QLoRA, W is then that of the folder the run began with, not the
-rounded one that A and B were trained beside. So the exported folder has no error of 4 bits in it; but it differs from the model that
-was trained by that error (up to about half a scale a weight), and what A and B had learned to make up for it, they still do.
+Merging adds alpha / R * B A to W in fp32 and rounds once. With QLoRA, W is then the original weight, not the quantized one that A and
+B were trained with: the export has no quantization error, but differs from the trained model by that error (up to about half a scale
+per weight), including what A and B learned to compensate.
 """
 
 import difflib
@@ -37,19 +37,19 @@ from saccade.model.vlm import VLM
 from saccade.train.config import LoraConfig, Quantization
 
 GROUP_SIZE = 64
-"""Inputs that share a scale in 4 bits: 0.03 bytes a weight for scales."""
+"""Inputs per 4-bit scale: 0.03 bytes per weight for scales."""
 _ALIGNMENT = 128
-"""Quantized weights are held in multiples of so many inputs, as the 4-bit kernels want them; the added ones are zero."""
+"""Quantized weights are zero-padded to a multiple of this many inputs, as the 4-bit kernels require."""
 
 
 # ------------------------------------------------------------------ the frozen weight
 
 
 def stored_weight(weight_ND: Tensor, quantization: Quantization, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a layer keeps of its weight, by parameter name; computed where the weight lies, and without memory on `meta`.
+    """The parameters a layer stores for its weight, by name; computed on the weight's device, which may be meta.
 
-    Quantized numbers stand in memory as tensors of `dtype`, the one that is computed in: FSDP gathers those bit for bit, where
-    it would cast another float and (torch 2.11) refuse integers.
+    Quantized values are stored as tensors of `dtype`, the compute dtype: FSDP gathers those bit for bit, but would cast other
+    floats and (torch 2.11) refuse integers.
     """
     if quantization == "none":
         return {"weight": weight_ND.to(dtype)}
@@ -62,11 +62,11 @@ def stored_weight(weight_ND: Tensor, quantization: Quantization, dtype: torch.dt
     return {"weight_bits": bits.view(dtype), "weight_scale": scale}
 
 
-def compute_weight(held: Sequence[Tensor], quantization: Quantization, num_inputs: int) -> Tensor:
-    """[N, D]: the weight that `stored_weight` kept, in the dtype it is computed in."""
+def compute_weight(stored: Sequence[Tensor], quantization: Quantization, num_inputs: int) -> Tensor:
+    """[N, D]: the weight that `stored_weight` stored, in the compute dtype."""
     if quantization == "none":
-        return held[0]
-    bits, scale = held
+        return stored[0]
+    bits, scale = stored
     if quantization == "int4":
         return dequantize_int4(bits.view(torch.int32), scale, None, scale.dtype)[:, :num_inputs]
     return bits.view(torch.int8)[:, :num_inputs].to(scale.dtype).mul_(scale)
@@ -86,37 +86,37 @@ class _LoraFunction(torch.autograd.Function):
         lora_B: Tensor,
         scale: float,
         quantization: Quantization,
-        *held: Tensor,
+        *stored: Tensor,
     ) -> Tensor:
         seen_TD = x_TD if dropped_TD is None else dropped_TD
         low_TR = seen_TD @ lora_A.T
-        y_TN = F.linear(x_TD, compute_weight(held, quantization, x_TD.shape[1]), bias_N)
-        ctx.save_for_backward(seen_TD, low_TR, lora_A, lora_B, *held)
+        y_TN = F.linear(x_TD, compute_weight(stored, quantization, x_TD.shape[1]), bias_N)
+        ctx.save_for_backward(seen_TD, low_TR, lora_A, lora_B, *stored)
         ctx.scale, ctx.quantization, ctx.has_dropout = scale, quantization, dropped_TD is not None
         return y_TN.addmm_(low_TR, lora_B.T, alpha=scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_TN: Tensor) -> tuple[Tensor | None, ...]:
-        seen_TD, low_TR, lora_A, lora_B, *held = ctx.saved_tensors
+        seen_TD, low_TR, lora_A, lora_B, *stored = ctx.saved_tensors
         d_low_TR = (d_y_TN @ lora_B).mul_(ctx.scale)
         d_lora_A = d_low_TR.T @ seen_TD
         d_lora_B = (d_y_TN.T @ low_TR).mul_(ctx.scale)
         d_x_TD = d_dropped_TD = None
         if ctx.needs_input_grad[0]:
-            d_x_TD = d_y_TN @ compute_weight(held, ctx.quantization, seen_TD.shape[1])
+            d_x_TD = d_y_TN @ compute_weight(stored, ctx.quantization, seen_TD.shape[1])
             if ctx.has_dropout:
                 d_dropped_TD = d_low_TR @ lora_A
             else:
                 d_x_TD.addmm_(d_low_TR, lora_A)
-        return d_x_TD, d_dropped_TD, None, d_lora_A, d_lora_B, *(None,) * (2 + len(held))
+        return d_x_TD, d_dropped_TD, None, d_lora_A, d_lora_B, *(None,) * (2 + len(stored))
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer with two matrices beside it that learn."""
+    """A frozen linear layer with a trained LoRA adapter."""
 
     def __init__(self, linear: nn.Linear, config: LoraConfig, dtype: torch.dtype) -> None:
-        """`dtype` is the one that is computed in; the matrices are of the linear layer's own, in which parameters are held."""
+        """`dtype` is the compute dtype; the adapter has the dtype of the linear layer's parameters."""
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
         self.rank, self.alpha, self.scale = config.rank, config.alpha, config.alpha / config.rank
@@ -131,22 +131,22 @@ class LoraLinear(nn.Module):
         """[..., D] to [..., N]."""
         x_TD = x.flatten(0, -2)
         dropped_TD = F.dropout(x_TD, self.dropout) if self.training and self.dropout else None
-        held = [self.weight] if self.quantization == "none" else [self.weight_bits, self.weight_scale]
+        stored = [self.weight] if self.quantization == "none" else [self.weight_bits, self.weight_scale]
         y_TN: Tensor = _LoraFunction.apply(  # type: ignore[no-untyped-call]
-            x_TD, dropped_TD, self.bias, self.lora_A, self.lora_B, self.scale, self.quantization, *held
+            x_TD, dropped_TD, self.bias, self.lora_A, self.lora_B, self.scale, self.quantization, *stored
         )
         return y_TN.view(*x.shape[:-1], self.out_features)
 
     def stored_weight(self, weight_ND: Tensor) -> dict[str, Tensor]:
-        """What is kept of a whole weight, by the name of the parameter that keeps it."""
+        """The parameters that store a full weight, by name."""
         return stored_weight(weight_ND, self.quantization, self._dtype)
 
 
-# ------------------------------------------------------------------ into the model and out again
+# ------------------------------------------------------------------ add to a model, merge
 
 
 def add_lora(model: VLM, config: LoraConfig, dtype: torch.dtype) -> None:
-    """Put matrices beside the layers that `config` names. The model has no memory yet; it is computed in `dtype`."""
+    """Replace the layers that `config` names by LoRA layers, on the meta device. `dtype`: compute dtype."""
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     for name in target_layers(list(linears), config):
         parent, _, child = name.rpartition(".")
@@ -154,43 +154,43 @@ def add_lora(model: VLM, config: LoraConfig, dtype: torch.dtype) -> None:
 
 
 def target_layers(names: Sequence[str], config: LoraConfig) -> list[str]:
-    """Those of the linear layers' names that `config` means, in order. A target or a part that means none is an error."""
+    """Names of the linear layers that `config` targets, in order. A target or a part without a match is an error."""
     inside = [name for name in names if name.split(".")[0] in config.parts]
     for target in config.targets:
-        if not any(_means(target, name) for name in inside):
+        if not any(_matches(target, name) for name in inside):
             raise ConfigError(_no_layer(target, inside, config))
-    found = [name for name in inside if any(_means(target, name) for target in config.targets)]
+    found = [name for name in inside if any(_matches(target, name) for target in config.targets)]
     if idle := [part for part in config.parts if not any(name.startswith(f"{part}.") for name in found)]:
         raise ConfigError(
-            f"lora: no target is a layer of {', '.join(idle)}. Add its layers to targets, or take it out of parts"
+            f"lora: no target matches a layer of {', '.join(idle)}. Add its layers to targets, or remove it from parts"
         )
     return found
 
 
-def _means(target: str, name: str) -> bool:
-    """Whether a name is, or ends with, the target; one that is no plain name is a regular expression searched for in it."""
+def _matches(target: str, name: str) -> bool:
+    """Whether a name equals or ends with the target; a target that is not a plain name is a regular expression."""
     if re.fullmatch(r"[\w.]+", target):
         return f".{name}".endswith(f".{target}")
     return re.search(target, name) is not None
 
 
 def _no_layer(target: str, names: Sequence[str], config: LoraConfig) -> str:
-    """The error of a target that is no layer, with the names nearest to it."""
+    """Error message for a target without a match, with similar names."""
     known = sorted({name.rpartition(".")[2] for name in names if not name[-1].isdigit()}) + list(names)
     near = difflib.get_close_matches(re.sub(r"\\(.)", r"\1", target), known, n=3, cutoff=0.4) or known[:8]
     return (
-        f"lora: target '{target}' is no linear layer of {', '.join(config.parts)}. Near names: {', '.join(near)}. "
-        "Correct it, or name the part it belongs to in parts"
+        f"lora: target '{target}' matches no linear layer of {', '.join(config.parts)}. Similar names: {', '.join(near)}. "
+        "Correct it, or add the part it belongs to to parts"
     )
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLinear]:
-    """The layers with matrices, by name."""
+    """The layers with adapters, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The matrices, by name."""
+    """The adapter parameters, by name."""
     return {
         f"{name}.{matrix}": layer.get_parameter(matrix)
         for name, layer in lora_layers(model).items()
@@ -199,7 +199,7 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def quantized_sizes(model: nn.Module) -> dict[str, int]:
-    """Weights that each parameter of a quantized layer stands for, by its name."""
+    """Number of weights that each parameter of a quantized layer represents, by name."""
     return {
         f"{name}.{held}": size
         for name, layer in lora_layers(model).items()
@@ -209,7 +209,7 @@ def quantized_sizes(model: nn.Module) -> dict[str, int]:
 
 
 def initial_adapters(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(parameter, whole value it begins with) of every matrix; the same however the model is spread."""
+    """(parameter, full initial value) of every adapter parameter; independent of the sharding."""
     for name, layer in lora_layers(model).items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         bound = 1.0 / math.sqrt(layer.in_features)
@@ -218,12 +218,12 @@ def initial_adapters(model: nn.Module, seed: int) -> Iterator[tuple[Tensor, Tens
 
 
 def base_shapes(model: VLM) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter as a checkpoint folder holds it: of the model without matrices, and not quantized."""
+    """Shape of every parameter in a checkpoint folder: without adapters, padding and quantization."""
     with torch.device("meta"):
         return checkpoint_shapes(VLM(model.config))
 
 
 def merge_lora(weight_ND: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
-    """weight + scale * B A, in fp32. Of matrices with more inputs or outputs (see `FeedForward`) those of the weight count."""
+    """weight + scale * B A in fp32; adapters of padded layers (see `FeedForward`) are cut to the weight."""
     N, D = weight_ND.shape
     return torch.addmm(weight_ND.float(), lora_B[:N].float(), lora_A[:, :D].float(), alpha=scale)

@@ -1,11 +1,10 @@
-"""How much memory a step takes on each GPU: the moment at which most is held, part by part.
+"""Peak GPU memory of a training step, by component.
 
-What lies there all the time (parameters, masters, moments) is read off the real model and optimizer, built without memory. A step is
-then walked through as it will run: forward fills activations block by block, backward empties them while gradients fill, the
-update needs all gradients. When activations are at their highest most gradients of a step's first row are not there yet, so they
-are not simply added up.
+Persistent memory (parameters, masters, optimizer state) is measured on the real model and optimizer, built on the meta device. A step
+is then simulated: forward allocates activations block by block, backward frees them while it allocates gradients, the update needs
+all gradients. When activations peak, most gradients of the first micro-batch do not exist yet, so the peaks are not added.
 
-Not modelled: what `compile` decides to keep, and muon's work on its largest matrix (a few hundred MiB).
+Not modelled: what `torch.compile` saves, and Muon's workspace for its largest matrix (a few hundred MiB).
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,9 +21,9 @@ from saccade.model.config import ModelConfig
 from saccade.model.vlm import VLM
 from saccade.train.activations import (
     NOTHING,
-    Learning,
+    BlockMemory,
+    BlockTraining,
     MicroBatchSize,
-    Needs,
     decoder_layer,
     final_norm,
     input_bytes,
@@ -41,59 +40,61 @@ from saccade.world import World
 
 GIB = 2**30
 CONTEXT_BYTES = GIB
-"""Of each process beside torch's own tensors: CUDA's context, kernels, work space of cuBLAS and cuDNN."""
+"""Per process outside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and cuDNN."""
 NCCL_BYTES = GIB
-"""Of NCCL's channels, where there is more than one rank."""
+"""NCCL buffers, if there is more than one rank."""
 FRAGMENTATION = 0.05
-"""Share lost between tensors that come and go; rows of different sizes leave holes. What stays all the time leaves none."""
+"""Fraction of temporary memory lost to fragmentation, as micro-batches differ in size. Persistent memory has none."""
 STREAMED_BYTES = GIB
-"""Of an offloaded optimizer: what is on its way in, and what on its way out."""
-SUM_BYTES = 4
-"""Of a gradient that several rows are added up in; see `train_state.py`."""
+"""An offloaded optimizer's copies in flight, in both directions."""
+ACCUMULATED_BYTES = 4
+"""Bytes per element of an accumulated gradient; see `train_state.py`."""
 
-STAYING = ("parameters", "masters", "moments")
+PERSISTENT = ("parameters", "masters", "moments")
 COMPONENTS = (
-    *STAYING, "gradients", "gathered parameters", "activations of the tower", "activations of the decoder", "loss",
-    "work space", "the row itself", "context and fragmentation",
+    *PERSISTENT, "gradients", "gathered parameters", "activations of the vision tower", "activations of the decoder", "loss",
+    "workspace", "micro-batch", "context and fragmentation",
 )  # fmt: skip
-"""What a plan adds up."""
+"""Components of a plan."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The moment of a step at which a GPU holds most."""
+    """Peak memory of a GPU in a step."""
 
     parts: Mapping[str, int]
-    """Bytes of each of `COMPONENTS`; those of nothing are left out."""
+    """Bytes by component of `COMPONENTS`; empty ones are omitted."""
     tensors: Mapping[str, int]
-    """Bytes of all activations by what they are, such as `decoder: gate and up`."""
+    """Bytes of all activations by tensor, such as `decoder: gate and up`."""
     moment: str
-    """When that is."""
+    """When the peak occurs."""
     setting: str
-    """What was planned, in a line."""
+    """The planned settings in one line."""
 
     @property
     def total_gib(self) -> float:
-        """All of it: what the GPU must have."""
+        """Total memory the GPU must have."""
         return sum(self.parts.values()) / GIB
 
     @property
     def allocated_gib(self) -> float:
-        """Without the allowance: what torch counts as allocated, and a run logs as `memory_gib`."""
+        """Without context and fragmentation: what torch reports as allocated, and a run logs as `memory_gib`."""
         return self.total_gib - self.parts["context and fragmentation"] / GIB
 
     def lines(self) -> list[str]:
-        """As a table for people."""
+        """As a table."""
         width = max(map(len, COMPONENTS))
-        lines = [f"memory of a GPU, GiB: {self.setting}"]
+        lines = [f"memory per GPU, GiB: {self.setting}"]
         for part, size in self.parts.items():
             lines.append(f"  {part:<{width}}  {size / GIB:7.2f}  {self._largest(part)}".rstrip())
-        return [*lines, f"  {'total':<{width}}  {self.total_gib:7.2f}  most in {self.moment}"]
+        return [*lines, f"  {'total':<{width}}  {self.total_gib:7.2f}  peak in {self.moment}"]
 
     def _largest(self, part: str) -> str:
-        """The largest tensors among a part's activations."""
-        place = part.removeprefix("activations of the ") + ": "
-        inside = sorted(((n, name.removeprefix(place)) for name, n in self.tensors.items() if name.startswith(place)))
+        """The largest tensors of an activation component."""
+        component = part.removeprefix("activations of the ") + ": "
+        inside = sorted(
+            ((n, name.removeprefix(component)) for name, n in self.tensors.items() if name.startswith(component))
+        )
         return ", ".join(f"{name} {size / GIB:.1f}" for size, name in inside[:-6:-1])
 
     def record(self) -> dict[str, Any]:
@@ -103,33 +104,33 @@ class MemoryPlan:
 
 
 class _Block(NamedTuple):
-    """A block in the order of forward: what it needs, and its parameters."""
+    """A block in forward order: its memory and its parameters."""
 
     name: str
-    """The first part of its parameters' names."""
-    needs: Needs
-    numbers: int
-    """Of all its parameters."""
+    """Prefix of its parameters' names."""
+    needs: BlockMemory
+    num_parameters: int
+    """Number of parameters."""
     trained: int
-    """Of those that learn."""
+    """Number of trained parameters."""
 
     @property
-    def place(self) -> str:
-        return "decoder" if self.name.startswith("language") else "tower"
+    def component(self) -> str:
+        return "decoder" if self.name.startswith("language") else "vision tower"
 
     @property
     def is_root(self) -> bool:
-        """Whether its parameters are in fsdp's outermost unit."""
+        """Whether its parameters are in the root FSDP unit."""
         return not self.name.startswith(("vision.", "language.layers."))
 
 
 class _Weights(NamedTuple):
-    """What lies there all the time, in bytes on one rank; and the parameters of each block."""
+    """Persistent memory of one rank in bytes, and the parameters of each block."""
 
-    staying: Mapping[str, int]
+    persistent: Mapping[str, int]
     sizes: Mapping[str, tuple[int, int]]
-    """(numbers, numbers that learn) by block."""
-    learning: Mapping[str, Learning]
+    """(number of parameters, of trained ones) by block."""
+    training: Mapping[str, BlockTraining]
     """By block."""
 
     @property
@@ -139,48 +140,48 @@ class _Weights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """One model and one way to train it; it plans rows of any size."""
+    """Plans the memory of one model and training configuration, for micro-batches of any size."""
 
     config: ModelConfig
-    """The model's sizes."""
+    """The model."""
     world_size: int = 1
-    """Ranks that train together."""
+    """Number of ranks."""
     micro_batches_per_rank: int = 1
-    """Rows of a step that a rank computes one after another."""
+    """Micro-batches per rank and step."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Number format of activations and matrix products."""
+    """Compute dtype."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How the model is spread, and what is recomputed."""
+    """Parallelism and activation checkpointing."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """What learns, and what its optimizer holds."""
+    """Optimizer and parameter groups."""
     lora: LoraConfig | None = None
-    """Low-rank matrices instead, where a stage trains them."""
+    """LoRA, if the stage uses it."""
 
-    def plan(self, row: MicroBatchSize, recompute: tuple[Recompute, Recompute] | None = None) -> MemoryPlan:
-        """The peak for a row of this size. `recompute`: of tower and decoder, in the place of what `parallel` says."""
+    def plan(self, size: MicroBatchSize, recompute: tuple[Recompute, Recompute] | None = None) -> MemoryPlan:
+        """Peak memory for a micro-batch. `recompute`: of vision tower and decoder, overriding `parallel`."""
         chosen = recompute or (self.parallel.recompute_vision, self.parallel.recompute_language)
-        blocks = self._blocks(row, *chosen)
-        moment, passing = max(self._moments(row, blocks), key=lambda item: sum(item[1].values()))
-        passing |= {"the row itself": input_bytes(self.config, row), "gathered parameters": self._gathered(blocks)}
+        blocks = self._blocks(size, *chosen)
+        moment, temporary = max(self._moments(size, blocks), key=lambda item: sum(item[1].values()))
+        temporary |= {"micro-batch": input_bytes(self.config, size), "gathered parameters": self._gathered(blocks)}
         outside = CONTEXT_BYTES + (NCCL_BYTES if self.world_size > 1 else 0)
-        allowance = outside + int(FRAGMENTATION * sum(passing.values()))
-        parts = {**self._staying(), **passing, "context and fragmentation": allowance}
+        allowance = outside + int(FRAGMENTATION * sum(temporary.values()))
+        parts = {**self._persistent(), **temporary, "context and fragmentation": allowance}
         return MemoryPlan(
             parts={name: parts[name] for name in COMPONENTS if parts.get(name)},
             tensors=_by_tensor(blocks),
             moment=moment,
-            setting=self._setting(row, *chosen),
+            setting=self._setting(size, *chosen),
         )
 
     @cached_property
     def strategy(self) -> Strategy:
-        """How the model is spread."""
+        """The parallelization strategy."""
         world = World(rank=0, size=self.world_size, local_rank=0, device=torch.device("cpu"))
         return choose_strategy(self.parallel, world)
 
     @property
     def trained_blocks(self) -> set[str]:
-        """The blocks of which something learns."""
+        """The blocks with trained parameters."""
         return {name for name, (_, trained) in self._weights.sizes.items() if trained}
 
     @property
@@ -193,21 +194,21 @@ class Planner:
 
     @property
     def _element(self) -> int:
-        """Bytes of a number that is computed with."""
+        """Bytes of an element in the compute dtype."""
         return DTYPES[self.dtype].itemsize
 
-    def _setting(self, row: MicroBatchSize, vision: Recompute, language: Recompute) -> str:
+    def _setting(self, size: MicroBatchSize, vision: Recompute, language: Recompute) -> str:
         ranks = f"{self.world_size} x {self.strategy}" if self.world_size > 1 else "1 rank"
         return (
-            f"{ranks}, {self.optimizer.kind}, {self.dtype}, a row of {row.tokens} tokens and {row.patches} patches, "
-            f"recompute of the tower {vision}, of the decoder {language}"
+            f"{ranks}, {self.optimizer.kind}, {self.dtype}, a micro-batch of {size.tokens} tokens and {size.patches} patches, "
+            f"recompute_vision {vision}, recompute_language {language}"
         )
 
-    # -------------------------------------------------------------- what stays
+    # -------------------------------------------------------------- persistent memory
 
     @cached_property
     def _weights(self) -> _Weights:
-        """Read off the model and its optimizer, built without memory."""
+        """Measured on the model and its optimizer on the meta device."""
         with torch.device("meta"):
             model = VLM(self.config).to(torch.float32 if self._is_sharded else DTYPES[self.dtype])
         if self.lora is None:
@@ -218,118 +219,125 @@ class Planner:
             freeze(lora_parameters(model).items(), self.optimizer)
         named: dict[str, Tensor] = dict(model.named_parameters())
         optimizer = build_optimizer(named.items(), self.optimizer)
-        staying = {
+        persistent = {
             "parameters": list(named.values()),
             "masters": [x for name, x in optimizer.masters.items() if x is not named[name]],
             "moments": [x for state in optimizer.state().values() for x in state.values()],
         }
-        num_bytes = {part: sum(x.nbytes for x in tensors) // self._num_shards for part, tensors in staying.items()}
-        return _Weights(num_bytes, _sizes(named), _learning(named, self.lora))
+        num_bytes = {part: sum(x.nbytes for x in tensors) // self._num_shards for part, tensors in persistent.items()}
+        return _Weights(num_bytes, _sizes(named), _block_training(named, self.lora))
 
-    def _staying(self) -> Mapping[str, int]:
+    def _persistent(self) -> Mapping[str, int]:
         if self._is_sharded and self.parallel.offload:
             return {}
         if self.optimizer.offload:
-            return {"parameters": self._weights.staying["parameters"], "moments": STREAMED_BYTES}
-        return self._weights.staying
+            return {"parameters": self._weights.persistent["parameters"], "moments": STREAMED_BYTES}
+        return self._weights.persistent
 
-    # -------------------------------------------------------------- what comes and goes
+    # -------------------------------------------------------------- temporary memory
 
-    def _blocks(self, row: MicroBatchSize, vision: Recompute, language: Recompute) -> list[_Block]:
-        """The blocks in the order of forward."""
-        config, element, learning = self.config, self._element, self._weights.learning
-        needs = {"vision.patch_embed": patch_embedding(config, row, learning["vision.patch_embed"], element)}
+    def _blocks(self, size: MicroBatchSize, vision: Recompute, language: Recompute) -> list[_Block]:
+        """The blocks in forward order."""
+        config, element, training = self.config, self._element, self._weights.training
+        needs = {"vision.patch_embed": patch_embedding(config, size, training["vision.patch_embed"], element)}
         for number in range(config.vision.num_layers):
             name = f"vision.blocks.{number}"
-            needs[name] = vision_block(config, row, number, learning[name], vision, element)
-        needs["projector"] = projector(config, row, learning["projector"], element)
+            needs[name] = vision_block(config, size, number, training[name], vision, element)
+        needs["projector"] = projector(config, size, training["projector"], element)
         needs["language.embed_tokens"] = NOTHING
         for number in range(config.language.num_layers):
             name = f"language.layers.{number}"
-            needs[name] = decoder_layer(config, row, learning[name], language, element)
-        needs["language.norm"] = final_norm(config, row, learning["language.norm"], element)
+            needs[name] = decoder_layer(config, size, training[name], language, element)
+        needs["language.norm"] = final_norm(config, size, training["language.norm"], element)
         return [_Block(name, of_block, *self._weights.sizes[name]) for name, of_block in needs.items()]
 
-    def _moments(self, row: MicroBatchSize, blocks: list[_Block]) -> Iterator[tuple[str, dict[str, int]]]:
-        """What comes and goes, at each moment of a step: (when, bytes by part)."""
+    def _moments(self, size: MicroBatchSize, blocks: list[_Block]) -> Iterator[tuple[str, dict[str, int]]]:
+        """Temporary memory at each moment of a step: (moment, bytes by component)."""
         element, is_tied = self._element, self.config.tied_head
         head = self._weights.sizes["language.embed_tokens" if is_tied else "head"][1]
-        held = {place: sum(b.needs.num_kept for b in blocks if b.place == place) for place in ("tower", "decoder")}
+        held = {
+            component: sum(b.needs.num_saved for b in blocks if b.component == component)
+            for component in ("vision tower", "decoder")
+        }
         gradients = self._earlier_gradients
 
-        def now(when: str, *, loss: int = 0, working: int = 0) -> tuple[str, dict[str, int]]:
-            activations = {f"activations of the {place}": size for place, size in held.items()}
-            return when, activations | {"gradients": gradients, "loss": loss, "work space": working}
+        def now(when: str, *, loss: int = 0, workspace: int = 0) -> tuple[str, dict[str, int]]:
+            activations = {f"activations of the {component}": size for component, size in held.items()}
+            return when, activations | {"gradients": gradients, "loss": loss, "workspace": workspace}
 
-        states = 2 * self.config.language.hidden_size * element * row.tokens  # what the head reads, and its gradient
-        logits = min(CHUNK_BYTES, self.config.language.vocab_size * element * row.num_loss_tokens)
+        states = 2 * self.config.language.hidden_size * element * size.tokens  # input of the head, and its gradient
+        logits = min(CHUNK_BYTES, self.config.language.vocab_size * element * size.num_loss_tokens)
         yield now("the loss", loss=states + logits + head * element)
-        gradients += head * element if is_tied else self._left_behind(head, is_root=True)
+        gradients += head * element if is_tied else self._added_gradients(head, is_root=True)
         for block in reversed(blocks):
             is_embedding = block.name == "language.embed_tokens"
-            working = block.needs.remade + block.needs.working + self._averaged(block)
-            # Of a head that is the embedding there are now two gradients: the first has waited for the second.
-            working += is_embedding * block.trained * (SUM_BYTES if self._sums_rows else element)
-            yield now(f"backward of {block.name}", working=working)
-            held[block.place] -= block.needs.num_kept
-            gradients += self._left_behind(block.trained, is_root=block.is_root)
+            workspace = block.needs.recomputed + block.needs.workspace + self._reduce_buffers(block)
+            # A tied head has two gradients at this point, its own and that of the embedding.
+            workspace += is_embedding * block.trained * (ACCUMULATED_BYTES if self._accumulates_in_fp32 else element)
+            yield now(f"backward of {block.name}", workspace=workspace)
+            held[block.component] -= block.needs.num_saved
+            gradients += self._added_gradients(block.trained, is_root=block.is_root)
             gradients -= head * element if is_embedding and is_tied else 0
         root = sum(block.trained for block in blocks if block.is_root) + (0 if is_tied else head)
-        yield now("the update", working=root * self._reduce_element if self._is_sharded else 0)
+        yield now("the update", workspace=root * self._reduce_element if self._is_sharded else 0)
 
     @property
     def _reduce_element(self) -> int:
         return DTYPES[self.parallel.reduce_dtype].itemsize
 
     @property
-    def _sums_rows(self) -> bool:
-        """Whether gradients are fp32 sums, whatever the parameters are."""
+    def _accumulates_in_fp32(self) -> bool:
+        """Whether gradients accumulate in fp32, whatever the parameters' dtype."""
         return self.micro_batches_per_rank > 1 and not self._is_sharded
 
     @property
     def _earlier_gradients(self) -> int:
-        """Gradients that are there when backward begins: of the rows before, and DDP's buckets, which always are."""
+        """Gradients that exist when backward starts: of earlier micro-batches, and DDP's buckets."""
         trained = self._weights.trained
         if not self._is_sharded:
             buckets = trained * self._element if self.strategy == "ddp" else 0
-            return buckets + (trained * SUM_BYTES if self._sums_rows else 0)
+            return buckets + (trained * ACCUMULATED_BYTES if self._accumulates_in_fp32 else 0)
         if self.micro_batches_per_rank == 1:
             return 0
-        return self._settled(trained) if self.parallel.reduce_each_micro_batch else trained * self._reduce_element
+        return (
+            self._reduced_gradients(trained)
+            if self.parallel.reduce_each_micro_batch
+            else trained * self._reduce_element
+        )
 
-    def _left_behind(self, trained: int, *, is_root: bool) -> int:
-        """Gradients that a block's backward adds to those there are. Those of fsdp's root are cut at the very end."""
+    def _added_gradients(self, trained: int, *, is_root: bool) -> int:
+        """Gradients that a block's backward adds. Those of the root FSDP unit are sharded at the very end."""
         if self._is_sharded and is_root:
             return trained * self._element
-        return 0 if self._earlier_gradients else self._settled(trained)
+        return 0 if self._earlier_gradients else self._reduced_gradients(trained)
 
-    def _settled(self, trained: int) -> int:
-        """Gradients as the optimizer finds them: fp32 shards with fsdp, else like the parameters."""
+    def _reduced_gradients(self, trained: int) -> int:
+        """Gradients as the optimizer sees them: fp32 shards with fsdp, otherwise in the parameters' dtype."""
         if not self._is_sharded:
             return trained * self._element
         return 0 if self.parallel.offload else trained * 4 // self._num_shards
 
-    def _averaged(self, block: _Block) -> int:
-        """fsdp: a block's whole gradient and the buffer it is averaged from, of this block and of the one before."""
+    def _reduce_buffers(self, block: _Block) -> int:
+        """fsdp: unsharded gradient and reduce-scatter buffer of this block and of the previous one."""
         if not self._is_sharded or block.is_root:
             return 0
         return 2 * block.trained * (self._element + self._reduce_element)
 
     def _gathered(self, blocks: list[_Block]) -> int:
-        """fsdp: the root's parameters, and of the others this block, the next, and the buffer it is gathered into."""
+        """fsdp: unsharded parameters of the root, of this block and the next, and the all-gather buffer."""
         if not self._is_sharded:
             return 0
-        inner = [block.numbers for block in blocks if not block.is_root]
-        root = sum(numbers for numbers, _ in self._weights.sizes.values()) - sum(inner)
+        inner = [block.num_parameters for block in blocks if not block.is_root]
+        root = sum(num_parameters for num_parameters, _ in self._weights.sizes.values()) - sum(inner)
         held = 3 * max(inner) if self.parallel.reshard_after_forward else sum(inner) + max(inner)
         return (root + held) * self._element
 
 
-# ------------------------------------------------------------------ from parameters to blocks
+# ------------------------------------------------------------------ parameters by block
 
 
 def _block_of(name: str) -> str:
-    """The block a parameter belongs to: language.layers.3.mlp.up_proj.weight is of language.layers.3."""
+    """The block of a parameter: language.layers.3.mlp.up_proj.weight belongs to language.layers.3."""
     words = name.split(".")
     if words[0] in ("projector", "head"):
         return words[0]
@@ -339,30 +347,30 @@ def _block_of(name: str) -> str:
 def _sizes(named: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     sizes: dict[str, tuple[int, int]] = {}
     for name, parameter in named.items():
-        numbers, trained = sizes.get(_block_of(name), (0, 0))
+        num_parameters, trained = sizes.get(_block_of(name), (0, 0))
         sizes[_block_of(name)] = (
-            numbers + parameter.numel(),
+            num_parameters + parameter.numel(),
             trained + (parameter.numel() if parameter.requires_grad else 0),
         )
     return sizes
 
 
-def _learning(named: Mapping[str, Tensor], lora: LoraConfig | None) -> dict[str, Learning]:
-    """How every block stands to what learns. Parameters come in the order of forward: tower, projector, decoder."""
+def _block_training(named: Mapping[str, Tensor], lora: LoraConfig | None) -> dict[str, BlockTraining]:
+    """What is trained in and before every block. Parameters are in forward order: vision tower, projector, decoder."""
     learned: dict[str, list[str]] = {_block_of(name): [] for name in named}
     for name, parameter in named.items():
         if parameter.requires_grad:
             learned[_block_of(name)].append(name)
     drops = lora is not None and lora.dropout > 0.0
-    found: dict[str, Learning] = {}
-    is_reached = False
+    found: dict[str, BlockTraining] = {}
+    has_gradients = False
     for block, names in learned.items():
-        is_reached = is_reached or bool(names)
+        has_gradients = has_gradients or bool(names)
         low_rank = [named[name] for name in names if name.endswith(".lora_A")]
-        found[block] = Learning(
+        found[block] = BlockTraining(
             layers={name.split(".")[-2] for name in names if named[name].ndim > 1 and not drops},
-            is_reached=is_reached,
-            # With dropout each layer keeps an input of its own, and a byte for each number of it.
+            has_gradients=has_gradients,
+            # With dropout each layer saves its own input, and a mask of one byte per element.
             low_rank=sum(a.shape[0] + (a.shape[1] * 3 // 2 if drops else 0) for a in low_rank),
             splits_down=any(name.endswith("down_proj.lora_A") for name in names) and not drops,
         )
@@ -372,7 +380,7 @@ def _learning(named: Mapping[str, Tensor], lora: LoraConfig | None) -> dict[str,
 def _by_tensor(blocks: list[_Block]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for block in blocks:
-        for name, size in block.needs.kept.items():
-            key = f"{block.place}: {name}"
+        for name, size in block.needs.saved.items():
+            key = f"{block.component}: {name}"
             sizes[key] = sizes.get(key, 0) + size
     return sizes

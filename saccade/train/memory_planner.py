@@ -1,10 +1,10 @@
-"""Whether a run fits a GPU, and what to change where it does not: what `saccade plan` says, before anything is started.
+"""Memory planner: whether a run fits a GPU, and what to change if it does not. Behind `saccade plan` and out-of-memory errors.
 
-    row = MicroBatchSize(tokens=16384, patches=36864)
-    plan(config, row, world_size=8).total_gib
-    report(Planner(config=config, world_size=8), row, "H200").lines()
+    size = MicroBatchSize(tokens=16384, patches=36864)
+    plan(config, size, world_size=8).total_gib
+    report(Planner(config=config, world_size=8), size, "H200").lines()
 
-`memory.py` walks through a step and adds up, `activations.py` says what backward needs; here settings are compared.
+`memory.py` simulates a step, `activations.py` counts the activations; this module compares settings.
 """
 
 import contextlib
@@ -34,23 +34,23 @@ logger = logging.getLogger(__name__)
 __all__ = ["Choice", "MemoryPlan", "MicroBatchSize", "Planner", "Report", "folder_config", "gpu_gib", "model_config", "plan", "report", "stage_planner", "suggest"]  # fmt: skip
 
 GPU_GIB = {"B200": 178.0, "H200": 139.8, "H100": 79.1, "A100": 79.1, "L40S": 44.4, "A100-40GB": 39.4, "RTX4090": 23.5}
-"""Memory that torch can use. The H200's is measured, the others' are as published less what the driver takes."""
+"""Memory usable by torch. The H200's is measured, the others' are published sizes minus the driver's share."""
 
 EXTENTS: tuple[Recompute, ...] = get_args(Recompute)
-"""What can be recomputed of each tower."""
+"""Levels of activation checkpointing."""
 _STEP = 256
-"""Rows are made larger and smaller by so many tokens."""
+"""Granularity of the search for the largest sequence, in tokens."""
 _MOST_TOKENS = 2**20
 _MOST_RANKS = 1024
 
 
-def plan(config: ModelConfig, row: MicroBatchSize, **settings: Any) -> MemoryPlan:
-    """The memory of a GPU at its fullest; `settings` are those of `Planner`."""
-    return Planner(config=config, **settings).plan(row)
+def plan(config: ModelConfig, size: MicroBatchSize, **settings: Any) -> MemoryPlan:
+    """Peak memory of a GPU; `settings` are those of `Planner`."""
+    return Planner(config=config, **settings).plan(size)
 
 
 def gpu_gib(name: str) -> float:
-    """Usable memory of a GPU, by its name or as a number of GiB."""
+    """Usable memory of a GPU, by name or as a number of GiB."""
     sizes = {known.lower(): size for known, size in GPU_GIB.items()}
     try:
         size = sizes.get(name.lower()) or float(name)
@@ -62,19 +62,19 @@ def gpu_gib(name: str) -> float:
 
 
 def model_config(model: str) -> ModelConfig:
-    """The model of a checkpoint folder, or of a size's name."""
+    """The model config of a checkpoint folder or of a named size."""
     return folder_config(Path(model)) if Path(model).is_dir() else named_size(model)
 
 
 def folder_config(folder: Path) -> ModelConfig:
-    """The model of a checkpoint folder."""
+    """The model config of a checkpoint folder."""
     return load_model_config(folder)
 
 
 def stage_planner(
     config: TrainConfig, stage: StageConfig, model: ModelConfig, world_size: int
 ) -> tuple[Planner, MicroBatchSize]:
-    """What a stage of a recipe asks for: its settings, and the largest row it allows."""
+    """The planner of a stage, and its largest micro-batch."""
     planner = Planner(
         config=model,
         world_size=world_size,
@@ -91,105 +91,107 @@ def stage_planner(
 
 
 class Choice(NamedTuple):
-    """One way to trade time for memory."""
+    """One combination of activation checkpointing."""
 
     recompute_vision: Recompute
     recompute_language: Recompute
     total_gib: float
-    """For the row asked for."""
+    """For the requested size."""
     fits: bool
-    """Whether the GPU has that much."""
+    """Whether it fits."""
     max_tokens: int
-    """Tokens of the largest row that fits, with images in proportion; 0 where none does."""
+    """Length of the longest sequence that fits, with images in proportion; 0 if none does."""
     extra_compute: float
-    """Share of a step's matrix products that are computed once more."""
+    """Fraction of a step's FLOPs that is recomputed."""
 
 
-def suggest(planner: Planner, row: MicroBatchSize, gib: float) -> list[Choice]:
-    """Every way to recompute, the cheapest first. The first that fits is the one to take."""
+def suggest(planner: Planner, size: MicroBatchSize, gib: float) -> list[Choice]:
+    """All combinations of activation checkpointing, cheapest first. Take the first that fits."""
     choices = []
     for vision, language in product(EXTENTS, EXTENTS):
-        total = planner.plan(row, (vision, language)).total_gib
-        most = _max_tokens(planner, row, (vision, language), gib)
-        extra = _extra_compute(planner, row, vision, language)
+        total = planner.plan(size, (vision, language)).total_gib
+        most = _max_tokens(planner, size, (vision, language), gib)
+        extra = _extra_compute(planner, size, vision, language)
         choices.append(Choice(vision, language, total, total <= gib, most, extra))
     return sorted(choices, key=lambda choice: choice.extra_compute)
 
 
-def _max_tokens(planner: Planner, row: MicroBatchSize, chosen: tuple[Recompute, Recompute], gib: float) -> int:
-    """Halve the range until it is a step wide."""
+def _max_tokens(planner: Planner, size: MicroBatchSize, chosen: tuple[Recompute, Recompute], gib: float) -> int:
+    """Binary search."""
     low, high = 0, _MOST_TOKENS // _STEP
     while low < high:
         middle = (low + high + 1) // 2
-        fits = planner.plan(_scaled(row, middle * _STEP), chosen).total_gib <= gib
+        fits = planner.plan(_scaled(size, middle * _STEP), chosen).total_gib <= gib
         low, high = (middle, high) if fits else (low, middle - 1)
     return low * _STEP
 
 
-def _scaled(row: MicroBatchSize, tokens: int) -> MicroBatchSize:
-    """A row of so many tokens, images and learned tokens in proportion."""
-    share = tokens / row.tokens
+def _scaled(size: MicroBatchSize, tokens: int) -> MicroBatchSize:
+    """A micro-batch of `tokens` tokens, with patches and loss tokens in proportion."""
+    share = tokens / size.tokens
     return MicroBatchSize(
-        tokens=tokens, patches=int(row.patches * share), loss_tokens=min(tokens, int(row.num_loss_tokens * share))
+        tokens=tokens, patches=int(size.patches * share), loss_tokens=min(tokens, int(size.num_loss_tokens * share))
     )
 
 
-def _extra_compute(planner: Planner, row: MicroBatchSize, vision: Recompute, language: Recompute) -> float:
+def _extra_compute(planner: Planner, size: MicroBatchSize, vision: Recompute, language: Recompute) -> float:
     config = planner.config
-    grids = [(max(1, row.patches // 64), 8, 8)] if row.patches else []
-    forward = forward_flops(config, [1] * row.tokens, grids, row.num_loss_tokens)
+    grids = [(max(1, size.patches // 64), 8, 8)] if size.patches else []
+    forward = forward_flops(config, [1] * size.tokens, grids, size.num_loss_tokens)
     trained = {
         "embedding" if name == "language.embed_tokens" else name.split(".")[0] for name in planner.trained_blocks
     }
     step = sum(training_flops(forward, trained, tied_head=config.tied_head))
     kv_share = config.language.num_kv_heads / config.language.num_heads
-    tower = _again(vision, config.vision.hidden_size, config.vision.intermediate_size, 4.0)
-    decoder = _again(language, config.language.hidden_size, config.language.intermediate_size, 2.0 + 2.0 * kv_share)
+    tower = _recomputed_fraction(vision, config.vision.hidden_size, config.vision.intermediate_size, 4.0)
+    decoder = _recomputed_fraction(
+        language, config.language.hidden_size, config.language.intermediate_size, 2.0 + 2.0 * kv_share
+    )
     return (forward.vision * tower + forward.language * decoder) / step
 
 
-def _again(extent: Recompute, width: int, inner: int, attention_widths: float) -> float:
-    """Share of a block that is computed again: never the last projection, of which backward needs only the input.
+def _recomputed_fraction(extent: Recompute, width: int, inner: int, attention_widths: float) -> float:
+    """Fraction of a block that is recomputed: never the down projection, of which backward needs only the input.
 
-    `attention_widths`: size of its other matrices together, in squares of the width.
+    `attention_widths`: total size of the attention matrices, in units of width squared.
     """
     total = attention_widths * width + 3 * inner
     return {"none": 0, "selective": 2 * inner, "full": total - inner}[extent] / total
 
 
-# ------------------------------------------------------------------ what is said
+# ------------------------------------------------------------------ report
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything `saccade plan` prints."""
+    """Output of `saccade plan`."""
 
     plan: MemoryPlan
     gpu: str
     gib: float
     """Usable memory of the GPU."""
     choices: list[Choice]
-    """The cheapest first."""
+    """Cheapest first."""
     advice: list[str]
-    """Settings that make it fit, the least painful first."""
+    """Settings that make it fit, cheapest first."""
 
     @property
     def fits(self) -> bool:
-        """Whether the settings as they are do."""
+        """Whether the current settings fit."""
         return self.plan.total_gib <= self.gib
 
     def lines(self) -> list[str]:
-        """For people."""
+        """As text."""
         decision = "fits" if self.fits else "does not fit"
         table = [
             f"  {choice.recompute_vision:<10} {choice.recompute_language:<10} {choice.total_gib:7.1f} {choice.extra_compute:>14.0%}   "
             + (f"{choice.max_tokens} tokens" if choice.max_tokens else "none")
             for choice in self.choices
         ]
-        header = f"  {'tower':<10} {'decoder':<10} {'GiB':>7} {'extra compute':>14}   largest row that fits"
+        header = f"  {'vision':<10} {'decoder':<10} {'GiB':>7} {'extra compute':>14}   longest sequence that fits"
         return [
             *self.plan.lines(), f"  {decision} in {self.gpu} ({self.gib:.1f} GiB)",
-            "recompute", header, *table, *self.advice,
+            "activation checkpointing", header, *table, *self.advice,
         ]  # fmt: skip
 
     def record(self) -> dict[str, Any]:
@@ -204,16 +206,16 @@ class Report:
         }
 
 
-def report(planner: Planner, row: MicroBatchSize, gpu: str) -> Report:
-    """The plan of a row on a GPU, what else could be chosen, and what to change."""
+def report(planner: Planner, size: MicroBatchSize, gpu: str) -> Report:
+    """The plan of a micro-batch on a GPU, alternatives, and what to change."""
     gib = gpu_gib(gpu)
-    choices = suggest(planner, row, gib)
-    return Report(planner.plan(row), gpu, gib, choices, advice(planner, row, gib, choices))
+    choices = suggest(planner, size, gib)
+    return Report(planner.plan(size), gpu, gib, choices, advice(planner, size, gib, choices))
 
 
-def advice(planner: Planner, row: MicroBatchSize, gib: float, choices: list[Choice] | None = None) -> list[str]:
-    """Settings that make the row fit; where recomputing alone does not, all other ways there are."""
-    choices = choices or suggest(planner, row, gib)
+def advice(planner: Planner, size: MicroBatchSize, gib: float, choices: list[Choice] | None = None) -> list[str]:
+    """Settings that make the micro-batch fit; if activation checkpointing is not enough, all other options."""
+    choices = choices or suggest(planner, size, gib)
     for choice in choices:
         if choice.fits:
             return [
@@ -222,26 +224,28 @@ def advice(planner: Planner, row: MicroBatchSize, gib: float, choices: list[Choi
             ]
     found = []
     if most := max(choice.max_tokens for choice in choices):
-        small = _scaled(row, most)
-        found.append(f"smaller rows: data.max_seq_len = {most}, data.max_patches = {small.patches}, and recompute full")
+        small = _scaled(size, most)
+        found.append(
+            f"shorter sequences: data.max_seq_len = {most}, data.max_patches = {small.patches}, with full activation checkpointing"
+        )
     thrifty = replace(planner, optimizer=replace(planner.optimizer, kind="adamw8bit"))
-    if planner.optimizer.kind != "adamw8bit" and _fits_somehow(thrifty, row, gib):
+    if planner.optimizer.kind != "adamw8bit" and _fits_somehow(thrifty, size, gib):
         found.append("8-bit moments: optimizer.kind = 'adamw8bit'")
-    if ranks := _ranks_needed(planner, row, gib):
+    if ranks := _ranks_needed(planner, size, gib):
         found.append(f"more GPUs: {ranks} with parallel.strategy = 'fsdp'")
-    return [f"to make it fit, {line}" for line in found] or ["nothing here makes it fit: take a smaller model, or LoRA"]
+    return [f"to make it fit, {line}" for line in found] or ["no setting makes it fit: use a smaller model, or LoRA"]
 
 
-def _fits_somehow(planner: Planner, row: MicroBatchSize, gib: float) -> bool:
-    return any(planner.plan(row, chosen).total_gib <= gib for chosen in product(EXTENTS, EXTENTS))
+def _fits_somehow(planner: Planner, size: MicroBatchSize, gib: float) -> bool:
+    return any(planner.plan(size, chosen).total_gib <= gib for chosen in product(EXTENTS, EXTENTS))
 
 
-def _ranks_needed(planner: Planner, row: MicroBatchSize, gib: float) -> int | None:
-    """The smallest power of two of ranks that share the model and have room for the row."""
+def _ranks_needed(planner: Planner, size: MicroBatchSize, gib: float) -> int | None:
+    """The smallest power of two of ranks with fsdp that fits."""
     parallel = replace(planner.parallel, strategy="fsdp", shard_size=None, compress_gradients="none")
     ranks = 2 * planner.world_size
     while ranks <= _MOST_RANKS:
-        if _fits_somehow(replace(planner, world_size=ranks, parallel=parallel), row, gib):
+        if _fits_somehow(replace(planner, world_size=ranks, parallel=parallel), size, gib):
             return ranks
         ranks *= 2
     return None
@@ -252,28 +256,28 @@ def _ranks_needed(planner: Planner, row: MicroBatchSize, gib: float) -> int | No
 
 @contextlib.contextmanager
 def explain_out_of_memory(config: TrainConfig, stage: StageConfig, world: World) -> Iterator[None]:
-    """Around a stage: the plan in the log (on a GPU), and a `ConfigError` with plan and remedies if memory runs out."""
-    planner, row = stage_planner(config, stage, folder_config(config.model.folder), world.size)
+    """Log the plan of a stage (on a GPU), and turn an out-of-memory error into a `ConfigError` with plan and advice."""
+    planner, size = stage_planner(config, stage, folder_config(config.model.folder), world.size)
     if world.device.type == "cuda":
-        _announce(planner, row, device_gib(world.device))
+        _announce(planner, size, device_gib(world.device))
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ConfigError(_explanation(planner, row, stage, world, error)) from error
+        raise ConfigError(_explanation(planner, size, stage, world, error)) from error
 
 
-def _announce(planner: Planner, row: MicroBatchSize, gib: float) -> None:
-    plan = planner.plan(row)
+def _announce(planner: Planner, size: MicroBatchSize, gib: float) -> None:
+    plan = planner.plan(size)
     logger.info("\n".join(plan.lines()))
     if plan.total_gib > gib:
         logger.warning(
-            "the plan needs %.1f GiB, the GPU has %.1f: a full row may not fit. %s",
-            plan.total_gib, gib, " ".join(advice(planner, row, gib)),
+            "the plan needs %.1f GiB, the GPU has %.1f: a full micro-batch may not fit. %s",
+            plan.total_gib, gib, " ".join(advice(planner, size, gib)),
         )  # fmt: skip
 
 
-def _explanation(planner: Planner, row: MicroBatchSize, stage: StageConfig, world: World, error: Exception) -> str:
-    plan, gib = planner.plan(row), device_gib(world.device)
+def _explanation(planner: Planner, size: MicroBatchSize, stage: StageConfig, world: World, error: Exception) -> str:
+    plan, gib = planner.plan(size), device_gib(world.device)
     cause = str(error).splitlines()[0]
     lines = [
         f"stage {stage.name}: rank {world.rank} ran out of memory ({world.device}, {gib:.1f} GiB): {cause}",
@@ -281,15 +285,15 @@ def _explanation(planner: Planner, row: MicroBatchSize, stage: StageConfig, worl
     ]
     if plan.total_gib <= gib:
         lines.append(
-            "by this plan it should have fit: look for other processes on the GPU, and set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; log.memory_snapshot = true shows what was held"
+            "the plan fits: look for other processes on the GPU, and set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; log.memory_snapshot = true records what was allocated"
         )
-    # What did not fit was at least as much as is there, whatever the plan says: look for less than both.
-    return "\n".join([*lines, *advice(planner, row, min(gib, 0.95 * plan.total_gib))])
+    # Actual use exceeded the memory whatever the plan says: advise settings below both.
+    return "\n".join([*lines, *advice(planner, size, min(gib, 0.95 * plan.total_gib))])
 
 
 def device_gib(device: torch.device) -> float:
-    """All memory of a GPU, or of the host."""
+    """Total memory of the GPU, or of the host."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / GIB
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB

@@ -1,13 +1,13 @@
-"""What a step costs, how fast it went, and the one line that says so.
+"""Metrics of training: FLOPs, throughput, MFU, the log line, and the metrics log.
 
-Work is counted from shapes alone, on the host, before a row goes to the device (`micro_batch_work`); it adds up over rows and ranks.
-Model FLOPs are those of the matrix products: decoder, head (learned tokens: others are dropped before it), tower and projector,
-and attention, 4 n^2 d with the causal half counted once, tower blocks over whole images or over windows. Training costs up to
-three times the forward pass: a part that is frozen needs no gradients of its weights, and none of its activations unless
-something before it learns. What is recomputed is not counted.
+Work is counted from shapes on the host, before a micro-batch is copied to the device (`micro_batch_work`); it is additive over
+micro-batches and ranks. Model FLOPs are those of the matmuls: decoder, head (loss tokens only: others are dropped before it),
+vision tower and projector, and attention, 4 n^2 d with the causal half counted once, vision blocks over full images or windows.
+Training costs up to three times the forward pass: a frozen part needs no weight gradients, and no activation gradients unless
+something before it is trained. Activation checkpointing is not counted.
 
-MFU is those FLOPs over time and the device's peak: `mfu` with the tower and projector, `mfu_decoder` without. A `Meter` collects
-steps and gives one record per interval; the first steps of a process (compiling, memory, caches) stay out of its times.
+MFU is those FLOPs over time and the device's peak: `mfu` with vision tower and projector, `mfu_decoder` without. A `Meter` collects
+steps and gives one record per interval; the first steps of a process (compilation, allocation, caches) are excluded from times.
 """
 
 import logging
@@ -27,14 +27,14 @@ from saccade.world import World
 logger = logging.getLogger(__name__)
 
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bf16, as published, by a part of the device's name; the first that fits counts."""
+"""Published dense bf16 peak, by substring of the device name; the first match counts."""
 
 Record = dict[str, Any]
-"""What one interval is reduced to: JSON, with None for what is not known."""
+"""Metrics of one interval: JSON, with None for unknown values."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """bf16 peak of a GPU, per second; None for one that is not in the table, and for a CPU."""
+    """bf16 peak FLOP/s of a GPU; None for an unknown one and for a CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -42,7 +42,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of each part, in the order data flows; a multiply-add is two."""
+    """FLOPs of each part, in forward order; a multiply-add is two."""
 
     vision: float
     projector: float
@@ -56,7 +56,7 @@ def forward_flops(
     image_grids: Sequence[Sequence[int]],
     num_head_tokens: int | None = None,
 ) -> Flops:
-    """Forward pass over a packed row. Without `num_head_tokens`, every token goes through the head."""
+    """Forward pass over a packed sequence. Without `num_head_tokens`, every token goes through the head."""
     vision, language = config.vision, config.language
     num_tokens = sum(conversation_lengths)
     num_head_tokens = num_tokens if num_head_tokens is None else num_head_tokens
@@ -78,22 +78,22 @@ def forward_flops(
     )
 
 
-def training_flops(forward: Flops, trained: Iterable[str], *, tied_head: bool) -> Flops:
-    """Forward and backward, given the parts that learn (vision, projector, embedding, language, head).
+def training_flops(forward: Flops, trained_parts: Iterable[str], *, tied_head: bool) -> Flops:
+    """Forward and backward, given the trained parts (vision, projector, embedding, language, head).
 
-    A part in which LoRA's matrices alone learn (`language.lora`) needs gradients of its activations; the matrices count for nothing.
+    A part with LoRA adapters (`language.lora`) needs activation gradients only; the adapters themselves are not counted.
     """
-    learns = set(trained)
+    trained = set(trained_parts)
     order = [{"vision"}, {"projector"}, {"embedding", "language"}, {"embedding" if tied_head else "head"}]
     total, reached = [], set[str]()
     for flops, parts in zip(forward, order, strict=True):
         reached |= parts | {f"{part}.lora" for part in parts}
-        total.append(flops * (1 + bool(parts & learns) + bool(reached & learns)))
+        total.append(flops * (1 + bool(parts & trained) + bool(reached & trained)))
     return Flops(*total)
 
 
 class Work(NamedTuple):
-    """What rows hold and cost. All numbers add up over rows and ranks."""
+    """Contents and cost of micro-batches. All values are additive over micro-batches and ranks."""
 
     samples: float = 0.0
     """Conversations."""
@@ -106,13 +106,13 @@ class Work(NamedTuple):
     """Decoder and head, forward and backward."""
 
     def plus(self, other: "Work") -> "Work":
-        """The sum of both."""
+        """The sum."""
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def micro_batch_work(config: ModelConfig, inputs: ModelInputs, num_loss_tokens: int, trained: Iterable[str]) -> Work:
-    """The work of one row that is still on the CPU, given the parts that learn."""
-    assert inputs.cu_seqlens.is_cpu, "micro_batch_work reads lengths: call it before the row goes to the device"
+    """The work of one micro-batch on the CPU, given the trained parts."""
+    assert inputs.cu_seqlens.is_cpu, "micro_batch_work reads lengths on the host: call it before the copy to the device"
     lengths, grids = inputs.cu_seqlens.diff().tolist(), inputs.image_grids.tolist()
     flops = training_flops(forward_flops(config, lengths, grids, num_loss_tokens), trained, tied_head=config.tied_head)
     num_image_tokens = inputs.image_token_index.shape[0]
@@ -128,28 +128,28 @@ def micro_batch_work(config: ModelConfig, inputs: ModelInputs, num_loss_tokens: 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step as the trainer saw it, summed over ranks."""
+    """One optimizer step, summed over ranks."""
 
     number: int
-    """Steps of the run so far, this one included."""
+    """Steps of the run so far, including this one."""
     loss: float
-    """Per learned token."""
+    """Per loss token."""
     grad_norm: float
     """Before clipping."""
     seconds: float
-    """From the end of the step before to its own."""
+    """From the end of the previous step to its own."""
     data_wait_s: float
-    """Of those, waiting for the next batch."""
+    """Of those, time waiting for the next batch."""
     work: Work
     """Of all ranks."""
     source_losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """(sum of the loss, learned tokens) by source."""
+    """(sum of the loss, number of loss tokens) by source."""
     is_skipped: bool = False
-    """Whether the guard refused it; its loss stays out of the averages."""
+    """Whether the guard skipped it; its loss is excluded from averages."""
 
 
 class Meter:
-    """Steps in, one record per interval out."""
+    """Averages steps into one record per interval."""
 
     def __init__(
         self,
@@ -161,9 +161,9 @@ class Meter:
         tokens: int = 0,
         samples: int = 0,
     ) -> None:
-        """`num_warmup`: first steps whose times do not count. `tokens`, `samples`: what a resumed run has seen already."""
+        """`num_warmup`: first steps, excluded from times. `tokens`, `samples`: what a resumed run has already seen."""
         self.tokens, self.samples = tokens, samples
-        """Seen since the run began; they belong into a checkpoint."""
+        """Seen since the start of the run."""
         self._num_steps, self._world_size, self._peak = num_steps, world_size, peak_flops
         self._num_warmup = num_warmup
         self._steps: list[Step] = []
@@ -183,7 +183,7 @@ class Meter:
         self._num_timed += 1
 
     def record(self, stage: str, lrs: Mapping[str, float], memory_gib: float | None = None) -> Record:
-        """The interval since the last record, and a fresh start. `lrs`: current learning rate by group."""
+        """The record of the interval since the last one. `lrs`: current learning rate by parameter group."""
         assert self._steps, "a record needs at least one step"
         steps, number = self._steps, self._steps[-1].number
         good = [step for step in steps if not step.is_skipped]
@@ -214,7 +214,7 @@ class Meter:
         return record
 
     def _speeds(self) -> Record:
-        """Times and rates of the interval; unknown while it warms up."""
+        """Times and rates of the interval; None during warm-up."""
         names = ("ms", "text_tokens_per_s", "image_tokens_per_s", "mfu", "mfu_decoder", "data_wait")
         if not self._timed:
             return dict.fromkeys(names)
@@ -285,13 +285,13 @@ class MetricsLog:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """None for no values, or for a mean that JSON cannot hold."""
+    """The mean; None without values, or if it is not finite."""
     mean = sum(values) / len(values) if values else math.nan
     return mean if math.isfinite(mean) else None
 
 
 def device_memory_gib(device: torch.device) -> float | None:
-    """Most memory in use on a GPU since the last call; None on a CPU."""
+    """Peak allocated memory of a GPU since the last call; None on a CPU."""
     if device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated(device) / 2**30
@@ -300,19 +300,19 @@ def device_memory_gib(device: torch.device) -> float | None:
 
 
 def format_line(record: Record, num_steps: int) -> str:
-    """The record as one aligned line for the log."""
+    """The record as one aligned log line."""
     tokens = None if record["ms"] is None else record["text_tokens_per_s"] + record["image_tokens_per_s"]
     rate = max(record["lr"].values(), default=None)
     fields = [
         f"step {record['step']:0{len(str(num_steps))}d}/{num_steps}",
         f"{record['step'] / num_steps:6.1%}",
-        f"loss {_shown(record['loss'], '6.3f')}",
-        f"grad {_shown(record['grad_norm'], '5.2f')}",
+        f"loss {_format(record['loss'], '6.3f')}",
+        f"grad {_format(record['grad_norm'], '5.2f')}",
         f"lr {_short_exponent(rate):>6}",
-        f"{_shown(record['ms'], '5.0f')} ms",
+        f"{_format(record['ms'], '5.0f')} ms",
         f"{thousands(tokens):>5} tok/s",
-        f"mfu {_shown(record['mfu'], '4.0%')}",
-        f"data wait {_shown(record['data_wait'], '6.1%')}",
+        f"mfu {_format(record['mfu'], '4.0%')}",
+        f"data wait {_format(record['data_wait'], '6.1%')}",
         f"eta {duration(record['eta_s']):>6}",
     ]
     if record["skipped"]:
@@ -320,8 +320,8 @@ def format_line(record: Record, num_steps: int) -> str:
     return "  ".join(fields)
 
 
-def _shown(value: float | None, spec: str) -> str:
-    """The number, or a dash as wide."""
+def _format(value: float | None, spec: str) -> str:
+    """The number, or a dash of the same width."""
     return f"{'-':>{spec.split('.')[0]}}" if value is None else f"{value:{spec}}"
 
 

@@ -1,10 +1,10 @@
-"""Muon, for matrices: momentum, made orthogonal, so that every direction of a matrix moves alike (Jordan et al., 2024).
+"""Muon: orthogonalized momentum for matrices, so that all directions get updates of similar size (Jordan et al., 2024).
 
     m = mu m + g            w = w - lr (weight_decay w + 0.2 sqrt(max(rows, columns)) orthogonalized(g + mu m))
 
-The factor gives a step the RMS of AdamW's, about 0.2, so learning rates and decay found for AdamW hold (Liu et al., 2025). The
-iteration runs in bf16 on a GPU and in fp32 on a CPU. Of a sharded matrix the momentum is sharded too; each rank gathers the whole,
-computes the whole step and keeps its rows. Cost of a step: about 20 r^2 c + 10 r^3 flop for the shorter side r and the longer c.
+The factor gives an update the RMS of AdamW's, about 0.2, so learning rates and decay tuned for AdamW carry over (Liu et al., 2025).
+The iteration runs in bf16 on a GPU and in fp32 on a CPU. The momentum of a sharded matrix is sharded too; each rank gathers it,
+computes the full update and keeps its shard. Cost: about 20 r^2 c + 10 r^3 FLOPs for the shorter side r and the longer c.
 """
 
 import math
@@ -17,13 +17,13 @@ from saccade.kernels.adamw import Settings
 from saccade.train.dtensor import dtensor_like, local_shard
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-"""a x + b x^3 + c x^5, five times over, brings any x from 0.01 to 1 close to 1: steep at zero, for most singular values are small."""
+"""a x + b x^3 + c x^5, applied five times, maps any x from 0.01 to 1 close to 1; steep at zero, as most singular values are small."""
 
 
 def muon_step(
     parameter: Tensor, gradient: Tensor, master: Tensor, momentum: Tensor, mu: float, settings: Settings
 ) -> None:
-    """One matrix: momentum looking ahead (Nesterov), made orthogonal, at the RMS of an AdamW step."""
+    """Update one matrix: Nesterov momentum, orthogonalized, scaled to the RMS of an AdamW update."""
     g = gradient.float() * settings.grad_scale
     momentum.mul_(mu).add_(g)
     ahead = g.add_(momentum, alpha=mu).to(torch.bfloat16 if g.is_cuda else torch.float32)
@@ -36,7 +36,7 @@ def muon_step(
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """The matrix with singular values near 1 (0.7 to 1.2) and the singular vectors of `x`: five Newton-Schulz iterations."""
+    """Five Newton-Schulz iterations: the singular vectors of `x` with singular values near 1 (0.7 to 1.2)."""
     a, b, c = _QUINTIC
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x

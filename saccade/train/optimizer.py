@@ -1,20 +1,20 @@
-"""Moves the parameters: what is kept for each, and how a step is made of it.
+"""Optimizers: AdamW with fp32 or 8-bit moments, and Muon, on plain or sharded parameters.
 
-    freeze(model.named_parameters(), config)                          # before the model is parallelised
+    freeze(model.named_parameters(), config)                          # before the model is parallelized
     optimizer = build_optimizer(model.named_parameters(), config)     # after
     optimizer.step(lr_factor, grad_scale)
 
-For every trained parameter there is a fp32 master (the parameter itself where it is fp32) and the state of its method:
+Every trained parameter has a fp32 master (the parameter itself if it is fp32) and the state of its method:
 
     adamw       first and second moment in fp32
     adamw8bit   the same in 8 bits with fp32 scales; vectors and small tensors keep fp32
-    muon        for matrices of the decoder's blocks, momentum in fp32; see `muon.py`
+    muon        momentum in fp32, for the matrices of the decoder's layers; see `muon.py`
 
-Parameters may be plain tensors or DTensors sharded by rows: element-wise methods work on the local shard, muon gathers. A
-parameter without a gradient counts as one with a gradient of zero, as on a rank that met no image: so a sharded run and a run on
-one device take the same steps. In 8 bits the noise of rounding is the shard's own.
+Parameters may be plain tensors or DTensors sharded on dim 0: element-wise methods work on the local shard, Muon gathers. A missing
+gradient counts as zero, as on a rank without images, so that sharded and single-device runs take the same steps. 8-bit rounding
+noise differs between shardings.
 
-With `offload`, masters and state live in pinned host memory; a step streams them through the device, some tensors at a time.
+With `offload`, masters and state are in pinned host memory; a step streams them through the device in chunks.
 """
 
 import re
@@ -40,16 +40,16 @@ from saccade.train.parameter_groups import (
 )
 
 SMALLEST_8BIT = 4096
-"""Tensors of fewer elements keep fp32 moments: they are norms and biases, and 8 bits would save nothing."""
+"""Tensors with fewer elements keep fp32 moments: norms and biases, where 8 bits would save nothing."""
 _STREAMED_BYTES = 512 * 2**20
-"""Host state that is on the device at once when it is offloaded."""
+"""Offloaded state that is on the device at once."""
 
 Method = Literal["adamw", "adamw8bit", "muon"]
 NamedParameters = Iterable[tuple[str, Tensor]]
 
 
 def freeze(named_parameters: NamedParameters, config: OptimizerConfig) -> None:
-    """Parameters whose learning rate is 0 take no gradients, all others do. At least one must be left."""
+    """Disable gradients of parameters with a learning rate of 0. At least one parameter must remain."""
     parameters = dict(named_parameters)
     for name, (_, lr) in learning_rates(list(parameters), config).items():
         parameters[name].requires_grad_(lr > 0.0)
@@ -60,7 +60,7 @@ def freeze(named_parameters: NamedParameters, config: OptimizerConfig) -> None:
 
 
 def build_optimizer(named_parameters: NamedParameters, config: OptimizerConfig) -> "Optimizer":
-    """Masters and fresh state for every parameter that requires gradients."""
+    """An optimizer for every parameter that requires gradients."""
     parameters = dict(named_parameters)
     groups = parameter_groups({name: parameter.ndim for name, parameter in parameters.items()}, config)
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -70,38 +70,38 @@ def build_optimizer(named_parameters: NamedParameters, config: OptimizerConfig) 
 
 
 def _only(group: ParameterGroup, names: Mapping[str, Tensor]) -> ParameterGroup:
-    """The group without parameters that are frozen for other reasons."""
+    """The group restricted to `names`."""
     decayed, undecayed = (tuple(name for name in part if name in names) for part in (group.decayed, group.undecayed))
     return group._replace(decayed=decayed, undecayed=undecayed)
 
 
 @dataclass
 class _Slot:
-    """A parameter and what is kept for it: this rank's shard of it, where it is sharded."""
+    """A parameter and this rank's shard of its optimizer state."""
 
     parameter: Tensor
     method: Method
     held: dict[str, Tensor]
-    """Moments by name, and `master` where the parameter is not fp32 itself."""
+    """Moments by name, and `master` if the parameter is not fp32."""
     age: Tensor
-    """int64 scalar on the CPU: steps taken since the state was zero."""
+    """int64 scalar on the CPU: number of updates of this parameter."""
 
 
 class Optimizer:
-    """The trained parameters of a model, their masters and state."""
+    """Trained parameters with their masters and optimizer state."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], groups: Sequence[ParameterGroup], config: OptimizerConfig
     ) -> None:
         self.groups = list(groups)
         self.num_steps = 0
-        """Steps taken in all. Corrections of bias go by each parameter's own count, which is part of its state."""
+        """Total number of steps. Bias correction uses the count of each parameter, which is part of its state."""
         self._config = config
         self._slots = {name: _open_slot(name, parameter, config) for name, parameter in parameters.items()}
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """The fp32 weights by name, sharded as the parameters are. They are the originals: what is loaded into them counts."""
+        """fp32 weights by name, sharded like the parameters. No copies: loading into them changes the optimizer."""
         self._synchronize_offload()
         return {
             name: dtensor_like(slot.parameter, slot.held["master"]) if "master" in slot.held else slot.parameter
@@ -110,7 +110,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_factor: float, grad_scale: float = 1.0) -> None:
-        """Move every parameter: at `lr_factor` times its group's rate, with `grad_scale` times its gradient. No host sync."""
+        """Update every parameter with `lr_factor` times its group's learning rate and `grad_scale` times its gradient. No host sync."""
         config = self._config
         self.num_steps += 1
         for group in self.groups:
@@ -141,29 +141,29 @@ class Optimizer:
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """Masters into the parameters of lower precision: after a checkpoint was loaded into the masters."""
+        """Copy masters into parameters of lower precision, after a checkpoint was loaded into the masters."""
         for slot in self._slots.values():
             if "master" in slot.held:
                 local_tensor(slot.parameter).copy_(slot.held["master"], non_blocking=True)
 
     def _synchronize_offload(self) -> None:
-        """Offloaded state is copied back behind the host's back: wait for it before the host looks."""
+        """Wait for asynchronous copies of offloaded state before the host reads it."""
         if self._config.offload and torch.cuda.is_available():
             torch.cuda.synchronize()
 
     def _alike(self, slots: Sequence[_Slot]) -> Iterator[list[_Slot]]:
-        """Slots that one call can update: of one method and age, all or none with a master, and not too many to stream."""
+        """Group slots that one kernel call can update: same method and age, all or none with a master, bounded size if offloaded."""
         lists: dict[tuple[Method, int, bool], list[_Slot]] = {}
         for slot in slots:
             lists.setdefault((slot.method, int(slot.age), "master" in slot.held), []).append(slot)
         for alike in lists.values():
-            yield from _portions(alike, _STREAMED_BYTES) if self._config.offload else [alike]
+            yield from _chunks(alike, _STREAMED_BYTES) if self._config.offload else [alike]
 
     def _update(self, slots: list[_Slot], settings: Settings) -> None:
-        """One call over slots that are alike."""
+        """One kernel call over slots that are alike."""
         parameters = [local_tensor(slot.parameter) for slot in slots]
         gradients = [_gradient(slot.parameter) for slot in slots]
-        held = [_fetched(slot.held, parameters[0].device) if self._config.offload else slot.held for slot in slots]
+        held = [_to_device(slot.held, parameters[0].device) if self._config.offload else slot.held for slot in slots]
         masters = [tensors.get("master", x) for tensors, x in zip(held, parameters, strict=True)]
         written = parameters if "master" in slots[0].held else None
         if slots[0].method == "adamw":
@@ -181,11 +181,11 @@ class Optimizer:
                     written[i].copy_(masters[i])
         if self._config.offload:
             for slot, tensors in zip(slots, held, strict=True):
-                _put_back(tensors, slot.held)
+                _to_host(tensors, slot.held)
 
 
 def _open_slot(name: str, parameter: Tensor, config: OptimizerConfig) -> _Slot:
-    """Fresh state of zero, and the master."""
+    """Zero state, and the master."""
     local, method = local_tensor(parameter.detach()), _method(name, parameter, config)
     held = {} if local.dtype == torch.float32 else {"master": local.float()}
     if method == "adamw8bit":
@@ -208,35 +208,35 @@ def _method(name: str, parameter: Tensor, config: OptimizerConfig) -> Method:
     return "adamw"
 
 
-def _portions(slots: Sequence[_Slot], max_bytes: int) -> Iterator[list[_Slot]]:
-    """Runs of slots whose state stays within `max_bytes`, at least one each."""
-    portion: list[_Slot] = []
+def _chunks(slots: Sequence[_Slot], max_bytes: int) -> Iterator[list[_Slot]]:
+    """Chunks of slots whose state is at most `max_bytes`, at least one slot each."""
+    chunk: list[_Slot] = []
     size = 0
     for slot in slots:
         added = sum(x.nbytes for x in slot.held.values())
-        if portion and size + added > max_bytes:
-            yield portion
-            portion, size = [], 0
-        portion.append(slot)
+        if chunk and size + added > max_bytes:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(slot)
         size += added
-    if portion:
-        yield portion
+    if chunk:
+        yield chunk
 
 
-def _fetched(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The tensors on the device; those that are there already are not copied."""
+def _to_device(held: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copy the tensors to the device if they are not there."""
     return {key: x.to(device, non_blocking=True) for key, x in held.items()}
 
 
-def _put_back(fetched: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
-    """Copies of host tensors back home. The next step reads them on the same stream, so nothing waits."""
+def _to_host(fetched: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+    """Copy back to the host. The next step reads on the same stream, so nothing waits."""
     for key, x in fetched.items():
         if x is not held[key]:
             held[key].copy_(x, non_blocking=True)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """This rank's shard of the gradient; zero where there is none."""
+    """This rank's shard of the gradient; zero if there is none."""
     local = local_tensor(parameter)
     return torch.zeros_like(local) if parameter.grad is None else local_tensor(parameter.grad).contiguous()
 
@@ -259,7 +259,7 @@ def total_norm(parameters: Iterable[Tensor]) -> Tensor:
     for key, gradients in shards.items():
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
         square = torch.stack(norms).square().sum()
-        if key:  # gradients of parameters held on the host lie there too, their mesh does not
+        if key:  # offloaded gradients are on the host, their mesh is not
             square = square.to(key[0].device_type)
         for axis in key[1] if key else ():
             dist.all_reduce(square, group=key[0].get_group(axis))

@@ -1,32 +1,32 @@
-"""Everything that makes a model trainable on many devices, applied from outside, in one order:
+"""Parallelism, activation checkpointing and compilation, applied to the single-device model in this order:
 
-    lora       (where a stage asks for it) low-rank matrices beside linear layers, all else frozen; see `lora.py`
-    freeze     parameters whose learning rate is 0 take no gradients
-    compile    each block becomes compiled code; attention stays outside, see `_compile`
-    recompute  parts of each block drop their activations and compute them again in backward
-    shard      FSDP2 cuts parameters over the ranks; or DDP gives each a copy
-    fill       memory is taken, weights are read
+    lora       (optional) add LoRA adapters and freeze everything else; see `lora.py`
+    freeze     parameters with a learning rate of 0 require no gradients
+    compile    torch.compile of each block without its attention; see `_compile`
+    recompute  activation checkpointing of MLPs or whole blocks
+    shard      FSDP2, or DDP
+    load       allocate memory, load weights
 
-Compiling goes before recomputing, so that a recomputed block runs compiled code twice; sharding goes last, so that its hooks stay
-outside both.
+Compilation precedes activation checkpointing, so that a checkpointed block runs its compiled code twice; sharding comes last, so that
+its hooks are outside both.
 
-    strategy   a rank holds                                  in DeepSpeed's words
+    strategy   each rank holds                               in DeepSpeed's terms
     none       everything; one rank
     ddp        everything; gradients are averaged            data parallel
     fsdp       1/n of parameters, gradients, optimizer       ZeRO-3
-    hsdp       1/shard_size of them, in world / shard_size   ZeRO-3 inside, data parallel between: MiCS, hpZ
-               copies
+    hsdp       1/shard_size of them, world / shard_size      ZeRO-3 within, data parallel between replicas: MiCS, hpZ
+               replicas
 
-With `reshard_after_forward = false` FSDP keeps the gathered parameters from forward to backward: half the gathering for the memory
-of one whole bf16 copy. That is ZeRO-2: gradients and optimizer sharded, parameters whole while they are used. With `reduce_each_micro_batch
-= false` as well, gradients too stay whole until the step's last row: ZeRO-1. Both pay when a step has several rows.
+With `reshard_after_forward = false` FSDP keeps the gathered parameters from forward to backward: half the all-gathers for the memory
+of one unsharded bf16 copy. That is ZeRO-2. With `reduce_each_micro_batch = false` as well, gradients stay unsharded until the last
+micro-batch of a step: ZeRO-1. Both pay off with gradient accumulation.
 
-Units. Each decoder layer and each vision block is gathered and freed by itself, the next while the one before computes. The tower
-(patch embedding) is a unit; embedding, head, final norm and projector form the root, which is needed first and last.
+FSDP units: each decoder layer and each vision block, prefetched while the previous one computes. The vision tower (patch embedding) is
+a unit; embedding, head, final norm and projector form the root, which is needed first and last.
 
-Numbers. FSDP holds parameters in fp32 and gathers them in the compute dtype; gradients are averaged in `reduce_dtype`. Without
-sharding, parameters are in the compute dtype and the optimizer holds the fp32 masters: no casts on the way, the fastest on one GPU.
-Several rows of a step are added up in fp32 either way; see `train_state.py`.
+Precision: FSDP stores parameters in fp32, gathers them in the compute dtype and reduces gradients in `reduce_dtype`. Without
+sharding, parameters are in the compute dtype and the optimizer holds fp32 masters: no casts, fastest on one GPU. Gradients accumulate
+in fp32 either way; see `train_state.py`.
 """
 
 import functools
@@ -66,24 +66,24 @@ from saccade.world import World
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model ready to be module."""
+    """A model ready for training."""
 
     module: ModelWithLoss
     """The model with its loss."""
     wrapped: nn.Module
-    """What is called: `trained` itself, or DDP around it."""
+    """What is called: `module` itself, or DDP around it."""
     strategy: Strategy
-    """How it is spread."""
+    """How it is parallelized."""
     compression: PowerSGDState | None = None
-    """What PowerSGD remembers."""
+    """Error feedback of PowerSGD."""
 
     @property
     def model(self) -> VLM:
-        """The model inside."""
+        """The model without its loss."""
         return self.module.model
 
     def sync_gradients(self, *, is_last_micro_batch: bool, each_micro_batch: bool) -> None:
-        """Say whether the coming backward pass averages gradients over the ranks."""
+        """Choose whether the next backward pass reduces gradients over the ranks."""
         if isinstance(self.wrapped, DistributedDataParallel):
             self.wrapped.require_backward_grad_sync = is_last_micro_batch
         elif isinstance(self.wrapped, FSDPModule):
@@ -91,7 +91,7 @@ class ParallelModel:
             self.wrapped.set_is_last_backward(is_last_micro_batch)
 
     def reset_compression(self) -> None:
-        """Forget what compression keeps of earlier gradients, for they may not be numbers."""
+        """Clear the error feedback of PowerSGD, which may contain NaN after a bad step."""
         if self.compression is not None:
             for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
                 getattr(self.compression, memory).clear()
@@ -129,26 +129,26 @@ def build_model(folder: Path, stage: StageConfig, strategy: Strategy, dtype: str
 
 
 def _allocate(module: ModelWithLoss, device: torch.device | str) -> None:
-    """Give every parameter memory; one that two modules share must still be one."""
+    """Allocate every parameter, and tie the head to the embedding again."""
     module.to_empty(device=device)
     if module.model.config.tied_head:
         module.model.head.weight = module.model.language.embed_tokens.weight
 
 
 def choose_strategy(config: ParallelConfig, world: World) -> Strategy:
-    """`auto` is none for one rank and fsdp for several; what cannot be is refused."""
+    """Resolve `auto` (none for one rank, fsdp for several) and refuse unsupported combinations."""
     if config.strategy == "auto":
         if config.offload and world.size == 1:
             raise ConfigError(
-                "offload goes with fsdp, and auto is no sharding on one rank. Set parallel.strategy = 'fsdp', or use optimizer.offload"
+                "offload requires fsdp, and auto means no sharding on one rank. Set parallel.strategy = 'fsdp', or use optimizer.offload"
             )
         return "none" if world.size == 1 else "fsdp"
     if config.strategy == "none" and world.size > 1:
         raise ConfigError(
-            f"strategy none trains on one rank, and there are {world.size}: each would train a model of its own. Use auto, ddp or fsdp"
+            f"strategy none is for one rank, but there are {world.size}: each would train a separate model. Use auto, ddp or fsdp"
         )
     if config.strategy == "hsdp" and world.size % (config.shard_size or 1):
-        raise ConfigError(f"{world.size} ranks cannot be cut into groups of shard_size {config.shard_size}")
+        raise ConfigError(f"{world.size} ranks are not divisible by shard_size {config.shard_size}. Choose a divisor")
     return config.strategy
 
 
@@ -156,17 +156,15 @@ def choose_strategy(config: ParallelConfig, world: World) -> Strategy:
 
 
 def _freeze(model: VLM, optimizer: OptimizerConfig) -> None:
-    """Parameters whose learning rate is 0 take no gradients; beside LoRA's matrices nothing does. At least one must be left."""
-    if matrices := lora_parameters(model):
+    """Freeze parameters with a learning rate of 0; with LoRA, everything but the adapters. At least one must remain."""
+    if adapters := lora_parameters(model):
         model.requires_grad_(False)
         try:
-            freeze(matrices.items(), optimizer)
+            freeze(adapters.items(), optimizer)
         except ConfigError as error:
-            raise ConfigError(f"{error}. In a stage with lora only the matrices learn") from error
+            raise ConfigError(f"{error}. In a stage with lora only the adapters are trained") from error
     else:
         freeze(model.named_parameters(), optimizer)
-    if not _is_trained(model):
-        raise ConfigError("every learning rate is 0: nothing would be module. Set optimizer.lr or one of optimizer.lrs")
 
 
 def _is_trained(module: nn.Module) -> bool:
@@ -174,7 +172,7 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def trainable_table(model: VLM) -> str:
-    """Parameters of each part, and how many of them learn: what a run opens with."""
+    """Number of parameters and of trained parameters of each part, as a table."""
     sizes = {part: [0, 0] for part in PARTS}
     quantized = quantized_sizes(model)
     for name, parameter in model.named_parameters():
@@ -187,15 +185,15 @@ def trainable_table(model: VLM) -> str:
     )
 
 
-# ------------------------------------------------------------------ compile, recompute
+# ------------------------------------------------------------------ compile, activation checkpointing
 
 
 def _compile(model: VLM) -> None:
-    """Compile each block: norms, feed-forward and residual sums, one piece of code for all blocks of a tower.
+    """Compile each block: norms, MLP and residual sums; all blocks of a kind share the compiled code.
 
-    Attention runs as it is. Its kernels are chosen by the lengths of a row's segments, which change with every row and would each
-    be a reason to compile again; what is left has one dynamic length, the tokens of the row. Quantized layers stay outside too:
-    the compiler would make their weights whole in forward and keep them so for backward.
+    Attention stays eager. Its kernels are chosen by the segment lengths of a packed sequence, which change with every micro-batch and
+    would cause recompilation; what remains has one dynamic dim, the number of tokens. Quantized layers stay eager too: the compiler
+    would dequantize their weights in forward and save them for backward.
     """
     blocks: list[nn.Module] = [*model.vision.blocks, *model.language.layers]
     for block in blocks:
@@ -208,9 +206,9 @@ def _compile(model: VLM) -> None:
 
 
 def recompute(blocks: nn.ModuleList, extent: Recompute, *, is_random: bool = False) -> None:
-    """Drop activations of each block, or of its feed-forward alone, which are the largest; backward computes them again.
+    """Activation checkpointing of each block, or only of its MLP, whose activations are the largest.
 
-    `is_random`: blocks draw random numbers, and must draw the same ones again.
+    `is_random`: blocks draw random numbers (dropout), which must repeat in backward.
     """
     for block in blocks:
         feed_forward: Any = block.mlp
@@ -226,18 +224,18 @@ def recompute(blocks: nn.ModuleList, extent: Recompute, *, is_random: bool = Fal
 
 
 def _mesh(config: ParallelConfig, strategy: Strategy, world: World) -> DeviceMesh:
-    """The ranks in a row, or for hsdp as copies x shards; the shards of a copy are neighbours, on one machine."""
+    """A 1D mesh, or replicas x shards for hsdp; the shards of a replica are neighbouring ranks, on one node."""
     world.open_local_group()
     kind = world.device.type
     if strategy == "fsdp":
         return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
     shard_size = config.shard_size or 1
-    return init_device_mesh(kind, (world.size // shard_size, shard_size), mesh_dim_names=("copy", "shard"))
+    return init_device_mesh(kind, (world.size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def _shard(module: ModelWithLoss, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dtype) -> None:
-    """FSDP2: every block a unit, then the tower, then the root with everything else."""
-    # Inputs are not cast: blocks are given bf16 activations and fp32 rotation tables, and must keep both.
+    """FSDP2: one unit per block, one for the vision tower, one for the root."""
+    # Inputs are not cast: blocks receive bf16 activations and fp32 rotary tables.
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
     )
@@ -254,14 +252,14 @@ def _shard(module: ModelWithLoss, mesh: DeviceMesh, config: ParallelConfig, dtyp
 
 
 def _prefetch(blocks: Sequence[Any]) -> None:
-    """While a block computes, the next one is gathered; in backward, the one before."""
+    """Gather the next block while one computes; in backward, the previous one."""
     for block, after in pairwise(blocks):
         block.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([block])
 
 
 def _data_parallel(module: ModelWithLoss, config: ParallelConfig, world: World) -> ParallelModel:
-    """DDP, with gradients rounded to bf16 or cut to low rank on the wire where asked for."""
+    """DDP, optionally with a bf16 or PowerSGD communication hook."""
     if config.compress_gradients != "none" and world.device.type != "cuda":
         raise ConfigError(f"compress_gradients = {config.compress_gradients!r} needs GPUs and NCCL. Remove it")
     world.open_local_group()

@@ -1,8 +1,7 @@
-"""Which parameter learns how fast: names and shapes in, groups out. Plain Python over names; no torch.
+"""Parameter groups: learning rate and weight decay by parameter name. Plain Python over names; no torch.
 
-A key of `lrs` is a part of the model or a regular expression searched for in the parameter's name; the first key that matches
-decides, `lr` covers the rest, and a rate of 0 freezes. A key that matches nothing is an error: it is a typing mistake, or
-another model's name, and would leave the parameters it meant at the default.
+A key of `lrs` is a part of the model or a regular expression searched for in the parameter's name; the first match decides, `lr` is
+the default, and a rate of 0 freezes. A key that matches nothing is an error: it is a typo or a name of another model.
 
     lr = 1e-5
     lrs = { vision = 0, projector = 1e-3, 'language\\.layers\\.[0-3]\\.' = 2e-6 }
@@ -24,36 +23,36 @@ PARTS = {
     "language": r"^language\.(?!embed_tokens\.)",
     "head": r"^head\.",
 }
-"""The parts of a model by name, as regular expressions on its parameters' names."""
+"""Parts of a model, as regular expressions on parameter names."""
 
 MUON_MATRICES = r"^language\.layers\."
-"""Where Muon works: the matrices of the decoder's blocks."""
+"""Parameters trained by Muon: matrices of the decoder's layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How parameters move."""
+    """Optimizer and parameter groups."""
 
     kind: Literal["adamw", "adamw8bit", "muon"] = "adamw"
-    """adamw: moments in fp32, 8 bytes a parameter; adamw8bit: in 8 bits, 2 bytes; muon: for the decoder's matrices, adamw for the rest."""
+    """adamw: fp32 moments, 8 bytes per parameter; adamw8bit: 2 bytes; muon: for the decoder's matrices, with adamw for the rest."""
     lr: float = 1e-5
-    """Peak learning rate of parameters that no key of `lrs` matches."""
+    """Peak learning rate of parameters matched by no key of `lrs`."""
     lrs: dict[str, float] = field(default_factory=dict)
     """Peak learning rate by part (vision, projector, embedding, language, head) or regular expression; the first match decides, 0 freezes."""
     weight_decay: float = 0.0
-    """Decoupled decay of matrices, per step times the learning rate; norms and biases are never decayed."""
+    """Decoupled weight decay of matrices, multiplied by the learning rate; norms and biases are not decayed."""
     decay_embedding: bool = False
-    """Whether the token embedding (and the head, where they are one) is decayed too."""
+    """Whether the token embedding (and a tied head) is decayed too."""
     beta1: float = 0.9
-    """Memory of the first moment."""
+    """Adam beta1: decay rate of the first moment."""
     beta2: float = 0.95
-    """Memory of the second moment; 0.999 for small batches."""
+    """Adam beta2: decay rate of the second moment; 0.999 for small batches."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Adam epsilon."""
     momentum: float = 0.95
-    """muon only: memory of the momentum."""
+    """muon only: momentum coefficient."""
     offload: bool = False
-    """Keep masters and moments in pinned host memory and stream them through the GPU at each step: frees 12 bytes a parameter (4 with adamw8bit), costs time."""
+    """Keep masters and moments in pinned host memory and stream them through the GPU at each step: frees 12 bytes per parameter (6 with adamw8bit), costs time."""
 
     def __post_init__(self) -> None:
         for name, lr in {"lr": self.lr, **{f"lrs.{key}": value for key, value in self.lrs.items()}}.items():
@@ -71,25 +70,25 @@ class OptimizerConfig:
 
 
 class ParameterGroup(NamedTuple):
-    """Parameters that learn at one rate."""
+    """Parameters with one learning rate."""
 
     name: str
-    """The key of `lrs` that matched, or `default`."""
+    """The matching key of `lrs`, or `default`."""
     lr: float
     """Peak learning rate, above 0."""
     decayed: tuple[str, ...]
-    """Names of the parameters that weight decay applies to."""
+    """Names of parameters with weight decay."""
     undecayed: tuple[str, ...]
-    """Names of the others."""
+    """Names of parameters without."""
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """All names of the group."""
+        """All parameter names of the group."""
         return (*self.decayed, *self.undecayed)
 
 
 def learning_rates(names: Sequence[str], config: OptimizerConfig) -> dict[str, tuple[str, float]]:
-    """(key, peak rate) of every parameter: the first match in `lrs`, else ("default", lr)."""
+    """(key, peak learning rate) of every parameter: the first match in `lrs`, else ("default", lr)."""
     patterns = {key: _compiled(key) for key in config.lrs}
     for key, pattern in patterns.items():
         if not any(pattern.search(name) for name in names):
@@ -105,7 +104,7 @@ def learning_rates(names: Sequence[str], config: OptimizerConfig) -> dict[str, t
 
 
 def parameter_groups(num_dims: Mapping[str, int], config: OptimizerConfig) -> list[ParameterGroup]:
-    """Groups of the parameters that learn, from the number of dims of each. Frozen ones are in none."""
+    """Groups of the trained parameters, given the number of dims of each parameter."""
     members: dict[tuple[str, float], list[str]] = {}
     for name, key_and_rate in learning_rates(list(num_dims), config).items():
         members.setdefault(key_and_rate, []).append(name)
@@ -121,7 +120,7 @@ def parameter_groups(num_dims: Mapping[str, int], config: OptimizerConfig) -> li
 
 
 def part_of(name: str) -> str | None:
-    """The part of the model a parameter belongs to; None for a name of no part."""
+    """The part of the model a parameter belongs to; None if it belongs to none."""
     return next((part for part, pattern in PARTS.items() if re.search(pattern, name)), None)
 
 
@@ -135,9 +134,9 @@ def _compiled(key: str) -> re.Pattern[str]:
 
 
 def _nothing_matches(key: str, names: Sequence[str]) -> str:
-    """The error of a key without parameters, with the names nearest to it."""
+    """Error message for a key without parameters, with similar names."""
     tied = " (a head tied to the embedding is the embedding)" if key == "head" else ""
-    words = re.sub(r"\\(.)", r"\1", key)  # as the user would have written the name itself
+    words = re.sub(r"\\(.)", r"\1", key)  # the name without regular-expression escapes
     known = [*PARTS, *names]
     near = difflib.get_close_matches(words, known, n=3, cutoff=0.4) or names[:3]
     return f"lrs: '{key}' matches no parameter{tied}. Near names: {', '.join(near)}. Correct the key, or remove it"

@@ -1,9 +1,9 @@
-"""Looking into a run: a profiler's trace of some steps, and the history of the GPU's memory.
+"""Profiler traces of selected steps, and CUDA memory snapshots.
 
     RUN/trace/steps-20-22-rank0.json     for https://ui.perfetto.dev or chrome://tracing
-    RUN/trace/memory-rank0.pickle        for https://pytorch.org/memory_viz; torch's own format, load none from strangers
+    RUN/trace/memory-rank0.pickle        for https://pytorch.org/memory_viz; a pickle: load only files you trust
 
-Every rank writes its own. Both cost time and host memory while they run, so they are off unless asked for.
+Every rank writes its own files. Both cost time and host memory while active, so they are off by default.
 """
 
 import logging
@@ -21,17 +21,17 @@ from saccade.world import World
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_STEP = 3
-"""The step of a process after which the memory's history is written, where no steps are profiled: the first are unlike the rest."""
+"""Step of a process after which the memory snapshot is written if no steps are profiled; the first steps are not typical."""
 _MAX_EVENTS = 200_000
-"""Allocations that are remembered; a step of a 3B model makes about 10,000."""
+"""Maximum number of recorded allocations; a step of a 3B model makes about 10,000."""
 
 
 class StepProfiler:
-    """Watches the steps it is told of, while it is entered."""
+    """Profiles the configured steps, as a context manager around the training loop."""
 
     def __init__(self, config: LogConfig, folder: Path, world: World) -> None:
         if config.memory_snapshot and world.device.type != "cuda":
-            raise ConfigError("log.memory_snapshot is about a GPU's memory, and this run is on the CPU. Remove it")
+            raise ConfigError("log.memory_snapshot needs a GPU, but this run is on the CPU. Remove it")
         self._folder, self._world = folder, world
         steps = config.profile_steps
         self._first = steps[0] if steps else None
@@ -46,7 +46,7 @@ class StepProfiler:
         return self
 
     def start_step(self, step: int) -> None:
-        """Step `step` of the run is about to be computed."""
+        """Call before step `step` of the run."""
         if step == self._first:
             kinds = [ProfilerActivity.CPU]
             if self._world.device.type == "cuda":
@@ -55,7 +55,7 @@ class StepProfiler:
             self._profiler.start()
 
     def end_step(self, step: int) -> None:
-        """Step `step` has been computed and its update enqueued."""
+        """Call after step `step`, when its update is enqueued."""
         self._num_steps += 1
         if step == self._last:
             self._write_trace()
@@ -65,7 +65,7 @@ class StepProfiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What was begun is written too, above all where memory ran out."""
+        """Write what was recorded, also after an out-of-memory error."""
         self._write_trace()
         self._write_snapshot()
 

@@ -1,10 +1,10 @@
-"""A run as one page: curves, sample generations, skipped steps, settings. Everything is inside the file.
+"""Report of a run as one self-contained HTML page: curves, sample generations, skipped steps, config.
 
     write_report(run)        # reads metrics.jsonl, samples.jsonl, skipped_steps.jsonl and config.toml; writes report.html
 
-No script and no request to anywhere: curves are SVG, images are data URLs, and a content policy forbids the rest. All text is
-escaped. A file that is not there leaves its section out. A line of samples.jsonl: step, prompt, answer, and where there are any
-reference (the answer hoped for) and image (a data URL).
+No scripts and no requests: curves are SVG, images are data URLs, and a content security policy forbids the rest. All text is escaped.
+The section of a missing file is omitted. A line of samples.jsonl: step, prompt, output, and optionally reference and image (a
+data URL).
 """
 
 import math
@@ -20,15 +20,15 @@ from saccade.train.metrics import duration, thousands
 from saccade.train.trackers import flat_numbers, read_records
 
 Points = list[tuple[float, float]]
-"""(step, value), in the order of steps."""
+"""(step, value), ordered by step."""
 
 MAX_POINTS = 400
-"""Points of a curve; where there are more, neighbours are averaged."""
+"""Maximum points of a curve; more are averaged."""
 MAX_ROWS = 200
-"""Skipped steps and samples that are shown, the newest."""
+"""Maximum number of skipped steps and samples shown, newest last."""
 _WIDTH, _HEIGHT = 520, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 508, 12, 184
-"""The page of a chart, and the frame of its curves inside."""
+"""Size of a chart, and the frame of its curves."""
 _DATA_URL = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+=*")
 
 
@@ -41,29 +41,29 @@ def _percent(value: float) -> str:
 
 
 class Chart(NamedTuple):
-    """Which numbers of the records are drawn together."""
+    """A chart of the metrics whose names match."""
 
     title: str
     names: str
-    """A regular expression for the whole name of a number."""
+    """A regular expression for the full name of a metric."""
     show: Callable[[float], str] = _number
 
 
 CHARTS = (
     Chart("Loss", r"loss"),
     Chart("Loss by source", r"source_loss/.*"),
-    Chart("Loss on held-out samples", r"validation/loss"),
-    Chart("Held-out tokens and answers that are right", r"validation/(accuracy|exact_match)", _percent),
+    Chart("Validation loss", r"validation/loss"),
+    Chart("Validation accuracy and exact match", r"validation/(accuracy|exact_match)", _percent),
     Chart("Gradient norm", r"grad_norm"),
     Chart("Learning rate", r"lr/.*"),
     Chart("Tokens per second", r"(text|image)_tokens_per_s"),
-    Chart("Model FLOPs utilisation, with and without the tower", r"mfu(_decoder)?", _percent),
-    Chart("Share of time waiting for data", r"data_wait", _percent),
+    Chart("Model FLOPs utilisation, with and without the vision tower", r"mfu(_decoder)?", _percent),
+    Chart("Fraction of time waiting for data", r"data_wait", _percent),
     Chart("Device memory, GiB", r"memory_gib"),
     Chart("Time of a step, ms", r"ms"),
 )
 _NOT_DRAWN = r"tokens|samples|eta_s|skipped"
-"""Numbers that say nothing as a curve."""
+"""Metrics that are not drawn."""
 
 
 def write_report(run: Path) -> Path:
@@ -86,7 +86,7 @@ def write_report(run: Path) -> Path:
 
 
 def _summary(records: Sequence[Mapping[str, Any]]) -> str:
-    """The last numbers of the run."""
+    """Final values of the run."""
     last: dict[str, float] = {}
     for record in records:
         last |= flat_numbers(record)
@@ -105,7 +105,7 @@ def _summary(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _seconds(records: Sequence[Mapping[str, Any]]) -> float:
-    """Time of all steps whose time is known."""
+    """Total time of all timed steps."""
     total, before = 0.0, 0
     for record in records:
         if "ms" in record:
@@ -115,7 +115,7 @@ def _seconds(records: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> str:
-    """The known charts in their order, then one for every other family of numbers."""
+    """The known charts in order, then one for every other family of metrics."""
     series: dict[str, Points] = {}
     for record in records:
         for name, value in flat_numbers(record).items():
@@ -163,7 +163,7 @@ def _skipped(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _settings(path: Path) -> str:
-    """The resolved settings as dotted keys."""
+    """The resolved config as dotted keys."""
     if not path.exists():
         return ""
 
@@ -181,11 +181,11 @@ def _settings(path: Path) -> str:
 
 
 class _Html(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table under its heading; nothing without rows. Cells are escaped unless they are HTML."""
+    """A table with a heading; empty without rows. Cells are escaped unless they are HTML."""
     if not rows:
         return ""
 
@@ -198,7 +198,7 @@ def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[object]]) -
 
 
 def _image(url: object) -> _Html | None:
-    """A picture, if it is a data URL and nothing else."""
+    """An image, if the value is a data URL."""
     if isinstance(url, str) and _DATA_URL.fullmatch(url):
         return _Html(f'<img alt="" src="{url}">')
     return None
@@ -208,14 +208,14 @@ def _image(url: object) -> _Html | None:
 
 
 def _thinned(points: Points) -> Points:
-    """At most MAX_POINTS: means of neighbours."""
+    """Average neighbours down to MAX_POINTS."""
     size = -(-len(points) // MAX_POINTS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
 
 
 def _figure(chart: Chart, curves: Mapping[str, Points], marks: Sequence[tuple[float, str]]) -> str:
-    """One chart with its legend. `marks`: steps at which a stage begins."""
+    """One chart with its legend. `marks`: steps at which a stage starts."""
     steps = [x for points in curves.values() for x, _ in points]
     values = [y for points in curves.values() for _, y in points]
     x_ticks, y_ticks = ticks(min(steps), max(steps)), ticks(min(values), max(values))
@@ -236,9 +236,11 @@ def _figure(chart: Chart, curves: Mapping[str, Points], marks: Sequence[tuple[fl
         if x_low < step < x_high:
             parts.append(f'<line class=mark x1="{x(step)}" x2="{x(step)}" y1="{_TOP}" y2="{_BOTTOM}"><title>{escape(name)}</title></line>')  # fmt: skip
     for number, (name, points) in enumerate(curves.items()):
-        places = " ".join(f"{x(step)},{y(value)}" for step, value in points)
+        points_text = " ".join(f"{x(step)},{y(value)}" for step, value in points)
         shape = "polyline" if len(points) > 1 else "circle"
-        where = f'points="{places}"' if len(points) > 1 else f'cx="{x(points[0][0])}" cy="{y(points[0][1])}" r="2.5"'
+        where = (
+            f'points="{points_text}"' if len(points) > 1 else f'cx="{x(points[0][0])}" cy="{y(points[0][1])}" r="2.5"'
+        )
         parts.append(f'<{shape} class="c{number % 8}" {where}><title>{escape(name)}</title></{shape}>')
     legend = "".join(
         f'<span><i class="c{number % 8}"></i>{escape(name.split("/", 1)[-1])} {escape(chart.show(points[-1][1]))}</span>'
@@ -251,7 +253,7 @@ def _figure(chart: Chart, curves: Mapping[str, Points], marks: Sequence[tuple[fl
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers within [low, high], about `count` of them; one for a range of nothing."""
+    """About `count` round numbers within [low, high]; one for an empty range."""
     if not high > low:
         return [low]
     rough = (high - low) / count
@@ -262,10 +264,10 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _span(marked: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-    """The range that holds everything; never empty."""
+    """A range that contains everything; never empty."""
     low, high = min(*marked, *values, math.inf), max(*marked, *values, -math.inf)
-    room = (high - low) * 0.04 or max(abs(low) * 0.1, 1e-12)
-    return low - room, high + room
+    margin = (high - low) * 0.04 or max(abs(low) * 0.1, 1e-12)
+    return low - margin, high + margin
 
 
 _COLOURS = ("#3568d4", "#d9622b", "#2d9d5c", "#a24bc4", "#c8a11c", "#d1446f", "#2aa3b8", "#7a7f87")

@@ -1,12 +1,12 @@
-"""The learning rate over a run, as a factor on each group's peak. Plain numbers: no torch, no state to save.
+"""Learning-rate schedules, as a factor on each parameter group's peak. Pure functions without state.
 
-    cosine     warm-up, then half a cosine down to `final_factor`
-    linear     warm-up, then a straight line down to `final_factor`
-    wsd        warm-up, then 1 until the last `decay_steps`, then a straight line down to `final_factor`
-    constant   warm-up, then 1
+    cosine     warm-up, then cosine decay to `final_factor`
+    linear     warm-up, then linear decay to `final_factor`
+    wsd        warm-up, then constant until the last `decay_steps`, then linear decay to `final_factor`
+    constant   warm-up, then constant
 
-Steps count from 0. Warm-up rises in equal parts and is complete at step `warmup_steps - 1`, so no step is taken with a rate of
-zero; `final_factor` would be reached at step `num_steps`.
+Steps count from 0. Warm-up is linear and complete at step `warmup_steps - 1`, so no step has a rate of zero; `final_factor` would be
+reached at step `num_steps`. With a length in epochs, progress after warm-up is measured in samples: the same curve.
 """
 
 import math
@@ -18,29 +18,29 @@ from saccade.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How the learning rate rises and falls."""
+    """Learning-rate schedule."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """The shape after warm-up."""
+    """Shape after warm-up; wsd is warm-up, stable, decay."""
     warmup_steps: int = 0
-    """Steps over which the rate rises to its peak."""
+    """Number of linear warm-up steps."""
     decay_steps: int | None = None
-    """wsd only: steps at the end over which the rate falls, for stages of steps or tokens; a tenth of the run where not given."""
+    """wsd only: number of decay steps at the end, for lengths in steps or tokens; default: a tenth of the stage."""
     final_factor: float = 0.1
-    """Share of the peak that is left at the end; constant has none to reach."""
+    """Final learning rate as a fraction of the peak; ignored by constant."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps is {self.warmup_steps}; give 0 or more")
         if not 0.0 <= self.final_factor <= 1.0:
-            raise ConfigError(f"final_factor is {self.final_factor}; it is a share of the peak, between 0 and 1")
+            raise ConfigError(f"final_factor is {self.final_factor}; it is a fraction of the peak, between 0 and 1")
         if self.decay_steps is not None and self.kind != "wsd":
             raise ConfigError(f"decay_steps is for kind = 'wsd'; {self.kind!r} would ignore it. Remove it")
         if self.decay_steps is not None and self.decay_steps < 1:
             raise ConfigError(f"decay_steps is {self.decay_steps}; give 1 or more, or use kind = 'constant'")
 
     def check(self, num_steps: int) -> None:
-        """Refuse a run too short for its own warm-up and decay."""
+        """Refuse a stage shorter than its warm-up and decay."""
         if num_steps < 1:
             raise ConfigError(f"a run of {num_steps} steps has no learning rate. Give 1 or more")
         decay = math.ceil(self._decay_length(num_steps)) if self.kind == "wsd" else 0

@@ -1,11 +1,10 @@
-"""Where records of a run go: `metrics.jsonl` always, TensorBoard and Weights & Biases where asked for.
+"""Metric trackers: `metrics.jsonl` always, TensorBoard and Weights & Biases if configured.
 
     with open_trackers(config, run, step=resumed_step, settings=encode(train_config)) as trackers:
-        trackers.log(record)                                                # a dict with `step`, on one rank only
+        trackers.log(record)                                                # a dict with `step`, on the main rank only
 
-A record is nested JSON; viewers that know only numbers with names get `source_loss/captions` and the like. A run that is taken up
-at step n forgets what was written beyond n: it will be written again. A tracker that fails, for the network or the disk, is named
-in one warning, and training goes on.
+A record is nested JSON; flat trackers get names such as `source_loss/captions`. A run that resumes at step n drops records beyond n,
+which will be written again. A tracker that fails (network, disk) is reported in one warning, and training continues.
 """
 
 import json
@@ -26,48 +25,48 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """A run on Weights & Biases; needs the package wandb and its login."""
+    """Weights & Biases; needs the package wandb and a login."""
 
     project: str = "saccade"
-    """Project the run appears in."""
+    """Project name."""
     name: str | None = None
-    """What the run is called there; the run folder's name where not given."""
+    """Name of the run; default: the run folder's name."""
     mode: Literal["online", "offline", "disabled"] = "online"
     """offline writes into the run folder, for `wandb sync` later. The environment variable WANDB_MODE takes precedence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackersConfig:
-    """Where the records of a run go besides metrics.jsonl."""
+    """Trackers in addition to metrics.jsonl."""
 
     tensorboard: bool = False
-    """Write TensorBoard events into the run folder; needs the package of that name."""
+    """Write TensorBoard events into the run folder; needs the package tensorboard."""
     wandb: WandbConfig | None = None
-    """Send records to Weights & Biases, if the section is there."""
+    """Log to Weights & Biases if this section is present."""
 
 
 class Tracker(Protocol):
-    """One place where records go."""
+    """A destination of records."""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Take one record."""
+        """Log one record."""
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Flush and close."""
 
 
 class Trackers:
-    """Several trackers as one; none of them can stop the run."""
+    """Several trackers as one; a failing tracker never stops the run."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tracker]]) -> None:
-        """`makers`: how each tracker is opened, by its name."""
+        """`makers`: functions that open each tracker, by name."""
         self._has_failed: set[str] = set()
         self._trackers: dict[str, Tracker] = {}
         for name, make in makers.items():
             self._guarded(name, self._open, name, make)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Hand the record to every tracker. It holds `step`."""
+        """Log a record, which must contain `step`, to every tracker."""
         plain = _plain(record)
         for name, tracker in self._trackers.items():
             self._guarded(name, tracker.log, plain)
@@ -82,12 +81,12 @@ class Trackers:
         self._trackers[name] = make()
 
     def _guarded(self, name: str, action: Callable[..., None], *arguments: object) -> None:
-        """Run it; what goes wrong is said once for each tracker. Clients raise classes of their own, so any is caught."""
+        """Run it and report the first error of each tracker. Clients raise their own exception classes, so all are caught."""
         try:
             action(*arguments)
         except Exception as error:
             if name not in self._has_failed:
-                logger.warning("%s: %s: %s. Training goes on without it", name, type(error).__name__, error)
+                logger.warning("%s: %s: %s. Training continues without it", name, type(error).__name__, error)
             self._has_failed.add(name)
 
     def __enter__(self) -> "Trackers":
@@ -100,7 +99,7 @@ class Trackers:
 
 
 def open_trackers(config: TrackersConfig, run: Path, *, step: int, settings: Mapping[str, Any]) -> Trackers:
-    """The trackers of a run folder, going on after `step` (0 at the beginning). `settings`: the run's, to be shown beside it."""
+    """The trackers of a run folder, continuing after `step` (0 for a new run). `settings`: the config of the run."""
     makers: dict[str, Callable[[], Tracker]] = {"metrics.jsonl": lambda: JsonLines(run / "metrics.jsonl", step)}
     if config.tensorboard:
         makers["TensorBoard"] = lambda: TensorBoard(run / "tensorboard", step)
@@ -110,7 +109,7 @@ def open_trackers(config: TrackersConfig, run: Path, *, step: int, settings: Map
 
 
 class JsonLines:
-    """One JSON object a line, on disk as soon as it is logged."""
+    """One JSON object per line, on disk as soon as it is logged."""
 
     def __init__(self, path: Path, step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,18 +119,18 @@ class JsonLines:
         self._path, self._before = path, ""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Add the line. If one before it was cut off by a full disk, begin a new one."""
+        """Append a line, on a new line if the previous one was truncated by a full disk."""
         line, self._before = f"{self._before}{json.dumps(record, allow_nan=False)}\n", "\n"
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line)
         self._before = ""
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """No file is open."""
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file; none if there is no file. Lines cut off by a crash are passed over."""
+    """The records of a metrics file, if there is one. Lines truncated by a crash are skipped."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -145,7 +144,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class TensorBoard:
-    """Events of every number, by step."""
+    """TensorBoard events of every metric."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -153,7 +152,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Write its numbers."""
+        """Write the metrics of a record."""
         for name, value in flat_numbers(record).items():
             self._writer.add_scalar(name, value, record["step"])
         self._writer.flush()
@@ -164,37 +163,38 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run on wandb.ai, or in a folder to be sent there later. A resumed run goes on under the id it had."""
+    """A Weights & Biases run, online or offline. A resumed run keeps its id."""
 
     def __init__(self, config: WandbConfig, run: Path, settings: Mapping[str, Any]) -> None:
         import wandb
 
+        mode: Any = os.environ.get("WANDB_MODE") or config.mode
         self._run: Any = wandb.init(
             project=config.project,
             name=config.name or run.resolve().name,
-            id=_kept_id(run / "wandb" / "run-id"),
+            id=_run_id(run / "wandb" / "run-id"),
             resume="allow",
             dir=str(run),
-            mode=os.environ.get("WANDB_MODE") or config.mode,
+            mode=mode,
             config=dict(settings),
             settings=wandb.Settings(silent=True, init_timeout=60),
         )
-        # Its own counter only rises; with `step` as the axis, steps that are done again are drawn where they belong.
+        # wandb's own step only increases; with `step` as the x axis, repeated steps are drawn at their place.
         self._run.define_metric("*", step_metric="step")
         if self._run.url:
             logger.info("Weights & Biases: %s", self._run.url)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Hand its numbers to the client, which sends them behind our back."""
+        """Log the metrics of a record; the client sends them asynchronously."""
         self._run.log(flat_numbers(record) | {"step": record["step"]})
 
     def close(self) -> None:
-        """Wait until everything is sent or written."""
+        """Wait until everything is sent."""
         self._run.finish()
 
 
-def _kept_id(path: Path) -> str:
-    """The id in the file; a new one where there is none yet."""
+def _run_id(path: Path) -> str:
+    """The id in the file, created if missing."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
@@ -202,7 +202,7 @@ def _kept_id(path: Path) -> str:
 
 
 def flat_numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a nested record by path; what is not a number is left out, and so is `step`, the axis."""
+    """The numbers of a nested record by path, without `step`."""
     numbers: dict[str, float] = {}
     for key, value in record.items():
         if isinstance(value, Mapping):
@@ -213,7 +213,7 @@ def flat_numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float
 
 
 def _plain(value: Any) -> Any:
-    """The value with None in the place of numbers that JSON does not know."""
+    """The value with None instead of NaN and inf, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""LoRA and QLoRA: the same on any strategy, resumed = uninterrupted, merged = unmerged, only the matrices learn."""
+"""LoRA and QLoRA: the same on any strategy, resumed = uninterrupted, merged = unmerged, only the adapters are trained."""
 
 import json
 from dataclasses import replace
@@ -441,10 +441,10 @@ def test_targets_are_name_suffixes_or_regular_expressions_within_the_parts(setti
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"targets": ("q_porj",)}, "Near names: q_proj"),
-        ({"targets": ("q_proj", "qkv")}, "target 'qkv' is no linear layer of language"),
-        ({"targets": (r"layers\.7\.",)}, "Near names: language.layers"),
-        ({"targets": ("q_proj",), "parts": ("language", "vision")}, "no target is a layer of vision"),
+        ({"targets": ("q_porj",)}, "Similar names: q_proj"),
+        ({"targets": ("q_proj", "qkv")}, "target 'qkv' matches no linear layer of language"),
+        ({"targets": (r"layers\.7\.",)}, "Similar names: language.layers"),
+        ({"targets": ("q_proj",), "parts": ("language", "vision")}, "no target matches a layer of vision"),
         ({"targets": ("(",)}, "neither a name nor a regular expression"),
         ({"targets": ()}, "cannot be empty"),
         ({"rank": 0}, "rank is 0"),
@@ -457,7 +457,7 @@ def test_invalid_settings_are_refused(settings, words):
 
 
 def test_learning_rates_of_frozen_parameters_are_refused(checkpoint, tmp_path):
-    with pytest.raises(ConfigError, match=r"'embedding' matches no parameter.*only the matrices learn"):
+    with pytest.raises(ConfigError, match=r"'embedding' matches no parameter.*only the adapters are trained"):
         built(checkpoint, tmp_path, "stages.0.optimizer.lrs={embedding=1e-4}")
 
 

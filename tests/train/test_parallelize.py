@@ -244,10 +244,10 @@ def test_the_strategy_follows_from_the_ranks():
     assert choose_strategy(ParallelConfig(), worlds[8]) == "fsdp"
     assert choose_strategy(ParallelConfig(offload=True), worlds[8]) == "fsdp"
     with pytest.raises(
-        ConfigError, match=r"offload goes with fsdp, and auto is no sharding on one rank\. Set parallel"
+        ConfigError, match=r"offload requires fsdp, and auto means no sharding on one rank\. Set parallel"
     ):
         choose_strategy(ParallelConfig(offload=True), worlds[1])
-    with pytest.raises(ConfigError, match="each would train a model of its own"):
+    with pytest.raises(ConfigError, match="each would train a separate model"):
         choose_strategy(ParallelConfig(strategy="none"), worlds[8])
-    with pytest.raises(ConfigError, match="8 ranks cannot be cut into groups of shard_size 3"):
+    with pytest.raises(ConfigError, match="8 ranks are not divisible by shard_size 3"):
         choose_strategy(ParallelConfig(strategy="hsdp", shard_size=3), worlds[8])

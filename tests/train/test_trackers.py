@@ -95,8 +95,8 @@ def test_a_failing_tracker_is_reported_once_and_training_continues(tmp_path, cap
         for step in (1, 2, 3):
             trackers.log(record_of(step))
     assert [record.message for record in caplog.records] == [
-        "remote: ConnectionError: no route to host. Training goes on without it",
-        "shaky: ConnectionError: no route to host. Training goes on without it",
+        "remote: ConnectionError: no route to host. Training continues without it",
+        "shaky: ConnectionError: no route to host. Training continues without it",
     ]
     assert shaky.seen == [1, 3], "one that comes back is used again"
     assert steps_in(tmp_path / "a.jsonl") == [1, 2, 3]
@@ -111,7 +111,7 @@ def test_a_tracker_that_cannot_be_opened_does_not_stop_the_others(tmp_path, capl
     with Trackers({"remote": refuse, "file": lambda: JsonLines(tmp_path / "a.jsonl", 0)}) as trackers:
         trackers.log(record_of(1))
     assert [record.message for record in caplog.records] == [
-        "remote: OSError: quota exceeded. Training goes on without it"
+        "remote: OSError: quota exceeded. Training continues without it"
     ]
     assert steps_in(tmp_path / "a.jsonl") == [1]
 

@@ -201,4 +201,4 @@ def test_out_of_memory_prints_the_plan_and_what_to_change(place):
     assert text.startswith("stage learn: rank 0 ran out of memory (cpu, ")
     assert "Tried to allocate 2.00 GiB" in text
     assert "activations of the decoder" in text
-    assert "by this plan it should have fit" in text
+    assert "the plan fits: look for other processes" in text
