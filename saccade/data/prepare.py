@@ -161,7 +161,7 @@ def _start_or_resume(folder: Path, fresh: PrepareReport) -> PrepareReport:
         return found
     if found.num_shards:
         raise DataError(
-            f"{folder}: its {found.num_shards} shards were made from other inputs or with other options than these, see "
+            f"{folder}: its {found.num_shards} shards were written from other inputs or with other options, see "
             f"{folder / FILE}. Choose another folder, or remove it"
         )
     _remove_unfinished(folder, found)

@@ -100,9 +100,9 @@ def _is_address(host: str) -> bool:
 class CheckedResolver(AbstractResolver):
     """Give aiohttp the addresses to connect to; one refused address refuses the name."""
 
-    def __init__(self, resolve: Resolve, gate: UrlPolicy) -> None:
+    def __init__(self, resolve: Resolve, policy: UrlPolicy) -> None:
         self._resolve = resolve
-        self._policy = gate
+        self._policy = policy
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC

@@ -100,7 +100,7 @@ def test_curate_takes_settings_and_copies_what_is_kept(loose, tmp_path):
         saccade("curate", tmp_path / "shards", "--set", "min_sides=3")
 
 
-def test_index_says_what_cannot_be_used(tmp_path):
+def test_index_reports_unusable_samples(tmp_path):
     write_samples(tmp_path / "a.tar", [make_sample("a"), Sample("b", "s", {"jpg": b"no picture", "txt": b"text"})])
     assert "2 samples in 1 shards (1 read now), 1 cannot be used" in saccade("index", tmp_path)
     assert json.loads(saccade("index", tmp_path, "--json"))["num_scanned"] == 0

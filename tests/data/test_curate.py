@@ -56,7 +56,7 @@ def animated_gif():
     return encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
 
 
-def test_images_are_judged_by_header_and_by_decoding(tmp_path):
+def test_images_are_checked_by_header_and_by_decoding(tmp_path):
     whole = make_jpeg(256, 256, 3)
     members = {
         "good": {"jpg": whole},
@@ -82,7 +82,7 @@ def test_images_are_judged_by_header_and_by_decoding(tmp_path):
     }
 
 
-def test_captions_are_judged_by_what_they_say(tmp_path):
+def test_captions_are_checked_by_their_text(tmp_path):
     texts = {
         "good": "Two dogs play with a red ball on the beach.",
         "short": "dog",
@@ -181,7 +181,7 @@ def test_a_changed_threshold_needs_no_pixel(tmp_path):
     assert curate(tmp_path, CurationSettings(), num_workers=1) == replace(first, num_measured=0)
 
 
-def test_decisions_take_effect_where_the_folder_is_read(tmp_path):
+def test_decisions_apply_where_the_folder_is_read(tmp_path):
     make_shards(tmp_path, 2, 6)
     curate(tmp_path, CurationSettings(min_side=70), num_workers=1)
     index = open_index(tmp_path)
@@ -238,7 +238,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_killed_curation_goes_on_and_decides_the_same(tmp_path, num_workers):
+def test_a_killed_curation_resumes_and_decides_the_same(tmp_path, num_workers):
     make_shards(tmp_path / "killed", 4, 8)
     shutil.copytree(tmp_path / "killed", tmp_path / "whole")
     (tmp_path / "crash.py").write_text(CRASHING)
@@ -282,7 +282,7 @@ def test_a_shard_cut_after_indexing_is_an_error_with_a_remedy_also_from_a_worker
         measure_features(index, num_workers=2)
 
 
-def test_settings_read_back_from_a_file_and_refuse_what_cannot_be_meant(tmp_path):
+def test_settings_are_read_from_a_file_and_invalid_ones_are_refused(tmp_path):
     settings = CurationSettings(languages=("en",), scores={"similarity": ScoreRange(min=0.3)}, blocked_words=("a b",))
     write_config(settings, tmp_path / "curate.toml")
     assert load_config(CurationSettings, tmp_path / "curate.toml") == settings

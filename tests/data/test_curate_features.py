@@ -65,7 +65,7 @@ def test_a_truncated_image_is_an_error_wherever_it_is_cut(make):
             small(data[: int(share * len(data))])
 
 
-def test_what_training_would_refuse_is_refused():
+def test_images_that_training_rejects_are_refused():
     limits = MediaLimits(max_pixels=10_000, max_side=500, max_aspect_ratio=4, max_bytes=100_000)
     for width, height in [(200, 100), (501, 8), (100, 20)]:
         with pytest.raises(ImageError):
@@ -161,7 +161,7 @@ def test_flat_pictures_match_by_their_brightness():
         ("", None),
     ],
 )
-def test_language_is_told_by_script_and_function_words(text, language):
+def test_language_is_detected_by_script_and_function_words(text, language):
     assert text_statistics(text).language == language
 
 
@@ -171,7 +171,7 @@ def test_words_are_counted_in_scripts_without_blanks():
     assert text_statistics("").num_words == 0
 
 
-def test_repetition_is_the_share_of_runs_seen_before():
+def test_repetition_is_the_share_of_repeated_ngrams():
     assert text_statistics(make_caption(3)).word_repetition < 0.2
     assert text_statistics("one two three one two three").word_repetition == pytest.approx(1 / 4)
     assert text_statistics("a" * 109).character_repetition == pytest.approx(0.99)

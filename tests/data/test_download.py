@@ -99,7 +99,7 @@ def test_a_redirect_to_a_name_of_this_network_is_refused(site):
 
 
 @pytest.mark.parametrize("name", ["slow", "drip"])
-def test_the_deadline_holds_for_a_server_that_dawdles(site, name):
+def test_the_timeout_holds_for_a_slow_server(site, name):
     start = time.monotonic()
     assert fetch(site.url(name), options_for(site, timeout_s=0.3)) == Failed("timeout")
     assert time.monotonic() - start < 2
@@ -128,7 +128,7 @@ def test_robots_tags_are_read_for_everyone_and_for_us(tags, expected):
     assert has_opted_out(tags, "saccade") is expected
 
 
-def test_errors_that_pass_are_tried_again_and_others_are_not(site):
+def test_transient_errors_are_retried_and_others_are_not(site):
     assert isinstance(fetch(site.url("flapping"), options_for(site, num_retries=2)), Downloaded)
     assert site.seen["flapping"] == 3
     assert fetch(site.url("broken"), options_for(site, num_retries=2)) == Failed("http 503")
@@ -217,7 +217,7 @@ def test_a_certificate_nobody_vouches_for_is_refused(tmp_path):
         ("http://\uff11\uff12\uff17.0.0.1/", "address not public"),
     ],
 )
-def test_a_link_that_leads_elsewhere_is_refused_before_anything_is_sent(url, reason):
+def test_a_url_outside_of_the_policy_is_refused_before_anything_is_sent(url, reason):
     async def never(host, port):
         raise AssertionError("looked up")
 
@@ -320,7 +320,7 @@ def test_one_private_address_among_public_ones_condemns_the_name(site):
     assert not site.seen
 
 
-def test_a_name_that_changes_its_mind_after_the_check_gains_nothing():
+def test_dns_rebinding_after_the_check_gains_nothing():
     """127.0.0.2, allowed, stands for a public address; the same name means 127.0.0.1 when it is asked again."""
     public, private = Site("127.0.0.2"), None
     lookups = []
@@ -422,7 +422,7 @@ def test_requests_to_one_host_start_at_a_distance(site):
     assert max(starts) - min(starts) > 0.2
 
 
-def test_nothing_more_is_fetched_than_memory_was_given_for(site):
+def test_downloads_wait_when_the_memory_limit_is_reached(site):
     options = options_for(site, max_concurrent=8, max_per_host=8, max_held_bytes=3 * len(make_jpeg()))
     outcomes = download_as_completed([site.url("img")] * 100, lambda url: url, options)
     next(outcomes)

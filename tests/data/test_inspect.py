@@ -115,7 +115,7 @@ HOSTILE = [
 ]
 
 
-def test_the_page_is_whole_and_hostile_text_stays_text(tmp_path):
+def test_the_page_is_complete_and_hostile_text_stays_text(tmp_path):
     samples = [
         make_sample(f"k{n}", seed=n, text=text, source=text, fields={"license": text, text: 0.5}) for n, text in enumerate(HOSTILE)
     ]  # fmt: skip

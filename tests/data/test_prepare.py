@@ -74,7 +74,7 @@ def contents(folder):
 # ------------------------------------------------------------------ what is written
 
 
-def test_sources_of_several_kinds_become_one_folder_of_shards(tmp_path):
+def test_inputs_of_several_kinds_become_one_folder_of_shards(tmp_path):
     specs = [
         make_captions(tmp_path / "coco", 6, missing=[2]),
         parse_input(str(make_shards(tmp_path / "laion", 2, 4))),
@@ -96,7 +96,7 @@ def test_sources_of_several_kinds_become_one_folder_of_shards(tmp_path):
     assert report.num_bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.tar"))
 
 
-def test_samples_carry_source_licence_and_their_name_in_the_source(tmp_path):
+def test_samples_carry_source_licence_and_their_id_in_the_input(tmp_path):
     prepare([make_captions(tmp_path / "coco")], tmp_path / "out")
     sample = samples_of(tmp_path / "out")["00000.tar", "000000003"]
     assert description(sample) == {"captions": ["caption 3"], "file_name": "3.jpg", "id": "3", "source": "coco", "licence": "CC BY 4.0"}  # fmt: skip
@@ -306,7 +306,7 @@ def kill_until_done(out, num_kills, **arguments):
     process.stderr.close()
 
 
-def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path):
+def test_a_killed_run_resumes_and_ends_with_the_same_bytes(tmp_path):
     make_files(tmp_path / "photos", 150)
     make_shards(tmp_path / "tars", 3, 40)
     (tmp_path / "photos" / "000017.jpg").write_bytes(b"broken")
@@ -318,7 +318,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path):
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
-def test_a_killed_download_goes_on_without_asking_again_for_what_is_whole(tmp_path, site):
+def test_a_killed_download_resumes_without_requesting_completed_shards_again(tmp_path, site):
     names = [f"img{number}" if number % 5 else "gone" for number in range(120)]
     make_links(tmp_path / "links.parquet", site, names)
     arguments = {
@@ -408,7 +408,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path):
         prepare([spec], "s3://bucket/shards")
 
 
-def test_shards_of_other_sources_or_options_are_not_mixed(tmp_path):
+def test_shards_of_other_inputs_or_options_are_not_mixed(tmp_path):
     spec = make_captions(tmp_path / "coco")
     prepare([spec], tmp_path / "out")
     with pytest.raises(DataError, match="other inputs or with other options"):
@@ -463,7 +463,7 @@ def test_what_cannot_fit_is_refused_before_the_work_begins(tmp_path):
     assert shard_names(tmp_path / "out") == []
 
 
-def test_bad_sources_are_found_before_the_folder_is_touched(tmp_path):
+def test_bad_inputs_are_found_before_the_folder_is_touched(tmp_path):
     with pytest.raises(DataError, match="nowhere"):
         prepare([make_captions(tmp_path / "coco"), parse_input(str(tmp_path / "nowhere"))], tmp_path / "out")
     with pytest.raises(ConfigError, match="no inputs"):
@@ -501,7 +501,7 @@ def test_a_run_that_skips_nearly_everything_stops_early(tmp_path):
 # ------------------------------------------------------------------ a disk that fills up
 
 
-def test_a_file_that_cannot_grow_ends_in_one_line_and_the_run_goes_on_later(tmp_path):
+def test_a_file_that_cannot_grow_ends_in_one_line_and_the_run_resumes_later(tmp_path):
     """The limit on a file's size is met as a full disk is: in the middle of writing."""
     make_files(tmp_path / "photos", 40)
     arguments = {
@@ -521,7 +521,7 @@ def test_a_file_that_cannot_grow_ends_in_one_line_and_the_run_goes_on_later(tmp_
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_full_disk_leaves_whole_shards_only_and_room_lets_the_run_go_on(tmp_path):
+def test_a_full_disk_leaves_complete_shards_only_and_the_run_resumes(tmp_path):
     """A small file system of its own, where this user may mount one."""
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs a mount namespace")

@@ -151,7 +151,7 @@ MAKERS = {
 }
 
 
-def make_source(kind, folder):
+def make_input(kind, folder):
     make, images = MAKERS[kind]
     return parse_input(str(make(folder)), images=folder / images if images else None)
 
@@ -161,15 +161,15 @@ def test_every_kind_has_a_maker():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kind_is_told_from_the_path(kind, tmp_path):
-    spec = make_source(kind, tmp_path)
+def test_the_kind_is_detected_from_the_path(kind, tmp_path):
+    spec = make_input(kind, tmp_path)
     assert spec.kind is None
     assert open_input(spec).kind == kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reading_may_begin_at_any_item(kind, tmp_path):
-    source = open_input(make_source(kind, tmp_path))
+    source = open_input(make_input(kind, tmp_path))
     for part in range(len(source.parts)):
         whole = list(source.read(part))
         assert whole
@@ -179,7 +179,7 @@ def test_reading_may_begin_at_any_item(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_say_where_they_come_from(kind, tmp_path):
-    spec = make_source(kind, tmp_path)
+    spec = make_input(kind, tmp_path)
     source = open_input(spec.__class__(**{**vars(spec), "name": "mine", "licence": "CC BY"}))
     items = [item for part in range(len(source.parts)) for item in source.read(part)]
     items = [source.complete(item, make_jpeg()) if isinstance(item, Link) else item for item in items]
@@ -219,7 +219,7 @@ def test_one_tar_braces_and_remote_names_are_tars(tmp_path):
     assert detect("s3://bucket/laion") == "tars"
 
 
-def test_a_tar_that_breaks_off_gives_its_whole_samples(tmp_path):
+def test_the_complete_samples_of_a_damaged_tar_are_read(tmp_path):
     folder = make_tars(tmp_path)
     with tarfile.open(folder / "00000.tar") as tar:
         cut = tar.getmembers()[-2].offset_data + 10
@@ -278,14 +278,14 @@ def test_loose_files_are_named_by_what_they_are(tmp_path):
     assert [next(iter(item.members)) for item in items[:3]] == ["png", "jpg", "webp"]
 
 
-def test_an_image_beyond_what_training_takes_is_skipped(tmp_path):
+def test_an_image_above_the_limit_of_training_is_skipped(tmp_path):
     (tmp_path / "a.jpg").write_bytes(make_jpeg() + bytes(32 * 2**20))
     (tmp_path / "a.txt").write_text("large")
     assert reasons(read(tmp_path)) == ["image too large"]
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
-def test_formats_are_told_by_their_first_bytes(kind):
+def test_formats_are_detected_by_their_first_bytes(kind):
     data = encode(make_picture().convert("P") if kind == "GIF" else make_picture(), kind)
     assert image_extension(data) == {"JPEG": "jpg"}.get(kind, kind.lower())
 
@@ -460,7 +460,7 @@ def test_images_that_are_paths_are_read_from_the_image_folder(tmp_path):
     assert items[0].members["jpg"] == make_jpeg(seed=0)
 
 
-def test_columns_are_guessed_by_type_and_can_be_given(tmp_path):
+def test_columns_are_found_by_type_and_can_be_given(tmp_path):
     table = pa.table({"pixels": [make_jpeg()], "raw": [b"x"], "alt": ["one"], "caption": ["two"]})
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"which column is the image\? .*pixels \(binary\)"):
@@ -628,7 +628,7 @@ def test_the_kind_can_be_given_before_the_path_or_beside_it(tmp_path):
         ({"x/a.jpg": b"", "x/a.parquet": b""}, "both Parquet files and images"),
     ],
 )
-def test_what_cannot_be_told_is_an_error_with_the_list_of_kinds(tmp_path, files, complaint):
+def test_an_undetected_kind_is_an_error_with_the_list_of_kinds(tmp_path, files, complaint):
     for name, data in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
@@ -638,7 +638,7 @@ def test_what_cannot_be_told_is_an_error_with_the_list_of_kinds(tmp_path, files,
     assert all(f"  {kind} " in str(error.value) for kind in KINDS)
 
 
-def test_a_wrong_guess_is_an_error_with_the_list_of_kinds(tmp_path):
+def test_a_wrongly_detected_kind_is_an_error_with_the_list_of_kinds(tmp_path):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "x.parquet")
     with pytest.raises(DataError, match="detected as urls") as error:
         read(tmp_path / "x.parquet")
@@ -655,7 +655,7 @@ def test_a_path_that_is_not_there_is_named(tmp_path, kind):
     ("path", "name"),
     [("laion", "laion"), ("laion/00000.tar", "laion"), ("laion/{00000..00001}.tar", "laion"), ("./laion/.", "laion")],
 )
-def test_a_source_is_called_by_its_folder(tmp_path, monkeypatch, path, name):
+def test_an_input_is_named_by_its_folder(tmp_path, monkeypatch, path, name):
     make_tars(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert open_input(parse_input(path)).name == name
@@ -663,7 +663,7 @@ def test_a_source_is_called_by_its_folder(tmp_path, monkeypatch, path, name):
     assert open_input(parse_input(".")).name == name
 
 
-def test_only_tars_are_read_from_afar():
+def test_only_tars_are_read_remotely():
     with pytest.raises(DataError, match="only tars"):
         open_input(parse_input("parquet:s3://bucket/data"))
 

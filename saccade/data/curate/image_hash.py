@@ -36,7 +36,9 @@ _SILENT = (
 _FLAT = 30.0  # norm of the descriptor of a picture without structure: its cosine with anything is near zero
 _CENTRE = 0.95  # share of each side in the cropped views
 _DECODED_SIDE = 64  # JPEGs are decoded at the smallest scale that leaves both sides this long
-_BAND_BITS = 25  # of the 10 bands that tile the hash: they tell pages of text apart, whose coarse structure is the same
+_BAND_BITS = (
+    25  # of the 10 bands that tile the hash: they distinguish pages of text, whose coarse structure is the same
+)
 _NUM_TILES = 10
 _COARSE_BITS, _COARSE_BAND_BITS, _NUM_COARSE = 80, 20, 24  # bands of 20 of the 80 coarsest bits, which survive crops
 NUM_BANDS = _NUM_TILES + _NUM_COARSE

@@ -49,7 +49,7 @@ class Tolerance:
 COPY = Tolerance(quantile=0.90, residual=0.14, covered=0.01)
 """For dropping one of two samples: resized, encoded again, cropped, mirrored, brighter, grey, but the same everywhere."""
 SHOWN = Tolerance(quantile=0.80, residual=0.13, covered=0.2)
-"""For finding evaluation images: up to 15 % may be covered by a text or a logo."""
+"""For finding evaluation images: a text or a logo may cover up to a fifth."""
 
 
 def same_picture(one: NDArray[np.uint8], other: NDArray[np.uint8], tolerance: Tolerance) -> Bools:

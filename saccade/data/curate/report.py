@@ -1,4 +1,4 @@
-"""The curation report of a shard folder: what it holds, what was kept, and why the rest was dropped, as numbers."""
+"""The curation report of a shard folder: its contents, what was kept, and why the rest was dropped, as numbers."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _unclear(spec: InputSpec, schema: pa.Schema, role: str) -> DataError:
 
 
 def is_image(kind: pa.DataType) -> bool:
-    """Whether a column holds images: bytes, a struct with bytes, or a list of either."""
+    """Whether a column contains images: bytes, a struct with bytes, or a list of either."""
     if is_list(kind):
         return is_image(kind.value_type)
     if pa.types.is_struct(kind):
