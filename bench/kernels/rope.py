@@ -6,10 +6,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench.kernels.timing import Row, Work, compare, gpu_ms, graph_ms, main, row, through
-from saccade.kernels import launch
+from bench.kernels.timing import Row, Work, compare, graph_ms, main, through
 from saccade.kernels import rope as module
-from saccade.kernels.rope import CosSin, rope, rope_, rope_reference
+from saccade.kernels.rope import CosSin, rope, rope_reference
 
 CASES = {"text": (16384, 16, 2, 128), "vision": (36864, 16, 16, 80), "decode": (256, 16, 2, 128)}
 
@@ -34,10 +33,6 @@ def rows() -> Iterator[Row]:
         }
         shape = f"{name} {' x '.join(map(str, case))}"
         yield from compare("rope", shape, paths, (q, k), work, work, clock=graph_ms)
-        timer = graph_ms if name == "decode" else gpu_ms
-        with launch.forced("triton"):
-            ms = timer(lambda q=q, k=k, table=table: rope_(q, k, table))
-        yield row("rope_", shape, "triton", ms, work)
 
 
 def tune() -> Iterator[Row]:

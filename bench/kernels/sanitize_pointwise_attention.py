@@ -9,7 +9,7 @@ from saccade.kernels import launch
 from saccade.kernels.adamw import Settings, adamw, adamw8bit, zero_moment
 from saccade.kernels.attention import attention
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_quant
-from saccade.kernels.rope import rope, rope_
+from saccade.kernels.rope import rope
 from saccade.kernels.swiglu import swiglu, swiglu_linear
 
 ATTENTION = [
@@ -52,7 +52,6 @@ def main() -> None:
         angles = torch.rand(num_tokens, head_dim // 2, device="cuda")
         table = angles.cos(), angles.sin()
         _backward(*rope(q, k, table))
-        rope_(q.detach(), k.detach(), table)
     masters = [torch.randn(size, device="cuda") for size in ((7, 129), (1,), (3, 5, 257))]
     gradients, parameters = [x.bfloat16() for x in masters], [x.bfloat16() for x in masters]
     settings = Settings(1e-3, 0.9, 0.99, 1e-8, 0.1, step=1)

@@ -25,7 +25,7 @@ from bench.kernels.timing import Row, Work, failed, graph_ms, main, row
 from saccade.kernels import launch
 from saccade.kernels import small_linear as module
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm
-from saccade.kernels.small_linear import Cut
+from saccade.kernels.small_linear import Tiles
 from saccade.kernels.swiglu import swiglu
 
 EPS = 1e-6
@@ -84,16 +84,16 @@ class Case:
             return rms_norm(self.x, *self.norm)
         return add_rms_norm(self.x, self.residual, *self.norm)[0]
 
-    def fused(self, weight: Tensor, cut: Cut | None = None, overlaps: bool | None = None) -> Tensor:
+    def fused(self, weight: Tensor, tiles: Tiles | None = None, overlaps: bool | None = None) -> Tensor:
         """One launch."""
         return module._run(
             self.x, weight, self.bias, residual=self.residual, norm=self.norm, is_gated=self.layer.kind == "gated",
-            cut=cut, overlaps=overlaps,
+            tiles=tiles, overlaps=overlaps,
         )[0]  # fmt: skip
 
-    def apart(self, weight: Tensor, cut: Cut | None = None) -> Tensor:
+    def apart(self, weight: Tensor, tiles: Tiles | None = None) -> Tensor:
         """The elementwise work, then our product."""
-        return module._run(self.rows(), weight, self.bias, cut=cut)[0]
+        return module._run(self.rows(), weight, self.bias, tiles=tiles)[0]
 
     def in_parts(self, weight: Tensor) -> Tensor:
         """The elementwise work, then torch's product."""
@@ -137,7 +137,7 @@ def rows() -> Iterator[Row]:
                 yield from (case.measure(path, way) for path, way in ways.items())
 
 
-def cuts(layer: Layer) -> list[Cut]:
+def cuts(layer: Layer) -> list[Tiles]:
     """Cuts worth trying: threads side by side along the inputs, 8 to 128 registers of W under way, programs for every SM."""
     kept = []
     for block_n, block_k, num_warps, depth in product(
@@ -152,25 +152,25 @@ def cuts(layer: Layer) -> list[Cut]:
             and layer.num_outputs / block_n >= 120
             and wasted < 0.13
         ):
-            kept.append(Cut(block_n, block_k, num_warps, depth))
+            kept.append(Tiles(block_n, block_k, num_warps, depth))
     return kept
 
 
-def _compile(name: str, num_tokens: int, chosen: list[Cut]) -> None:
+def _compile(name: str, num_tokens: int, chosen: list[Tiles]) -> None:
     """In a process of its own: fill Triton's cache on disk. A launch is what compiles; few outputs do, their number is no constant."""
     copies = [torch.zeros(64, LAYERS[name].num_inputs, device="cuda", dtype=torch.bfloat16)]
     case = Case(name, num_tokens, copies)
-    for cut in chosen:
+    for tiles in chosen:
         try:
-            case.fused(copies[0], cut)
+            case.fused(copies[0], tiles)
             if num_tokens > 1 and case.layer.kind != "plain":
-                case.apart(copies[0], cut)
+                case.apart(copies[0], tiles)
         except Exception as error:  # said when it is measured
-            print(f"{name} {cut}: {type(error).__name__}")
+            print(f"{name} {tiles}: {type(error).__name__}")
 
 
-def compile_all(tasks: list[tuple[str, int, list[Cut]]]) -> None:
-    """Every cut of every task, a few per process at a time."""
+def compile_all(tasks: list[tuple[str, int, list[Tiles]]]) -> None:
+    """Every tiles of every task, a few per process at a time."""
     workers = max(1, (os.cpu_count() or 2) - 2)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         waiting = [
@@ -189,40 +189,42 @@ TUNED = [name for name in LAYERS if not name.endswith("head")]
 def tune() -> Iterator[Row]:
     """All cuts with one token; those that did best with more tokens; then the winners, with a * before their name."""
     compile_all([(name, 1, cuts(LAYERS[name])) for name in TUNED])
-    finalists: dict[str, list[Cut]] = {}
-    times: dict[tuple[str, int, Cut], Row] = {}
+    finalists: dict[str, list[Tiles]] = {}
+    times: dict[tuple[str, int, Tiles], Row] = {}
     for name in TUNED:
         copies = copies_of(name)
         case = Case(name, 1, copies)
-        for cut in cuts(LAYERS[name]):
-            times[name, 1, cut] = case.measure(_name(cut), partial(case.fused, cut=cut))
-            yield times[name, 1, cut]
-        ranked = sorted(cuts(LAYERS[name]), key=lambda cut: times[name, 1, cut]["ms"] or math.inf)
+        for tiles in cuts(LAYERS[name]):
+            times[name, 1, tiles] = case.measure(_name(tiles), partial(case.fused, tiles=tiles))
+            yield times[name, 1, tiles]
+        ranked = sorted(cuts(LAYERS[name]), key=lambda tiles: times[name, 1, tiles]["ms"] or math.inf)
         # Also the best of each number of outputs: with more tokens other sizes win.
-        best_of_size = {cut.block_n: cut for cut in reversed(ranked)}.values()
+        best_of_size = {tiles.block_n: tiles for tiles in reversed(ranked)}.values()
         finalists[name] = list(dict.fromkeys([*ranked[:NUM_FINALISTS], *best_of_size]))
     compile_all([(name, num_tokens, finalists[name]) for name in TUNED for num_tokens in TOKENS[1:]])
     for name in TUNED:
         copies = copies_of(name)
         for num_tokens in TOKENS[1:]:
             case = Case(name, num_tokens, copies)
-            for cut in finalists[name]:
-                times[name, num_tokens, cut] = case.measure(_name(cut), partial(case.fused, cut=cut))
-                yield times[name, num_tokens, cut]
+            for tiles in finalists[name]:
+                times[name, num_tokens, tiles] = case.measure(_name(tiles), partial(case.fused, tiles=tiles))
+                yield times[name, num_tokens, tiles]
                 if case.layer.kind != "plain":
-                    yield case.measure(f"apart {_name(cut)}", partial(case.apart, cut=cut))
+                    yield case.measure(f"apart {_name(tiles)}", partial(case.apart, tiles=tiles))
     for name in TUNED:
         for num_tokens in TOKENS:
             yield _marked(
-                min((times[name, num_tokens, cut] for cut in finalists[name]), key=lambda r: r["ms"] or math.inf)
+                min((times[name, num_tokens, tiles] for tiles in finalists[name]), key=lambda r: r["ms"] or math.inf)
             )
         # Best over all: the least product of times, a ratio counting the same at every number of tokens.
-        overall = min(finalists[name], key=lambda cut: math.prod(times[name, t, cut]["ms"] or math.inf for t in TOKENS))
+        overall = min(
+            finalists[name], key=lambda tiles: math.prod(times[name, t, tiles]["ms"] or math.inf for t in TOKENS)
+        )
         print(f"{name}: best over {TOKENS} tokens {overall}", flush=True)
 
 
-def _name(cut: Cut) -> str:
-    return f"n{cut.block_n} k{cut.block_k} w{cut.num_warps} d{cut.depth}"
+def _name(tiles: Tiles) -> str:
+    return f"n{tiles.block_n} k{tiles.block_k} w{tiles.num_warps} d{tiles.depth}"
 
 
 def _marked(result: Row) -> Row:

@@ -1,6 +1,6 @@
-"""The operations training and serving share, one file each: contract, reference, fast path, public function.
+"""Operations shared by training and serving, one file each: specification, reference, fast path, public function.
 
-Start with `rms_norm.py`, the smallest with everything a kernel module has; then `attention.py`. Every public function takes and
-returns packed rows (nothing is padded) and looks only at shapes, dtypes and strides, never at values. `launch.py` decides which
-implementation runs. Only this room imports Triton.
+Start with `rms_norm.py`, the smallest complete kernel module; then `attention.py`. Public functions take packed tensors (nothing is
+padded) and check only shapes, dtypes and strides, never values. `launch.py` chooses the implementation. Only this package imports
+Triton.
 """

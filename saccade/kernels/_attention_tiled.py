@@ -1,15 +1,14 @@
 # mypy: allow-untyped-decorators
-"""The tiled Triton kernels of packed attention (`attention.py` has the contract, the reference and the choice between paths).
+"""Tiled Triton kernels of packed attention (`attention.py` has the specification, the reference and the choice between paths).
 
-One program per tile of queries (forward, dQ) or of keys (dK and dV), which streams the other side past it. Forward saves out and,
-per query and head, the base-2 log-sum-exp in fp32. Backward is two kernels: dQ, which also leaves delta = sum_k out dO, then dK
-and dV; 7 matrix products where 5 would do with atomic sums, in exchange two runs agree to the bit. The lengths of the segments
-stay on the device: see `_locate`.
+One program per tile of queries (forward, dQ) or of keys (dK and dV), which loops over tiles of the other side. Forward saves out
+and, per query and head, the base-2 log-sum-exp in fp32. Backward is two kernels: dQ, which also writes delta = sum_k out dO, then
+dK and dV: 7 matrix products instead of the 5 with atomics, but deterministic. Segment lengths stay on the device: see `locate`.
 
-A head dim that is no power of two is cut into two that are (80 = 64 + 16) rather than padded to 128: tiles come in two chunks of
-columns, [MAIN] and [TAIL], and where TAIL is 0 the second is a stand-in nobody reads.
+A head dim that is not a power of two is split into two that are (80 = 64 + 16) rather than padded to 128: tiles have two chunks of
+columns, MAIN and TAIL; where TAIL is 0 the second is unused.
 
-Names in the kernels: m counts the queries and n the keys of one segment; the `place` of a query is the key it stands beside.
+Names in the kernels: m are queries and n keys of one segment; the `position` of a query is the index of the last key it attends to.
 """
 
 import functools
@@ -20,28 +19,29 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
 
-NO_PEAK = tl.constexpr(-1.0e30)  # finite, so that a row whose keys are all masked meets no inf - inf
+NO_MAX = tl.constexpr(-1.0e30)  # finite, so that a row whose keys are all masked has no inf - inf
 
 
 @triton.jit
-def _locate(
-    cu_seqlens: tl.tensor, tile: tl.tensor, num_segments: tl.tensor, BLOCK: tl.constexpr
+def locate(
+    cu_seqlens: tl.tensor, tile: tl.tensor, num_segments: tl.tensor, first: tl.tensor, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The segment a tile belongs to, and its number in that segment.
+    """The segment of a tile, and the index of the tile in that segment. `first` is cu_seqlens[0].
 
-    Segment s owns the tiles from cu_seqlens[s] // BLOCK + s up to those of segment s + 1: always enough for its rows, at most
-    one too many. So a grid of T // BLOCK + num_segments tiles serves any mix of lengths, and the host need not know them.
+    Segment s owns the tiles from (cu_seqlens[s] - first) // BLOCK + s up to those of segment s + 1: always enough for its rows, at
+    most one too many. So a grid of T // BLOCK + num_segments tiles covers any lengths, and the host need not know them.
     """
     low = tile * 0
     high = low + num_segments
     while high - low > 1:
         middle = (low + high) // 2
-        starts_by_then = tl.load(cu_seqlens + middle) // BLOCK + middle <= tile
-        low = tl.where(starts_by_then, middle, low)
-        high = tl.where(starts_by_then, high, middle)
-    return low, tile - (tl.load(cu_seqlens + low) // BLOCK + low)
+        is_reached = (tl.load(cu_seqlens + middle) - first) // BLOCK + middle <= tile
+        low = tl.where(is_reached, middle, low)
+        high = tl.where(is_reached, high, middle)
+    return low, tile - ((tl.load(cu_seqlens + low) - first) // BLOCK + low)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def load_tile(
     TAIL: tl.constexpr,
     TMA: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Rows `first` .. `first + BLOCK` of the segment that starts at `row`, in two chunks of columns.
+    """Load rows `first` .. `first + BLOCK` of the segment that starts at `row`, in two chunks of columns.
 
     Through pointers, rows outside the segment read as zero. Through descriptors (TMA) they read as whatever lies there: the
     caller masks them. The offset of the first row is 64-bit; within a tile 32 bits do (see `rows_of`).
@@ -103,7 +103,7 @@ def store_tile(
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
 ) -> None:
-    """Write a tile where `load_tile` would have read it; rows outside the segment are left alone."""
+    """Store a tile where `load_tile` would load it; rows outside the segment are not written."""
     rows = tl.arange(0, BLOCK)
     is_inside = (rows + first < num_rows)[:, None]
     pointers = target + (row + first).to(tl.int64) * stride + column + rows[:, None] * stride
@@ -115,13 +115,13 @@ def store_tile(
 
 @triton.jit
 def zero_tile(BLOCK: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """An empty accumulator, in two chunks of columns."""
+    """A zero accumulator, in two chunks of columns."""
     return tl.zeros([BLOCK, MAIN], tl.float32), tl.zeros([BLOCK, TAIL if TAIL > 0 else 16], tl.float32)
 
 
 @triton.jit
 def dot_rows(a: tl.tensor, a_tail: tl.tensor, b: tl.tensor, b_tail: tl.tensor, TAIL: tl.constexpr) -> tl.tensor:
-    """a @ b^T: every row of a against every row of b, over both chunks. fp32 inputs keep their precision (three TF32 products)."""
+    """a @ b^T over both chunks. fp32 inputs keep their precision (three TF32 products)."""
     product = tl.dot(a, tl.trans(b), input_precision="tf32x3")
     if TAIL > 0:
         product = tl.dot(a_tail, tl.trans(b_tail), product, input_precision="tf32x3")
@@ -132,7 +132,7 @@ def dot_rows(a: tl.tensor, a_tail: tl.tensor, b: tl.tensor, b_tail: tl.tensor, T
 def add_dot(
     sums: tl.tensor, sums_tail: tl.tensor, weights: tl.tensor, b: tl.tensor, b_tail: tl.tensor, TAIL: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """sums + weights @ b, both chunks; the weights are rounded to b's dtype, as the tensor cores want it."""
+    """sums + weights @ b, both chunks; the weights are rounded to b's dtype, for the tensor cores."""
     weights = weights.to(b.dtype)
     sums = tl.dot(weights, b, sums, input_precision="tf32x3")
     if TAIL > 0:
@@ -141,38 +141,38 @@ def add_dot(
 
 
 @triton.jit
-def _sees(place: tl.tensor, key: tl.tensor, CAUSAL: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
-    """Whether the query standing at `place` may look at `key`."""
+def _attends(position: tl.tensor, key: tl.tensor, CAUSAL: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
+    """Whether the query at `position` attends to `key`."""
     seen = key == key
     if CAUSAL:
-        seen = key <= place
+        seen = key <= position
     if WINDOW is not None:
-        seen = seen & (key >= place - WINDOW)
+        seen = seen & (key >= position - WINDOW)
     return seen
 
 
 @triton.jit
 def _keys_of_tile(
-    place: tl.tensor,
+    position: tl.tensor,
     num_keys: tl.tensor,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Key blocks the queries from `place` on look at: [begin, full_begin) and [full_end, end) need a mask, between them none."""
+    """Key range of the queries from `position` on: [begin, full_begin) and [full_end, end) need a mask, the keys between do not."""
     begin = num_keys * 0
     end = num_keys
     full_end = num_keys
     if CAUSAL:
-        end = tl.minimum(num_keys, place + BLOCK_M)
-        full_end = tl.minimum(num_keys, tl.maximum(place + 1, 0))
+        end = tl.minimum(num_keys, position + BLOCK_M)
+        full_end = tl.minimum(num_keys, tl.maximum(position + 1, 0))
     full_begin = begin
     full_end = full_end // BLOCK_N * BLOCK_N
     if WINDOW is not None:
-        begin = tl.maximum(place - WINDOW, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(position - WINDOW, 0) // BLOCK_N * BLOCK_N
         full_end = tl.maximum(full_end, begin)
-        full_begin = tl.cdiv(tl.maximum(place + BLOCK_M - 1 - WINDOW, 0), BLOCK_N) * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(position + BLOCK_M - 1 - WINDOW, 0), BLOCK_N) * BLOCK_N
         full_begin = tl.minimum(full_begin, full_end)
     return begin, full_begin, full_end, end
 
@@ -207,9 +207,9 @@ def _forward_kernel(
     OVERLAP: tl.constexpr,
     TMA: tl.constexpr,
 ) -> None:
-    """One tile of queries of one head. With OVERLAP the scores of the next keys are computed beside the softmax of these."""
+    """One tile of queries of one head. OVERLAP: the scores of the next keys are computed during the softmax of these."""
     head = tl.program_id(0) % NUM_HEADS
-    segment, tile = _locate(cu_seqlens_q, tl.program_id(0) // NUM_HEADS, num_segments, BLOCK_M)
+    segment, tile = locate(cu_seqlens_q, tl.program_id(0) // NUM_HEADS, num_segments, 0, BLOCK_M)
     q_row, num_queries = span(cu_seqlens_q, segment)
     k_row, num_keys = span(cu_seqlens_k, segment)
     m0 = (tl.cdiv(num_queries, BLOCK_M) - 1 - tile) * BLOCK_M  # the longest rows of a causal segment go first
@@ -220,11 +220,11 @@ def _forward_kernel(
     q_main, q_last = load_tile(q, q, q_row, m0, num_queries, q_stride, q_column, BLOCK_M, HEAD_DIM, MAIN, TAIL, False)
     sums, sums_tail = zero_tile(BLOCK_M, MAIN, TAIL)
     total = tl.zeros([BLOCK_M], tl.float32)
-    peak = tl.full([BLOCK_M], NO_PEAK, tl.float32)
+    peak = tl.full([BLOCK_M], NO_MAX, tl.float32)
 
-    place = m0 + num_keys - num_queries
-    places = place + tl.arange(0, BLOCK_M)
-    begin, full_begin, full_end, end = _keys_of_tile(place, num_keys, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    position = m0 + num_keys - num_queries
+    positions = position + tl.arange(0, BLOCK_M)
+    begin, full_begin, full_end, end = _keys_of_tile(position, num_keys, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if OVERLAP:
         k_main, k_last = load_tile(
@@ -249,7 +249,7 @@ def _forward_kernel(
             if not OVERLAP:
                 scores = fresh
             if phase != 1:
-                seen = (keys < num_keys)[None, :] & _sees(places[:, None], keys[None, :], CAUSAL, WINDOW)
+                seen = (keys < num_keys)[None, :] & _attends(positions[:, None], keys[None, :], CAUSAL, WINDOW)
                 scores = tl.where(seen, scores, float("-inf"))
             # p = 2^(scale s - peak); what was summed under the old peak shrinks by 2^(old - new)
             new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
@@ -271,7 +271,7 @@ def _forward_kernel(
             if OVERLAP:
                 scores = fresh
 
-    # out = sums / total; lse = log2 sum_s 2^(scale s), and +inf where nothing was seen, which makes p = 0 in backward
+    # out = sums / total; lse = log2 sum_s 2^(scale s), +inf for queries without keys, which makes p = 0 in backward
     divisor = tl.where(total > 0, total, 1.0)
     inverse = (1.0 / divisor)[:, None]
     sums = sums * inverse
@@ -317,9 +317,9 @@ def _query_gradient_kernel(
     BLOCK_N: tl.constexpr,
     TMA: tl.constexpr,
 ) -> None:
-    """dQ of one tile of queries; on the way it leaves delta = sum_k out dO for the key gradient, which runs after it."""
+    """dQ of one tile of queries; also writes delta = sum_k out dO for the key gradient, which runs after it."""
     head = tl.program_id(0) % NUM_HEADS
-    segment, tile = _locate(cu_seqlens_q, tl.program_id(0) // NUM_HEADS, num_segments, BLOCK_M)
+    segment, tile = locate(cu_seqlens_q, tl.program_id(0) // NUM_HEADS, num_segments, 0, BLOCK_M)
     q_row, num_queries = span(cu_seqlens_q, segment)
     k_row, num_keys = span(cu_seqlens_k, segment)
     m0 = (tl.cdiv(num_queries, BLOCK_M) - 1 - tile) * BLOCK_M
@@ -344,9 +344,9 @@ def _query_gradient_kernel(
     q_main, q_last = load_tile(q, q, q_row, m0, num_queries, q_stride, q_column, BLOCK_M, HEAD_DIM, MAIN, TAIL, False)
     dq, dq_tail = zero_tile(BLOCK_M, MAIN, TAIL)
 
-    place = m0 + num_keys - num_queries
-    places = place + tl.arange(0, BLOCK_M)
-    begin, full_begin, full_end, end = _keys_of_tile(place, num_keys, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    position = m0 + num_keys - num_queries
+    positions = position + tl.arange(0, BLOCK_M)
+    begin, full_begin, full_end, end = _keys_of_tile(position, num_keys, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     for phase in tl.static_range(1 if WINDOW is None else 0, 3):  # masked, full, masked
         if phase == 0:
             low, high = begin, full_begin
@@ -367,7 +367,7 @@ def _query_gradient_kernel(
             dp = dot_rows(do_main, do_last, v_main, v_last, TAIL)
             ds = tl.exp2(scores * scale_log2 - row_lse[:, None]) * (dp - row_delta[:, None])
             if phase != 1:
-                seen = (keys < num_keys)[None, :] & _sees(places[:, None], keys[None, :], CAUSAL, WINDOW)
+                seen = (keys < num_keys)[None, :] & _attends(positions[:, None], keys[None, :], CAUSAL, WINDOW)
                 ds = tl.where(seen, ds, 0.0)
                 if TMA:
                     k_main = tl.where((keys < num_keys)[:, None], k_main, 0.0)
@@ -421,7 +421,7 @@ def _key_gradient_kernel(
     """
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(0) // NUM_KV_HEADS % SPLITS
-    segment, tile = _locate(cu_seqlens_k, tl.program_id(0) // (NUM_KV_HEADS * SPLITS), num_segments, BLOCK_N)
+    segment, tile = locate(cu_seqlens_k, tl.program_id(0) // (NUM_KV_HEADS * SPLITS), num_segments, 0, BLOCK_N)
     q_row, num_queries = span(cu_seqlens_q, segment)
     k_row, num_keys = span(cu_seqlens_k, segment)
     n0 = tile * BLOCK_N
@@ -433,7 +433,7 @@ def _key_gradient_kernel(
     dk, dk_tail = zero_tile(BLOCK_N, MAIN, TAIL)
     dv, dv_tail = zero_tile(BLOCK_N, MAIN, TAIL)
 
-    # Queries [begin, full_begin) and [full_end, end) need a mask, those between see every key of the tile.
+    # Queries [begin, full_begin) and [full_end, end) need a mask, those between attend to every key of the tile.
     shift = num_keys - num_queries
     keys = n0 + tl.arange(0, BLOCK_N)
     first = num_queries * 0
@@ -461,7 +461,7 @@ def _key_gradient_kernel(
             low, high = full_begin, full_end
         else:
             low, high = full_end, end
-        # All heads in one loop, so that tiles are in flight across the change from one head to the next.
+        # One loop over all heads, so that loads are pipelined across heads.
         num_tiles = tl.cdiv(high - low, BLOCK_M)
         for step in tl.range(0, num_tiles * (GROUP // SPLITS)):
             head = first_head + step // num_tiles
@@ -486,7 +486,7 @@ def _key_gradient_kernel(
             scores = dot_rows(k_main, k_last, q_main, q_last, TAIL)
             p = tl.exp2(scores * scale_log2 - row_lse[None, :])
             if phase != 1:
-                p = tl.where(_sees((queries + shift)[None, :], keys[:, None], CAUSAL, WINDOW), p, 0.0)
+                p = tl.where(_attends((queries + shift)[None, :], keys[:, None], CAUSAL, WINDOW), p, 0.0)
             dv, dv_tail = add_dot(dv, dv_tail, p, do_main, do_last, TAIL)
             # dP^T = v dO; dS^T = p^T (dP^T - delta); dK += dS^T q. (dP after dV: before it, head dim 128 spills registers)
             dp = dot_rows(v_main, v_last, do_main, do_last, TAIL)
@@ -501,7 +501,7 @@ def _key_gradient_kernel(
 
 
 class Tiles(NamedTuple):
-    """How a tiled kernel is cut and compiled."""
+    """Tile sizes and compile options of a tiled kernel."""
 
     block_m: int
     """Queries per tile."""
@@ -511,9 +511,9 @@ class Tiles(NamedTuple):
     num_stages: int
     """Tiles in flight between memory and the tensor cores."""
     overlap: bool = False
-    """Forward: the scores of the next keys beside the softmax of these."""
+    """Forward: compute the scores of the next keys during the softmax of these."""
     tma: bool = False
-    """Stream through the bulk copy engine (Hopper and later) instead of pointers."""
+    """Load through TMA (Hopper and later) instead of pointers."""
     max_registers: int | None = None
     """Cap per thread; 128 lets two programs of 8 warps share a multiprocessor."""
 
@@ -536,7 +536,7 @@ CONFIGS: dict[tuple[str, int], Tiles] = {
     ("key_gradient", 128): Tiles(32, 128, 8, 3),
     ("key_gradient", 256): Tiles(32, 64, 8, 2),
 }
-FP32_TILES = Tiles(32, 32, 8, 1)  # right rather than fast: three products for one, and tiles twice the size
+FP32_TILES = Tiles(32, 32, 8, 1)  # accurate rather than fast: three TF32 products for one
 
 
 def _tiles(kernel: str, q_THK: Tensor) -> Tiles:
@@ -548,17 +548,12 @@ def _tiles(kernel: str, q_THK: Tensor) -> Tiles:
 
 @functools.cache
 def _has_tma(device: torch.device) -> bool:
-    is_other = device.type == "cuda" and torch.version.cuda is None  # ROCm counts its architectures from 9 too
+    is_other = device.type == "cuda" and torch.version.cuda is None  # ROCm architectures start at 9 as well
     return not is_other and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def chunks(head_dim: int) -> dict[str, int]:
-    """A head dim as a power of two and a rest: 128 = 128 + 0, 80 = 64 + 16, 72 = 64 + 16 of which 8 are masked."""
+    """Split a head dim into powers of two: 128 = 128 + 0, 80 = 64 + 16, 72 = 64 + 16 of which 8 are masked."""
     main = 1 << (head_dim.bit_length() - 1)
     rest = head_dim - main
     tail = max(16, triton.next_power_of_2(rest)) if rest else 0
@@ -566,9 +561,9 @@ def chunks(head_dim: int) -> dict[str, int]:
 
 
 def rows_of(x_THK: Tensor) -> Tensor:
-    """`x_THK` as the kernels read it: heads side by side, rows 16-byte aligned and less than 2^24 elements apart.
+    """`x_THK` with adjacent heads and 16-byte aligned rows less than 2^24 elements apart, as the kernels require.
 
-    A view of a fused QKV row already is that. The bound on the distance keeps the offsets within a tile in 32 bits.
+    A view of fused QKV satisfies that already. The bound keeps offsets within a tile in 32 bits.
     """
     row_stride, head_stride, stride = x_THK.stride()
     is_packed = stride == 1 and head_stride == x_THK.shape[2]
@@ -577,7 +572,7 @@ def rows_of(x_THK: Tensor) -> Tensor:
 
 
 def _streamed(x_THK: Tensor, num_rows: int, tma: bool) -> tuple[object, object]:
-    """The two arguments through which a kernel streams x, `num_rows` at a time: descriptors of its two chunks, or x itself."""
+    """Kernel arguments to load x, `num_rows` at a time: TMA descriptors of its two chunks, or x itself."""
     if not tma:
         return x_THK, x_THK
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -687,13 +682,13 @@ def key_gradient(
     causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV. Where tiles and key heads are too few to fill the GPU twice, the query heads of a group are split as well."""
+    """dK and dV. If tiles times key heads do not fill the GPU twice, the query heads of a group are split too."""
     (num_keys, num_kv_heads, head_dim), num_segments = k.shape, len(cu_seqlens_k) - 1
     tiles = _tiles("key_gradient", q)
     group = q.shape[1] // num_kv_heads
     num_programs = (num_keys // tiles.block_n + num_segments) * num_kv_heads
     splits = 1
-    while group % (2 * splits) == 0 and num_programs * splits < 2 * _num_multiprocessors(q.device):
+    while group % (2 * splits) == 0 and num_programs * splits < 2 * launch.num_sms(q.device):
         splits *= 2
     partial_dtype = k.dtype if splits == 1 else torch.float32
     d_k, d_v = (k.new_empty(splits, *k.shape, dtype=partial_dtype) for _ in range(2))
@@ -758,6 +753,6 @@ def tiled_attention(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """`attention` for every mask and mix of lengths."""
+    """`attention` for any mask and any lengths."""
     out: Tensor = _TiledAttention.apply(q_THK, k_SGK, v_SGK, cu_seqlens_q, cu_seqlens_k, causal, window)  # type: ignore[no-untyped-call]
     return out

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-decorators
-"""The window Triton kernels of packed attention: segments of at most 64 tokens, no mask, as many key heads as query heads.
+"""Window Triton kernels of packed attention: segments of at most 64 tokens, no mask, as many key heads as query heads.
 
-A vision tower cuts its images into thousands of such windows. A segment is one tile, so the softmax needs no running peak and
-backward needs nothing saved but q, k and v: it recomputes the softmax, and delta = sum_s p dP stands in for the saved output.
-A program takes a whole segment, one head or several after another. It is bound by memory: 4 tensors of q's size pass in
+A vision tower has thousands of such windows. A segment is one tile, so the softmax needs no running maximum and backward saves
+only q, k and v: it recomputes the softmax, and delta = sum_s p dP replaces the saved output. A program computes one or several heads
+of a segment. Memory-bound: 4 tensors of q's size are moved in
 forward (576 windows of 64 tokens, 16 heads of 80, bf16: 377 MB, 0.09 ms at 4.2 TB/s), 7 in backward (661 MB, 0.16 ms).
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from saccade.kernels._attention_tiled import (
-    NO_PEAK,
+    NO_MAX,
     add_dot,
     can_tile,
     chunks,
@@ -31,10 +31,10 @@ from saccade.kernels.launch import tl, triton
 
 @triton.jit
 def _softmax(scores: tl.tensor, num_keys: tl.tensor, scale_log2: tl.tensor, BLOCK_N: tl.constexpr) -> tl.tensor:
-    """Rows of softmax(scale s) over the first `num_keys` columns, in fp32; zero where there are none."""
+    """softmax(scale s) over the first `num_keys` columns, in fp32; zero if there are none."""
     scores = tl.where((tl.arange(0, BLOCK_N) < num_keys)[None, :], scores, float("-inf"))
-    peak = tl.maximum(tl.max(scores, 1) * scale_log2, NO_PEAK)
-    p = tl.exp2(scores * scale_log2 - peak[:, None])
+    maximum = tl.maximum(tl.max(scores, 1) * scale_log2, NO_MAX)
+    p = tl.exp2(scores * scale_log2 - maximum[:, None])
     total = tl.sum(p, 1)
     return p * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
 
@@ -60,7 +60,7 @@ def _forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """HEADS heads of one segment, one after another; while one is computed the next is loaded."""
+    """HEADS heads of one segment, in a loop; the next is loaded while one is computed."""
     first_head = tl.program_id(0) % (NUM_HEADS // HEADS) * HEADS
     segment = tl.program_id(0) // (NUM_HEADS // HEADS)
     q_row, num_queries = span(cu_seqlens_q, segment)
@@ -138,12 +138,12 @@ def _backward_kernel(
 
 
 class WindowTiles(NamedTuple):
-    """How a window kernel is cut and compiled; the tile itself is the longest segment, rounded up to 16, 32 or 64."""
+    """Launch options of a window kernel; the tile is the longest segment, rounded up to 16, 32 or 64."""
 
     heads: int
-    """Heads per program, one after another (the largest divisor of H up to this)."""
+    """Heads per program (the largest divisor of H up to this)."""
     num_warps: int
-    """For a tile of 64; smaller tiles take proportionally fewer."""
+    """For a tile of 64; smaller tiles use proportionally fewer."""
     num_stages: int
     """2 loads the next head while this one is computed."""
 
@@ -202,7 +202,7 @@ class _WindowAttention(torch.autograd.Function):
 
 
 def can_window(q_THK: Tensor, k_SGK: Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool) -> bool:
-    """Whether every segment fits in one tile, unmasked, with a key head for each query head, and four tiles in shared memory."""
+    """Whether every segment fits in one tile, unmasked, with one key head per query head, and four tiles fit in shared memory."""
     is_small = max(max_seqlen_q, max_seqlen_k) <= 64 and q_THK.shape[2] <= 128
     return can_tile(q_THK) and is_small and not causal and q_THK.shape[1] == k_SGK.shape[1]
 

@@ -5,24 +5,24 @@
     m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
     w = w - lr (weight_decay w + (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps))
 
-w is the fp32 master, gradients have any float dtype; all arithmetic is fp32. Where parameters are given (bf16 copies of the
-masters), w is rounded into them. Everything is written in place. `step` counts from 1.
+w is the fp32 master, gradients have any float dtype; all arithmetic is fp32. If parameters are given (bf16 copies of the
+masters), w is rounded into them. All updates are in place. `step` counts from 1.
 
 `adamw`: m and v are fp32 tensors of the master's shape.
 
-`adamw8bit`: m and v take one byte each, a master is still kept in fp32. 256 neighbours of a row (the first dim against all
+`adamw8bit`: m and v take one byte each, the master stays in fp32. 256 consecutive elements of a row (the first dim against all
 others) share an fp32 scale, their largest magnitude; blocks never cross rows, so a tensor sharded by rows has the same blocks
 as the whole one. With codes c:
 
     m = scale * sign(c) (c / 127)^2,  c in -127..127      v = scale * 2^((c - 255) / 8),  c in 1..255; 0 for c = 0
 
 so steps of m are 1.6 % of the largest and grow finer towards zero, and v keeps 9 % steps over 32 octaves: a small v next to a
-large one survives, and is rounded up, never to 0, below that. Both are rounded at random with the right mean (the noise is a
-hash of element and step): rounding to nearest would lose every change smaller than half a step, that is most changes of v.
+large one survives, and is rounded up, never to 0, below that. Both are rounded stochastically (the noise is a hash of
+element and step): rounding to nearest would lose every change smaller than half a step, that is most changes of v.
 After hundreds of steps with beta2 = 0.95, sqrt(v) has the right mean and is within 10 % for eight elements of ten.
 
-A list of tensors is one launch: a table of pointers goes to the GPU, and each program finds its stretch of one tensor in it.
-Lists are cut by dtype, and by whether all is aligned to 16 bytes. Bytes per element with bf16 gradients and parameters: 28 with
+A list of tensors is one launch (multi-tensor apply): each program finds its chunk of one tensor in a table of pointers on the GPU.
+Lists are split by dtype and by 16-byte alignment. Bytes per element with bf16 gradients and parameters: 28 with
 fp32 moments (30 with fp32 gradients), 16 with 8-bit moments. The host spends about 3 us a tensor.
 """
 
@@ -46,7 +46,7 @@ _TINY = 1e-37
 
 
 class Settings(NamedTuple):
-    """The numbers of one step."""
+    """Hyperparameters of one step."""
 
     lr: float
     beta1: float
@@ -102,7 +102,7 @@ def adamw8bit_reference(
     parameters: Sequence[Tensor] | None,
     settings: Settings,
 ) -> None:
-    """The same between decoding and encoding the moments; the update is made with the moments before they are rounded."""
+    """The same with the moments decoded and encoded; the update uses them before rounding."""
     for i, (gradient, master, m8, v8) in enumerate(zip(gradients, masters, first, second, strict=True)):
         m, v = decode_first(m8), decode_second(v8)
         parameter = None if parameters is None else [parameters[i]]
@@ -129,10 +129,10 @@ def _encode_first_reference(m: Tensor, noise: Tensor, out: Moment8bit) -> None:
     m_RBE = _blocks(m)
     scales = m_RBE.abs().amax(-1)
     share = m_RBE.abs() / torch.where(scales > _TINY, scales, torch.inf).unsqueeze(-1)
-    place = share.sqrt() * 127.0
-    low = place.floor()
-    # Up with the probability that makes the mean right: (place^2 - low^2) / ((low + 1)^2 - low^2)
-    code = low + (_blocks(noise) < (place * place - low * low) / (2.0 * low + 1.0))
+    level = share.sqrt() * 127.0
+    low = level.floor()
+    # Stochastic rounding: up with probability (level^2 - low^2) / ((low + 1)^2 - low^2)
+    code = low + (_blocks(noise) < (level * level - low * low) / (2.0 * low + 1.0))
     out.codes.copy_(_unblocked((code * m_RBE.sign()).to(torch.int8), m))
     out.scales.copy_(scales)
 
@@ -142,7 +142,7 @@ def _encode_second_reference(v: Tensor, noise: Tensor, out: Moment8bit) -> None:
     scales = v_RBE.amax(-1)
     share = v_RBE / torch.where(scales > _TINY, scales, torch.inf).unsqueeze(-1)
     low = (255.0 + 8.0 * torch.log2(share.clamp_min(1e-20))).floor().clamp_min(1.0)
-    # Up with the probability that makes the mean right: (share / 2^((low - 255) / 8) - 1) / (2^(1/8) - 1)
+    # Stochastic rounding: up with probability (share / 2^((low - 255) / 8) - 1) / (2^(1/8) - 1)
     rise = share * torch.exp2((255.0 - low) * 0.125) - 1.0
     code = (low + (_blocks(noise) < rise * (1.0 / (2.0**0.125 - 1.0)))).clamp_max(255.0)
     out.codes.copy_(_unblocked(torch.where(share > 0, code, 0.0).to(torch.uint8), v))
@@ -163,7 +163,7 @@ def _seed(step: int) -> int:
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
-    """Rows, and elements in each."""
+    """Number of rows and elements per row."""
     num_rows = x.shape[0] if x.ndim else 1
     return num_rows, x.numel() // max(1, num_rows)
 
@@ -174,7 +174,7 @@ def _scales_shape(x: Tensor) -> tuple[int, int]:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """[R, B, 256]: rows in blocks, the last one of each filled with zeros."""
+    """[R, B, 256]: rows in blocks, the last one of each zero-padded."""
     num_rows, num_columns = _rows(x)
     padded = F.pad(x.reshape(num_rows, num_columns), (0, -num_columns % BLOCK_SIZE))
     return padded.view(*_scales_shape(x), BLOCK_SIZE)
@@ -186,7 +186,7 @@ def _unblocked(x_RBE: Tensor, like: Tensor) -> Tensor:
 
 @triton.jit
 def _pointer(entry: tl.tensor, dtype: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
-    """The pointer that is stored at `entry`."""
+    """The pointer stored at `entry`."""
     pointer = tl.load(entry).to(tl.pointer_type(dtype))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
@@ -320,12 +320,12 @@ def _adamw8bit_kernel(
         if PARAMETER is not None:
             tl.store(parameter + i, w.to(PARAMETER), mask=mask)
         noise_m, noise_v = _noise(i, seed)
-        # Up with the probability that makes the mean right; see the references.
+        # Stochastic rounding; see the references.
         m_scale = tl.max(tl.abs(m), 1)
         share = tl.abs(m) / tl.where(m_scale > 1e-37, m_scale, float("inf"))[:, None]
-        place = tl.sqrt(share) * 127.0
-        low = tl.floor(place)
-        c = low + (noise_m < (place * place - low * low) / (2.0 * low + 1.0)).to(tl.float32)
+        level = tl.sqrt(share) * 127.0
+        low = tl.floor(level)
+        c = low + (noise_m < (level * level - low * low) / (2.0 * low + 1.0)).to(tl.float32)
         tl.store(first + i, tl.where(m < 0, -c, c).to(tl.int8), mask=mask)
         tl.store(first_scale + block, m_scale, mask=is_block)
         v_scale = tl.max(v, 1)
@@ -345,7 +345,7 @@ class _Cut(NamedTuple):
     num_warps: int
 
 
-# Starting values: 8 elements a thread, 16 rounds a program; bench/kernels/adamw.py --tune measures them.
+# Not tuned: 8 elements per thread, 16 iterations per program; bench/kernels/adamw.py --tune measures them.
 _CONFIGS = {
     "adamw": _Cut(chunk=32768, block=2048, num_warps=8),
     "adamw8bit": _Cut(chunk=128, block=8, num_warps=8),
@@ -363,9 +363,9 @@ def _launch(
     sizes: Sequence[int],
     factors: tuple[float, ...],
 ) -> None:
-    """Run `kernel` over the tensors of `lists`, the gradients first: one launch for all that are alike in dtype and alignment.
+    """Run `kernel` over the tensors of `lists`, the gradients first: one launch for all of one dtype and alignment.
 
-    `extents`: elements between places that should be aligned. `sizes`: what is cut into chunks, elements or blocks.
+    `extents`: elements between aligned addresses. `sizes`: elements or blocks to be split into chunks.
     """
     config, gradients = _CONFIGS[operation], lists[0]
     lists = (*lists, parameters or [])
@@ -403,7 +403,7 @@ def _check(
     shapes: Sequence[tuple[int, ...]],
     *lists: tuple[Sequence[Tensor] | None, torch.dtype | None],
 ) -> None:
-    """Tensors of these shapes, of these dtypes where one is given: the kernels see nothing but pointers."""
+    """Check shapes and, where given, dtypes: the kernels get only pointers."""
     for tensors, dtype in lists:
         for x, shape in zip(tensors, shapes, strict=True) if tensors is not None else ():
             if x.shape != shape or (dtype is not None and x.dtype != dtype):
@@ -412,7 +412,7 @@ def _check(
 
 
 def _factors(settings: Settings) -> tuple[float, ...]:
-    """What the kernels take as numbers, worked out in fp64."""
+    """Scalar arguments of the kernels, computed in fp64."""
     lr, beta1, beta2, eps, weight_decay, step, grad_scale = settings
     rate, root2 = lr / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5
     return beta1, beta2, eps, 1.0 - lr * weight_decay, rate, root2, grad_scale
@@ -429,7 +429,7 @@ def adamw(
     """One step in place, moments in fp32. `parameters`: copies of the masters in another dtype, written too."""
     kept = ((x, torch.float32) for x in (masters, first, second))
     _check("adamw", [x.shape for x in masters], (gradients, None), (parameters, None), *kept)
-    if masters and launch.choose("adamw", *launch.able(masters[0], "triton")) == "triton":
+    if masters and launch.choose_path("adamw", *launch.available_paths(masters[0], "triton")) == "triton":
         sizes = [x.numel() for x in masters]
         lists = (gradients, masters, first, second)
         _launch("adamw", _adamw_kernel, lists, parameters, sizes, sizes, _factors(settings))
@@ -451,7 +451,7 @@ def adamw8bit(
     kept = (masters, torch.float32), (codes[0], torch.int8), (codes[1], torch.uint8)
     _check("adamw8bit", [x.shape for x in masters], (gradients, None), (parameters, None), *kept)
     _check("adamw8bit", [_scales_shape(x) for x in masters], *((x, torch.float32) for x in scales))
-    if masters and launch.choose("adamw8bit", *launch.able(masters[0], "triton")) == "triton":
+    if masters and launch.choose_path("adamw8bit", *launch.available_paths(masters[0], "triton")) == "triton":
         moments = (codes[0], scales[0], codes[1], scales[1])
         columns, sizes = [_rows(x)[1] for x in masters], [x.numel() for x in scales[0]]
         factors = (*_factors(settings), _seed(settings.step))

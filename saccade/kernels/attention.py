@@ -1,19 +1,19 @@
-"""Packed attention: many sequences of different lengths in one row, none of them padded, none seeing another.
+"""Packed attention: sequences of different lengths concatenated without padding, each attending only to itself.
 
 Legend: T query tokens, S key tokens, H query heads, G key/value heads (H is a multiple of G), K head dim.
 
     out[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]      over the keys s of t's own segment, scale = 1 / sqrt(K)
 
 `cu_seqlens_q` [segments + 1] and `cu_seqlens_k` give the cumulative starts of each segment's queries and keys (int32). Query
-head h reads key/value head h // (H / G). With `causal`, the last query of a segment stands beside its last key: query i of n
-sees keys 0 .. i + (m - n) of m. That covers training (n = m), prefill behind a cache (n < m) and decode (n = 1) alike. With
-`window`, a causal query sees that many keys to its left and its own. A query that sees no key gets zero; rows that belong to no
-segment (past the last start) are not written; they must not make up for what segments are shorter than the bound, as rows that number
-segments times bound say that all segments have that length.
+head h reads key/value head h // (H / G). With `causal`, the last query of a segment is aligned with its last key: query i of n
+attends to keys 0 .. i + (m - n) of m. That covers training (n = m), prefill behind a cache (n < m) and decode (n = 1) alike. With
+`window`, a causal query attends to that many keys to its left and its own. A query without keys gets zero; rows past the last
+segment are not written. If the number of rows equals segments times `max_seqlen`, all segments must have that length: rows past the
+last segment must not make up for shorter ones.
 q [T, H, K], k and v [S, G, K], out [T, H, K]; softmax in fp32. A segment without queries costs nothing.
 
-Two families of Triton kernels serve it: `_attention_tiled.py`, any mask and any mix of lengths, saves out and one fp32 per query and
-head; `_attention_window.py`, thousands of segments of at most 64 tokens, saves nothing. Both leave the lengths on the device.
+Two families of Triton kernels: `_attention_tiled.py` for any mask and any lengths, saves out and one fp32 per query and head;
+`_attention_window.py` for thousands of segments of at most 64 tokens, saves nothing. Lengths stay on the device.
 """
 
 import functools
@@ -45,7 +45,7 @@ def attention_reference(
     causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """The formula above, one segment at a time, in fp32. `max_seqlen_*` are here so that the signatures agree."""
+    """The formula above, one segment at a time, in fp32. `max_seqlen_*` are unused."""
     del max_seqlen_q, max_seqlen_k
     repeat = q_THK.shape[1] // k_SGK.shape[1]
     out_THK = torch.zeros_like(q_THK)
@@ -63,13 +63,13 @@ def attention_reference(
 
 
 def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[queries, keys], True where the query may look; the last query sees the last key."""
+    """[queries, keys]: True where the query attends to the key; the last query is aligned with the last key."""
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
     return seen if window is None else seen.triu(num_keys - num_queries - window)
 
 
 class _Call(NamedTuple):
-    """One call of `attention`, as the paths that may serve it see it."""
+    """Arguments of one call of `attention`."""
 
     q: Tensor
     k: Tensor
@@ -91,12 +91,12 @@ class _Call(NamedTuple):
 
     @property
     def sides(self) -> tuple[int, int]:
-        """How many keys a query sees to its left and right, as FlashAttention counts: -1 for all."""
+        """Keys to the left and right of a query, as FlashAttention counts them: -1 for all."""
         return -1 if self.window is None else self.window, 0 if self.causal else -1
 
     @property
     def has_equal_lengths(self) -> bool:
-        """Every segment is as long as the bound, in queries and in keys; lengths that sum up to it can be nothing else."""
+        """Every segment is as long as the bound, in queries and in keys; lengths with this sum can be nothing else."""
         is_full_q = self.num_segments * self.max_seqlen_q == self.q.shape[0]
         return is_full_q and self.num_segments * self.max_seqlen_k == self.k.shape[0]
 
@@ -111,7 +111,7 @@ def _can_dense(call: _Call) -> bool:
 
 
 def _dense(call: _Call) -> Tensor:
-    """Segments of one length are a batch: torch's SDPA (cuDNN on Hopper) takes views of the packed rows as they are."""
+    """Segments of one length are a batch: torch's SDPA (cuDNN on Hopper) takes views of the packed tensors."""
     q, k, v = (x.view(call.num_segments, -1, *x.shape[1:]).transpose(1, 2) for x in (call.q, call.k, call.v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=call.causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(0, 1)
@@ -165,7 +165,7 @@ def _flash(call: _Call) -> Tensor:
 
 
 def _by_length(call: _Call) -> Tensor:
-    """torch's SDPA, one call for all segments of one shape. It reads the lengths, which a GPU would have to wait for: CPU."""
+    """torch's SDPA, one call for all segments of one shape. It reads the lengths, which would synchronise a GPU: CPU only."""
     segments: dict[tuple[int, int], list[tuple[int, int]]] = {}
     starts_q, starts_k = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
     for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
@@ -193,7 +193,7 @@ def _by_length(call: _Call) -> Tensor:
 
 
 def _row_numbers(starts: list[int], length: int, device: torch.device) -> Tensor:
-    """[segments, length]: the row numbers of equally long segments."""
+    """[segments, length]: row indices of segments of equal length."""
     return torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)
 
 
@@ -220,7 +220,7 @@ _CANDIDATES = {
 
 
 class _Rule(NamedTuple):
-    """Which candidates to try, best first, for calls up to these sizes; the first rule that fits holds."""
+    """Candidates, fastest first, for calls up to these sizes; the first matching rule applies."""
 
     head_dim: int
     causal: bool
@@ -233,7 +233,7 @@ class _Rule(NamedTuple):
 #                 16 x 2304 full d80: dense 388 / 339, tiled 352 / 277, flash 262 / 212
 # ragged          64..2048 causal d128: tiled 380 / 213, flash 227 / 196;  256..3072 full d80: tiled 341 / 264, flash 238 / 196
 # windows         576 x 64 d80: window 0.103 / 0.185 ms, tiled 0.173 / 0.647, flash 0.215 / 0.793
-# Measure again on another GPU or torch. What cannot serve a call is passed over.
+# Measure again on another GPU or torch. Candidates that do not support a call are skipped.
 _RULES = (
     _Rule(256, False, 64, ("window", "tiled", "flash 3", "flash", "by length")),
     _Rule(128, False, math.inf, ("dense", "flash 3", "tiled", "flash", "by length")),
@@ -244,7 +244,7 @@ _RULES = (
 
 
 def _candidates(call: _Call) -> list[str]:
-    """Names of the candidates that can serve a call, best first."""
+    """Names of the candidates that support a call, fastest first."""
     longest = max(call.max_seqlen_q, call.max_seqlen_k)
     for rule in _RULES:
         if call.q.shape[2] <= rule.head_dim and call.causal == rule.causal and longest <= rule.max_seqlen:
@@ -275,11 +275,11 @@ def attention(
     if q_THK.numel() == 0 or k_SGK.numel() == 0:
         return q_THK * 0.0
     names = _candidates(call)
-    path = launch.choose("attention", *launch.able(q_THK, *(_CANDIDATES[name].path for name in names)))
+    path = launch.choose_path("attention", *launch.available_paths(q_THK, *(_CANDIDATES[name].path for name in names)))
     if path == "reference":
         return attention_reference(
             *call[:5], max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=window
         )
     name = next(name for name in names if _CANDIDATES[name].path == path)
-    launch.say(f"attention of head dim {q_THK.shape[2]}, {'causal' if causal else 'full'}: {name}")
+    launch.log_path(f"attention of head dim {q_THK.shape[2]}, {'causal' if causal else 'full'}: {name}")
     return _CANDIDATES[name].run(call)

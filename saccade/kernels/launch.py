@@ -1,14 +1,15 @@
-"""Which implementation of an operation runs: decided in one place, said once in the log (`saccade -v`), forced by tests.
+"""Chooses the implementation of an operation and logs it once (`saccade -v`); tests and benchmarks force one.
 
-`triton`     our own kernels, on a GPU (or on the CPU under Triton's interpreter, when forced).
-`library`    the fastest path torch itself offers for the device (SDPA, its packed FlashAttention).
+`triton`     our Triton kernels, on a GPU (or on the CPU under Triton's interpreter, when forced).
+`library`    torch's fastest path for the device (SDPA, its packed FlashAttention).
 `reference`  plain PyTorch, the specification; runs anywhere.
 
-An operation lists the paths that can serve the tensor at hand, best first as measured; the reference is always the last.
-Kernel modules take `triton` and `tl` from here, so that they import on a machine without Triton.
+An operation lists the paths that support a call, fastest first as measured; the reference is always the last. Kernel modules
+import `triton` and `tl` from here, so that they can be imported without Triton.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -19,11 +20,11 @@ from torch import Tensor
 from saccade.log import log_once
 
 
-class _Absent:
-    """In the place of `triton` and `tl` where Triton is not installed: kernels are then defined, never launched."""
+class _MissingTriton:
+    """Replaces `triton` and `tl` where Triton is not installed: kernels are defined, but never launched."""
 
     def jit(self, kernel: Callable[..., None] | None = None, **_: object) -> object:
-        return kernel if kernel is not None else lambda late: late
+        return kernel if kernel is not None else lambda decorated: decorated
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
@@ -33,16 +34,19 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    triton = tl = _Absent()
+    triton = tl = _MissingTriton()
 
-__all__ = ["Path", "able", "choose", "forced", "is_forced", "is_interpreting", "say", "tl", "triton"]
+__all__ = [
+    "Path", "available_paths", "can_overlap", "choose_path", "forced", "is_forced", "is_interpreting", "log_path", "num_sms", "tl",
+    "triton",
+]  # fmt: skip
 
 Path = Literal["triton", "library", "reference"]
 
 _forced: Path | None = None
 
 
-_interpreting = not isinstance(triton, _Absent) and bool(triton.knobs.runtime.interpret)
+_interpreting = not isinstance(triton, _MissingTriton) and bool(triton.knobs.runtime.interpret)
 
 
 def is_interpreting() -> bool:
@@ -50,51 +54,64 @@ def is_interpreting() -> bool:
     return _interpreting
 
 
-def able(x: Tensor, *best_first: Path) -> tuple[Path, ...]:
-    """`best_first` as the device of `x` allows: Triton needs a GPU; interpreted, it comes last, for whoever forces it.
+def available_paths(x: Tensor, *fastest_first: Path) -> tuple[Path, ...]:
+    """The paths that the device of `x` supports. Triton needs a GPU; under the interpreter it comes last, to be forced.
 
-    Inside `torch.compile` nothing but the reference: the compiler writes kernels of its own from it, and cannot follow a launch whose
-    constants depend on a length it keeps open.
+    Inside `torch.compile` there is only the reference: the compiler generates kernels from it, and cannot trace a launch whose
+    constants depend on a dynamic length.
     """
     if torch.compiler.is_compiling():
         return ()
-    if isinstance(triton, _Absent):
-        return tuple(path for path in best_first if path != "triton")
-    if x.is_cuda or "triton" not in best_first:
-        return best_first
-    others = tuple(path for path in best_first if path != "triton")
+    if isinstance(triton, _MissingTriton):
+        return tuple(path for path in fastest_first if path != "triton")
+    if x.is_cuda or "triton" not in fastest_first:
+        return fastest_first
+    others = tuple(path for path in fastest_first if path != "triton")
     return (*others, "reference", "triton") if is_interpreting() else others
 
 
-def choose(operation: str, *candidates: Path) -> Path:
-    """The path for one call: the first candidate, or the forced one."""
+def choose_path(operation: str, *candidates: Path) -> Path:
+    """The path of one call: the first candidate, or the forced one."""
     paths: tuple[Path, ...] = (*candidates, "reference")
     if _forced and _forced not in paths:
         raise RuntimeError(
-            f"{operation}: path {_forced!r} is forced but cannot serve this call; {', '.join(paths)} can"
+            f"{operation}: path {_forced!r} is forced but does not support this call; {', '.join(paths)} do"
         )
     path = _forced or paths[0]
-    say(f"{operation}: {path}")
+    log_path(f"{operation}: {path}")
     return path
 
 
 def is_forced(path: Path) -> bool:
-    """Whether a test or comparison wants this path wherever it is possible, worthwhile or not."""
+    """Whether a test or benchmark forces this path."""
     return _forced == path
 
 
-def say(message: str) -> None:
-    """One line in the log, once; none while compiling, for it would break the graph."""
+def log_path(message: str) -> None:
+    """Log a line once; not while compiling, which would break the graph."""
     if not torch.compiler.is_compiling():
         log_once("kernels", message, level=logging.DEBUG)
 
 
 @contextlib.contextmanager
 def forced(path: Path) -> Iterator[None]:
-    """Run every operation through `path` inside the block. For tests and comparisons."""
+    """Run every operation through `path` inside the `with` block, for tests and benchmarks."""
     global _forced
     before, _forced = _forced, path
     try:
         yield
     finally:
         _forced = before
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 4 for interpreted kernels, so that their splits are tested too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may start before the one it depends on has ended (programmatic dependent launch): Hopper and later."""
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)

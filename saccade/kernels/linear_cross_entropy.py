@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""The last projection and its loss in one operation: the logits of a batch never exist at once.
+"""Fused output projection and cross entropy: the full logits are never materialised.
 
 Legend: T tokens, D hidden size, V vocabulary (of this rank, when it is sharded), C tokens per chunk.
 
@@ -7,13 +7,13 @@ Legend: T tokens, D hidden size, V vocabulary (of this rank, when it is sharded)
     loss   = sum_t (lse_t - logits[t, labels[t]] + z_loss * lse_t^2) / count,      lse_t = log sum_v exp(logits[t, v])
 
 over the tokens whose label is not `ignore_index`. hidden [T, D] and weight [V, D] in one float dtype, labels [T] integers,
-`count` a number or a tensor on the device (usually the learned tokens of the global batch); the loss is a fp32 scalar.
+`count` a number or a tensor on the device (usually the labelled tokens of the global batch); the loss is a fp32 scalar.
 
 The gradients are computed in the forward pass, chunk by chunk: logits (matmul), loss and d loss / d logits written over them
 (one kernel), then the gradients of hidden and weight (two matmuls). Ignored tokens are dropped before the first matmul and
-cost nothing. Where the number of learned tokens is not told (`num_labels`), the host waits for the GPU once to learn it.
+cost nothing. Without `num_labels` the host synchronises once to read the number of labelled tokens.
 
-Numbers. Logits and their gradients are rounded to the input dtype once; maximum, sum and loss are fp32. The weight's gradient
+Precision. Logits and their gradients are rounded to the input dtype once; maximum, sum and loss are fp32. The weight's gradient
 has the weight's dtype: each chunk is summed in fp32 inside its matmul and rounded as it is added, which in bf16 adds a relative
 RMS error of 0.11 % * sqrt(chunks) to the 0.4 % of the rounded logits: 0.6 % in all for 16 chunks, measured. (A fp32 sum would
 need 1.2 GiB more at 151936 x 2048.) Gradients are those of the sum, scaled by 1 / count in backward, so small fp16
@@ -63,10 +63,10 @@ def linear_cross_entropy_reference(
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> Tensor:
-    """The formula above with all logits in fp32. `num_labels` and `max_bytes` are here so that the signatures agree."""
+    """The formula above with all logits in fp32. `num_labels` and `max_bytes` are unused."""
     del num_labels, max_bytes
-    learned = labels_T != ignore_index
-    labels, hidden = labels_T[learned].long() - vocab_start, hidden_TD[learned].float()
+    is_labelled = labels_T != ignore_index
+    labels, hidden = labels_T[is_labelled].long() - vocab_start, hidden_TD[is_labelled].float()
     if group is not None:
         hidden = _ShareWithShards.apply(hidden, group)  # type: ignore[no-untyped-call]
     logits = hidden @ weight_VD.float().T
@@ -254,15 +254,15 @@ def _gradient_kernel(
     )
 
 
-def _learned_rows(labels_T: Tensor, ignore_index: int, num_labels: int) -> tuple[Tensor, Tensor]:
-    """Row numbers and labels of the first `num_labels` learned tokens, without asking the device how many there are.
+def _labelled_rows(labels_T: Tensor, ignore_index: int, num_labels: int) -> tuple[Tensor, Tensor]:
+    """Row indices and labels of the first `num_labels` labelled tokens, without synchronisation.
 
-    Places left over when there are fewer point at row 0 and carry `ignore_index`.
+    If there are fewer, the remaining entries are row 0 with `ignore_index`.
     """
-    learned = labels_T != ignore_index
-    place = torch.where(learned, learned.cumsum(0) - 1, num_labels).clamp_(max=num_labels)
-    rows = place.new_zeros(num_labels + 1).scatter_(0, place, torch.arange(len(labels_T), device=labels_T.device))
-    labels = labels_T.new_full((num_labels + 1,), ignore_index).scatter_(0, place, labels_T)
+    is_labelled = labels_T != ignore_index
+    index = torch.where(is_labelled, is_labelled.cumsum(0) - 1, num_labels).clamp_(max=num_labels)
+    rows = index.new_zeros(num_labels + 1).scatter_(0, index, torch.arange(len(labels_T), device=labels_T.device))
+    labels = labels_T.new_full((num_labels + 1,), ignore_index).scatter_(0, index, labels_T)
     return rows[:-1], labels[:-1]
 
 
@@ -321,7 +321,7 @@ def _losses_and_logit_gradients(
 def _hidden_gradient(logit_gradients_CV: Tensor, weight_VD: Tensor, num_splits: int) -> Tensor:
     """[C, D]: gradients of the logits times the weight, the sum over the vocabulary in equal parts side by side."""
     V = len(weight_VD)
-    # The parts must begin at 16-byte boundaries.
+    # The parts must start at 16-byte boundaries.
     if num_splits == 1 or V % (8 * num_splits) or not weight_VD.is_contiguous():
         return logit_gradients_CV @ weight_VD
     parts_SCV = logit_gradients_CV.view(-1, num_splits, V // num_splits).transpose(0, 1)
@@ -343,15 +343,15 @@ def _loss_and_gradients(
     want_hidden: bool,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss's sum, and the gradients of that sum for hidden and weight where wanted."""
+    """The summed loss, and its gradients for hidden and weight where needed."""
     T, V = len(labels_T), len(weight_VD)
-    learned = (labels_T != ignore_index).sum()
-    bound = int(learned) if num_labels is None else min(num_labels, T)
-    rows, labels = (None, labels_T) if bound == T else _learned_rows(labels_T, ignore_index, bound)
+    num_found = (labels_T != ignore_index).sum()
+    bound = int(num_found) if num_labels is None else min(num_labels, T)
+    rows, labels = (None, labels_T) if bound == T else _labelled_rows(labels_T, ignore_index, bound)
 
     grad_hidden = torch.zeros_like(hidden_TD) if want_hidden else None
     grad_weight = torch.empty_like(weight_VD) if want_weight and bound else None
-    aligned_V = -(-V // 8) * 8  # rows of logits begin at 16-byte boundaries, as the matrix unit wants them
+    aligned_V = -(-V // 8) * 8  # rows of logits start at 16-byte boundaries, for the tensor cores
     buffer, losses = None, []
     for chunk in _chunks(bound, aligned_V * hidden_TD.element_size(), max_bytes):
         if buffer is None:
@@ -370,7 +370,7 @@ def _loss_and_gradients(
             if rows is None:
                 grad_hidden[chunk] = grad_CD
             else:
-                grad_hidden.index_add_(0, rows[chunk], grad_CD)  # left-over places add zero to row 0
+                grad_hidden.index_add_(0, rows[chunk], grad_CD)  # unused entries add zero to row 0
         if grad_weight is not None:
             if chunk.start == 0:
                 torch.mm(logits_CV.T, hidden_CD, out=grad_weight)
@@ -381,8 +381,8 @@ def _loss_and_gradients(
     if group is not None and grad_hidden is not None:
         dist.all_reduce(grad_hidden, group=group)
     loss = torch.cat(losses).sum() if losses else hidden_TD.new_zeros((), dtype=torch.float32)
-    # More learned tokens than `num_labels` promised would be left out in silence: the loss says so, without a wait.
-    return torch.where(learned > bound, float("nan"), loss), grad_hidden, grad_weight
+    # More labelled tokens than `num_labels` would be dropped silently: the loss becomes NaN, without a synchronisation.
+    return torch.where(num_found > bound, float("nan"), loss), grad_hidden, grad_weight
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -432,8 +432,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of `hidden` projected by `weight`, see the top of this file.
 
-    `num_labels` promises that at most so many labels are not ignored, which spares a wait for the GPU; if there are more,
-    the loss is NaN.
+    `num_labels` is an upper bound on the labels that are not ignored, which avoids a synchronisation; if there are more, the loss is
+    NaN.
     """
     if (
         hidden_TD.shape[1] != weight_VD.shape[1]
@@ -453,7 +453,7 @@ def linear_cross_entropy(
         "group": group,
         "vocab_start": vocab_start,
     }
-    if launch.choose("linear_cross_entropy", *launch.able(hidden_TD, "triton")) == "reference":
+    if launch.choose_path("linear_cross_entropy", *launch.available_paths(hidden_TD, "triton")) == "reference":
         return linear_cross_entropy_reference(hidden_TD, weight_VD, labels_T, count=count, **options)
     is_learning = torch.is_grad_enabled()
     options["want_hidden"] = is_learning and hidden_TD.requires_grad

@@ -5,16 +5,16 @@ Legend: T new tokens, R requests, H query heads, G key/value heads (H is a multi
         N pages in the cache, P tokens per page (a power of two, 1..128), W pages one request may hold, S splits.
 
 A page holds P tokens of every key/value head: `key_pages` and `value_pages` are [N, G, P, K]. Slot s of the cache is token
-s % P of page s // P. The keys 0 .. context_lengths[r] - 1 of request r lie in order in pages page_table[r, 0], [r, 1], ...
+s % P of page s // P. The keys 0 .. context_lengths[r] - 1 of request r are in pages page_table[r, 0], [r, 1], ..., in order.
 
-`write_pages` turns the queries and keys of the new tokens by their angles (in place, see rope.py) and stores keys and values
-at `slots_T` [T]. A token whose slot lies outside the cache is turned but not stored: that is how a padded batch says "nobody".
-`paged_attention` lets the new tokens of every request look at its pages, in which they themselves already lie:
+`write_pages` applies RoPE to the queries and keys of the new tokens (in place, see rope.py) and stores keys and values at
+`slots_T` [T]. A token whose slot is outside the cache is rotated but not stored: padding of a batch.
+`paged_attention` is attention of the new tokens of every request over its pages, which already contain them:
 
     out[t] = sum_s softmax_s(K^-0.5 * q[t] . k[s]) v[s]      over the keys s of t's own request, s <= position of t
 
-`cu_seqlens_q` [R + 1] gives the cumulative starts of the requests' new tokens (int32); the last new token of a request stands
-beside its last key, so decode (1 token), a chunk of a prompt behind its cache, and both mixed are one call. q and out are
+`cu_seqlens_q` [R + 1] gives the cumulative starts of the requests' new tokens (int32); the last new token of a request is
+aligned with its last key, so decode (1 token), chunked prefill, and both mixed are one call. q and out are
 [T, H, K]; `page_table` [R, W] and `context_lengths` [R] are int32. A request without new tokens costs nothing, one without
 context gets zeros; the rows of `out` that belong to no request are not written.
 
@@ -23,14 +23,13 @@ largest channel of a row becomes 448 / 127. Scores, softmax and sums are fp32; t
 dtype. Decode reads every key and value once: 2 * K * bytes per token and head, and nothing else of that order.
 
 The grid follows from bounds known on the host (T, R, `max_seqlen_q`, `max_context_length`); lengths are read on the device.
-One captured CUDA graph therefore serves every batch within its bounds, and no call waits for the GPU.
+So one captured CUDA graph serves every batch within its bounds, and no call synchronises.
 
-Few long requests are split among programs: S partial results per row (fp32, with their log2-sum-exp), combined by a second
-launch. On Hopper that launch already waits on the GPU when the first ends. (Combining in the first launch, by the program that
+Few long requests are split among programs (split-KV): S partial results per row (fp32, with their log2-sum-exp), combined by a
+second launch, which on Hopper is queued on the GPU before the first ends. (Combining in the first launch, by the program that
 finishes last, was measured and is slower: 27.5 us against 24.5 for 16 requests of 4096 tokens.)
 """
 
-import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -39,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.kernels import launch
+from saccade.kernels._attention_tiled import locate
 from saccade.kernels.attention import attention, attention_reference
 from saccade.kernels.launch import tl, triton
 from saccade.kernels.rope import CosSin, rope_reference
@@ -58,7 +58,7 @@ def write_pages_reference(
     key_scales_NGP: Tensor | None = None,
     value_scales_NGP: Tensor | None = None,
 ) -> None:
-    """Rotate `q` and `k` in place, then store `k` and `v` where `slots_T` says."""
+    """Rotate `q` and `k` in place, then store `k` and `v` at `slots_T`."""
     for x, rotated in zip((q_THK, k_TGK), rope_reference(q_THK, k_TGK, table), strict=True):
         x.copy_(rotated)
     num_pages, _, page_size, _ = key_pages_NGPK.shape
@@ -94,7 +94,7 @@ def paged_attention_reference(
     key_scales_NGP: Tensor | None = None,
     value_scales_NGP: Tensor | None = None,
 ) -> Tensor:
-    """Packed attention on the gathered pages, one request at a time. Bounds are here for the signature only."""
+    """Packed attention on the gathered pages, one request at a time. Bounds are unused."""
     del max_seqlen_q, num_decode, max_context_length
     page_size = key_pages_NGPK.shape[2]
     out_THK = torch.zeros_like(q_THK)
@@ -120,7 +120,7 @@ def paged_attention_reference(
 
 
 def _gather_pages(pages_NGPK: Tensor, scales_NGP: Tensor | None, pages: Tensor) -> Tensor:
-    """[tokens, G, K] in fp32: the rows of some pages in order, scaled back."""
+    """[tokens, G, K] in fp32: dequantized rows of pages, in order."""
     rows = pages_NGPK[pages].float()
     if scales_NGP is not None:
         rows = rows * scales_NGP[pages].unsqueeze(-1)
@@ -138,7 +138,7 @@ def _attend_gathered(
     key_scales_NGP: Tensor | None = None,
     value_scales_NGP: Tensor | None = None,
 ) -> Tensor:
-    """On a CPU: requests with one new token all at once, on their gathered pages; prompts one by one."""
+    """CPU path: decode requests in one batch on their gathered pages; prefill requests one by one."""
     page_size, out_THK = key_pages_NGPK.shape[2], torch.zeros_like(q_THK)
     starts, lengths = cu_seqlens_q.tolist(), context_lengths_R.tolist()
     answering = [r for r, length in enumerate(lengths) if starts[r + 1] - starts[r] == 1 and length > 0]
@@ -146,10 +146,10 @@ def _attend_gathered(
     def gathered(pages: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
         """[requests, G, tokens, K]"""
         G = pages.shape[1]
-        places = (table.unsqueeze(1) * G + torch.arange(G).unsqueeze(1)).flatten()  # requests, heads, pages
-        rows = pages.flatten(0, 1).index_select(0, places)
+        indices = (table.unsqueeze(1) * G + torch.arange(G).unsqueeze(1)).flatten()  # requests, heads, pages
+        rows = pages.flatten(0, 1).index_select(0, indices)
         if scales is not None:
-            rows = (rows.float() * scales.flatten(0, 1).index_select(0, places).unsqueeze(-1)).to(q_THK.dtype)
+            rows = (rows.float() * scales.flatten(0, 1).index_select(0, indices).unsqueeze(-1)).to(q_THK.dtype)
         return rows.view(len(table), G, -1, rows.shape[-1])
 
     if answering:
@@ -161,12 +161,12 @@ def _attend_gathered(
             gathered(pages, scales, table)
             for pages, scales in ((key_pages_NGPK, key_scales_NGP), (value_pages_NGPK, value_scales_NGP))
         )
-        # What lies behind a request's last token may be anything, and 0 * NaN is NaN.
+        # Slots after a request's last token may hold NaN, and 0 * NaN is NaN.
         strangers = (~is_own).nonzero(as_tuple=True)
         for x in (k, v):
             x[strangers[0], :, strangers[1]] = 0.0
         rows = cu_seqlens_q[:-1][answering].long()
-        # The heads that share keys, as if they were tokens: keys are then read once for all of them.
+        # Query heads that share keys become tokens: keys are then read once.
         q = q_THK[rows].view(len(rows), k.shape[1], -1, q_THK.shape[2])
         out_THK[rows] = F.scaled_dot_product_attention(q, k, v, attn_mask=is_own[:, None, None]).flatten(1, 2)
     for r, (start, end) in enumerate(pairwise(starts)):
@@ -237,7 +237,7 @@ def _write_kernel(
     k2 = tl.load(k_rows + F, mask=in_k, other=0.0).to(tl.float32)
     v1 = tl.load(v_rows, mask=in_k, other=0.0)
     v2 = tl.load(v_rows + F, mask=in_k, other=0.0)
-    # Small tiles are held by several threads at once: all must have read before the first writes.
+    # Small tiles are replicated over threads: all must have read before the first writes.
     tl.debug_barrier()
 
     # out[i] = x[i] cos - x[i + F] sin,   out[i + F] = x[i + F] cos + x[i] sin
@@ -269,7 +269,7 @@ def _store_row(
     F: tl.constexpr,
     LARGEST: tl.constexpr,
 ) -> None:
-    """Both halves of a token's heads into its page, compressed where the cache is."""
+    """Store both halves of a token's heads in its page, quantized if the cache is."""
     if LARGEST > 0:
         x1 = x1.to(tl.float32)
         x2 = x2.to(tl.float32)
@@ -284,9 +284,9 @@ def _store_row(
 
 @triton.jit
 def _round_for(dtype: tl.constexpr, x: tl.tensor) -> tl.tensor:
-    """Half to even before an integer format; a float format rounds in the cast."""
+    """Round half to even before an integer format; a float format rounds in the cast."""
     if dtype == tl.int8:
-        # Adding 1.5 * 2^23 leaves no room for a fraction: fp32 itself rounds, exactly as torch.round does.
+        # Adding 1.5 * 2^23 leaves no bits for a fraction: fp32 rounds, exactly as torch.round does.
         x = (x + 12582912.0) - 12582912.0
     return x
 
@@ -343,9 +343,8 @@ def _attend_kernel(
         request = tl.program_id(0)
         first_query = 0
     else:
-        request = _request_of_block(cu_seqlens_q, tl.program_id(0), num_requests, BLOCK_Q)
-        first_block = (tl.load(cu_seqlens_q + request) - tl.load(cu_seqlens_q)) // BLOCK_Q + request
-        first_query = (tl.program_id(0) - first_block) * BLOCK_Q
+        request, block = locate(cu_seqlens_q, tl.program_id(0), num_requests, tl.load(cu_seqlens_q), BLOCK_Q)
+        first_query = block * BLOCK_Q
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     start = tl.load(cu_seqlens_q + request) - tl.load(cu_seqlens_q)
@@ -379,8 +378,8 @@ def _attend_kernel(
 
     q_rows = q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d[None, :]
     q_block = tl.load(q_rows, mask=in_block[:, None] & in_head[None, :], other=0.0)
-    # Scores in base 2. A compressed cache is computed with in fp16, to which 8-bit formats convert without loss and
-    # fp8 in one instruction; q is scaled down first and cannot overflow there. (fp32 queries stay fp32.)
+    # Scores in base 2. A quantized cache is converted to fp16, which is lossless for 8-bit formats and
+    # one instruction for fp8; q is scaled down first and cannot overflow. (fp32 queries stay fp32.)
     if LARGEST > 0:
         q_block = (q_block.to(tl.float32) * scale_log2).to(
             tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16
@@ -394,7 +393,7 @@ def _attend_kernel(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    # Keys every row may see come first, without a mask; then those past some row's last key or past the request's end.
+    # Keys visible to every row come first, without a mask; then those past some row's last key or past the request's end.
     # Decode is bound by memory, so it keeps to one loop: two would drain the pipeline of loads in between.
     first_masked = first_key
     if not ONE_QUERY:
@@ -425,22 +424,6 @@ def _attend_kernel(
     else:
         out_rows = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + d[None, :]
         tl.store(out_rows, acc.to(out.dtype.element_ty), mask=to_store)
-
-
-@triton.jit
-def _request_of_block(
-    cu_seqlens_q: tl.tensor, block: tl.tensor, num_requests: tl.tensor, BLOCK_Q: tl.constexpr
-) -> tl.tensor:
-    """The request a block of queries belongs to: request r owns the blocks from (cu_seqlens_q[r] - cu_seqlens_q[0]) // BLOCK_Q + r on."""
-    first = tl.load(cu_seqlens_q)
-    low = block * 0
-    high = low + num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_after = (tl.load(cu_seqlens_q + middle) - first) // BLOCK_Q + middle <= block
-        low = tl.where(is_after, middle, low)
-        high = tl.where(is_after, high, middle)
-    return low
 
 
 @triton.jit
@@ -475,7 +458,7 @@ def _attend_tile(
     else:
         page = tl.load(table_row + n // PAGE).to(tl.int64)
     rows = (page * page_stride + (n % PAGE) * token_stride)[:, None]
-    # What lies past the end of the context may be anything, NaN too: it is not read.
+    # Slots past the end of the context may hold NaN: they are not read.
     if MASKED:
         k = tl.load(keys + rows, mask=in_context[:, None] & in_head[None, :], other=0.0)
         v = tl.load(values + rows, mask=in_context[:, None] & in_head[None, :], other=0.0)
@@ -527,20 +510,20 @@ def _combine(
 ) -> tuple[tl.tensor, tl.tensor]:
     """[rows, d] of the results of splits first, first + step, ..., each weighted by its share of the softmax's sum; and lse.
 
-    An unused split has lse -inf; its result was never written, may be NaN, and counts for nothing. It is read all the same:
-    not to read it would mean waiting for lse first.
+    An unused split has lse -inf; its result was never written, may be NaN, and gets weight zero. It is read anyway: skipping it would
+    mean waiting for lse first.
     """
     s = tl.arange(0, BLOCK_S)
     best = tl.full([rows.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([rows.shape[0]], tl.float32)
     acc = tl.zeros([rows.shape[0], d.shape[0]], tl.float32)
     for tile in range(0, count, BLOCK_S):
-        places = rows[None, :] * num_splits + (first + (tile + s) * step)[:, None]
-        in_places = (tile + s < count)[:, None] & in_rows[None, :]
-        in_parts = in_places[:, :, None] & (d < K)[None, None, :]
-        parts_at = partial_out + places[:, :, None] * K + d[None, None, :]
+        indices = rows[None, :] * num_splits + (first + (tile + s) * step)[:, None]
+        in_partials = (tile + s < count)[:, None] & in_rows[None, :]
+        in_parts = in_partials[:, :, None] & (d < K)[None, None, :]
+        parts_at = partial_out + indices[:, :, None] * K + d[None, None, :]
         parts = tl.load(parts_at, mask=in_parts, other=0.0, cache_modifier=".cg")
-        lse = tl.load(partial_lse + places, mask=in_places, other=float("-inf"), cache_modifier=".cg")
+        lse = tl.load(partial_lse + indices, mask=in_partials, other=float("-inf"), cache_modifier=".cg")
         # weight = 2^(lse - best'),  total' = total 2^(best - best') + sum weight,  acc' = acc 2^(best - best') + weight parts
         new_best = tl.maximum(best, tl.max(lse, 0))
         shift = tl.where(new_best == float("-inf"), 0.0, new_best)
@@ -568,7 +551,7 @@ def _combine_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program per token, head and BLOCK_D channels. OVERLAP: it was started early, and waits here for the splits."""
+    """One program per token, head and BLOCK_D channels. OVERLAP: it starts early and waits for the splits."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -581,7 +564,7 @@ def _combine_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How one launch is cut into programs. Everything in it follows from shapes and bounds, nothing from lengths."""
+    """Grid and tiles of one launch. They depend on shapes and bounds, never on lengths."""
 
     block_m: int
     """Rows (query token, head) of a program; the matrix unit wants at least 16."""
@@ -645,7 +628,7 @@ def _schedule(
     *, num_tokens: int, num_requests: int, H: int, G: int, head_dim: int, cache_bytes: int, max_seqlen_q: int,
     max_context_length: int, num_sms: int,
 ) -> Schedule:  # fmt: skip
-    """Tiles from the tables above; splits until the GPU is full, and not beyond."""
+    """Tiles from the tables above; as many splits as fill the GPU."""
     ratio, is_decode = H // G, max_seqlen_q <= 1
     block_m = max(16, triton.next_power_of_2(ratio))
     if not is_decode:
@@ -663,7 +646,7 @@ def _schedule(
         wanted = max(wanted, -(-max_context_length // _LONGEST_SERIAL))
     num_splits = max(1, min(wanted, _MAX_SPLITS, max_context_length // min_split))
     if is_decode and cache_bytes == 2 and block_n <= 64 and max_context_length <= wanted * _SHORT_SPLIT:
-        # So few keys that the time is that of one program's steps one after another: as many programs as there are tiles.
+        # Few keys: the time is that of the sequential steps of one program, so one program per tile.
         min_split, (block_n, num_warps, num_stages) = _SHORT_SPLIT, _SHORT_TILES
         num_splits = max(1, min(wanted, _MAX_SPLITS, max_context_length // min_split))
     return Schedule(
@@ -677,21 +660,8 @@ def _schedule(
 
 
 def _num_query_blocks(num_tokens: int, num_requests: int, is_decode: bool, block_q: int) -> int:
-    """Blocks of queries over all requests, at most: every request may leave one block part full."""
+    """Maximum number of query blocks over all requests: each may have one partial block."""
     return num_requests if is_decode else num_tokens // block_q + num_requests
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; an interpreted kernel gets a few, so that its splits are exercised too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-@functools.cache
-def _can_overlap(device: torch.device) -> bool:
-    """Whether a launch may start before the one it depends on has ended: NVIDIA's Hopper and later."""
-    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _attend(
@@ -714,7 +684,7 @@ def _attend(
         out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
     num_requests, G, page_size = len(context_lengths_R), key_pages_NGPK.shape[1], key_pages_NGPK.shape[2]
     splits = schedule.num_splits
-    partial_out, partial_lse = out_THK, out_THK  # stand-ins, never read
+    partial_out, partial_lse = out_THK, out_THK  # unused
     if splits > 1:
         partial_out = q_THK.new_empty((num_tokens, H, splits, K), dtype=torch.float32)
         partial_lse = q_THK.new_empty((num_tokens, H, splits), dtype=torch.float32)
@@ -724,7 +694,7 @@ def _attend(
     value_scales = value_scales_NGP if value_scales_NGP is not None else value_pages_NGPK
     if num_tokens == 0 or num_requests == 0:
         return out_THK
-    overlaps = splits > 1 and _can_overlap(q_THK.device)
+    overlaps = splits > 1 and launch.can_overlap(q_THK.device)
     block_k = triton.next_power_of_2(K)
     _attend_kernel[grid](
         q_THK, key_pages_NGPK, value_pages_NGPK, key_scales, value_scales, page_table_RW, cu_seqlens_q, context_lengths_R,
@@ -793,7 +763,7 @@ def write_pages(
         )
     if any(x.stride(-1) != 1 for x in (q_THK, k_TGK, v_TGK, *table)) or table[0].stride() != table[1].stride():
         raise ValueError("write_pages: the channels of q, k, v and of the angle table must be contiguous")
-    path = launch.choose("write_pages", *launch.able(q_THK, "triton"))
+    path = launch.choose_path("write_pages", *launch.available_paths(q_THK, "triton"))
     write = _write if path == "triton" else write_pages_reference
     write(q_THK, k_TGK, v_TGK, table, slots_T, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
 
@@ -817,7 +787,7 @@ def paged_attention(
     `max_seqlen_q` bounds the new tokens of a request (1 selects decode), `max_context_length` its keys (W * P if not given).
     The first `num_decode` requests have one new token each and keep the schedule of decode beside the prefill of the others, in a
     launch of their own: one decode of 4000 tokens beside a prefill of 640 takes 28 us a layer instead of 99 (H200).
-    All of them shape the grid: inside a captured graph they are what the graph was captured with.
+    All of them determine the grid: in a captured CUDA graph they are fixed.
     """
     _check_pages("paged_attention", q_THK, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
     if len(cu_seqlens_q) != len(context_lengths_R) + 1 or len(page_table_RW) != len(context_lengths_R):
@@ -827,7 +797,7 @@ def paged_attention(
         )
     most_keys = page_table_RW.shape[1] * key_pages_NGPK.shape[2]
     bound = most_keys if max_context_length is None else min(max_context_length, most_keys)
-    path = launch.choose("paged_attention", *_paths(q_THK))
+    path = launch.choose_path("paged_attention", *_paths(q_THK))
     if path == "library":
         return _attend_gathered(
             q_THK, key_pages_NGPK, value_pages_NGPK, page_table_RW, cu_seqlens_q, context_lengths_R,
@@ -848,7 +818,7 @@ def paged_attention(
         schedule = _schedule(
             num_tokens=len(q_THK[tokens]), num_requests=end - first, H=q_THK.shape[1], G=key_pages_NGPK.shape[1],
             head_dim=q_THK.shape[2], cache_bytes=key_pages_NGPK.element_size(), max_seqlen_q=longest,
-            max_context_length=bound, num_sms=_num_sms(q_THK.device),
+            max_context_length=bound, num_sms=launch.num_sms(q_THK.device),
         )  # fmt: skip
         _attend(
             q_THK[tokens], key_pages_NGPK, value_pages_NGPK, page_table_RW[first:end], cu_seqlens_q[first : end + 1],
@@ -859,8 +829,10 @@ def paged_attention(
 
 
 def _paths(q_THK: Tensor) -> tuple[launch.Path, ...]:
-    """Gathering needs lengths on the host, which are there on a CPU alone."""
-    return launch.able(q_THK, "triton") if q_THK.is_cuda else launch.able(q_THK, "library", "triton")
+    """Gathering needs lengths on the host: CPU only."""
+    return (
+        launch.available_paths(q_THK, "triton") if q_THK.is_cuda else launch.available_paths(q_THK, "library", "triton")
+    )
 
 
 def _check_pages(
@@ -871,7 +843,7 @@ def _check_pages(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
 ) -> None:
-    """Refuse shapes, dtypes and strides the kernels do not take."""
+    """Check shapes, dtypes and strides."""
     num_pages, G, page_size, K = key_pages.shape
     if q_THK.shape[1] % G or q_THK.shape[2] != K or K > 256 or K % 2:
         raise ValueError(f"{operation}: q {tuple(q_THK.shape)} and pages {tuple(key_pages.shape)} do not fit")

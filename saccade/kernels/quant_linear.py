@@ -1,15 +1,15 @@
 # mypy: allow-untyped-decorators
-"""Linear layers on compressed weights: 8-bit weights and activations, or 4-bit weights and 16-bit activations.
+"""Linear layers on quantized weights: 8-bit weights and activations (W8A8), or 4-bit weights and 16-bit activations (W4A16).
 
 Legend: T tokens, D inputs, N outputs, Z groups of inputs that share a scale (D / Z inputs each), S splits of the inputs.
 
-`linear_w8a8`: weight [N, D] in int8 or float8_e4m3fn with one scale per output, [N, 1]; every token gets its own scale as it
-comes (`quantize_activation`), so that its largest channel becomes 127 / 448.
+`linear_w8a8`: weight [N, D] in int8 or float8_e4m3fn with one scale per output, [N, 1]; every token is
+quantized dynamically with its own scale (`quantize_activation`), so that its largest channel becomes 127 / 448.
 
     y[t, n] = x_scale[t] * weight_scale[n] * sum_d x8[t, d] * weight[n, d] + bias[n]
 
-int8 is summed exactly in int32, fp8 in fp32 (the library path lets the matrix unit keep ~14 bits inside a sum, which is small
-beside the 4 bits of a channel). `matmul_w8a8` is the same from activations that are compressed already.
+int8 is summed exactly in int32, fp8 in fp32 (the library path accumulates with ~14 bits in the tensor core, an error
+small beside the 4 bits of a channel). `matmul_w8a8` takes activations that are already quantized.
 
 `linear_w4a16`: integers 0..15 in groups along the inputs; a group has a scale and a zero point (8 where none is given):
 
@@ -19,16 +19,15 @@ with the products of a group summed in fp32 before they are scaled. A checkpoint
   weight_packed      int32 [N, D / 8]: input i in bits 4 (i % 8) of word i // 8, as q = value + 8
   weight_scale       [N, Z]
   weight_zero_point  int32 [ceil(N / 8), Z]: output n in bits 4 (n % 8) of word n // 8, also + 8 (asymmetric weights only)
-The kernels want the 16 words of every 128 inputs in another order: input 128 g + 32 m + 8 p + 2 q + b in bits 4 p + 16 b of
-word 16 g + 4 q + m. `interleave_int4` brings `weight_packed` into it, once, when a model is loaded. A lane of the matrix unit's
-left side holds inputs 2 q, 2 q + 1 (one register) of every eight: here they are its four words, in one 16-byte load, and one
-shift and one mask make both numbers of a register.
+The kernels read the 16 words of every 128 inputs in another order: input 128 g + 32 m + 8 p + 2 q + b in bits 4 p + 16 b of
+word 16 g + 4 q + m. `interleave_int4` permutes `weight_packed` once, when a model is loaded. A lane of the tensor core's left
+operand holds inputs 2 q, 2 q + 1 (one register) of every eight: here they are its four words, one 16-byte load, and one shift and
+one mask unpack both values of a register.
 
-x and y are [T, D] and [T, N] in one float dtype; scales in any float dtype, used as fp32. Bound by memory up to ~64 tokens:
-N * D bytes (w8a8) or N * D / 2 (w4a16) are read once. No backward: compressed weights are not trained.
+x and y are [T, D] and [T, N] in one float dtype; scales in any float dtype, used as fp32. Memory-bound up to ~64 tokens:
+N * D bytes (w8a8) or N * D / 2 (w4a16) are read once. No backward: quantized weights are not trained.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +42,7 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def quantize_activation_reference(x_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Every row in 8 bits, and its fp32 scale [T]; a row of zeros has scale 0."""
+    """Rows in 8 bits and their fp32 scales [T]; a row of zeros has scale 0."""
     largest = LARGEST[dtype]
     scale_T = x_TD.float().abs().amax(1) / largest
     scaled = x_TD.float() / torch.where(scale_T > 0, scale_T, 1.0).unsqueeze(1)
@@ -74,7 +73,7 @@ def matmul_w8a8_reference(
 
 
 def pack_int4(values_ND: Tensor) -> Tensor:
-    """Integers -8..7 into words, eight along the second dim, in the order of a checkpoint. The last word is filled with -8."""
+    """Integers -8..7 into words, eight along the second dim, in the order of a checkpoint. The last word is padded with -8."""
     nibbles = F.pad(values_ND.long() + 8, (0, -values_ND.shape[1] % 8)).reshape(len(values_ND), -1, 8)
     words = (nibbles << (4 * torch.arange(8, device=values_ND.device))).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
@@ -105,7 +104,7 @@ def quantize_weight_int4(
 
 
 def interleave_int4(weight_packed: Tensor) -> Tensor:
-    """`weight_packed` of a checkpoint with its words in the kernels' order, see the top of this file."""
+    """`weight_packed` of a checkpoint in the word order of the kernels, see the top of this file."""
     if weight_packed.shape[1] % 16:
         raise ValueError(
             f"interleave_int4: {8 * weight_packed.shape[1]} inputs are no multiple of 128; keep this layer in 16 bits"
@@ -118,7 +117,7 @@ def interleave_int4(weight_packed: Tensor) -> Tensor:
 def dequantize_int4_reference(
     words: Tensor, weight_scale_NZ: Tensor, weight_zero_point: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The weight [N, D] that interleaved words stand for."""
+    """Dequantize interleaved words to the weight [N, D]."""
     N, D = len(words), 8 * words.shape[1]
     # From q m b p to m p q b.
     values = unpack_int4(words, D).view(N, -1, 4, 4, 2, 4).permute(0, 1, 3, 5, 2, 4).flatten(1).float()
@@ -164,7 +163,7 @@ def _quantize_kernel(
         scaled = tl.load(x + t * x_stride + d, mask=d < D, other=0.0).to(tl.float32) / divisor
         scaled = tl.clamp(scaled, -LARGEST, LARGEST)
         if quantized.dtype.element_ty == tl.int8:
-            # Adding 1.5 * 2^23 leaves no room for a fraction: fp32 itself rounds, half to even as torch.round does.
+            # Adding 1.5 * 2^23 leaves no bits for a fraction: fp32 rounds half to even, as torch.round does.
             scaled = (scaled + 12582912.0) - 12582912.0
         tl.store(quantized + t * D + d, scaled.to(quantized.dtype.element_ty), mask=d < D)
 
@@ -173,14 +172,14 @@ def _quantize_kernel(
 def _tile_of_program(
     T: tl.tensor, N: tl.tensor, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Rows and columns of a program's tile, in bands of 8 tiles of tokens, so that neighbours in time share weights in L2."""
+    """Rows and columns of a program's tile, in bands of 8 token tiles, so that concurrent programs share weights in L2."""
     tiles_t = tl.cdiv(T, BLOCK_T)
     tiles_n = tl.cdiv(N, BLOCK_N)
     band = tl.program_id(0) // (8 * tiles_n)
     height = tl.minimum(tiles_t - band * 8, 8)
-    place = tl.program_id(0) % (8 * tiles_n)
-    t = (band * 8 + place % height) * BLOCK_T + tl.arange(0, BLOCK_T)
-    n = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    index = tl.program_id(0) % (8 * tiles_n)
+    t = (band * 8 + index % height) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = index // height * BLOCK_N + tl.arange(0, BLOCK_N)
     return t, n
 
 
@@ -189,18 +188,18 @@ def _sum_of_splits(
     total: tl.tensor,
     sums: tl.tensor,
     counters: tl.tensor,
-    place: tl.tensor,
+    offset: tl.tensor,
     stored: tl.tensor,
     T: tl.tensor,
     N: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Leaves a split's sums [S, T, N]; for the last split of a tile to come, the sums of all, always added in the same order.
+    """Store a split's sums [S, T, N]; the last split of a tile to finish adds up all, always in the same order.
 
     A tile's counter is 0 before and after. The barrier puts the stores of all threads before the one thread that counts.
     """
     num_splits = tl.num_programs(1)
     size = tl.cast(T, tl.int64) * N
-    tl.store(sums + tl.program_id(1) * size + place, total, mask=stored)
+    tl.store(sums + tl.program_id(1) * size + offset, total, mask=stored)
     tl.debug_barrier()
     is_last = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == num_splits - 1
     if is_last:
@@ -211,7 +210,7 @@ def _sum_of_splits(
             for i in tl.static_range(AHEAD):
                 split = tl.full([1, 1], start + i, tl.int64)
                 is_read = stored & (split < num_splits)
-                total += tl.load(sums + split * size + place, mask=is_read, other=0, cache_modifier=".cg")
+                total += tl.load(sums + split * size + offset, mask=is_read, other=0, cache_modifier=".cg")
     return total, is_last
 
 
@@ -241,15 +240,15 @@ def _w8a8_kernel(
     t, n = _tile_of_program(T, N, BLOCK_T, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     is_token = (t < T)[:, None]
-    # Rows past the end: tokens are not read at all (one token must not cost the traffic of 16), outputs read row 0.
+    # Rows past the end: tokens are not read (one token must not cost the traffic of 16), outputs read row 0.
     x_rows = x + t.to(tl.int64)[:, None] * x_stride + d[None, :]
     weight_rows = weight + tl.where(n < N, n, 0).to(tl.int64)[:, None] * weight_stride + d[None, :]
     steps = tl.cdiv(D, BLOCK_D)
     first = steps * tl.program_id(1) // tl.num_programs(1) * BLOCK_D
     end = steps * (tl.program_id(1) + 1) // tl.num_programs(1) * BLOCK_D
     IS_INT: tl.constexpr = x.dtype.element_ty == tl.int8
-    # Few tokens: weights on the left, where Hopper's matrix unit wants 64 rows, straight from shared memory. (With 16 tokens on
-    # the left, every weight passes through registers, and fp8 through fp16.)
+    # Few tokens: weights are the left operand, which Hopper's wgmma reads in 64 rows from shared memory. (With 16 tokens on
+    # the left every weight passes through registers, and fp8 through fp16.)
     WEIGHT_LEFT: tl.constexpr = BLOCK_T < 64
     if WEIGHT_LEFT:
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.int32 if IS_INT else tl.float32)
@@ -268,18 +267,18 @@ def _w8a8_kernel(
         if IS_INT:
             total = tl.dot(left, right, total, out_dtype=tl.int32)
         else:
-            # The matrix unit's own fp8 sums are short: they go over into fp32 after every 128 inputs.
+            # The tensor core's fp8 accumulator is short: it is added to fp32 after every 128 inputs.
             total = tl.dot(left, right, total, max_num_imprecise_acc=128 if BLOCK_D > 128 else BLOCK_D)
     if WEIGHT_LEFT:
         total = tl.trans(total)
     stored = is_token & (n < N)[None, :]
-    place = t.to(tl.int64)[:, None] * N + n[None, :]
+    offset = t.to(tl.int64)[:, None] * N + n[None, :]
     if SPLIT:
-        total, is_last = _sum_of_splits(total, sums, counters, place, stored, T, N)
+        total, is_last = _sum_of_splits(total, sums, counters, offset, stored, T, N)
         if not is_last:
             return
     y = _scale_outputs(total, x_scale, weight_scale, bias, t, n, T, N, HAS_BIAS)
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=stored)
+    tl.store(out + offset, y.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -316,21 +315,21 @@ def _scale_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """The int32 sums [T, N] of a library's matmul into outputs."""
+    """Scale the int32 sums [T, N] of a library matmul."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     stored = (t < T)[:, None] & (n < N)[None, :]
-    place = t.to(tl.int64)[:, None] * N + n[None, :]
-    total = tl.load(sums + place, mask=stored, other=0)
+    offset = t.to(tl.int64)[:, None] * N + n[None, :]
+    total = tl.load(sums + offset, mask=stored, other=0)
     y = _scale_outputs(total, x_scale, weight_scale, bias, t, n, T, N, HAS_BIAS)
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=stored)
+    tl.store(out + offset, y.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit
 def _nibble_pairs(words: tl.tensor, p: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     """[..., 2]: bits 4 p and 4 p + 16 of every word as numbers 0..15, plus 128 in bf16 and 1024 in fp16.
 
-    Set into the mantissa of that power of two they are numbers already, two at a time; halves of a register cost nothing.
+    The bits are set into the mantissa of that power of two, two values per register.
     """
     bits = (words >> (4 * p)) & 0x000F000F
     if dtype == tl.bfloat16:
@@ -347,8 +346,8 @@ def _nibble_pairs(words: tl.tensor, p: tl.constexpr, dtype: tl.constexpr) -> tl.
 
 
 @triton.jit
-def _numbers(words: tl.tensor, g: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """[N, 128 / GROUPS]: group g of GROUPS (1, 2, 4 or 8) in words [N, 16] as `_nibble_pairs`; no number changes lanes."""
+def _values(words: tl.tensor, g: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """[N, 128 / GROUPS]: group g of GROUPS (1, 2, 4 or 8) in words [N, 16] as `_nibble_pairs`; no value changes lanes."""
     N: tl.constexpr = words.shape[0]
     words = words.reshape(N, 4, 2, 2)  # q, m: its high and its low bit
     if GROUPS >= 2:
@@ -370,7 +369,7 @@ def _numbers(words: tl.tensor, g: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.
 
 @triton.jit
 def _zero_points(zero_words: tl.tensor, n: tl.tensor, dtype: tl.constexpr, HAS_ZERO: tl.constexpr) -> tl.tensor:
-    """[BLOCK_N]: what to subtract from `_numbers` of a group; exact in each of the dtypes."""
+    """[BLOCK_N]: zero points to subtract from `_values` of a group; exact in each dtype."""
     offset = 0.0
     if dtype == tl.bfloat16:
         offset = 128.0
@@ -421,8 +420,8 @@ def _w4a16_kernel(
 ) -> None:
     """One tile of outputs over one split of the inputs, 128 inputs (16 words per output) a step.
 
-    Weights stand on the left, outputs come transposed: Hopper's matrix unit takes its left side from registers, where the
-    nibbles become numbers, but its right side only from shared memory. 2.6 instructions per weight at 16 tokens, all told.
+    Weights are the left operand and outputs are transposed: Hopper's wgmma takes its left operand from registers, where the nibbles
+    are unpacked, but its right one only from shared memory. 2.6 instructions per weight at 16 tokens in all.
     """
     t, n = _tile_of_program(T, N, BLOCK_T, BLOCK_N)
     GROUPS: tl.constexpr = 128 // GROUP if GROUP < 128 else 1  # groups within a step
@@ -440,23 +439,23 @@ def _w4a16_kernel(
     for step in range(first, end):
         tile = tl.load(word_rows + step * 16)
         for g in tl.static_range(GROUPS):
-            # One group ahead: copies into shared memory hide the latency of words and tokens, nothing else that of scales.
+            # One group ahead: asynchronous copies hide the latency of words and tokens, this that of scales.
             after = tl.minimum((step * 128 + (g + 1) * SIZE) // GROUP, Z - 1)
             next_scale, next_zero_words = _load_group(weight_scale, zero_point, n_read, after, Z, HAS_ZERO)
             x_tile = tl.load(x_rows + step * 128 + g * SIZE, mask=is_token, other=0.0)
-            values = _numbers(tile, g, GROUPS, dtype) - _zero_points(zero_words, n, dtype, HAS_ZERO)[:, None]
+            values = _values(tile, g, GROUPS, dtype) - _zero_points(zero_words, n, dtype, HAS_ZERO)[:, None]
             part = tl.dot(values, tl.trans(x_tile), input_precision="ieee")
             total += part * scale.to(tl.float32)[:, None]
             scale, zero_words = next_scale, next_zero_words
     stored = (t < T)[None, :] & (n < N)[:, None]
-    place = t.to(tl.int64)[None, :] * N + n[:, None]
+    offset = t.to(tl.int64)[None, :] * N + n[:, None]
     if SPLIT:
-        total, is_last = _sum_of_splits(total, sums, counters, place, stored, T, N)
+        total, is_last = _sum_of_splits(total, sums, counters, offset, stored, T, N)
         if not is_last:
             return
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=stored)
+    tl.store(out + offset, total.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -483,15 +482,15 @@ def _dequantize_kernel(
     tile = tl.load(words + row * (D // 8) + step * 16 + tl.arange(0, 16)[None, :])
     for g in tl.static_range(GROUPS):
         scale, zero_words = _load_group(weight_scale, zero_point, n_read, (step * 128 + g * SIZE) // GROUP, Z, HAS_ZERO)
-        values = _numbers(tile, g, GROUPS, dtype) - _zero_points(zero_words, n, dtype, HAS_ZERO)[:, None]
+        values = _values(tile, g, GROUPS, dtype) - _zero_points(zero_words, n, dtype, HAS_ZERO)[:, None]
         values = values.to(tl.float32) * scale.to(tl.float32)[:, None]
-        place = row * D + step * 128 + g * SIZE + tl.arange(0, SIZE)[None, :]
-        tl.store(weight + place, values.to(dtype), mask=(n < N)[:, None])
+        offset = row * D + step * 128 + g * SIZE + tl.arange(0, SIZE)[None, :]
+        tl.store(weight + offset, values.to(dtype), mask=(n < N)[:, None])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How one matmul is cut into programs."""
+    """Tile sizes and launch options of a matmul."""
 
     block_t: int
     """Tokens of a tile."""
@@ -538,14 +537,8 @@ def _tiles_for(table: dict[int, Tiles], num_tokens: int) -> Tiles:
     return next(tiles for most, tiles in table.items() if num_tokens <= most)
 
 
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; an interpreted kernel gets a few, so that its splits are exercised too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def _num_splits(tiles: Tiles, num_programs: int, num_inputs: int, num_sms: int) -> int:
-    """Splits until the GPU is full, none shorter than `_MIN_STEPS`."""
+    """As many splits as fill the GPU, none shorter than `_MIN_STEPS`."""
     wanted = tiles.programs_per_sm * num_sms // num_programs
     return max(1, min(wanted, num_inputs // (tiles.block_d * _MIN_STEPS)))
 
@@ -558,8 +551,8 @@ _all_counters: dict[torch.device, tuple[Tensor, dict[int, int]]] = {}
 def _counters(device: torch.device) -> Tensor | None:
     """The current stream's counters for `_sum_of_splits`. None at a device's first call if a graph is being captured just then.
 
-    As with cuBLAS's workspaces, what was launched or captured on one stream must not run at the same time as itself: replay
-    graphs that were captured on one stream one after the other.
+    As with cuBLAS workspaces, work launched or captured on one stream must not run concurrently: replay graphs captured on one stream
+    one at a time.
     """
     is_cuda = device.type == "cuda"
     if device not in _all_counters:
@@ -571,11 +564,11 @@ def _counters(device: torch.device) -> Tensor | None:
     return counters[row] if row < _COUNTER_ROWS else None
 
 
-def _plan_splits(
+def _choose_splits(
     tiles: Tiles, num_programs: int, num_inputs: int, device: torch.device, num_splits: int | None
 ) -> tuple[int, Tensor | None]:
     """Splits (`num_splits` if given) and the counters they need; a single one where there are no counters."""
-    splits = num_splits or _num_splits(tiles, num_programs, num_inputs, _num_sms(device))
+    splits = num_splits or _num_splits(tiles, num_programs, num_inputs, launch.num_sms(device))
     counters = _counters(device) if splits > 1 and num_programs <= _MAX_COUNTERS else None
     return (1 if counters is None else splits), counters
 
@@ -592,7 +585,7 @@ def _matmul_w8a8_triton(
 ) -> Tensor:
     (T, D), N = x8_TD.shape, len(weight_ND)
     num_programs = triton.cdiv(T, tiles.block_t) * triton.cdiv(N, tiles.block_n)
-    splits, counters = _plan_splits(tiles, num_programs, D, x8_TD.device, num_splits)
+    splits, counters = _choose_splits(tiles, num_programs, D, x8_TD.device, num_splits)
     sum_dtype = torch.int32 if weight_ND.dtype == torch.int8 else torch.float32
     out_TN = x8_TD.new_empty((T, N), dtype=out_dtype)
     sums_STN = out_TN if counters is None else x8_TD.new_empty((splits, T, N), dtype=sum_dtype)
@@ -649,7 +642,7 @@ def _linear_w4a16_triton(
 ) -> Tensor:
     (T, D), (N, Z) = x_TD.shape, weight_scale_NZ.shape
     num_programs = triton.cdiv(T, tiles.block_t) * triton.cdiv(N, tiles.block_n)
-    splits, counters = _plan_splits(tiles, num_programs, D, x_TD.device, num_splits)
+    splits, counters = _choose_splits(tiles, num_programs, D, x_TD.device, num_splits)
     out_TN = x_TD.new_empty((T, N))
     sums_STN = out_TN if counters is None else x_TD.new_empty((splits, T, N), dtype=torch.float32)
     _w4a16_kernel[(num_programs, splits)](
@@ -677,15 +670,15 @@ def _dequantize_int4_triton(
 def dequantize_int4(
     words: Tensor, weight_scale_NZ: Tensor, weight_zero_point: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The weight [N, D] that interleaved words stand for; D is a multiple of 128."""
-    if launch.choose("dequantize_int4", *launch.able(words, "triton")) == "reference":
+    """Dequantize interleaved words to the weight [N, D]; D is a multiple of 128."""
+    if launch.choose_path("dequantize_int4", *launch.available_paths(words, "triton")) == "reference":
         return dequantize_int4_reference(words, weight_scale_NZ, weight_zero_point, dtype)
     return _dequantize_int4_triton(words, weight_scale_NZ, weight_zero_point, dtype)
 
 
 def quantize_activation(x_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Every token in int8 or float8_e4m3fn, and its fp32 scale [T]."""
-    if launch.choose("quantize_activation", *launch.able(x_TD, "triton")) == "reference":
+    """Tokens in int8 or float8_e4m3fn, and their fp32 scales [T]."""
+    if launch.choose_path("quantize_activation", *launch.available_paths(x_TD, "triton")) == "reference":
         return quantize_activation_reference(x_TD, dtype)
     T, D = x_TD.shape
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
@@ -728,11 +721,11 @@ def matmul_w8a8(
         )
     if weight_ND.stride(1) != 1 or x8_TD.stride(1) != 1 or not weight_scale_N1.is_contiguous():
         raise ValueError("matmul_w8a8: inputs and weights must be contiguous along D, weight scales altogether")
-    able: tuple[launch.Path, ...] = launch.able(x8_TD, "triton")
+    able: tuple[launch.Path, ...] = launch.available_paths(x8_TD, "triton")
     if _library_takes(x8_TD, weight_ND, out_dtype):
         is_large = _LIBRARY_FROM_TOKENS[weight_ND.dtype] <= T
         able = ("library", *able) if is_large else (*able, "library")
-    path = launch.choose(f"matmul_w8a8 {_name(weight_ND.dtype)}", *able)
+    path = launch.choose_path(f"matmul_w8a8 {_name(weight_ND.dtype)}", *able)
     if path == "reference" or T == 0:
         return matmul_w8a8_reference(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype=out_dtype)
     if path == "library":
@@ -742,7 +735,7 @@ def matmul_w8a8(
 
 
 def linear_w8a8(x_TD: Tensor, weight_ND: Tensor, weight_scale_N1: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias on 8-bit weights; the tokens are compressed to the weight's dtype as they come."""
+    """x @ weight^T + bias on 8-bit weights; tokens are quantized to its dtype."""
     x8_TD, x_scale_T = quantize_activation(x_TD, weight_ND.dtype)
     return matmul_w8a8(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype=x_TD.dtype)
 
@@ -772,11 +765,11 @@ def linear_w4a16(
         )
     if not (words.is_contiguous() and weight_scale_NZ.is_contiguous()):
         raise ValueError("linear_w4a16: words and scales must be contiguous")
-    able: tuple[launch.Path, ...] = launch.able(x_TD, "triton")
+    able: tuple[launch.Path, ...] = launch.available_paths(x_TD, "triton")
     if "triton" in able:
         is_large = x_TD.is_cuda and _LIBRARY_FROM_TOKENS[torch.int32] <= T
         able = ("library", *able) if is_large else (*able, "library")
-    path = launch.choose("linear_w4a16", *able)
+    path = launch.choose_path("linear_w4a16", *able)
     if path == "reference" or T == 0:
         return linear_w4a16_reference(x_TD, words, weight_scale_NZ, weight_zero_point, bias_N)
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()

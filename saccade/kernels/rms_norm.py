@@ -14,11 +14,10 @@ Saved for backward: x (or s) and 1 / sqrt(...) per row. With g = weight * dy, h 
     dx = rstd * (g - h * mean(g * h))          dweight = sum over rows of dy * h
 
 Backward runs a fixed number of programs; each sums dweight over its rows in registers and writes one row of partial sums, which
-are added up afterwards: no atomics, two runs agree to the bit. Bytes per element of x in bf16: 4 forward, 6 backward (with a
+are added up afterwards: no atomics, deterministic. Bytes per element of x in bf16: 4 forward, 6 backward (with a
 residual 8 and 8).
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -83,13 +82,13 @@ def _forward_kernel(
     d = tl.arange(0, BLOCK_D)
     is_row = rows < num_rows
     mask = is_row[:, None] & (d < D)[None, :]
-    place = rows[:, None] * D + d[None, :]
+    offset = rows[:, None] * D + d[None, :]
     dtype = x.dtype.element_ty
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     row = tl.load(x + rows[:, None] * x_stride + d[None, :], mask=mask, other=0.0)
     if HAS_RESIDUAL:
         row += tl.load(residual + rows[:, None] * residual_stride + d[None, :], mask=mask, other=0.0)
-        tl.store(total + place, row, mask=mask)
+        tl.store(total + offset, row, mask=mask)
     out, row_rstd = _normalize(row.to(tl.float32), w, eps, D, dtype)
     if LARGEST_VALUE > 0:
         # scale = max |y| / largest; q = round(y / scale)
@@ -97,12 +96,12 @@ def _forward_kernel(
         row_scale = tl.max(tl.abs(out), 1) / LARGEST_VALUE
         out = tl.clamp(out / tl.where(row_scale > 0, row_scale, 1.0)[:, None], -LARGEST_VALUE, LARGEST_VALUE)
         if y.dtype.element_ty == tl.int8:
-            # Adding 1.5 * 2^23 leaves no room for a fraction: fp32 itself rounds, half to even, as torch.round does.
+            # Adding 1.5 * 2^23 leaves no bits for a fraction: fp32 rounds half to even, as torch.round does.
             out = (out + 12582912.0) - 12582912.0
         tl.store(scale + rows, row_scale, mask=is_row)
     else:
         tl.store(rstd + rows, row_rstd, mask=is_row)
-    tl.store(y + place, out.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + offset, out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -124,13 +123,13 @@ def _backward_kernel(
     HAS_RESIDUAL: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Every num_programs-th block of ROWS rows, and one row of partial sums of dweight."""
+    """Every num_programs-th group of ROWS rows, and one row of partial sums of dweight."""
     d = tl.arange(0, BLOCK_D)
     dtype = x.dtype.element_ty
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     sums = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for block in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        rows = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    for group in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = (group * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         is_row = rows < num_rows
         mask = is_row[:, None] & (d < D)[None, :]
         row_rstd = tl.load(rstd + rows, mask=is_row, other=0.0)
@@ -147,16 +146,16 @@ def _backward_kernel(
 
 
 class _Launch(NamedTuple):
-    """How a kernel is cut."""
+    """Launch options."""
 
     elements: int
     """Elements per tile: as many whole rows as fit, at least one."""
     num_warps: int
-    """For a tile of this many elements; a longer row takes proportionally more, up to 16."""
+    """For a tile of this many elements; longer rows use proportionally more, up to 16."""
     programs_per_sm: int = 0
-    """Backward: programs that stay on each multiprocessor."""
+    """Backward: persistent programs per SM."""
     num_stages: int = 1
-    """Backward: blocks of rows in flight."""
+    """Backward: groups of rows in flight."""
 
 
 # Measured at 16384 x 2048 bf16 (bench/kernels/rms_norm.py --tune, H200, 2026-11-15): forward 3.66 TB/s, backward 3.05 TB/s.
@@ -166,7 +165,7 @@ _CONFIGS = {
 }
 
 
-def _cut(kernel: str, dim: int) -> dict[str, int]:
+def _tile(kernel: str, dim: int) -> dict[str, int]:
     """Tile and warps for rows of `dim`."""
     config, block = _CONFIGS[kernel], triton.next_power_of_2(dim)
     rows = max(1, config.elements // block)
@@ -174,13 +173,8 @@ def _cut(kernel: str, dim: int) -> dict[str, int]:
     return {"D": dim, "BLOCK_D": block, "ROWS": rows, "num_warps": num_warps}
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def _rows_of(x: Tensor) -> Tensor:
-    """[rows, D] with neighbouring columns; rows may lie any distance apart. Copies only what cannot be seen so."""
+    """[rows, D] with adjacent columns and any row stride; copies if that is not a view."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -188,22 +182,22 @@ def _rows_of(x: Tensor) -> Tensor:
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, the rows that were normalised, rstd), or with an 8-bit `dtype` the scales in the place of rstd."""
+    """(y, the rows that were normalised, rstd), or with an 8-bit `dtype` the scales instead of rstd."""
     rows_ND = _rows_of(x)
     num_rows, dim = rows_ND.shape
     y = rows_ND.new_empty(rows_ND.shape, dtype=dtype or x.dtype)
     statistic = rows_ND.new_empty(num_rows, dtype=torch.float32)
     residual_ND = _rows_of(residual) if residual is not None else rows_ND
     total_ND = rows_ND.new_empty(rows_ND.shape) if residual is not None else rows_ND
-    cut = _cut("forward", dim)
+    tile = _tile("forward", dim)
     if num_rows:
-        _forward_kernel[(triton.cdiv(num_rows, cut["ROWS"]),)](
+        _forward_kernel[(triton.cdiv(num_rows, tile["ROWS"]),)](
             *(rows_ND, residual_ND, weight.contiguous(), y, total_ND, statistic, statistic),
             rows_ND.stride(0),
             residual_ND.stride(0),
             num_rows,
             eps,
-            **cut,
+            **tile,
             HAS_RESIDUAL=residual is not None,
             LARGEST_VALUE=LARGEST[dtype] if dtype else 0.0,
         )
@@ -211,11 +205,11 @@ def _forward(
 
 
 def _backward(x_ND: Tensor, weight: Tensor, rstd: Tensor, d_y: Tensor, d_total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dx [rows, D] and dweight. `d_total`: the gradient that reached the sum by another way."""
+    """dx [rows, D] and dweight. `d_total`: the other gradient of the sum."""
     num_rows, dim = x_ND.shape
-    cut, config = _cut("backward", dim), _CONFIGS["backward"]
-    num_programs = config.programs_per_sm * _num_multiprocessors(x_ND.device)
-    num_programs = max(1, min(num_programs, triton.cdiv(num_rows, cut["ROWS"])))
+    tile, config = _tile("backward", dim), _CONFIGS["backward"]
+    num_programs = config.programs_per_sm * launch.num_sms(x_ND.device)
+    num_programs = max(1, min(num_programs, triton.cdiv(num_rows, tile["ROWS"])))
     d_y_ND = _rows_of(d_y)
     d_total_ND = _rows_of(d_total) if d_total is not None else d_y_ND
     d_x, partial_PD = x_ND.new_empty(x_ND.shape), x_ND.new_empty(num_programs, dim, dtype=torch.float32)
@@ -223,7 +217,7 @@ def _backward(x_ND: Tensor, weight: Tensor, rstd: Tensor, d_y: Tensor, d_total: 
         *(x_ND, weight.contiguous(), rstd, d_y_ND, d_total_ND, d_x, partial_PD),
         *(rows.stride(0) for rows in (x_ND, d_y_ND, d_total_ND)),
         num_rows,
-        **cut,
+        **tile,
         HAS_RESIDUAL=d_total is not None,
         STAGES=config.num_stages,
     )
@@ -263,7 +257,7 @@ class _AddRmsNorm(torch.autograd.Function):
 def _path(operation: str, x: Tensor, weight: Tensor) -> launch.Path:
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"{operation}: weight {tuple(weight.shape)} does not fit rows of {x.shape[-1]}")
-    return launch.choose(operation, *launch.able(x, "triton"))
+    return launch.choose_path(operation, *launch.available_paths(x, "triton"))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

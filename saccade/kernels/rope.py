@@ -3,16 +3,16 @@
 
 Legend: T tokens, H heads, K head dim, F = K / 2 frequencies, A axes.
 
-An angle table holds cos and sin of one angle per token and frequency, [T, F] each, in fp32. Building it is where the three
-kinds differ; rotating is the same for all: channel i and channel i + F of a head turn together,
+Cos and sin of one angle per token and frequency are tables of [T, F] each, in fp32. Computing them is where the three
+kinds differ; the rotation is the same: channels i and i + F of a head are a pair,
 
     out[i]     = x[i] * cos[i] - x[i + F] * sin[i]
     out[i + F] = x[i + F] * cos[i] + x[i] * sin[i]
 
 computed in fp32 and returned in x's dtype. Tables are built once per forward and shared by every layer.
 
-The gradient is the rotation by the opposite angle; nothing is saved but the table, through which no gradient flows. `rope_` turns
-q and k where they lie (serving; also views of a fused QKV row). Q and K go in one launch, each element is read and written once.
+The gradient is the rotation by the negative angle; only the tables are saved, and they get no gradient. Q and K are rotated in one
+launch, each element is read and written once.
 """
 
 import functools
@@ -37,11 +37,11 @@ def _table(angles_TF: Tensor) -> CosSin:
 def frequencies(sections: Sequence[int], theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """[F] theta^(-i / F) for i in 0..F-1, in fp32; [F] the axis whose section holds each, in int64.
 
-    Made on the host and kept: on a GPU they would be six launches before every step.
+    Computed on the host and cached: on a GPU they would be six launches before every step.
     """
     if torch.compiler.is_compiling():
         return _frequencies(tuple(sections), theta, device)
-    return _kept_frequencies(tuple(sections), theta, device)
+    return _cached_frequencies(tuple(sections), theta, device)
 
 
 def _frequencies(sections: tuple[int, ...], theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -52,11 +52,11 @@ def _frequencies(sections: tuple[int, ...], theta: float, device: torch.device) 
         return (1.0 / theta**exponents).to(device), axis_F.to(device)
 
 
-_kept_frequencies = functools.cache(_frequencies)
+_cached_frequencies = functools.cache(_frequencies)
 
 
 def mrope_cos_sin(positions_AT: Tensor, theta: float, sections: Sequence[int]) -> CosSin:
-    """M-RoPE: frequency f takes its position from the axis (time, height, width) whose section holds f.
+    """M-RoPE: frequency f uses the position of the axis (time, height, width) whose section holds f.
 
     `sections` sums to F. Plain text has the same position on all three axes, which makes this ordinary 1-D RoPE.
     """
@@ -66,7 +66,7 @@ def mrope_cos_sin(positions_AT: Tensor, theta: float, sections: Sequence[int]) -
 
 
 def vision_cos_sin(positions_2P: Tensor, head_dim: int, theta: float = 10000.0) -> CosSin:
-    """2-D: the first half of the frequencies turns with the patch's row, the second half with its column."""
+    """2-D RoPE: the first half of the frequencies uses the patch's row, the second half its column."""
     inverse, _ = frequencies((head_dim // 4,), theta, positions_2P.device)
     rows, columns = positions_2P[0, :, None].float() * inverse, positions_2P[1, :, None].float() * inverse
     return _table(torch.cat([rows, columns], dim=-1))
@@ -84,13 +84,13 @@ def rope_reference(q_THK: Tensor, k_THK: Tensor, table: CosSin) -> tuple[Tensor,
 
 
 @triton.jit
-def _turn(
+def _rotate_heads(
     x: tl.tensor,
     out: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
-    x_place: tl.tensor,
-    out_place: tl.tensor,
+    x_offset: tl.tensor,
+    out_offset: tl.tensor,
     X_HEAD: tl.constexpr,
     OUT_HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -98,17 +98,17 @@ def _turn(
     F: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ) -> None:
-    """Turn every head of one token, [BLOCK_HEADS, BLOCK_F] pairs of channels at once."""
+    """Rotate every head of one token, [BLOCK_HEADS, BLOCK_F] pairs of channels."""
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     f = tl.arange(0, BLOCK_F)[None, :]
     mask = (head < NUM_HEADS) & (f < F)
-    x_place += head * X_HEAD + f
-    out_place += head * OUT_HEAD + f
-    first = tl.load(x + x_place, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x + x_place + F, mask=mask, other=0.0).to(tl.float32)
+    x_offset += head * X_HEAD + f
+    out_offset += head * OUT_HEAD + f
+    first = tl.load(x + x_offset, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + x_offset + F, mask=mask, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    tl.store(out + out_place, (first * cos - second * sin).to(dtype), mask=mask)
-    tl.store(out + out_place + F, (second * cos + first * sin).to(dtype), mask=mask)
+    tl.store(out + out_offset, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(out + out_offset + F, (second * cos + first * sin).to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -137,9 +137,9 @@ def _rope_kernel(
     TOKENS: tl.constexpr,
     INVERSE: tl.constexpr,
 ) -> None:
-    """TOKENS tokens, one after another; their angles are read once for all heads. The outputs may be the inputs.
+    """TOKENS tokens in a loop; cos and sin are read once for all heads. The outputs may alias the inputs.
 
-    *_HEAD are the distances between heads, known to the compiler so that it sees how heads are aligned.
+    *_HEAD are head strides, constants so that the compiler knows the alignment of heads.
     """
     f = tl.arange(0, BLOCK_F)[None, :]
     for i in tl.static_range(TOKENS):
@@ -149,10 +149,14 @@ def _rope_kernel(
             s = tl.load(sin + token * F + f, mask=f < F, other=0.0)
             if INVERSE:
                 s = -s
-            q_place, q_out_place = token * q_stride, token * q_out_stride
-            _turn(q, q_out, c, s, q_place, q_out_place, Q_HEAD, Q_OUT_HEAD, NUM_HEADS, BLOCK_HEADS, F, BLOCK_F)
-            k_place, k_out_place = token * k_stride, token * k_out_stride
-            _turn(k, k_out, c, s, k_place, k_out_place, K_HEAD, K_OUT_HEAD, NUM_KV_HEADS, BLOCK_KV_HEADS, F, BLOCK_F)
+            q_offset, q_out_offset = token * q_stride, token * q_out_stride
+            _rotate_heads(
+                q, q_out, c, s, q_offset, q_out_offset, Q_HEAD, Q_OUT_HEAD, NUM_HEADS, BLOCK_HEADS, F, BLOCK_F
+            )
+            k_offset, k_out_offset = token * k_stride, token * k_out_stride
+            _rotate_heads(
+                k, k_out, c, s, k_offset, k_out_offset, K_HEAD, K_OUT_HEAD, NUM_KV_HEADS, BLOCK_KV_HEADS, F, BLOCK_F
+            )
 
 
 class _Launch(NamedTuple):
@@ -161,14 +165,14 @@ class _Launch(NamedTuple):
     num_warps: int
 
 
-# Starting values: a token of 16 heads of 128 is 1024 pairs, 8 a thread; bench/kernels/rope.py --tune measures them.
+# Not tuned: a token of 16 heads of 128 is 1024 pairs, 8 per thread; bench/kernels/rope.py --tune measures them.
 _CONFIG = _Launch(tokens=1, num_warps=4)
 
 
 def _rotate(
     q_THK: Tensor, k_THK: Tensor, q_out: Tensor, k_out: Tensor, table: CosSin, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Turn q into q_out and k into k_out, which may be q and k themselves."""
+    """Rotate q into q_out and k into k_out, which may be q and k."""
     (num_tokens, num_heads, head_dim), num_kv_heads = q_THK.shape, k_THK.shape[1]
     cos, sin = (part.contiguous() for part in table)
     if num_tokens:
@@ -191,7 +195,7 @@ def _rotate(
 
 
 def _channels_adjacent(x_THK: Tensor) -> Tensor:
-    """The kernel takes any distance between tokens and heads, but the channels of a head must lie side by side."""
+    """The kernel takes any token and head strides, but adjacent channels."""
     return x_THK if x_THK.stride(2) == 1 else x_THK.contiguous()
 
 
@@ -222,17 +226,6 @@ def _check(operation: str, q_THK: Tensor, k_THK: Tensor, table: CosSin) -> None:
 def rope(q_THK: Tensor, k_THK: Tensor, table: CosSin) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their tokens' angles. Q and K may have different numbers of heads."""
     _check("rope", q_THK, k_THK, table)
-    if launch.choose("rope", *launch.able(q_THK, "triton")) == "triton":
+    if launch.choose_path("rope", *launch.available_paths(q_THK, "triton")) == "triton":
         return _Rope.apply(q_THK, k_THK, *table)  # type: ignore[no-untyped-call, no-any-return]
     return rope_reference(q_THK, k_THK, table)
-
-
-def rope_(q_THK: Tensor, k_THK: Tensor, table: CosSin) -> None:
-    """`rope` in place, for serving: no backward, no copies."""
-    _check("rope_", q_THK, k_THK, table)
-    is_adjacent = q_THK.stride(2) == k_THK.stride(2) == 1
-    if launch.choose("rope_", *(launch.able(q_THK, "triton") if is_adjacent else ())) == "triton":
-        _rotate(q_THK.detach(), k_THK.detach(), q_THK.detach(), k_THK.detach(), table, inverse=False)
-        return
-    for x_THK, turned_THK in zip((q_THK, k_THK), rope_reference(q_THK, k_THK, table), strict=True):
-        x_THK.copy_(turned_THK)

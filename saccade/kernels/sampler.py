@@ -1,20 +1,19 @@
 # mypy: allow-untyped-decorators
-"""The next token of every request, drawn on the GPU: temperature, top-k, top-p, min-p, a seed per request.
+"""Sample the next token of every request on the GPU: temperature, top-k, top-p, min-p, a seed per request.
 
 Legend: R requests, V vocabulary.
 
-For a request with temperature 0 the token is the most likely one (the lowest id among equals). Otherwise, in this order,
+For a request with temperature 0 the token is the most probable one (the lowest id among equals). Otherwise, in this order,
   temperature  p = softmax(logits / temperature)
-  top_k        keep the k most likely tokens, and those as likely as the last of them; k >= V keeps all, below 1 means 1
-  top_p        of these, keep a token if what is more likely than it sums to less than top_p of their probability; 1 keeps all
-  min_p        keep those at least min_p times as likely as the most likely; 0 keeps all
-(the order and the meaning of Hugging Face; the most likely token always stays) and the token is
+  top_k        keep the k most probable tokens, and those as probable as the last of them; k >= V keeps all, below 1 means 1
+  top_p        of these, keep a token if the more probable ones sum to less than top_p of their probability; 1 keeps all
+  min_p        keep those at least min_p times as probable as the most probable; 0 keeps all
+(as in Hugging Face; the most probable token always stays) and the token is
 
     argmax over the kept v of  p[v] / noise(seed, position, v),     noise exponentially distributed,
 
 which draws v with probability p[v] / (sum of the kept p): the Gumbel trick, less one logarithm. The noise is a pure function
-(Philox4x32-10, a counter-based generator): the same seed and position give the same token, whatever else is in the batch and
-wherever the request stands in it.
+(Philox4x32-10, a counter-based generator): the same seed and position give the same token, whatever else is in the batch.
 
 logits [R, V] in any float dtype; temperature, top_p, min_p [R] fp32; top_k [R] int32; seeds, positions [R] int64; token ids
 [R] int64. `logprobs` [R] fp32, if asked for, is log softmax(logits)[token], without temperature or filters. A row with NaN or +inf,
@@ -202,7 +201,7 @@ def _mass(
 def _around(
     row: tl.tensor, V: tl.tensor, probe: tl.tensor, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """How many logits lie above `probe`, the smallest of them, and the largest of the others."""
+    """Number of logits above `probe`, the smallest of them, and the largest of the others."""
     count = tl.zeros([TILE], tl.int32)
     above = tl.full([TILE], float("inf"), tl.float32)
     below = tl.full([TILE], float("-inf"), tl.float32)
@@ -224,10 +223,10 @@ def _kth_largest(
     lanes: tl.tensor,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The k-th largest logit, by closing in on it from both sides.
+    """The k-th largest logit, by bisection.
 
-    At least k logits reach a value that k lanes reach, so a lower bound comes from registers alone; with few of the top k in
-    one lane it is so close that one pass over the row settles the rest.
+    At least k logits reach a value that k lanes reach, so a lower bound comes from registers alone; if few of the top k
+    share a lane, one more pass over the row is enough.
     """
     low = least
     high = peak
@@ -282,7 +281,7 @@ def _draw(
     SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The token that wins among logits >= `low` and > `barred`, and its logit. Noise is made only where a token is kept."""
+    """The token with the largest p / noise among logits >= `low` and > `barred`, and its logit. Noise is computed only for kept tokens."""
     LANES: tl.constexpr = TILE // 4
     lane = tl.arange(0, LANES)
     best = tl.full([LANES], -1.0, tl.float32)
@@ -403,14 +402,14 @@ def sample(
     *,
     with_logprobs: bool = False,
 ) -> Sampled:
-    """Draw the next token of every request, see the top of this file. Never waits for the GPU."""
+    """Draw the next token of every request, see the top of this file. Does not synchronise."""
     parameters = (temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R)
     if any(x.shape != (len(logits_RV),) or not x.is_contiguous() for x in parameters) or logits_RV.stride(1) != 1:
         raise ValueError(
             f"sample: logits {tuple(logits_RV.shape)} need one value per row of each parameter, not "
             f"{[tuple(x.shape) for x in parameters]}, and contiguous rows"
         )
-    path = launch.choose("sample", *launch.able(logits_RV, "triton"))
+    path = launch.choose_path("sample", *launch.available_paths(logits_RV, "triton"))
     run = _sample_triton if path == "triton" else sample_reference
     return run(
         logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R, with_logprobs=with_logprobs

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""Linear layers for a handful of tokens (decoding a small batch), with the elementwise work before them in the same launch.
+"""Linear layers for a few tokens (decode of a small batch), fused with the elementwise operation before them.
 
 Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs, I intermediate channels of a feed-forward layer.
 
@@ -7,22 +7,22 @@ Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs,
     norm_linear:   out = rms_norm(s) W' + bias,  s = x + residual (or x itself);   returns (out, s)
     gated_linear:  out = swiglu(gate, up) W' + bias,  [gate, up] the halves of each row of gate_up [T, 2 I]
 
-x, residual, W [N, D], bias [N] and the outputs share one dtype: bf16, fp16 or fp32. What the unfused layers round, this rounds too:
+x, residual, W [N, D], bias [N] and the outputs share one dtype: bf16, fp16 or fp32. Rounding is that of the unfused layers:
 s, the normalised row before and after its weight, and the gated row are rounded to x's dtype; norm, activation and every sum are
-fp32; out is rounded once, after the bias. Forward only: where a gradient is asked for, and for more tokens, the layers are
-composed of `rms_norm`, `swiglu` and torch's own product.
+fp32; out is rounded once, after the bias. Forward only: with gradients, or for more tokens, `rms_norm`, `swiglu` and
+torch's matmul are used.
 
-Bound by memory: N * D elements of W are read once, and that is all of that order. A program owns BLOCK_N outputs and walks the
-inputs in tiles of BLOCK_K. It makes the rows it multiplies with itself: T * D elements from the cache, and two barriers for the
-norm, cost less than a launch. Each thread adds up its own products of each token, and they meet once, at the end. No atomics and
-no splits: two runs agree to the bit, and the tiles do not depend on T, so that neither does the order of any sum.
+Memory-bound: the N * D elements of W are read once. A program computes BLOCK_N outputs and loops over the inputs in tiles of
+BLOCK_K. Every program computes the normalised or gated rows itself: T * D elements from the cache, and two barriers for the norm,
+cost less than a launch. Each thread accumulates its own products; one reduction at the end. No atomics and no splits: results are
+deterministic, and the tiles do not depend on T, so neither does the order of any sum.
 
-On Hopper a launch starts while the one before it ends, and has its first DEPTH tiles of W under way before it waits for it.
-Only constants (W, bias, the norm's weight) are read before the wait. They must not come from a kernel that itself lets its
-successor start early (`gdc_launch_dependents`); here only this file and the first half of paged_attention do that.
+On Hopper (programmatic dependent launch) a kernel starts before the previous one ends and loads its first DEPTH tiles of W before
+waiting for it.
+Only constants (W, bias, the norm's weight) are read before the wait. They must not be written by a kernel that
+lets its successor start early (`gdc_launch_dependents`); here only this file and the first half of paged_attention do that.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from saccade.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_n
 from saccade.kernels.swiglu import swiglu, swiglu_reference
 
 MAX_TOKENS = 8
-"""The kernel takes no more: its products run one by one, not in the matrix unit."""
+"""The kernel takes no more: it uses no tensor cores."""
 
 
 def small_linear_reference(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -72,7 +72,7 @@ def _load(rows: tl.tensor, k: tl.tensor, K: tl.constexpr, IS_EVEN: tl.constexpr,
 
 
 @triton.jit
-def _load_turn(
+def _load_tiles(
     rows: tl.tensor,
     k: tl.tensor,
     K: tl.constexpr,
@@ -90,13 +90,13 @@ def _load_turn(
 
 @triton.jit
 def _sum_of_vectors(x: tl.tensor, VECTOR: tl.constexpr) -> tl.tensor:
-    """[R, C] to [R, C / VECTOR]: VECTOR neighbours lie in one thread, loaded by one instruction."""
+    """[R, C] to [R, C / VECTOR]: VECTOR adjacent elements are in one thread, loaded by one instruction."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // VECTOR, VECTOR]), 2)
 
 
 @triton.jit
 def _sum_of_rows(sums: tl.tensor, TOKENS: tl.constexpr) -> tl.tensor:
-    """TOKENS x [R, C] to [R, TOKENS], the threads meeting once for all tokens. Even before odd: so `join` leaves them in order."""
+    """TOKENS x [R, C] to [R, TOKENS], with one reduction over threads for all tokens. Even before odd, as `join` interleaves."""
     if TOKENS == 1:
         joined = sums[0]
     elif TOKENS == 2:
@@ -139,22 +139,22 @@ def _linear_kernel(
 ) -> None:
     """BLOCK_N outputs of all tokens; TOKENS is num_tokens rounded up. VECTOR: elements in 16 bytes.
 
-    DEPTH tiles of W are under way at any time. The loops take DEPTH steps at once, after which the tuple of tiles is in order
-    again: no tile ever moves from the registers it was loaded into.
+    DEPTH tiles of W are in flight. The loops are unrolled by DEPTH, after which the tuple of tiles is in order again: no tile is
+    moved between registers.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    TURN: tl.constexpr = DEPTH * BLOCK_K
-    IS_EVEN: tl.constexpr = K == TURN  # a single turn, all of it inside the row
+    STEP: tl.constexpr = DEPTH * BLOCK_K
+    IS_EVEN: tl.constexpr = K == STEP  # a single iteration, all of it inside the row
     dtype = out.dtype.element_ty
     k = tl.arange(0, BLOCK_K)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Outputs past the last repeat it, tokens past the last repeat that: nothing to mask until the end.
+    # Outputs and tokens past the last repeat the last: no mask until the end.
     weights = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * weight_stride
     scales = norm_weight + tl.zeros([1, 1], tl.int32)
-    tiles = _load_turn(weights, k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_first")
+    tiles = _load_tiles(weights, k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_first")
     if HAS_NORM:
-        scale_tiles = _load_turn(scales, k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_last")
+        scale_tiles = _load_tiles(scales, k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_last")
     added = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
         added += tl.load(bias + tl.minimum(n, N - 1)).to(tl.float32)
@@ -168,11 +168,11 @@ def _linear_kernel(
         # s = x + residual, rounded; rstd = 1 / sqrt(mean(s^2) + eps)
         squares = tl.zeros([TOKENS, BLOCK_K // VECTOR], tl.float32)
         stored = tl.where(tl.program_id(0) == 0, num_tokens, 0)  # the first program stores s
-        for first in range(0, K, TURN):
-            x_tiles = _load_turn(x + tokens * x_stride, first + k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_last")
+        for first in range(0, K, STEP):
+            x_tiles = _load_tiles(x + tokens * x_stride, first + k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_last")
             if HAS_RESIDUAL:
                 others = residual + tokens * residual_stride
-                residual_tiles = _load_turn(others, first + k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_last")
+                residual_tiles = _load_tiles(others, first + k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_last")
             for i in tl.static_range(DEPTH):
                 row = x_tiles[i]
                 if HAS_RESIDUAL:
@@ -187,26 +187,26 @@ def _linear_kernel(
     sums = (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)
     for _ in tl.static_range(1, TOKENS):
         sums = sums + (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    for first in range(0, K, TURN):
+    for first in range(0, K, STEP):
         for i in tl.static_range(DEPTH):
             at = first + i * BLOCK_K + k
             tile = tiles[0]
             w = tile.to(tl.float32)
-            if K > TURN:
-                tile = _load(weights, TURN + at, K, False, "evict_first")
+            if K > STEP:
+                tile = _load(weights, STEP + at, K, False, "evict_first")
             tiles = tiles[1:] + (tile,)  # noqa: RUF005
             if HAS_NORM:
                 scale_tile = scale_tiles[0]
                 scale = scale_tile.to(tl.float32)
-                if K > TURN:
-                    scale_tile = _load(scales, TURN + at, K, False, "evict_last")
+                if K > STEP:
+                    scale_tile = _load(scales, STEP + at, K, False, "evict_last")
                 scale_tiles = scale_tiles[1:] + (scale_tile,)  # noqa: RUF005
             for t in tl.static_range(TOKENS):
-                place = tl.minimum(t, num_tokens - 1).to(tl.int64)
-                rows = x + place * x_stride + tl.zeros([1, 1], tl.int32)
+                index = tl.minimum(t, num_tokens - 1).to(tl.int64)
+                rows = x + index * x_stride + tl.zeros([1, 1], tl.int32)
                 row = _load(rows, at, K, IS_EVEN, "evict_last")
                 if HAS_RESIDUAL:
-                    other_rows = residual + place * residual_stride + tl.zeros([1, 1], tl.int32)
+                    other_rows = residual + index * residual_stride + tl.zeros([1, 1], tl.int32)
                     row += _load(other_rows, at, K, IS_EVEN, "evict_last")
                 row = row.to(tl.float32)
                 if HAS_NORM:
@@ -217,7 +217,7 @@ def _linear_kernel(
                     # y = gate sigmoid(gate) up, rounded
                     up = _load(rows + K, at, K, IS_EVEN, "evict_last").to(tl.float32)
                     row = (row * tl.sigmoid(row) * up).to(dtype).to(tl.float32)
-                # Here too: after one turn of the tokens their sums are in order again.
+                # Here too: after one iteration over the tokens their sums are in order again.
                 sums = sums[1:] + (sums[0] + _sum_of_vectors(w * row, VECTOR),)  # noqa: RUF005
 
     result = _sum_of_rows(sums, TOKENS) + added[:, None]
@@ -225,8 +225,8 @@ def _linear_kernel(
     tl.store(out + token.to(tl.int64)[None, :] * N + n[:, None], result.to(dtype), mask=in_out)
 
 
-class Cut(NamedTuple):
-    """How a layer is cut among programs. It follows from the layer's shape alone, never from the number of tokens."""
+class Tiles(NamedTuple):
+    """Tile sizes of a layer. They depend on its shape alone, never on the number of tokens."""
 
     block_n: int
     """Outputs of a program."""
@@ -237,13 +237,13 @@ class Cut(NamedTuple):
     """Tiles of W under way at once, in registers."""
 
 
-# (more than 4096 inputs, more than 8192 outputs) -> cut. H200, bf16, one token, fused, against the parts with torch's product:
+# (more than 4096 inputs, more than 8192 outputs) -> tiles. H200, bf16, one token, fused, against the parts with torch's product:
 # 2048 -> 2560 3.8 us (8.1), 2048 -> 2048 2.9 (6.1), 2048 -> 22016 22.4 (26.9), 11008 -> 2048 13.5 (19.1).
 _CUTS = {
-    (False, False): Cut(block_n=4, block_k=1024, num_warps=4, depth=2),
-    (False, True): Cut(block_n=8, block_k=1024, num_warps=4, depth=2),
-    (True, False): Cut(block_n=8, block_k=2048, num_warps=8, depth=2),
-    (True, True): Cut(block_n=8, block_k=1024, num_warps=4, depth=3),
+    (False, False): Tiles(block_n=4, block_k=1024, num_warps=4, depth=2),
+    (False, True): Tiles(block_n=8, block_k=1024, num_warps=4, depth=2),
+    (True, False): Tiles(block_n=8, block_k=2048, num_warps=8, depth=2),
+    (True, True): Tiles(block_n=8, block_k=1024, num_warps=4, depth=3),
 }
 _WORTHWHILE_TOKENS = {(False, False): 4, (False, True): 1, (True, False): 2, (True, True): 1}
 """Beyond these torch's product is faster: 2048 -> 2560 with 4 tokens 6.4 us against 8.2, 11008 -> 2048 with 2 16.2 against 19.2 and with 4
@@ -252,19 +252,12 @@ _FUSED_TOKENS = {"norm": 8, "gate": 2}
 """Beyond these the norm or the activation is a launch of its own, before the same product: fused, every program does that work again for all tokens, in ~12 instructions an element for the norm and ~25 for the activation."""
 
 
-def _cut_for(num_outputs: int, num_inputs: int) -> Cut:
+def _tiles_for(num_outputs: int, num_inputs: int) -> Tiles:
     """From the table; no tile longer than a row."""
-    cut = _CUTS[num_inputs > 4096, num_outputs > 8192]
-    block_k = min(cut.block_k, max(256, triton.next_power_of_2(num_inputs)))
-    depth = min(cut.depth, triton.cdiv(num_inputs, block_k))
-    return cut._replace(block_k=block_k, num_warps=min(cut.num_warps, block_k // 256), depth=depth)
-
-
-@functools.cache
-def _can_overlap(device: torch.device) -> bool:
-    """Whether a launch may start before the one it depends on has ended: NVIDIA's Hopper and later."""
-    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+    tiles = _CUTS[num_inputs > 4096, num_outputs > 8192]
+    block_k = min(tiles.block_k, max(256, triton.next_power_of_2(num_inputs)))
+    depth = min(tiles.depth, triton.cdiv(num_inputs, block_k))
+    return tiles._replace(block_k=block_k, num_warps=min(tiles.num_warps, block_k // 256), depth=depth)
 
 
 def _run(
@@ -275,31 +268,31 @@ def _run(
     residual: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     is_gated: bool = False,
-    cut: Cut | None = None,
+    tiles: Tiles | None = None,
     overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: (out, x or its sum with `residual`). `cut` and `overlaps`: as the table and the device say."""
+    """Launch the kernel: (out, x or its sum with `residual`). `tiles` and `overlaps`: by default from the table and the device."""
     (N, K), num_tokens = weight_NK.shape, len(x)
-    cut = cut or _cut_for(N, K)
-    overlaps = _can_overlap(x.device) if overlaps is None else overlaps
+    tiles = tiles or _tiles_for(N, K)
+    overlaps = launch.can_overlap(x.device) if overlaps is None else overlaps
     out_TN = x.new_empty((num_tokens, N))
     total = x if residual is None else x.new_empty(x.shape)
     others = x if residual is None else residual
     norm_weight, eps = norm if norm is not None else (weight_NK, 0.0)
     halves = x.element_size() // 2
     early = {"launch_pdl": True} if overlaps else {}
-    _linear_kernel[(triton.cdiv(N, cut.block_n),)](
+    _linear_kernel[(triton.cdiv(N, tiles.block_n),)](
         x, others, norm_weight, weight_NK, out_TN if bias_N is None else bias_N, out_TN, total, x.stride(0),
         others.stride(0), weight_NK.stride(0), num_tokens, N, eps, K=K, HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None, IS_GATED=is_gated, HAS_BIAS=bias_N is not None,
-        TOKENS=triton.next_power_of_2(num_tokens), BLOCK_N=cut.block_n, BLOCK_K=cut.block_k // halves, DEPTH=cut.depth,
-        VECTOR=8 // halves, OVERLAP=overlaps, num_warps=cut.num_warps, **early,
+        TOKENS=triton.next_power_of_2(num_tokens), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k // halves, DEPTH=tiles.depth,
+        VECTOR=8 // halves, OVERLAP=overlaps, num_warps=tiles.num_warps, **early,
     )  # fmt: skip
     return out_TN, total
 
 
 def _is_small(operation: str, x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernel may serve this call. If not, the parts the layer is composed of choose their paths themselves."""
+    """Whether the kernel supports this call; otherwise the unfused operations are used."""
     tensors = [x, weight, *(other for other in others if other is not None)]
     most = MAX_TOKENS if launch.is_forced("triton") else _WORTHWHILE_TOKENS[weight.shape[1] > 4096, len(weight) > 8192]
     is_small = (
@@ -311,7 +304,7 @@ def _is_small(operation: str, x: Tensor, weight: Tensor, *others: Tensor | None)
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
     )
     if not is_small:
-        launch.say(f"{operation}: in parts")
+        launch.log_path(f"{operation}: in parts")
     return is_small
 
 
@@ -320,7 +313,7 @@ def small_linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) 
     _check("small_linear", x_TD, weight_ND, bias_N, num_inputs=x_TD.shape[1])
     if not _is_small("small_linear", x_TD, weight_ND, bias_N):
         return F.linear(x_TD, weight_ND, bias_N)
-    if launch.choose("small_linear", *launch.able(x_TD, "triton")) == "triton":
+    if launch.choose_path("small_linear", *launch.available_paths(x_TD, "triton")) == "triton":
         return _run(x_TD, weight_ND, bias_N)[0]
     return small_linear_reference(x_TD, weight_ND, bias_N)
 
@@ -344,7 +337,7 @@ def norm_linear(
     if not _is_small("norm_linear", x_TD, weight_ND, bias_N, residual_TD, norm_weight_D):
         normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
         return F.linear(normalized_TD, weight_ND, bias_N), total_TD
-    if launch.choose("norm_linear", *launch.able(x_TD, "triton")) == "triton":
+    if launch.choose_path("norm_linear", *launch.available_paths(x_TD, "triton")) == "triton":
         if len(x_TD) > _FUSED_TOKENS["norm"]:
             normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
             return _run(normalized_TD, weight_ND, bias_N)[0], total_TD
@@ -364,7 +357,7 @@ def gated_linear(gate_up_T2I: Tensor, weight_DI: Tensor, bias_D: Tensor | None =
     _check("gated_linear", gate_up_T2I, weight_DI, bias_D, num_inputs=gate_up_T2I.shape[1] / 2)
     if not _is_small("gated_linear", gate_up_T2I, weight_DI, bias_D):
         return F.linear(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)
-    if launch.choose("gated_linear", *launch.able(gate_up_T2I, "triton")) == "triton":
+    if launch.choose_path("gated_linear", *launch.available_paths(gate_up_T2I, "triton")) == "triton":
         if len(gate_up_T2I) > _FUSED_TOKENS["gate"]:
             return _run(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)[0]
         return _run(gate_up_T2I, weight_DI, bias_D, is_gated=True)[0]

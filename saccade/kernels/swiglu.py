@@ -1,17 +1,17 @@
 # mypy: allow-untyped-decorators
-"""The gated activation of the feed-forward layers.
+"""SwiGLU, the gated activation of the MLPs.
 
     y = silu(gate) * up,   silu(g) = g * sigmoid(g)
 
-gate, up and y have one shape and dtype; any float dtype, computed in fp32 and rounded once. Rows of gate and up may lie any
-distance apart (the two halves of a fused projection). Saved for backward: gate and up; silu is recomputed:
+gate, up and y have one shape and dtype; any float dtype, computed in fp32 and rounded once. gate and up may have any row
+stride (the two halves of a fused projection). Saved for backward: gate and up; silu is recomputed:
 
     dup = dy * silu(gate)          dgate = dy * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))
 
 Bytes per element in bf16: 6 forward, 10 backward.
 
-`swiglu_linear` is the same followed by the down projection, out = y W' + bias. A linear layer behind `swiglu` would keep y for its
-own backward; this keeps gate and up alone, and its backward makes y again in the pass that makes dgate and dup (12 bytes).
+`swiglu_linear` is the same followed by the down projection, out = y W' + bias. A separate linear layer would save y for its
+backward; this saves only gate and up, and recomputes y in the pass that computes dgate and dup (12 bytes).
 """
 
 import math
@@ -54,7 +54,7 @@ def _forward_kernel(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK columns of one row. `dim` and strides come divided by UNIT, which tells the compiler how rows are aligned."""
+    """BLOCK columns of one row. `dim` and strides come divided by UNIT, so that the compiler knows the alignment of rows."""
     dim = dim * UNIT
     row, d = _columns(dim, BLOCK)
     g = tl.load(gate + row * gate_stride * UNIT + d, mask=d < dim, other=0.0).to(tl.float32)
@@ -78,7 +78,7 @@ def _backward_kernel(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK columns of one row. WITH_Y: the result of forward is written once more."""
+    """BLOCK columns of one row. WITH_Y: also recompute the result of forward."""
     dim = dim * UNIT
     row, d = _columns(dim, BLOCK)
     g = tl.load(gate + row * gate_stride * UNIT + d, mask=d < dim, other=0.0).to(tl.float32)
@@ -99,12 +99,12 @@ class _Launch(NamedTuple):
     num_warps: int
 
 
-# Starting values: 16 and 8 elements a thread; bench/kernels/swiglu.py --tune measures them.
+# Not tuned: 16 and 8 elements per thread; bench/kernels/swiglu.py --tune measures them.
 _CONFIGS = {"forward": _Launch(block=2048, num_warps=4), "backward": _Launch(block=1024, num_warps=4)}
 
 
 def _rows_of(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[rows, D] each, with neighbouring columns. Where nothing lies between the rows of any, all are one long row."""
+    """[rows, D] each, with adjacent columns. Contiguous tensors become one long row."""
     if all(x.is_contiguous() for x in tensors):
         return tuple(x.view(1, -1) for x in tensors)
     rows = (x.reshape(-1, x.shape[-1]) for x in tensors)
@@ -112,7 +112,7 @@ def _rows_of(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _launch(kernel: Any, config: _Launch, inputs_ND: tuple[Tensor, ...], *outputs: Tensor, **constants: bool) -> None:
-    """Run `kernel` over rows of any distance into contiguous outputs."""
+    """Run `kernel` over rows of any stride into contiguous outputs."""
     num_rows, dim = inputs_ND[0].shape
     strides = [x.stride(0) for x in inputs_ND]
     unit = math.gcd(16, dim, *strides)
@@ -131,7 +131,7 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _backward(gate: Tensor, up: Tensor, d_y: Tensor, *, with_y: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """d_gate, d_up and, if asked for, y."""
+    """d_gate, d_up and, with `with_y`, y."""
     d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     y = gate.new_empty(gate.shape) if with_y else d_up
     _launch(_backward_kernel, _CONFIGS["backward"], _rows_of(gate, up, d_y), d_gate, d_up, y, WITH_Y=with_y)
@@ -172,15 +172,15 @@ class _SwigluLinear(torch.autograd.Function):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise."""
     _check("swiglu", gate, up)
-    if launch.choose("swiglu", *launch.able(gate, "triton")) == "triton":
+    if launch.choose_path("swiglu", *launch.available_paths(gate, "triton")) == "triton":
         return _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
     return swiglu_reference(gate, up)
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(silu(gate) * up) W' + bias, keeping gate and up alone for backward."""
+    """(silu(gate) * up) W' + bias, saving only gate and up for backward."""
     _check("swiglu_linear", gate, up)
-    if launch.choose("swiglu", *launch.able(gate, "triton")) == "triton":
+    if launch.choose_path("swiglu", *launch.available_paths(gate, "triton")) == "triton":
         return _SwigluLinear.apply(gate, up, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
     return swiglu_linear_reference(gate, up, weight, bias)
 

@@ -109,7 +109,7 @@ def test_a_chunk_wider_than_its_head_takes_nothing_from_the_next(tiles, device):
 
 
 def test_split_groups_sum_to_the_same_gradients(tiles, device, monkeypatch):
-    monkeypatch.setattr(tiled, "_num_multiprocessors", lambda _: 1000)
+    monkeypatch.setattr(launch, "num_sms", lambda _: 1000)
     tensors, segments = inputs([20, 13], [20, 13], HEADS, device, torch.float32)
     expect_path_equals_reference("triton", tensors, segments, BOUNDS[torch.float32], causal=True)
 

@@ -3,7 +3,7 @@ import torch
 from closeness import BOUNDS, assert_close, perturbed
 
 from saccade.kernels import launch
-from saccade.kernels.rope import mrope_cos_sin, rope, rope_, rope_reference, vision_cos_sin
+from saccade.kernels.rope import mrope_cos_sin, rope, rope_reference, vision_cos_sin
 
 CASES = [(1, 2, 1, 16), (7, 3, 1, 8), (9, 2, 2, 80), (0, 2, 2, 16)]  # tokens, heads, key heads, head dim
 
@@ -44,19 +44,6 @@ def test_views_of_a_fused_row_equal_copies(device, dtype):
     expect_equal(torch.randn(5, 16, 3, device=device).to(dtype).transpose(1, 2), qkv[:, 3:5], table, dtype)
 
 
-@pytest.mark.parametrize("path", ["triton", "reference"])
-def test_in_place_turns_only_q_and_k_of_a_fused_row(path, device, dtype):
-    _, _, table = inputs(5, 1, 1, 16, device, dtype)
-    qkv = torch.randn(5, 6, 16, device=device).to(dtype)
-    before = qkv.clone()
-    with launch.forced(path):
-        rope_(qkv[:, :3], qkv[:, 3:5], table)
-    q, k = rope_reference(before[:, :3].float(), before[:, 3:5].float(), table)
-    assert_close("q", qkv[:, :3], q, BOUNDS[dtype])
-    assert_close("k", qkv[:, 3:5], k, BOUNDS[dtype])
-    assert torch.equal(qkv[:, 5:], before[:, 5:])
-
-
 def test_the_same_position_on_all_axes_is_ordinary_rope(device):
     positions = torch.arange(9, device=device)
     cos, _ = mrope_cos_sin(positions.expand(3, -1), 10000.0, (2, 3, 3))
@@ -64,7 +51,7 @@ def test_the_same_position_on_all_axes_is_ordinary_rope(device):
     assert_close("cos", cos, (positions[:, None].float() * 10000.0**-exponent).cos(), 1e-5)
 
 
-def test_vision_angles_turn_half_with_rows_and_half_with_columns(device):
+def test_vision_rope_is_half_by_rows_and_half_by_columns(device):
     cos, sin = vision_cos_sin(torch.tensor([[2, 2], [5, 7]], device=device), 16)
     assert torch.equal(cos[0, :4], cos[1, :4])
     assert not torch.equal(sin[0, 4:], sin[1, 4:])

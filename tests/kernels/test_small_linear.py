@@ -7,7 +7,7 @@ from saccade.kernels import launch, small_linear
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from saccade.kernels.small_linear import (
     MAX_TOKENS,
-    Cut,
+    Tiles,
     gated_linear,
     gated_linear_reference,
     norm_linear,
@@ -109,19 +109,19 @@ def test_norm_and_activation_may_be_launches_of_their_own(fused_tokens, device, 
 
 
 @pytest.mark.parametrize(
-    ("cut", "num_inputs"),
+    ("tiles", "num_inputs"),
     [
-        (Cut(2, 256, 1, 1), 700),
-        (Cut(4, 256, 1, 3), 1100),
-        (Cut(16, 256, 4, 2), 1024),  # warps side by side along the outputs
-        (Cut(8, 512, 2, 5), 1100),  # more steps at once than the row has
-        (Cut(8, 512, 2, 4), 2048),  # as many
-        (Cut(32, 2048, 8, 1), 2048),
+        (Tiles(2, 256, 1, 1), 700),
+        (Tiles(4, 256, 1, 3), 1100),
+        (Tiles(16, 256, 4, 2), 1024),  # warps side by side along the outputs
+        (Tiles(8, 512, 2, 5), 1100),  # more steps at once than the row has
+        (Tiles(8, 512, 2, 4), 2048),  # as many
+        (Tiles(32, 2048, 8, 1), 2048),
     ],
     ids=str,
 )
-def test_any_cut_gives_the_same_layer(cut, num_inputs, device, dtype, monkeypatch):
-    monkeypatch.setattr(small_linear, "_cut_for", lambda num_outputs, num_inputs: cut)
+def test_any_tiles_give_the_same_layer(tiles, num_inputs, device, dtype, monkeypatch):
+    monkeypatch.setattr(small_linear, "_tiles_for", lambda num_outputs, num_inputs: tiles)
     expect_layers(*inputs(2, (9, num_inputs), device, dtype), dtype)
 
 
