@@ -1,10 +1,10 @@
 #!/bin/bash
-# Train on several machines under SLURM: one torchrun a machine, one process a GPU.
+# Train on several nodes under SLURM: one torchrun per node, one process per GPU.
 #
 #     sbatch --nodes 4 recipes/slurm.sh recipes/qwen2.5-vl-7b-fsdp.toml [--set key=value]...
 #
-# Five minutes before its time is up the run is asked to end: it finishes the step, saves its state and stops; the job is queued
-# again and goes on from there. A process that dies or hangs takes its peers along, and torchrun starts them again, up to three times.
+# Five minutes before its time limit the run gets SIGTERM: it finishes the step, saves its state and stops; the job is requeued and
+# resumes. If a process dies or hangs, torchrun restarts all of them, up to three times.
 #SBATCH --job-name=saccade
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -20,7 +20,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds to save in; torch before 2.1
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 was_asked=no
-trap 'was_asked=yes; scancel --signal=TERM "$SLURM_JOB_ID"' TERM # to the steps, not to this script
+trap 'was_asked=yes; scancel --signal=TERM "$SLURM_JOB_ID"' TERM # to the job steps, not to this script
 
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" \

@@ -1,4 +1,4 @@
-"""A process of its own that does training jobs one after another, alone or together with others.
+"""A process that runs training jobs in sequence, alone or as a rank of several.
 
 A job: `recipe` (a TOML file), `set` (overrides), `validate` (the name of one of the functions below, called every step if the recipe
 says so), `ending` (what is expected).
@@ -27,14 +27,14 @@ def no_validation(model, step):
 
 
 def kill_rank_1_once(model, step):
-    """Like a machine that dies: only in the first life of the run."""
+    """Like a node that fails: only in the first attempt of the run."""
     if step == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return {}
 
 
 def die_while_saving(model, step):
-    """The save of step 10 is under way, and its files never reach the disk."""
+    """The save of step 10 is running, and its files never reach the disk."""
     if step == 9:
         os.fsync = lambda descriptor: time.sleep(60)
     if step == 10:
@@ -78,7 +78,7 @@ def fill_the_disk(model, step):
 
 
 def hang(model, step):
-    """The forward pass of the third step does not come back."""
+    """The forward pass of the third step hangs."""
     if step == 2:
         model.register_forward_pre_hook(lambda *_: hang_in_forward())
     return {}
@@ -88,20 +88,20 @@ def hang_in_forward():
     time.sleep(60)
 
 
-def say_what_the_world_says(world, job):
+def record_collectives(world, job):
     total = world.all_sum(torch.tensor([1.0, float(world.rank)]))
     world.barrier()
-    told = {
+    found = {
         "sum": total.tolist(),
         "gathered": world.gather({"rank": world.rank}),
-        "shared": world.broadcast(world.rank),
+        "broadcast": world.broadcast(world.rank),
     }
-    Path(job["world"]).with_suffix(f".{world.rank}").write_text(json.dumps(told))
+    Path(job["world"]).with_suffix(f".{world.rank}").write_text(json.dumps(found))
 
 
 def do(world, job):
     if "world" in job:
-        say_what_the_world_says(world, job)
+        record_collectives(world, job)
         return
     config = load_config(TrainConfig, Path(job["recipe"]), job.get("set", []))
     try:

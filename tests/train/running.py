@@ -1,4 +1,4 @@
-"""Small runs for the tests of this room: a tiny checkpoint, toy shards, a recipe, and processes that train together."""
+"""Small runs for the tests of training: a tiny checkpoint, toy shards, a recipe, and processes of several ranks."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 def write_shards(folder: Path, count: int = 48, *, text_every: int | None = None) -> Path:
-    """Toy pictures of 56 px, 4 tokens each; every `text_every`-th sample is a text without a picture."""
+    """Toy images of 56 px, 4 tokens each; with `text_every`, only every nth sample has an image."""
     with ShardWriter(folder, max_samples=16) as writer:
         for number in range(count):
             is_text = text_every is not None and number % text_every != 0
@@ -106,7 +106,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: int = 0) -> subprocess.Popen:
-    """One process that does the jobs, alone or as a rank among others. See `ranks.py` for what a job is."""
+    """Start one process that runs the jobs, alone or as a rank of several. See `ranks.py` for what a job is."""
     file.write_text(json.dumps(jobs))
     place = {}
     if size > 1:
@@ -121,7 +121,7 @@ def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: i
 
 
 def run_together(jobs: list[dict], folder: Path, *, num_ranks: int, timeout_s: float = 240.0) -> None:
-    """Do the jobs in several processes that train together; any that fails fails the test with its output."""
+    """Run the jobs on several ranks; a failing process fails the test with its output."""
     port, files = free_port(), [folder / f"jobs-{rank}.json" for rank in range(num_ranks)]
     ranks = [start(jobs, file, rank=rank, size=num_ranks, port=port) for rank, file in enumerate(files)]
     end = time.monotonic() + timeout_s

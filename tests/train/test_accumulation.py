@@ -1,4 +1,4 @@
-"""Many rows of a step are added up in fp32, also where parameters and their gradients are bf16."""
+"""Gradient accumulation is in fp32, also if parameters and their gradients are bf16."""
 
 import math
 
@@ -17,7 +17,7 @@ from saccade.train.train_state import TrainState
 from saccade.world import World
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
-NUM_ROWS = 48
+NUM_MICRO_BATCHES = 48
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory):
 def rows(checkpoint):
     processor = Processor.load(checkpoint)
     answers = ["A wave.", "Nothing.", "Two of them."]
-    questions = [ask(picture(28, 28, number), f"Number {number}?") for number in range(NUM_ROWS)]
+    questions = [ask(picture(28, 28, number), f"Number {number}?") for number in range(NUM_MICRO_BATCHES)]
     packed = [processor([[question, answer(answers[i % 3])]]) for i, question in enumerate(questions)]
     return [
         MicroBatch(inputs, next_token_labels(inputs), count_labels(next_token_labels(inputs)), []) for inputs in packed
@@ -51,7 +51,7 @@ def train_state_of(checkpoint):
         dist.destroy_process_group()
 
 
-def add_up(train_state, rows):
+def accumulate(train_state, rows):
     count = torch.tensor(float(sum(row.num_loss_tokens for row in rows)))
     for row in rows:
         train_state.backward(row, count, is_last_micro_batch=row is rows[-1])
@@ -62,8 +62,8 @@ def gradients_of(train_state):
     return {name: getattr(g, "full_tensor", lambda g=g: g)().clone() for name, g in gradients.items()}
 
 
-def plainly_added_up(train_state, rows):
-    """By autograd alone, in the parameters' own format."""
+def accumulated_by_autograd(train_state, rows):
+    """By autograd alone, in the parameters' dtype."""
     count = torch.tensor(float(sum(row.num_loss_tokens for row in rows)))
     for row in rows:
         train_state.parallel.wrapped(row.inputs, row.labels, count, row.num_loss_tokens)[0].backward()
@@ -78,14 +78,14 @@ def distance(gradients, reference):
 @pytest.fixture(scope="module")
 def exact(train_state_of, rows):
     train_state = train_state_of()
-    add_up(train_state, rows)
+    accumulate(train_state, rows)
     return gradients_of(train_state)
 
 
 @pytest.fixture(scope="module")
 def error_of_bf16(train_state_of, rows, exact):
-    """Of sums in bf16: the rounding of 47 additions, beside that of the computation itself."""
-    return distance(plainly_added_up(train_state_of("model.dtype=bf16"), rows), exact)
+    """Of bf16 accumulation: the rounding of 47 additions, in addition to that of the computation."""
+    return distance(accumulated_by_autograd(train_state_of("model.dtype=bf16"), rows), exact)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def error_of_bf16(train_state_of, rows, exact):
 )
 def test_bf16_gradients_accumulate_in_fp32(train_state_of, rows, exact, error_of_bf16, settings):
     train_state = train_state_of("model.dtype=bf16", *settings)
-    add_up(train_state, rows)
+    accumulate(train_state, rows)
     assert distance(gradients_of(train_state), exact) < 0.6 * error_of_bf16
     assert train_state.grad_norm() == pytest.approx(
         math.sqrt(sum(float(g.square().sum()) for g in exact.values())), rel=1e-2
@@ -116,8 +116,8 @@ def test_nothing_is_lost_between_micro_batches(train_state_of, rows):
         for name, gradient in gradients_of(one_by_one).items():
             total[name] = total.get(name, 0.0) + gradient.double()
         one_by_one.drop_gradients()
-    add_up(together, rows)
-    # The embedding is the head too: its two gradients of a row are one in bf16 there, and stay two in fp32 here.
+    accumulate(together, rows)
+    # The head is tied: the two gradients of the embedding are added in bf16 there, and in fp32 here.
     rest = {name: gradient for name, gradient in total.items() if name != "language.embed_tokens.weight"}
     assert distance(gradients_of(together), rest) < 1e-6
 
@@ -126,7 +126,7 @@ def test_a_single_micro_batch_keeps_its_gradient_dtype(train_state_of, rows):
     train_state = train_state_of("model.dtype=bf16")
     count = torch.tensor(float(rows[0].num_loss_tokens))
     for num_micro_batches in (1, 3, 1, 2):
-        add_up(train_state, rows[:num_micro_batches])
+        accumulate(train_state, rows[:num_micro_batches])
         expected = torch.bfloat16 if num_micro_batches == 1 else torch.float32
         assert {gradient.dtype for gradient in gradients_of(train_state).values()} == {expected}
         train_state.step(1.0, 1.0)

@@ -1,4 +1,4 @@
-"""The state of a run on disk: whole or not there, and enough to go on as if nothing had happened."""
+"""The training state on disk: complete or absent, verified, and sufficient to resume bit for bit."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def shards(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, folder, shards):
-    """A run of eight steps that nobody interrupted."""
+    """An uninterrupted run of eight steps."""
     place = tmp_path_factory.mktemp("whole")
     recipe = write_recipe(place / "recipe.toml", run=place / "run", checkpoint=folder, shards=shards)
     train(read_recipe(recipe, "stages.0.steps=8", "checkpoint.every=3"), device="cpu")
@@ -95,7 +95,7 @@ def test_an_incomplete_or_truncated_state_is_not_used(tmp_path, whole, folder, s
     assert [state.step for state in states(copy / "state")] == [6]
     recipe = write_recipe(tmp_path / "recipe.toml", run=copy, checkpoint=folder, shards=shards)
     train(read_recipe(recipe, "stages.0.steps=8"), device="cpu")
-    assert losses(copy) == losses(whole), "it went on from step 6"
+    assert losses(copy) == losses(whole), "it resumed from step 6"
 
 
 def test_a_damaged_newest_state_is_announced_and_the_previous_one_is_used(tmp_path, whole, folder, shards, caplog):
@@ -143,7 +143,7 @@ def test_a_loaded_state_equals_the_saved_one(tmp_path, world):
         source = tensors(1.0)
         saver.save(1, source, {"note": [1, 2]})
         for tensor in source.values():
-            tensor.fill_(7.0)  # training goes on while the copy is written
+            tensor.fill_(7.0)  # training continues while the copy is written
     state = newest_state(tmp_path / "state", world)
     loaded = tensors(0.0)
     load_tensors(state, loaded, world)
@@ -213,7 +213,7 @@ def test_a_save_that_failed_does_not_end_a_run_whose_last_save_worked(
     tmp_path, folder, shards, slow_full_disk, on_failure
 ):
     def validate(model, step):
-        if step == 4:  # the stage is over, the save of step 2 still under way
+        if step == 4:  # the stage is over, the save of step 2 still running
             slow_full_disk.append(True)
         return {}
 

@@ -1,4 +1,4 @@
-"""What happens to real processes: killed, told to stop, out of disk, hanging. The run goes on as if nothing had happened."""
+"""Faults of real processes: killed, signalled, out of disk, hung. The run resumes as if nothing had happened."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def recipe(tmp_path, parts):
 
 
 def do(jobs, tmp_path):
-    """The exit status and the output of a process that does these jobs."""
+    """Exit status and output of a process that runs these jobs."""
     file = tmp_path / "jobs.json"
     process = start(jobs, file)
     try:
@@ -58,7 +58,7 @@ def do(jobs, tmp_path):
 
 
 def test_a_killed_rank_is_restarted_and_nothing_is_lost(recipe, tmp_path, whole):
-    """kill -9 of one of two ranks after step 7: torchrun starts both again, they go on from step 5."""
+    """kill -9 of one of two ranks after step 7: torchrun restarts both, they resume from step 5."""
     (tmp_path / "jobs.json").write_text(
         json.dumps([{"recipe": str(recipe), "set": SETTINGS, "validate": "kill_rank_1_once"}])
     )
@@ -104,7 +104,7 @@ def test_sigterm_saves_and_stops_and_a_full_disk_does_not_end_a_run(recipe, tmp_
     assert losses(tmp_path / "run") == whole[:7]
     train(read_recipe(recipe, *SETTINGS), device="cpu")
     assert losses(tmp_path / "run") == whole, "bit for bit"
-    # No room at step 10: said, and training went on to the end.
+    # Disk full at step 10: reported, and training continued to the end.
     assert (
         output.count(
             "step-00000010: the state was not saved: rank 0: a write failed part way, as on a full disk. Free space"
@@ -113,7 +113,7 @@ def test_sigterm_saves_and_stops_and_a_full_disk_does_not_end_a_run(recipe, tmp_
     )
     assert losses(tmp_path / "full") == whole
     assert [state.step for state in states(tmp_path / "full/state")] == [5, 13]
-    # The strict one stopped, with the state before whole.
+    # The strict run stopped, with the previous state intact.
     assert [state.step for state in states(tmp_path / "strict/state")] == [5]
     assert len(losses(tmp_path / "strict")) < 13
 

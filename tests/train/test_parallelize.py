@@ -40,7 +40,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Runs on one rank in this process, then everything that takes two, in two processes."""
+    """Runs on one rank in this process, then everything that needs two ranks, in two processes."""
     folder = tmp_path_factory.mktemp("parallel")
     checkpoint, shards = make_checkpoint(folder / "checkpoint"), write_shards(folder / "shards")
     mixed = write_shards(folder / "mixed", text_every=6)
@@ -48,7 +48,7 @@ def place(tmp_path_factory):
     def recipe(name, data=shards):
         return write_recipe(folder / f"{name}.toml", run=folder / name, checkpoint=checkpoint, shards=data)
 
-    # More rows than ranks, and not a multiple of them: one rank runs an empty row.
+    # More packed sequences than ranks, and not a multiple: one rank runs an empty micro-batch.
     rows = ["stages.0.data.global_batch_size=3"]
     train(read_recipe(recipe("one"), *rows), device="cpu")
     train(read_recipe(recipe("mixed-one", mixed), "stages.0.steps=4", "stages.0.data.max_seq_len=120"), device="cpu")
@@ -90,8 +90,8 @@ def test_hsdp_on_a_2_x_2_mesh_computes_the_losses_of_a_single_device(place, tmp_
 
 def test_two_ranks_sum_gather_and_broadcast(place):
     for rank in range(2):
-        told = json.loads((place / f"world.{rank}").read_text())
-        assert told == {"sum": [2.0, 1.0], "gathered": [{"rank": 0}, {"rank": 1}], "shared": 0}
+        found = json.loads((place / f"world.{rank}").read_text())
+        assert found == {"sum": [2.0, 1.0], "gathered": [{"rank": 0}, {"rank": 1}], "broadcast": 0}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -126,7 +126,7 @@ def test_a_run_resumes_on_another_number_of_ranks(place, name):
 
 
 def test_another_number_of_ranks_sees_the_same_samples(place):
-    """Every step is refused here, so every step's samples are named."""
+    """Every step is skipped here, so every step's samples are logged."""
 
     def samples(name):
         steps = skipped(place / name)
@@ -155,7 +155,7 @@ def built(checkpoint, tmp_path, *overrides):
 
 
 def rows_of(checkpoint):
-    """Packed rows of different lengths, with pictures and without."""
+    """Packed sequences of different lengths, with and without images."""
     from model.hugging_face import answer, ask, picture
 
     processor = Processor.load(checkpoint)
@@ -196,7 +196,7 @@ def test_activation_checkpointing_changes_no_bit(checkpoint, tmp_path, extent):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("extent", ["none", "full"])
 def test_compiled_blocks_compute_the_same_and_are_compiled_once(checkpoint, tmp_path, monkeypatch, extent):
-    """Captured and differentiated by the compiler; the C++ it would write takes a minute to build and is left out."""
+    """Captured and differentiated by the compiler; code generation takes a minute and is skipped."""
     dynamo.reset()
     settings = [f"parallel.recompute_vision={extent}", f"parallel.recompute_language={extent}"]
     plain = built(checkpoint, tmp_path, *settings)

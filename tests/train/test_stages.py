@@ -1,4 +1,4 @@
-"""Several stages as one run: what is handed over, what begins anew, and that it can be taken up anywhere."""
+"""Several stages as one run: what is carried over, what restarts, and that it resumes anywhere."""
 
 import json
 import logging
@@ -77,7 +77,7 @@ def parts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, parts):
-    """All three stages without a break."""
+    """All three stages without interruption."""
     place = tmp_path_factory.mktemp("whole")
     recipe = write_recipe(place / "recipe.toml", run=place / "run", checkpoint=parts[0], shards=parts[1], text=RECIPE)
     assert train(read_recipe(recipe), device="cpu") is Ending.FINISHED

@@ -99,7 +99,7 @@ def conversations_of(batch):
 
 
 def spoil_next_loss(model):
-    """The next row's loss is not a number, once."""
+    """The loss of the next micro-batch is NaN, once."""
 
     def spoil(module, args):
         handle.remove()
@@ -124,7 +124,7 @@ def test_a_nan_step_is_skipped_and_its_samples_are_named(recipe, tmp_path):
     [step] = skipped(tmp_path / "run")
     assert (step["step"], step["stage"], step["action"], step["reason"]) == (4, "learn", "skip", "the loss is nan")
     assert [row["is_finite"] for row in step["micro_batches"]] == [False, True], (
-        "the row that spoilt it is told from the other"
+        "the micro-batch with NaN is identified"
     )
     with open_stream(
         read_recipe(recipe).stages[0].data.sources[0].path, checkpoint=read_recipe(recipe).model.folder,
@@ -141,7 +141,7 @@ def test_consecutive_bad_steps_roll_back_the_weights_and_not_the_data(recipe, tm
     def validate(model, step):
         if step == 6:
             with torch.no_grad():
-                model.model.language.norm.weight.fill_(float("nan"))  # from here on nothing is a number
+                model.model.language.norm.weight.fill_(float("nan"))  # every loss is NaN from here on
         return {}
 
     settings = ["stages.0.steps=12", "checkpoint.every=5", "validation.every=1", "guard.max_skips=3"]
@@ -152,7 +152,7 @@ def test_consecutive_bad_steps_roll_back_the_weights_and_not_the_data(recipe, tm
     assert after[6:9] == [None, None, None]
     assert all(loss < after[0] for loss in after[9:]), "with the weights of step 5, not with those of the start"
     progress = json.loads((tmp_path / "run/state/step-00000012/progress.json").read_text())
-    assert progress["data"]["batch"] == 12, "bad batches are behind it"
+    assert progress["data"]["batch"] == 12, "bad batches are not repeated"
     assert progress["optimizer_steps"] == 5 + 3
 
 
@@ -252,7 +252,7 @@ def test_a_packed_sequence_of_bad_samples_becomes_an_empty_micro_batch(tmp_path,
     seen = [0, *(record["samples"] for _, record in sorted(records(tmp_path / "run").items()))]
     samples = [after - before for before, after in pairwise(seen)]
     assert 0 in samples, "a step in which nothing was left"
-    assert 1 in samples, "a step with an empty row beside a full one"
+    assert 1 in samples, "a step with an empty micro-batch beside a full one"
     assert [loss == 0.0 for loss in losses(tmp_path / "run")] == [count == 0 for count in samples]
 
 

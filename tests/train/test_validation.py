@@ -1,4 +1,4 @@
-"""A validation sees the model as it is and changes nothing; traces and a full memory say what happened."""
+"""Validation changes nothing; traces and out-of-memory errors explain what happened."""
 
 import json
 import os
