@@ -206,8 +206,6 @@ class _NoChannel:
 class _Check(Job[_NoChannel, bool]):
     """Compile a grammar in a child process, which may crash or be killed."""
 
-    max_crashes = 2
-
     def __init__(self, kind: str, source: str, timeout_s: float) -> None:
         super().__init__()
         self.timeout_s, self._message = timeout_s, {"kind": kind, "source": source}
