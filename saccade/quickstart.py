@@ -1,6 +1,6 @@
-"""The whole flow at toy size on this machine: make data, make a model, train it, ask it about pictures it has never seen.
+"""The whole flow at toy size on this machine: make data, make a model, train it, ask it about held-out pictures.
 
-claim the folder -> draw pictures -> make a small checkpoint -> train -> ask -> say what comes next
+draw pictures -> make a tiny checkpoint -> train -> ask -> print the next commands
 """
 
 import io
@@ -27,16 +27,16 @@ from saccade.train.trainer import Ending
 logger = logging.getLogger(__name__)
 
 NUM_STEPS = 800
-"""A minute and a half on one core; `recipes/tiny.toml` takes some more."""
+"""A minute and a half on one core; `recipes/tiny.toml` has more."""
 PICTURES_PER_STEP = 10
-"""So many fit in a row: every picture is seen about once."""
+"""As many fit in a packed sequence: every picture is seen about once."""
 FIRST_HELD_OUT, NUM_HELD_OUT, NUM_SHOWN = 1_000_000, 64, 3
 
 Say = Callable[[str], None]
 
 
 class _Question(NamedTuple):
-    """A picture that is in no shard, what is asked about it, and the truth."""
+    """A held-out picture, a question about it, and the expected answer."""
 
     picture: bytes
     words: str
@@ -47,7 +47,7 @@ def quickstart(folder: Path, say: Say, *, num_steps: int = NUM_STEPS) -> None:
     """Run the flow inside `folder`, which must be empty or new; `say` prints one line to the user."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty. Remove it or choose another: saccade quickstart --folder NAME")
-    torch.set_num_threads(1)  # the model is so small that two would wait for each other
+    torch.set_num_threads(1)  # faster than two for a model of this size
     shards, checkpoint, run = folder / "shards", folder / "checkpoint", folder / "run"
     num_pictures = PICTURES_PER_STEP * num_steps
     write_toy_shards(shards, first=0, count=num_pictures)
@@ -57,7 +57,7 @@ def quickstart(folder: Path, say: Say, *, num_steps: int = NUM_STEPS) -> None:
     say(f"3. training it for {num_steps} steps, a tenth of a second each")
     trained = learn(shards, checkpoint, run, num_steps)
     say(f"   trained checkpoint    {trained}")
-    say(f"4. asking it about {NUM_HELD_OUT} pictures that it has never seen, the first {NUM_SHOWN} of them here:")
+    say(f"4. asking it about {NUM_HELD_OUT} held-out pictures, the first {NUM_SHOWN} of them here:")
     questions = held_out_questions()
     answers = ask(trained, questions)
     for number in range(NUM_SHOWN):
@@ -66,15 +66,15 @@ def quickstart(folder: Path, say: Say, *, num_steps: int = NUM_STEPS) -> None:
         say(f"   {path}  {questions[number].words}  answer: {answers[number]}  truth: {questions[number].truth}")
     num_right = sum(answer == question.truth for answer, question in zip(answers, questions, strict=True))
     say(f"   {num_right} of {NUM_HELD_OUT} answers are right, word for word")
-    say_what_comes_next(say, trained, folder / "picture-1.png", questions[0].words)
+    print_next_steps(say, trained, folder / "picture-1.png", questions[0].words)
 
 
 def learn(shards: Path, checkpoint: Path, run: Path, num_steps: int) -> Path:
-    """Train all of the model as `recipes/tiny.toml` does, but shorter; the checkpoint folder that comes of it."""
+    """Train the whole model as `recipes/tiny.toml` does, with fewer steps; returns the exported checkpoint folder."""
     ending = train(recipe(shards, checkpoint, run, num_steps), device="cpu")
     if ending is Ending.STOPPED:
         logger.info(
-            "quickstart itself begins anew in an empty folder; saccade train %s goes on with this run",
+            "quickstart cannot resume; saccade train %s resumes this run",
             run / "config.toml",
         )
         raise KeyboardInterrupt
@@ -83,7 +83,7 @@ def learn(shards: Path, checkpoint: Path, run: Path, num_steps: int) -> Path:
 
 
 def recipe(shards: Path, checkpoint: Path, run: Path, num_steps: int) -> TrainConfig:
-    """What others write as a TOML file; the run folder will have it as one."""
+    """The recipe; the run folder holds it as a TOML file."""
     stage = StageConfig(
         name="learn",
         steps=num_steps,
@@ -101,7 +101,7 @@ def recipe(shards: Path, checkpoint: Path, run: Path, num_steps: int) -> TrainCo
 
 
 def held_out_questions() -> list[_Question]:
-    """Toy samples of other numbers than those that are trained on."""
+    """Toy samples that are not in the shards."""
     samples = [toy_sample(FIRST_HELD_OUT + number) for number in range(NUM_HELD_OUT)]
     asked = [json.loads(sample.members["json"])["questions"][0] for sample in samples]
     return [
@@ -111,7 +111,7 @@ def held_out_questions() -> list[_Question]:
 
 
 def ask(checkpoint: Path, questions: list[_Question]) -> list[str]:
-    """The model's answers, all questions in one packed row."""
+    """The model's answers, all questions in one packed sequence."""
     model, processor = load_model(checkpoint, device="cpu"), Processor.load(checkpoint)
     conversations = [
         [{"role": "user", "content": [{"type": "image", "image": Image.open(io.BytesIO(question.picture))}, {"type": "text", "text": question.words}]}]
@@ -122,8 +122,8 @@ def ask(checkpoint: Path, questions: list[_Question]) -> list[str]:
     return [processor.decode([token for token in answer if token not in processor.eos_ids]) for answer in answers]
 
 
-def say_what_comes_next(say: Say, trained: Path, picture: Path, question: str) -> None:
-    """Commands to go on with."""
+def print_next_steps(say: Say, trained: Path, picture: Path, question: str) -> None:
+    """Print the next commands."""
     say("next: ask it yourself, or look at the run")
     say("   . .venv/bin/activate")
     say(f'   saccade chat {trained} {picture} "{question}"')

@@ -350,6 +350,24 @@ def test_chat_as_json_has_the_same_text(command, checkpoint, picture):
     assert shown.out == answer["text"] + "\n"
 
 
+def test_chat_samples_a_video_file(command, checkpoint, tmp_path):
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "clip.mp4"), "w") as out:
+        stream = out.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 56, 56, "yuv420p"
+        for level in range(0, 200, 10):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (56, 56), (level, 0, 0)))
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    asked = [
+        command("chat", checkpoint, tmp_path / "clip.mp4", "what?", "--max-tokens", 2, "--json", "--fps", fps)
+        for fps in (2, 10)
+    ]
+    few, many = (json.loads(ended.out)["prompt_tokens"] for ended in asked)
+    assert many - few == (20 - 4) // 2 * 4, "a frame pair of 56 x 56 pixels is four tokens"
+    assert_refused(command("chat", checkpoint, tmp_path / "clip.mp4", "what?", "--fps", 1e-9), "fps is 1e-09")
+
+
 def test_an_image_and_a_system_message_make_the_prompt_longer(command, checkpoint, picture):
     def prompt_tokens(*words):
         return json.loads(command("chat", checkpoint, *words, "--json", "--max-tokens", 1, "--device", "cpu").out)["prompt_tokens"]  # fmt: skip

@@ -220,11 +220,6 @@ def load_image(source: ImageSource, limits: MediaLimits, budget: MediaBudget | N
     return _decode(image, data)
 
 
-def encoded_size(data: bytes, limits: MediaLimits) -> tuple[int, int]:
-    """Width and height of an encoded image, from its header."""
-    return _open_header(data, limits).size
-
-
 def read_encoded(source: ImageSource, limits: MediaLimits, kind: Literal["image", "video"] = "image") -> bytes:
     """The encoded bytes of a path, bytes or data URL, never more than the limit; nothing is decoded."""
     max_bytes = limits.max_bytes if kind == "image" else limits.max_request_bytes

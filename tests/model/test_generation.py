@@ -6,7 +6,7 @@ from model.hugging_face import CONVERSATIONS, SHAPES, make_checkpoint
 
 from saccade.errors import ConfigError, RequestError
 from saccade.model import generate, load_model
-from saccade.model.generation import Sampling, stream
+from saccade.model.generation import Sampling, _sample_token, stream
 from saccade.processor import ModelInputs, Processor
 
 
@@ -93,14 +93,14 @@ def test_a_cold_draw_or_a_single_candidate_is_greedy(model, prompts):
 
 
 def test_draws_follow_the_probabilities(model, folder):
-    """4000 first tokens of one prompt against the softmax of its logits."""
+    """4000 first tokens of one prompt against the softmax of its logits; 40 of them through `generate`."""
     inputs = Processor.load(folder)([CONVERSATIONS["text-only"]], add_generation_prompt=True)
-    expected = model(inputs)[-1].softmax(-1)
-    many = ModelInputs.pack([inputs] * 400)
-    draws = []
-    for first in range(0, 4000, 400):
-        each = [Sampling(temperature=1.0, seed=seed) for seed in range(first, first + 400)]
-        draws += [token for [token] in generate(model, many, max_new_tokens=1, sampling=each)]
+    logits = model(inputs)[-1]
+    expected = logits.softmax(-1)
+    each = [Sampling(temperature=1.0, seed=seed) for seed in range(4000)]
+    draws = [_sample_token(logits, one, torch.Generator().manual_seed(one.seed)) for one in each]
+    many = ModelInputs.pack([inputs] * 40)
+    assert [[token] for token in draws[:40]] == generate(model, many, max_new_tokens=1, sampling=each[:40])
     counts = torch.bincount(torch.tensor(draws), minlength=expected.shape[0])
     frequent = expected > 0.005
     error = (counts / len(draws) - expected)[frequent].abs() / (expected[frequent] / len(draws)).sqrt()
