@@ -35,7 +35,7 @@ class Ended:
 
 
 @pytest.fixture(autouse=True)
-def put_the_logger_back():
+def restore_the_logger():
     """Commands set up logging for the process; later tests want to find it as it was."""
     logger = logging.getLogger("saccade")
     before = logger.handlers[:], logger.propagate, logger.level
@@ -176,11 +176,11 @@ def test_init_as_json(command, tmp_path):
     assert json.loads(ended.out) == {"checkpoint": str(tmp_path / "new"), "family": "qwen2_5_vl", "bytes": weights}
 
 
-def test_progress_is_silent_where_nobody_watches(command, tmp_path):
+def test_progress_is_silent_without_a_terminal(command, tmp_path):
     assert command("init", tmp_path / "new", "--size", "tiny").err == ""
 
 
-def test_init_from_sizes_of_ones_own(command, tmp_path):
+def test_init_from_custom_sizes(command, tmp_path):
     chosen = override_config(named_size("tiny"), ["language.num_layers=1"], "tiny")
     write_config(chosen, tmp_path / "mine.toml")
     assert command("init", tmp_path / "a", "--config", tmp_path / "mine.toml").status == 0
@@ -299,7 +299,7 @@ def test_init_fills_an_empty_folder(command, tmp_path, monkeypatch):
     assert (tmp_path / "empty" / "config.json").is_file()
 
 
-def test_init_fills_the_empty_folder_one_stands_in(command, tmp_path, monkeypatch):
+def test_init_fills_the_current_empty_folder(command, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert command("init", ".", "--size", "tiny").status == 0
@@ -528,7 +528,7 @@ def test_toy_shards_are_not_added_to_a_folder_that_has_some(tmp_path):
     assert [path.name for path in tmp_path.glob("*.tar")] == ["00000.tar"]
 
 
-def test_every_user_error_is_caught_at_the_door():
+def test_every_user_error_is_caught_by_main():
     from saccade import errors
 
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]

@@ -68,7 +68,7 @@ def load_tile(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Load rows `first` .. `first + BLOCK` of the segment that starts at `row`, in two chunks of columns.
 
-    Through pointers, rows outside the segment read as zero. Through descriptors (TMA) they read as whatever lies there: the
+    Through pointers, rows outside the segment read as zero. Through descriptors (TMA) they read as arbitrary data: the
     caller masks them. The offset of the first row is 64-bit; within a tile 32 bits do (see `rows_of`).
     """
     if TMA:

@@ -143,7 +143,7 @@ def _flash_3(call: _Call) -> Tensor:
 def _torch_varlen() -> Callable[..., Any] | None:
     """torch's packed FlashAttention 2, where this torch has it.
 
-    Its packed cuDNN op is left alone: up to torch 2.12 it plans anew on every call (42 ms) and its backward takes the head dim
+    Its packed cuDNN op is not used: up to torch 2.12 it plans again on every call (42 ms) and its backward takes the head dim
     for the longest segment (pytorch#191576, pytorch#186142).
     """
     try:

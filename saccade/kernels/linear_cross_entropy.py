@@ -38,7 +38,7 @@ from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
 
 CHUNK_BYTES = 320 * 2**20
-"""Default bound on the logits held at once. Larger chunks add fewer times to the weight's gradient."""
+"""Default bound on the logits of a chunk. Larger chunks add fewer times to the weight's gradient."""
 _CHUNK_MULTIPLE = 128
 """Tokens per chunk are a multiple of this, the row tile of the matrix product."""
 _HIDDEN_SPLITS = 2
@@ -319,7 +319,7 @@ def _losses_and_logit_gradients(
 
 
 def _hidden_gradient(logit_gradients_CV: Tensor, weight_VD: Tensor, num_splits: int) -> Tensor:
-    """[C, D]: gradients of the logits times the weight, the sum over the vocabulary in equal parts side by side."""
+    """[C, D]: gradients of the logits times the weight, summed over equal parts of the vocabulary in parallel."""
     V = len(weight_VD)
     # The parts must start at 16-byte boundaries.
     if num_splits == 1 or V % (8 * num_splits) or not weight_VD.is_contiguous():

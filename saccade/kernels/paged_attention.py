@@ -162,9 +162,9 @@ def _attend_gathered(
             for pages, scales in ((key_pages_NGPK, key_scales_NGP), (value_pages_NGPK, value_scales_NGP))
         )
         # Slots after a request's last token may hold NaN, and 0 * NaN is NaN.
-        strangers = (~is_own).nonzero(as_tuple=True)
+        others = (~is_own).nonzero(as_tuple=True)
         for x in (k, v):
-            x[strangers[0], :, strangers[1]] = 0.0
+            x[others[0], :, others[1]] = 0.0
         rows = cu_seqlens_q[:-1][answering].long()
         # Query heads that share keys become tokens: keys are then read once.
         q = q_THK[rows].view(len(rows), k.shape[1], -1, q_THK.shape[2])
@@ -567,7 +567,7 @@ class Schedule:
     """Grid and tiles of one launch. They depend on shapes and bounds, never on lengths."""
 
     block_m: int
-    """Rows (query token, head) of a program; the matrix unit wants at least 16."""
+    """Rows (query token, head) of a program; tensor cores need at least 16."""
     block_n: int
     """Keys per step."""
     num_warps: int
@@ -609,7 +609,7 @@ _PREFILL_TILES = {
     (256, 4): (16, 8, 2),
 }
 _DECODE_PROGRAMS_PER_SM = 4
-"""Decode splits to at most this many programs, which run at once: one more would run alone at the end. H200, n64 w2 st3, bf16:
+"""Decode splits to at most this many programs, which run concurrently: one more would run alone at the end. H200, n64 w2 st3, bf16:
 64 x 2048 in 65.3 us with 1 per multiprocessor, 44.4 with 2, 42.9 with 4, 46.0 with 8."""
 _PREFILL_PROGRAMS_PER_SM = 1
 _MAX_SPLITS = 256

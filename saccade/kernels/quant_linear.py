@@ -506,7 +506,7 @@ class Tiles:
     """Splits of the inputs are added until the GPU has this many programs."""
 
 
-# Up to so many tokens -> tiles. Measured on an H200 at the 3B shapes, CUDA-graph replays with cold weights (tune_serving.py,
+# Maximum number of tokens -> tiles. Measured on an H200 at the 3B shapes, CUDA-graph replays with cold weights (tune_serving.py,
 # 2026-11-15), at 1 / 16 / 64 tokens in us: int8 down (2048 x 11008) 9.6 / 10.3 / 15.6, gate and up (22016 x 2048) 14.6 / 15.3 / 16.5;
 # fp8 10.3 / 10.8 / 14.9 and 14.6 / 14.8 / 16.4; torch in bf16 17.0 / 17.6 / 17.5 and 27.1 / 26.8 / 28.9.
 # 17-32 tokens, and from 128 on: not measured.
@@ -529,7 +529,7 @@ _W4A16_FP32_TILES = Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_
 _MIN_STEPS = 4
 """Steps along the inputs that are worth a split of their own."""
 _LIBRARY_FROM_TOKENS = {torch.int8: 2**62, torch.float8_e4m3fn: 128, torch.int32: 256}
-"""By the weight's dtype (int32: 4 bits): from so many tokens on, torch's own matmul (after unpacking 4 bits) comes first.
+"""By the weight's dtype (int32: 4 bits): number of tokens from which torch's matmul (after unpacking 4 bits) is preferred.
 int8 stays with ours: torch's writes int32 sums, 6 more bytes per output."""
 
 

@@ -234,7 +234,7 @@ class Tiles(NamedTuple):
     """Inputs per step, of 16 bits; half as many of 32. At 256 or more per warp each thread owns the same inputs of every tile."""
     num_warps: int
     depth: int
-    """Tiles of W under way at once, in registers."""
+    """Tiles of W in flight, in registers."""
 
 
 # (more than 4096 inputs, more than 8192 outputs) -> tiles. H200, bf16, one token, fused, against the parts with torch's product:

@@ -41,7 +41,7 @@ PROCESSOR_FILES = (
 """Files copied along with the weights from one checkpoint folder to another."""
 
 _MAPPED_BYTES = 64 * 2**20
-"""A file is mapped again after so many bytes: pages of a mapping count as memory of the process until it is closed."""
+"""Files are remapped after this many bytes: mapped pages count as memory of the process until the mapping is closed."""
 
 
 class StoredTensor(NamedTuple):

@@ -92,7 +92,7 @@ def test_a_cold_draw_or_a_single_candidate_is_greedy(model, prompts):
         assert generate(model, prompts, max_new_tokens=6, sampling=sampling) == greedy
 
 
-def test_draws_follow_the_probabilities(model, folder):
+def test_samples_follow_the_probabilities(model, folder):
     """4000 first tokens of one prompt against the softmax of its logits; 40 of them through `generate`."""
     inputs = Processor.load(folder)([CONVERSATIONS["text-only"]], add_generation_prompt=True)
     logits = model(inputs)[-1]

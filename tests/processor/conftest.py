@@ -1,4 +1,4 @@
-"""One tiny checkpoint with a byte tokenizer, and a tokenizer that merges, shared by all tests of the room."""
+"""One tiny checkpoint with a byte tokenizer, and a tokenizer that merges, shared by all tests of the package."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Conversations to tokens: users' words stay words, the assistant's words are learned, malformed messages are named."""
+"""Conversations to tokens: user text stays text, assistant turns are trained on, malformed messages are named."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def image_part(image=PICTURE):
 
 
 def control_names(processor, inputs):
-    """The names of the control tokens in a row, in order."""
+    """The names of the control tokens of model inputs, in order."""
     names = {token_id: name for name, token_id in processor.tokenizer.control_ids.items()}
     return [names[token_id] for token_id in inputs.token_ids.tolist() if token_id in names]
 
@@ -58,7 +58,7 @@ def whole_text(processor, inputs):
     return processor.tokenizer.decode(inputs.token_ids.tolist(), skip_special=False)
 
 
-def learned_text(processor, inputs):
+def trained_text(processor, inputs):
     return processor.tokenizer.decode(inputs.token_ids[inputs.loss_mask].tolist(), skip_special=False)
 
 
@@ -303,22 +303,22 @@ def test_what_cannot_be_continued_is_refused(processor):
 def test_the_assistants_words_and_the_end_of_its_turn_are_learned(processor):
     messages = [system("s"), user("one"), assistant("1"), user("two"), assistant("2 <|im_end|>\n"), user("bye")]
     inputs = processor.preprocess(messages)
-    assert learned_text(processor, inputs) == "1<|im_end|>2 <|im_end|>\n<|im_end|>"
+    assert trained_text(processor, inputs) == "1<|im_end|>2 <|im_end|>\n<|im_end|>"
     end = processor.tokenizer.control_id("<|im_end|>")
     learned_ids = inputs.token_ids[inputs.loss_mask].tolist()
     assert learned_ids.count(end) == 2, "the end of each turn is the control token, the spelled one is text"
 
 
-def test_an_assistant_turn_after_an_image_is_learned_alone(processor):
+def test_only_the_assistant_turn_after_an_image_is_trained_on(processor):
     inputs = processor.preprocess([user([image_part(), text_part("what?")]), assistant("red"), user("sure?")])
-    assert learned_text(processor, inputs) == "red<|im_end|>"
+    assert trained_text(processor, inputs) == "red<|im_end|>"
 
 
 def test_an_empty_answer_teaches_to_end_the_turn(processor):
-    assert learned_text(processor, processor.preprocess([user("shh"), assistant("")])) == "<|im_end|>"
+    assert trained_text(processor, processor.preprocess([user("shh"), assistant("")])) == "<|im_end|>"
 
 
-def test_nothing_is_learned_from_a_prompt(processor):
+def test_no_token_of_a_prompt_is_trained_on(processor):
     messages = [user("one"), assistant("1"), user("two")]
     assert not processor.preprocess(messages, add_generation_prompt=True).loss_mask.any()
     assert not processor.preprocess([user("one")]).loss_mask.any()
@@ -375,7 +375,7 @@ def test_a_template_that_rewrites_history_is_refused_for_training(processor):
     messages = [user("one"), assistant("1"), user("two"), assistant("2")]
     with pytest.raises(RequestError, match=r"messages\[1\]: the chat template rewrites earlier turns, .* End the conversation at this turn"):  # fmt: skip
         forgetful.preprocess(messages)
-    assert learned_text(processor, forgetful.preprocess(messages[:2])) == "1<|im_end|>"
+    assert trained_text(processor, forgetful.preprocess(messages[:2])) == "1<|im_end|>"
     assert forgetful.preprocess(messages[:3], add_generation_prompt=True).num_tokens > 0
 
 
@@ -467,7 +467,7 @@ def test_templates_know_the_checkpoints_tokens_and_json(checkpoint, tmp_path):
     assert loaded.render([user("é")], add_generation_prompt=False) == '<s>|</s>|{"role": "user", "content": "é"}|'
 
 
-def test_older_places_of_the_template_are_read(tmp_path):
+def test_older_files_of_the_template_are_read(tmp_path):
     with pytest.raises(CheckpointError, match=r"no chat_template.jinja. Copy it from the original model"):
         read_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
@@ -532,7 +532,7 @@ def test_older_places_of_the_template_are_read(tmp_path):
     ],
     ids=lambda value: repr(value)[:60] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_malformed_messages_are_refused_by_their_place(processor, messages, words):
+def test_malformed_messages_are_refused_with_their_path(processor, messages, words):
     with pytest.raises(RequestError) as caught:
         processor.preprocess(messages)
     assert words in str(caught.value)

@@ -1,4 +1,4 @@
-"""The packed row, and the processor that makes it from a checkpoint folder."""
+"""Packed model inputs, and the processor that makes them."""
 
 import dataclasses
 import io
@@ -110,7 +110,7 @@ def test_every_field_has_the_shape_and_type_it_promises(rows):
     assert len(packed.image_token_index) * 4 == len(packed.patches)
 
 
-def test_a_row_of_text_alone_has_no_patches(processor):
+def test_text_alone_has_no_patches(processor):
     row = processor.preprocess(ask("hi"))
     assert row.patches.shape == (0, 1176)
     assert row.image_grids.shape == (0, 3)
