@@ -1,11 +1,11 @@
-"""Does a model made here learn to see? A text model with a fresh vision tower, trained on captioned photos, tested with shuffled photos.
+"""Train a text model with a new vision tower on captioned photos; test it with matching and with shuffled photos.
 
     python -m bench.learn_captions --text SmolLM2-135M-Instruct.Q4_1.gguf --photos flickr8k/ --run runs/smol --steps 3000 --out captions.json
     python -m bench.learn_captions --score captions.json
 
 `photos` holds WebDataset tars train-*.tar, val-*.tar and test-*.tar with json `captions`. After training, the exported checkpoint with the
-lowest validation loss describes the test photos (greedy), once each its own photo and once another one's: what the model says better
-about its own photo it has seen in it. `--score` computes CIDEr of both with bootstrap intervals (needs pycocoevalcap).
+lowest validation loss captions the test photos (greedy), once with the right photo and once with another: the difference is what the
+model takes from the photo. `--score` computes CIDEr of both with bootstrap intervals (needs pycocoevalcap).
 """
 
 import argparse
@@ -46,7 +46,7 @@ PROMPT = TextRules().caption_prompt
 
 
 def recipe(run: Path, start: Path, photos: Path, steps: int, workers: int) -> TrainConfig:
-    """One stage; the fresh tower learns fast, the text model is nudged."""
+    """One stage: a high learning rate for the new vision tower, a low one for the text model."""
     return TrainConfig(
         run=run,
         model=InitialModelConfig(folder=start),
@@ -86,7 +86,7 @@ def ask(photo: bytes, answer: str | None = None) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def caption_losses(model: VLM, processor: Processor, pairs: list[tuple[bytes, str]]) -> list[float]:
-    """Loss per learned token of each (photo, caption)."""
+    """Loss per loss token of each (photo, caption)."""
     losses = []
     for begin in range(0, len(pairs), 64):
         for photo, caption in pairs[begin : begin + 64]:

@@ -1,4 +1,4 @@
-"""Does training learn? `recipes/tiny.toml` from random weights, then answers about pictures it has never seen.
+"""Train `recipes/tiny.toml` from random weights, then generate outputs for held-out images.
 
     python -m bench.learn_toy [--folder toy] [--threads 1] [--held-out 512] [--set stages.learn.steps=500]
 
@@ -27,11 +27,11 @@ NUM_TRAINED, FIRST_HELD_OUT = 12_000, 1_000_000
 
 
 def learn(folder: Path, num_held_out: int, overrides: list[str]) -> dict[str, float]:
-    """Make data and model in `folder`, train, ask; returns what `main` prints."""
+    """Create data and model in `folder`, train, evaluate; returns what `main` prints."""
     initialize_random(folder / "checkpoint", named_size("tiny"), dtype=torch.float32)
     write_toy_shards(folder / "toy", first=0, count=NUM_TRAINED)
     write_toy_shards(folder / "held-out", first=FIRST_HELD_OUT, count=num_held_out)
-    places = [
+    paths = [
         f"run={folder / 'run'}",
         f"model.folder={folder / 'checkpoint'}",
         f"stages.learn.data.sources=[{{path='{folder / 'toy'}'}}]",
@@ -40,7 +40,7 @@ def learn(folder: Path, num_held_out: int, overrides: list[str]) -> dict[str, fl
         "validation.every=1000000",  # only at the end
     ]
     began, began_cpu = time.perf_counter(), time.process_time()
-    train(load_config(TrainConfig, RECIPE, [*places, *overrides]), device="cpu")
+    train(load_config(TrainConfig, RECIPE, [*paths, *overrides]), device="cpu")
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
     lines = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["step"] == lines[-1]["step"]]
@@ -55,7 +55,7 @@ def learn(folder: Path, num_held_out: int, overrides: list[str]) -> dict[str, fl
 
 
 def main() -> None:
-    """Learn, and print one line of JSON."""
+    """Train, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="kept; a temporary one where not given")
     parser.add_argument("--threads", type=int, default=1)

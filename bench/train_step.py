@@ -2,10 +2,10 @@
 
     python -m bench.train_step [--workload uniform ragged] [--recompute none selective/none full] [--peers] [--out rows.json]
 
-`--recompute a` is for both towers, `a/b` for vision and decoder.
+`--recompute a` (activation checkpointing) is for both, `a/b` for vision tower and decoder.
 
 Workloads are those of `bench/workloads.py`; random weights, bf16 compute, fp32 masters (the peers train in pure bf16, which costs
-them less). Reported: the median of the steps after warm-up, tokens/s, MFU (tower included, 3 x forward, recomputation not counted) and
+them less). Reported: the median of the steps after warm-up, tokens/s, MFU (vision tower included, 3 x forward, activation checkpointing not counted) and
 peak memory. For ragged batches the time is the mean over the batches.
 """
 
@@ -40,7 +40,7 @@ Record = dict[str, Any]
 
 
 def random_model(config: ModelConfig) -> VLM:
-    """The shape with random weights, made on the GPU."""
+    """The model with random weights, initialized on the GPU."""
     with torch.device("meta"):
         model = VLM(config)
     model = model.to(torch.bfloat16).to_empty(device="cuda")
@@ -57,7 +57,7 @@ def random_model(config: ModelConfig) -> VLM:
 
 
 def extents(name: str) -> tuple[Recompute, Recompute]:
-    """What is recomputed of the tower and of the decoder: `selective`, or `full/none`."""
+    """Activation checkpointing of vision tower and decoder: `selective`, or `full/none`."""
     of_vision, _, of_language = name.partition("/")
     both = of_vision, of_language or of_vision
     for extent in both:
@@ -69,7 +69,7 @@ def extents(name: str) -> tuple[Recompute, Recompute]:
 
 
 def ours(config: ModelConfig, extent: str) -> Callable[[ModelInputs], None]:
-    """One step of the trainer's own parts."""
+    """One step with the trainer's components."""
     model = random_model(config)
     of_vision, of_language = extents(extent)
     recompute(model.vision.blocks, of_vision)
@@ -81,9 +81,9 @@ def ours(config: ModelConfig, extent: str) -> Callable[[ModelInputs], None]:
 
     def step(inputs: ModelInputs) -> None:
         labels = next_token_labels(inputs)
-        learned = count_labels(labels)
-        row = MicroBatch(inputs.to("cuda", non_blocking=True), labels.to("cuda", non_blocking=True), learned, [])
-        loss, _ = train_state.backward(row, torch.tensor(float(learned), device="cuda"), is_last_micro_batch=True)
+        count = count_labels(labels)
+        batch = MicroBatch(inputs.to("cuda", non_blocking=True), labels.to("cuda", non_blocking=True), count, [])
+        loss, _ = train_state.backward(batch, torch.tensor(float(count), device="cuda"), is_last_micro_batch=True)
         norm = train_state.grad_norm()
         loss_value, norm_value = torch.stack([loss, norm]).tolist()
         assert loss_value == loss_value, "the loss is not a number"
@@ -126,7 +126,7 @@ def transformers_step(config: ModelConfig, *, liger: bool) -> Callable[[ModelInp
 
 
 def padded(inputs: ModelInputs) -> dict[str, torch.Tensor]:
-    """The packed row as transformers takes it."""
+    """The packed sequence as a padded batch for transformers."""
     pieces = inputs.token_ids.split(inputs.cu_seqlens.diff().tolist())
     ids = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=0)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(p) for p in pieces], batch_first=True)

@@ -188,7 +188,7 @@ def encode(config: object) -> dict[str, Any]:
 
 
 def write_config(config: object, path: Path) -> None:
-    """Write the resolved config as TOML, so that a run can be read and repeated. The file is whole or as it was."""
+    """Write the resolved config as TOML, so that a run can be inspected and repeated. Atomic."""
     with atomic_write(path) as temporary:
         temporary.write_text("\n".join(_toml_lines(encode(config))) + "\n", encoding="utf-8")
 

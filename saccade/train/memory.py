@@ -357,14 +357,14 @@ def _sizes(named: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
 
 def _block_training(named: Mapping[str, Tensor], lora: LoraConfig | None) -> dict[str, BlockTraining]:
     """What is trained in and before every block. Parameters are in forward order: vision tower, projector, decoder."""
-    learned: dict[str, list[str]] = {_block_of(name): [] for name in named}
+    trained_names: dict[str, list[str]] = {_block_of(name): [] for name in named}
     for name, parameter in named.items():
         if parameter.requires_grad:
-            learned[_block_of(name)].append(name)
+            trained_names[_block_of(name)].append(name)
     drops = lora is not None and lora.dropout > 0.0
     found: dict[str, BlockTraining] = {}
     has_gradients = False
-    for block, names in learned.items():
+    for block, names in trained_names.items():
         has_gradients = has_gradients or bool(names)
         low_rank = [named[name] for name in names if name.endswith(".lora_A")]
         found[block] = BlockTraining(

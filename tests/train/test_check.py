@@ -70,7 +70,7 @@ def test_a_checkpoint_with_nan_or_inf_is_refused_before_the_first_step(recipe, t
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     config = read_recipe(recipe, f"model.folder={broken}")
     for run in (lambda: check_run(config, device="cpu"), lambda: train(config, device="cpu")):
-        with pytest.raises(CheckpointError, match=rf"broken: {name} has 1 values that are NaN or inf"):
+        with pytest.raises(CheckpointError, match=rf"broken: NaN or infinity in {name}"):
             run()
     assert torch.isfinite(tensors[name]).sum() == tensors[name].numel() - 1
     assert not (tmp_path / "run/state").exists() or not list((tmp_path / "run/state").iterdir())
