@@ -70,24 +70,27 @@ def states(folder: Path) -> list[SavedState]:
 def newest_state(folder: Path, world: World, *, verify: bool = False) -> SavedState | None:
     """The state to resume from, the same on every rank; None for a new run.
 
-    With `verify` the checksums are compared, each rank reading part of the files; a state that fails is announced and set aside.
+    With `verify` the checksums are compared, each rank reading part of the files; a damaged state is announced and set aside. If no
+    other state is left, that is an error: training from the beginning would discard the run's metrics.
     """
-    while (name := world.broadcast(_newest_name(folder) if world.is_main else None)) is not None:
-        path = folder / name
+    names: list[str] = world.broadcast(sorted(path.name for path in folder.glob("step-*")) if world.is_main else None)
+    while names:
+        path = folder / names.pop()
         found = world.gather(_defect(path, rank=world.rank, num_ranks=world.size, with_checksums=verify))
         defects = [defect for defect in found if defect is not None]
         if not defects:
             return _read(path)
+        if not names:
+            raise CheckpointError(
+                f"{path} is damaged, or of an earlier version: {defects[0]}, and there is no other state. Remove it to train from "
+                "the beginning, or use another run folder: --set run=NAME"
+            )
         if world.is_main:
             rejected = path.rename(path.with_name(f"rejected-{path.name}"))
             logger.warning(
                 "%s is damaged: %s. It is kept as %s; using the state before it", path, defects[0], rejected.name
             )
     return None
-
-
-def _newest_name(folder: Path) -> str | None:
-    return max((path.name for path in folder.glob("step-*")), default=None)
 
 
 def _read(path: Path) -> SavedState:

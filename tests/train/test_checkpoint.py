@@ -114,6 +114,16 @@ def test_a_damaged_newest_state_is_announced_and_the_previous_one_is_used(tmp_pa
     assert names == ["rejected-step-00000008", "step-00000006", "step-00000008"]
 
 
+def test_a_damaged_only_state_does_not_restart_the_run(tmp_path, whole, folder, shards):
+    copy = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(copy / "state/step-00000006")
+    (copy / "state/step-00000008/complete.json").write_text('{"progress.json": 100}')
+    recipe = write_recipe(tmp_path / "recipe.toml", run=copy, checkpoint=folder, shards=shards)
+    with pytest.raises(CheckpointError, match=r"complete\.json cannot be read .* there is no other state\. Remove it"):
+        train(read_recipe(recipe, "stages.0.steps=8"), device="cpu")
+    assert losses(copy) == losses(whole)
+
+
 def test_a_state_of_another_model_is_refused(tmp_path, whole, folder, shards):
     copy = shutil.copytree(whole, tmp_path / "run")
     recipe = write_recipe(tmp_path / "recipe.toml", run=copy, checkpoint=folder, shards=shards)
