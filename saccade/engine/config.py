@@ -10,6 +10,7 @@ from saccade.errors import ConfigError
 KVFormat = Literal["model", "fp8", "int8"]
 
 _RENAMED = {
+    "max_step_patches": "max_encoder_patches",
     "memory_share": "gpu_memory_utilization",
     "image_pool_tokens": "encoder_cache_tokens",
     "image_cache": "encoder_cache",
@@ -33,22 +34,25 @@ class EngineConfig:
     """Maximum tokens of prompt and output together. None: the model's context length, or what the KV cache holds."""
     max_requests: int = 256
     """Maximum number of running requests."""
-    max_step_tokens: int = 8192
-    """Maximum tokens per step. Prompts are computed in chunks that fit; more gives throughput, less gives steadier token latency."""
-    max_step_patches: int = 32768
-    """Maximum patches encoded per step; a larger image is encoded alone."""
+    max_step_tokens: int = 4352
+    """Maximum tokens per step: 4096 of prompts, which is the largest CUDA graph, and one of each other request. Prompts are computed in chunks that fit; more gives throughput, less gives steadier token latency."""
+    max_encoder_patches: int = 8192
+    """Maximum patches per pass of the vision encoder; a larger image is encoded alone."""
     encoder_cache_tokens: int = 65536
     """Tokens of image features kept on the device."""
     encoder_cache: bool = True
     """Keep features of images that no request uses until their slots are needed."""
     prefix_cache: bool = True
     """Keep pages of ended requests for requests with the same prefix."""
-    target_step_ms: float | None = None
-    """Limit the prompt tokens of a step so that it takes about this long. None: no limit."""
-    max_draft_tokens: int = 0
+    target_step_ms: float | None = 12.0
+    """Limit the prompt tokens of a step while requests decode, so that it takes about this long, or three times as long as a step
+    without prompts if that is more. None: no limit."""
+    max_draft_tokens: int = 7
     """Prompt-lookup drafts per request and step, 0 to 16 (0: off). Output tokens do not change, steps may become fewer."""
     cuda_graphs: bool = True
-    """Capture steps and the vision encoder as CUDA graphs by size, after one eager run (decode) or four (with prompts)."""
+    """Run steps and the vision encoder as CUDA graphs, captured by size before the engine is ready."""
+    max_waiting_requests: int = 4096
+    """Requests that may wait for a slot; more are refused at once."""
     num_workers: int | None = None
     """Preprocessing worker processes. 0: preprocess in this process. None: by the number of cores."""
     processed_image_cache_bytes: int = 2 << 30
@@ -66,7 +70,14 @@ class EngineConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_requests", "max_step_tokens", "max_step_patches", "encoder_cache_tokens"):
+        for name in (
+            "page_size",
+            "max_requests",
+            "max_step_tokens",
+            "max_encoder_patches",
+            "encoder_cache_tokens",
+            "max_waiting_requests",
+        ):
             self._check_whole(name, least=1)
         for name in ("num_pages", "max_length"):
             if getattr(self, name) is not None:

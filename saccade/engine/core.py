@@ -1,44 +1,37 @@
-"""The engine loop: plan a step, launch it, process the output of the previous one. It handles tokens and images, never text.
+"""The engine loop: plan a step, launch it, process the result of the previous one. It handles tokens and images, never text.
 
-While the device computes a step, the host plans and launches the next one and only then reads the tokens of the first. A step with
-drafts is read at once, since the next drafts depend on its tokens.
+    AddRequest, EndRequest  ->  EngineCore  ->  RequestOutput
 
-When encoding or running fails, the failing request is isolated: the images, then the chunks, of the step are retried in halves until
-one is left. That request fails and its resources are freed; the others continue with the tokens they would have had. An image that
-could not be encoded is quarantined: later requests with it are refused.
+While the device computes a step, the host plans and launches the next one and only then reads the tokens of the first. A request with
+drafts in flight waits for its tokens; the others do not wait with it. A step with requests that have a grammar is sampled after the
+previous step is read: its masks are computed while its forward pass runs.
+
+Messages in and out are plain data, so that the core runs in a thread or in a process of its own (`core_client.py`).
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from typing import Any
 
 from saccade.engine.config import EngineConfig
+from saccade.engine.cuda_graphs import MAX_CHUNKS
 from saccade.engine.encoder_cache import EncoderCache
 from saccade.engine.pages import PagePool
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.prompt_lookup import PromptLookup
-from saccade.engine.request import Failure, Request, Stage, TokenLogprobs
-from saccade.engine.runner import Runner, StepHandle, StepTokens
-from saccade.engine.scheduler import Scheduler
+from saccade.engine.prompt_lookup import MAX_DRAFTING, PromptLookup
+from saccade.engine.request import Failure, FinishReason, Request, RequestOutput
+from saccade.engine.runner import DeviceError, Runner, StepForward, StepHandle, TokenMasks
+from saccade.engine.scheduler import Limits, Scheduler
+from saccade.engine.step import StepPlan, StepResult
 from saccade.engine.step_budget import StepBudget
-from saccade.engine.step_plan import Chunk, ImageToEncode, Limits, StepPlan
 from saccade.errors import RequestError
 
 logger = logging.getLogger(__name__)
-
-_MAX_QUARANTINED = 4096
-
-NON_FINITE_LOGITS = Failure(
-    "running",
-    "the model's logits are not finite (NaN or inf). Check the weights, or use dtype bf16 or fp32",
-    "non_finite_logits",
-)
 
 
 class EngineError(Exception):
@@ -46,25 +39,31 @@ class EngineError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update:
-    """Output of one step for one request. The last one has the finish reason."""
+class AddRequest:
+    """Message: serve a request."""
 
     request: Request
-    """Whose output it is."""
-    token_ids: Sequence[int] = ()
-    """New output tokens."""
-    logprobs: Sequence[TokenLogprobs] = ()
-    """Of these, if requested."""
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """Of prompt tokens computed in the step, if requested."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the request has ended."""
-        return self.request.finish_reason is not None
+    prompt: TokenPrompt
 
 
-OnUpdate = Callable[[Update], None]
+@dataclass(frozen=True, kw_only=True)
+class EndRequest:
+    """Message: end a request, cancelled or stopped by its text. No effect if it has ended."""
+
+    request_id: str
+    reason: FinishReason
+
+
+Message = AddRequest | EndRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreInfo:
+    """What clients of a core need to know of it."""
+
+    max_length: int
+    """Maximum tokens of prompt and output together."""
+    vocab_size: int
 
 
 @dataclass
@@ -81,268 +80,242 @@ class Statistics:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_failures: int = 0
+    num_late_captures: int = 0
+    """CUDA graphs captured while serving: each delays a step."""
+    num_eager_steps: int = 0
+    """Steps that ran without a CUDA graph on a GPU that uses them."""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_pages: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     """Requests by finish reason."""
 
 
-@dataclass(frozen=True, eq=False)
 class _InFlight:
-    plan: StepPlan
-    handles: list[StepHandle]
-    started_at: float
+    """A step between its launch and the reading of its result."""
+
+    __slots__ = ("forward", "handle", "plan", "started_at")
+
+    def __init__(self, plan: StepPlan, forward: StepForward, started_at: float) -> None:
+        self.plan, self.forward, self.started_at = plan, forward, started_at
+        self.handle: StepHandle | None = None
 
 
 class EngineCore:
-    """Requests in, updates out. Used by one thread."""
+    """Messages in, outputs out. Used by one thread."""
 
     def __init__(self, runner: Runner, *, clock: Callable[[], float] = time.perf_counter) -> None:
         config = runner.config
+        self.info = CoreInfo(max_length=runner.max_length, vocab_size=runner.model.config.language.vocab_size)
         self._runner, self._clock = runner, clock
+        self._max_waiting = config.max_waiting_requests
         self._lookup = PromptLookup() if config.max_draft_tokens else None
-        self._quarantine: OrderedDict[bytes, None] = OrderedDict()
         self.scheduler = Scheduler(
             limits_of(config, runner.max_length),
             PagePool(runner.cache.num_pages, config.page_size, keeps_prefixes=config.prefix_cache),
             EncoderCache(config.encoder_cache_tokens, keeps_unused=config.encoder_cache),
-            self._lookup.propose if self._lookup else None,
-            self._quarantine,
+            self._lookup,
         )
         self._step_budget = StepBudget(config.target_step_ms, config.max_step_tokens)
-        self._callbacks: dict[str, OnUpdate] = {}
-        self._num_reported: dict[str, int] = {}  # prompt tokens whose log-probabilities were reported, by request
+        self._grammar_states: dict[str, Any] = {}
+        self._deadlines: list[tuple[float, str, str]] = []  # a heap: time, request id, kind
         self._in_flight: _InFlight | None = None
         self._is_checked = True
         self._last_read_at = 0.0
-        self.statistics = Statistics()
+        self.statistics = Statistics(num_free_pages=self.scheduler.pages.num_free)
 
     @property
     def has_work(self) -> bool:
         """Whether a request is open or a step is in flight."""
         return self.scheduler.has_work or self._in_flight is not None
 
-    # -------------------------------------------------------------- add and end requests
+    # -------------------------------------------------------------- messages
 
-    def add(self, request: Request, prompt: TokenPrompt, seed: int, on_update: OnUpdate) -> None:
-        """Add a request; `step` calls `on_update` with its output. RequestError: it can never run."""
-        if request.num_prompt_tokens == 0:
-            raise RequestError("The prompt is empty; give it at least one token")
-        self._runner.register(request, prompt, seed)
-        try:
-            self.scheduler.add(request)
-        except BaseException:
-            self._runner.unregister(request)
-            raise
-        self._callbacks[request.id] = on_update
+    def handle(self, message: Message) -> list[RequestOutput]:
+        """Take a message; returns the last output of a request that ends by it."""
+        if isinstance(message, EndRequest):
+            output = self.scheduler.end(message.request_id, message.reason)
+            return self._finish([output] if output is not None else [])
+        return self._add(message.request, message.prompt)
+
+    def _add(self, request: Request, prompt: TokenPrompt) -> list[RequestOutput]:
         self._is_checked = False
+        try:
+            if self.scheduler.num_waiting >= self._max_waiting:
+                raise _RefusedError(Failure("waiting", "the engine's queue is full; try again later", "overloaded"))
+            self.scheduler.add(request)
+            self._runner.register(request, prompt)
+        except _RefusedError as refused:
+            failure = refused.failure
+        except RequestError as error:
+            failure = Failure("waiting", str(error), "invalid_request")
+        else:
+            self._set_deadlines(request)
+            return []
+        self._forget(request.id)
+        output = self.scheduler.end(request.id, "failed", failure)
+        return self._finish([output or RequestOutput(request_id=request.id, finish_reason="failed", failure=failure)])
 
-    def cancel(self, request_id: str) -> None:
-        """Cancel a request."""
-        self._end(request_id, self.scheduler.cancel)
+    def _set_deadlines(self, request: Request) -> None:
+        now = self._clock()
+        for kind, seconds in (("queue", request.queue_timeout_s), ("total", request.timeout_s)):
+            if seconds is not None:
+                heapq.heappush(self._deadlines, (now + seconds, request.id, kind))
 
-    def finish(self, request_id: str) -> None:
-        """End a request that is complete for a reason only its text shows."""
-        self._end(request_id, self.scheduler.finish)
-
-    def _end(self, request_id: str, end: Callable[[str], bool]) -> None:
-        request = self.scheduler.find(request_id)
-        if request is not None and end(request_id):
-            self._notify_end([request])
+    def _expire(self) -> list[RequestOutput]:
+        """End requests whose deadline has passed: in the queue, or in all."""
+        outputs = []
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            _, request_id, kind = heapq.heappop(self._deadlines)
+            state = self.scheduler.find(request_id)
+            if state is None or (kind == "queue" and (state.slot is not None or state.num_preemptions)):
+                continue
+            what = "did not start" if kind == "queue" else "was not complete"
+            failure = Failure(
+                "waiting" if kind == "queue" else "running", f"the request {what} within its time limit", "timeout"
+            )
+            output = self.scheduler.end(request_id, "failed", failure)
+            outputs += [output] if output is not None else []
+        return outputs
 
     # -------------------------------------------------------------- a step
 
-    def step(self) -> None:
-        """Plan and launch the next step, then process the output of the previous one."""
-        plan = self.scheduler.plan(self._step_budget.num_tokens())
+    def step(self) -> list[RequestOutput]:
+        """Plan and launch the next step, then process the previous one. Returns what is new of each request."""
+        try:
+            return self._finish([*self._expire(), *self._step()])
+        except DeviceError as error:
+            logger.exception("the device failed")
+            raise EngineError(str(error)) from error
+
+    def _step(self) -> list[RequestOutput]:
+        outputs = self.scheduler.finish_encoding(self._runner.finished_encodings())
+        plan = self.scheduler.plan(self._token_budget())
         previous, self._in_flight = self._in_flight, None
         if plan is not None:
             self._in_flight = self._launch(plan)
         if previous is not None:
-            self._process_output(previous)
-        if self._lookup is not None and self._in_flight is not None:
-            current, self._in_flight = self._in_flight, None
-            self._process_output(current)
+            outputs += self._process(previous)
+        elif plan is None:
+            outputs += self.scheduler.finish_encoding(self._runner.finished_encodings(waits=True))
+        if self._in_flight is not None and self._in_flight.handle is None:
+            self._in_flight.handle = self._runner.sample(self._in_flight.forward, self._masks(self._in_flight.plan))
+        return outputs
+
+    def _token_budget(self) -> int | None:
+        """Prompt tokens of the next step. While no request is decoding there is no gap between tokens to bound."""
+        if not self.scheduler.has_decoding():
+            return None
+        return self._step_budget.num_tokens(self.scheduler.num_uncomputed_prompt_tokens())
+
+    def _launch(self, plan: StepPlan) -> _InFlight:
+        launched = _InFlight(plan, self._runner.forward(plan), self._clock())
+        if not any(chunk.request_id in self._grammar_states for chunk in plan.chunks):
+            launched.handle = self._runner.sample(launched.forward)
+        self._count_plan(plan)
+        return launched
+
+    def _process(self, step: _InFlight) -> list[RequestOutput]:
+        assert step.handle is not None, "a step is sampled before the next one is planned"
+        result = step.handle.read()
+        outputs = self.scheduler.update(step.plan, result)
+        self._observe(step, result)
+        return outputs
+
+    def _observe(self, step: _InFlight, result: StepResult) -> None:
+        """Learn from a step: its time, measured from when the previous one was read, since the device was busy until then; its drafts;
+        the tokens that grammars advance by."""
+        now, previous = self._clock(), self._last_read_at
+        self._last_read_at = now
+        num_tokens = sum([chunk.num_tokens for chunk in step.plan.chunks])
+        num_decode = sum([chunk.num_tokens for chunk in step.plan.chunks if chunk.reads_last_token])
+        if num_tokens:
+            self._step_budget.observe((now - max(step.started_at, previous)) * 1e3, num_tokens - num_decode, num_decode)
+        for chunk, given in zip(step.plan.chunks, result.chunks, strict=True):
+            if chunk.drafts:
+                self.statistics.num_accepted_draft_tokens += max(0, len(given.token_ids) - 1)
+            if chunk.request_id in self._grammar_states and given.token_ids:
+                self._grammar_states[chunk.request_id].accept(given.token_ids)
+        if self._lookup is not None:
+            self._learn_drafts(self._lookup, step.plan, result)
+
+    def _learn_drafts(self, lookup: PromptLookup, plan: StepPlan, result: StepResult) -> None:
+        """Compare new tokens with those looked up, while few enough requests run for drafts to pay."""
+        if self.scheduler.num_running > MAX_DRAFTING:
+            lookup.pause()
+            return
+        for chunk, given in zip(plan.chunks, result.chunks, strict=True):
+            state = self.scheduler.find(chunk.request_id)
+            if state is not None:
+                lookup.observe(state, len(given.token_ids), len(chunk.drafts))
+
+    def _masks(self, plan: StepPlan) -> TokenMasks:
+        """Allowed next tokens of the step's requests with a grammar."""
+        return {}
+
+    # -------------------------------------------------------------- ends, counters, invariants
+
+    def fail_all(self, failure: Failure) -> list[RequestOutput]:
+        """End every open request as failed."""
+        self._in_flight = None
+        ended = [self.scheduler.end(request_id, "failed", failure) for request_id in self.scheduler.request_ids()]
+        return self._finish([output for output in ended if output is not None])
+
+    def _finish(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+        """Count outputs, and drop what is kept of requests that ended."""
+        statistics = self.statistics
+        for output in outputs:
+            statistics.num_output_tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+                statistics.num_failures += output.failure is not None
+                statistics.num_cached_tokens += output.num_cached_tokens
+                statistics.finished[output.finish_reason] = statistics.finished.get(output.finish_reason, 0) + 1
+        return list(outputs)
+
+    def _forget(self, request_id: str) -> None:
+        self._runner.unregister(request_id)
+        self._grammar_states.pop(request_id, None)
+        if self._lookup is not None:
+            self._lookup.forget(request_id)
+
+    def _count_plan(self, plan: StepPlan) -> None:
+        statistics, scheduler = self.statistics, self.scheduler
+        statistics.num_steps += 1
+        statistics.num_images_encoded += len(plan.images)
+        statistics.num_preemptions = scheduler.num_preemptions
+        statistics.num_running, statistics.num_waiting = scheduler.num_running, scheduler.num_waiting
+        statistics.num_free_pages = scheduler.pages.num_free
+        statistics.num_late_captures, statistics.num_eager_steps = self._runner.graph_counters()
+        for chunk in plan.chunks:
+            statistics.num_draft_tokens += len(chunk.drafts)
+            if not chunk.reads_last_token:
+                statistics.num_prompt_tokens += chunk.num_tokens
+
+    def close(self) -> None:
+        """Free the device memory. The core cannot be used any more."""
+        self._in_flight = None
+        self._runner.close()
 
     @property
     def wants_check(self) -> bool:
-        """Whether the engine is idle and has not checked its invariants since it had work."""
+        """Whether the core is idle and has not checked its invariants since it was busy."""
         return not self.has_work and not self._is_checked
 
     def check(self) -> None:
-        """Check the invariants: nothing is leaked or owned twice."""
+        """Check the invariants: nothing is lost or owned twice."""
         if self.scheduler.has_work:
             self.scheduler.check()
         else:
             assert self.scheduler.is_idle_clean(), "no request is open, but pages are owned"
-        assert self.scheduler.has_work or self._runner.num_registered == 0, "no request is open, but prompts are kept"
+            assert self._runner.num_registered == 0, "no request is open, but inputs are kept"
         self._is_checked = True
 
-    # -------------------------------------------------------------- launch a step, and isolate what fails
 
-    def _launch(self, plan: StepPlan) -> _InFlight:
-        started_at = self._clock()
-        # Callbacks come after encoding: the inputs of a failed request may be needed for images it shares with others.
-        self._notify_end(self._copy_pages(plan, plan.page_copies) + self._encode(plan, plan.images))
-        handles = self._run([chunk for chunk in plan.chunks if chunk.request.finish_reason is None], plan.started)
-        self._count(plan)
-        return _InFlight(plan, handles, started_at)
-
-    def _copy_pages(self, plan: StepPlan, copies: Sequence[tuple[int, int]]) -> list[Request]:
-        """Copy pages; returns the requests that failed."""
-        try:
-            self._runner.copy_pages(copies)
-        except Exception as error:
-            self._check_alive(error)
-            if len(copies) > 1:
-                return [request for pair in copies for request in self._copy_pages(plan, [pair])]
-            [(_, target)] = copies
-            requests = [chunk.request for chunk in plan.chunks if target in chunk.pages]
-            return [request for request in requests if self._fail("running", request, error)]
-        return []
-
-    def _encode(self, plan: StepPlan, images: Sequence[ImageToEncode]) -> list[Request]:
-        """Encode images; returns the requests that failed."""
-        if not images:
-            return []
-        try:
-            self._runner.encode(images)
-        except Exception as error:
-            self._check_alive(error)
-            if len(images) > 1:
-                halves = (images[: len(images) // 2], images[len(images) // 2 :])
-                return [request for half in halves for request in self._encode(plan, half)]
-            if not isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
-                self._quarantine_image(images[0].span.key)
-            failure = self._failure("encoding", images[0].request, error)
-            return self.scheduler.fail_image(plan, images[0].key, failure)
-        return []
-
-    def _run(self, chunks: Sequence[Chunk], started: Sequence[Request]) -> list[StepHandle]:
-        if not chunks:
-            return []
-        try:
-            return [self._runner.run(chunks, started)]
-        except Exception as error:
-            self._check_alive(error)
-            if len(chunks) > 1:
-                halves = (chunks[: len(chunks) // 2], chunks[len(chunks) // 2 :])
-                return [handle for half in halves for handle in self._run(half, started)]
-            if self._fail("running", chunks[0].request, error):
-                self._notify_end([chunks[0].request])
-            return []
-
-    def _fail(self, stage: Stage, request: Request, error: Exception) -> bool:
-        return self.scheduler.fail(request, self._failure(stage, request, error))
-
-    def _failure(self, stage: Stage, request: Request, error: Exception) -> Failure:
-        """The failure shown to the user. The exception text goes to the log only: it may contain other users' data."""
-        self.statistics.num_failures += 1
-        logger.warning("request %s failed while %s: %r", request.id, stage, error, exc_info=error)
-        if isinstance(error, RequestError):
-            return Failure(stage, str(error), "invalid_request")
-        return Failure(stage, f"the request failed while {stage}; other requests are not affected")
-
-    def _quarantine_image(self, key: bytes) -> None:
-        self._quarantine[key] = None
-        while len(self._quarantine) > _MAX_QUARANTINED:
-            self._quarantine.popitem(last=False)
-
-    def _check_alive(self, error: Exception) -> None:
-        """Isolating a request makes sense only while the device works."""
-        if not self._runner.is_alive():
-            self.fail_all(Failure("running", "the device failed; restart the engine", "engine_stopped"))
-            raise EngineError(f"the device failed: {error}") from error
-
-    def fail_all(self, failure: Failure) -> None:
-        """Fail every open request."""
-        self._in_flight = None
-        self._notify_end([request for request in self.scheduler.requests() if self.scheduler.fail(request, failure)])
-
-    # -------------------------------------------------------------- process the output of a step
-
-    def _process_output(self, step: _InFlight) -> None:
-        plan, outputs = step.plan, [self._read(handle) for handle in step.handles]
-        sampled: dict[str, Sequence[int]] = {}
-        for output in outputs:
-            sampled.update(output.token_ids)
-            for request in output.non_finite:
-                if self.scheduler.fail(request, NON_FINITE_LOGITS):
-                    self.statistics.num_failures += 1
-                    logger.warning("request %s failed: its logits are not finite", request.id)
-                    self._notify_end([request])
-        chunks = [chunk for chunk in plan.chunks if chunk.request.finish_reason is None]
-        num_known = [len(chunk.request.token_ids) for chunk in chunks]
-        self.scheduler.update(plan, sampled)
-        for chunk, first in zip(chunks, num_known, strict=True):
-            self._notify(chunk, first, outputs)
-        self._observe_time(plan, step.started_at)
-
-    def _read(self, handle: StepHandle) -> StepTokens:
-        try:
-            return handle.read()
-        except Exception as error:
-            self._check_alive(error)
-            raise
-
-    def _observe_time(self, plan: StepPlan, started_at: float) -> None:
-        """A step is timed from when the previous one was read: until then the device was busy with that one."""
-        now, previous = self._clock(), self._last_read_at
-        self._last_read_at = now
-        if not plan.images:  # encoding time says nothing about tokens
-            num_decode = sum([chunk.num_tokens for chunk in plan.chunks if _is_decode(chunk)])
-            num_prompt = sum([chunk.num_tokens for chunk in plan.chunks]) - num_decode
-            self._step_budget.observe((now - max(started_at, previous)) * 1e3, num_prompt, num_decode)
-
-    def _notify(self, chunk: Chunk, num_known: int, outputs: Sequence[StepTokens]) -> None:
-        """Call back with the output of a chunk, whose request had `num_known` tokens before."""
-        request = chunk.request
-        token_ids = request.token_ids[num_known:]
-        self.statistics.num_output_tokens += len(token_ids)
-        if chunk.drafts and self._lookup is not None:
-            num_accepted = max(0, len(token_ids) - 1)
-            self.statistics.num_accepted_draft_tokens += num_accepted
-            self._lookup.observe(request, len(chunk.drafts), num_accepted)
-        logprobs = _of(request, [output.logprobs for output in outputs])[: len(token_ids)]
-        prompt_logprobs = self._unreported(chunk, _of(request, [output.prompt_logprobs for output in outputs]))
-        if token_ids or prompt_logprobs or request.finish_reason is not None:
-            update = Update(request=request, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-            self._callbacks[request.id](update)
-        if request.finish_reason is not None:
-            self._forget(request)
-
-    def _unreported(self, chunk: Chunk, prompt_logprobs: list[TokenLogprobs]) -> list[TokenLogprobs]:
-        """Those of tokens not reported yet: a preempted request computes its prompt again."""
-        first = chunk.start + 1
-        num_reported = self._num_reported.get(chunk.request.id, 1)
-        if not prompt_logprobs or first + len(prompt_logprobs) <= num_reported:
-            return []
-        self._num_reported[chunk.request.id] = first + len(prompt_logprobs)
-        return prompt_logprobs[num_reported - first :]
-
-    def _notify_end(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self._callbacks[request.id](Update(request=request))
-            self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        del self._callbacks[request.id]
-        self._num_reported.pop(request.id, None)
-        self._runner.unregister(request)
-        if self._lookup is not None:
-            self._lookup.forget(request)
-        finished, reason = self.statistics.finished, str(request.finish_reason)
-        finished[reason] = finished.get(reason, 0) + 1
-
-    def _count(self, plan: StepPlan) -> None:
-        statistics = self.statistics
-        statistics.num_steps += 1
-        statistics.num_images_encoded += len(plan.images)
-        statistics.num_preemptions += len(plan.preempted)
-        started = [request for request in plan.started if not request.num_preemptions]
-        statistics.num_cached_tokens += sum(request.num_cached_tokens for request in started)
-        for chunk in plan.chunks:
-            statistics.num_draft_tokens += len(chunk.drafts)
-            if not _is_decode(chunk):
-                statistics.num_prompt_tokens += chunk.num_tokens
+class _RefusedError(Exception):
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 def limits_of(config: EngineConfig, max_length: int) -> Limits:
@@ -350,16 +323,8 @@ def limits_of(config: EngineConfig, max_length: int) -> Limits:
     return Limits(
         max_requests=config.max_requests,
         max_step_tokens=config.max_step_tokens,
-        max_step_patches=config.max_step_patches,
+        max_step_chunks=MAX_CHUNKS,
+        max_encoder_patches=config.max_encoder_patches,
         max_length=max_length,
         max_draft_tokens=config.max_draft_tokens,
     )
-
-
-def _is_decode(chunk: Chunk) -> bool:
-    """Whether the chunk computes output tokens, not prompt tokens."""
-    return chunk.start >= chunk.request.num_prompt_tokens
-
-
-def _of(request: Request, found: Sequence[dict[str, list[TokenLogprobs]]]) -> list[TokenLogprobs]:
-    return [entry for part in found for entry in part.get(request.id, ())]

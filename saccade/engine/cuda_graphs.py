@@ -1,138 +1,185 @@
-"""CUDA graphs of forward passes, captured lazily by size: one launch instead of hundreds.
+"""CUDA graphs of forward passes by size: one launch instead of hundreds.
 
-A step is rounded up to one of a few sizes. A size is captured once it has occurred often enough for the capture to pay; the first
-run is eager and compiles every kernel. Nothing is captured at start-up. Capturing a whole model takes 100 ms, during which the GPU
-runs out of work, and saves a few to twenty milliseconds per step.
+A step is rounded up to one of a declared set of sizes, all of which are captured before the engine reports ready; capturing takes about
+25 ms each for a whole model. A size outside the set (a longer context than usual, say) is captured when it first occurs, which
+delays that step and is counted. When the memory for graphs is used up, the least recently used of those is dropped.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from saccade.log import log_once
+
 logger = logging.getLogger(__name__)
 
-_TOKENS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-"""Token counts of captured steps with prompts. Larger steps keep the GPU busy long enough for the host to launch them."""
-_REQUESTS = (4, 16, 64, 256, 1024)
-_MIN_CONTEXT = 1024
-_MAX_GRAPHS = 128
+PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
+"""Prefill tokens of captured steps. Larger steps keep the GPU busy long enough for the host to launch them."""
+MAX_CHUNKS = 32
+"""Prefill requests of a step. All captured steps with prefill have room for so many: one without tokens costs next to nothing."""
+_MIXED_DECODE = (0, 16, 32, 64, 128, 256)
+"""Decode requests of captured steps with prefill."""
+_CONTEXTS = (2048, 8192, 32768)
+"""Context lengths of steps captured at start, of which those with prefill take the second at least; longer ones follow times four."""
+_MAX_LATE_GRAPHS = 64
+"""Graphs captured after start."""
 
 Size = TypeVar("Size", bound=Hashable)
 
 
 class StepSize(NamedTuple):
-    """Size of a captured step. `max_context` is the maximum context length."""
+    """Size of a captured step: decode requests of one token each, then prefill tokens of several requests."""
 
-    num_tokens: int
-    num_requests: int
-    num_samples: int
+    num_decode: int
+    num_prefill_tokens: int
+    num_prefill_requests: int
+    num_prefill_samples: int
+    """Tokens sampled after prefill tokens; every decode token samples."""
     max_context: int
+    """Maximum context length."""
 
     @property
-    def is_decode(self) -> bool:
-        """Whether every request computes one token and samples after it."""
-        return self.num_tokens == self.num_requests
+    def num_tokens(self) -> int:
+        """Tokens computed."""
+        return self.num_decode + self.num_prefill_tokens
 
     @property
-    def num_eager_runs_before_capture(self) -> int:
-        """Decode sizes occur again at once; a mix of prompts and decode may never."""
-        return 1 if self.is_decode else 4
+    def num_requests(self) -> int:
+        """Requests computed."""
+        return self.num_decode + self.num_prefill_requests
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens sampled."""
+        return self.num_decode + self.num_prefill_samples
 
 
-def decode_size(num_requests: int, max_context: int, max_length: int) -> StepSize:
-    """The captured size for a decode step of this many requests."""
-    if num_requests <= 8:
-        rounded = 1 << (num_requests - 1).bit_length()
-    elif num_requests <= 64:
-        rounded = -(-num_requests // 8) * 8
-    else:
-        rounded = -(-num_requests // 32) * 32
-    return StepSize(rounded, rounded, rounded, _context_bound(max_context, max_length))
-
-
-def mixed_size(
-    num_tokens: int, num_requests: int, num_samples: int, max_samples: int, max_context: int, max_length: int
+def step_size(
+    *, num_decode: int, num_tokens: int, num_chunks: int, num_samples: int, max_context: int, max_length: int
 ) -> StepSize | None:
-    """The captured size for a step with prompts or drafts. None: too large to be worth a graph.
-
-    No step samples more than `max_samples` tokens.
-    """
-    if num_tokens > _TOKENS[-1] or num_requests > _REQUESTS[-1]:
+    """The captured size for a step of this many decode requests and prefill tokens, chunks and samples. None: it runs eagerly."""
+    if num_chunks == 0:
+        return StepSize(_round_decode(num_decode), 0, 0, 0, _round_context(max_context, max_length))
+    if num_tokens > PREFILL_TOKENS[-1] or num_chunks > MAX_CHUNKS or num_decode > _MIXED_DECODE[-1]:
         return None
-    tokens = _TOKENS[bisect_left(_TOKENS, num_tokens)]
-    requests = _REQUESTS[bisect_left(_REQUESTS, num_requests)]
-    samples = requests
-    while samples < num_samples:
-        samples *= 2
-    # One token more than requests at least, to differ from a decode step.
-    tokens = max(tokens, requests + 1)
-    return StepSize(tokens, requests, min(samples, tokens, max_samples), _context_bound(max_context, max_length))
+    tokens = PREFILL_TOKENS[bisect_left(PREFILL_TOKENS, num_tokens)]
+    samples = MAX_CHUNKS if num_samples <= MAX_CHUNKS else 1 << (num_samples - 1).bit_length()
+    decode = _MIXED_DECODE[bisect_left(_MIXED_DECODE, num_decode)]
+    return StepSize(decode, tokens, MAX_CHUNKS, samples, _round_context(max(max_context, _CONTEXTS[1]), max_length))
 
 
-def largest_size(max_tokens: int, max_requests: int, max_draft_tokens: int) -> tuple[int, int, int]:
-    """Tokens, requests and sampled tokens of the largest step, rounded up."""
-    requests = decode_size(max_requests, 1, 1).num_requests
-    if max_requests <= _REQUESTS[-1]:
-        requests = max(requests, _REQUESTS[bisect_left(_REQUESTS, max_requests)])
-    tokens = max(max_tokens, _TOKENS[-1], requests + 1)
-    return tokens, requests, min(tokens, requests * (1 + max_draft_tokens))
+def declared_sizes(max_requests: int, max_length: int) -> Iterator[StepSize]:
+    """Sizes captured before the engine is ready: decode of any number of requests, alone and beside prefill."""
+    contexts = sorted(
+        {_round_context(context, max_length) for context in _CONTEXTS if context <= max(max_length, _CONTEXTS[0])}
+    )
+    decode = sorted({_round_decode(n) for n in range(1, max_requests + 1)})
+    for context in contexts:
+        yield from (StepSize(n, 0, 0, 0, context) for n in decode)
+    context = _round_context(_CONTEXTS[1], max_length)
+    for num_decode in _MIXED_DECODE[: bisect_left(_MIXED_DECODE, max_requests) + 1]:
+        for tokens in PREFILL_TOKENS:
+            if 4 * tokens >= num_decode:
+                yield StepSize(num_decode, tokens, MAX_CHUNKS, MAX_CHUNKS, context)
 
 
-def _context_bound(max_context: int, max_length: int) -> int:
-    bound = _MIN_CONTEXT
+def _round_decode(num_requests: int) -> int:
+    if num_requests <= 8:
+        return 1 << (num_requests - 1).bit_length()
+    step = 8 if num_requests <= 64 else 32
+    return -(-num_requests // step) * step
+
+
+def _round_context(max_context: int, max_length: int) -> int:
+    bound = _CONTEXTS[0]
     while bound < max_context:
         bound *= 4
     return min(bound, max(max_length, max_context))
 
 
+def largest_step(max_tokens: int, max_requests: int, max_draft_tokens: int) -> tuple[int, int, int]:
+    """Tokens, requests and sampled tokens of the largest step, rounded up."""
+    decode = max(
+        _round_decode(max_requests),
+        _MIXED_DECODE[min(bisect_left(_MIXED_DECODE, max_requests), len(_MIXED_DECODE) - 1)],
+    )
+    tokens = max(max_tokens, PREFILL_TOKENS[-1]) + decode
+    requests = decode + max(MAX_CHUNKS, max_requests)
+    return tokens, requests, min(tokens, requests + MAX_CHUNKS * max_draft_tokens)
+
+
 class CudaGraphs(Generic[Size]):
     """CUDA graphs of one forward function, by size. All run on one stream and share their memory."""
 
-    def __init__(
-        self, forward: Callable[[Size], Tensor], num_eager_runs_before_capture: Callable[[Size], int] = lambda _: 1
-    ) -> None:
+    def __init__(self, forward: Callable[[Size], Tensor]) -> None:
         """`forward` queues the work of a size on the current stream and returns its output."""
-        self._forward, self._num_eager_runs_before_capture = forward, num_eager_runs_before_capture
-        self._num_runs: Counter[Size] = Counter()
-        self._captured: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._forward = forward
+        self._declared: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._late: OrderedDict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = OrderedDict()
         self._failed: set[Size] = set()
         self._pool: Any = None
+        self.num_late_captures = 0
+        """Graphs captured while serving."""
+        self.num_eager_runs = 0
+        """Runs of sizes that could not be captured."""
 
     @property
     def num_captured(self) -> int:
         """Sizes captured so far."""
-        return len(self._captured)
+        return len(self._declared) + len(self._late)
+
+    def capture(self, sizes: Iterable[Size]) -> None:
+        """Capture sizes before serving. Capturing runs nothing, so the input buffers may hold anything."""
+        for size in sizes:
+            captured = self._try_capture(size)
+            if captured is not None:
+                self._declared[size] = captured
 
     def run(self, size: Size) -> Tensor:
         """Run the forward on the contents of its input buffers. The output is overwritten by the next run."""
-        if size not in self._captured:
-            is_due = self._num_runs[size] >= max(1, self._num_eager_runs_before_capture(size))
-            is_wanted = is_due and size not in self._failed and len(self._captured) < _MAX_GRAPHS
-            self._num_runs[size] += 1
-            if not (is_wanted and self._try_capture(size)):
-                return self._forward(size)
-        graph, out = self._captured[size]
+        captured = self._declared.get(size) or self._find_late(size)
+        if captured is None:
+            self.num_eager_runs += 1
+            return self._forward(size)
+        graph, out = captured
         graph.replay()
         return out
 
-    def _try_capture(self, size: Size) -> bool:
-        """False: the capture failed (out of memory, say), and the size runs eagerly from then on."""
+    def _find_late(self, size: Size) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+        if size in self._late:
+            self._late.move_to_end(size)
+            return self._late[size]
+        if size in self._failed:
+            return None
+        self._forward(size)  # compiles its kernels; what it computes is computed again by the graph
+        captured = self._try_capture(size)
+        if captured is not None:
+            self.num_late_captures += 1
+            self._late[size] = captured
+            if len(self._late) > _MAX_LATE_GRAPHS:
+                log_once(
+                    "engine", "more step sizes than CUDA graphs: the least recently used is dropped", logging.WARNING
+                )
+                self._late.popitem(last=False)
+        return captured
+
+    def _try_capture(self, size: Size) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+        """None: the capture failed (out of memory, say), and the size runs eagerly from then on."""
         try:
-            self._capture(size)
+            return self._capture(size)
         except RuntimeError as error:
             logger.warning("CUDA graph capture of %s failed, it runs eagerly: %r", size, error)
             self._failed.add(size)
-            return False
-        return True
+            return None
 
-    def _capture(self, size: Size) -> None:
+    def _capture(self, size: Size) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -142,4 +189,4 @@ class CudaGraphs(Generic[Size]):
             out = self._forward(size)
         finally:
             graph.capture_end()
-        self._captured[size] = graph, out
+        return graph, out

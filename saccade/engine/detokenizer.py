@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from saccade.engine.request import Completion, Request, SamplingParams, TokenLogprobs
+from saccade.engine.request import Completion, RequestOutput, SamplingParams, TokenLogprobs
 from saccade.processor.text_stream import TextStream
 
 
@@ -65,24 +65,25 @@ class Detokenizer:
 
     def completion(
         self,
-        request: Request,
+        last: RequestOutput,
         *,
+        num_prompt_tokens: int,
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs | None] | None = None,
     ) -> Completion:
-        """The completion of an ended request. Log-probabilities of dropped tokens are cut off."""
+        """The completion of a request whose last output this is. Log-probabilities of dropped tokens are cut off."""
         self.finish()
-        reason = "stop" if self.is_stopped else request.finish_reason
-        assert reason is not None, f"request {request.id} has not ended"
+        reason = "stop" if self.is_stopped else last.finish_reason
+        assert reason is not None, f"request {last.request_id} has not ended"
         return Completion(
             text=self.text,
             token_ids=list(self.token_ids),
             finish_reason=reason,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached_tokens=last.num_cached_tokens,
             logprobs=None if logprobs is None else logprobs[: len(self.token_ids)],
             prompt_logprobs=prompt_logprobs,
-            failure=None if self.is_stopped else request.failure,
+            failure=None if self.is_stopped else last.failure,
         )
 
     def _push(self, token_ids: Sequence[int]) -> str:

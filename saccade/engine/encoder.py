@@ -41,10 +41,10 @@ _CPU_PATCHES = 2048
 
 
 def patch_budgets(max_patches: int, patches_per_token: int) -> tuple[int, ...]:
-    """Patch budgets to capture: 64 tokens apart, then four per doubling, so that padding is a fifth at most."""
+    """Patch budgets to capture: 64 tokens apart, then eight per doubling, so that padding is an eighth at most."""
     tokens, budgets = _SMALLEST_BUDGET, [_SMALLEST_BUDGET]
     while tokens < _LARGEST_BUDGET and tokens * patches_per_token < max_patches:
-        tokens += max(_SMALLEST_BUDGET, 1 << (tokens.bit_length() - 1) >> 2)
+        tokens += max(_SMALLEST_BUDGET, 1 << (tokens.bit_length() - 1) >> 3)
         budgets.append(tokens)
     return tuple(tokens * patches_per_token for tokens in budgets)
 
@@ -103,10 +103,20 @@ class Encoder:
             if self._device.type == "cuda":
                 self._graphs = CudaGraphs(self._forward)
 
+    def warm_up(self) -> None:
+        """Capture all budgets, on the current stream."""
+        if self._graphs is not None:
+            self._graphs.capture(self._budgets)
+
     @property
     def num_captured(self) -> int:
         """Budgets captured so far."""
         return 0 if self._graphs is None else self._graphs.num_captured
+
+    @property
+    def num_late_captures(self) -> int:
+        """Budgets captured while serving."""
+        return 0 if self._graphs is None else self._graphs.num_late_captures
 
     @torch.inference_mode()
     def encode(self, images: Sequence[PromptImage]) -> Tensor:

@@ -1,8 +1,8 @@
 """Allocation of image features on the device. Plain Python, no torch.
 
 The encoder cache has a fixed number of *slots* of `ENCODER_SLOT_TOKENS` tokens each; an image takes as many as its tokens need, anywhere.
-A request uses an image from the step that encodes or first reads it to the step that computes its last token. Afterwards the image
-stays cached for other requests until its slots are needed; the least recently used image is evicted first.
+Encoding runs beside the steps: an image is *ready* when the runner has reported the end of its encoding. A request uses an image from
+when it asks for it to the step that computes its last token. Afterwards the image stays cached for other requests until its slots are needed; the least recently used image is evicted first.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ def salted(salt: bytes, key: bytes) -> bytes:
 
 
 class _Entry:
-    __slots__ = ("num_users", "slots")
+    __slots__ = ("is_ready", "num_users", "slots")
 
-    def __init__(self, slots: list[int]) -> None:
+    def __init__(self, slots: tuple[int, ...]) -> None:
         self.slots = slots
         self.num_users = 1
+        self.is_ready = False
 
 
 class EncoderCache:
-    """Slots and users of images, by salted key. A cached image was encoded by the plan in progress or an earlier one."""
+    """Slots and users of images, by salted key. The encoding of a cached image is complete, in flight, or part of the plan in progress.
+
+    An image in flight is not evicted, even without users: the encoder writes to its slots.
+    """
 
     def __init__(self, num_tokens: int, keeps_unused: bool = True) -> None:
         self.num_slots = num_tokens // ENCODER_SLOT_TOKENS
@@ -57,7 +61,7 @@ class EncoderCache:
             self._entries[key] = _Entry(self._allocate(_num_slots(num_tokens)))
             return True
         assert len(entry.slots) == _num_slots(num_tokens), f"image {key.hex()} has two sizes"
-        if entry.num_users == 0:
+        if key in self._unused:
             del self._unused[key]
             self._num_unused_slots -= len(entry.slots)
         entry.num_users += 1
@@ -68,31 +72,49 @@ class EncoderCache:
         entry = self._entries[key]
         assert entry.num_users > 0, f"image {key.hex()} is released but has no user"
         entry.num_users -= 1
-        if entry.num_users == 0:
-            self._unused[key] = None
-            self._num_unused_slots += len(entry.slots)
-            if not self.keeps_unused:
-                self.evict(key)
+        if entry.num_users == 0 and entry.is_ready:
+            self._keep_unused(key, entry)
 
-    def slots(self, key: bytes) -> list[int]:
+    def _keep_unused(self, key: bytes, entry: _Entry) -> None:
+        self._unused[key] = None
+        self._num_unused_slots += len(entry.slots)
+        if not self.keeps_unused:
+            self.evict(key)
+
+    def is_ready(self, key: bytes) -> bool:
+        """Whether the features of a cached image are complete."""
+        return self._entries[key].is_ready
+
+    def set_ready(self, key: bytes) -> None:
+        """The encoding of an image in flight is complete."""
+        entry = self._entries[key]
+        assert not entry.is_ready, f"image {key.hex()} was encoded twice"
+        entry.is_ready = True
+        if entry.num_users == 0:
+            self._keep_unused(key, entry)
+
+    def slots(self, key: bytes) -> tuple[int, ...]:
         """Slots of a cached image, in token order."""
         return self._entries[key].slots
 
     def evict(self, key: bytes) -> None:
-        """Remove an image without users, if it is cached."""
-        if key in self._entries:
-            assert key in self._unused, f"image {key.hex()} is evicted but has a user"
+        """Remove an image without users, if it is cached. The caller makes sure that no encoding writes to it any more."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        assert entry.num_users == 0, f"image {key.hex()} is evicted but has a user"
+        if key in self._unused:
             del self._unused[key]
-            slots = self._entries.pop(key).slots
-            self._num_unused_slots -= len(slots)
-            self._free.extend(reversed(slots))
+            self._num_unused_slots -= len(entry.slots)
+        del self._entries[key]
+        self._free.extend(reversed(entry.slots))
 
     def check(self, users: Counter[bytes]) -> None:
         """Check the invariants against `users`: how many uses requests have of each image."""
         for key in users.keys() | self._entries.keys():
             num_users = self._entries[key].num_users if key in self._entries else 0
             assert num_users == users[key], f"image {key.hex()} counts {num_users} users, requests have {users[key]}"
-        unused = {key for key, entry in self._entries.items() if entry.num_users == 0}
+        unused = {key for key, entry in self._entries.items() if entry.num_users == 0 and entry.is_ready}
         assert unused == self._unused.keys(), "entries without users and the list of them disagree"
         assert self.keeps_unused or not unused, "an image without users was kept"
         assert self._num_unused_slots == sum(len(self._entries[key].slots) for key in unused), (
@@ -101,11 +123,11 @@ class EncoderCache:
         slots = self._free + [slot for entry in self._entries.values() for slot in entry.slots]
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or was allocated twice"
 
-    def _allocate(self, num_slots: int) -> list[int]:
+    def _allocate(self, num_slots: int) -> tuple[int, ...]:
         while len(self._free) < num_slots:
             assert self._unused, f"{num_slots} slots requested, {len(self._free)} are free"
             self.evict(next(iter(self._unused)))
-        return [self._free.pop() for _ in range(num_slots)]
+        return tuple([self._free.pop() for _ in range(num_slots)])
 
 
 def _num_slots(num_tokens: int) -> int:

@@ -4,8 +4,9 @@
     [completion] = engine.generate(conversation, SamplingParams(max_tokens=64))
     async for delta in engine.stream(conversation): ...
 
-The engine loop (`core.py`) runs in its own thread; other threads put commands into its inbox and are called back. Conversations are
-preprocessed into tokens and patches in worker processes (`preprocessing.py`) before the loop, and tokens are detokenized after it.
+The front end and the core exchange messages. Conversations are preprocessed into tokens and patches in worker processes
+(`preprocessing.py`); the core (`core.py`), in a thread or a process of its own, makes tokens of them; a thread of the front end
+detokenizes these, looks for stop strings and calls back.
 """
 
 from __future__ import annotations
@@ -26,18 +27,27 @@ from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import EngineCore, Statistics, Update
+from saccade.engine.core import AddRequest, CoreInfo, EndRequest, EngineCore, Message, Statistics
+from saccade.engine.core_thread import CoreThread, OnOutputs, OnStop
 from saccade.engine.detokenizer import Detokenizer
 from saccade.engine.loading import load_runner
 from saccade.engine.preprocessing import Preprocessor
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.request import Completion, Failure, FinishReason, Request, SamplingParams, TokenLogprobs
-from saccade.engine.runner import PixelScale, Runner
+from saccade.engine.request import (
+    Completion,
+    Failure,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from saccade.engine.runner import PixelScale
 from saccade.engine.sampler import check_sampling
 from saccade.errors import ConfigError, RequestError
 from saccade.model.families import family_of
@@ -47,9 +57,6 @@ from saccade.processor.image import MediaLimits
 logger = logging.getLogger(__name__)
 
 _MAX_PRIORITY = 1000
-_IDLE_S = 1.0
-"""After this long without work the engine checks its invariants."""
-
 Conversation = Sequence[dict[str, Any]]
 Sampling = SamplingParams | Mapping[str, Any]
 
@@ -69,31 +76,59 @@ class CompletionDelta:
 
 
 OnDelta = Callable[[CompletionDelta], None]
-"""Called from the engine's thread; it must return at once."""
+"""Called from the front end's thread; it must return at once."""
+
+
+class CoreClient(Protocol):
+    """A running core, in a thread or a process."""
+
+    info: CoreInfo
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counters since the start."""
+
+    def send(self, message: Message) -> None:
+        """Send a message to the core."""
+
+    def close(self) -> None:
+        """Stop the core and free its memory. Open requests get no more output."""
+
+
+Connect = Callable[[OnOutputs, OnStop], CoreClient]
 
 
 class Engine:
-    """Serves many requests at once. Thread-safe. Close it to end its thread and processes and to free its memory."""
+    """Serves many requests at once. Thread-safe. Close it to end its threads and processes and to free its memory."""
 
-    def __init__(self, runner: Runner, processor: Processor, preprocessor: Preprocessor) -> None:
+    def __init__(self, connect: Connect, processor: Processor, preprocessor: Preprocessor) -> None:
+        """`connect` starts the core: see `load`."""
         self.processor = processor
         """The checkpoint's tokenizer, chat template and image processor."""
-        self.max_length = runner.max_length
-        """Maximum tokens of prompt and output together."""
-        self._runner, self._preprocessor = runner, preprocessor
-        self._core = EngineCore(runner)
-        self.statistics: Statistics = self._core.statistics
-        """Counters since the start."""
-        self._vocab_size = runner.model.config.language.vocab_size
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._preprocessor = preprocessor
         self._numbers = itertools.count()
         self._open: dict[str, _OpenRequest] = {}
         self._lock = threading.Lock()
         self._failure: Failure | None = None
         self._is_closed = False
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._serve, name="saccade-engine", daemon=True)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._core = connect(
+            lambda outputs: self._inbox.put(partial(self._deliver, outputs)),
+            lambda failure: self._inbox.put(partial(self._fail_all, failure)),
+        )
+        self._thread = threading.Thread(target=self._serve, name="saccade-front", daemon=True)
         self._thread.start()
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of prompt and output together."""
+        return self._core.info.max_length
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counters since the start."""
+        return self._core.statistics
 
     @staticmethod
     def load(
@@ -120,7 +155,8 @@ class Engine:
         try:
             pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
             runner = load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
-            return Engine(runner, processor, preprocessor)
+            preprocessor.wait_until_ready()
+            return Engine(partial(CoreThread, EngineCore(runner)), processor, preprocessor)
         except BaseException:
             preprocessor.close()
             raise
@@ -227,6 +263,21 @@ class Engine:
         finally:
             self.cancel(request_id)
 
+    def submit_tokens(
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[Any],
+        sampling: Sampling | None,
+        on_delta: OnDelta,
+        *,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> str:
+        """Submit token ids with one placeholder per image; returns the request's id. `on_delta` gets every delta."""
+        [one] = _sampling_of_each(sampling, 1)
+        self._check_request(one, priority, salt)
+        return self.submit(self._preprocess_tokens(token_ids, images), one, on_delta, priority=priority, salt=salt)
+
     def submit(
         self,
         prompt: Future[TokenPrompt],
@@ -259,7 +310,7 @@ class Engine:
             raise RequestError(f"salt is {type(salt).__name__}; use bytes")
         if sampling.n > 1:
             raise RequestError(f"n is {sampling.n}: a stream has one completion. Use generate")
-        check_sampling(sampling, self._vocab_size)
+        check_sampling(sampling, self._core.info.vocab_size)
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
@@ -273,38 +324,19 @@ class Engine:
         if opened is not None:
             opened.is_cancelled = True
             opened.prompt.cancel()  # ends preprocessing
-            self._inbox.put(partial(self._core.cancel, request_id))
+            self._core.send(EndRequest(request_id=request_id, reason="cancelled"))
 
-    # -------------------------------------------------------------- the engine's thread
+    # -------------------------------------------------------------- the front end's thread
 
     def _serve(self) -> None:
-        try:
-            while True:
-                if not self._run_commands(waits=not self._core.has_work):
-                    return
-                if self._core.has_work:
-                    self._core.step()
-        except BaseException:
-            logger.exception("the engine has stopped")
-            self._fail_all(Failure("running", "the engine has stopped; restart it", "engine_stopped"))
-
-    def _run_commands(self, *, waits: bool) -> bool:
-        """Run the commands in the inbox. False: the engine is closing."""
-        while True:
+        while (command := self._inbox.get()) is not None:
             try:
-                command = self._inbox.get(waits, _IDLE_S if self._core.wants_check else None)
-            except queue.Empty:
-                if waits:
-                    self._core.check()
-                    continue
-                return True
-            if command is None:
-                return False
-            command()
-            waits = False
+                command()
+            except BaseException:
+                logger.exception("a command of the front end failed")
 
     def _start(self, opened: _OpenRequest, preprocessed: Future[TokenPrompt], priority: int, salt: bytes) -> None:
-        """Add a request to the core when its prompt is preprocessed."""
+        """Send a request to the core when its prompt is preprocessed."""
         if opened.is_cancelled:
             opened.end_early("cancelled", None)
             return
@@ -312,7 +344,7 @@ class Engine:
             prompt = preprocessed.result()
             self._check_ids(prompt.token_ids)
             request = opened.request_of(prompt, self.processor.eos_ids, int(priority), salt)
-            self._core.add(request, prompt, opened.seed, opened.on_update)
+            self._core.send(AddRequest(request=request, prompt=prompt))
         except RequestError as error:
             opened.end_early("failed", Failure("preprocessing", str(error), "invalid_request"))
         except CancelledError:
@@ -320,18 +352,23 @@ class Engine:
         except BaseException as error:
             logger.warning("request %s failed while preprocessing: %r", opened.id, error, exc_info=error)
             opened.end_early("failed", Failure("preprocessing", "the request could not be preprocessed"))
+        else:
+            if opened.is_cancelled:  # meanwhile, and before the core knew the request
+                self._core.send(EndRequest(request_id=opened.id, reason="cancelled"))
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            opened = self._open.get(output.request_id)
+            if opened is not None:
+                opened.on_output(output)
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         """An id without an embedding would crash the device, and all requests with it."""
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-            if not 0 <= token_id < self._vocab_size:
+            if not 0 <= token_id < self._core.info.vocab_size:
                 raise RequestError(
-                    f"token {token_id} is not in the model's vocabulary of {self._vocab_size}. Use its own tokenizer"
+                    f"token {token_id} is not in the model's vocabulary of {self._core.info.vocab_size}. Use its own tokenizer"
                 )
-
-    def _end_request(self, request_id: str, *, is_finished: bool) -> None:
-        """End a request from within its callback: later, since the core is inside a step."""
-        self._inbox.put(partial(self._core.finish if is_finished else self._core.cancel, request_id))
 
     def _forget(self, request_id: str) -> None:
         with self._lock:
@@ -352,13 +389,12 @@ class Engine:
             return
         if threading.current_thread() is self._thread:
             raise RuntimeError("the engine cannot be closed from one of its callbacks")
+        self._is_closed = True
+        self._core.close()
+        self._preprocessor.close()
+        self._inbox.put(partial(self._fail_all, Failure("running", "the engine was closed", "engine_stopped")))
         self._inbox.put(None)
         self._thread.join()
-        self._preprocessor.close()
-        self._fail_all(Failure("running", "the engine was closed", "engine_stopped"))
-        self._runner.close()
-        self._is_closed = True
-        del self._core, self._runner, self._preprocessor
 
     def __enter__(self) -> Engine:
         return self
@@ -370,7 +406,7 @@ class Engine:
 
 
 class _OpenRequest:
-    """A request from `submit` to its last delta. Only the engine's thread uses it, except for `is_cancelled`."""
+    """A request from `submit` to its last delta. Only the front end's thread uses it, except for `is_cancelled`."""
 
     def __init__(
         self,
@@ -389,64 +425,72 @@ class _OpenRequest:
         self._undecoded: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._num_prompt_tokens = 0
         self._has_ended = False
 
     def request_of(self, prompt: TokenPrompt, eos_ids: frozenset[int], priority: int, salt: bytes) -> Request:
         sampling = self.sampling
+        self._num_prompt_tokens = len(prompt.token_ids)
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
         return Request(
             id=self.id,
-            token_ids=list(prompt.token_ids),
-            num_prompt_tokens=len(prompt.token_ids),
+            token_ids=prompt.token_ids,
             images=tuple(image.span for image in prompt.images),
             sampling=sampling,
             stop_ids=stop_ids,
+            seed=self.seed,
             priority=priority,
             salt=salt,
         )
 
-    def on_update(self, update: Update) -> None:
-        """Called by the core for every step with output. No exception of a callback, not even SystemExit, may reach the loop."""
+    def on_output(self, output: RequestOutput) -> None:
+        """Process what is new. No exception of a callback, not even SystemExit, may reach the front end's thread."""
         if self._has_ended:
             return
         try:
-            self._process(update)
+            self._process(output)
         except BaseException as error:
             logger.warning("request %s is cancelled, its callback failed: %r", self.id, error, exc_info=error)
             self._has_ended = True
             self._engine._forget(self.id)
-            if not update.is_last:
-                self._engine._end_request(self.id, is_finished=False)
+            self._end_in_core(output, "cancelled")
 
-    def _process(self, update: Update) -> None:
-        self._logprobs += update.logprobs
-        self._prompt_logprobs += update.prompt_logprobs
-        text, is_stopped = self._detokenize(update)
-        if is_stopped and not update.is_last:
-            self._engine._end_request(self.id, is_finished=True)
-        if update.is_last or is_stopped:
-            self._end(update.request, update.token_ids, text, update.logprobs)
+    def _end_in_core(self, output: RequestOutput, reason: FinishReason) -> None:
+        if output.finish_reason is None:
+            self._engine._core.send(EndRequest(request_id=self.id, reason=reason))
+
+    def _process(self, output: RequestOutput) -> None:
+        self._logprobs += output.logprobs
+        self._prompt_logprobs += output.prompt_logprobs
+        text, is_stopped = self._detokenize(output)
+        if is_stopped:
+            self._end_in_core(output, "stop")
+        if is_stopped or output.finish_reason is not None:
+            self._end(output, text)
         elif self._streams:
-            self._on_delta(CompletionDelta(text=text, token_ids=update.token_ids, logprobs=update.logprobs))
+            self._on_delta(CompletionDelta(text=text, token_ids=output.token_ids, logprobs=output.logprobs))
 
-    def _detokenize(self, update: Update) -> tuple[str, bool]:
+    def _detokenize(self, output: RequestOutput) -> tuple[str, bool]:
         """New text, and whether a stop string is complete. Without streaming or stop strings, text is decoded once at the end."""
         if not (self._streams or self.sampling.stop):
-            self._undecoded += update.token_ids
+            self._undecoded += output.token_ids
             return "", False
-        text, is_stopped = self._detokenizer.push(update.token_ids)
+        text, is_stopped = self._detokenizer.push(output.token_ids)
         return text, is_stopped
 
-    def _end(self, request: Request, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]) -> None:
+    def _end(self, last: RequestOutput, text: str) -> None:
         if self._undecoded:
             text += self._detokenizer.push(self._undecoded).text
         text += self._detokenizer.finish()
         completion = self._detokenizer.completion(
-            request,
+            last,
+            num_prompt_tokens=self._num_prompt_tokens,
             logprobs=self._logprobs if self.sampling.logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs if self.sampling.prompt_logprobs is not None else None,
         )
-        self._send_last(CompletionDelta(text=text, token_ids=token_ids, logprobs=logprobs, completion=completion))
+        self._send_last(
+            CompletionDelta(text=text, token_ids=last.token_ids, logprobs=last.logprobs, completion=completion)
+        )
 
     def end_early(self, reason: FinishReason, failure: Failure | None) -> None:
         """End a request that the core never had, or has no more."""
@@ -458,7 +502,7 @@ class _OpenRequest:
             text=self._detokenizer.text,
             token_ids=list(self._detokenizer.token_ids),
             finish_reason=reason,
-            num_prompt_tokens=0,
+            num_prompt_tokens=self._num_prompt_tokens,
             failure=failure,
         )
         self._send_last(CompletionDelta(text="", token_ids=(), completion=completion))

@@ -72,6 +72,8 @@ class PagedAttention:
     """[R + 1] int32: cumulative new tokens."""
     context_lengths: Tensor
     """[R] int32: tokens including the new ones."""
+    num_decode: int
+    """Leading requests with one new token each."""
     max_new: int
     """Upper bounds known on the host, which shape the launch."""
     max_context: int
@@ -82,7 +84,7 @@ class PagedAttention:
         key_scales, value_scales = (None, None) if self.cache.scales is None else self.cache.scales[layer]
         write_pages(q_THK, k_TGK, v_TGK, self.angles, self.slot_mapping, keys, values, key_scales, value_scales)
         return paged_attention(
-            q_THK, keys, values, self.page_table, self.cu_seqlens, self.context_lengths, max_seqlen_q=self.max_new,
+            q_THK, keys, values, self.page_table, self.cu_seqlens, self.context_lengths, max_seqlen_q=self.max_new, num_decode=self.num_decode,
             max_context_length=self.max_context, key_scales_NGP=key_scales, value_scales_NGP=value_scales,
         )  # fmt: skip
 

@@ -39,7 +39,9 @@ def load_runner(
         keep_freed_memory()  # reused by the next layer; fresh memory from the system costs a tenth of a step
     with compile_kernels(folder, config, device=device, dtype=dtype):
         model = load_model(folder, device=device, dtype=dtype)
-    return make_runner(model, config, pixels=pixels)
+    runner = make_runner(model, config, pixels=pixels)
+    runner.warm_up()
+    return runner
 
 
 def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runner:
@@ -116,4 +118,4 @@ def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, ma
 
 def _spare_bytes(config: EngineConfig, vocab_size: int) -> int:
     """For CUDA graphs, allocator fragmentation, and the sampler's penalty counts."""
-    return _GIB + penalty_bytes(config.max_requests, vocab_size)
+    return 2 * _GIB + penalty_bytes(config.max_requests, vocab_size)

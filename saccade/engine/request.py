@@ -11,13 +11,15 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from saccade.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
-Stage = Literal["preprocessing", "encoding", "running"]
-FailureKind = Literal["invalid_request", "non_finite_logits", "internal_error", "engine_stopped"]
+Stage = Literal["preprocessing", "waiting", "encoding", "running"]
+FailureKind = Literal[
+    "invalid_request", "overloaded", "timeout", "non_finite_logits", "out_of_memory", "internal_error", "engine_stopped"
+]
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -178,60 +180,35 @@ class Failure:
     kind: FailureKind = "internal_error"
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request in the engine. Only the scheduler changes it."""
+    """One request to the engine core. Its state is the scheduler's `RequestState` and the runner's slot."""
 
     id: str
     """Unique among open requests."""
-    token_ids: list[int]
-    """Known tokens: the prompt, then the output tokens read back so far."""
-    num_prompt_tokens: int
-    """How many of them are the prompt."""
+    token_ids: Sequence[int]
+    """The prompt."""
     images: tuple[ImageSpan, ...] = ()
     """In token order, not overlapping."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Its sampling parameters."""
     stop_ids: frozenset[int] = frozenset()
     """Every token that ends generation: the checkpoint's, unless ignored, and the request's own."""
+    seed: int = 0
+    """Of its samples."""
     priority: int = 0
     """Lower is scheduled earlier; waiting makes up for it."""
     salt: bytes = b""
     """Requests share cached prefixes and images only with those of equal salt: tenant, adapter and weights."""
-
-    arrival: int = 0
-    """Number of requests added before."""
-    num_computed_tokens: int = 0
-    """Tokens whose keys and values are in its pages, counting steps in flight."""
-    num_pending: int = 0
-    """Tokens sampled in steps in flight."""
-    pages: list[int] = field(default_factory=list)
-    """Its page table: pages in token order."""
-    slot: int | None = None
-    """Its slot in the runner's tables while it runs."""
-    num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
-    num_preemptions: int = 0
-    """How often it was preempted."""
-    finish_reason: FinishReason | None = None
-    """None while the request is open."""
-    failure: Failure | None = None
-    """Set if it failed."""
+    queue_timeout_s: float | None = None
+    """Fail the request if it has not started by then."""
+    timeout_s: float | None = None
+    """Fail the request if it has not ended by then."""
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens, counting pending ones."""
-        return len(self.token_ids) + self.num_pending
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens, counting pending ones."""
-        return self.num_tokens - self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """Known output tokens."""
-        return self.token_ids[self.num_prompt_tokens :]
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -241,6 +218,23 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: Sequence[tuple[int, float]] = ()
+
+
+class RequestOutput(NamedTuple):
+    """What is new of a request after a step. The last one has the finish reason."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    """New output tokens."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of these, if requested."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of prompt tokens computed in the step, if requested."""
+    finish_reason: FinishReason | None = None
+    failure: Failure | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

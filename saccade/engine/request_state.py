@@ -16,29 +16,54 @@ AGEING = 64
 
 
 class RequestState:
-    """Scheduler state of one request. It uses `images[first_image:next_image]`; earlier ones are fully computed."""
+    """Scheduler state of one open request. It uses `images[first_image:next_image]`; earlier ones are fully computed."""
 
     __slots__ = (
         "first_image",
         "has_drafts_in_flight",
         "image_keys",
         "next_image",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_pages_sent",
+        "num_pending",
+        "num_preemptions",
+        "num_prompt_logprobs_sent",
         "num_registered",
+        "num_start_tokens",
         "order",
         "page_keys",
+        "pages",
         "request",
+        "slot",
+        "token_ids",
         "token_limit",
     )
 
-    def __init__(self, request: Request, max_length: int) -> None:
+    def __init__(self, request: Request, arrival: int, max_length: int) -> None:
         self.request = request
-        self.order = (request.arrival + AGEING * request.priority, request.arrival)
+        self.order = (arrival + AGEING * request.priority, arrival)
         self.token_limit = min(request.num_prompt_tokens + request.sampling.max_tokens, max_length)
+        self.token_ids = list(request.token_ids)  # known tokens: the prompt, then the output tokens read back so far
+        self.num_computed_tokens = 0  # their keys and values are in the pages once the steps in flight have run
+        self.num_pending = 0  # tokens sampled in steps in flight
+        self.pages: list[int] = []  # its page table
+        self.num_pages_sent = 0  # leading pages that plans have named
+        self.slot: int | None = None  # in the runner's tables, while it runs
+        self.num_start_tokens = 0  # tokens known when it got the slot; later ones were sampled in it
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first started
+        self.num_preemptions = 0
+        self.num_prompt_logprobs_sent = 1  # prompt tokens whose log-probabilities were sent; the first has none
         self.image_keys = [salted(request.salt, image.key) for image in request.images]
         self.page_keys: list[bytes] = []  # of its full pages, computed on demand; known tokens never change
         self.num_registered = 0  # leading pages already in the prefix cache
         self.first_image = self.next_image = 0
         self.has_drafts_in_flight = False  # the number of accepted drafts is not known yet
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, counting pending ones."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def images_in_use(self) -> list[bytes]:
@@ -48,15 +73,19 @@ class RequestState:
     @property
     def num_uncomputed(self) -> int:
         """Tokens that can be computed now: known or pending ones, none while drafts are in flight."""
-        request = self.request
-        num_tokens = len(request.token_ids) + request.num_pending
+        num_tokens = len(self.token_ids) + self.num_pending
         if self.has_drafts_in_flight or num_tokens >= self.token_limit:
             return 0
-        return num_tokens - request.num_computed_tokens
+        return num_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its prompt is computed, so that a late step delays its output."""
+        return self.num_computed_tokens >= self.request.num_prompt_tokens
 
     def start_at(self, num_computed_tokens: int) -> None:
         """Set the number of computed tokens, with no image in use."""
-        self.request.num_computed_tokens = num_computed_tokens
+        self.num_computed_tokens = num_computed_tokens
         self.first_image = self.next_image = _first_ending_after(self.request.images, num_computed_tokens)
 
     def page_key(self, index: int, page_size: int) -> bytes:
@@ -64,7 +93,7 @@ class RequestState:
         keys, request = self.page_keys, self.request
         while len(keys) <= index:
             start = len(keys) * page_size
-            token_ids = request.token_ids[start : start + page_size]
+            token_ids = self.token_ids[start : start + page_size]
             assert len(token_ids) == page_size, f"page {len(keys)} of request {request.id} is not full"
             parent = keys[-1] if keys else root_key(request.salt)
             keys.append(page_key(parent, token_ids, _images_within(request.images, start, start + page_size)))
@@ -92,7 +121,7 @@ class Queues:
         self.encoder_cache = encoder_cache
         self.running: list[RequestState] = []
         self.waiting: list[RequestState] = []
-        self.preempted: list[Request] = []  # since the last plan
+        self.num_preemptions = 0
         self._max_requests = max_requests
         self._states: dict[str, RequestState] = {}
         self._free_slots = list(range(max_requests))  # a heap: low slots first
@@ -111,12 +140,7 @@ class Queues:
         """Whether one more request may run."""
         return bool(self._free_slots)
 
-    def find(self, request: Request) -> RequestState | None:
-        """The state of an open request; None if it has ended."""
-        state = self._states.get(request.id)
-        return state if state is not None and state.request is request else None
-
-    def find_id(self, request_id: str) -> RequestState | None:
+    def find(self, request_id: str) -> RequestState | None:
         """The state of the open request with this id."""
         return self._states.get(request_id)
 
@@ -128,28 +152,29 @@ class Queues:
     def start(self, state: RequestState) -> None:
         """Move a waiting request into the running queue and give it a slot."""
         _remove(self.waiting, state)
-        state.request.slot = heappop(self._free_slots)
+        state.slot = heappop(self._free_slots)
+        state.num_start_tokens = len(state.token_ids)
         insort(self.running, state, key=_order)
 
     def preempt(self, state: RequestState) -> None:
         """Free what a running request holds and move it back into the waiting queue."""
         _remove(self.running, state)
         self._release(state)
-        state.request.num_preemptions += 1
-        self.preempted.append(state.request)
+        state.num_preemptions += 1
+        self.num_preemptions += 1
         insort(self.waiting, state, key=_order)
 
     def remove(self, state: RequestState) -> None:
         """Free what an ended request holds and remove it."""
         del self._states[state.request.id]
-        _remove(self.waiting if state.request.slot is None else self.running, state)
+        _remove(self.waiting if state.slot is None else self.running, state)
         self._release(state)
 
     def check(self) -> None:
         """Check the invariants: pages, images, slots and queues agree with what the requests hold."""
-        self.pages.check([state.request.pages for state in self._states.values()])
+        self.pages.check([state.pages for state in self._states.values()])
         self.encoder_cache.check(Counter([key for state in self.running for key in state.images_in_use]))
-        slots = [state.request.slot for state in self.running if state.request.slot is not None]
+        slots = [state.slot for state in self.running if state.slot is not None]
         assert sorted(self._free_slots + slots) == list(range(self._max_requests)), (
             "a slot is lost or was assigned twice"
         )
@@ -157,19 +182,18 @@ class Queues:
         assert len(queued) == len(self._states), "a request is in no queue or in two"
         assert set(queued) == self._states.keys(), "a request is in no queue or in two"
         for state in self.waiting:
-            holds_nothing = state.request.slot is None and not state.request.pages and not state.images_in_use
+            holds_nothing = state.slot is None and not state.pages and not state.images_in_use
             assert holds_nothing, f"request {state.request.id} is waiting but holds resources"
 
     def _release(self, state: RequestState) -> None:
-        """Free pages, images and slot. Steps in flight keep the old page table; the request gets a new one."""
-        request = state.request
-        self.pages.free(reversed(request.pages))
-        request.pages = []
+        """Free pages, images and slot."""
+        self.pages.free(reversed(state.pages))
+        state.pages, state.num_pages_sent = [], 0
         for key in state.images_in_use:
             self.encoder_cache.release(key)
-        if request.slot is not None:
-            heappush(self._free_slots, request.slot)
-            request.slot = None
+        if state.slot is not None:
+            heappush(self._free_slots, state.slot)
+            state.slot = None
         state.num_registered = 0
         state.start_at(0)
 

@@ -1,9 +1,18 @@
 """Run engine steps on the device.
 
-    copy pages -> encode images -> embed, decoder layers, head -> sample -> start copying the tokens to the host
+    copy pages -> embed, decoder layers, head -> sample -> start copying the tokens to the host
+    encode images, beside it
 
-All work is queued on one stream without synchronizing; only `StepHandle.read` waits. A token that was sampled but not read yet is
-read by the next step from `_last_tokens`, on the device.
+Nothing waits for the device but `StepHandle.read`. A token that was sampled but not read yet is read by the next step from
+`_last_tokens`, on the device. The forward pass and sampling are two calls, so that masks computed on the host while the forward
+pass runs reach the sampler of the very next token.
+
+The vision encoder runs on a stream of lower priority: a step beside the encoding of a 1288 x 952 image takes 9 ms instead of waiting
+17 ms for it (H200, 3B). A chunk that reads features waits for them on the device; an encoding waits for the steps that read its
+slots before.
+
+When a step fails, the failing request is isolated: its chunks are retried in halves until one is left. Its result says so; the
+others get the tokens they would have had. So are images.
 
 Legend: T tokens, S sampled tokens, D decoder width, V vocabulary, M image tokens.
 """
@@ -11,9 +20,10 @@ Legend: T tokens, S sampled tokens, D decoder width, V vocabulary, M image token
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +32,14 @@ from torch import Tensor
 
 from saccade.device import to_device
 from saccade.engine.config import EngineConfig
-from saccade.engine.cuda_graphs import CudaGraphs, StepSize, decode_size, largest_size, mixed_size
+from saccade.engine.cuda_graphs import CudaGraphs, StepSize, declared_sizes, largest_step, step_size
 from saccade.engine.encoder import Encoder, patch_budgets
 from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS
 from saccade.engine.kv_cache import KVCache, PagedAttention
 from saccade.engine.prompt import PromptImage, TokenPrompt
-from saccade.engine.request import Request, TokenLogprobs
+from saccade.engine.request import Failure, FailureKind, Request, Stage, TokenLogprobs
 from saccade.engine.sampler import Logprobs, Sampler
+from saccade.engine.step import Chunk, ChunkResult, EncodeResult, ImageToEncode, StepPlan, StepResult
 from saccade.engine.step_inputs import (
     InputBuilder,
     InputSizes,
@@ -40,70 +51,631 @@ from saccade.engine.step_inputs import (
     split,
     table_width,
 )
-from saccade.engine.step_plan import Chunk, ImageToEncode
+from saccade.errors import RequestError
 from saccade.kernels.sampler import NON_FINITE
 from saccade.model.vlm import VLM
 
+logger = logging.getLogger(__name__)
+
 PromptLogprobs = list[tuple[Chunk, Sequence[int], Logprobs]]
 """Chunks with prompt log-probabilities, the prompt tokens they predict, and the log-probabilities of these."""
+TokenMasks = Mapping[str, Ints]
+"""Allowed tokens of the next token of requests with a grammar, by request id: one bit each, packed into int32."""
 
 _HEAD_ROWS = 1024
 """Rows of logits computed at once for prompt log-probabilities."""
 
+_NON_FINITE_LOGITS = Failure(
+    "running",
+    "the model's logits are not finite (NaN or inf). Check the weights, or use dtype bf16 or fp32",
+    "non_finite_logits",
+)
 
-class StepTokens(NamedTuple):
-    """Output of a step on the host, by request id."""
 
-    token_ids: dict[str, list[int]]
-    """Sampled tokens; with drafts the accepted ones and the one after them."""
-    logprobs: dict[str, list[TokenLogprobs]]
-    """Of these tokens, where requested."""
-    prompt_logprobs: dict[str, list[TokenLogprobs]]
-    """Of prompt tokens that follow those computed in this step, where requested."""
-    non_finite: list[Request]
-    """Requests whose logits were not finite; their tokens are meaningless."""
+class DeviceError(Exception):
+    """The device failed: nothing can run on it until the process is restarted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelScale:
+    """Normalization of uint8 pixels."""
+
+    mean: tuple[float, ...]
+    """Per channel, in units of the 0..1 range; subtracted."""
+    std: tuple[float, ...]
+    """Per channel, in units of the 0..1 range; divided by."""
+
+
+class _Forward(NamedTuple):
+    """A forward pass in flight: logits of the samples of `chunks`, in order."""
+
+    chunks: Sequence[Chunk]
+    logits: Tensor
+    """[S, V]"""
+    prompt_logprobs: PromptLogprobs
+
+
+@dataclass(frozen=True, eq=False)
+class StepForward:
+    """The forward pass of a plan, to be sampled."""
+
+    plan: StepPlan
+    forward: _Forward | None
+    """None: it failed, and its chunks are isolated when they are sampled."""
+    failures: dict[str, Failure] = field(default_factory=dict)
+    """By request id."""
+
+
+class _Encoding(NamedTuple):
+    """A pass of the vision encoder in flight."""
+
+    keys: tuple[bytes, ...]
+    slots: frozenset[int]
+    done: Any
+    """A CUDA event, or None on a CPU."""
+
+
+class Runner:
+    """The model, its KV cache and its encoder cache on one device."""
+
+    def __init__(
+        self, model: VLM, config: EngineConfig, *, pixels: PixelScale, num_pages: int, max_length: int
+    ) -> None:
+        """The model's projections must be merged (`model/merge.py`)."""
+        self.model, self.config = model, config
+        self.device, self.dtype = model.head.weight.device, model.head.weight.dtype
+        language = model.config.language
+        self.max_length = max_length
+        uses_graphs = config.cuda_graphs and self.device.type == "cuda"
+        max_pages = table_width(max_length, config.page_size)
+        tokens, requests, self._max_samples = largest_step(
+            config.max_step_tokens, config.max_requests, config.max_draft_tokens
+        )
+        self._stream = self._open_stream(priority=-1)
+        self._encoder_stream = self._open_stream(priority=0)
+        with self.on_stream():
+            self.cache = KVCache(
+                language, num_pages=num_pages, page_size=config.page_size, kv_format=config.kv_format,
+                dtype=self.dtype, device=self.device,
+            )  # fmt: skip
+            self._num_features = config.encoder_cache_tokens // ENCODER_SLOT_TOKENS * ENCODER_SLOT_TOKENS
+            shape = (self._num_features + 1, language.hidden_size)  # the last row is read for tokens without features
+            self._features = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self._last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int32, device=self.device)
+            self.sampler = Sampler(vocab_size=language.vocab_size, num_slots=config.max_requests, device=self.device)
+            self._buffers = StepBuffers(InputSizes(tokens, requests, tokens, max_pages).total, self.device)
+            # All steps share one memory for logits, captured or not.
+            self._logits = torch.empty(self._max_samples, language.vocab_size, dtype=self.dtype, device=self.device)
+        with self._on(self._encoder_stream):
+            budgets = patch_budgets(config.max_encoder_patches, model.config.vision.patches_per_token)
+            self._encoder = Encoder(
+                model, pixel_mean=pixels.mean, pixel_std=pixels.std, budgets=budgets if uses_graphs else ()
+            )
+        self._builder = InputBuilder(
+            max_requests=config.max_requests,
+            page_size=config.page_size,
+            max_pages=max_pages,
+            num_kv_slots=self.cache.num_slots,
+            num_features=self._num_features,
+        )
+        self._graphs = CudaGraphs(self._forward_captured) if uses_graphs else None
+        self._requests: dict[str, RequestInputs] = {}
+        self._encodings: list[_Encoding] = []
+        self._encode_results: list[EncodeResult] = []
+        self._slot_read_by = np.full(self._num_features // ENCODER_SLOT_TOKENS, -1)  # the last step that read each slot
+        self._num_steps_read = 0
+        self._num_eager_steps = 0
+
+    def close(self) -> None:
+        """Free the device memory at once: reference cycles would keep it until the next garbage collection."""
+        is_gpu = self.device.type == "cuda" and self.is_alive()  # which also waits for the last step
+        vars(self).clear()
+        if is_gpu:
+            torch.cuda.empty_cache()
+
+    # -------------------------------------------------------------- streams
+
+    def _open_stream(self, *, priority: int) -> torch.cuda.Stream | None:
+        """A stream that starts after the weights are loaded; not the default one, which cannot be captured."""
+        if self.device.type != "cuda":
+            return None
+        stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        return stream
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            yield
+
+    def on_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Queue work on the stream of the steps."""
+        return self._on(self._stream)
+
+    def is_alive(self) -> bool:
+        """Whether the device still works. After some errors (an illegal address) it does not, until the process ends."""
+        if self.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
+
+    def _failure(self, stage: Stage, request_id: str, error: Exception) -> Failure:
+        """What the client is told; the exception itself goes to the log. DeviceError if no other request could run either."""
+        if not self.is_alive():
+            raise DeviceError(f"the device failed while {stage}: {error}") from error
+        logger.warning("request %s failed while %s: %r", request_id, stage, error, exc_info=error)
+        if isinstance(error, RequestError):
+            return Failure(stage, str(error), "invalid_request")
+        is_memory = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError)
+        kind: FailureKind = "out_of_memory" if is_memory else "internal_error"
+        return Failure(stage, f"the request failed while {stage}; other requests continue", kind)
+
+    # -------------------------------------------------------------- requests
+
+    def register(self, request: Request, prompt: TokenPrompt) -> None:
+        """Keep the inputs of a request."""
+        self._requests[request.id] = RequestInputs(request, prompt)
+
+    def unregister(self, request_id: str) -> None:
+        """Drop the inputs of an ended request."""
+        self._requests.pop(request_id, None)
+
+    @property
+    def num_registered(self) -> int:
+        """Registered requests."""
+        return len(self._requests)
+
+    # -------------------------------------------------------------- a step
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> StepForward:
+        """Launch the encodings and the forward pass of a plan. Plans are launched in order, each sampled before the next."""
+        failures: dict[str, Failure] = {}
+        self._start_slots(plan)
+        self._encode(plan.images, failures)
+        with self.on_stream():
+            self._copy_pages(plan, plan.page_copies, failures)
+            self._wait_for_features(plan)
+            chunks = [chunk for chunk in plan.chunks if chunk.request_id not in failures]
+            if not chunks:
+                return StepForward(plan, None, failures)
+            try:
+                return StepForward(plan, self._forward_chunks(chunks), failures)
+            except Exception as error:
+                if not self.is_alive():
+                    raise DeviceError(f"the device failed: {error}") from error
+                logger.warning("a step failed and is run again in halves: %r", error)
+                return StepForward(plan, None, failures)
+
+    @torch.inference_mode()
+    def sample(self, step: StepForward, masks: TokenMasks | None = None) -> StepHandle:
+        """Launch sampling, and start copying the tokens to the host."""
+        failures = dict(step.failures)
+        parts: list[_SampledChunks] = []
+        with self.on_stream():
+            chunks = [chunk for chunk in step.plan.chunks if chunk.request_id not in failures]
+            if step.forward is None:
+                parts = self._sample_isolated(chunks, masks, failures)
+            else:
+                try:
+                    parts = [self._sample_chunks(step.forward, masks)]
+                except Exception as error:
+                    if not self.is_alive():
+                        raise DeviceError(f"the device failed: {error}") from error
+                    parts = self._sample_isolated(chunks, masks, failures)
+            return StepHandle(self, step.plan, parts, failures, self._event())
+
+    def _sample_isolated(
+        self, chunks: Sequence[Chunk], masks: TokenMasks | None, failures: dict[str, Failure]
+    ) -> list[_SampledChunks]:
+        """Forward and sample chunks, in halves where that fails, so that only the failing request is lost."""
+        if not chunks:
+            return []
+        try:
+            return [self._sample_chunks(self._forward_chunks(chunks), masks)]
+        except Exception as error:
+            if len(chunks) == 1:
+                failures[chunks[0].request_id] = self._failure("running", chunks[0].request_id, error)
+                return []
+            if not self.is_alive():
+                raise DeviceError(f"the device failed: {error}") from error
+        middle = len(chunks) // 2
+        halves = (chunks[:middle], chunks[middle:])
+        return [part for half in halves for part in self._sample_isolated(half, masks, failures)]
+
+    def _start_slots(self, plan: StepPlan) -> None:
+        """Set up the slots of requests that start, and append new pages."""
+        for start in plan.started:
+            inputs = self._requests[start.request_id]
+            inputs.token_ids = np.array([*inputs.prompt.token_ids, *start.output_token_ids], np.int32)
+            self._builder.start_slot(start.slot, inputs)
+            with self.on_stream():
+                self.sampler.set_request(start.slot, inputs.request, start.output_token_ids)
+        self._builder.append_pages(plan.chunks)
+
+    def _copy_pages(self, plan: StepPlan, copies: Sequence[tuple[int, int]], failures: dict[str, Failure]) -> None:
+        """Copy (source, target) pages, one by one where that fails. A failed copy fails the request that owns the target alone."""
+        if not copies:
+            return
+        try:
+            self.cache.copy(copies)
+        except Exception as error:
+            if len(copies) > 1:
+                for pair in copies:
+                    self._copy_pages(plan, [pair], failures)
+                return
+            [(_, target)] = copies
+            for chunk in plan.chunks:
+                if target in chunk.new_pages:
+                    failures[chunk.request_id] = self._failure("running", chunk.request_id, error)
+
+    def _forward_chunks(self, chunks: Sequence[Chunk]) -> _Forward:
+        """Decode requests first, then the others: see `step_inputs.py`."""
+        decode = [chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.samples and not chunk.images]
+        prefill = [chunk for chunk in chunks if chunk.num_tokens > 1 or not chunk.samples or chunk.images]
+        ordered = [*decode, *prefill]
+        needs_all = any(self._request(chunk).sampling.prompt_logprobs is not None for chunk in prefill)
+        num_samples = _num_samples(ordered)
+        size = self._size(decode, prefill)
+        if self._graphs is None or needs_all or size is None:
+            self._num_eager_steps += 1
+            return self._forward_eager(decode, prefill, needs_all)
+        sizes = self._input_sizes(size)
+        self._builder.fill(split(self._next_host(sizes), sizes), size.num_decode, decode, prefill, self._requests)
+        self._buffers.upload(sizes.total)
+        return _Forward(ordered, self._graphs.run(size)[:num_samples], [])
+
+    def _size(self, decode: Sequence[Chunk], prefill: Sequence[Chunk]) -> StepSize | None:
+        return step_size(
+            num_decode=len(decode),
+            num_tokens=sum([chunk.num_tokens for chunk in prefill]),
+            num_chunks=len(prefill),
+            num_samples=_num_samples(prefill),
+            max_context=max([chunk.end for chunk in (*decode, *prefill)]),
+            max_length=self.max_length,
+        )
+
+    def _forward_eager(self, decode: Sequence[Chunk], prefill: Sequence[Chunk], needs_all: bool) -> _Forward:
+        ordered = [*decode, *prefill]
+        max_context = max(chunk.end for chunk in ordered)
+        sizes = InputSizes(
+            num_tokens=sum(chunk.num_tokens for chunk in ordered),
+            num_requests=len(ordered),
+            num_samples=_num_samples(ordered),
+            table_width=table_width(max_context, self.config.page_size),
+        )
+        self._builder.fill(split(self._next_host(sizes), sizes), len(decode), decode, prefill, self._requests)
+        inputs = split(self._buffers.upload(sizes.total), sizes)
+        hidden = self._forward(
+            inputs,
+            index_S=None if needs_all else inputs.sampled,
+            num_decode=len(decode),
+            max_new=max(chunk.num_tokens for chunk in ordered),
+            max_context=max_context,
+            has_images=any(chunk.images for chunk in prefill),
+        )
+        if not needs_all:
+            return _Forward(ordered, self._head(hidden), [])
+        logits_SV = self._head(hidden.index_select(0, inputs.sampled))
+        return _Forward(ordered, logits_SV, self._prompt_logprobs(ordered, hidden))
+
+    def _input_sizes(self, size: StepSize) -> InputSizes:
+        width = table_width(size.max_context, self.config.page_size)
+        return InputSizes(size.num_tokens, size.num_requests, size.num_samples, width)
+
+    def _forward_captured(self, size: StepSize) -> Tensor:
+        """Logits of the step in the device buffer. Capturable: its control flow depends on the size only."""
+        is_decode = size.num_prefill_requests == 0
+        inputs = split(self._buffers.uploaded, self._input_sizes(size))
+        hidden_SD = self._forward(
+            inputs,
+            index_S=None if is_decode else inputs.sampled,
+            num_decode=size.num_decode,
+            max_new=max(1, size.num_prefill_tokens),
+            max_context=size.max_context,
+            has_images=not is_decode,
+        )
+        return self._head(hidden_SD)
+
+    def _next_host(self, sizes: InputSizes) -> Ints:
+        assert sizes.total <= self._buffers.capacity, f"a step of {sizes} is larger than the buffers"
+        return self._buffers.next_host()
+
+    def _forward(
+        self,
+        inputs: StepInputs[Tensor],
+        *,
+        index_S: Tensor | None,
+        num_decode: int,
+        max_new: int,
+        max_context: int,
+        has_images: bool,
+    ) -> Tensor:
+        """[S, D]: input of the head, at the given token indices (None: at all)."""
+        is_last_token = inputs.last_token_slots < self.config.max_requests
+        token_ids = torch.where(is_last_token, self._last_tokens[inputs.last_token_slots], inputs.token_ids)
+        x_TD: Tensor = self.model.language.embed_tokens(token_ids)
+        if has_images:
+            is_feature = inputs.feature_index < self._num_features
+            x_TD = torch.where(is_feature[:, None], self._features.index_select(0, inputs.feature_index), x_TD)
+        attend = PagedAttention(
+            self.cache, self.model.cos_sin(inputs.positions), inputs.slot_mapping, inputs.page_table, inputs.cu_seqlens,
+            inputs.context_lengths, num_decode, max_new, max_context,
+        )  # fmt: skip
+        return self.model.forward_layers(x_TD, attend, index_S)
+
+    def _head(self, hidden_SD: Tensor) -> Tensor:
+        """[S, V] logits, overwritten by the next step."""
+        return torch.mm(hidden_SD, self.model.head.weight.t(), out=self._logits[: len(hidden_SD)])
+
+    def _sample_chunks(self, forward: _Forward, masks: TokenMasks | None) -> _SampledChunks:
+        slots: list[int] = []
+        positions: list[int] = []
+        num_output_tokens: list[int] = []
+        for chunk in forward.chunks:
+            if not chunk.samples:
+                continue
+            request = self._request(chunk)
+            for end in range(chunk.end - len(chunk.drafts), chunk.end + 1):
+                slots.append(chunk.slot)
+                positions.append(end)
+                num_output_tokens.append(end - request.num_prompt_tokens)
+        on_device = to_device(_int64(slots), self.device)
+        sampled = self.sampler.sample(forward.logits, _int64(slots), _int64(positions), _int64(num_output_tokens))
+        logprobs = None
+        if sampled.logprobs is not None:
+            logprobs = Logprobs(sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        part = _SampledChunks(forward.chunks, sampled.token_ids, logprobs, forward.prompt_logprobs)
+        # Last, when nothing can fail any more: a step that is run again must find the same state.
+        self.sampler.commit()
+        self._store_last_tokens(
+            forward.chunks, on_device, sampled.token_ids.clamp(min=0).int()
+        )  # NON_FINITE has no embedding
+        return part
+
+    def _store_last_tokens(self, chunks: Sequence[Chunk], slots_S: Tensor, token_ids_S: Tensor) -> None:
+        """Keep the last token of each slot. Of drafts the accepted ones count, which are known here on the device alone."""
+        if not any(chunk.drafts for chunk in chunks):
+            self._last_tokens[slots_S] = token_ids_S
+            return
+        first = 0
+        for chunk in chunks:
+            if not chunk.samples:
+                continue
+            sampled = token_ids_S[first : first + 1 + len(chunk.drafts)]
+            first += 1 + len(chunk.drafts)
+            last = sampled[:1]
+            if chunk.drafts:
+                drafts = to_device(np.array(chunk.drafts, np.int32), self.device)
+                num_accepted = (sampled[:-1] == drafts).int().cumprod(0).sum().view(1)
+                last = sampled.index_select(0, num_accepted)
+            self._last_tokens[chunk.slot : chunk.slot + 1] = last
+
+    def _prompt_logprobs(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> PromptLogprobs:
+        found: PromptLogprobs = []
+        start = 0
+        for chunk in chunks:
+            request = self._request(chunk)
+            targets = list(request.token_ids[chunk.start + 1 : min(chunk.end + 1, request.num_prompt_tokens)])
+            if request.sampling.prompt_logprobs is not None and targets:
+                found.append(
+                    (chunk, targets, self._logprobs(hidden_TD[start:], targets, request.sampling.prompt_logprobs))
+                )
+            start += chunk.num_tokens
+        return found
+
+    def _logprobs(self, hidden_TD: Tensor, targets: Sequence[int], num_top: int) -> Logprobs:
+        """Of `targets`, predicted by the first rows of `hidden`."""
+        target_ids = to_device(_int64(targets), self.device)
+        parts = [
+            self.sampler.logprobs_of(self.model.head(hidden), ids, num_top)
+            for hidden, ids in zip(
+                torch.split(hidden_TD[: len(targets)], _HEAD_ROWS), torch.split(target_ids, _HEAD_ROWS), strict=True
+            )
+        ]
+        own, ids, values = zip(*parts, strict=True)
+        if num_top == 0:
+            return Logprobs(torch.cat(own), None, None)
+        return Logprobs(torch.cat(own), torch.cat(ids), torch.cat(values))
+
+    def _request(self, chunk: Chunk) -> Request:
+        return self._requests[chunk.request_id].request
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Recorded on the current stream."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    # -------------------------------------------------------------- images
+
+    def _encode(self, images: Sequence[ImageToEncode], failures: dict[str, Failure]) -> None:
+        """Start encoding images in one pass, in halves where that fails."""
+        if not images:
+            return
+        try:
+            with self._on(self._encoder_stream):
+                self._encode_pass(images)
+        except Exception as error:
+            if len(images) > 1:
+                if not self.is_alive():
+                    raise DeviceError(f"the device failed: {error}") from error
+                middle = len(images) // 2
+                self._encode(images[:middle], failures)
+                self._encode(images[middle:], failures)
+                return
+            failure = self._failure("encoding", images[0].request_id, error)
+            self._encode_results.append(EncodeResult(images[0].key, failure))
+            failures[images[0].request_id] = failure
+
+    def _encode_pass(self, images: Sequence[ImageToEncode]) -> None:
+        slots = [slot for image in images for slot in image.slots]
+        is_read = self._slot_read_by[slots].max() >= self._num_steps_read
+        if is_read and self._encoder_stream is not None and self._stream is not None:
+            self._encoder_stream.wait_stream(self._stream)  # a step in flight reads the features that are overwritten
+        inputs = [self._image(image) for image in images]
+        features_MD = self._encoder.encode(inputs)
+        index = [
+            feature_index(image.slots, 0, found.span.num_tokens) for image, found in zip(images, inputs, strict=True)
+        ]
+        self._features.index_copy_(0, to_device(np.concatenate(index), self.device), features_MD.to(self.dtype))
+        self._encodings.append(_Encoding(tuple([image.key for image in images]), frozenset(slots), self._event()))
+
+    def _image(self, image: ImageToEncode) -> PromptImage:
+        return self._requests[image.request_id].prompt.images[image.image_index]
+
+    def _wait_for_features(self, plan: StepPlan) -> None:
+        """Let the step wait, on the device, for the encodings it reads; remember which slots it reads."""
+        slots = [slot for chunk in plan.chunks for image in chunk.images for slot in image.slots]
+        if not slots:
+            return
+        self._slot_read_by[slots] = plan.number
+        for encoding in self._encodings:
+            if self._stream is not None and not encoding.slots.isdisjoint(slots):
+                self._stream.wait_event(encoding.done)
+
+    def finished_encodings(self, *, waits: bool = False) -> tuple[EncodeResult, ...]:
+        """Encodings that ended since the last call; `waits` for at least one in flight."""
+        while self._encodings:
+            encoding = self._encodings[0]
+            if encoding.done is not None and not encoding.done.query():
+                if not waits:
+                    break
+                encoding.done.synchronize()
+            waits = False
+            self._encode_results += [EncodeResult(key) for key in encoding.keys]
+            del self._encodings[0]
+        results, self._encode_results = tuple(self._encode_results), []
+        return results
+
+    def graph_counters(self) -> tuple[int, int]:
+        """CUDA graphs captured while serving, and steps that ran without one although they are on."""
+        if self._graphs is None:
+            return 0, 0
+        late = self._graphs.num_late_captures + self._encoder.num_late_captures
+        return late, self._graphs.num_eager_runs + self._num_eager_steps
+
+    # -------------------------------------------------------------- start-up
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Callable[[int], None] = lambda num_done: None) -> None:
+        """Capture CUDA graphs of all declared sizes of steps and encodings. No effect without CUDA graphs."""
+        if self._graphs is None:
+            return
+        sizes = list(declared_sizes(self.config.max_requests, self.max_length))
+        with self.on_stream():
+            for number, size in enumerate(sizes):
+                self._graphs.capture([size])
+                progress(number + 1)
+        with self._on(self._encoder_stream):
+            self._encoder.warm_up()
+        torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def profile_largest_step(self) -> None:
+        """Run the largest step on padding: compiles kernels and shows how much memory a step needs."""
+        config, vision = self.config, self.model.config.vision
+        with self.on_stream():
+            if config.max_encoder_patches >= 4 * vision.patches_per_token:
+                side = vision.merge_size * 2 * max(1, int(config.max_encoder_patches**0.5) // (2 * vision.merge_size))
+                pixels = torch.zeros(side * side, vision.patch_dim, device=self.device)
+                self.model.encode_images(pixels, torch.tensor([[1, side, side]]))
+            num_tokens = min(config.max_step_tokens, self.max_length)
+            sizes = InputSizes(num_tokens, 1, 1, table_width(num_tokens, config.page_size))
+            inputs = split(self._next_host(sizes), sizes)
+            for part in inputs:
+                part[...] = 0
+            inputs.last_token_slots[:] = config.max_requests
+            inputs.slot_mapping[:] = self.cache.num_slots
+            inputs.feature_index[:] = self._num_features
+            inputs.cu_seqlens[:] = (0, num_tokens)
+            inputs.context_lengths[:] = num_tokens
+            on_device = split(self._buffers.upload(sizes.total), sizes)
+            hidden_TD = self._forward(
+                on_device, index_S=None, num_decode=0, max_new=num_tokens, max_context=num_tokens, has_images=True
+            )
+            num_samples = min(self._max_samples, num_tokens)
+            self._head(hidden_TD[:num_samples]).float()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+
+
+class _SampledChunks:
+    """Sampled tokens and log-probabilities of chunks, being copied to the host."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], tokens: Tensor, logprobs: Logprobs | None, prompt_logprobs: PromptLogprobs
+    ) -> None:
+        self._chunks = chunks
+        self._tokens = _to_host(tokens)
+        self._logprobs = None if logprobs is None else _HostLogprobs(logprobs)
+        self._prompts = {chunk.request_id: (targets, _HostLogprobs(found)) for chunk, targets, found in prompt_logprobs}
+
+    def read(self, requests: Mapping[str, RequestInputs]) -> Iterator[ChunkResult]:
+        """Results of the chunks, complete once the step is."""
+        sampled, first = self._tokens.tolist(), 0
+        for chunk in self._chunks:
+            token_ids: list[int] = []
+            logprobs: list[TokenLogprobs] = []
+            inputs = requests.get(chunk.request_id)  # None: it has ended, and nobody reads its result
+            if chunk.samples:
+                index = range(first, first + 1 + len(chunk.drafts))
+                first = index.stop
+                token_ids = _accepted([sampled[i] for i in index], chunk.drafts)
+                if NON_FINITE in token_ids:
+                    yield ChunkResult(chunk.request_id, failure=_NON_FINITE_LOGITS)
+                    continue
+                num_top = None if inputs is None else inputs.request.sampling.logprobs
+                if num_top is not None and self._logprobs is not None:
+                    logprobs = [
+                        self._logprobs.at(i, token, num_top) for token, i in zip(token_ids, index, strict=False)
+                    ]
+            prompt_logprobs: list[TokenLogprobs] = []
+            if chunk.request_id in self._prompts and inputs is not None:
+                targets, found = self._prompts[chunk.request_id]
+                num_top = inputs.request.sampling.prompt_logprobs or 0
+                prompt_logprobs = [found.at(i, token, num_top) for i, token in enumerate(targets)]
+            yield ChunkResult(chunk.request_id, tuple(token_ids), tuple(logprobs), tuple(prompt_logprobs))
 
 
 class StepHandle:
     """A step in flight."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], tokens: Tensor, logprobs: Logprobs | None,
-        prompt_logprobs: PromptLogprobs,
-    ) -> None:  # fmt: skip
-        self._chunks = chunks
-        self._tokens = _to_host(tokens)
-        self._logprobs = None if logprobs is None else _HostLogprobs(logprobs)
-        self._prompts = [(chunk, targets, _HostLogprobs(found)) for chunk, targets, found in prompt_logprobs]
-        self._done: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
+        self,
+        runner: Runner,
+        plan: StepPlan,
+        parts: Sequence[_SampledChunks],
+        failures: dict[str, Failure],
+        done: torch.cuda.Event | None,
+    ) -> None:
+        self.plan = plan
+        self._runner, self._parts, self._failures, self._done = runner, parts, failures, done
 
-    def read(self) -> StepTokens:
-        """Wait for the step and return its tokens."""
+    def read(self) -> StepResult:
+        """Wait for the step and return its result."""
+        runner = self._runner
         if self._done is not None:
-            self._done.synchronize()
-        step = StepTokens({}, {}, {}, [])
-        sampled, first = self._tokens.tolist(), 0
-        for chunk in self._chunks:
-            if not chunk.samples:
-                continue
-            index = range(first, first + 1 + len(chunk.drafts))
-            first = index.stop
-            accepted = _accepted([sampled[i] for i in index], chunk.drafts)
-            step.token_ids[chunk.request.id] = accepted
-            if NON_FINITE in accepted:
-                step.non_finite.append(chunk.request)
-                continue
-            num_top = chunk.request.sampling.logprobs
-            if num_top is not None and self._logprobs is not None:
-                tokens = zip(accepted, index, strict=False)
-                step.logprobs[chunk.request.id] = [self._logprobs.at(i, token, num_top) for token, i in tokens]
-        for chunk, targets, found in self._prompts:
-            num_top = chunk.request.sampling.prompt_logprobs or 0
-            step.prompt_logprobs[chunk.request.id] = [found.at(i, token, num_top) for i, token in enumerate(targets)]
-        return step
+            try:
+                self._done.synchronize()
+            except RuntimeError as error:
+                raise DeviceError(f"the device failed: {error}") from error
+        runner._num_steps_read = self.plan.number + 1
+        results = {
+            request_id: ChunkResult(request_id, failure=failure) for request_id, failure in self._failures.items()
+        }
+        for part in self._parts:
+            results |= {result.request_id: result for result in part.read(runner._requests)}
+        return StepResult(
+            number=self.plan.number,
+            chunks=tuple([results[chunk.request_id] for chunk in self.plan.chunks]),
+            images=runner.finished_encodings(),
+        )
 
 
 def _accepted(sampled: list[int], drafts: Sequence[int]) -> list[int]:
@@ -137,315 +709,6 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PixelScale:
-    """Normalization of uint8 pixels."""
-
-    mean: tuple[float, ...]
-    """Per channel, in units of the 0..1 range; subtracted."""
-    std: tuple[float, ...]
-    """Per channel, in units of the 0..1 range; divided by."""
-
-
-class Runner:
-    """The model, its KV cache and its encoder cache on one device."""
-
-    def __init__(
-        self, model: VLM, config: EngineConfig, *, pixels: PixelScale, num_pages: int, max_length: int
-    ) -> None:
-        """The model's projections must be merged (`model/merge.py`)."""
-        self.model, self.config = model, config
-        self.device, self.dtype = model.head.weight.device, model.head.weight.dtype
-        language = model.config.language
-        self.max_length = max_length
-        uses_graphs = config.cuda_graphs and self.device.type == "cuda"
-        max_pages = table_width(max_length, config.page_size)
-        tokens, requests, self._max_samples = largest_size(
-            config.max_step_tokens, config.max_requests, config.max_draft_tokens
-        )
-        with self.on_stream():
-            self.cache = KVCache(
-                language, num_pages=num_pages, page_size=config.page_size, kv_format=config.kv_format,
-                dtype=self.dtype, device=self.device,
-            )  # fmt: skip
-            self._num_features = config.encoder_cache_tokens // ENCODER_SLOT_TOKENS * ENCODER_SLOT_TOKENS
-            shape = (self._num_features + 1, language.hidden_size)  # the last row is read for tokens without features
-            self._features = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            self._last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int32, device=self.device)
-            self.sampler = Sampler(vocab_size=language.vocab_size, num_slots=config.max_requests, device=self.device)
-            budgets = patch_budgets(config.max_step_patches, model.config.vision.patches_per_token)
-            self._encoder = Encoder(
-                model, pixel_mean=pixels.mean, pixel_std=pixels.std, budgets=budgets if uses_graphs else ()
-            )
-            self._buffers = StepBuffers(InputSizes(tokens, requests, tokens, max_pages).total, self.device)
-            # All steps share one memory for logits, captured or not.
-            self._logits = torch.empty(self._max_samples, language.vocab_size, dtype=self.dtype, device=self.device)
-        self._builder = InputBuilder(
-            max_requests=config.max_requests,
-            page_size=config.page_size,
-            max_pages=max_pages,
-            num_kv_slots=self.cache.num_slots,
-            num_features=self._num_features,
-        )
-        self._graphs: CudaGraphs[StepSize] | None = None
-        if uses_graphs:
-            self._graphs = CudaGraphs(self._forward_captured, lambda size: size.num_eager_runs_before_capture)
-        self._requests: dict[str, RequestInputs] = {}
-
-    def close(self) -> None:
-        """Free the device memory at once: reference cycles would keep it until the next garbage collection."""
-        is_gpu = self.device.type == "cuda" and self.is_alive()  # which also waits for the last step
-        vars(self).clear()
-        if is_gpu:
-            torch.cuda.empty_cache()
-
-    def _head(self, hidden_SD: Tensor) -> Tensor:
-        """[S, V] logits, overwritten by the next step."""
-        return torch.mm(hidden_SD, self.model.head.weight.t(), out=self._logits[: len(hidden_SD)])
-
-    @contextlib.contextmanager
-    def on_stream(self) -> Iterator[None]:
-        """Use the runner's own stream: the default one cannot be captured."""
-        if self.device.type != "cuda":
-            yield
-            return
-        if not hasattr(self, "_stream"):
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which loaded the weights
-        with torch.cuda.stream(self._stream):
-            yield
-
-    # -------------------------------------------------------------- requests
-
-    def register(self, request: Request, prompt: TokenPrompt, seed: int) -> None:
-        """Keep the inputs of a request."""
-        self._requests[request.id] = RequestInputs(prompt, seed)
-
-    def unregister(self, request: Request) -> None:
-        """Drop the inputs of an ended request."""
-        self._requests.pop(request.id, None)
-
-    @property
-    def num_registered(self) -> int:
-        """Registered requests."""
-        return len(self._requests)
-
-    def is_alive(self) -> bool:
-        """Whether the device still works. After some errors (an illegal address) it does not, until the process ends."""
-        if self.device.type != "cuda":
-            return True
-        try:
-            torch.cuda.synchronize(self.device)
-        except RuntimeError:
-            return False
-        return True
-
-    # -------------------------------------------------------------- the three parts of a step
-
-    @torch.inference_mode()
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, target) pages."""
-        with self.on_stream():
-            if pairs:
-                self.cache.copy(pairs)
-
-    @torch.inference_mode()
-    def encode(self, images: Sequence[ImageToEncode]) -> None:
-        """Write the features of images into the encoder cache, all in one forward pass."""
-        with self.on_stream():
-            features_MD = self._encoder.encode([self._preprocessed(image) for image in images])
-            index = [feature_index(image.slots, 0, image.span.num_tokens) for image in images]
-            self._features.index_copy_(0, to_device(np.concatenate(index), self.device), features_MD.to(self.dtype))
-
-    def _preprocessed(self, image: ImageToEncode) -> PromptImage:
-        for found in self._requests[image.request.id].prompt.images:
-            if found.span.start == image.span.start:
-                return found
-        raise AssertionError(f"request {image.request.id} has no image at token {image.span.start}")
-
-    @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], started: Sequence[Request]) -> StepHandle:
-        """Compute the chunks and sample after those that reach the end of their request."""
-        with self.on_stream():
-            self._set_up(chunks, started)
-            requests = [self._requests[chunk.request.id] for chunk in chunks]
-            size = None if self._graphs is None else self._captured_size(chunks)
-            if self._graphs is not None and size is not None:
-                return self._sample(chunks, self._run_graph(self._graphs, size, chunks, requests), [])
-            return self._sample(chunks, *self._run_eager(chunks, requests))
-
-    def _set_up(self, chunks: Sequence[Chunk], started: Sequence[Request]) -> None:
-        """Set up slots of requests that started: page table and sampling parameters."""
-        slots = {chunk.request.id: chunk.slot for chunk in chunks} if started else {}
-        for request in started:
-            if request.id in slots:
-                inputs = self._requests[request.id]
-                inputs.num_pages_written = 0
-                self.sampler.set_request(slots[request.id], request, inputs.seed)
-
-    def _run_eager(self, chunks: Sequence[Chunk], requests: Sequence[RequestInputs]) -> tuple[Tensor, PromptLogprobs]:
-        sizes = InputSizes(
-            num_tokens=sum(chunk.num_tokens for chunk in chunks),
-            num_requests=len(chunks),
-            num_samples=_num_samples(chunks),
-            table_width=table_width(max(chunk.end for chunk in chunks), self.config.page_size),
-        )
-        self._builder.fill(split(self._next_host(sizes), sizes), chunks, requests)
-        step = split(self._buffers.upload(sizes.total), sizes)
-        needs_all = any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks)
-        hidden = self._forward(
-            step,
-            index_S=None if needs_all else step.sampled,
-            max_new=max(chunk.num_tokens for chunk in chunks),
-            max_context=max(chunk.end for chunk in chunks),
-            has_images=any(chunk.images for chunk in chunks),
-        )
-        if not needs_all:
-            return self._head(hidden), []
-        return self._head(hidden.index_select(0, step.sampled)), self._prompt_logprobs(chunks, hidden)
-
-    def _captured_size(self, chunks: Sequence[Chunk]) -> StepSize | None:
-        """The size of the CUDA graph for this step; None: it runs eagerly."""
-        max_context = max(chunk.end for chunk in chunks)
-        if all(chunk.num_tokens == 1 and chunk.samples and not chunk.images for chunk in chunks):
-            return decode_size(len(chunks), max_context, self.max_length)
-        if any(chunk.request.sampling.prompt_logprobs is not None for chunk in chunks):
-            return None
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        return mixed_size(
-            num_tokens, len(chunks), _num_samples(chunks), self._max_samples, max_context, self.max_length
-        )
-
-    def _run_graph(
-        self, graphs: CudaGraphs[StepSize], size: StepSize, chunks: Sequence[Chunk], requests: Sequence[RequestInputs]
-    ) -> Tensor:
-        sizes = self._input_sizes(size)
-        fill = self._builder.fill_decode if size.is_decode else self._builder.fill
-        fill(split(self._next_host(sizes), sizes), chunks, requests)
-        self._buffers.upload(sizes.total)
-        return graphs.run(size)[: _num_samples(chunks)]
-
-    def _input_sizes(self, size: StepSize) -> InputSizes:
-        width = table_width(size.max_context, self.config.page_size)
-        return InputSizes(size.num_tokens, size.num_requests, size.num_samples, width)
-
-    def _forward_captured(self, size: StepSize) -> Tensor:
-        """Logits of the step in the device buffer. Capturable: its control flow depends on the size only."""
-        step = split(self._buffers.uploaded, self._input_sizes(size))
-        hidden_SD = self._forward(
-            step,
-            index_S=None if size.is_decode else step.sampled,
-            max_new=1 if size.is_decode else size.num_tokens,
-            max_context=size.max_context,
-            has_images=not size.is_decode,
-        )
-        return self._head(hidden_SD)
-
-    def _next_host(self, sizes: InputSizes) -> Ints:
-        assert sizes.total <= self._buffers.capacity, f"a step of {sizes} is larger than the buffers"
-        return self._buffers.next_host()
-
-    def _forward(
-        self,
-        step: StepInputs[Tensor],
-        *,
-        index_S: Tensor | None,
-        max_new: int,
-        max_context: int,
-        has_images: bool,
-    ) -> Tensor:
-        """[S, D]: input of the head, at the given token indices (None: at all)."""
-        is_pending = step.pending_slots < self.config.max_requests
-        token_ids = torch.where(is_pending, self._last_tokens[step.pending_slots], step.token_ids)
-        x_TD: Tensor = self.model.language.embed_tokens(token_ids)
-        if has_images:
-            is_feature = step.feature_index < self._num_features
-            x_TD = torch.where(is_feature[:, None], self._features.index_select(0, step.feature_index), x_TD)
-        attend = PagedAttention(
-            self.cache, self.model.cos_sin(step.positions), step.slot_mapping, step.page_table, step.cu_seqlens,
-            step.context_lengths, max_new, max_context,
-        )  # fmt: skip
-        return self.model.forward_layers(x_TD, attend, index_S)
-
-    def _sample(self, chunks: Sequence[Chunk], logits_SV: Tensor, prompt_logprobs: PromptLogprobs) -> StepHandle:
-        slots: list[int] = []
-        positions: list[int] = []
-        num_output_tokens: list[int] = []
-        for chunk in chunks:
-            if chunk.samples:
-                for end in range(chunk.end - len(chunk.drafts), chunk.end + 1):
-                    slots.append(chunk.slot)
-                    positions.append(end)
-                    num_output_tokens.append(end - chunk.request.num_prompt_tokens)
-        on_device = to_device(_int64(slots), self.device)
-        sampled = self.sampler.sample(logits_SV, _int64(slots), _int64(positions), _int64(num_output_tokens))
-        logprobs = None
-        if sampled.logprobs is not None:
-            logprobs = Logprobs(sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-        handle = StepHandle(chunks, sampled.token_ids, logprobs, prompt_logprobs)
-        # Last, when nothing can fail any more: a step that is run again must find the same state.
-        self.sampler.commit()
-        self._last_tokens[on_device] = sampled.token_ids.clamp(min=0).int()  # NON_FINITE has no embedding
-        return handle
-
-    def _prompt_logprobs(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> PromptLogprobs:
-        found: PromptLogprobs = []
-        start = 0
-        for chunk in chunks:
-            request = chunk.request
-            targets = request.token_ids[chunk.start + 1 : min(chunk.end + 1, request.num_prompt_tokens)]
-            if request.sampling.prompt_logprobs is not None and targets:
-                found.append(
-                    (chunk, targets, self._logprobs(hidden_TD[start:], targets, request.sampling.prompt_logprobs))
-                )
-            start += chunk.num_tokens
-        return found
-
-    def _logprobs(self, hidden_TD: Tensor, targets: Sequence[int], num_top: int) -> Logprobs:
-        """Of `targets`, predicted by the first rows of `hidden`."""
-        target_ids = to_device(_int64(targets), self.device)
-        parts = [
-            self.sampler.logprobs_of(self.model.head(hidden), ids, num_top)
-            for hidden, ids in zip(
-                torch.split(hidden_TD[: len(targets)], _HEAD_ROWS), torch.split(target_ids, _HEAD_ROWS), strict=True
-            )
-        ]
-        own, ids, values = zip(*parts, strict=True)
-        if num_top == 0:
-            return Logprobs(torch.cat(own), None, None)
-        return Logprobs(torch.cat(own), torch.cat(ids), torch.cat(values))
-
-    # -------------------------------------------------------------- start-up
-
-    @torch.inference_mode()
-    def profile_largest_step(self) -> None:
-        """Run the largest step on padding: compiles kernels and shows how much memory a step needs."""
-        config, vision = self.config, self.model.config.vision
-        with self.on_stream():
-            if config.max_step_patches >= 4 * vision.patches_per_token:
-                side = vision.merge_size * 2 * max(1, int(config.max_step_patches**0.5) // (2 * vision.merge_size))
-                pixels = torch.zeros(side * side, vision.patch_dim, device=self.device)
-                self.model.encode_images(pixels, torch.tensor([[1, side, side]]))
-            num_tokens = min(config.max_step_tokens, self.max_length)
-            sizes = InputSizes(num_tokens, 1, 1, table_width(num_tokens, config.page_size))
-            step = split(self._next_host(sizes), sizes)
-            for part in step:
-                part[...] = 0
-            step.pending_slots[:] = config.max_requests
-            step.slot_mapping[:] = self.cache.num_slots
-            step.feature_index[:] = self._num_features
-            step.cu_seqlens[:] = (0, num_tokens)
-            step.context_lengths[:] = num_tokens
-            on_device = split(self._buffers.upload(sizes.total), sizes)
-            hidden_TD = self._forward(
-                on_device, index_S=None, max_new=num_tokens, max_context=num_tokens, has_images=True
-            )
-            num_samples = min(self._max_samples, num_tokens)
-            self._head(hidden_TD[:num_samples]).float()
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
 
 
 def _num_samples(chunks: Sequence[Chunk]) -> int:

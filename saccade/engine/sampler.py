@@ -133,7 +133,7 @@ class Sampler:
         self._is_prompt_RV: Tensor | None = None
         self._num_output_RV: Tensor | None = None
 
-    def set_request(self, slot: int, request: Request, seed: int) -> None:
+    def set_request(self, slot: int, request: Request, output_token_ids: Sequence[int] = ()) -> None:
         """Set the request of a slot, when it starts or resumes after preemption. All its sampled tokens must have been read."""
         params = request.sampling
         self._settings[slot] = (
@@ -144,7 +144,7 @@ class Sampler:
             params.repetition_penalty,
             params.presence_penalty,
             params.frequency_penalty,
-            seed,
+            request.seed,
             params.min_tokens,
             params.logprobs or 0,
             True,
@@ -156,7 +156,7 @@ class Sampler:
         self._bias[slot] = np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32)
         self._stop_ids[slot] = self._known(sorted(request.stop_ids))
         if params.has_penalties:
-            self._reset_counts(slot, request)
+            self._reset_counts(slot, request, output_token_ids)
 
     @torch.inference_mode()
     def sample(
@@ -210,11 +210,11 @@ class Sampler:
         return ids[ids < self._vocab_size]
 
     @torch.inference_mode()
-    def _reset_counts(self, slot: int, request: Request) -> None:
+    def _reset_counts(self, slot: int, request: Request, output_token_ids: Sequence[int]) -> None:
         """Set the counts of a slot from the tokens of its request."""
         is_prompt_RV, num_output_RV = self._counts()
-        prompt = self._known(request.token_ids[: request.num_prompt_tokens])
-        output = self._known(request.output_token_ids)
+        prompt = self._known(request.token_ids)
+        output = self._known(output_token_ids)
         ids_prompt, ids_output = _in_one_copy([prompt, output], self._device)
         is_prompt_RV[slot].zero_().index_fill_(0, ids_prompt, True)
         num_output_RV[slot].zero_().index_add_(0, ids_output, torch.ones_like(ids_output, dtype=torch.int32))

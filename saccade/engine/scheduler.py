@@ -1,7 +1,7 @@
 """Schedule engine steps: which tokens of which requests the next step computes. Plain Python over integers: no torch, no clock.
 
-    plan = scheduler.plan()          the next step
-    scheduler.update(plan, tokens)   its sampled tokens
+    plan = scheduler.plan()             the next step
+    scheduler.update(plan, result)      what it gave
 
 Chunked prefill and decode share every step. A step computes one token of each decoding request, then fills its token budget with
 prompt chunks. The next plan may be made before the previous step's tokens are read: a token that was sampled but not read is pending,
@@ -14,57 +14,127 @@ Pages are allocated on demand. When none is free, the running request last in or
 until they are needed. A request starts only if there are pages for all its known tokens beside those that running prompts still
 need, and no later request starts before it.
 
-No deadlock. `Scheduler.add` accepts only requests that can run alone. The first running request can always get pages, because all
-others can be preempted. A request uses an image only while a chunk is inside it: acquired when a chunk enters it, released when one
-leaves it. So a request that uses an image needs nothing but budget and pages to leave it, and waits for no other image meanwhile.
-When the encoder cache has no free slots for one request, no later request enters an image in that step, not even a cached one:
-otherwise a popular image could stay in use forever.
+Images are encoded beside the steps. A plan starts encodings; the chunks that read an image wait for it on the host while other
+requests decode, and on the device while none does, which loses no time. So an image delays the output of its own request alone.
 
-Order on the device. A step copies pages, then encodes images, then computes; steps run one after another. So what a plan frees may
-be written by the next plan, even while the step is in flight, but not by the plan itself: pages copied from and images left behind
-are freed when the plan is complete.
+No deadlock. `Scheduler.add` accepts only requests that can run alone. The first running request can always get pages, because all
+others can be preempted. A request acquires its images in order, from the first that is not computed, and releases each when a chunk
+leaves it. So a request that uses images can compute all of them without acquiring another one. When the encoder cache has no free
+slots for one request, no later request acquires an image in that step, not even a cached one: otherwise a popular image could
+stay in use forever.
+
+Order on the device. Steps run one after another, each copying pages first. So what a plan frees may be written by the next plan,
+even while the step is in flight, but not by the plan itself: pages copied from and images left behind are freed when the plan is
+complete. The runner orders encodings behind the steps that read their slots before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache
 from saccade.engine.pages import PagePool
-from saccade.engine.request import Failure, FinishReason, Request
+from saccade.engine.request import Failure, FinishReason, Request, RequestOutput, TokenLogprobs
 from saccade.engine.request_state import Queues, RequestState
-from saccade.engine.step_plan import CachedImage, Chunk, ImageToEncode, Limits, StepPlan
-from saccade.errors import ImageError, RequestError
+from saccade.engine.step import (
+    Chunk,
+    ChunkResult,
+    EncodeResult,
+    ImageFeatures,
+    ImageToEncode,
+    SlotStart,
+    StepPlan,
+    StepResult,
+)
+from saccade.errors import ConfigError, ImageError, RequestError
 
-Draft = Callable[[Request, int], Sequence[int]]
-"""Proposes up to this many draft tokens that follow a request's known tokens."""
+_PATCHES_PER_STEP = 2048
+"""Patches that are surely encoded during a step: a step planned that much later reads an image that is not reported ready yet."""
+_MAX_PASSES = 2
+"""Passes of the vision encoder in flight: one that runs, one that follows at once."""
+_MAX_QUARANTINED = 4096
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens (`prompt_lookup.py`)."""
+
+    def is_drafting(self, state: RequestState) -> bool:
+        """Whether the request has to wait until all its tokens are known."""
+
+    def propose(self, state: RequestState, num_tokens: int) -> Sequence[int]:
+        """Up to this many draft tokens that follow the known ones."""
+
+
+class _Encoding(NamedTuple):
+    """An image being encoded."""
+
+    image_key: bytes
+    """Not salted."""
+    num_patches: int
+    plan_number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of the scheduler."""
+
+    max_requests: int
+    """Requests that run at once; slots are numbered below it."""
+    max_step_tokens: int
+    """Tokens computed in a step."""
+    max_step_chunks: int
+    """Requests with more than one token in a step."""
+    max_encoder_patches: int
+    """Patches in one pass of the vision encoder, of which two may be in flight; an image with more is encoded alone."""
+    max_length: int
+    """Tokens of prompt and output together."""
+    max_draft_tokens: int = 0
+    """Draft tokens per request and step."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_step_tokens", "max_step_chunks", "max_encoder_patches", "max_length"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; use 1 or more")
+
+
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    num_preemptions: tuple[int, ...]
+    """Of each chunk's request when it was planned: a request preempted since has other pages."""
 
 
 class Scheduler:
-    """All open requests. Images whose (unsalted) key is in `quarantine` are refused."""
+    """All open requests."""
 
     def __init__(
         self,
         limits: Limits,
         pages: PagePool,
         encoder_cache: EncoderCache,
-        draft: Draft | None = None,
-        quarantine: Container[bytes] = frozenset(),
+        drafter: Drafter | None = None,
     ) -> None:
         self.limits = limits
         self.pages = pages
         self.encoder_cache = encoder_cache
-        self._draft = draft if limits.max_draft_tokens else None
-        self._quarantine = quarantine
+        self._drafter = drafter if limits.max_draft_tokens else None
+        self._quarantine: dict[bytes, None] = {}  # keys of images that could not be encoded, oldest first
         self._queues = Queues(limits.max_requests, pages, encoder_cache)
-        self._in_flight: list[StepPlan] = []
+        self._in_flight: list[_InFlight] = []
+        self._encoding: dict[bytes, _Encoding] = {}  # by salted key
+        self._num_planned = 0
         self._num_added = 0
 
     @property
     def has_work(self) -> bool:
         """Whether any request is open."""
         return len(self._queues) > 0
+
+    @property
+    def is_encoding(self) -> bool:
+        """Whether an encoding is in flight."""
+        return bool(self._encoding)
 
     @property
     def num_running(self) -> int:
@@ -76,14 +146,32 @@ class Scheduler:
         """Requests that have none, including preempted ones."""
         return len(self._queues.waiting)
 
-    def find(self, request_id: str) -> Request | None:
-        """The open request with this id."""
-        state = self._queues.find_id(request_id)
-        return None if state is None else state.request
+    @property
+    def num_preemptions(self) -> int:
+        """Requests preempted so far."""
+        return self._queues.num_preemptions
 
-    def requests(self) -> list[Request]:
+    def has_decoding(self) -> bool:
+        """Whether a running request waits for its next output token."""
+        return any(state.is_decoding for state in self._queues.running)
+
+    def num_uncomputed_prompt_tokens(self) -> int:
+        """Prompt tokens of open requests that are not computed."""
+        queues = self._queues
+        return sum(
+            [
+                max(0, state.request.num_prompt_tokens - state.num_computed_tokens)
+                for state in (*queues.running, *queues.waiting)
+            ]
+        )
+
+    def find(self, request_id: str) -> RequestState | None:
+        """The open request with this id."""
+        return self._queues.find(request_id)
+
+    def request_ids(self) -> list[str]:
         """All open requests, in order of arrival."""
-        return [state.request for state in self._queues]
+        return [state.request.id for state in self._queues]
 
     # ---- add and end requests
 
@@ -91,9 +179,8 @@ class Scheduler:
         """Add a request to the waiting queue. RequestError: it could not run even alone."""
         assert request.id not in self._queues, f"request {request.id} was added before"
         self._check_can_run(request)
-        request.arrival = self._num_added
+        self._queues.add(RequestState(request, self._num_added, self.limits.max_length))
         self._num_added += 1
-        self._queues.add(RequestState(request, self.limits.max_length))
 
     def _check_can_run(self, request: Request) -> None:
         """Raise RequestError, saying what to change, unless the request could run alone."""
@@ -121,92 +208,140 @@ class Scheduler:
             if image.key in self._quarantine:
                 raise ImageError("An image of this request could not be encoded before; send another one")
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request at once, even while a step computes it. False: no such open request."""
-        return self._end(self._queues.find_id(request_id), "cancelled")
+    def end(self, request_id: str, reason: FinishReason, failure: Failure | None = None) -> RequestOutput | None:
+        """End a request at once, even while a step computes it: cancelled, failed, or complete for a reason outside the scheduler
+        such as a stop string. None: no such open request."""
+        state = self._queues.find(request_id)
+        return None if state is None else self._end(state, reason, failure)
 
-    def finish(self, request_id: str) -> bool:
-        """End a request that is complete for a reason outside the scheduler, such as a stop string. False: no such open request."""
-        return self._end(self._queues.find_id(request_id), "stop")
-
-    def fail(self, request: Request, failure: Failure) -> bool:
-        """End a request as failed. False: it has ended already."""
-        has_failed = self._end(self._queues.find(request), "failed")
-        if has_failed:
-            request.failure = failure
-        return has_failed
-
-    def fail_image(self, plan: StepPlan, key: bytes, failure: Failure) -> list[Request]:
-        """Fail every request that reads the image with this salted key in the step or uses it, and evict its features."""
-        readers = [chunk.request for chunk in plan.chunks if any(image.key == key for image in chunk.images)]
-        users = [state.request for state in self._queues.running if key in state.images_in_use]
-        failed = [request for request in readers + users if self.fail(request, failure)]
-        self.encoder_cache.evict(key)
-        return failed
-
-    def _end(self, state: RequestState | None, reason: FinishReason) -> bool:
-        if state is None:
-            return False
-        assert state.request.finish_reason is None, f"request {state.request.id} ends twice"
+    def _end(self, state: RequestState, reason: FinishReason, failure: Failure | None = None) -> RequestOutput:
         self._queues.remove(state)
-        state.request.num_pending = 0
-        state.request.finish_reason = reason
-        return True
+        return RequestOutput(
+            request_id=state.request.id,
+            finish_reason=reason,
+            failure=failure,
+            num_cached_tokens=state.num_cached_tokens,
+            num_preemptions=state.num_preemptions,
+        )
 
     # ---- steps
 
     def plan(self, token_budget: int | None = None) -> StepPlan | None:
-        """Schedule the next step. None: nothing can be computed before a step in flight is read, or at all.
+        """Schedule the next step. None: nothing can be computed before a step or an encoding in flight is read, or at all.
 
         `token_budget` limits the prompt tokens of the step (at least one is always allowed); decode tokens are not limited by it.
         """
         while True:
             num_running = self.num_running
-            plan = _Planner(self._queues, self.limits, token_budget, self._draft).plan()
-            if plan is not None:
-                self._in_flight.append(plan)
-                return plan
+            planner = _Planner(
+                self._queues, self.limits, token_budget, self._drafter, self._encoding, self._num_planned
+            )
+            planner.run()
+            if planner.chunks or planner.images or planner.started:
+                return self._launch(planner)
             if self.num_running == num_running:
                 break
             # A request was preempted and may have released an image that others were waiting for.
-        assert self._in_flight or not self.has_work, "there is work and no step in flight, but nothing can be computed"
+        assert self._in_flight or self._encoding or not self.has_work, (
+            "there is work and nothing in flight, but nothing can be computed"
+        )
         return None
 
-    def update(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]) -> list[Request]:
-        """Append the accepted tokens of each chunk that samples, by request id; returns the requests that ended by them.
+    def _launch(self, planner: _Planner) -> StepPlan:
+        plan = StepPlan(
+            number=self._num_planned,
+            chunks=tuple(planner.chunks),
+            images=tuple(planner.images),
+            page_copies=tuple(planner.page_copies),
+            started=tuple(planner.started),
+        )
+        self._num_planned += 1
+        self._in_flight.append(_InFlight(plan, tuple(planner.num_preemptions)))
+        return plan
 
-        Plans are updated in the order in which they were made. Tokens of requests that have ended are ignored.
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Append the sampled tokens; returns what is new of each request. Requests that ended meanwhile are skipped.
+
+        Plans are updated in the order in which they were made.
         """
-        assert plan in self._in_flight[:1], "steps are read in the order in which they were planned"
-        del self._in_flight[0]
-        ended = []
-        for chunk in plan.chunks:
-            state = self._queues.find(chunk.request)
-            if state is not None:
-                reason = self._update_request(state, chunk, sampled[chunk.request.id] if chunk.samples else ())
-                if reason is not None:
-                    self._end(state, reason)
-                    ended.append(chunk.request)
-        return ended
+        in_flight = self._in_flight.pop(0)
+        assert in_flight.plan is plan, "steps are read in the order in which they were planned"
+        outputs = self.finish_encoding(result.images)
+        for chunk, given, num_preemptions in zip(plan.chunks, result.chunks, in_flight.num_preemptions, strict=True):
+            state = self._queues.find(chunk.request_id)
+            if state is None:
+                continue
+            if given.failure is not None:
+                outputs.append(self._end(state, "failed", given.failure))
+                continue
+            output = self._update_request(state, chunk, given, is_current=state.num_preemptions == num_preemptions)
+            if output is not None:
+                outputs.append(output)
+        return outputs
 
-    def _update_request(self, state: RequestState, chunk: Chunk, tokens: Sequence[int]) -> FinishReason | None:
-        request = state.request
+    def finish_encoding(self, results: Iterable[EncodeResult]) -> list[RequestOutput]:
+        """Images whose encoding ended; returns the requests that failed by one. An image that failed is refused from then on."""
+        outputs = []
+        for key, failure in results:
+            encoding = self._encoding.pop(key)
+            if failure is None:
+                self.encoder_cache.set_ready(key)
+                continue
+            if failure.kind != "out_of_memory":
+                self._quarantine_image(encoding.image_key)
+            users = [state for state in self._queues.running if key in state.images_in_use]
+            outputs += [self._end(state, "failed", failure) for state in users]
+            self.encoder_cache.evict(key)
+        return outputs
+
+    def _quarantine_image(self, key: bytes) -> None:
+        self._quarantine[key] = None
+        if len(self._quarantine) > _MAX_QUARANTINED:
+            del self._quarantine[next(iter(self._quarantine))]
+
+    def _update_request(
+        self, state: RequestState, chunk: Chunk, given: ChunkResult, *, is_current: bool
+    ) -> RequestOutput | None:
         _settle_pending(state, chunk)
-        reason = _append(state, tokens)
-        if chunk.pages is request.pages:  # else it was preempted meanwhile, and these pages are no longer its own
+        num_known = len(state.token_ids)
+        reason = _append(state, given.token_ids)
+        if is_current:
             end = chunk.end
             if chunk.drafts:
-                end = request.num_computed_tokens = chunk.start + len(tokens)
+                end = state.num_computed_tokens = chunk.start + len(given.token_ids)
             if end >= (state.num_registered + 1) * self.pages.page_size:
-                self._register_pages(state, min(end, len(request.token_ids)))
-        return reason
+                self._register_pages(state, min(end, len(state.token_ids)))
+        token_ids = tuple(state.token_ids[num_known:])
+        if reason is None and not token_ids and not given.prompt_logprobs:
+            return None
+        output = RequestOutput(
+            request_id=state.request.id,
+            token_ids=token_ids,
+            logprobs=given.logprobs[: len(token_ids)],
+            prompt_logprobs=self._unsent_prompt_logprobs(state, chunk, given),
+            finish_reason=reason,
+            num_cached_tokens=state.num_cached_tokens,
+            num_preemptions=state.num_preemptions,
+        )
+        if reason is not None:
+            self._queues.remove(state)
+        return output
+
+    @staticmethod
+    def _unsent_prompt_logprobs(state: RequestState, chunk: Chunk, given: ChunkResult) -> tuple[TokenLogprobs, ...]:
+        """Those of tokens not sent yet: a preempted request computes its prompt again."""
+        first, sent = chunk.start + 1, state.num_prompt_logprobs_sent
+        if first + len(given.prompt_logprobs) <= sent:
+            return ()
+        state.num_prompt_logprobs_sent = first + len(given.prompt_logprobs)
+        return given.prompt_logprobs[sent - first :]
 
     def _register_pages(self, state: RequestState, num_tokens: int) -> None:
         """Put pages full of computed and known tokens into the prefix cache."""
         page_size = self.pages.page_size
         if self.pages.keeps_prefixes:
             for index in range(state.num_registered, num_tokens // page_size):
-                self.pages.register(state.request.pages[index], state.page_key(index, page_size))
+                self.pages.register(state.pages[index], state.page_key(index, page_size))
         state.num_registered = max(state.num_registered, num_tokens // page_size)
 
     # ---- invariants
@@ -225,8 +360,8 @@ def _append(state: RequestState, tokens: Sequence[int]) -> FinishReason | None:
     """Append tokens up to one that ends the request; the rest is dropped."""
     request = state.request
     for token in tokens:
-        request.token_ids.append(token)
-        num_tokens = len(request.token_ids)
+        state.token_ids.append(token)
+        num_tokens = len(state.token_ids)
         if token in request.stop_ids and num_tokens - request.num_prompt_tokens > request.sampling.min_tokens:
             return "stop"
         if num_tokens >= state.token_limit:
@@ -237,7 +372,7 @@ def _append(state: RequestState, tokens: Sequence[int]) -> FinishReason | None:
 def _settle_pending(state: RequestState, chunk: Chunk) -> None:
     """The chunk's pending tokens are known now, or rejected."""
     if chunk.samples:
-        state.request.num_pending -= 1 + len(chunk.drafts)
+        state.num_pending -= 1 + len(chunk.drafts)
         state.has_drafts_in_flight = False
 
 
@@ -258,39 +393,50 @@ class _Prefix(NamedTuple):
 class _Planner:
     """One plan while it is being made, and what is left of the step's budgets: running requests first, then waiting ones."""
 
-    def __init__(self, queues: Queues, limits: Limits, token_budget: int | None, draft: Draft | None) -> None:
+    def __init__(
+        self,
+        queues: Queues,
+        limits: Limits,
+        token_budget: int | None,
+        drafter: Drafter | None,
+        encoding: dict[bytes, _Encoding],
+        number: int,
+    ) -> None:
         self.chunks: list[Chunk] = []
         self.images: list[ImageToEncode] = []
         self.page_copies: list[tuple[int, int]] = []
-        self.started: list[Request] = []
+        self.started: list[SlotStart] = []
+        self.num_preemptions: list[int] = []
         self._queues = queues
-        self._draft = draft
-        self._max_draft_tokens = limits.max_draft_tokens
+        self._drafter = drafter
+        self._number = number
+        self._limits = limits
         self._tokens_left = limits.max_step_tokens
         self._prompt_tokens_left = limits.max_step_tokens if token_budget is None else max(1, token_budget)
-        self._patches_left = limits.max_step_patches
+        self._chunks_left = limits.max_step_chunks
+        self._encoding = encoding
+        num_passes = len({image.plan_number for image in encoding.values()})
+        self._patches_left = limits.max_encoder_patches if num_passes < _MAX_PASSES else 0
+        self._num_patches_encoding = sum([image.num_patches for image in encoding.values()])
+        self._waits_on_device = not any(state.is_decoding for state in queues.running)
         self._num_decoding = 0  # decoding requests not scheduled yet; one token is reserved for each
         self._is_encoder_cache_full = False
         self._pages_to_free: list[int] = []
         self._images_to_release: list[bytes] = []
 
-    def plan(self) -> StepPlan | None:
-        """The plan, unless it is empty. No request starts while running ones are short of pages."""
+    def run(self) -> None:
+        """Make the plan. No request starts while running ones are short of pages."""
         num_running = len(self._queues.running)
         self._schedule_running()
         if len(self._queues.running) == num_running:
             self._start_waiting()
         self._free_after_plan()
-        if not self.chunks:
-            return None
-        preempted, self._queues.preempted = self._queues.preempted, []
-        return StepPlan(self.chunks, self.images, self.page_copies, self.started, preempted)
 
     # ---- running requests
 
     def _schedule_running(self) -> None:
         running = self._queues.running
-        all_uncomputed = [state.num_uncomputed for state in running]
+        all_uncomputed = [self._num_uncomputed(state) for state in running]
         self._num_decoding = all_uncomputed.count(1)
         for index, num_uncomputed in enumerate(all_uncomputed):
             if index >= len(running):  # only the request at `index` or later ones can have been preempted
@@ -298,31 +444,40 @@ class _Planner:
             if num_uncomputed:
                 self._schedule(running[index], num_uncomputed)
 
+    def _num_uncomputed(self, state: RequestState) -> int:
+        """Tokens of a running request that can be computed now; one that drafts waits until all its tokens are known."""
+        if self._drafter is not None and state.num_pending and self._drafter.is_drafting(state):
+            return 0
+        return state.num_uncomputed
+
     def _schedule(self, state: RequestState, num_uncomputed: int) -> None:
         """Schedule a chunk of a running request; it may be preempted instead if there are no pages."""
         budget = self._tokens_left
         if num_uncomputed == 1:
             self._num_decoding -= 1
         else:
-            budget = min(num_uncomputed, budget - self._num_decoding, self._prompt_tokens_left)
+            budget = min(num_uncomputed, budget - self._num_decoding, self._prompt_budget)
         if budget <= 0:
             return
-        start, num_images = state.request.num_computed_tokens, len(self.images)
+        start, num_images = state.num_computed_tokens, len(self.images)
         end = self._enter_images(state, start + min(num_uncomputed, budget))
         if end == start:
             return
         if not self._allocate_pages(state, end):
             self._undo_images(num_images)
         elif num_uncomputed == 1:
-            self._add_chunk(state, end, self._propose_drafts(state, end) if self._draft else ())
+            self._add_chunk(state, end, self._propose_drafts(state, end) if self._drafter else ())
         else:
-            self._prompt_tokens_left -= end - start
-            self._add_chunk(state, end)
+            self._add_prompt_chunk(state, end)
+
+    @property
+    def _prompt_budget(self) -> int:
+        return min(self._tokens_left, self._prompt_tokens_left) if self._chunks_left else 0
 
     def _allocate_pages(self, state: RequestState, end: int) -> bool:
         """Allocate pages up to token `end`, preempting the last running requests if needed. False: it was preempted itself."""
-        request, pool = state.request, self._queues.pages
-        num_pages = pool.num_pages_for(end) - len(request.pages)
+        pool = self._queues.pages
+        num_pages = pool.num_pages_for(end) - len(state.pages)
         if num_pages <= 0:
             return True
         while not pool.can_allocate(num_pages):
@@ -332,79 +487,74 @@ class _Planner:
             self._queues.preempt(last)
             if last is state:
                 return False
-        request.pages += pool.allocate(num_pages)
+        state.pages += pool.allocate(num_pages)
         return True
 
     def _propose_drafts(self, state: RequestState, end: int) -> tuple[int, ...]:
         """Draft tokens after a known last token, within the budget, the request's token limit and the free pages."""
-        request, pool = state.request, self._queues.pages
-        most = min(self._max_draft_tokens, state.token_limit - end - 1, self._tokens_left - self._num_decoding - 1)
-        if self._draft is None or request.num_pending or most <= 0:
+        pool = self._queues.pages
+        most = min(
+            self._limits.max_draft_tokens, state.token_limit - end - 1, self._tokens_left - self._num_decoding - 1
+        )
+        if self._drafter is None or state.num_pending or most <= 0 or not self._chunks_left:
             return ()
-        drafts = tuple(self._draft(request, most))[:most]
-        num_pages = pool.num_pages_for(end + len(drafts)) - len(request.pages)
+        drafts = tuple(self._drafter.propose(state, most))[:most]
+        num_pages = pool.num_pages_for(end + len(drafts)) - len(state.pages)
         if num_pages > 0 and pool.can_allocate(num_pages):
-            request.pages += pool.allocate(num_pages)
-        return drafts[: len(request.pages) * pool.page_size - end]
+            state.pages += pool.allocate(num_pages)
+        return drafts[: len(state.pages) * pool.page_size - end]
 
     # ---- waiting requests
 
     def _start_waiting(self) -> None:
         queues = self._queues
-        if not queues.waiting or not queues.has_free_slot or self._budget <= 0:
+        if not queues.waiting or not queues.has_free_slot or self._prompt_budget <= 0:
             return
         num_reserved = sum(self._num_pages_needed(state) for state in queues.running)
-        while queues.waiting and queues.has_free_slot and self._budget > 0:
+        while queues.waiting and queues.has_free_slot and self._prompt_budget > 0:
             state = queues.waiting[0]
             if not self._start(state, num_reserved):
                 break  # no later request starts before it
             num_reserved += self._num_pages_needed(state)
 
-    @property
-    def _budget(self) -> int:
-        return min(self._tokens_left, self._prompt_tokens_left)
-
     def _num_pages_needed(self, state: RequestState) -> int:
         """Pages that its current tokens still need."""
-        request = state.request
-        num_tokens = min(request.num_tokens, state.token_limit - 1)  # its last token is never computed
-        return max(0, self._queues.pages.num_pages_for(num_tokens) - len(request.pages))
+        num_tokens = min(state.num_tokens, state.token_limit - 1)  # its last token is never computed
+        return max(0, self._queues.pages.num_pages_for(num_tokens) - len(state.pages))
 
     def _start(self, state: RequestState, num_reserved: int) -> bool:
-        """Start a request if it can compute at least one token in this step."""
+        """Start a request if there are pages for it. It may have to wait for the encoder or its images; others start meanwhile."""
         request, pool = state.request, self._queues.pages
-        if request.num_pending:  # it was preempted, and resumes when all its tokens are known
+        if state.num_pending:  # it was preempted, and resumes when all its tokens are known
             return False
         prefix = self._find_prefix_that_fits(state, num_reserved)
         if prefix is None:
             return False
         state.start_at(prefix.num_tokens)
-        end = self._enter_images(state, min(len(request.token_ids), prefix.num_tokens + self._budget))
-        if end == prefix.num_tokens:
-            state.start_at(0)
-            return False
+        end = self._enter_images(state, min(len(state.token_ids), prefix.num_tokens + self._prompt_budget))
         self._queues.start(state)
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = prefix.num_tokens
+        assert state.slot is not None, "a started request has a slot"
+        if state.num_preemptions == 0:
+            state.num_cached_tokens = prefix.num_tokens
+        self.started.append(SlotStart(request.id, state.slot, tuple(state.token_ids[request.num_prompt_tokens :])))
         self._share_prefix(state, prefix)
-        request.pages += pool.allocate(pool.num_pages_for(end) - len(request.pages))
-        self.started.append(request)
-        self._prompt_tokens_left -= end - prefix.num_tokens
-        self._add_chunk(state, end)
+        if end > prefix.num_tokens:
+            state.pages += pool.allocate(pool.num_pages_for(end) - len(state.pages))
+            self._add_prompt_chunk(state, end)
         return True
 
     def _find_prefix(self, state: RequestState) -> _Prefix:
         """The longest cached prefix of a request's known tokens. Its last token is always computed, to sample after it."""
-        request, pool = state.request, self._queues.pages
-        if not pool.keeps_prefixes or request.sampling.prompt_logprobs is not None:
+        pool, token_ids = self._queues.pages, state.token_ids
+        if not pool.keeps_prefixes or state.request.sampling.prompt_logprobs is not None:
             return _Prefix([], 0)
         pages: list[int] = []
-        for index in range(len(request.token_ids) // pool.page_size):
+        for index in range(len(token_ids) // pool.page_size):
             page = pool.find(state.page_key(index, pool.page_size))
             if page is None:
                 break
             pages.append(page)
-        last = len(request.token_ids) - 1
+        last = len(token_ids) - 1
         if len(pages) * pool.page_size <= last:
             return _Prefix(pages, len(pages) * pool.page_size)
         whole = _Prefix(pages, last, is_copied=True)
@@ -428,12 +578,12 @@ class _Planner:
     def _fits(self, state: RequestState, prefix: _Prefix, num_reserved: int) -> bool:
         pool = self._queues.pages
         num_shared = sum(pool.num_owners(page) == 0 for page in prefix.pages)  # free pages that are about to be shared
-        num_new = pool.num_pages_for(len(state.request.token_ids)) - len(prefix.pages) + prefix.is_copied
+        num_new = pool.num_pages_for(len(state.token_ids)) - len(prefix.pages) + prefix.is_copied
         return pool.num_free - num_shared >= num_new + num_reserved
 
     def _share_prefix(self, state: RequestState, prefix: _Prefix) -> None:
         """Own the pages of a prefix, and a copy of the last one if it will be written to."""
-        pool, pages = self._queues.pages, state.request.pages
+        pool, pages = self._queues.pages, state.pages
         for page in prefix.pages:
             pool.share(page)
         pages += prefix.pages
@@ -447,18 +597,32 @@ class _Planner:
     # ---- images
 
     def _enter_images(self, state: RequestState, end: int) -> int:
-        """Acquire the images with tokens before `end`. Returns the end of the chunk: before the first image that cannot be acquired."""
-        images = state.request.images
-        while state.next_image < len(images) and images[state.next_image].start < end:
-            if not self._enter_image(state):
-                return max(images[state.next_image].start, state.request.num_computed_tokens)
+        """Acquire the request's images and have them encoded. Returns the end of the chunk: before the first image that has to wait."""
+        images, first = state.request.images, state.num_computed_tokens
+        if state.next_image < len(images) and images[-1].end > first:
+            while state.next_image < len(images) and self._enter_image(state):
+                pass
+        for index in range(state.first_image, len(images)):
+            if images[index].start >= end:
+                break
+            if index >= state.next_image or not self._can_read(state.image_keys[index]):
+                return max(images[index].start, first)
         return end
 
+    def _can_read(self, key: bytes) -> bool:
+        """Whether the step may read an image: it is encoded, or will be about when the step begins."""
+        if self._waits_on_device or self._queues.encoder_cache.is_ready(key):
+            return True
+        return self._number - self._encoding[key].plan_number > self._num_patches_encoding // _PATCHES_PER_STEP
+
     def _enter_image(self, state: RequestState) -> bool:
+        """Acquire the request's next image, within the cache and what may be encoded at once."""
         cache = self._queues.encoder_cache
-        span, key = state.request.images[state.next_image], state.image_keys[state.next_image]
+        index = state.next_image
+        span, key = state.request.images[index], state.image_keys[index]
         is_new = not cache.contains(key)
-        if is_new and self.images and span.num_patches > self._patches_left:
+        if is_new and not self._may_encode(span.num_patches):
+            self._patches_left = 0  # no later image overtakes it
             return False
         if self._is_encoder_cache_full or not cache.can_acquire(key, span.num_tokens):
             self._is_encoder_cache_full = True
@@ -467,42 +631,63 @@ class _Planner:
         state.next_image += 1
         if is_new:
             self._patches_left -= span.num_patches
-            self.images.append(ImageToEncode(key, span, state.request, cache.slots(key)))
+            self._encoding[key] = _Encoding(span.key, span.num_patches, self._number)
+            self.images.append(ImageToEncode(state.request.id, index, key, cache.slots(key)))
         return True
 
+    def _may_encode(self, num_patches: int) -> bool:
+        """Whether an image fits into this step's pass of the encoder; a larger one is encoded alone."""
+        return num_patches <= self._patches_left or not self._encoding
+
     def _undo_images(self, num_images: int) -> None:
-        """Do not encode images beyond the first `num_images`: the request that entered them was preempted at once."""
+        """Do not encode images beyond the first `num_images`: the request that acquired them was preempted at once."""
         for planned in self.images[num_images:]:
             self._queues.encoder_cache.evict(planned.key)
-            self._patches_left += planned.span.num_patches
+            del self._encoding[planned.key]
         del self.images[num_images:]
 
     # ---- output
 
+    def _add_prompt_chunk(self, state: RequestState, end: int) -> None:
+        self._prompt_tokens_left -= end - state.num_computed_tokens
+        self._chunks_left -= 1
+        self._add_chunk(state, end)
+
     def _add_chunk(self, state: RequestState, end: int, drafts: tuple[int, ...] = ()) -> None:
-        request = state.request
-        start, num_known, slot = request.num_computed_tokens, len(request.token_ids), request.slot
-        assert slot is not None, f"request {request.id} is scheduled without a slot"
-        samples = end == num_known + request.num_pending
-        num_tokens = end - start + len(drafts)
-        images = self._cached_images(state) if state.first_image < state.next_image else ()
+        start, num_tokens = state.num_computed_tokens, end - state.num_computed_tokens + len(drafts)
+        assert state.slot is not None, f"request {state.request.id} is scheduled without a slot"
+        samples = end == len(state.token_ids) + state.num_pending
         self.chunks.append(
-            Chunk(request, slot, start, num_tokens, images, request.pages, start >= num_known, drafts, samples)
+            Chunk(
+                request_id=state.request.id,
+                slot=state.slot,
+                start=start,
+                num_tokens=num_tokens,
+                new_pages=tuple(state.pages[state.num_pages_sent :]),
+                images=self._features(state, end) if state.first_image < state.next_image else (),
+                reads_last_token=start >= state.num_start_tokens,
+                drafts=drafts,
+                samples=samples,
+            )
         )
+        self.num_preemptions.append(state.num_preemptions)
+        state.num_pages_sent = len(state.pages)
         self._tokens_left -= num_tokens
-        request.num_computed_tokens = start + num_tokens
+        if drafts:
+            self._chunks_left -= 1
+        state.num_computed_tokens = start + num_tokens
         if samples:
-            request.num_pending += 1 + len(drafts)
+            state.num_pending += 1 + len(drafts)
             state.has_drafts_in_flight = bool(drafts)
-        while state.first_image < state.next_image and request.images[state.first_image].end <= end:
+        while state.first_image < state.next_image and state.request.images[state.first_image].end <= end:
             self._images_to_release.append(state.image_keys[state.first_image])
             state.first_image += 1
 
-    def _cached_images(self, state: RequestState) -> tuple[CachedImage, ...]:
-        """The images in use, each of which has a token in the chunk."""
-        in_use = range(state.first_image, state.next_image)
+    def _features(self, state: RequestState, end: int) -> tuple[ImageFeatures, ...]:
+        """The images with a token in the chunk that ends at `end`."""
         keys, images, cache = state.image_keys, state.request.images, self._queues.encoder_cache
-        return tuple([CachedImage(keys[index], images[index], cache.slots(keys[index])) for index in in_use])
+        in_chunk = [i for i in range(state.first_image, state.next_image) if images[i].start < end]
+        return tuple([ImageFeatures(index, cache.slots(keys[index])) for index in in_chunk])
 
     def _free_after_plan(self) -> None:
         """Free what this step reads for the last time; the next step may write it."""

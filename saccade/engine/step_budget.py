@@ -1,5 +1,8 @@
 """Prompt-token budget of the next step for a target step time. Plain Python, no clock.
 
+The target bounds the gap between two output tokens while prompts are computed beside them. A step without prompts may take longer
+than it, on a CPU say; then the target is a few times that step, so that prompts are never starved.
+
 Step time is modelled as `fixed + slope * tokens`, over prompt and decode tokens together. The two numbers are fitted by least squares
 with exponentially decaying weights. Under steady load every step has about the same number of tokens, which says little about the
 slope; then the old slope is kept and only the offset is updated, so that an error in the slope still converges to the target time.
@@ -26,11 +29,19 @@ _MIN_SLOPE = 0.02
 """Minimum fraction of a step's time attributed to its tokens, so that noise cannot make the slope zero or negative."""
 
 
+_BACKLOG_STEPS = 6
+"""Steps worth of prompts beyond which a backlog raises the target."""
+_MAX_RAISE = 3.0
+_MIN_SLOWDOWN = 3.0
+"""The target is at least this many times a step without prompts."""
+
+
 class StepBudget:
     """Fits step times and returns the prompt-token budget of the next step. Without a target there is no limit."""
 
     def __init__(self, target_ms: float | None, max_tokens: int) -> None:
         self._target_ms = target_ms
+        self._decode_ms = 0.0
         self._max_tokens = max_tokens
         self._budget = self._most_tokens = min(_INITIAL_TOKENS, max_tokens)
         self._num_decode_tokens = 0
@@ -39,9 +50,13 @@ class StepBudget:
         self._slope: float | None = None
         self._deviation = 0.0
 
-    def num_tokens(self) -> int | None:
-        """Prompt tokens the next step may compute."""
-        return None if self._target_ms is None else self._budget
+    def num_tokens(self, num_waiting: int = 0) -> int | None:
+        """Prompt tokens the next step may compute, with `num_waiting` to be computed in all. A backlog raises the target: what a step
+        costs beside its prompts is then shared by more of them."""
+        if self._target_ms is None:
+            return None
+        raised = min(_MAX_RAISE, num_waiting / (_BACKLOG_STEPS * self._budget))
+        return self._budget if raised <= 1 else int(min(raised * self._budget, self._max_tokens))
 
     def observe(self, step_ms: float, num_prompt_tokens: int, num_decode_tokens: int) -> None:
         """Update with the time of a step. Leave out steps that did more than compute tokens: encode images, capture a CUDA graph."""
@@ -49,10 +64,13 @@ class StepBudget:
             return
         num_tokens, has_prompts = num_prompt_tokens + num_decode_tokens, num_prompt_tokens > 0
         self._num_decode_tokens = num_decode_tokens
-        self._fit(num_tokens, self._clip(step_ms, num_tokens, has_prompts, self._target_ms))
+        if not has_prompts:
+            self._decode_ms += (step_ms - self._decode_ms) * (_WEIGHT if self._decode_ms else 1.0)
+        target_ms = max(self._target_ms, _MIN_SLOWDOWN * self._decode_ms)
+        self._fit(num_tokens, self._clip(step_ms, num_tokens, has_prompts, target_ms))
         if 2 * num_prompt_tokens >= self._budget:  # the budget was used: at most double it
             self._most_tokens = min(2 * self._budget, self._max_tokens)
-        self._budget = self._budget_for(self._target_ms)
+        self._budget = self._budget_for(target_ms)
 
     def _clip(self, step_ms: float, num_tokens: int, has_prompts: bool, target_ms: float) -> float:
         """The step time, clipped if it is an outlier."""

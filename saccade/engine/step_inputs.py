@@ -2,13 +2,14 @@
 
 Legend: T tokens, R requests, S sampled tokens, W pages of the longest request.
 
-Host and device split the buffer with the same function. A step that runs as a CUDA graph (`cuda_graphs.py`) is rounded up to the
-graph's size and filled up with *padding*: tokens that are stored nowhere, of requests without context.
+The decode requests of a step come first, one token each, then the chunks of the others. Host and device split the buffer with the
+same function. A step that runs as a CUDA graph (`cuda_graphs.py`) is rounded up to the graph's size: both parts are filled up with
+*padding*, tokens that are stored nowhere, of requests without context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.step_plan import Chunk
+from saccade.engine.request import Request
+from saccade.engine.step import Chunk
 
 Ints = NDArray[np.int32]
 Array = TypeVar("Array", Ints, Tensor)
@@ -49,8 +51,8 @@ class StepInputs(NamedTuple, Generic[Array]):
 
     token_ids: Array
     """[T]"""
-    pending_slots: Array
-    """[T]: the request slot whose last sampled token this is; the number of slots where the token id is known."""
+    last_token_slots: Array
+    """[T]: the request slot whose last sampled token this is; the number of slots where `token_ids` has it."""
     positions: Array
     """[3, T]"""
     slot_mapping: Array
@@ -84,18 +86,28 @@ def _aligned(length: int) -> int:
 
 
 class RequestInputs:
-    """What the runner keeps of a request: its prompt, and how much of its page table has been written."""
+    """What the runner keeps of an open request: its inputs, and the tokens it had when it got its slot."""
 
-    __slots__ = ("first_output_position", "num_pages_written", "prompt", "seed")
+    __slots__ = ("first_output_position", "prompt", "request", "token_ids")
 
-    def __init__(self, prompt: TokenPrompt, seed: int) -> None:
-        self.prompt, self.seed = prompt, seed
+    def __init__(self, request: Request, prompt: TokenPrompt) -> None:
+        self.request, self.prompt = request, prompt
+        self.token_ids: Ints = np.array(prompt.token_ids, np.int32)
         self.first_output_position = int(prompt.positions[:, -1].max()) + 1
-        self.num_pages_written = 0
+
+    def positions(self, start: int, end: int) -> NDArray[np.int64]:
+        """[3, end - start] positions of tokens of the prompt or the output."""
+        num_prompt = len(self.prompt.token_ids)
+        shift = self.first_output_position - num_prompt
+        if start >= num_prompt:
+            return np.broadcast_to(np.arange(start + shift, end + shift), (3, end - start))
+        in_prompt = self.prompt.positions[:, start:end]
+        rest = np.arange(max(start, num_prompt) + shift, end + shift)
+        return np.concatenate([in_prompt, np.broadcast_to(rest, (3, len(rest)))], axis=1)
 
 
 class InputBuilder:
-    """Fills step inputs from chunks. Keeps the page table of every slot, so that a step writes only new pages."""
+    """Fills step inputs from chunks. Keeps the page table of every slot, to which chunks append."""
 
     def __init__(
         self, *, max_requests: int, page_size: int, max_pages: int, num_kv_slots: int, num_features: int
@@ -103,90 +115,110 @@ class InputBuilder:
         self._max_requests, self._page_size, self._num_kv_slots = max_requests, page_size, num_kv_slots
         self._num_features = num_features
         self._table = np.zeros((max_requests, max_pages), dtype=np.int32)
+        self._num_pages = np.zeros(max_requests, dtype=np.int64)
+        self._position_shift = np.zeros(max_requests, dtype=np.int64)
 
-    def fill_decode(self, out: StepInputs[Ints], chunks: Sequence[Chunk], requests: Sequence[RequestInputs]) -> None:
-        """Fill a step in which every request computes one text token; the rest of `out` is padding."""
-        n, page_size = len(chunks), self._page_size
-        self._write_pages(out, chunks, requests)
-        starts = [chunk.start for chunk in chunks]
-        out.token_ids[:n] = [
-            0 if chunk.reads_pending else chunk.request.token_ids[start]
-            for chunk, start in zip(chunks, starts, strict=True)
-        ]
-        out.pending_slots[:n] = [chunk.slot if chunk.reads_pending else self._max_requests for chunk in chunks]
-        out.positions[:, :n] = [
-            request.first_output_position + start - len(request.prompt.token_ids)
-            if start >= len(request.prompt.token_ids)
-            else request.prompt.positions[0, start]
-            for start, request in zip(starts, requests, strict=True)
-        ]
-        out.slot_mapping[:n] = [
-            chunk.pages[start // page_size] * page_size + start % page_size
-            for chunk, start in zip(chunks, starts, strict=True)
-        ]
+    def start_slot(self, slot: int, inputs: RequestInputs) -> None:
+        """Clear the page table of a slot for a request."""
+        self._num_pages[slot] = 0
+        self._position_shift[slot] = inputs.first_output_position - len(inputs.prompt.token_ids)
+
+    def append_pages(self, chunks: Sequence[Chunk]) -> None:
+        """Append the chunks' new pages. Once per plan, also for chunks that are not computed in the end."""
+        for chunk in chunks:
+            if chunk.new_pages:
+                first = self._num_pages[chunk.slot]
+                end = self._num_pages[chunk.slot] = first + len(chunk.new_pages)
+                self._table[chunk.slot, first:end] = chunk.new_pages
+
+    def fill(
+        self,
+        out: StepInputs[Ints],
+        num_decode: int,
+        decode: Sequence[Chunk],
+        prefill: Sequence[Chunk],
+        requests: Mapping[str, RequestInputs],
+    ) -> None:
+        """Fill the inputs of a step with room for `num_decode` decode requests; the rest of `out` is padding."""
+        width = min(out.page_table.shape[1], self._table.shape[1])
+        out.cu_seqlens[: num_decode + 1] = np.arange(num_decode + 1)
+        self._fill_decode(out, decode, requests, width)
+        self._fill_padding(out, len(decode), num_decode)
+        out.context_lengths[len(decode) : num_decode] = 0
+        token, sample = self._fill_prefill(out, num_decode, len(decode), prefill, requests, width)
+        end = num_decode + len(prefill)
+        out.cu_seqlens[end + 1 :] = token  # requests without new tokens
+        out.context_lengths[end:] = 0
+        out.sampled[sample:] = 0
+        self._fill_padding(out, token, len(out.token_ids))
+
+    def _fill_decode(
+        self, out: StepInputs[Ints], chunks: Sequence[Chunk], requests: Mapping[str, RequestInputs], width: int
+    ) -> None:
+        n = len(chunks)
+        if n == 0:
+            return
+        slots = np.array([chunk.slot for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        out.token_ids[:n] = 0
+        out.last_token_slots[:n] = slots
+        out.positions[:, :n] = starts + self._position_shift[slots]
+        for index, chunk in enumerate(chunks):
+            if not chunk.reads_last_token:  # the last token of a prompt whose others are cached
+                inputs = requests[chunk.request_id]
+                out.token_ids[index] = inputs.token_ids[chunk.start]
+                out.last_token_slots[index] = self._max_requests
+                out.positions[:, index] = inputs.positions(chunk.start, chunk.end)[:, 0]
+        pages = self._table[slots, starts // self._page_size]
+        out.slot_mapping[:n] = pages * self._page_size + starts % self._page_size
         out.feature_index[:n] = self._num_features
-        out.context_lengths[:n] = starts
-        out.context_lengths[:n] += 1
-        out.cu_seqlens[:] = np.arange(len(out.cu_seqlens))
-        self._fill_padding(out, n)
-        out.context_lengths[n:] = 0
+        out.context_lengths[:n] = starts + 1
+        out.page_table[:n, :width] = self._table[slots, :width]
+        out.sampled[:n] = np.arange(n)
 
-    def fill(self, out: StepInputs[Ints], chunks: Sequence[Chunk], requests: Sequence[RequestInputs]) -> None:
-        """Fill any step; the rest of `out` is padding."""
-        page_size, token, sample = self._page_size, 0, 0
-        self._write_pages(out, chunks, requests)
-        out.cu_seqlens[0] = 0
-        out.pending_slots[:] = self._max_requests
-        out.feature_index[:] = self._num_features
-        for number, (chunk, request) in enumerate(zip(chunks, requests, strict=True)):
-            end = token + chunk.num_tokens
-            if chunk.reads_pending:
+    def _fill_prefill(
+        self, out: StepInputs[Ints], num_decode: int, num_decode_samples: int, chunks: Sequence[Chunk],
+        requests: Mapping[str, RequestInputs], width: int,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Returns the tokens and samples filled so far."""
+        token, sample = num_decode, num_decode_samples
+        for number, chunk in enumerate(chunks, start=num_decode):
+            inputs, end = requests[chunk.request_id], token + chunk.num_tokens
+            out.last_token_slots[token:end] = self._max_requests
+            if chunk.reads_last_token:
                 out.token_ids[token] = 0
-                out.pending_slots[token] = chunk.slot
+                out.last_token_slots[token] = chunk.slot
+                out.token_ids[token + 1 : end] = chunk.drafts
             else:
-                known = chunk.request.token_ids[chunk.start : chunk.end]
-                out.token_ids[token : token + len(known)] = known
-                out.token_ids[token + len(known) : end] = chunk.drafts
-            self._fill_positions(out.positions[:, token:end], chunk.start, request)
+                out.token_ids[token:end] = inputs.token_ids[chunk.start : chunk.end]
+            out.positions[:, token:end] = inputs.positions(chunk.start, chunk.end)
             index = np.arange(chunk.start, chunk.end)
-            out.slot_mapping[token:end] = self._table[chunk.slot, index // page_size] * page_size + index % page_size
+            pages = self._table[chunk.slot, index // self._page_size]
+            out.slot_mapping[token:end] = pages * self._page_size + index % self._page_size
+            out.feature_index[token:end] = self._num_features
+            for image in chunk.images:
+                span = inputs.request.images[image.image_index]
+                first, last = max(span.start, chunk.start), min(span.end, chunk.end)
+                out.feature_index[token + first - chunk.start : token + last - chunk.start] = feature_index(
+                    image.slots, first - span.start, last - span.start
+                )
             out.cu_seqlens[number + 1] = end
             out.context_lengths[number] = chunk.end
-            _fill_feature_index(out.feature_index[token:end], chunk)
+            out.page_table[number, :width] = self._table[chunk.slot, :width]
             if chunk.samples:
                 count = 1 + len(chunk.drafts)
                 out.sampled[sample : sample + count] = np.arange(end - count, end)
                 sample += count
             token = end
-        out.cu_seqlens[len(chunks) + 1 :] = token  # requests without new tokens
-        out.context_lengths[len(chunks) :] = 0
-        out.sampled[sample:] = 0
-        self._fill_padding(out, token)
+        return token, sample
 
-    def _fill_padding(self, out: StepInputs[Ints], start: int) -> None:
+    def _fill_padding(self, out: StepInputs[Ints], start: int, end: int) -> None:
         """Tokens of no request: computed, but stored nowhere."""
-        out.token_ids[start:] = 0
-        out.pending_slots[start:] = self._max_requests
-        out.positions[:, start:] = 0
-        out.slot_mapping[start:] = self._num_kv_slots
-        out.feature_index[start:] = self._num_features
-
-    def _write_pages(self, out: StepInputs[Ints], chunks: Sequence[Chunk], requests: Sequence[RequestInputs]) -> None:
-        for chunk, request in zip(chunks, requests, strict=True):
-            if request.num_pages_written < len(chunk.pages):
-                written = request.num_pages_written
-                self._table[chunk.slot, written : len(chunk.pages)] = chunk.pages[written:]
-                request.num_pages_written = len(chunk.pages)
-        width = min(out.page_table.shape[1], self._table.shape[1])
-        out.page_table[: len(chunks), :width] = self._table[[chunk.slot for chunk in chunks], :width]
-
-    @staticmethod
-    def _fill_positions(out: Ints, start: int, request: RequestInputs) -> None:
-        num_prompt, count = len(request.prompt.token_ids), out.shape[1]
-        in_prompt = max(0, min(count, num_prompt - start))
-        out[:, :in_prompt] = request.prompt.positions[:, start : start + in_prompt]
-        first = request.first_output_position + start + in_prompt - num_prompt
-        out[:, in_prompt:] = np.arange(first, first + count - in_prompt)
+        out.token_ids[start:end] = 0
+        out.last_token_slots[start:end] = self._max_requests
+        out.positions[:, start:end] = 0
+        out.slot_mapping[start:end] = self._num_kv_slots
+        out.feature_index[start:end] = self._num_features
 
 
 def table_width(max_context: int, page_size: int) -> int:
@@ -198,13 +230,6 @@ def feature_index(slots: Sequence[int], start: int, end: int) -> NDArray[np.int6
     """Encoder-cache indices of the features of tokens start .. end of an image."""
     index = np.arange(start, end)
     return np.asarray(slots)[index // ENCODER_SLOT_TOKENS] * ENCODER_SLOT_TOKENS + index % ENCODER_SLOT_TOKENS
-
-
-def _fill_feature_index(out: Ints, chunk: Chunk) -> None:
-    for image in chunk.images:
-        span = image.span
-        start, end = max(span.start, chunk.start), min(span.end, chunk.end)
-        out[start - chunk.start : end - chunk.start] = feature_index(image.slots, start - span.start, end - span.start)
 
 
 class StepBuffers:

@@ -19,7 +19,7 @@ import torch
 
 from saccade.device import resolve_device, resolve_dtype
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import EngineCore
+from saccade.engine.core import AddRequest, EngineCore
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.engine.runner import PixelScale, Runner
@@ -87,12 +87,11 @@ def serve_once(model_config: ModelConfig, config: EngineConfig, *, device: torch
     core = EngineCore(runner)
     request = Request(
         id="warm-up",
-        token_ids=list(prompt.token_ids),
-        num_prompt_tokens=len(prompt.token_ids),
+        token_ids=prompt.token_ids,
         images=tuple(image.span for image in prompt.images),
         sampling=SamplingParams(max_tokens=2, ignore_eos=True),
     )
-    core.add(request, prompt, 0, lambda update: None)
+    core.handle(AddRequest(request=request, prompt=prompt))
     while core.has_work:
         core.step()
 

@@ -27,7 +27,7 @@ def settings(seed: int) -> EngineConfig:
         max_length=550,
         max_requests=rng.choice([1, 3, 8, 32]),
         max_step_tokens=rng.choice([1, 7, 16, 64, 200, 512]),
-        max_step_patches=rng.choice([16, 64, 512]),
+        max_encoder_patches=rng.choice([16, 64, 512]),
         encoder_cache_tokens=rng.choice([64, 256, 2048]),
         encoder_cache=rng.random() < 0.5,
         prefix_cache=rng.random() < 0.5,
@@ -54,6 +54,8 @@ def test_two_hundred_random_requests_get_the_tokens_of_plain_generation(folder, 
 
 class EagerGraphs:
     """CUDA graphs on a CPU: steps are rounded up and padded as for a capture, and run eagerly."""
+
+    num_late_captures = num_eager_runs = 0
 
     def __init__(self, runner):
         self.run = runner._forward_captured

@@ -8,7 +8,7 @@ import torch
 from model.hugging_face import picture
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import EngineCore
+from saccade.engine.core import AddRequest, EngineCore
 from saccade.engine.loading import make_runner
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan, Request, SamplingParams
@@ -37,8 +37,8 @@ def prompt_of(inputs: ModelInputs, merge: int = 2) -> TokenPrompt:
 
 def request_of(name: str, prompt: TokenPrompt, sampling: SamplingParams, **fields) -> Request:
     return Request(
-        id=name, token_ids=list(prompt.token_ids), num_prompt_tokens=len(prompt.token_ids),
-        images=tuple(image.span for image in prompt.images), sampling=sampling, **fields,
+        id=name, token_ids=prompt.token_ids, images=tuple(image.span for image in prompt.images), sampling=sampling,
+        seed=sampling.seed or 0, **fields,
     )  # fmt: skip
 
 
@@ -53,35 +53,39 @@ def make_core(folder, config: EngineConfig, runner_class=None, device="cpu", dty
 
 
 class Collected:
-    """An `on_update` callback that collects the output of a request."""
+    """All output of a request."""
 
     def __init__(self) -> None:
-        self.token_ids, self.logprobs, self.prompt_logprobs, self.num_endings, self.request = [], [], [], 0, None
+        self.token_ids, self.logprobs, self.prompt_logprobs, self.num_endings = [], [], [], 0
+        self.last = None
 
-    def __call__(self, update) -> None:
-        assert self.num_endings == 0, "an update after the last one"
-        self.token_ids += update.token_ids
-        self.logprobs += update.logprobs
-        self.prompt_logprobs += update.prompt_logprobs
-        self.num_endings += update.is_last
-        self.request = update.request
+    def add(self, output) -> None:
+        assert self.num_endings == 0, "an output after the last one"
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
+        self.num_endings += output.finish_reason is not None
+        self.last = output
 
 
 def run_all(core: EngineCore, requests, at_once: int | None = None, max_steps: int = 100_000) -> list[Collected]:
     """Run all (request, prompt) to their end; `at_once` arrive per step."""
-    outputs = [Collected() for _ in requests]
-    waiting = list(zip(requests, outputs, strict=True))
-    waiting.reverse()
+    collected = {request.id: Collected() for request, _ in requests}
+    waiting = list(reversed(requests))
     for _ in range(max_steps):
+        outputs = []
         for _ in range(min(len(waiting), at_once or len(waiting))):
-            (request, prompt), collected = waiting.pop()
-            core.add(request, prompt, request.sampling.seed or 0, collected)
+            request, prompt = waiting.pop()
+            outputs += core.handle(AddRequest(request=request, prompt=prompt))
+        if core.has_work:
+            outputs += core.step()
+        for output in outputs:
+            collected[output.request_id].add(output)
         if not core.has_work and not waiting:
             break
-        core.step()
-    assert all(collected.num_endings == 1 for collected in outputs)
+    assert all(one.num_endings == 1 for one in collected.values())
     core.check()
-    return outputs
+    return list(collected.values())
 
 
 def training_inputs(prompt, output) -> ModelInputs:

@@ -1,0 +1,200 @@
+"""Open-loop serving: latency under requests that arrive one by one, at given rates.
+
+    python -m bench.open_loop [--checkpoint FOLDER | --size 3b] [--rates 4 16 32 64] [--seconds 20] [--trace FILE] [--plot FILE] [--out FILE]
+
+The workload of docs/benchmarks.md. Arrivals are a Poisson process. Every prompt begins with the same 40 tokens; then 0, 1, 1 or 2 images
+(equally likely), each new, of a size drawn from `SIZES`; then text of exp(N(5, 1)) tokens within 16..2048. Outputs have 16..256 tokens,
+greedy, end of turn ignored. Caches are on, drafts off. The first rate runs twice: the first run starts when the engine is ready.
+
+A trace is a JSONL file with one request a line: `arrival_s`, `num_text`, `num_output`, and `images` as a list of [height, width].
+
+TTFT counts from the arrival, image preprocessing included. A gap is the time between two deltas of one request. Served requests per second
+are those completed while requests arrive, from the first second on.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from bench.serve import make_checkpoint
+from saccade.engine import Engine, EngineConfig, SamplingParams
+
+SIZES = (
+    (224, 224), (336, 336), (336, 504), (448, 448), (448, 672), (672, 448), (672, 672), (896, 672), (1288, 952), (301, 517),
+)  # fmt: skip
+"""Height and width of images in pixels."""
+NUM_PREFIX = 40
+
+
+class Arrival(NamedTuple):
+    """One request of a workload."""
+
+    arrival_s: float
+    num_text: int
+    num_output: int
+    images: Sequence[tuple[int, int]]
+
+
+def poisson(rate: float, seconds: float, seed: int) -> list[Arrival]:
+    """The requests of one run."""
+    rng = np.random.default_rng(seed)
+    arrivals, now = [], rng.exponential(1 / rate)
+    while now < seconds:
+        images = [SIZES[rng.integers(len(SIZES))] for _ in range(rng.choice([0, 1, 1, 2]))]
+        num_text = int(np.clip(np.exp(rng.normal(5.0, 1.0)), 16, 2048))
+        arrivals.append(Arrival(now, num_text, int(rng.integers(16, 257)), images))
+        now += rng.exponential(1 / rate)
+    return arrivals
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """The requests of a JSONL file."""
+    records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return [Arrival(r["arrival_s"], r["num_text"], r["num_output"], [tuple(i) for i in r["images"]]) for r in records]
+
+
+class Prompts:
+    """Random prompts for one checkpoint."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        self._rng = np.random.default_rng(seed)
+        self._image = [config["vision_start_token_id"], config["image_token_id"], config["vision_end_token_id"]]
+        self._num_ids = min(*self._image, 150_000)
+        self._prefix = self._ids(NUM_PREFIX)
+
+    def _ids(self, count: int) -> list[int]:
+        return [int(i) for i in self._rng.integers(1, self._num_ids, count)]
+
+    def make(self, arrival: Arrival) -> tuple[list[int], list[Image.Image]]:
+        """Token ids and images."""
+        ids = [*self._prefix, *self._image * len(arrival.images), *self._ids(arrival.num_text)]
+        pixels = [self._rng.integers(0, 256, (h, w, 3), dtype=np.uint8) for h, w in arrival.images]
+        return ids, [Image.fromarray(array) for array in pixels]
+
+
+def run(engine: Engine, prompts: Prompts, arrivals: Sequence[Arrival], name: str) -> dict[str, Any]:
+    """Submit the requests at their times and measure."""
+    made = [prompts.make(arrival) for arrival in arrivals]
+    times: list[list[float]] = [[] for _ in arrivals]
+    failures: list[str] = []
+    ended = threading.Semaphore(0)
+
+    def submit(index: int) -> None:
+        def on_delta(delta: Any) -> None:
+            if delta.token_ids:
+                times[index].append(time.perf_counter())
+            if delta.completion is not None:
+                if delta.completion.failure is not None:
+                    failures.append(delta.completion.failure.message)
+                ended.release()
+
+        sampling = SamplingParams(max_tokens=arrivals[index].num_output, ignore_eos=True)
+        engine.submit_tokens(*made[index], sampling, on_delta)
+
+    before = engine.statistics.num_late_captures
+    start = time.perf_counter()
+    for index, arrival in enumerate(arrivals):
+        time.sleep(max(0.0, start + arrival.arrival_s - time.perf_counter()))
+        submit(index)
+    for _ in arrivals:
+        ended.acquire()
+    total = time.perf_counter() - start
+    assert not failures, failures[0]
+    window = arrivals[-1].arrival_s
+    completed = sum(1.0 <= t[-1] - start <= window for t in times)
+    ttft = np.array([t[0] - start - arrival.arrival_s for t, arrival in zip(times, arrivals, strict=True)]) * 1e3
+    gaps = np.concatenate([np.diff(t) for t in times if len(t) > 1]) * 1e3
+    return {
+        "name": name,
+        "num_requests": len(arrivals),
+        "arrivals_per_s": len(arrivals) / window,
+        "served_per_s": completed / (window - 1.0),
+        "throughput_per_s": len(arrivals) / total,
+        "ttft_ms": percentiles(ttft),
+        "gap_ms": percentiles(gaps),
+        "late_captures": engine.statistics.num_late_captures - before,
+    }
+
+
+def percentiles(values: NDArray[Any]) -> dict[str, float]:
+    """p50, p95, p99 and the maximum."""
+    return {name: float(np.percentile(values, q)) for name, q in (("p50", 50), ("p95", 95), ("p99", 99), ("max", 100))}
+
+
+def show(row: dict[str, Any]) -> str:
+    """One line."""
+    ttft, gap = ([f"{row[kind][p]:.1f}" for p in ("p50", "p95", "p99", "max")] for kind in ("ttft_ms", "gap_ms"))
+    return (
+        f"{row['name']:<14} arrivals {row['arrivals_per_s']:5.1f}/s  served {row['served_per_s']:5.1f}/s  "
+        f"TTFT p50/95/99/max {' / '.join(ttft)} ms  gap {' / '.join(gap)} ms  late captures {row['late_captures']}"
+    )
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Latency over load as an SVG: TTFT and gap, p50 and p99, on a logarithmic scale."""
+    lines = [("TTFT p50", "ttft_ms", "p50", "#1f77b4"), ("TTFT p99", "ttft_ms", "p99", "#aec7e8"),
+             ("gap p50", "gap_ms", "p50", "#d62728"), ("gap p99", "gap_ms", "p99", "#ff9896")]  # fmt: skip
+    most = max(row["arrivals_per_s"] for row in rows) * 1.05
+    x = lambda row: 60 + 560 * row["arrivals_per_s"] / most  # noqa: E731
+    y = lambda ms: 340 - 75 * np.log10(max(ms, 1.0))  # noqa: E731
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 380" font-family="sans-serif" font-size="12">']
+    for ms in (1, 10, 100, 1000, 10000):
+        parts.append(
+            f'<path d="M60 {y(ms)}H620" stroke="#ddd"/><text x="52" y="{y(ms) + 4}" text-anchor="end">{ms} ms</text>'
+        )
+    for number, (label, kind, percentile, colour) in enumerate(lines):
+        points = " ".join(f"{x(row):.1f},{y(row[kind][percentile]):.1f}" for row in rows)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="630" y="{40 + 20 * number}" fill="{colour}">{label}</text>')
+    for row in rows:
+        parts.append(f'<text x="{x(row):.1f}" y="358" text-anchor="middle">{row["arrivals_per_s"]:.0f}</text>')
+    parts.append('<text x="340" y="376" text-anchor="middle">arrivals per second</text></svg>')
+    path.write_text("\n".join(parts))
+
+
+def main() -> None:
+    """Measure every rate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="3b")
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--rates", type=float, nargs="+", default=[4, 16, 32, 64])
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.checkpoint is None:
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / "checkpoint"
+            make_checkpoint(made, options.size)
+            again = [sys.executable, "-m", "bench.open_loop", *sys.argv[1:], "--checkpoint", str(made)]
+            raise SystemExit(subprocess.run(again, check=False).returncode)
+    prompts, rows = Prompts(options.checkpoint), []
+    with Engine.load(options.checkpoint, config=EngineConfig(max_length=8192, max_draft_tokens=0)) as engine:
+        runs = [(f"{rate:g}/s", poisson(rate, options.seconds, seed)) for seed, rate in enumerate(options.rates)]
+        if options.trace:
+            runs = [(options.trace.stem, read_trace(options.trace))]
+        first = f"{runs[0][0]}, first"
+        for name, arrivals in [(first, runs[0][1]), *runs]:
+            rows.append(run(engine, prompts, arrivals, name))
+            print(show(rows[-1]), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(rows, indent=1))
+    if options.plot:
+        plot(rows[1:], options.plot)
+
+
+if __name__ == "__main__":
+    main()

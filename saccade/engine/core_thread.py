@@ -1,0 +1,76 @@
+"""The engine core in a thread of this process."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from saccade.engine.core import EngineCore, Message, Statistics
+from saccade.engine.request import Failure, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+OnOutputs = Callable[[Sequence[RequestOutput]], None]
+OnStop = Callable[[Failure], None]
+"""Called once, when the core has stopped by itself: no request it has gets another output."""
+
+_IDLE_S = 1.0
+"""After this long without work the core checks its invariants."""
+
+STOPPED = Failure("running", "the engine has stopped; restart it", "engine_stopped")
+
+
+class CoreThread:
+    """Runs a core. `send` may be called from any thread; `on_outputs` is called from the core's thread and must return at once."""
+
+    def __init__(self, core: EngineCore, on_outputs: OnOutputs, on_stop: OnStop) -> None:
+        self.info = core.info
+        self._core, self._on_outputs, self._on_stop = core, on_outputs, on_stop
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="saccade-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counters since the start."""
+        return self._core.statistics
+
+    def send(self, message: Message) -> None:
+        """Send a message to the core."""
+        self._inbox.put(message)
+
+    def close(self) -> None:
+        """Stop after the step in progress. Open requests get no more output."""
+        self._inbox.put(None)
+        self._thread.join()
+        self._core.close()
+
+    def _serve(self) -> None:
+        try:
+            while self._handle_messages(waits=not self._core.has_work):
+                if self._core.has_work:
+                    self._emit(self._core.step())
+        except BaseException:
+            logger.exception("the engine has stopped")
+            self._on_stop(STOPPED)
+
+    def _handle_messages(self, *, waits: bool) -> bool:
+        """Handle the messages in the inbox. False: the engine is closing."""
+        while True:
+            try:
+                message = self._inbox.get(waits, _IDLE_S if self._core.wants_check else None)
+            except queue.Empty:
+                if waits:
+                    self._core.check()
+                    continue
+                return True
+            if message is None:
+                return False
+            self._emit(self._core.handle(message))
+            waits = False
+
+    def _emit(self, outputs: Sequence[RequestOutput]) -> None:
+        if outputs:
+            self._on_outputs(outputs)

@@ -1,0 +1,113 @@
+"""One engine step as plain data: the scheduler's plan in, the runner's result out.
+
+Integers, ids and tuples alone, immutable: a plan can be sent to another process, or to several ranks, as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from saccade.engine.request import Failure, TokenLogprobs
+
+
+class ImageFeatures(NamedTuple):
+    """Where a chunk reads the features of an image."""
+
+    image_index: int
+    """Of the image in its request."""
+    slots: tuple[int, ...]
+    """Encoder-cache slots, in token order."""
+
+
+class Chunk(NamedTuple):
+    """The tokens of one request that one step computes."""
+
+    request_id: str
+    slot: int
+    """Of the runner's tables."""
+    start: int
+    """Index of its first token."""
+    num_tokens: int
+    new_pages: tuple[int, ...]
+    """Pages to append to the slot's page table before the step."""
+    images: tuple[ImageFeatures, ...]
+    """Images with a token in the chunk, in order."""
+    reads_last_token: bool
+    """Its first token is the one sampled last in this slot, which the host may not know yet."""
+    drafts: tuple[int, ...]
+    """Draft tokens that follow its first token."""
+    samples: bool
+    """Whether a token is sampled after its last token (with drafts: after each token)."""
+
+    @property
+    def end(self) -> int:
+        """Index one past its last token."""
+        return self.start + self.num_tokens
+
+
+class SlotStart(NamedTuple):
+    """A request gets a slot: for the first time, or again after it was preempted."""
+
+    request_id: str
+    slot: int
+    output_token_ids: tuple[int, ...]
+    """Output tokens known so far; they are computed again like a prompt."""
+
+
+class ImageToEncode(NamedTuple):
+    """An image whose features the encoder writes into the encoder cache, beside the steps."""
+
+    request_id: str
+    """One request that has it."""
+    image_index: int
+    """Of the image in that request."""
+    key: bytes
+    """Salted."""
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One step: copy pages, start encoding images, compute chunks, sample."""
+
+    number: int
+    """Steps planned before."""
+    chunks: tuple[Chunk, ...] = ()
+    """At most one per request."""
+    images: tuple[ImageToEncode, ...] = ()
+    page_copies: tuple[tuple[int, int], ...] = ()
+    """(source, target) pages, copied before anything is written. No page is both, so the order does not matter."""
+    started: tuple[SlotStart, ...] = ()
+
+
+class ChunkResult(NamedTuple):
+    """What a chunk gave."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    """Sampled tokens: with drafts the accepted ones and the one after them."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of these tokens, if requested."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt tokens after those of the chunk, if requested."""
+    failure: Failure | None = None
+    """Set if the chunk could not be computed."""
+
+
+class EncodeResult(NamedTuple):
+    """The end of an image's encoding."""
+
+    key: bytes
+    """Salted."""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step gave, in the order of its chunks."""
+
+    number: int
+    chunks: tuple[ChunkResult, ...]
+    images: tuple[EncodeResult, ...]
+    """Encodings found complete since the step before, of this step or earlier ones."""
