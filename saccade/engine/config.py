@@ -35,7 +35,8 @@ class EngineConfig:
     max_requests: int = 256
     """Maximum number of running requests."""
     max_step_tokens: int = 4352
-    """Maximum tokens per step: 4096 of prompts, which is the largest CUDA graph, and one of each other request. Prompts are computed in chunks that fit; more gives throughput, less gives steadier token latency."""
+    """Maximum tokens per step: 4096 of prompts, which is the largest CUDA graph, and one of each decoding request. Prompts are
+    computed in chunks that fit."""
     max_encoder_patches: int = 8192
     """Maximum patches per pass of the vision encoder; a larger image is encoded alone."""
     encoder_cache_tokens: int = 65536

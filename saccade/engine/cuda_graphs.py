@@ -72,7 +72,9 @@ def step_size(
     tokens = PREFILL_TOKENS[bisect_left(PREFILL_TOKENS, num_tokens)]
     samples = MAX_CHUNKS if num_samples <= MAX_CHUNKS else 1 << (num_samples - 1).bit_length()
     decode = _MIXED_DECODE[bisect_left(_MIXED_DECODE, num_decode)]
-    return StepSize(decode, tokens, MAX_CHUNKS, samples, _round_context(max(max_context, _CONTEXTS[1]), max_length))
+    return StepSize(
+        decode, tokens, MAX_CHUNKS, samples, _round_context(max(max_context, min(_CONTEXTS[1], max_length)), max_length)
+    )
 
 
 def declared_sizes(max_requests: int, max_length: int) -> Iterator[StepSize]:
@@ -83,7 +85,7 @@ def declared_sizes(max_requests: int, max_length: int) -> Iterator[StepSize]:
     decode = sorted({_round_decode(n) for n in range(1, max_requests + 1)})
     for context in contexts:
         yield from (StepSize(n, 0, 0, 0, context) for n in decode)
-    context = _round_context(_CONTEXTS[1], max_length)
+    context = _round_context(min(_CONTEXTS[1], max_length), max_length)
     for num_decode in _MIXED_DECODE[: bisect_left(_MIXED_DECODE, max_requests) + 1]:
         for tokens in PREFILL_TOKENS:
             if 4 * tokens >= num_decode:

@@ -322,7 +322,7 @@ class Engine:
         """Cancel a request in any state; its last delta has the finish reason `cancelled`. No effect if it has ended."""
         opened = self._open.get(request_id)
         if opened is not None:
-            opened.is_cancelled = True
+            opened.is_cancelled.set()
             opened.prompt.cancel()  # ends preprocessing
             self._core.send(EndRequest(request_id=request_id, reason="cancelled"))
 
@@ -337,7 +337,7 @@ class Engine:
 
     def _start(self, opened: _OpenRequest, preprocessed: Future[TokenPrompt], priority: int, salt: bytes) -> None:
         """Send a request to the core when its prompt is preprocessed."""
-        if opened.is_cancelled:
+        if opened.is_cancelled.is_set():
             opened.end_early("cancelled", None)
             return
         try:
@@ -353,7 +353,7 @@ class Engine:
             logger.warning("request %s failed while preprocessing: %r", opened.id, error, exc_info=error)
             opened.end_early("failed", Failure("preprocessing", "the request could not be preprocessed"))
         else:
-            if opened.is_cancelled:  # meanwhile, and before the core knew the request
+            if opened.is_cancelled.is_set():  # meanwhile, and before the core knew the request
                 self._core.send(EndRequest(request_id=opened.id, reason="cancelled"))
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
@@ -419,7 +419,7 @@ class _OpenRequest:
     ) -> None:
         self.id, self.prompt, self.sampling = request_id, prompt, sampling
         self.seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
-        self.is_cancelled = False
+        self.is_cancelled = threading.Event()
         self._engine, self._on_delta, self._streams = engine, on_delta, streams
         self._detokenizer = Detokenizer(engine.processor.decode, sampling)
         self._undecoded: list[int] = []
