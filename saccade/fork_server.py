@@ -163,7 +163,7 @@ class ForkServer:
 
 def serve(module: str, name: str, control_fd: str, owner_pid: str) -> None:
     """Main function of the fork server: initialize once, then fork a worker for each socket the owner sends."""
-    _exit_with_parent(int(owner_pid))
+    exit_with_parent(int(owner_pid))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C and kills this process
     with socket.socket(fileno=int(control_fd)) as control:
         initialize: Initialize = getattr(importlib.import_module(module), name)
@@ -191,7 +191,7 @@ def serve(module: str, name: str, control_fd: str, owner_pid: str) -> None:
 def _run_forked(fork_server_pid: int, run_worker: RunWorker, fds: Sequence[int]) -> NoReturn:
     """Run the worker's main function, then exit without the parent's exit handlers."""
     try:
-        _exit_with_parent(fork_server_pid)
+        exit_with_parent(fork_server_pid)
         run_worker(socket.socket(fileno=fds[0]), *fds[1:])
     except BaseException:
         traceback.print_exc()
@@ -199,7 +199,7 @@ def _run_forked(fork_server_pid: int, run_worker: RunWorker, fds: Sequence[int])
         os._exit(0)
 
 
-def _exit_with_parent(parent_pid: int) -> None:
+def exit_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent exits (Linux; elsewhere it exits when its socket closes)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -52,6 +52,8 @@ class EngineConfig:
     """Prompt-lookup drafts per request and step, 0 to 16 (0: off). Output tokens do not change, steps may become fewer."""
     cuda_graphs: bool = True
     """Run steps and the vision encoder as CUDA graphs, captured by size before the engine is ready."""
+    core_process: bool = False
+    """Run the engine core in a process of its own, whose interpreter is not shared with the caller's."""
     max_waiting_requests: int = 4096
     """Requests that may wait for a slot; more are refused at once."""
     num_workers: int | None = None

@@ -49,28 +49,32 @@ class CoreThread:
 
     def _serve(self) -> None:
         try:
-            while self._handle_messages(waits=not self._core.has_work):
-                if self._core.has_work:
-                    self._emit(self._core.step())
+            run_core(self._core, self._inbox, self._on_outputs)
         except BaseException:
             logger.exception("the engine has stopped")
             self._on_stop(STOPPED)
 
-    def _handle_messages(self, *, waits: bool) -> bool:
-        """Handle the messages in the inbox. False: the engine is closing."""
-        while True:
-            try:
-                message = self._inbox.get(waits, _IDLE_S if self._core.wants_check else None)
-            except queue.Empty:
-                if waits:
-                    self._core.check()
-                    continue
-                return True
-            if message is None:
-                return False
-            self._emit(self._core.handle(message))
-            waits = False
 
-    def _emit(self, outputs: Sequence[RequestOutput]) -> None:
-        if outputs:
-            self._on_outputs(outputs)
+def run_core(core: EngineCore, inbox: queue.SimpleQueue[Message | None], on_outputs: OnOutputs) -> None:
+    """The engine loop, until the inbox has None: handle messages, run steps, pass outputs on."""
+    while _handle_messages(core, inbox, on_outputs):
+        if core.has_work and (outputs := core.step()):
+            on_outputs(outputs)
+
+
+def _handle_messages(core: EngineCore, inbox: queue.SimpleQueue[Message | None], on_outputs: OnOutputs) -> bool:
+    """Handle the messages in the inbox, waiting for one if there is no work. False: the engine is closing."""
+    waits = not core.has_work
+    while True:
+        try:
+            message = inbox.get(waits, _IDLE_S if core.wants_check else None)
+        except queue.Empty:
+            if waits:
+                core.check()
+                continue
+            return True
+        if message is None:
+            return False
+        if outputs := core.handle(message):
+            on_outputs(outputs)
+        waits = False

@@ -152,11 +152,18 @@ class Engine:
             max_images=config.max_images_per_request,
             limits=limits,
         )
+        connect: Connect
         try:
-            pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
-            runner = load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
+            if config.core_process:
+                from saccade.engine.core_process import CoreProcess
+
+                connect = partial(CoreProcess, folder, config, str(device), None if dtype is None else str(dtype))
+            else:
+                pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
+                runner = load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
+                connect = partial(CoreThread, EngineCore(runner))
             preprocessor.wait_until_ready()
-            return Engine(partial(CoreThread, EngineCore(runner)), processor, preprocessor)
+            return Engine(connect, processor, preprocessor)
         except BaseException:
             preprocessor.close()
             raise

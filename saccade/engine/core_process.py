@@ -1,0 +1,332 @@
+"""The engine core in a process of its own: its interpreter is not shared with tokenizing, image handling and HTTP.
+
+    front end  --frames-->  core process: load, warm up, serve  --frames-->  front end
+
+A frame is a length and a msgpack message of plain data, never a pickle. Patches travel as shared memory, one file descriptor per image,
+beside the frame. If the front end dies, the kernel kills the core process. If the core process dies, every open request fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import mmap
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade.engine.config import EngineConfig
+from saccade.engine.core import AddRequest, CoreInfo, EndRequest, Message, Statistics
+from saccade.engine.core_thread import OnOutputs, OnStop
+from saccade.engine.prompt import PromptImage, TokenPrompt
+from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, SamplingParams, TokenLogprobs
+from saccade.fork_server import decode_error, encode_error, exit_with_parent
+from saccade.log import set_up_logging
+from saccade.shared_memory import SharedMemory
+
+logger = logging.getLogger(__name__)
+
+_MAX_FDS = 250
+"""File descriptors of a frame; the kernel's limit is 253."""
+_MAX_SHARED_IMAGES = 256
+"""Images whose shared memory is kept for the next request with them."""
+_CLOSE_S = 10.0
+_DIED = Failure("running", "the engine core's process died; restart the engine", "engine_stopped")
+
+
+# ------------------------------------------------------------------ frames
+
+
+class Connection:
+    """One end of a socket that carries frames. `send` may be called by several threads, `receive` by one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        import msgpack
+
+        self._socket, self._lock = connection, threading.Lock()
+        self._pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True).pack
+        self._unpack = msgpack.unpackb
+
+    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        """Send a message and file descriptors. OSError: the other end is gone."""
+        with self._lock:
+            data = self._pack(message)
+            header = len(data).to_bytes(8, "little") + len(fds).to_bytes(8, "little")
+            if fds:
+                socket.send_fds(self._socket, [header], fds)
+                self._socket.sendall(data)
+            else:
+                self._socket.sendall(header + data)
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """The next message and its file descriptors. EOFError: the other end is gone."""
+        header, fds, _, _ = socket.recv_fds(self._socket, 16, _MAX_FDS)
+        while len(header) < 16:
+            header += self._read(16 - len(header))
+        size, num_fds = int.from_bytes(header[:8], "little"), int.from_bytes(header[8:], "little")
+        assert len(fds) == num_fds, "file descriptors were lost on the way"
+        return self._unpack(self._read(size), raw=False, strict_map_key=False), list(fds)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            num_read = self._socket.recv_into(view)
+            if num_read == 0:
+                raise EOFError("the other end is gone")
+            view = view[num_read:]
+        return bytes(data)
+
+    def close(self) -> None:
+        """End both directions."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _encode_message(message: Message) -> dict[str, Any]:
+    if isinstance(message, EndRequest):
+        return {"type": "end", **dataclasses.asdict(message)}
+    request, prompt = message.request, message.prompt
+    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    return {
+        "type": "add",
+        "request": fields
+        | {
+            "token_ids": np.asarray(prompt.token_ids, np.int32).tobytes(),
+            "images": [],
+            "sampling": dataclasses.asdict(request.sampling),
+            "stop_ids": list(request.stop_ids),
+        },
+        "positions": np.ascontiguousarray(prompt.positions, np.int64).tobytes(),
+        "images": [
+            {"span": dataclasses.asdict(image.span), "grid": image.grid, "shape": image.patches.shape}
+            for image in prompt.images
+        ],
+    }
+
+
+def _decode_message(message: dict[str, Any], fds: Sequence[int]) -> Message:
+    if message["type"] == "end":
+        return EndRequest(request_id=message["request_id"], reason=message["reason"])
+    images = tuple(
+        PromptImage(
+            span=ImageSpan(**image["span"]), grid=tuple(image["grid"]), patches=_map_patches(fd, tuple(image["shape"]))
+        )
+        for image, fd in zip(message["images"], fds, strict=True)
+    )
+    fields = message["request"]
+    token_ids = np.frombuffer(fields["token_ids"], np.int32).tolist()
+    request = Request(
+        **fields
+        | {
+            "token_ids": token_ids,
+            "images": tuple([image.span for image in images]),
+            "sampling": SamplingParams(**fields["sampling"]),
+            "stop_ids": frozenset(fields["stop_ids"]),
+        }
+    )
+    positions = np.frombuffer(message["positions"], np.int64).reshape(3, -1)
+    return AddRequest(request=request, prompt=TokenPrompt(token_ids=token_ids, positions=positions, images=images))
+
+
+def _map_patches(fd: int, shape: tuple[int, int]) -> Any:
+    """The patches in shared memory, read only. The mapping lives as long as the array."""
+    try:
+        memory = mmap.mmap(fd, shape[0] * shape[1], prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    return np.frombuffer(memory, np.uint8).reshape(shape)
+
+
+def _encode_output(output: RequestOutput) -> list[Any]:
+    failure = None if output.failure is None else list(dataclasses.astuple(output.failure))
+    logprobs = [[dataclasses.astuple(one) for one in many] for many in (output.logprobs, output.prompt_logprobs)]
+    return [output.request_id, output.token_ids, *logprobs, output.finish_reason, failure, *output[6:]]
+
+
+def _decode_output(fields: list[Any]) -> RequestOutput:
+    request_id, token_ids, logprobs, prompt_logprobs, reason, failure, *rest = fields
+    return RequestOutput(
+        request_id,
+        tuple(token_ids),
+        tuple([_decode_logprobs(one) for one in logprobs]),
+        tuple([_decode_logprobs(one) for one in prompt_logprobs]),
+        reason,
+        None if failure is None else Failure(*failure),
+        *rest,
+    )
+
+
+def _decode_logprobs(fields: list[Any]) -> TokenLogprobs:
+    token_id, logprob, top = fields
+    return TokenLogprobs(token_id, logprob, [(int(i), float(value)) for i, value in top])
+
+
+# ------------------------------------------------------------------ the front end's side
+
+
+class CoreProcess:
+    """A core in a process of its own. `send` may be called from any thread; `on_outputs` is called from a reader thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        device: str,
+        dtype: str | None,
+        on_outputs: OnOutputs,
+        on_stop: OnStop,
+    ) -> None:
+        """Start it and wait until it is ready. Raises what loading raised."""
+        self._on_outputs, self._on_stop = on_outputs, on_stop
+        self._shared: OrderedDict[bytes, SharedMemory] = OrderedDict()
+        self._shared_lock = threading.Lock()
+        self._is_closing = False
+        self._statistics = Statistics()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "saccade.engine.core_process", str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])  # noqa: S603  our own module
+        self._connection = Connection(ours)
+        try:
+            self._connection.send(
+                {"folder": str(folder), "config": dataclasses.asdict(config), "device": device, "dtype": dtype}
+            )
+            ready, _ = self._connection.receive()
+        except (EOFError, OSError) as error:
+            self._process.kill()
+            raise RuntimeError("the engine core's process died while loading; its output is above") from error
+        if "error" in ready:
+            self._process.wait()
+            raise decode_error(ready, "the engine core could not be loaded")
+        self.info = CoreInfo(**ready["info"])
+        self._reader = threading.Thread(target=self._read, name="saccade-core-reader", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the core process."""
+        return self._process.pid
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counters as of the last output."""
+        return self._statistics
+
+    def send(self, message: Message) -> None:
+        """Send a message to the core. No effect when it is gone: its requests have failed."""
+        fds = []
+        with self._shared_lock:
+            if isinstance(message, AddRequest):
+                fds = [self._share(image) for image in message.prompt.images]
+            with contextlib.suppress(OSError):
+                self._connection.send(_encode_message(message), fds)
+
+    def _share(self, image: PromptImage) -> int:
+        """The file descriptor of an image's patches in shared memory. Recent ones are kept: prompts often share an image."""
+        key = image.span.key
+        if key in self._shared:
+            self._shared.move_to_end(key)
+        else:
+            self._shared[key] = SharedMemory()
+            self._shared[key].write(np.ascontiguousarray(image.patches), 0)
+            if len(self._shared) > _MAX_SHARED_IMAGES:
+                self._shared.popitem(last=False)
+        return self._shared[key].fd
+
+    def close(self) -> None:
+        """Stop the core. Open requests get no more output."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            self._connection.send({"type": "stop"})
+        try:
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        self._connection.close()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message, _ = self._connection.receive()
+                self._statistics = Statistics(**message["statistics"])
+                if message["outputs"]:
+                    self._on_outputs([_decode_output(fields) for fields in message["outputs"]])
+        except (EOFError, OSError):
+            if not self._is_closing:
+                self._on_stop(_DIED)
+
+
+# ------------------------------------------------------------------ the core's side
+
+
+def serve(connection: Connection) -> None:
+    """Load a core as told by the first frame, then serve until the connection ends."""
+    from saccade.engine.core import EngineCore
+    from saccade.engine.loading import load_runner
+    from saccade.engine.runner import PixelScale
+    from saccade.processor import Processor
+
+    setup, _ = connection.receive()
+    try:
+        images = Processor.load(setup["folder"]).images
+        runner = load_runner(
+            setup["folder"],
+            EngineConfig(**setup["config"]),
+            pixels=PixelScale(mean=images.mean, std=images.std),
+            device=setup["device"],
+            dtype=setup["dtype"],
+        )
+    except Exception as error:
+        connection.send(encode_error(error))
+        return
+    core = EngineCore(runner)
+    connection.send({"info": dataclasses.asdict(core.info)})
+    inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, inbox), name="saccade-core-reader", daemon=True).start()
+
+    def emit(outputs: Sequence[RequestOutput]) -> None:
+        statistics = dataclasses.asdict(core.statistics)
+        connection.send({"outputs": [_encode_output(output) for output in outputs], "statistics": statistics})
+
+    from saccade.engine.core_thread import run_core
+
+    run_core(core, inbox, emit)
+
+
+def _receive(connection: Connection, inbox: queue.SimpleQueue[Message | None]) -> None:
+    """Put messages into the inbox until the connection ends."""
+    try:
+        while True:
+            message, fds = connection.receive()
+            if message["type"] == "stop":
+                break
+            inbox.put(_decode_message(message, fds))
+    except (EOFError, OSError):
+        pass
+    inbox.put(None)
+
+
+def main() -> None:
+    """The core process: its arguments are the file descriptor of the connection and the process id of the front end."""
+    set_up_logging()
+    exit_with_parent(int(sys.argv[2]))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        serve(Connection(socket.socket(fileno=int(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()
