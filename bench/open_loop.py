@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from bench.serve import make_checkpoint
+from bench.serve import make_checkpoint, process_age
 from saccade.engine import Engine, EngineConfig, SamplingParams
 
 SIZES = (
@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--rates", type=float, nargs="+", default=[4, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of EngineConfig")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", type=Path)
@@ -182,7 +183,10 @@ def main() -> None:
             again = [sys.executable, "-m", "bench.open_loop", *sys.argv[1:], "--checkpoint", str(made)]
             raise SystemExit(subprocess.run(again, check=False).returncode)
     prompts, rows = Prompts(options.checkpoint), []
-    with Engine.load(options.checkpoint, config=EngineConfig(max_length=8192, max_draft_tokens=0)) as engine:
+    settings = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}
+    config = EngineConfig(**{"max_length": 8192, "max_draft_tokens": 0} | settings)
+    with Engine.load(options.checkpoint, config=config) as engine:
+        print(f"ready {process_age():.1f} s after the start of the process", flush=True)
         runs = [(f"{rate:g}/s", poisson(rate, options.seconds, seed)) for seed, rate in enumerate(options.rates)]
         if options.trace:
             runs = [(options.trace.stem, read_trace(options.trace))]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.cuda_graphs import MAX_CHUNKS
+from saccade.engine.cuda_graphs import MAX_CHUNKS, PREFILL_TOKENS
 from saccade.engine.encoder_cache import EncoderCache
 from saccade.engine.pages import PagePool
 from saccade.engine.prompt import TokenPrompt
@@ -116,7 +116,7 @@ class EngineCore:
             EncoderCache(config.encoder_cache_tokens, keeps_unused=config.encoder_cache),
             self._lookup,
         )
-        self._step_budget = StepBudget(config.target_step_ms, config.max_step_tokens)
+        self._step_budget = StepBudget(config.target_step_ms, min(config.max_step_tokens, PREFILL_TOKENS[-1]))
         self._grammar_states: dict[str, Any] = {}
         self._deadlines: list[tuple[float, str, str]] = []  # a heap: time, request id, kind
         self._in_flight: _InFlight | None = None
@@ -202,11 +202,14 @@ class EngineCore:
             self._in_flight.handle = self._runner.sample(self._in_flight.forward, self._masks(self._in_flight.plan))
         return outputs
 
-    def _token_budget(self) -> int | None:
+    def _token_budget(self) -> int:
         """Prompt tokens of the next step. While no request is decoding there is no gap between tokens to bound."""
-        if not self.scheduler.has_decoding():
-            return None
-        return self._step_budget.num_tokens(self.scheduler.num_uncomputed_prompt_tokens())
+        budget = None
+        if self.scheduler.has_decoding():
+            budget = self._step_budget.num_tokens(self.scheduler.num_uncomputed_prompt_tokens())
+        if budget is None:
+            return PREFILL_TOKENS[-1]
+        return max([tokens for tokens in PREFILL_TOKENS if tokens <= budget], default=budget)  # no padding under load
 
     def _launch(self, plan: StepPlan) -> _InFlight:
         launched = _InFlight(plan, self._runner.forward(plan), self._clock())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -24,8 +24,9 @@ PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 153
 """Prefill tokens of captured steps. Larger steps keep the GPU busy long enough for the host to launch them."""
 MAX_CHUNKS = 32
 """Prefill requests of a step. All captured steps with prefill have room for so many: one without tokens costs next to nothing."""
-_MIXED_DECODE = (0, 16, 32, 64, 128, 256)
+_MIXED_DECODE = (0, 16, 32, 64, 96, 128, 192, 256)
 """Decode requests of captured steps with prefill."""
+_MAX_OVERFLOW = 8
 _CONTEXTS = (2048, 8192, 32768)
 """Context lengths of steps captured at start, of which those with prefill take the second at least; longer ones follow times four."""
 _MAX_LATE_GRAPHS = 64
@@ -75,6 +76,14 @@ def step_size(
     return StepSize(
         decode, tokens, MAX_CHUNKS, samples, _round_context(max(max_context, min(_CONTEXTS[1], max_length)), max_length)
     )
+
+
+def decode_beside_prefill(num_decode: int, num_chunks: int) -> int:
+    """How many decode requests a step with prefill computes as such. A few beyond a captured number are chunks of one token: padding up
+    to the next number would cost more."""
+    fewer = [n for n in _MIXED_DECODE if n <= num_decode]
+    is_few = fewer and num_decode - fewer[-1] <= _MAX_OVERFLOW and num_decode - fewer[-1] + num_chunks <= MAX_CHUNKS
+    return fewer[-1] if is_few else num_decode
 
 
 def declared_sizes(max_requests: int, max_length: int) -> Iterator[StepSize]:
@@ -137,12 +146,11 @@ class CudaGraphs(Generic[Size]):
         """Sizes captured so far."""
         return len(self._declared) + len(self._late)
 
-    def capture(self, sizes: Iterable[Size]) -> None:
-        """Capture sizes before serving. Capturing runs nothing, so the input buffers may hold anything."""
-        for size in sizes:
-            captured = self._try_capture(size)
-            if captured is not None:
-                self._declared[size] = captured
+    def capture(self, size: Size) -> None:
+        """Capture a size before serving. Its kernels must be compiled, or the input buffers hold a valid step of it."""
+        captured = self._try_capture(size)
+        if captured is not None:
+            self._declared[size] = captured
 
     def run(self, size: Size) -> Tensor:
         """Run the forward on the contents of its input buffers. The output is overwritten by the next run."""
@@ -164,6 +172,7 @@ class CudaGraphs(Generic[Size]):
         captured = self._try_capture(size)
         if captured is not None:
             self.num_late_captures += 1
+            logger.info("CUDA graph of %s captured while serving", size)
             self._late[size] = captured
             if len(self._late) > _MAX_LATE_GRAPHS:
                 log_once(
@@ -175,6 +184,12 @@ class CudaGraphs(Generic[Size]):
     def _try_capture(self, size: Size) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
         """None: the capture failed (out of memory, say), and the size runs eagerly from then on."""
         try:
+            return self._capture(size)
+        except RuntimeError as error:
+            logger.debug("CUDA graph capture of %s failed, it is tried again after an eager run: %r", size, error)
+        try:
+            self._pool = None  # the failed capture may not have left it
+            self._forward(size)  # compiles kernels, which cannot be done in a capture
             return self._capture(size)
         except RuntimeError as error:
             logger.warning("CUDA graph capture of %s failed, it runs eagerly: %r", size, error)

@@ -106,7 +106,8 @@ class Encoder:
     def warm_up(self) -> None:
         """Capture all budgets, on the current stream."""
         if self._graphs is not None:
-            self._graphs.capture(self._budgets)
+            for budget in self._budgets:
+                self._graphs.capture(budget)
 
     @property
     def num_captured(self) -> int:

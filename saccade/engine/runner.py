@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,12 +32,19 @@ from torch import Tensor
 
 from saccade.device import to_device
 from saccade.engine.config import EngineConfig
-from saccade.engine.cuda_graphs import CudaGraphs, StepSize, declared_sizes, largest_step, step_size
+from saccade.engine.cuda_graphs import (
+    CudaGraphs,
+    StepSize,
+    declared_sizes,
+    decode_beside_prefill,
+    largest_step,
+    step_size,
+)
 from saccade.engine.encoder import Encoder, patch_budgets
 from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS
 from saccade.engine.kv_cache import KVCache, PagedAttention
 from saccade.engine.prompt import PromptImage, TokenPrompt
-from saccade.engine.request import Failure, FailureKind, Request, Stage, TokenLogprobs
+from saccade.engine.request import Failure, FailureKind, Request, SamplingParams, Stage, TokenLogprobs
 from saccade.engine.sampler import Logprobs, Sampler
 from saccade.engine.step import Chunk, ChunkResult, EncodeResult, ImageToEncode, StepPlan, StepResult
 from saccade.engine.step_inputs import (
@@ -64,6 +71,9 @@ TokenMasks = Mapping[str, Ints]
 
 _HEAD_ROWS = 1024
 """Rows of logits computed at once for prompt log-probabilities."""
+
+_NUM_SMALL = 64
+"""Tokens up to which linear layers may use kernels of their own, which are compiled by an eager run before they are captured."""
 
 _NON_FINITE_LOGITS = Failure(
     "running",
@@ -316,6 +326,8 @@ class Runner:
         """Decode requests first, then the others: see `step_inputs.py`."""
         decode = [chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.samples and not chunk.images]
         prefill = [chunk for chunk in chunks if chunk.num_tokens > 1 or not chunk.samples or chunk.images]
+        num_decode = decode_beside_prefill(len(decode), len(prefill)) if prefill else len(decode)
+        decode, prefill = decode[:num_decode], [*decode[num_decode:], *prefill]
         ordered = [*decode, *prefill]
         needs_all = any(self._request(chunk).sampling.prompt_logprobs is not None for chunk in prefill)
         num_samples = _num_samples(ordered)
@@ -563,18 +575,36 @@ class Runner:
     # -------------------------------------------------------------- start-up
 
     @torch.inference_mode()
-    def warm_up(self, progress: Callable[[int], None] = lambda num_done: None) -> None:
+    def warm_up(self) -> None:
         """Capture CUDA graphs of all declared sizes of steps and encodings. No effect without CUDA graphs."""
         if self._graphs is None:
             return
-        sizes = list(declared_sizes(self.config.max_requests, self.max_length))
+        compiled: set[int] = set()
         with self.on_stream():
-            for number, size in enumerate(sizes):
-                self._graphs.capture([size])
-                progress(number + 1)
+            for size in declared_sizes(self.config.max_requests, self.max_length):
+                self._upload_padding(size)
+                if size.num_tokens <= _NUM_SMALL or size.num_decode not in compiled:  # kernels differ by these
+                    self._forward_captured(size)
+                    compiled.add(size.num_decode)
+                self._graphs.capture(size)
+            self._warm_up_sampler()
         with self._on(self._encoder_stream):
             self._encoder.warm_up()
         torch.cuda.synchronize(self.device)
+
+    def _upload_padding(self, size: StepSize) -> None:
+        """Inputs of a step without requests."""
+        sizes = self._input_sizes(size)
+        self._builder.fill(split(self._next_host(sizes), sizes), size.num_decode, (), (), {})
+        self._buffers.upload(sizes.total)
+
+    def _warm_up_sampler(self) -> None:
+        """Sample with and without randomness and log-probabilities, which compiles its kernels."""
+        for sampling in (SamplingParams(logprobs=1), SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01)):
+            self.sampler.set_request(0, Request(id="warm-up", token_ids=[0], sampling=sampling))
+            for count in (1, min(16, self._max_samples)):
+                zeros = np.zeros(count, np.int64)
+                self.sampler.sample(self._logits[:count].zero_(), zeros, zeros + 1, zeros)
 
     @torch.inference_mode()
     def profile_largest_step(self) -> None:
