@@ -178,18 +178,20 @@ class Engine:
         priority: int = 0,
         salt: bytes = b"",
         progress: bool = False,
+        continue_final_message: bool = False,
     ) -> list[Completion]:
         """Generate completions of one or several conversations, in order; with `n` above 1, n consecutive ones for each.
 
         `sampling`: parameters (or a dict of them) for all conversations, or one for each. A request that cannot be served has the
         finish reason `failed` and says why in `failure`; the others are not affected. `progress` shows a progress bar.
+        `continue_final_message` continues a final assistant message instead of starting a new one.
         """
         batch: Any = conversations
         if isinstance(batch, str):
             raise RequestError('a conversation is a list of messages, such as [{"role": "user", "content": "hello"}]')
         if batch and isinstance(batch[0], Mapping):
             batch = [batch]
-        submits = [partial(self._preprocess, messages) for messages in batch]
+        submits = [partial(self._preprocess, messages, continue_final_message) for messages in batch]
         return self._generate(submits, sampling, priority, salt, progress)
 
     def generate_tokens(
@@ -205,8 +207,8 @@ class Engine:
         submits = [partial(self._preprocess_tokens, *prompt) for prompt in prompts]
         return self._generate(submits, sampling, priority, salt, progress)
 
-    def _preprocess(self, messages: Conversation) -> Future[TokenPrompt]:
-        return self._preprocessor.submit(messages)
+    def _preprocess(self, messages: Conversation, continue_final_message: bool) -> Future[TokenPrompt]:
+        return self._preprocessor.submit(messages, continue_final_message=continue_final_message)
 
     def _preprocess_tokens(self, token_ids: Sequence[int], images: Sequence[Any]) -> Future[TokenPrompt]:
         return self._preprocessor.submit_tokens(token_ids, images)
@@ -248,13 +250,14 @@ class Engine:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        continue_final_message: bool = False,
     ) -> AsyncIterator[CompletionDelta]:
         """Stream one completion. Leaving the iteration early cancels the request."""
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[CompletionDelta] = asyncio.Queue()
         [sampling] = _sampling_of_each(sampling, 1)
         self._check_request(sampling, priority, salt)
-        prompt = self._preprocess(messages)
+        prompt = self._preprocess(messages, continue_final_message)
 
         def post(delta: CompletionDelta) -> None:
             """Raises when the asyncio loop has ended, which cancels the request."""
