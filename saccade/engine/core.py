@@ -15,21 +15,22 @@ import heapq
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.cuda_graphs import MAX_CHUNKS, PREFILL_TOKENS
 from saccade.engine.encoder_cache import EncoderCache
+from saccade.engine.grammar import Grammars, GrammarState
 from saccade.engine.pages import PagePool
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.prompt_lookup import MAX_DRAFTING, PromptLookup
 from saccade.engine.request import Failure, FinishReason, Request, RequestOutput
-from saccade.engine.runner import DeviceError, Runner, StepForward, StepHandle, TokenMasks
+from saccade.engine.runner import DeviceError, GrammarMasks, Runner, StepForward, StepHandle
 from saccade.engine.scheduler import Limits, Scheduler
 from saccade.engine.step import StepPlan, StepResult
 from saccade.engine.step_budget import StepBudget
-from saccade.errors import RequestError
+from saccade.errors import RequestError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,15 @@ class EndRequest:
     reason: FinishReason
 
 
+@dataclass(frozen=True, kw_only=True)
+class GrammarCompiled:
+    """Message of the core to itself: the grammar of a request is compiled, or is not possible."""
+
+    request_id: str
+
+
 Message = AddRequest | EndRequest
+"""What a front end sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +113,13 @@ class _InFlight:
 class EngineCore:
     """Messages in, outputs out. Used by one thread."""
 
-    def __init__(self, runner: Runner, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         config = runner.config
         self.info = CoreInfo(max_length=runner.max_length, vocab_size=runner.model.config.language.vocab_size)
         self._runner, self._clock = runner, clock
@@ -117,7 +132,11 @@ class EngineCore:
             self._lookup,
         )
         self._step_budget = StepBudget(config.target_step_ms, min(config.max_step_tokens, PREFILL_TOKENS[-1]))
-        self._grammar_states: dict[str, Any] = {}
+        self._grammars = grammars
+        self._grammar_states: dict[str, GrammarState] = {}
+        self._compiling: dict[str, tuple[AddRequest, Future[GrammarState]]] = {}
+        self.post: Callable[[GrammarCompiled], None] = lambda message: None
+        """Sends a message to this core from another thread; set by the loop that runs it."""
         self._deadlines: list[tuple[float, str, str]] = []  # a heap: time, request id, kind
         self._in_flight: _InFlight | None = None
         self._is_checked = True
@@ -131,12 +150,52 @@ class EngineCore:
 
     # -------------------------------------------------------------- messages
 
-    def handle(self, message: Message) -> list[RequestOutput]:
+    def handle(self, message: Message | GrammarCompiled) -> list[RequestOutput]:
         """Take a message; returns the last output of a request that ends by it."""
         if isinstance(message, EndRequest):
-            output = self.scheduler.end(message.request_id, message.reason)
-            return self._finish([output] if output is not None else [])
+            return self._finish(self._end(message))
+        if isinstance(message, GrammarCompiled):
+            return self._add_compiled(message.request_id)
+        if message.request.sampling.structured is not None:
+            return self._compile(message)
         return self._add(message.request, message.prompt)
+
+    def _end(self, message: EndRequest) -> list[RequestOutput]:
+        if self._compiling.pop(message.request_id, None) is not None:
+            return [RequestOutput(request_id=message.request_id, finish_reason=message.reason)]
+        output = self.scheduler.end(message.request_id, message.reason)
+        return [output] if output is not None else []
+
+    def _compile(self, message: AddRequest) -> list[RequestOutput]:
+        """Compile the grammar of a request off this thread; it is added when that is done."""
+        request, structured = message.request, message.request.sampling.structured
+        if self._grammars is None or structured is None:
+            return self._refuse(
+                request, Failure("waiting", "structured output is not available here", "invalid_request")
+            )
+        compiled = self._grammars.compile(structured)
+        self._compiling[request.id] = message, compiled
+        compiled.add_done_callback(lambda _: self.post(GrammarCompiled(request_id=request.id)))
+        return []
+
+    def _add_compiled(self, request_id: str) -> list[RequestOutput]:
+        message, compiled = self._compiling.pop(request_id, (None, None))
+        if message is None or compiled is None:  # it was ended meanwhile
+            return []
+        try:
+            state = compiled.result()
+        except UserError as error:
+            return self._refuse(message.request, Failure("waiting", str(error), "invalid_request"))
+        except Exception as error:
+            logger.warning("request %s: its grammar could not be compiled: %r", request_id, error, exc_info=error)
+            return self._refuse(message.request, Failure("waiting", "the grammar could not be compiled"))
+        outputs = self._add(message.request, message.prompt)
+        if not outputs:
+            self._grammar_states[request_id] = state
+        return outputs
+
+    def _refuse(self, request: Request, failure: Failure) -> list[RequestOutput]:
+        return self._finish([RequestOutput(request_id=request.id, finish_reason="failed", failure=failure)])
 
     def _add(self, request: Request, prompt: TokenPrompt) -> list[RequestOutput]:
         self._is_checked = False
@@ -183,7 +242,7 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Plan and launch the next step, then process the previous one. Returns what is new of each request."""
         try:
-            return self._finish([*self._expire(), *self._step()])
+            return self._finish([*self._expire(), *self._fail_grammars(), *self._step()])
         except DeviceError as error:
             logger.exception("the device failed")
             raise EngineError(str(error)) from error
@@ -252,9 +311,23 @@ class EngineCore:
             if state is not None:
                 lookup.observe(state, len(given.token_ids), len(chunk.drafts))
 
-    def _masks(self, plan: StepPlan) -> TokenMasks:
-        """Allowed next tokens of the step's requests with a grammar."""
-        return {}
+    def _masks(self, plan: StepPlan) -> GrammarMasks:
+        """Allowed next tokens of the step's requests with a grammar, computed while its forward pass runs."""
+        states = {
+            chunk.request_id: self._grammar_states[chunk.request_id]
+            for chunk in plan.chunks
+            if chunk.samples and chunk.request_id in self._grammar_states
+        }
+        return self._grammars.masks(states) if self._grammars is not None and states else {}
+
+    def _fail_grammars(self) -> list[RequestOutput]:
+        """End requests whose grammar cannot go on: it ran into a limit."""
+        failed = [(request_id, state.error) for request_id, state in self._grammar_states.items() if state.error]
+        outputs = []
+        for request_id, error in failed:
+            output = self.scheduler.end(request_id, "failed", Failure("running", str(error), "invalid_request"))
+            outputs += [output] if output is not None else []
+        return outputs
 
     # -------------------------------------------------------------- ends, counters, invariants
 
@@ -262,7 +335,12 @@ class EngineCore:
         """End every open request as failed."""
         self._in_flight = None
         ended = [self.scheduler.end(request_id, "failed", failure) for request_id in self.scheduler.request_ids()]
-        return self._finish([output for output in ended if output is not None])
+        compiling = [
+            RequestOutput(request_id=request_id, finish_reason="failed", failure=failure)
+            for request_id in self._compiling
+        ]
+        self._compiling.clear()
+        return self._finish([output for output in ended if output is not None] + compiling)
 
     def _finish(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
         """Count outputs, and drop what is kept of requests that ended."""
@@ -299,6 +377,8 @@ class EngineCore:
         """Free the device memory. The core cannot be used any more."""
         self._in_flight = None
         self._runner.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     @property
     def wants_check(self) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core import AddRequest, CoreInfo, EndRequest, Message, Statistics
-from saccade.engine.core_thread import OnOutputs, OnStop
+from saccade.engine.core_thread import Inbox, OnOutputs, OnStop, run_core
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, SamplingParams, TokenLogprobs
 from saccade.fork_server import decode_error, encode_error, exit_with_parent
@@ -276,13 +276,15 @@ class CoreProcess:
 def serve(connection: Connection) -> None:
     """Load a core as told by the first frame, then serve until the connection ends."""
     from saccade.engine.core import EngineCore
+    from saccade.engine.engine import grammars_of
     from saccade.engine.loading import load_runner
     from saccade.engine.runner import PixelScale
     from saccade.processor import Processor
 
     setup, _ = connection.receive()
     try:
-        images = Processor.load(setup["folder"]).images
+        processor = Processor.load(setup["folder"])
+        images = processor.images
         runner = load_runner(
             setup["folder"],
             EngineConfig(**setup["config"]),
@@ -293,21 +295,20 @@ def serve(connection: Connection) -> None:
     except Exception as error:
         connection.send(encode_error(error))
         return
-    core = EngineCore(runner)
+    grammars = grammars_of(processor, runner.model.config.language.vocab_size)
+    core = EngineCore(runner, grammars=grammars)
     connection.send({"info": dataclasses.asdict(core.info)})
-    inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+    inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), name="saccade-core-reader", daemon=True).start()
 
     def emit(outputs: Sequence[RequestOutput]) -> None:
         statistics = dataclasses.asdict(core.statistics)
         connection.send({"outputs": [_encode_output(output) for output in outputs], "statistics": statistics})
 
-    from saccade.engine.core_thread import run_core
-
     run_core(core, inbox, emit)
 
 
-def _receive(connection: Connection, inbox: queue.SimpleQueue[Message | None]) -> None:
+def _receive(connection: Connection, inbox: Inbox) -> None:
     """Put messages into the inbox until the connection ends."""
     try:
         while True:

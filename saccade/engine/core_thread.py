@@ -7,11 +7,12 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from saccade.engine.core import EngineCore, Message, Statistics
+from saccade.engine.core import EngineCore, GrammarCompiled, Message, Statistics
 from saccade.engine.request import Failure, RequestOutput
 
 logger = logging.getLogger(__name__)
 
+Inbox = queue.SimpleQueue[Message | GrammarCompiled | None]
 OnOutputs = Callable[[Sequence[RequestOutput]], None]
 OnStop = Callable[[Failure], None]
 """Called once, when the core has stopped by itself: no request it has gets another output."""
@@ -28,7 +29,7 @@ class CoreThread:
     def __init__(self, core: EngineCore, on_outputs: OnOutputs, on_stop: OnStop) -> None:
         self.info = core.info
         self._core, self._on_outputs, self._on_stop = core, on_outputs, on_stop
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._inbox: Inbox = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="saccade-engine", daemon=True)
         self._thread.start()
 
@@ -55,14 +56,15 @@ class CoreThread:
             self._on_stop(STOPPED)
 
 
-def run_core(core: EngineCore, inbox: queue.SimpleQueue[Message | None], on_outputs: OnOutputs) -> None:
+def run_core(core: EngineCore, inbox: Inbox, on_outputs: OnOutputs) -> None:
     """The engine loop, until the inbox has None: handle messages, run steps, pass outputs on."""
+    core.post = inbox.put
     while _handle_messages(core, inbox, on_outputs):
         if core.has_work and (outputs := core.step()):
             on_outputs(outputs)
 
 
-def _handle_messages(core: EngineCore, inbox: queue.SimpleQueue[Message | None], on_outputs: OnOutputs) -> bool:
+def _handle_messages(core: EngineCore, inbox: Inbox, on_outputs: OnOutputs) -> bool:
     """Handle the messages in the inbox, waiting for one if there is no work. False: the engine is closing."""
     waits = not core.has_work
     while True:

@@ -35,6 +35,7 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.core import AddRequest, CoreInfo, EndRequest, EngineCore, Message, Statistics
 from saccade.engine.core_thread import CoreThread, OnOutputs, OnStop
 from saccade.engine.detokenizer import Detokenizer
+from saccade.engine.grammar import GrammarCompiler, Grammars
 from saccade.engine.loading import load_runner
 from saccade.engine.preprocessing import Preprocessor
 from saccade.engine.prompt import TokenPrompt
@@ -161,7 +162,8 @@ class Engine:
             else:
                 pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
                 runner = load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
-                connect = partial(CoreThread, EngineCore(runner))
+                grammars = grammars_of(processor, runner.model.config.language.vocab_size)
+                connect = partial(CoreThread, EngineCore(runner, grammars=grammars))
             preprocessor.wait_until_ready()
             return Engine(connect, processor, preprocessor)
         except BaseException:
@@ -524,6 +526,11 @@ class _OpenRequest:
             self._on_delta(delta)
         except BaseException as error:
             logger.warning("request %s: the callback of its last delta failed: %r", self.id, error)
+
+
+def grammars_of(processor: Processor, vocab_size: int) -> Grammars:
+    """Grammars over the tokens of a checkpoint."""
+    return Grammars(lambda: GrammarCompiler(processor.tokenizer, eos_ids=processor.eos_ids, vocab_size=vocab_size))
 
 
 def _set_completion(future: Future[Completion], delta: CompletionDelta) -> None:

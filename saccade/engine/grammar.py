@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -49,6 +49,9 @@ _CHECK_MEMORY_BYTES = 2**32
 """Address space of a checking process."""
 _OWN_LEXER_S = 0.02
 """A grammar that compiles faster than this gets several lexers."""
+
+_NUM_COMPILING = 16
+"""Requests whose grammars are waited for at once; others queue."""
 
 _stack_lock = threading.Lock()
 _logger = logging.getLogger(__name__)
@@ -456,3 +459,40 @@ def _finish_masks(out_NW: NDArray[np.int32], states: Sequence[GrammarState], fir
             state.fail("the grammar became too complex")
         elif is_empty_N[row]:
             state.fail("no token can follow")
+
+
+class Grammars:
+    """The grammars of an engine core: compiled off its thread, their masks computed in parallel. Set up with the first request."""
+
+    def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
+        self._make_compiler = make_compiler
+        self._lock = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+        self._pool: MaskPool | None = None
+        self._executor = ThreadPoolExecutor(_NUM_COMPILING, thread_name_prefix="grammars")
+
+    def compile(self, structured: StructuredOutput) -> Future[GrammarState]:
+        """A state at the start of the text. Fails with a `UserError` that says what is wrong."""
+        return self._executor.submit(self._compile, structured)
+
+    def _compile(self, structured: StructuredOutput) -> GrammarState:
+        with self._lock:
+            if self._compiler is None:
+                self._compiler, self._pool = self._make_compiler(), MaskPool()
+        return self._compiler.compile(structured).result()
+
+    def masks(self, states: Mapping[str, GrammarState]) -> dict[str, NDArray[np.int32]]:
+        """The masks of the next tokens, by request id."""
+        assert self._compiler is not None, "a state was compiled"
+        assert self._pool is not None, "a state was compiled"
+        mask_NW = np.empty((len(states), self._compiler.num_words), np.int32)
+        self._pool.fill(mask_NW, list(states.values())).result()
+        return dict(zip(states, mask_NW, strict=True))
+
+    def close(self) -> None:
+        """Stop threads and child processes."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None:
+            self._compiler.close()
+        if self._pool is not None:
+            self._pool.close()

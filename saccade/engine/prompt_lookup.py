@@ -77,7 +77,7 @@ class PromptLookup:
         """The request has `num_new` new known tokens, from a step with `num_drafts` drafts. None for a request whose samples depend on
         which drafts are accepted: with penalties or a grammar."""
         sampling = state.request.sampling
-        if num_new == 0 or sampling.has_penalties:
+        if num_new == 0 or sampling.has_penalties or sampling.structured is not None:
             return
         history = self._histories.get(state.request.id)
         if history is None:

@@ -8,11 +8,12 @@ same arithmetic. A token that was sampled but not read back yet is *pending*: it
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
+from saccade.engine.structured import StructuredOutput
 from saccade.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
@@ -64,6 +65,9 @@ class SamplingParams:
     """Same seed and prompt, same tokens, whatever else is in the batch. None: a random seed."""
     logprobs: int | None = None
     """Return the log-probability of each output token and of this many most likely tokens; 0: of the output token only."""
+    structured: StructuredOutput | None = None
+    """The form that the output must have: JSON, a regular expression, choices or a grammar (or a dict of its fields). The output then
+    ends only where it is complete, or at `max_tokens`."""
     prompt_logprobs: int | None = None
     """The same for prompt tokens. Such a request does not use the prefix cache."""
 
@@ -101,6 +105,10 @@ class SamplingParams:
             _is_count(token_id, 0) and _is_within(bias, -100, 100) for token_id, bias in self.logit_bias.items()
         )
         _check("logit_bias", self.logit_bias, are_biases, f"up to {MAX_BIASED_TOKENS} token ids, each with -100 to 100")
+        is_form = self.structured is None or isinstance(self.structured, StructuredOutput)
+        _check("structured", self.structured, is_form, "a StructuredOutput or a dict of its fields")
+        if self.structured is not None and (self.ignore_eos or self.min_tokens):
+            raise ConfigError("structured output ends where it is complete; leave out ignore_eos and min_tokens")
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(f"n is {self.n} with temperature 0: all completions would be equal. Raise temperature")
 
@@ -116,6 +124,8 @@ class SamplingParams:
                 values[name] = ()
             elif isinstance(values[name], list):
                 values[name] = tuple(map(_plain, values[name]))
+        if isinstance(values["structured"], Mapping):
+            values["structured"] = StructuredOutput.from_dict(values["structured"])
         if values["logit_bias"] is None:
             values["logit_bias"] = {}
         elif isinstance(values["logit_bias"], dict):

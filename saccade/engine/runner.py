@@ -45,7 +45,7 @@ from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS
 from saccade.engine.kv_cache import KVCache, PagedAttention
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Failure, FailureKind, Request, SamplingParams, Stage, TokenLogprobs
-from saccade.engine.sampler import Logprobs, Sampler
+from saccade.engine.sampler import Logprobs, Sampler, TokenMasks
 from saccade.engine.step import Chunk, ChunkResult, EncodeResult, ImageToEncode, StepPlan, StepResult
 from saccade.engine.step_inputs import (
     InputBuilder,
@@ -66,8 +66,8 @@ logger = logging.getLogger(__name__)
 
 PromptLogprobs = list[tuple[Chunk, Sequence[int], Logprobs]]
 """Chunks with prompt log-probabilities, the prompt tokens they predict, and the log-probabilities of these."""
-TokenMasks = Mapping[str, Ints]
-"""Allowed tokens of the next token of requests with a grammar, by request id: one bit each, packed into int32."""
+GrammarMasks = Mapping[str, Ints]
+"""Allowed next tokens of requests with a grammar, by request id: one bit each, packed into int32."""
 
 _HEAD_ROWS = 1024
 """Rows of logits computed at once for prompt log-probabilities."""
@@ -261,7 +261,7 @@ class Runner:
                 return StepForward(plan, None, failures)
 
     @torch.inference_mode()
-    def sample(self, step: StepForward, masks: TokenMasks | None = None) -> StepHandle:
+    def sample(self, step: StepForward, masks: GrammarMasks | None = None) -> StepHandle:
         """Launch sampling, and start copying the tokens to the host."""
         failures = dict(step.failures)
         parts: list[_SampledChunks] = []
@@ -279,7 +279,7 @@ class Runner:
             return StepHandle(self, step.plan, parts, failures, self._event())
 
     def _sample_isolated(
-        self, chunks: Sequence[Chunk], masks: TokenMasks | None, failures: dict[str, Failure]
+        self, chunks: Sequence[Chunk], masks: GrammarMasks | None, failures: dict[str, Failure]
     ) -> list[_SampledChunks]:
         """Forward and sample chunks, in halves where that fails, so that only the failing request is lost."""
         if not chunks:
@@ -423,20 +423,28 @@ class Runner:
         """[S, V] logits, overwritten by the next step."""
         return torch.mm(hidden_SD, self.model.head.weight.t(), out=self._logits[: len(hidden_SD)])
 
-    def _sample_chunks(self, forward: _Forward, masks: TokenMasks | None) -> _SampledChunks:
+    def _sample_chunks(self, forward: _Forward, masks: GrammarMasks | None) -> _SampledChunks:
         slots: list[int] = []
         positions: list[int] = []
         num_output_tokens: list[int] = []
+        masked: list[int] = []
+        allowed: list[Ints] = []
         for chunk in forward.chunks:
             if not chunk.samples:
                 continue
             request = self._request(chunk)
+            if masks and chunk.request_id in masks:
+                masked.append(len(slots))
+                allowed.append(masks[chunk.request_id])
             for end in range(chunk.end - len(chunk.drafts), chunk.end + 1):
                 slots.append(chunk.slot)
                 positions.append(end)
                 num_output_tokens.append(end - request.num_prompt_tokens)
         on_device = to_device(_int64(slots), self.device)
-        sampled = self.sampler.sample(forward.logits, _int64(slots), _int64(positions), _int64(num_output_tokens))
+        token_masks = TokenMasks(_int64(masked), np.stack(allowed)) if allowed else None
+        sampled = self.sampler.sample(
+            forward.logits, _int64(slots), _int64(positions), _int64(num_output_tokens), token_masks
+        )
         logprobs = None
         if sampled.logprobs is not None:
             logprobs = Logprobs(sampled.logprobs, sampled.top_ids, sampled.top_logprobs)

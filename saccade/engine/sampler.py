@@ -8,6 +8,7 @@ A request may have several samples in a step, one after each draft token. For ev
     logit bias     added to the logits of the tokens it names
     penalties      repetition (tokens of prompt and output, as Hugging Face), then frequency and presence (tokens of the output
                    only, as OpenAI and vLLM)
+    mask           -inf for tokens that the request's grammar does not allow, last
     bans           -inf for stop tokens, while the output has fewer than `min_tokens`
     the kernel     temperature, top-k, top-p, min-p, and the draw: see `kernels/sampler.py`
 
@@ -35,6 +36,7 @@ from saccade.device import to_device
 from saccade.engine.request import Request, SamplingParams
 from saccade.errors import RequestError
 from saccade.kernels import sampler as kernel
+from saccade.kernels.token_mask import apply_token_mask
 
 _ROWS_AT_ONCE = 64
 """Logits rows penalized or normalized at once, which bounds temporary memory: 40 MB per copy at V = 152k."""
@@ -82,6 +84,15 @@ class Logprobs(NamedTuple):
     logprobs: Tensor
     top_ids: Tensor | None
     top_logprobs: Tensor | None
+
+
+class TokenMasks(NamedTuple):
+    """Tokens that grammars allow, for some rows of logits."""
+
+    rows: NDArray[np.int64]
+    """[N]"""
+    mask: NDArray[np.int32]
+    """[N, ceil(V / 32)]: one bit per token."""
 
 
 class _Step(NamedTuple):
@@ -165,16 +176,20 @@ class Sampler:
         slots: NDArray[np.int64],
         positions: NDArray[np.int64],
         num_output_tokens: NDArray[np.int64],
+        masks: TokenMasks | None = None,
     ) -> SampledStep:
         """Sample one token per row of the logits, which are overwritten.
 
         For each: the slot of its request, the index of the new token in the request, and the number of output tokens before it.
+        `masks` restrict some rows to the tokens that a grammar allows.
         A request with penalties has one sample per step: its counts could not be rolled back when a draft is rejected.
         """
         if not len(slots):
             return SampledStep(torch.empty(0, dtype=torch.int64, device=self._device), None, None, None)
         step = self._upload(slots, positions, num_output_tokens)
         adjusted_SV = self._adjust(logits_SV, step)
+        if masks is not None:
+            adjusted_SV = self._mask(adjusted_SV, masks, keeps=adjusted_SV is logits_SV and len(step.with_logprobs) > 0)
         token_ids = kernel.sample(
             adjusted_SV, step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.position
         ).token_ids
@@ -297,6 +312,12 @@ class Sampler:
         if len(step.banned):
             adjusted_SV.view(-1).index_fill_(0, step.banned, float("-inf"))
         return adjusted_SV
+
+    def _mask(self, logits_SV: Tensor, masks: TokenMasks, *, keeps: bool) -> Tensor:
+        """Disallow tokens; `keeps` the logits as they are, for log-probabilities."""
+        logits_SV = logits_SV.clone() if keeps else logits_SV
+        apply_token_mask(logits_SV, to_device(masks.mask, self._device), to_device(masks.rows, self._device))
+        return logits_SV
 
     def _penalize(self, logits_SV: Tensor, step: _Step) -> None:
         is_prompt_RV, num_output_RV = self._counts()
