@@ -82,48 +82,58 @@ def serve(
         Path | None, typer.Option(help="Checkpoint folder; random weights of --size if not given.")
     ] = None,
     size: Annotated[str, typer.Option(help="A named size with random weights: tiny, 3b, 7b.")] = "3b",
-    offline: Annotated[bool, typer.Option(help="Ask the engine in this process; no server is involved.")] = True,
     workload: Annotated[
         list[str] | None,
-        typer.Option(help="Only this one; may be repeated: first, latency, images, shared, text, long."),
+        typer.Option(help="Closed loop: only this one; may be repeated: first, latency, images, shared, text, long."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests submitted at once.")] = 256,
-    side: Annotated[int, typer.Option(min=28, help="Side of the images, in pixels.")] = 672,
-    rounds: Annotated[int, typer.Option(min=1, help="Repetitions; the median is reported.")] = 3,
-    profile: Annotated[bool, typer.Option(help="Also the share of the time in which the GPU computes.")] = False,
+    requests: Annotated[int, typer.Option(min=1, help="Closed loop: requests submitted at once.")] = 256,
+    side: Annotated[int, typer.Option(min=28, help="Closed loop: side of the images, in pixels.")] = 672,
+    rounds: Annotated[int, typer.Option(min=1, help="Closed loop: repetitions; the median is reported.")] = 3,
+    profile: Annotated[
+        bool, typer.Option(help="Closed loop: also the share of the time in which the GPU computes.")
+    ] = False,
+    open_loop: Annotated[
+        list[float] | None,
+        typer.Option(help="Open loop instead: Poisson arrivals at this rate per second; may be repeated."),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Open loop with the requests of a JSONL file.")] = None,
+    seconds: Annotated[float, typer.Option(min=2, help="Open loop: length of each run.")] = 20.0,
+    plot: Annotated[Path | None, typer.Option(help="Open loop: draw latency over load as an SVG file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Latency and throughput of the engine on the workloads of docs/benchmarks.md."""
+    """Latency and throughput of the engine, without a server, on the workloads of docs/benchmarks.md."""
     import subprocess
     import tempfile
 
-    if not offline:
-        raise ConfigError("there is no server to measure yet. Use --offline")
     root = _checkout()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        command = [
-            sys.executable,
-            "-m",
-            "bench.serve",
-            "--size",
-            size,
-            "--requests",
-            str(requests),
-            "--side",
-            str(side),
-        ]
-        command += [
-            "--rounds",
-            str(rounds),
-            "--out",
-            str(out),
-            *(["--checkpoint", str(checkpoint)] if checkpoint else []),
-        ]
-        command += [*(["--workload", *workload] if workload else []), *(["--profile"] if profile else [])]
+        options: dict[str, object] = {"size": size, "checkpoint": checkpoint and checkpoint.absolute(), "out": out}
+        if open_loop or trace:
+            options |= {
+                "rates": open_loop,
+                "trace": trace and trace.absolute(),
+                "seconds": seconds,
+                "plot": plot and plot.absolute(),
+            }
+        else:
+            options |= {"workload": workload, "requests": requests, "side": side, "rounds": rounds, "profile": profile}
+        module = "bench.open_loop" if open_loop or trace else "bench.serve"
+        command = [sys.executable, "-m", module, *_arguments(options)]
         shown = subprocess.DEVNULL if as_json else None
         done = subprocess.run(command, cwd=root, stdout=shown, stderr=shown, check=False)  # noqa: S603  our own script
         if done.returncode:
             raise ConfigError(f"the benchmark ended with status {done.returncode}. Run it without --json to see why")
         if as_json:
             typer.echo(out.read_text())
+
+
+def _arguments(options: dict[str, object]) -> list[str]:
+    """Command-line arguments; options that are None or False are left out."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        if value is not None and value is not False:
+            arguments.append(f"--{name}")
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            arguments += [str(one) for one in values]
+    return arguments

@@ -2,8 +2,8 @@
 
     conversation -> preprocess -> request -> schedule -> run -> sample -> detokenize -> completion
 
-Where to start reading: `scheduler.py` decides what a step computes, in plain Python over integers; `core.py` is the engine loop;
-`runner.py` runs steps on the device; `engine.py` is the public API. `pages.py` and `encoder_cache.py` allocate device memory.
+Where to start reading: `step.py` has the plan and the result of a step; `scheduler.py` decides what a step computes, in plain Python over
+integers; `runner.py` runs it on the device; `core.py` is the engine loop; `engine.py` is the public API.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from saccade.engine.engine import Engine as Engine
     from saccade.engine.request import Completion as Completion
     from saccade.engine.request import SamplingParams as SamplingParams
+    from saccade.engine.structured import StructuredOutput as StructuredOutput
 
 __getattr__ = lazy_exports(
-    __name__, {"Engine": "engine", "EngineConfig": "config", "SamplingParams": "request", "Completion": "request"}
+    __name__,
+    {
+        "Engine": "engine",
+        "EngineConfig": "config",
+        "SamplingParams": "request",
+        "Completion": "request",
+        "StructuredOutput": "structured",
+    },
 )
