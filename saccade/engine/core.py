@@ -44,7 +44,9 @@ class AddRequest:
     """Message: serve a request."""
 
     request: Request
+    """What is asked for."""
     prompt: TokenPrompt
+    """Its tokens, positions and patches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,9 @@ class EndRequest:
     """Message: end a request, cancelled or stopped by its text. No effect if it has ended."""
 
     request_id: str
+    """Which one."""
     reason: FinishReason
+    """Cancelled, or stop for a stop string."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class GrammarCompiled:
     """Message of the core to itself: the grammar of a request is compiled, or is not possible."""
 
     request_id: str
+    """Which one."""
 
 
 Message = AddRequest | EndRequest
@@ -73,6 +78,7 @@ class CoreInfo:
     max_length: int
     """Maximum tokens of prompt and output together."""
     vocab_size: int
+    """Tokens the model knows."""
 
 
 @dataclass

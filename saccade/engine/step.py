@@ -76,9 +76,11 @@ class StepPlan:
     chunks: tuple[Chunk, ...] = ()
     """At most one per request."""
     images: tuple[ImageToEncode, ...] = ()
+    """Encodings to start."""
     page_copies: tuple[tuple[int, int], ...] = ()
     """(source, target) pages, copied before anything is written. No page is both, so the order does not matter."""
     started: tuple[SlotStart, ...] = ()
+    """Requests that get a slot."""
 
 
 class ChunkResult(NamedTuple):
@@ -108,6 +110,8 @@ class StepResult:
     """What a step gave, in the order of its chunks."""
 
     number: int
+    """Of the plan."""
     chunks: tuple[ChunkResult, ...]
+    """One for each chunk of the plan."""
     images: tuple[EncodeResult, ...]
     """Encodings found complete since the step before, of this step or earlier ones."""
