@@ -285,6 +285,7 @@ def serve(connection: Connection) -> None:
     try:
         processor = Processor.load(setup["folder"])
         images = processor.images
+        grammars = grammars_of(Path(setup["folder"]), processor)
         runner = load_runner(
             setup["folder"],
             EngineConfig(**setup["config"]),
@@ -295,7 +296,6 @@ def serve(connection: Connection) -> None:
     except Exception as error:
         connection.send(encode_error(error))
         return
-    grammars = grammars_of(processor, runner.model.config.language.vocab_size)
     core = EngineCore(runner, grammars=grammars)
     connection.send({"info": dataclasses.asdict(core.info)})
     inbox: Inbox = queue.SimpleQueue()

@@ -51,7 +51,7 @@ from saccade.engine.request import (
 from saccade.engine.runner import PixelScale
 from saccade.engine.sampler import check_sampling
 from saccade.errors import ConfigError, RequestError
-from saccade.model.families import family_of
+from saccade.model.families import family_of, load_model_config
 from saccade.processor import Processor
 from saccade.processor.image import MediaLimits
 
@@ -160,9 +160,9 @@ class Engine:
 
                 connect = partial(CoreProcess, folder, config, str(device), None if dtype is None else str(dtype))
             else:
+                grammars = grammars_of(folder, processor)
                 pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
                 runner = load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
-                grammars = grammars_of(processor, runner.model.config.language.vocab_size)
                 connect = partial(CoreThread, EngineCore(runner, grammars=grammars))
             preprocessor.wait_until_ready()
             return Engine(connect, processor, preprocessor)
@@ -528,9 +528,13 @@ class _OpenRequest:
             logger.warning("request %s: the callback of its last delta failed: %r", self.id, error)
 
 
-def grammars_of(processor: Processor, vocab_size: int) -> Grammars:
-    """Grammars over the tokens of a checkpoint."""
-    return Grammars(lambda: GrammarCompiler(processor.tokenizer, eos_ids=processor.eos_ids, vocab_size=vocab_size))
+def grammars_of(folder: Path, processor: Processor) -> Grammars:
+    """Grammars over the tokens of a checkpoint, set up in a thread."""
+    vocab_size = load_model_config(folder).language.vocab_size
+    make = partial(GrammarCompiler, processor.tokenizer, eos_ids=processor.eos_ids, vocab_size=vocab_size)
+    grammars = Grammars(make)
+    grammars.prepare()
+    return grammars
 
 
 def _set_completion(future: Future[Completion], delta: CompletionDelta) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -462,7 +463,7 @@ def _finish_masks(out_NW: NDArray[np.int32], states: Sequence[GrammarState], fir
 
 
 class Grammars:
-    """The grammars of an engine core: compiled off its thread, their masks computed in parallel. Set up with the first request."""
+    """The grammars of an engine core: compiled off its thread, their masks computed in parallel."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
         self._make_compiler = make_compiler
@@ -475,11 +476,20 @@ class Grammars:
         """A state at the start of the text. Fails with a `UserError` that says what is wrong."""
         return self._executor.submit(self._compile, structured)
 
-    def _compile(self, structured: StructuredOutput) -> GrammarState:
+    def prepare(self) -> None:
+        """Set the compiler up in a thread, which takes two seconds for 150,000 tokens; else the first request does. No effect without
+        llguidance."""
+        if importlib.util.find_spec("llguidance") is not None:
+            self._executor.submit(self._open_compiler)
+
+    def _open_compiler(self) -> GrammarCompiler:
         with self._lock:
             if self._compiler is None:
                 self._compiler, self._pool = self._make_compiler(), MaskPool()
-        return self._compiler.compile(structured).result()
+            return self._compiler
+
+    def _compile(self, structured: StructuredOutput) -> GrammarState:
+        return self._open_compiler().compile(structured).result()
 
     def masks(self, states: Mapping[str, GrammarState]) -> dict[str, NDArray[np.int32]]:
         """The masks of the next tokens, by request id."""
