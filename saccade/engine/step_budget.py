@@ -31,7 +31,7 @@ _MIN_SLOPE = 0.02
 
 _BACKLOG_STEPS = 6
 """Steps worth of prompts beyond which a backlog raises the target."""
-_MAX_RAISE = 2.0
+_MAX_RAISE = 2.5
 _MIN_SLOWDOWN = 3.0
 """The target is at least this many times a step without prompts."""
 
