@@ -74,6 +74,8 @@ class _Encoding(NamedTuple):
     """Not salted."""
     num_patches: int
     plan_number: int
+    num_steps: int
+    """Steps with chunks planned before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,8 @@ class Scheduler:
         self._in_flight: list[_InFlight] = []
         self._encoding: dict[bytes, _Encoding] = {}  # by salted key
         self._num_planned = 0
+        self._num_steps = 0  # plans with chunks; others take the device no time
+        self._last_encoded_at = 0  # in these steps; the encoder is at the next pass since then at the latest
         self._num_added = 0
 
     @property
@@ -234,8 +238,9 @@ class Scheduler:
         while True:
             num_running = self.num_running
             planner = _Planner(
-                self._queues, self.limits, token_budget, self._drafter, self._encoding, self._num_planned
-            )
+                self._queues, self.limits, token_budget, self._drafter, self._encoding, self._num_planned,
+                self._num_steps, self._last_encoded_at,
+            )  # fmt: skip
             planner.run()
             if planner.chunks or planner.images or planner.started:
                 return self._launch(planner)
@@ -256,6 +261,7 @@ class Scheduler:
             started=tuple(planner.started),
         )
         self._num_planned += 1
+        self._num_steps += bool(plan.chunks)
         self._in_flight.append(_InFlight(plan, tuple(planner.num_preemptions)))
         return plan
 
@@ -284,6 +290,7 @@ class Scheduler:
         outputs = []
         for key, failure in results:
             encoding = self._encoding.pop(key)
+            self._last_encoded_at = self._num_steps
             if failure is None:
                 self.encoder_cache.set_ready(key)
                 continue
@@ -401,6 +408,8 @@ class _Planner:
         drafter: Drafter | None,
         encoding: dict[bytes, _Encoding],
         number: int,
+        num_steps: int,
+        last_encoded_at: int,
     ) -> None:
         self.chunks: list[Chunk] = []
         self.images: list[ImageToEncode] = []
@@ -409,7 +418,7 @@ class _Planner:
         self.num_preemptions: list[int] = []
         self._queues = queues
         self._drafter = drafter
-        self._number = number
+        self._number, self._num_steps, self._last_encoded_at = number, num_steps, last_encoded_at
         self._limits = limits
         self._tokens_left = limits.max_step_tokens
         self._prompt_tokens_left = limits.max_step_tokens if token_budget is None else max(1, token_budget)
@@ -613,7 +622,8 @@ class _Planner:
         """Whether the step may read an image: it is encoded, or will be about when the step begins."""
         if self._waits_on_device or self._queues.encoder_cache.is_ready(key):
             return True
-        return self._number - self._encoding[key].plan_number > self._num_patches_encoding // _PATCHES_PER_STEP
+        num_steps = self._num_steps - max(self._encoding[key].num_steps, self._last_encoded_at)
+        return num_steps > self._num_patches_encoding // _PATCHES_PER_STEP
 
     def _enter_image(self, state: RequestState) -> bool:
         """Acquire the request's next image, within the cache and what may be encoded at once."""
@@ -631,7 +641,7 @@ class _Planner:
         state.next_image += 1
         if is_new:
             self._patches_left -= span.num_patches
-            self._encoding[key] = _Encoding(span.key, span.num_patches, self._number)
+            self._encoding[key] = _Encoding(span.key, span.num_patches, self._number, self._num_steps)
             self.images.append(ImageToEncode(state.request.id, index, key, cache.slots(key)))
         return True
 
