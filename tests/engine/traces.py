@@ -1,28 +1,39 @@
 """Random scheduler traces on a simulated device that detects every wrong page, image, token and budget.
 
-The device stores in each KV slot of each page the number of the prefix that ends there. A prefix is a salt, then tokens, each with the
-image it belongs to and its offset in that image; equal numbers mean equal prefixes. The token that follows a prefix is a hash of its
-number, so every output is known in advance. Each step executes copies, encodings and writes, and then checks all KV slots that its
-chunks attend to.
+The device has what the runner has: a page table and the last sampled token of every slot, which it knows from plans alone. It stores in
+each KV slot of each page the number of the prefix that ends there. A prefix is a salt, then tokens, each with the image it belongs to
+and its offset in that image; equal numbers mean equal prefixes. The token that follows a prefix is a hash of its number, so every
+output is known in advance. Each step executes copies and writes, and then checks all KV slots that its chunks attend to.
+
+Images are encoded beside the steps: their encoder-cache slots hold nothing from the start of an encoding to its end, at some later
+time. A chunk that reads an image in between makes the device wait, which only the scheduler's rules allow.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from unittest import mock
 
+from saccade.engine import scheduler as scheduler_module
 from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
 from saccade.engine.pages import PagePool
-from saccade.engine.request import Failure, ImageSpan, Request, SamplingParams
-from saccade.engine.scheduler import Scheduler
-from saccade.engine.step_plan import Chunk, Limits, StepPlan
+from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, SamplingParams, TokenLogprobs
+from saccade.engine.request_state import RequestState
+from saccade.engine.scheduler import Limits, Scheduler
+from saccade.engine.step import Chunk, ChunkResult, EncodeResult, ImageToEncode, StepPlan, StepResult
+from saccade.errors import ImageError
 
 VOCABULARY = 40
 STOP = 0
 PLACEHOLDER = 1  # every token of every image, and sometimes text
 FAILURE = Failure("running", "injected failure")
+BAD_IMAGE = Failure("encoding", "injected bad image")
+NO_MEMORY = Failure("encoding", "injected lack of memory", "out_of_memory")
 
 
 @dataclass
@@ -46,6 +57,7 @@ class Expected:
         self.request = request
         self.prefixes = prefixes
         self.limit = limit
+        self.image_keys = [salted(request.salt, image.key) for image in request.images]
         self.tokens = list(request.token_ids)
         self.numbers: list[int] = []
         within = {
@@ -88,6 +100,10 @@ class Setting:
     """Fraction of steps before which requests arrive."""
     fault_rate: float
     """How often a request is cancelled or fails."""
+    patches_per_step: int
+    """Patches that the scheduler expects to be encoded during a step."""
+    encoder_rate: float
+    """How often a pass of the encoder ends before a step."""
 
 
 def draw_setting(seed: int) -> Setting:
@@ -106,7 +122,8 @@ def draw_setting(seed: int) -> Setting:
         limits=Limits(
             max_requests=rng.choice([1, 2, 4, 4, 8, 8, 8, 16, 16, 16]),
             max_step_tokens=max_step_tokens,
-            max_step_patches=rng.randint(1, 3 * max(patches for _, _, patches in images)),
+            max_step_chunks=rng.choice([1, 2, 4, 32]),
+            max_encoder_patches=rng.randint(1, 3 * max(patches for _, _, patches in images)),
             max_length=max_length,
             max_draft_tokens=rng.choice([0, 0, 1, 4]),
         ),
@@ -120,6 +137,8 @@ def draw_setting(seed: int) -> Setting:
         has_target=rng.random() < 0.2,
         rate=rng.choice([0.2, 1.0, 1.0]),
         fault_rate=rng.choice([0.0, 0.0, 0.01, 0.05]),
+        patches_per_step=rng.choice([4, 32, 2048]),
+        encoder_rate=rng.choice([0.1, 0.5, 1.0]),
     )
 
 
@@ -162,8 +181,7 @@ def _draw_request(rng: random.Random, name: str, tokens: list[int], spans: list[
     max_tokens = rng.choice([1, 5, 20, 60])
     return Request(
         id=name,
-        token_ids=list(tokens),
-        num_prompt_tokens=len(tokens),
+        token_ids=tuple(tokens),
         images=tuple(spans),
         sampling=SamplingParams(
             max_tokens=max_tokens,
@@ -176,97 +194,204 @@ def _draw_request(rng: random.Random, name: str, tokens: list[int], spans: list[
     )
 
 
+@dataclass(eq=False)
+class Slot:
+    """What the device knows of the request in a slot."""
+
+    request_id: str
+    num_start_tokens: int
+    """Tokens known when it got the slot."""
+    pages: list[int] = field(default_factory=list)
+    last_sampled: int | None = None
+    """Index of the token sampled last."""
+
+
+class EncoderPass:
+    """Images that are encoded together."""
+
+    def __init__(self, images: Sequence[ImageToEncode], num_patches: int, failures: dict[bytes, Failure]) -> None:
+        self.images, self.patches_left, self.failures = images, num_patches, failures
+
+
+class Features(NamedTuple):
+    """Content of an encoder-cache slot."""
+
+    key: bytes
+    number: int
+    """Of the slot in the image."""
+    failure: Failure | None
+
+
 class Device:
     """Contents of pages, encoder-cache slots and request slots."""
 
     def __init__(self, setting: Setting) -> None:
         self.page_size = setting.page_size
         self.pages: list[list[int | None]] = [[None] * setting.page_size for _ in range(setting.num_pages)]
-        self.encoder_slots: list[object] = [None] * (setting.image_tokens // ENCODER_SLOT_TOKENS)
-        self.last_sampled: dict[int, tuple[str, int]] = {}
+        self.encoder_slots: list[Features | None] = [None] * (setting.image_tokens // ENCODER_SLOT_TOKENS)
+        self.slots: dict[int, Slot] = {}
+        self.passes: deque[EncoderPass] = deque()
+        self.encoded: list[EncodeResult] = []
+        """Ended, and not reported yet."""
+        self.failed: dict[str, Failure] = {}
+        """Requests of which a chunk failed, by id."""
+        self.num_waits = 0
+        """Steps that waited for an encoding."""
 
-    def run(self, plan: StepPlan, expected: dict[str, Expected]) -> dict[str, list[int]]:
-        """Execute a step, check everything it reads, and sample."""
+    def encode(self, encoder_pass: EncoderPass) -> None:
+        """Start a pass of the encoder."""
+        for slot in [slot for image in encoder_pass.images for slot in image.slots]:
+            assert slot not in self._slots_being_written(), f"two encodings write to encoder-cache slot {slot}"
+        for slot in [slot for image in encoder_pass.images for slot in image.slots]:
+            self.encoder_slots[slot] = None
+        self.passes.append(encoder_pass)
+
+    def _slots_being_written(self) -> set[int]:
+        return {slot for one in self.passes for image in one.images for slot in image.slots}
+
+    def end_pass(self) -> None:
+        """The first pass of the encoder ends."""
+        ended = self.passes.popleft()
+        for image in ended.images:
+            failure = ended.failures.get(image.key)
+            for number, slot in enumerate(image.slots):
+                self.encoder_slots[slot] = Features(image.key, number, failure)
+            self.encoded.append(EncodeResult(image.key, failure))
+
+    def encode_patches(self, num_patches: int) -> None:
+        """The encoder has had time for so many."""
+        while self.passes and num_patches > 0:
+            first = self.passes[0]
+            done = min(num_patches, first.patches_left)
+            first.patches_left -= done
+            num_patches -= done
+            if first.patches_left == 0:
+                self.end_pass()
+
+    def run(self, plan: StepPlan, expected: dict[str, Expected], failing: set[str]) -> list[ChunkResult]:
+        """Execute a step, check everything it reads, and sample. Chunks of `failing` requests fail."""
+        for start in plan.started:
+            known = expected[start.request_id]
+            num_prompt = known.request.num_prompt_tokens
+            num_start = num_prompt + len(start.output_token_ids)
+            assert list(start.output_token_ids) == known.tokens[num_prompt:num_start], "a start with other tokens"
+            self.slots[start.slot] = Slot(start.request_id, num_start)
+        for chunk in plan.chunks:
+            slot = self.slots[chunk.slot]
+            assert slot.request_id == chunk.request_id, f"slot {chunk.slot} has {slot.request_id}"
+            slot.pages += chunk.new_pages
+            assert len(slot.pages) * self.page_size >= chunk.end, f"{chunk.request_id} has too few pages on the device"
         copied = [list(self.pages[source]) for source, _ in plan.page_copies]
         for (_, target), content in zip(plan.page_copies, copied, strict=True):
             self.pages[target] = content
-        for image in plan.images:
-            for number, slot in enumerate(image.slots):
-                self.encoder_slots[slot] = (image.key, number)
-        sampled: dict[str, list[int]] = {}
+        self._wait_for_images(plan)
         for chunk in plan.chunks:
-            self._write(chunk, expected[chunk.request.id])
-        for chunk in plan.chunks:
-            self._check_pages(chunk, expected[chunk.request.id])
-            self._check_images(chunk)
-            self._check_pending(chunk)
-            if chunk.samples:
-                sampled[chunk.request.id] = self._sample(chunk, expected[chunk.request.id])
-        return sampled
+            if chunk.request_id in failing:
+                self.failed.setdefault(chunk.request_id, FAILURE)
+            self._check_images(chunk, expected[chunk.request_id])
+        chunks = [chunk for chunk in plan.chunks if chunk.request_id not in self.failed]
+        for chunk in chunks:
+            self._write(chunk, expected[chunk.request_id])
+        for chunk in chunks:
+            self._check_pages(chunk, expected[chunk.request_id])
+        return [self._sample(chunk, expected[chunk.request_id]) for chunk in plan.chunks]
+
+    def _wait_for_images(self, plan: StepPlan) -> None:
+        slots = {slot for chunk in plan.chunks for image in chunk.images for slot in image.slots}
+        self.num_waits += not slots.isdisjoint(self._slots_being_written())
+        while not slots.isdisjoint(self._slots_being_written()):
+            self.end_pass()
 
     def _write(self, chunk: Chunk, expected: Expected) -> None:
-        page_size = self.page_size
-        contents = expected.numbers[chunk.start : chunk.end - len(chunk.drafts)]
+        slot, known = self.slots[chunk.slot], chunk.end - len(chunk.drafts)
+        assert chunk.reads_last_token == (chunk.start >= slot.num_start_tokens)
+        if chunk.reads_last_token:
+            assert slot.last_sampled == chunk.start, "the first token is not the one sampled last in the slot"
+        assert known <= max(slot.num_start_tokens, chunk.start + 1), "a chunk has tokens that the device does not know"
+        assert not chunk.drafts or (chunk.samples and known == chunk.start + 1), "drafts follow the first token"
+        contents = expected.numbers[chunk.start : known]
         for token in chunk.drafts:
             contents.append(expected.prefixes.number(contents[-1], token, None))
         for index, content in enumerate(contents, chunk.start):
-            self.pages[chunk.pages[index // page_size]][index % page_size] = content
+            self.pages[slot.pages[index // self.page_size]][index % self.page_size] = content
 
     def _check_pages(self, chunk: Chunk, expected: Expected) -> None:
         known = chunk.end - len(chunk.drafts)
         held: list[int | None] = []
-        for page in chunk.pages:
+        for page in self.slots[chunk.slot].pages:
             held += self.pages[page]
         if held[:known] != expected.numbers[:known]:
             wrong = next(index for index in range(known) if held[index : index + 1] != [expected.numbers[index]])
-            raise AssertionError(f"token {wrong} of request {chunk.request.id} is not in the page that it attends to")
+            raise AssertionError(f"token {wrong} of request {chunk.request_id} is not in the page that it attends to")
 
-    def _check_images(self, chunk: Chunk) -> None:
-        within = [image for image in chunk.request.images if image.start < chunk.end and image.end > chunk.start]
-        assert [image.span for image in chunk.images] == within, f"images of a chunk of {chunk.request.id}"
+    def _check_images(self, chunk: Chunk, expected: Expected) -> None:
+        spans = expected.request.images
+        within = [index for index, span in enumerate(spans) if span.start < chunk.end and span.end > chunk.start]
+        assert [image.image_index for image in chunk.images] == within, f"images of a chunk of {chunk.request_id}"
         for image in chunk.images:
-            assert image.key == salted(chunk.request.salt, image.span.key)
-            assert len(image.slots) == -(-image.span.num_tokens // ENCODER_SLOT_TOKENS)
+            assert len(image.slots) == -(-spans[image.image_index].num_tokens // ENCODER_SLOT_TOKENS)
             for number, slot in enumerate(image.slots):
-                assert self.encoder_slots[slot] == (image.key, number), (
-                    f"{chunk.request.id} reads another image in {slot}"
+                found = self.encoder_slots[slot]
+                assert found is not None, f"{chunk.request_id} reads encoder-cache slot {slot}, which was not written"
+                assert found[:2] == (expected.image_keys[image.image_index], number), (
+                    f"{chunk.request_id} reads another image in encoder-cache slot {slot}"
                 )
+                if found.failure is not None:
+                    is_unreported = any(result.key == found.key for result in self.encoded)
+                    assert is_unreported or chunk.request_id in self.failed, "an image that failed is read"
+                    self.failed.setdefault(chunk.request_id, found.failure)
 
-    def _check_pending(self, chunk: Chunk) -> None:
-        if chunk.reads_pending:
-            assert chunk.num_tokens == 1
-            assert self.last_sampled[chunk.slot] == (chunk.request.id, chunk.start), (
-                "a slot's last token is not the pending one"
-            )
-
-    def _sample(self, chunk: Chunk, expected: Expected) -> list[int]:
+    def _sample(self, chunk: Chunk, expected: Expected) -> ChunkResult:
         """The expected tokens after a chunk, as far as its drafts are accepted."""
+        if chunk.request_id in self.failed:
+            return ChunkResult(chunk.request_id, failure=self.failed[chunk.request_id])
+        tokens: list[int] = []
         end = chunk.end - len(chunk.drafts)
-        tokens = [expected.tokens[end]]
-        for draft in chunk.drafts:
-            if draft != tokens[-1]:
-                break
-            tokens.append(expected.tokens[end + len(tokens)])
-        self.last_sampled[chunk.slot] = (chunk.request.id, end)
-        return tokens
+        if chunk.samples:
+            tokens.append(expected.tokens[end])
+            for draft in chunk.drafts:
+                if draft != tokens[-1]:
+                    break
+                tokens.append(expected.tokens[end + len(tokens)])
+            self.slots[chunk.slot].last_sampled = end + len(tokens) - 1
+        request, prompt_logprobs = expected.request, []
+        if request.sampling.prompt_logprobs is not None:
+            followed = request.token_ids[chunk.start + 1 : min(end + 1, request.num_prompt_tokens)]
+            prompt_logprobs = [TokenLogprobs(token, -1.0) for token in followed]
+        return ChunkResult(chunk.request_id, tuple(tokens), prompt_logprobs=tuple(prompt_logprobs))
 
 
 class Trace:
-    """One random trace. `run` raises AssertionError at the first error."""
+    """One random trace. `run` raises AssertionError at the first error.
 
-    def __init__(self, seed: int) -> None:
+    With a `steady_encoder` each step takes as long as the encoder needs for `patches_per_step`, as the scheduler assumes; then no
+    step with a decoding request may wait for an image.
+    """
+
+    def __init__(self, seed: int, *, steady_encoder: bool = False) -> None:
         self.seed = seed
         self.rng = random.Random(seed + 1_000_003)
         self.setting = setting = draw_setting(seed)
+        self.steady_encoder = steady_encoder
         self.device = Device(setting)
         self.pages = PagePool(setting.num_pages, setting.page_size, setting.keeps_prefixes)
         encoder_cache = EncoderCache(setting.image_tokens, setting.keeps_images)
-        self.scheduler = Scheduler(setting.limits, self.pages, encoder_cache, draft=self._draft)
+        self.scheduler = Scheduler(setting.limits, self.pages, encoder_cache, drafter=self)
         self.prefixes = Prefixes(seed)
         self.expected: dict[str, Expected] = {}
         self.live: dict[str, Request] = {}
         self.ended: set[str] = set()
-        self.in_flight: deque[tuple[StepPlan, dict[str, list[int]]]] = deque()
+        self.received: dict[str, list[int]] = {}
+        self.prompt_logprobs: dict[str, list[int]] = {}
+        self.drafting: set[str] = set()
+        self.unread: dict[str, int] = {}
+        """Steps in flight that sample, by request."""
+        self.encoding: dict[bytes, tuple[int, int]] = {}
+        """Plan number and patches of images whose encoding is not reported to have ended, by salted key."""
+        self.quarantined: set[bytes] = set()
+        self.in_flight: deque[tuple[StepPlan, bytes, StepResult]] = deque()
+        self.without_chunk: set[str] = set()
+        """Requests that started and have no chunk yet."""
         self.num_steps = 0
         self.num_chunks = 0
         self.num_stalled = 0
@@ -275,13 +400,18 @@ class Trace:
 
     def run(self) -> int:
         """Run to the end; returns the number of steps."""
+        with mock.patch.object(scheduler_module, "_PATCHES_PER_STEP", self.setting.patches_per_step):
+            return self._run()
+
+    def _run(self) -> int:
         arrivals = deque(self.setting.requests)
-        while arrivals or self.live or self.in_flight:
+        while arrivals or self.live or self.in_flight or self.encoding:
             while arrivals and self.rng.random() < self.setting.rate:
                 self._add(arrivals.popleft())
                 if self.rng.random() < 0.5:
                     break
             self._inject_fault()
+            self._encode_some()
             plan = self._plan()
             self._inject_fault()
             if plan is not None:
@@ -289,49 +419,117 @@ class Trace:
             self._inject_fault()
             if self.in_flight and (plan is None or len(self.in_flight) > self.setting.depth):
                 self._update(*self.in_flight.popleft())
+            elif plan is None and self.device.passes:  # the host waits
+                self.device.end_pass()
         assert self.ended == self.expected.keys(), "a request has not ended"
         assert self.scheduler.is_idle_clean(), "ended requests hold resources"
+        assert not self.scheduler.is_encoding, "an encoding was not reported"
         return self.num_steps
 
     def _add(self, request: Request) -> None:
+        if any(image.key in self.quarantined for image in request.images):
+            try:
+                self.scheduler.add(request)
+            except ImageError:
+                self.seen.add("refused image")
+                return
+            raise AssertionError("a request with a quarantined image was added")
         limits = self.setting.limits
         limit = min(request.num_prompt_tokens + request.sampling.max_tokens, limits.max_length)
         self.expected[request.id] = Expected(request, self.prefixes, limit)
         self.live[request.id] = request
+        self.received[request.id] = []
+        self.prompt_logprobs[request.id] = []
         self.scheduler.add(request)
         self.num_stalled = 0
 
+    # ---- plan
+
+    def _state(self, request_id: str) -> RequestState:
+        state = self.scheduler.find(request_id)
+        assert state is not None, f"{request_id} is not open"
+        return state
+
     def _plan(self) -> StepPlan | None:
         budget = self.rng.choice([None, 0, 1, 16]) if self.setting.has_target else None
-        drafting = {chunk.request.id for plan, _ in self.in_flight for chunk in plan.chunks if chunk.drafts}
-        decoding = [
-            r for r in self.live.values() if r.slot is not None and r.id not in drafting and self._is_decoding(r)
-        ]
-        is_idle = not self.in_flight
+        self._draw_drafting()
+        states = [self._state(name) for name in self.live]
+        decoding = [state for state in states if state.slot is not None and self._is_decoding(state)]
+        late = [state for state in states if state.slot is not None and self._has_computed_prompt(state)]
+        is_idle, num_preemptions = not self.in_flight and not self.encoding, self.scheduler.num_preemptions
         plan = self.scheduler.plan(budget)
         self.scheduler.check()
+        if self.scheduler.num_preemptions > num_preemptions:
+            self.seen.add("preemption")
         if plan is None:
             assert not (self.live and is_idle), "there is work, but no plan"
             return None
         self.num_steps += 1
         self.num_chunks += len(plan.chunks)
+        self._check_encodings(plan)
+        self._check_waits(plan, [state for state in late if state.slot is not None])
         self._check_budgets(plan, budget)
         self._check_fairness(plan, decoding)
+        self.without_chunk |= {start.request_id for start in plan.started}
         for chunk in plan.chunks:
-            self._check_chunk(chunk, chunk.request in plan.started)
+            self._check_chunk(chunk)
         sources, targets = {source for source, _ in plan.page_copies}, [target for _, target in plan.page_copies]
         assert len(set(targets)) == len(targets), "two copies into one page"
         assert not sources & set(targets), "a page is copied from and into"
-        assert {id(r) for r in plan.started} <= {id(chunk.request) for chunk in plan.chunks}, (
-            "a started request has no chunk"
-        )
+        for start in plan.started:
+            assert self._state(start.request_id).slot == start.slot
+            assert list(start.output_token_ids) == self.received[start.request_id], "a start without known tokens"
         self._record_events(plan)
+        for chunk in plan.chunks:
+            self.unread[chunk.request_id] = self.unread.get(chunk.request_id, 0) + chunk.samples
         return plan
 
-    def _is_decoding(self, request: Request) -> bool:
-        """Whether it needs one token, and no image for it."""
-        needs_one = request.num_computed_tokens + 1 == request.num_tokens < self.expected[request.id].limit
-        return needs_one and (not request.images or request.num_computed_tokens >= request.images[-1].end)
+    def _is_decoding(self, state: RequestState) -> bool:
+        """Whether it needs one token, and no image for it, and need not wait for its tokens."""
+        name, request = state.request.id, state.request
+        if self.unread.get(name, 0) and (self.is_drafting(state) or self._has_drafts_in_flight(name)):
+            return False
+        needs_one = state.num_computed_tokens + 1 == state.num_tokens < self.expected[name].limit
+        return needs_one and (not request.images or state.num_computed_tokens >= request.images[-1].end)
+
+    def _has_drafts_in_flight(self, name: str) -> bool:
+        return any(chunk.request_id == name and chunk.drafts for plan, _, _ in self.in_flight for chunk in plan.chunks)
+
+    @staticmethod
+    def _has_computed_prompt(state: RequestState) -> bool:
+        return state.num_computed_tokens >= state.request.num_prompt_tokens
+
+    def _check_encodings(self, plan: StepPlan) -> None:
+        """New encodings are those of images that requests have, within the limits of a pass."""
+        limits, patches = self.setting.limits, []
+        for image in plan.images:
+            span = self.live[image.request_id].images[image.image_index]
+            assert image.key == self.expected[image.request_id].image_keys[image.image_index]
+            assert len(image.slots) == -(-span.num_tokens // ENCODER_SLOT_TOKENS)
+            assert image.key not in self.encoding, "an image is encoded while it is being encoded"
+            patches.append(span.num_patches)
+        is_alone = len(patches) <= 1 and not self.encoding
+        assert sum(patches) <= limits.max_encoder_patches or is_alone, "a pass encodes too many patches"
+        for image, num_patches in zip(plan.images, patches, strict=True):
+            self.encoding[image.key] = plan.number, num_patches
+        num_passes = len({number for number, _ in self.encoding.values()})
+        assert num_passes <= 2, "more than two passes of the encoder are in flight"
+        if num_passes == 2:
+            self.seen.add("two passes")
+
+    def _check_waits(self, plan: StepPlan, late: list[RequestState]) -> None:
+        """A step waits for an image only if no running request waits for its next output token, or if it should be encoded by now."""
+        num_patches = sum(patches for number, patches in self.encoding.values() if number < plan.number)
+        for chunk in plan.chunks:
+            for image in chunk.images:
+                key = self.expected[chunk.request_id].image_keys[image.image_index]
+                if key not in self.encoding:
+                    if late:
+                        self.seen.add("image read beside decoding")
+                    continue
+                is_old = plan.number - self.encoding[key][0] > num_patches // self.setting.patches_per_step
+                assert is_old or not late, f"a step waits for an image of {chunk.request_id} while others decode"
+                self.seen.add("old image" if late else "wait on the device")
 
     def _check_budgets(self, plan: StepPlan, budget: int | None) -> None:
         limits = self.setting.limits
@@ -339,114 +537,212 @@ class Trace:
         assert sum(num_tokens) <= limits.max_step_tokens, "a step has too many tokens"
         num_prompt_tokens = sum(chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1 + len(chunk.drafts))
         assert budget is None or num_prompt_tokens <= max(1, budget), "prompts got too many tokens"
-        num_patches = sum(image.span.num_patches for image in plan.images)
-        assert len(plan.images) <= 1 or num_patches <= limits.max_step_patches, "a step encodes too many patches"
-        assert len({image.key for image in plan.images}) == len(plan.images), "an image is encoded twice in a step"
+        assert sum(n > 1 for n in num_tokens) <= limits.max_step_chunks, "a step has too many chunks"
         slots = [chunk.slot for chunk in plan.chunks]
         assert len(set(slots)) == len(slots), "two chunks have one slot"
 
-    def _check_fairness(self, plan: StepPlan, decoding: list[Request]) -> None:
+    def _check_fairness(self, plan: StepPlan, decoding: list[RequestState]) -> None:
         """Decoding requests get their token within the budget, and the first in order does not starve."""
-        served = {chunk.request.id for chunk in plan.chunks}
+        served = {chunk.request_id for chunk in plan.chunks}
         is_full = sum(chunk.num_tokens for chunk in plan.chunks) == self.setting.limits.max_step_tokens
-        for request in decoding:
-            assert request.id in served or request.slot is None or is_full, (
-                f"decoding request {request.id} was left out"
+        for state in decoding:
+            assert state.request.id in served or state.slot is None or is_full, (
+                f"decoding request {state.request.id} was left out"
             )
-        first = min(self.live.values(), key=lambda request: request.arrival + 64 * request.priority)
-        self.num_stalled = 0 if first.id in served else self.num_stalled + 1
+        first = min((self._state(name) for name in self.live), key=lambda state: state.order)
+        is_encoding = not self.encoding.keys().isdisjoint(first.image_keys)
+        self.num_stalled = 0 if first.request.id in served else self.num_stalled + (not is_encoding)
         most = 10 + 2 * sum(self.expected[name].limit for name in self.live)
-        assert self.num_stalled <= most, f"request {first.id} starves"
+        assert self.num_stalled <= most, f"request {first.request.id} starves"
 
-    def _check_chunk(self, chunk: Chunk, is_started: bool) -> None:
-        request = chunk.request
+    def _check_chunk(self, chunk: Chunk) -> None:
+        state = self._state(chunk.request_id)
         assert chunk.num_tokens >= 1
-        assert request.slot == chunk.slot
-        assert request.num_computed_tokens == chunk.end
-        assert chunk.end == request.num_tokens - 1 or (not chunk.samples and chunk.end < request.num_tokens)
-        assert chunk.reads_pending == (chunk.start >= len(request.token_ids))
-        assert not chunk.drafts or (chunk.samples and chunk.num_tokens == 1 + len(chunk.drafts))
+        assert state.slot == chunk.slot
+        assert state.num_computed_tokens == chunk.end
+        assert chunk.end == state.num_tokens - 1 or (not chunk.samples and chunk.end < state.num_tokens)
+        is_waiting = self.unread.get(chunk.request_id, 0) > 0
+        assert not (is_waiting and self.is_drafting(state)), "a request that drafts did not wait for its tokens"
+        assert not chunk.drafts or self.is_drafting(state)
         for index in range(chunk.start // self.pages.page_size, (chunk.end - 1) // self.pages.page_size + 1):
-            page = chunk.pages[index]
+            page = state.pages[index]
             is_writable = self.pages.num_owners(page) == 1 and page not in self.pages._key_of
             assert is_writable, f"page {page} is written but shared or cached"
-        if is_started and (request.sampling.prompt_logprobs is not None or not self.setting.keeps_prefixes):
-            assert chunk.start == 0, "a prompt must be computed from its first token"
+        if chunk.request_id in self.without_chunk:
+            self.without_chunk.remove(chunk.request_id)
+            if state.request.sampling.prompt_logprobs is not None or not self.setting.keeps_prefixes:
+                assert chunk.start == 0, "a prompt must be computed from its first token"
 
     def _record_events(self, plan: StepPlan) -> None:
         """Record rare events, so that tests can check the coverage of traces."""
         if plan.page_copies:
             self.seen.add("copy")
-        if plan.preempted:
-            self.seen.add("preemption")
-        if any(request.num_cached_tokens for request in plan.started):
+        if any(self._state(start.request_id).num_cached_tokens for start in plan.started):
             self.seen.add("cached prefix")
+        served = {chunk.request_id for chunk in plan.chunks}
+        if any(image.request_id not in served for image in plan.images):
+            self.seen.add("encoded ahead")
         keys: set[bytes] = set()
         for chunk in plan.chunks:
-            if chunk.reads_pending:
+            if chunk.reads_last_token and self.unread.get(chunk.request_id, 0):
                 self.seen.add("pending")
             if chunk.drafts:
                 self.seen.add("draft")
+            expected = self.expected[chunk.request_id]
             for image in chunk.images:
-                if image.span.end > chunk.end:
+                key = expected.image_keys[image.image_index]
+                if expected.request.images[image.image_index].end > chunk.end:
                     self.seen.add("image in chunks")
-                if image.key in keys:
+                if key in keys:
                     self.seen.add("shared image")
-                keys.add(image.key)
+                keys.add(key)
+
+    # ---- encodings
+
+    def _encode_some(self) -> None:
+        """Passes of the encoder end, and some of the results are reported."""
+        if not self.steady_encoder and self.device.passes and self.rng.random() < self.setting.encoder_rate:
+            self.device.end_pass()
+        if self.steady_encoder or self.rng.random() < 0.7:
+            self._take(self.scheduler.finish_encoding(self._encode_results()))
+
+    def _encode_results(self) -> tuple[EncodeResult, ...]:
+        """The encodings that ended, which are reported now."""
+        results, self.device.encoded = tuple(self.device.encoded), []
+        for key, failure in results:
+            del self.encoding[key]
+            if failure is BAD_IMAGE:
+                unsalted = [
+                    e.request.images[e.image_keys.index(key)].key for e in self.expected.values() if key in e.image_keys
+                ]
+                self.quarantined.add(unsalted[0])
+            in_use = any(key in self._state(name).images_in_use for name in self.live)
+            if failure is not None:
+                self.seen.add("failed image")
+            elif not in_use:
+                self.seen.add("image encoded without a user")
+        return results
+
+    # ---- run and read
 
     def _launch(self, plan: StepPlan) -> None:
-        if plan.images and self.setting.fault_rate and self.rng.random() < 0.05:
-            for request in self.scheduler.fail_image(plan, plan.images[0].key, FAILURE):
-                self._end(request)
-            self.seen.add("failed image")
-        self.in_flight.append((plan, self.device.run(plan, self.expected)))
+        sent = pickle.dumps(plan)
+        plan_there = pickle.loads(sent)  # as if in another process
+        assert plan_there == plan
+        assert hash(plan_there) == hash(plan)
+        failures: dict[bytes, Failure] = {}
+        failing: set[str] = set()
+        if plan.images:
+            if self.setting.fault_rate and self.rng.random() < 0.05:
+                failures[self.rng.choice(plan.images).key] = self.rng.choice([BAD_IMAGE, NO_MEMORY])
+            num_patches = sum(self.encoding[image.key][1] for image in plan.images)
+            self.device.encode(EncoderPass(plan_there.images, num_patches, failures))
+        if plan.chunks and self.rng.random() < self.setting.fault_rate:
+            failing.add(self.rng.choice(plan.chunks).request_id)
+        num_waits = self.device.num_waits
+        results = self.device.run(plan_there, self.expected, failing)
+        if self.steady_encoder:
+            has_decode = any(chunk.reads_last_token for chunk in plan.chunks)
+            assert self.device.num_waits == num_waits or not has_decode, "a decoding request waits for an image"
+            if plan.chunks:
+                self.device.encode_patches(self.setting.patches_per_step)
+        for chunk in plan.chunks:
+            state = self.scheduler.find(chunk.request_id)
+            if state is not None and state.slot == chunk.slot:
+                assert self.device.slots[chunk.slot].pages == state.pages, f"pages of {chunk.request_id} were not sent"
+        self.in_flight.append((plan, sent, StepResult(number=plan.number, chunks=tuple(results), images=())))
 
-    def _update(self, plan: StepPlan, sampled: dict[str, list[int]]) -> None:
-        ended = self.scheduler.update(plan, sampled)
-        for request in ended:
-            output, reason = self.expected[request.id].output()
-            assert request.output_token_ids == output, f"the output of {request.id} is wrong"
-            assert request.finish_reason == reason, f"{request.id} ended by {request.finish_reason}, not by {reason}"
-            self._end(request)
-        if ended:  # else the next plan is soon enough
+    def _update(self, plan: StepPlan, sent: bytes, result: StepResult) -> None:
+        assert pickle.dumps(plan) == sent, "a plan has changed"
+        for chunk in plan.chunks:
+            self.unread[chunk.request_id] -= chunk.samples
+            state = self.scheduler.find(chunk.request_id)
+            if (
+                state is not None
+                and state.num_preemptions
+                and (state.slot is None or state.num_computed_tokens < chunk.end)
+            ):
+                self.seen.add("result of a preempted request")
+            failed = result.chunks[plan.chunks.index(chunk)].failure
+            if failed is not None and state is not None:
+                self.seen.add("failed chunk")
+        images = self._encode_results() if self.rng.random() < 0.5 else ()
+        outputs = self.scheduler.update(plan, StepResult(number=plan.number, chunks=result.chunks, images=images))
+        self._take(outputs)
+        if any(output.finish_reason for output in outputs):  # else the next plan is soon enough
             self.scheduler.check()
         for chunk in plan.chunks:
-            request = chunk.request
-            assert request.token_ids[-1] == self.expected[request.id].tokens[len(request.token_ids) - 1]
+            state = self.scheduler.find(chunk.request_id)
+            if state is not None:
+                assert state.token_ids[state.request.num_prompt_tokens :] == self.received[chunk.request_id]
 
-    def _end(self, request: Request) -> None:
-        assert request.id not in self.ended, f"{request.id} ends twice"
-        tokens = self.expected[request.id].tokens
-        assert request.finish_reason is not None
-        assert request.token_ids == tokens[: len(request.token_ids)]
-        assert not request.pages
-        assert request.slot is None
-        self.ended.add(request.id)
-        del self.live[request.id]
+    def _take(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            name = output.request_id
+            assert name in self.live, f"{name} has ended and gets another output"
+            expected, received = self.expected[name], self.received[name]
+            received += output.token_ids
+            self.prompt_logprobs[name] += [entry.token_id for entry in output.prompt_logprobs]
+            assert received == expected.output()[0][: len(received)], f"the output of {name} is wrong"
+            prompt = list(expected.request.token_ids[1 : 1 + len(self.prompt_logprobs[name])])
+            assert self.prompt_logprobs[name] == prompt, f"prompt log-probabilities of {name} are wrong"
+            if output.finish_reason is not None:
+                self._end(output)
+
+    def _end(self, output: RequestOutput) -> None:
+        name = output.request_id
+        expected = self.expected[name]
+        if output.failure is None:
+            assert (self.received[name], output.finish_reason) == expected.output(), f"{name} ended too early"
+            if expected.request.sampling.prompt_logprobs is not None:
+                assert len(self.prompt_logprobs[name]) == expected.request.num_prompt_tokens - 1
+        else:
+            assert output.finish_reason == "failed"
+            if output.failure is FAILURE:
+                assert self.device.failed[name] is FAILURE, f"{name} failed without a reason"
+            else:
+                assert expected.image_keys, f"{name} failed by an image that it does not have"
+        self._close(name)
+
+    def _close(self, name: str) -> None:
+        assert name not in self.ended, f"{name} ends twice"
+        assert self.scheduler.find(name) is None
+        self.ended.add(name)
+        del self.live[name]
+        self.without_chunk.discard(name)
         self.num_stalled = 0
 
     def _inject_fault(self) -> None:
         """Cancel, fail or finish a random request."""
         if self.live and self.rng.random() < self.setting.fault_rate:
             request = self.rng.choice(list(self.live.values()))
-            kind = self.rng.randrange(3)
-            if kind == 0:
-                has_ended = self.scheduler.cancel(request.id)
-            elif kind == 1:
-                has_ended = self.scheduler.fail(request, FAILURE)
-            else:
-                has_ended = self.scheduler.finish(request.id)
-            assert has_ended
-            assert not self.scheduler.cancel(request.id)
-            assert request.finish_reason == ("cancelled", "failed", "stop")[kind]
-            self._end(request)
+            reason = self.rng.choice(["cancelled", "failed", "stop"])
+            failure = FAILURE if reason == "failed" else None
+            output = self.scheduler.end(request.id, reason, failure)
+            assert (output.request_id, output.finish_reason, output.failure) == (request.id, reason, failure)
+            assert not output.token_ids
+            assert self.scheduler.end(request.id, "cancelled") is None
+            self._close(request.id)
             self.scheduler.check()
             if self.in_flight:
                 self.seen.add("ended in flight")
 
-    def _draft(self, request: Request, most: int) -> list[int]:
+    # ---- drafts
+
+    def _draw_drafting(self) -> None:
+        """Requests start and stop drafting at any time."""
+        for name in self.live:
+            if self.rng.random() < 0.2:
+                self.drafting ^= {name}
+
+    def is_drafting(self, state: RequestState) -> bool:
+        return self.setting.limits.max_draft_tokens > 0 and state.request.id in self.drafting
+
+    def propose(self, state: RequestState, num_tokens: int) -> list[int]:
         """Drafts of which two thirds are right."""
-        assert request.num_pending == 0
-        known = len(request.token_ids)
-        right = self.expected[request.id].tokens[known : known + self.rng.randint(0, most)]
+        if not self.is_drafting(state):
+            return []
+        assert self.unread.get(state.request.id, 0) == 0, "drafts are proposed before all tokens are known"
+        known = len(state.token_ids)
+        right = self.expected[state.request.id].tokens[known : known + self.rng.randint(0, num_tokens)]
         return [token if self.rng.random() < 0.67 else self.rng.randrange(VOCABULARY) for token in right]
