@@ -103,8 +103,8 @@ class Limits:
 
 class _InFlight(NamedTuple):
     plan: StepPlan
-    num_preemptions: tuple[int, ...]
-    """Of each chunk's request when it was planned: a request preempted since has other pages."""
+    requests: tuple[tuple[RequestState, int], ...]
+    """Of each chunk, and its preemptions when it was planned: a request preempted since has other pages."""
 
 
 class Scheduler:
@@ -262,7 +262,7 @@ class Scheduler:
         )
         self._num_planned += 1
         self._num_steps += bool(plan.chunks)
-        self._in_flight.append(_InFlight(plan, tuple(planner.num_preemptions)))
+        self._in_flight.append(_InFlight(plan, tuple(planner.requests)))
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
@@ -273,9 +273,8 @@ class Scheduler:
         in_flight = self._in_flight.pop(0)
         assert in_flight.plan is plan, "steps are read in the order in which they were planned"
         outputs = self.finish_encoding(result.images)
-        for chunk, given, num_preemptions in zip(plan.chunks, result.chunks, in_flight.num_preemptions, strict=True):
-            state = self._queues.find(chunk.request_id)
-            if state is None:
+        for chunk, given, (state, num_preemptions) in zip(plan.chunks, result.chunks, in_flight.requests, strict=True):
+            if self._queues.find(chunk.request_id) is not state:
                 continue
             if given.failure is not None:
                 outputs.append(self._end(state, "failed", given.failure))
@@ -415,7 +414,7 @@ class _Planner:
         self.images: list[ImageToEncode] = []
         self.page_copies: list[tuple[int, int]] = []
         self.started: list[SlotStart] = []
-        self.num_preemptions: list[int] = []
+        self.requests: list[tuple[RequestState, int]] = []
         self._queues = queues
         self._drafter = drafter
         self._number, self._num_steps, self._last_encoded_at = number, num_steps, last_encoded_at
@@ -680,7 +679,7 @@ class _Planner:
                 samples=samples,
             )
         )
-        self.num_preemptions.append(state.num_preemptions)
+        self.requests.append((state, state.num_preemptions))
         state.num_pages_sent = len(state.pages)
         self._tokens_left -= num_tokens
         if drafts:
