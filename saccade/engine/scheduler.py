@@ -490,7 +490,7 @@ class _Planner:
             return True
         while not pool.can_allocate(num_pages):
             last = self._queues.running[-1]
-            if last is not state and last.num_uncomputed == 1:
+            if last is not state and self._num_uncomputed(last) == 1:
                 self._num_decoding -= 1
             self._queues.preempt(last)
             if last is state:
