@@ -245,7 +245,7 @@ class Runner:
         """Launch the encodings and the forward pass of a plan. Plans are launched in order, each sampled before the next."""
         failures: dict[str, Failure] = {}
         self._start_slots(plan)
-        self._encode(plan.images, failures)
+        self._encode(plan, plan.images, failures)
         with self.on_stream():
             self._copy_pages(plan, plan.page_copies, failures)
             self._wait_for_features(plan)
@@ -514,8 +514,8 @@ class Runner:
 
     # -------------------------------------------------------------- images
 
-    def _encode(self, images: Sequence[ImageToEncode], failures: dict[str, Failure]) -> None:
-        """Start encoding images in one pass, in halves where that fails."""
+    def _encode(self, plan: StepPlan, images: Sequence[ImageToEncode], failures: dict[str, Failure]) -> None:
+        """Start encoding images in one pass, in halves where that fails. A failed image fails all chunks of the step that read it."""
         if not images:
             return
         try:
@@ -526,12 +526,14 @@ class Runner:
                 if not self.is_alive():
                     raise DeviceError(f"the device failed: {error}") from error
                 middle = len(images) // 2
-                self._encode(images[:middle], failures)
-                self._encode(images[middle:], failures)
+                self._encode(plan, images[:middle], failures)
+                self._encode(plan, images[middle:], failures)
                 return
             failure = self._failure("encoding", images[0].request_id, error)
             self._encode_results.append(EncodeResult(images[0].key, failure))
-            failures[images[0].request_id] = failure
+            for chunk in plan.chunks:
+                if any(read.slots == images[0].slots for read in chunk.images):
+                    failures[chunk.request_id] = failure
 
     def _encode_pass(self, images: Sequence[ImageToEncode]) -> None:
         slots = [slot for image in images for slot in image.slots]
