@@ -185,12 +185,13 @@ class InputBuilder:
         for number, chunk in enumerate(chunks, start=num_decode):
             inputs, end = requests[chunk.request_id], token + chunk.num_tokens
             out.last_token_slots[token:end] = self._max_requests
+            known = end - len(chunk.drafts)
             if chunk.reads_last_token:
                 out.token_ids[token] = 0
                 out.last_token_slots[token] = chunk.slot
-                out.token_ids[token + 1 : end] = chunk.drafts
             else:
-                out.token_ids[token:end] = inputs.token_ids[chunk.start : chunk.end]
+                out.token_ids[token:known] = inputs.token_ids[chunk.start : chunk.start + known - token]
+            out.token_ids[known:end] = chunk.drafts
             out.positions[:, token:end] = inputs.positions(chunk.start, chunk.end)
             index = np.arange(chunk.start, chunk.end)
             pages = self._table[chunk.slot, index // self._page_size]
