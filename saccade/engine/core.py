@@ -214,6 +214,9 @@ class EngineCore:
             failure = refused.failure
         except RequestError as error:
             failure = Failure("waiting", str(error), "invalid_request")
+        except Exception as error:
+            logger.warning("request %s could not be added: %r", request.id, error, exc_info=error)
+            failure = Failure("waiting", "the request could not be added; other requests continue")
         else:
             self._set_deadlines(request)
             return []
