@@ -1,19 +1,47 @@
 """The scheduler's guarantees one by one. The random traces check that all of them hold together."""
 
+import pickle
 from collections import Counter
 
 import pytest
+from engine.traces import Trace
 
+from saccade.engine import scheduler as scheduler_module
 from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
 from saccade.engine.pages import PagePool
 from saccade.engine.request import Failure, ImageSpan, Request, SamplingParams
 from saccade.engine.request_state import AGEING
-from saccade.engine.scheduler import Scheduler
-from saccade.engine.step_plan import Limits
+from saccade.engine.scheduler import Limits, Scheduler
+from saccade.engine.step import (
+    Chunk,
+    ChunkResult,
+    EncodeResult,
+    ImageFeatures,
+    ImageToEncode,
+    SlotStart,
+    StepPlan,
+    StepResult,
+)
 from saccade.errors import ImageError, RequestError
 
 STOP, WORD = 0, 9
 FAILURE = Failure("encoding", "it cannot be decoded")
+
+
+class Recording(Scheduler):
+    """Keeps all outputs."""
+
+    def record(self, outputs):
+        self.outputs = [*getattr(self, "outputs", []), *outputs]
+        return outputs
+
+    def tokens(self, request_id):
+        return [token for output in self.outputs if output.request_id == request_id for token in output.token_ids]
+
+    def last(self, request_id):
+        """The last output of an ended request."""
+        [last] = [output for output in self.outputs if output.request_id == request_id and output.finish_reason]
+        return last
 
 
 def make(
@@ -23,26 +51,29 @@ def make(
     encoder_slots=4,
     keeps_prefixes=True,
     keeps_images=True,
-    draft=None,
-    quarantine=(),
+    drafter=None,
     **limits,
 ):
-    defaults = {"max_requests": 8, "max_step_tokens": 64, "max_step_patches": 64, "max_length": 200}
-    return Scheduler(
+    defaults = {
+        "max_requests": 8,
+        "max_step_tokens": 64,
+        "max_step_chunks": 32,
+        "max_encoder_patches": 64,
+        "max_length": 200,
+    }
+    return Recording(
         Limits(**{**defaults, **limits}),
         PagePool(num_pages, page_size, keeps_prefixes),
         EncoderCache(encoder_slots * ENCODER_SLOT_TOKENS, keeps_images),
-        draft=draft,
-        quarantine=quarantine,
+        drafter,
     )
 
 
 def ask(name, tokens, images=(), *, priority=0, salt=b"", **sampling):
-    token_ids = list(range(100, 100 + tokens)) if isinstance(tokens, int) else list(tokens)
+    token_ids = tuple(range(100, 100 + tokens)) if isinstance(tokens, int) else tuple(tokens)
     return Request(
         id=name,
         token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
         images=tuple(images),
         sampling=SamplingParams(**{"max_tokens": 4, **sampling}),
         stop_ids=frozenset([STOP]),
@@ -56,16 +87,35 @@ def image(key, start, num_tokens, num_patches=4):
 
 
 def added(scheduler, *requests):
+    """Add requests; returns their states."""
     for request in requests:
         scheduler.add(request)
-    return requests
+    return [scheduler.find(request.id) for request in requests]
 
 
-def read(scheduler, plan, token=WORD):
-    """Every chunk that samples gets the token; drafts are never accepted."""
-    ended = scheduler.update(plan, {chunk.request.id: [token] for chunk in plan.chunks if chunk.samples})
+def encoded(plan):
+    """All encodings of a plan have ended."""
+    return tuple(EncodeResult(planned.key) for planned in plan.images)
+
+
+def read(scheduler, plan, token=WORD, *, tokens=None, images=None):
+    """Every chunk that samples gets the token, or its `tokens`; drafts are never accepted. Encodings end unless `images` are given; one
+    that failed fails the chunks that read it."""
+    images = encoded(plan) if images is None else images
+    failures = {result.key: result.failure for result in images if result.failure is not None}
+    failed_slots = {planned.slots: failures[planned.key] for planned in plan.images if planned.key in failures}
+    results = []
+    for chunk in plan.chunks:
+        sampled = tuple((tokens or {}).get(chunk.request_id, [token])) if chunk.samples else ()
+        failure = next((failed_slots[read.slots] for read in chunk.images if read.slots in failed_slots), None)
+        results.append(ChunkResult(chunk.request_id, () if failure else sampled, failure=failure))
+    outputs = scheduler.update(plan, StepResult(number=plan.number, chunks=tuple(results), images=images))
     scheduler.check()
-    return ended
+    return scheduler.record(outputs)
+
+
+def ended(outputs):
+    return [output.request_id for output in outputs if output.finish_reason]
 
 
 def step(scheduler, token=WORD, **options):
@@ -84,7 +134,7 @@ def finish_all(scheduler, most_steps=1000):
 
 
 def sizes(plan):
-    return {chunk.request.id: chunk.num_tokens for chunk in plan.chunks}
+    return {chunk.request_id: chunk.num_tokens for chunk in plan.chunks}
 
 
 # ---- one request
@@ -92,30 +142,52 @@ def sizes(plan):
 
 def test_a_prompt_is_computed_in_chunks_then_the_output_token_by_token():
     scheduler = make(max_step_tokens=4)
-    [request] = added(scheduler, ask("a", 10, max_tokens=3))
+    added(scheduler, ask("a", 10, max_tokens=3))
     chunks = [plan.chunks[0] for plan in finish_all(scheduler)]
-    assert [(chunk.start, chunk.num_tokens, chunk.samples) for chunk in chunks] == [
-        (0, 4, False),
-        (4, 4, False),
-        (8, 2, True),
-        (10, 1, True),
-        (11, 1, True),
+    assert [(chunk.start, chunk.num_tokens, chunk.samples, chunk.reads_last_token) for chunk in chunks] == [
+        (0, 4, False, False),
+        (4, 4, False, False),
+        (8, 2, True, False),
+        (10, 1, True, True),
+        (11, 1, True, True),
     ]
-    assert request.output_token_ids == [WORD] * 3
-    assert request.finish_reason == "length"
+    assert scheduler.tokens("a") == [WORD] * 3
+    assert scheduler.last("a").finish_reason == "length"
+
+
+def test_new_pages_are_sent_once():
+    scheduler = make(max_step_tokens=6, page_size=4)
+    [state] = added(scheduler, ask("a", 10, max_tokens=8))
+    sent = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        new_pages = plan.chunks[0].new_pages
+        assert [*sent, *new_pages] == state.pages
+        sent += new_pages
+        read(scheduler, plan)
+    assert len(sent) == 5
+
+
+def test_a_request_starts_with_the_tokens_it_has():
+    scheduler, _, _ = preempting_pair()
+    starts = [start for plan in finish_all(scheduler) for start in plan.started]
+    assert [start.request_id for start in starts] == ["old", "young", "young"]
+    assert starts[0].output_token_ids == starts[1].output_token_ids == ()
+    assert starts[2].output_token_ids == (WORD,) * len(starts[2].output_token_ids)
+    assert len(starts[2].output_token_ids) > 0
 
 
 def test_the_next_step_is_planned_before_the_last_one_is_read():
     scheduler = make()
-    [request] = added(scheduler, ask("a", 3, max_tokens=2))
+    added(scheduler, ask("a", 3, max_tokens=2))
     first, second = scheduler.plan(), scheduler.plan()
-    assert not first.chunks[0].reads_pending
-    assert second.chunks[0].reads_pending
+    assert not first.chunks[0].reads_last_token
+    assert second.chunks[0].reads_last_token
     assert (second.chunks[0].start, second.chunks[0].num_tokens) == (3, 1)
     assert scheduler.plan() is None  # both output tokens are pending
-    assert read(scheduler, first, 5) == []
-    assert read(scheduler, second, 6) == [request]
-    assert request.output_token_ids == [5, 6]
+    assert ended(read(scheduler, first, 5)) == []
+    assert ended(read(scheduler, second, 6)) == ["a"]
+    assert scheduler.tokens("a") == [5, 6]
     assert scheduler.plan() is None
 
 
@@ -125,35 +197,35 @@ def test_steps_are_read_in_order():
     scheduler.plan()
     second = scheduler.plan()
     with pytest.raises(AssertionError, match="order"):
-        scheduler.update(second, {"a": [WORD]})
+        read(scheduler, second)
 
 
 def test_a_stop_token_ends_a_request_but_not_before_min_tokens():
     scheduler = make()
-    [request] = added(scheduler, ask("a", 3, max_tokens=10, min_tokens=2))
+    added(scheduler, ask("a", 3, max_tokens=10, min_tokens=2))
     for _ in range(3):
-        assert request.finish_reason is None
+        assert scheduler.has_work
         step(scheduler, STOP)
-    assert request.finish_reason == "stop"
-    assert request.output_token_ids == [STOP] * 3
+    assert scheduler.last("a").finish_reason == "stop"
+    assert scheduler.tokens("a") == [STOP] * 3
 
 
 def test_tokens_computed_after_a_stop_token_are_dropped():
     scheduler = make()
-    [request] = added(scheduler, ask("a", 3))
+    added(scheduler, ask("a", 3))
     first, second = scheduler.plan(), scheduler.plan()
-    assert read(scheduler, first, STOP) == [request]
+    assert ended(read(scheduler, first, STOP)) == ["a"]
     assert read(scheduler, second) == []
-    assert request.output_token_ids == [STOP]
+    assert scheduler.tokens("a") == [STOP]
     assert scheduler.is_idle_clean()
 
 
 def test_a_request_ends_at_the_maximum_length():
     scheduler = make(max_length=6)
-    [request] = added(scheduler, ask("a", 4, max_tokens=50))
+    added(scheduler, ask("a", 4, max_tokens=50))
     finish_all(scheduler)
-    assert len(request.token_ids) == 6
-    assert request.finish_reason == "length"
+    assert len(scheduler.tokens("a")) == 2
+    assert scheduler.last("a").finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -163,11 +235,10 @@ def test_a_request_ends_at_the_maximum_length():
         (ask("a", 200), RequestError, "200 tokens; prompt and output together may have 200"),
         (ask("a", 40, max_tokens=42), RequestError, "needs 21 pages; the KV cache has 20"),
         (ask("a", 70, [image(b"i", 0, 65)]), ImageError, "takes 65 tokens; the encoder cache has 64"),
-        (ask("a", 10, [image(b"q", 0, 5)]), ImageError, "could not be encoded before"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused(request_, error, message):
-    scheduler = make(num_pages=20, encoder_slots=1, quarantine={b"q" * 32})
+    scheduler = make(num_pages=20, encoder_slots=1)
     with pytest.raises(error, match=message):
         scheduler.add(request_)
     assert not scheduler.has_work
@@ -194,10 +265,10 @@ def test_decode_continues_and_prompts_share_the_remaining_budget():
 
 def test_a_budget_below_one_token_each_serves_requests_in_order():
     scheduler = make(max_step_tokens=2)
-    requests = added(scheduler, *(ask(name, 1, max_tokens=3) for name in "abcd"))
+    added(scheduler, *(ask(name, 1, max_tokens=3) for name in "abcd"))
     assert sizes(step(scheduler)) == {"a": 1, "b": 1}
     finish_all(scheduler)
-    assert all(len(request.output_token_ids) == 3 for request in requests)
+    assert all(len(scheduler.tokens(name)) == 3 for name in "abcd")
 
 
 def test_only_finitely_many_urgent_requests_overtake_a_waiting_one():
@@ -206,7 +277,7 @@ def test_only_finitely_many_urgent_requests_overtake_a_waiting_one():
     added(scheduler, waiting)
     for number in range(AGEING + 10):
         added(scheduler, ask(f"urgent-{number}", 2, max_tokens=1, priority=-1))
-    order = [plan.chunks[0].request.id for plan in finish_all(scheduler)]
+    order = [plan.chunks[0].request_id for plan in finish_all(scheduler)]
     assert order.index("patient") == AGEING - 1
 
 
@@ -216,7 +287,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_pages():
     assert sizes(step(scheduler)) == {"a": 16}
     assert scheduler.num_waiting == 2
     plans = finish_all(scheduler)
-    firsts = [request.id for plan in plans for request in plan.started]
+    firsts = [start.request_id for plan in plans for start in plan.started]
     assert firsts == ["large", "small"]
 
 
@@ -225,29 +296,40 @@ def test_a_prompt_waits_until_there_are_pages_beside_the_reserved_ones():
     added(scheduler, ask("a", 24), ask("b", range(20)))
     step(scheduler)
     assert scheduler.num_running == 1
-    assert all(not plan.preempted for plan in finish_all(scheduler))
+    finish_all(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_step_has_a_limited_number_of_chunks_beside_decode_requests():
+    scheduler = make(max_step_chunks=2)
+    added(scheduler, *(ask(name, range(100 * i, 100 * i + 4), max_tokens=20) for i, name in enumerate("abcde")))
+    assert sizes(step(scheduler)) == {"a": 4, "b": 4}
+    assert sizes(step(scheduler)) == {"a": 1, "b": 1, "c": 4, "d": 4}
+    assert sizes(step(scheduler)) == {"a": 1, "b": 1, "c": 1, "d": 1, "e": 4}
 
 
 # ---- preemption
 
 
-def preempting_pair(**options):
-    scheduler = make(num_pages=6, page_size=2, **options)
-    old, young = added(scheduler, ask("old", 4, max_tokens=8), ask("young", range(50, 54), max_tokens=6))
+def preempting_pair(**sampling):
+    scheduler = make(num_pages=6, page_size=2)
+    old, young = added(
+        scheduler, ask("old", 4, max_tokens=8, **sampling), ask("young", range(50, 54), max_tokens=6, **sampling)
+    )
     return scheduler, old, young
 
 
 def test_the_youngest_request_is_preempted_and_resumes_later():
     scheduler, old, young = preempting_pair()
-    plans = finish_all(scheduler)
-    assert [request.id for plan in plans for request in plan.preempted] == ["young"]
-    assert (old.num_preemptions, young.num_preemptions) == (0, 1)
-    assert len(old.output_token_ids) == 8
-    assert len(young.output_token_ids) == 6
+    finish_all(scheduler)
+    assert (scheduler.num_preemptions, old.num_preemptions, young.num_preemptions) == (1, 0, 1)
+    assert scheduler.last("young").num_preemptions == 1
+    assert len(scheduler.tokens("old")) == 8
+    assert len(scheduler.tokens("young")) == 6
 
 
 def test_a_preempted_request_with_a_pending_token_waits_until_it_is_read():
-    scheduler, old, young = preempting_pair()
+    scheduler, _, young = preempting_pair()
     under_way = [scheduler.plan()]
     while not young.num_preemptions:
         under_way.append(scheduler.plan())
@@ -258,8 +340,8 @@ def test_a_preempted_request_with_a_pending_token_waits_until_it_is_read():
         if plan is not None:
             under_way.append(plan)
         read(scheduler, under_way.pop(0))
-    assert young.output_token_ids == [WORD] * 6
-    assert old.output_token_ids == [WORD] * 8
+    assert scheduler.tokens("young") == [WORD] * 6
+    assert scheduler.tokens("old") == [WORD] * 8
     assert scheduler.is_idle_clean()
 
 
@@ -269,7 +351,7 @@ def test_a_request_that_needs_every_page_is_not_blocked_by_its_own_cached_prefix
     finish_all(scheduler)
     [again] = added(scheduler, ask("b", 12, max_tokens=1))
     plan = step(scheduler)
-    assert plan.page_copies == []
+    assert plan.page_copies == ()
     assert again.num_cached_tokens == 8
 
 
@@ -278,28 +360,28 @@ def test_a_request_that_needs_every_page_is_not_blocked_by_its_own_cached_prefix
 
 def test_a_request_with_a_cached_prefix_shares_its_pages():
     scheduler = make()
-    first, second = ask("a", 10), ask("b", 14)
-    added(scheduler, first)
-    pages = list(step(scheduler).chunks[0].pages)
-    added(scheduler, second)
+    added(scheduler, ask("a", 10))
+    pages = step(scheduler).chunks[0].new_pages
+    [second] = added(scheduler, ask("b", 14))
     chunk = step(scheduler).chunks[-1]
     assert (second.num_cached_tokens, chunk.start, chunk.num_tokens) == (8, 8, 6)
-    assert list(chunk.pages[:2]) == pages[:2]
+    assert chunk.new_pages[:2] == pages[:2]
     assert scheduler.pages.num_owners(pages[0]) == 2
     finish_all(scheduler)
+    assert scheduler.last("b").num_cached_tokens == 8
 
 
 def test_the_last_token_is_computed_in_a_copy_of_its_page():
     scheduler = make()
     added(scheduler, ask("a", 8))
-    [*_, last] = step(scheduler).chunks[0].pages
+    [*_, last] = step(scheduler).chunks[0].new_pages
     finish_all(scheduler)
     [again] = added(scheduler, ask("b", 8))
     plan = step(scheduler)
     [(source, target)] = plan.page_copies
     assert (plan.chunks[0].start, plan.chunks[0].num_tokens, again.num_cached_tokens) == (7, 1, 7)
     assert source == last
-    assert plan.chunks[0].pages[1] == target
+    assert plan.chunks[0].new_pages[1] == target
     assert scheduler.pages.num_owners(target) == 1
     finish_all(scheduler)
 
@@ -311,7 +393,7 @@ def test_a_page_that_is_copied_from_is_not_written_in_the_same_step():
     added(scheduler, ask("b", 8, max_tokens=1), ask("c", range(50, 58), max_tokens=1))
     plan = step(scheduler)
     [(source, _)] = plan.page_copies
-    assert all(source not in chunk.pages for chunk in plan.chunks)
+    assert all(source not in chunk.new_pages for chunk in plan.chunks)
     finish_all(scheduler)
 
 
@@ -331,9 +413,9 @@ def test_different_prefixes_are_not_shared(other):
     scheduler = make()
     added(scheduler, ask("a", 14, [image(b"i", 2, 4)]))
     finish_all(scheduler)
-    added(scheduler, other)
+    [state] = added(scheduler, other)
     assert step(scheduler).chunks[0].start == 0
-    assert other.num_cached_tokens == 0
+    assert state.num_cached_tokens == 0
 
 
 def test_images_inside_a_cached_prefix_are_not_encoded_again():
@@ -345,19 +427,31 @@ def test_images_inside_a_cached_prefix_are_not_encoded_again():
     added(scheduler, ask("b", [*range(100, 109), 110, 110, 5, 5], images))
     plan = step(scheduler)
     assert plan.chunks[0].start == 8
-    assert [planned.span for planned in plan.images] == [images[1]]
-    assert [cached.span for cached in plan.chunks[0].images] == [images[1]]
+    assert [planned.image_index for planned in plan.images] == [1]
+    assert [read.image_index for read in plan.chunks[0].images] == [1]
 
 
 # ---- images
 
 
-def test_a_step_encodes_no_more_patches_than_allowed_and_a_larger_image_alone():
-    scheduler = make(max_step_patches=10)
+def test_a_pass_encodes_no_more_patches_than_allowed_and_a_larger_image_alone():
+    scheduler = make(max_encoder_patches=10)
     images = [image(b"a", 0, 2, 6), image(b"b", 2, 2, 4), image(b"c", 4, 2, 99), image(b"d", 6, 2, 1)]
     added(scheduler, ask("a", 10, images))
-    keys = [[planned.span.key[:1] for planned in plan.images] for plan in finish_all(scheduler)]
-    assert keys[:3] == [[b"a", b"b"], [b"c"], [b"d"]]
+    indices = [[planned.image_index for planned in plan.images] for plan in finish_all(scheduler)]
+    assert indices[:3] == [[0, 1], [2], [3]]
+
+
+def test_two_passes_are_in_flight_at_most():
+    scheduler = make(max_encoder_patches=10, keeps_prefixes=False)
+    spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(4)]
+    added(scheduler, ask("text", 2, max_tokens=50), ask("a", 8, spans))
+    plans = [scheduler.plan() for _ in range(4)]
+    assert [len(plan.images) for plan in plans] == [1, 1, 0, 0]
+    for plan in plans:
+        read(scheduler, plan, images=())
+    scheduler.finish_encoding(encoded(plans[0]))
+    assert [planned.image_index for planned in scheduler.plan().images] == [2]
 
 
 def test_requests_with_the_same_image_encode_it_once():
@@ -387,11 +481,82 @@ def test_a_popular_image_does_not_block_others_forever():
     scheduler = make(encoder_slots=1, max_step_tokens=8, keeps_prefixes=False)
     names = iter(range(1000))
     added(scheduler, ask(f"popular-{next(names)}", 12, [image(b"p", 0, 12)], max_tokens=1))
-    [other] = added(scheduler, ask("other", 12, [image(b"o", 3, 8)], max_tokens=1))
+    added(scheduler, ask("other", 12, [image(b"o", 3, 8)], max_tokens=1))
     for _ in range(20):
         added(scheduler, ask(f"popular-{next(names)}", 12, [image(b"p", 0, 12)], max_tokens=1))
         step(scheduler)
-    assert other.finish_reason == "length"
+    assert scheduler.last("other").finish_reason == "length"
+
+
+def test_an_image_is_read_at_once_while_no_request_decodes():
+    """The step waits for it on the device."""
+    scheduler = make()
+    added(scheduler, ask("a", 8, [image(b"i", 2, 4)]))
+    plan = scheduler.plan()
+    assert sizes(plan) == {"a": 8}
+    assert plan.chunks[0].images == (ImageFeatures(0, plan.images[0].slots),)
+
+
+def test_an_image_is_not_waited_for_while_a_request_decodes():
+    scheduler = make(keeps_prefixes=False)
+    added(scheduler, ask("text", 2, max_tokens=50))
+    step(scheduler)
+    added(scheduler, ask("a", 8, [image(b"i", 2, 4, 64)], max_tokens=1))
+    plan = scheduler.plan()
+    assert sizes(plan) == {"text": 1, "a": 2}  # the text before the image
+    assert [planned.image_index for planned in plan.images] == [0]
+    read(scheduler, plan, images=())
+    assert sizes(scheduler.plan()) == {"text": 1, "a": 6}  # few patches: encoded during one step
+
+
+@pytest.mark.parametrize(("num_patches", "num_steps"), [(1, 1), (100, 1), (101, 2), (1000, 10)])
+def test_an_image_is_read_before_it_is_reported_once_enough_steps_have_passed(num_patches, num_steps, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "_PATCHES_PER_STEP", 100)
+    scheduler = make(keeps_prefixes=False)
+    added(scheduler, ask("text", 2, max_tokens=50))
+    step(scheduler)
+    added(scheduler, ask("a", 8, [image(b"i", 0, 4, num_patches)], max_tokens=1))
+    plans = [scheduler.plan() for _ in range(20)]
+    first = next(number for number, plan in enumerate(plans) if "a" in sizes(plan))
+    assert first == num_patches // 100 + 1 >= num_steps
+
+
+def test_images_of_a_request_are_encoded_ahead_of_its_chunks():
+    scheduler = make(max_step_tokens=4)
+    added(scheduler, ask("a", 20, [image(b"i", 8, 2), image(b"j", 12, 2)]))
+    plan = scheduler.plan()
+    assert sizes(plan) == {"a": 4}
+    assert [planned.image_index for planned in plan.images] == [0, 1]
+    assert plan.chunks[0].images == ()
+
+
+def test_a_step_that_only_starts_encodings_is_a_plan_without_chunks():
+    scheduler = make(max_step_tokens=4, keeps_prefixes=False)
+    added(scheduler, ask("text", 2, max_tokens=2))
+    step(scheduler)
+    last = scheduler.plan()
+    added(scheduler, ask("a", 4, [image(b"i", 0, 4)], max_tokens=1))
+    plan = scheduler.plan()
+    assert (sizes(plan), len(plan.images), len(plan.started)) == ({}, 1, 1)
+    read(scheduler, last)
+    read(scheduler, plan, images=())
+    assert sizes(scheduler.plan()) == {"a": 4}
+
+
+def test_the_slots_of_an_image_in_flight_are_not_reused():
+    """Not even if its request has ended: the encoder writes to them."""
+    scheduler = make(encoder_slots=1, keeps_prefixes=False)
+    added(scheduler, ask("a", 8, [image(b"i", 0, 4)]), ask("b", 8, [image(b"j", 0, 4)]))
+    plan = scheduler.plan()
+    scheduler.end("a", "cancelled")
+    scheduler.check()
+    assert scheduler.plan() is None or not scheduler.plan().images
+    read(scheduler, plan, images=())
+    assert scheduler.is_encoding
+    scheduler.finish_encoding(encoded(plan))
+    assert not scheduler.is_encoding
+    [planned] = scheduler.plan().images
+    assert planned.slots == plan.images[0].slots
 
 
 def test_an_image_whose_request_was_preempted_before_encoding_is_not_cached():
@@ -400,26 +565,90 @@ def test_an_image_whose_request_was_preempted_before_encoding_is_not_cached():
         [_, young] = added(
             scheduler, ask("old", 2, max_tokens=20), ask("young", 14, [image(b"i", start, 14 - start)], max_tokens=1)
         )
-        encoded = set()
+        encoded_keys = set()
         while scheduler.has_work:
             plan = step(scheduler)
-            encoded |= {planned.key for planned in plan.images}
-            assert scheduler.encoder_cache.contains(salted(b"", b"i" * 32)) == bool(encoded)
+            encoded_keys |= {planned.key for planned in plan.images}
+            assert scheduler.encoder_cache.contains(salted(b"", b"i" * 32)) == bool(encoded_keys)
         assert young.num_preemptions == 1
 
 
-def test_every_request_that_reads_a_bad_image_fails_and_others_continue():
+def failed(plan, *failing, kind="internal_error"):
+    failure = Failure("encoding", "it cannot be decoded", kind)
+    return tuple(
+        EncodeResult(planned.key, failure if planned.image_index in failing else None) for planned in plan.images
+    )
+
+
+def test_every_request_that_uses_a_bad_image_fails_and_others_continue():
     scheduler = make(max_step_tokens=14, keeps_prefixes=False)
-    bad = image(b"i", 1, 4)
-    requests = added(scheduler, ask("a", 8, [bad]), ask("b", 12, [bad]), ask("c", range(50, 54)))
+    bad = image(b"i", 1, 10)
+    added(scheduler, ask("c", range(50, 54)), ask("a", 12, [bad]), ask("b", 12, [bad]))
     plan = scheduler.plan()
-    failed = scheduler.fail_image(plan, plan.images[0].key, FAILURE)
-    assert [request.id for request in failed] == ["a", "b"]
-    assert all(request.failure == FAILURE and request.finish_reason == "failed" for request in failed)
+    assert sizes(plan) == {"c": 4, "a": 10}
+    outputs = read(scheduler, plan, images=failed(plan, 0))
+    assert ended(outputs) == ["a"]
+    assert scheduler.last("a").failure == FAILURE
     assert not scheduler.encoder_cache.contains(plan.images[0].key)
-    read(scheduler, plan)
     finish_all(scheduler)
-    assert requests[2].finish_reason == "length"
+    assert scheduler.last("c").finish_reason == "length"
+
+
+def test_requests_that_share_a_bad_image_fail_together():
+    scheduler = make(keeps_prefixes=False)
+    added(scheduler, ask("text", 2, max_tokens=9))
+    step(scheduler)
+    bad, good = image(b"i", 1, 4), image(b"j", 5, 2)
+    added(scheduler, ask("a", 8, [bad, good]), ask("b", 12, [bad]), ask("c", 8, [image(b"j", 1, 2)]))
+    plan = scheduler.plan()
+    assert ended(read(scheduler, plan, images=failed(plan, 0))) == ["a", "b"]
+    finish_all(scheduler)
+    assert scheduler.last("c").finish_reason == scheduler.last("text").finish_reason == "length"
+
+
+def test_a_chunk_that_failed_ends_its_request_alone():
+    scheduler = make()
+    added(scheduler, ask("a", 6), ask("b", 6))
+    plans = [scheduler.plan(), scheduler.plan()]
+    failure = Failure("running", "no memory", "out_of_memory")
+    results = (ChunkResult("a", failure=failure), ChunkResult("b", (WORD,)))
+    outputs = scheduler.record(scheduler.update(plans[0], StepResult(number=0, chunks=results, images=())))
+    assert ended(outputs) == ["a"]
+    assert scheduler.last("a").failure == failure
+    read(scheduler, plans[1])
+    finish_all(scheduler)
+    assert scheduler.tokens("a") == []
+    assert len(scheduler.tokens("b")) == 4
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("internal_error", True), ("out_of_memory", False)])
+def test_an_image_that_could_not_be_encoded_is_refused_from_then_on(kind, is_refused):
+    scheduler = make()
+    added(scheduler, ask("a", 6, [image(b"i", 1, 4)]))
+    plan = scheduler.plan()
+    read(scheduler, plan, images=failed(plan, 0, kind=kind))
+    again = ask("b", 8, [image(b"i", 3, 4)], salt=b"tenant")
+    if is_refused:
+        with pytest.raises(ImageError, match="could not be encoded before"):
+            scheduler.add(again)
+        assert not scheduler.has_work
+    else:
+        added(scheduler, again)
+        finish_all(scheduler)
+        assert scheduler.last("b").finish_reason == "length"
+
+
+def test_the_quarantine_is_bounded(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "_MAX_QUARANTINED", 2)
+    scheduler = make()
+    for key in (b"a", b"b", b"c"):
+        added(scheduler, ask(key.decode(), 6, [image(key, 1, 4)]))
+        plan = scheduler.plan()
+        read(scheduler, plan, images=failed(plan, 0))
+    added(scheduler, ask("again", 6, [image(b"a", 1, 4)]))
+    with pytest.raises(ImageError):
+        scheduler.add(ask("c2", 6, [image(b"c", 1, 4)]))
+    finish_all(scheduler)
 
 
 # ---- endings
@@ -428,86 +657,214 @@ def test_every_request_that_reads_a_bad_image_fails_and_others_continue():
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_request_cancelled_while_in_flight_leaks_nothing(depth):
     scheduler = make()
-    request, other = added(scheduler, ask("a", 6, [image(b"i", 1, 4)]), ask("b", 6))
+    added(scheduler, ask("a", 6, [image(b"i", 1, 4)]), ask("b", 6))
     plans = [scheduler.plan() for _ in range(1 + depth)]
-    assert scheduler.cancel("a")
-    assert not scheduler.cancel("a")
+    output = scheduler.end("a", "cancelled")
+    assert (output.request_id, output.finish_reason, output.token_ids) == ("a", "cancelled", ())
+    assert scheduler.end("a", "cancelled") is None
     scheduler.check()
     for plan in plans:
-        assert request not in read(scheduler, plan)
-    assert request.finish_reason == "cancelled"
-    assert request.output_token_ids == []
+        assert "a" not in ended(read(scheduler, plan))
     finish_all(scheduler)
-    assert len(other.output_token_ids) == 4
+    assert scheduler.tokens("a") == []
+    assert len(scheduler.tokens("b")) == 4
 
 
 def test_a_failed_request_has_a_failure_and_ends_once():
     scheduler = make()
-    [request] = added(scheduler, ask("a", 6))
-    assert scheduler.fail(request, FAILURE)
-    assert not scheduler.fail(request, Failure("running", "again"))
-    assert not scheduler.finish("a")
-    assert (request.finish_reason, request.failure) == ("failed", FAILURE)
+    added(scheduler, ask("a", 6))
+    output = scheduler.end("a", "failed", FAILURE)
+    assert (output.finish_reason, output.failure) == ("failed", FAILURE)
+    assert scheduler.end("a", "failed", Failure("running", "again")) is None
+    assert scheduler.end("a", "stop") is None
     assert scheduler.is_idle_clean()
-
-
-def test_a_request_finished_from_outside_has_the_reason_stop():
-    scheduler = make()
-    [request] = added(scheduler, ask("a", 6))
-    step(scheduler)
-    assert scheduler.finish("a")
-    assert request.finish_reason == "stop"
 
 
 def test_an_id_can_be_reused_while_the_first_request_is_in_flight():
     scheduler = make()
     added(scheduler, ask("a", 6))
     plan = scheduler.plan()
-    scheduler.cancel("a")
-    [second] = added(scheduler, ask("a", 6))
-    read(scheduler, plan)
-    assert second.output_token_ids == []
+    scheduler.end("a", "cancelled")
+    added(scheduler, ask("a", 6))
+    assert read(scheduler, plan) == []
     finish_all(scheduler)
-    assert len(second.output_token_ids) == 4
+    assert len(scheduler.tokens("a")) == 4
+
+
+def test_prompt_log_probabilities_are_sent_once_even_after_a_preemption():
+    from saccade.engine.request import TokenLogprobs
+
+    scheduler, _, _ = preempting_pair(prompt_logprobs=0)
+    found = {"old": [], "young": []}
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        results = []
+        for chunk in plan.chunks:
+            prompt = scheduler.find(chunk.request_id).request.token_ids
+            targets = prompt[chunk.start + 1 : chunk.end + 1]
+            results.append(
+                ChunkResult(
+                    chunk.request_id,
+                    (WORD,) if chunk.samples else (),
+                    prompt_logprobs=tuple(TokenLogprobs(token, 0.0) for token in targets),
+                )
+            )
+        for output in scheduler.update(plan, StepResult(number=plan.number, chunks=tuple(results), images=())):
+            found[output.request_id] += [entry.token_id for entry in output.prompt_logprobs]
+    assert scheduler.num_preemptions == 1
+    assert found == {"old": [101, 102, 103], "young": [51, 52, 53]}
 
 
 # ---- drafts
 
 
-def propose(request, most):
-    return [21, 22, 23][:most]
+class Drafts:
+    """Always drafts the same tokens, for some requests or all."""
+
+    def __init__(self, *only):
+        self.only = only
+
+    def is_drafting(self, state):
+        return not self.only or state.request.id in self.only
+
+    def propose(self, state, num_tokens):
+        assert state.num_pending == 0
+        return [21, 22, 23][:num_tokens] if self.is_drafting(state) else ()
 
 
 def test_accepted_drafts_are_kept_and_rejected_ones_recomputed():
-    scheduler = make(draft=propose, max_draft_tokens=3)
-    [request] = added(scheduler, ask("a", 5, max_tokens=20))
+    scheduler = make(drafter=Drafts(), max_draft_tokens=3)
+    [state] = added(scheduler, ask("a", 5, max_tokens=20))
     step(scheduler, 20)
     plan = scheduler.plan()
     chunk = plan.chunks[0]
-    assert (chunk.drafts, chunk.num_tokens, chunk.start) == ((21, 22, 23), 4, 5)
+    assert (chunk.drafts, chunk.num_tokens, chunk.start, chunk.reads_last_token) == ((21, 22, 23), 4, 5, True)
     assert scheduler.plan() is None  # how many are accepted is known when they are read
-    scheduler.update(plan, {"a": [21, 22, 9]})
-    assert request.output_token_ids == [20, 21, 22, 9]
-    assert (request.num_computed_tokens, request.num_pending) == (8, 0)
+    read(scheduler, plan, tokens={"a": [21, 22, 9]})
+    assert scheduler.tokens("a") == [20, 21, 22, 9]
+    assert (state.num_computed_tokens, state.num_pending) == (8, 0)
     assert scheduler.plan().chunks[0].start == 8
 
 
+def test_a_request_that_drafts_waits_for_its_tokens_and_others_do_not():
+    scheduler = make(drafter=Drafts("a"), max_draft_tokens=3)
+    added(scheduler, ask("a", 5, max_tokens=20), ask("b", 5, max_tokens=20))
+    first, second = scheduler.plan(), scheduler.plan()
+    assert (sizes(first), sizes(second)) == ({"a": 5, "b": 5}, {"b": 1})
+    read(scheduler, first)
+    third = scheduler.plan()
+    assert sizes(third) == {"a": 4, "b": 1}
+    assert sizes(scheduler.plan()) == {"b": 1}
+
+
 def test_drafts_stay_within_the_token_limit_and_are_dropped_after_a_stop_token():
-    scheduler = make(draft=propose, max_draft_tokens=3)
-    short, stopped = added(scheduler, ask("a", 5, max_tokens=3), ask("b", 5, max_tokens=20))
+    scheduler = make(drafter=Drafts(), max_draft_tokens=3)
+    added(scheduler, ask("a", 5, max_tokens=3), ask("b", 5, max_tokens=20))
     step(scheduler)
     plan = scheduler.plan()
     assert [len(chunk.drafts) for chunk in plan.chunks] == [1, 3]
-    scheduler.update(plan, {"a": [21, 22], "b": [21, STOP, 23]})
-    assert (short.finish_reason, stopped.finish_reason) == ("length", "stop")
-    assert stopped.output_token_ids == [WORD, 21, STOP]
+    read(scheduler, plan, tokens={"a": [21, 22], "b": [21, STOP, 23]})
+    assert (scheduler.last("a").finish_reason, scheduler.last("b").finish_reason) == ("length", "stop")
+    assert scheduler.tokens("b") == [WORD, 21, STOP]
     assert scheduler.is_idle_clean()
 
 
 def test_drafts_take_neither_pages_nor_tokens_of_other_requests():
-    scheduler = make(draft=propose, max_draft_tokens=3, num_pages=4, page_size=4, max_step_tokens=3)
+    scheduler = make(drafter=Drafts(), max_draft_tokens=3, num_pages=4, page_size=4, max_step_tokens=3)
     added(scheduler, ask("a", 2, max_tokens=15), ask("b", range(50, 52), max_tokens=3))
     plans = [step(scheduler) for _ in range(3)]
     assert all(sum(sizes(plan).values()) <= 3 for plan in plans)
     assert Counter(len(plan.chunks) for plan in plans[1:]) == {2: 2}
     finish_all(scheduler)
+
+
+def test_a_decoding_request_keeps_its_token_when_one_that_waits_for_its_tokens_is_preempted():
+    """`old` runs out of pages and preempts `young`, which waits; the prompt in between must not get the token of `late`."""
+    drafter = Drafts("young")
+    drafter.propose = lambda state, num_tokens: ()  # it finds none
+    num_preemptions = 0
+    for num_pages in range(60, 80):
+        scheduler = make(
+            drafter=drafter,
+            max_draft_tokens=3,
+            num_pages=num_pages,
+            page_size=1,
+            max_step_tokens=8,
+            keeps_prefixes=False,
+        )
+        added(scheduler, ask("old", 1, max_tokens=30, priority=-1))
+        added(scheduler, *(ask(name, 1, max_tokens=30) for name in ("b", "c", "late")))
+        added(scheduler, ask("young", 7, max_tokens=30))
+        step(scheduler)
+        step(scheduler)
+        added(scheduler, ask("prompt", 40, max_tokens=1, priority=-1))
+        in_flight = []
+        for _ in range(12):
+            in_flight.append(scheduler.plan())
+            late = scheduler.find("late")
+            assert late.slot is None or "late" in sizes(in_flight[-1])
+            if len(in_flight) > 1:
+                read(scheduler, in_flight.pop(0))
+        num_preemptions += scheduler.num_preemptions
+    assert num_preemptions > 0
+
+
+# ---- plans are plain data
+
+
+def primitives(value):
+    """Nested tuples of what msgpack can encode; AssertionError for anything else."""
+    if isinstance(value, tuple):
+        return tuple(primitives(one) for one in value)
+    assert value is None or type(value) in (int, str, bytes, bool), f"{value!r} is not plain data"
+    return value
+
+
+def to_primitives(plan):
+    return primitives((plan.number, plan.chunks, plan.images, plan.page_copies, plan.started))
+
+
+def from_primitives(data):
+    number, chunks, images, page_copies, started = data
+    return StepPlan(
+        number=number,
+        chunks=tuple(Chunk(*c[:5], tuple(ImageFeatures(*image) for image in c[5]), *c[6:]) for c in chunks),
+        images=tuple(ImageToEncode(*image) for image in images),
+        page_copies=page_copies,
+        started=tuple(SlotStart(*start) for start in started),
+    )
+
+
+def test_plans_are_plain_data_and_survive_a_round_trip():
+    num_plans = 0
+    for seed in range(20):
+        trace = Trace(seed)
+        plan_of = trace.scheduler.plan
+
+        def plan_and_check(budget, plan_of=plan_of):
+            plan = plan_of(budget)
+            if plan is None:
+                return None
+            data = to_primitives(plan)
+            sent = pickle.loads(pickle.dumps(data))
+            assert from_primitives(sent) == plan
+            assert hash(from_primitives(sent)) == hash(plan)
+            return plan
+
+        trace.scheduler.plan = plan_and_check
+        num_plans += trace.run()
+    assert num_plans > 1000
+
+
+def test_a_plan_cannot_be_changed():
+    scheduler = make()
+    added(scheduler, ask("a", 6, [image(b"i", 1, 4)]))
+    plan = scheduler.plan()
+    for value, name in (
+        (plan, "chunks"),
+        (plan.chunks[0], "slot"),
+        (plan.images[0], "slots"),
+        (plan.started[0], "slot"),
+    ):
+        with pytest.raises(AttributeError):
+            setattr(value, name, None)
