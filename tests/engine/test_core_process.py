@@ -1,0 +1,114 @@
+"""The core in a process of its own: the same tokens, and every request ends whatever happens to that process."""
+
+import os
+import re
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from model.hugging_face import SHAPES, make_checkpoint, picture
+
+from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.errors import CheckpointError, RequestError
+from saccade.model import load_model
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("process") / "checkpoint", SHAPES[0])
+
+
+def engine_of(folder, **settings):
+    config = EngineConfig(core_process=True, num_workers=1, max_length=300, num_pages=200, **settings)
+    return Engine.load(folder, device="cpu", config=config)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    with engine_of(folder) as engine:
+        pid = engine._core.pid
+        yield engine
+    assert not Path(f"/proc/{pid}").exists(), "the process ends with the engine"
+
+
+def ask(words, *images):
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": words}]}]
+
+
+CONVERSATIONS = [
+    ask("hello"),
+    ask("what is it", picture(56, 84, 1)),
+    ask("two", picture(56, 56, 2), picture(28, 84, 3)),
+]
+
+
+def test_completions_equal_those_of_a_core_in_a_thread(folder, engine):
+    sampling = [
+        SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+        SamplingParams(max_tokens=12, temperature=1.0, seed=7, presence_penalty=0.5, logit_bias={5: 2.0}),
+        SamplingParams(max_tokens=12, stop=("e",), min_tokens=1),
+    ]
+    with Engine.load(folder, device="cpu", config=EngineConfig(num_workers=1, max_length=300, num_pages=200)) as other:
+        expected = other.generate(CONVERSATIONS, sampling)
+    assert engine.generate(CONVERSATIONS, sampling) == expected
+    assert sum(engine.statistics.finished.values()) == 3
+
+
+def test_structured_output_crosses_the_process(engine):
+    sampling = {"structured": {"regex": "[a-c]{3}-[0-9]{2}"}, "temperature": 1.0, "seed": 1}
+    [completion] = engine.generate(ask("a code"), sampling)
+    assert completion.finish_reason == "stop"
+    assert len(completion.text) == 6
+
+
+def test_an_image_sent_twice_is_shared_and_a_cancelled_request_ends(engine):
+    deltas, ended = [], threading.Event()
+
+    def on_delta(delta):
+        deltas.append(delta)
+        if delta.completion is not None:
+            ended.set()
+
+    prompt = engine._preprocess(CONVERSATIONS[1], False)
+    request_id = engine.submit(prompt, SamplingParams(max_tokens=250, ignore_eos=True), on_delta)
+    [twin] = engine.generate(CONVERSATIONS[1], SamplingParams(max_tokens=2, ignore_eos=True))
+    engine.cancel(request_id)
+    assert ended.wait(TIMEOUT_S)
+    assert deltas[-1].completion.finish_reason in ("cancelled", "length")
+    assert twin.finish_reason == "length"
+
+
+def test_a_checkpoint_that_cannot_be_loaded_raises_what_it_raises_here(folder, tmp_path):
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    weights = next(broken.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError) as here:
+        load_model(broken)
+    with pytest.raises(CheckpointError, match=re.escape(str(here.value))):
+        engine_of(broken)
+
+
+def test_every_open_request_fails_when_the_process_is_killed(folder):
+    with engine_of(folder) as engine:
+        completions, ended = [], threading.Semaphore(0)
+
+        def on_delta(delta):
+            if delta.completion is not None:
+                completions.append(delta.completion)
+                ended.release()
+
+        for _ in range(3):
+            prompt = engine._preprocess(CONVERSATIONS[1], False)
+            engine.submit(prompt, SamplingParams(max_tokens=200, ignore_eos=True), on_delta)
+        pid = engine._core.pid
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(3):
+            assert ended.acquire(timeout=TIMEOUT_S), "a request never ended"
+        assert {(one.finish_reason, one.failure.kind) for one in completions} == {("failed", "engine_stopped")}
+        with pytest.raises(RequestError, match="restart the engine"):
+            engine.generate(CONVERSATIONS[0])

@@ -1,0 +1,90 @@
+"""Structured output through the engine: valid whatever the model says, and of no concern to other requests."""
+
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+
+from saccade.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
+from saccade.errors import ConfigError
+from saccade.model.initialize import initialize_random, named_size
+
+CONVERSATION = [{"role": "user", "content": "describe it"}]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("structured") / "checkpoint"
+    initialize_random(folder, named_size("tiny"))
+    # Few pages: requests are preempted and resume inside their grammar.
+    config = EngineConfig(num_workers=0, max_length=400, num_pages=130, max_requests=8)
+    with Engine.load(folder, device="cpu", config=config) as engine:
+        yield engine
+
+
+def schema_of(number):
+    rng = random.Random(number)
+    kinds = [{"type": "integer", "minimum": 0, "maximum": 99}, {"enum": ["red", "green"]}, {"type": "boolean"}]
+    names = [f"field{i}" for i in range(1 + number % 3)]
+    return {
+        "type": "object",
+        "properties": {name: rng.choice(kinds) for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+
+
+def test_outputs_with_and_without_a_grammar_share_a_batch(engine):
+    schemas = [schema_of(i) for i in range(8)]
+    free = [SamplingParams(max_tokens=20, temperature=1.0, seed=i, ignore_eos=True) for i in range(8)]
+    alone = [one.token_ids for one in engine.generate([CONVERSATION] * 8, free)]
+    bound = [
+        SamplingParams(max_tokens=300, temperature=1.0, seed=i, structured=StructuredOutput(json_schema=schema))
+        for i, schema in enumerate(schemas)
+    ]
+    mixed = [one for pair in zip(bound, free, strict=True) for one in pair]
+    completions = engine.generate([CONVERSATION] * 16, mixed)
+    assert [one.token_ids for one in completions[1::2]] == alone
+    complete = [one for one in completions[::2] if one.finish_reason == "stop"]
+    assert len(complete) >= 4, "random weights may pad with white space until max_tokens, but not all of them"
+    for schema, one in zip(schemas, completions[::2], strict=True):
+        if one.finish_reason == "stop":
+            jsonschema.validate(json.loads(one.text), schema)
+
+
+@pytest.mark.parametrize(
+    ("structured", "pattern"),
+    [
+        ({"regex": "(ab|cd){2}-[0-9]{3}"}, "(ab|cd){2}-[0-9]{3}"),
+        ({"choice": ["yes", "no", "a cat"]}, "yes|no|a cat"),
+        ({"grammar": 'start: "x" NUMBER\nNUMBER: /[0-9]{2}/'}, "x[0-9]{2}"),
+    ],
+    ids=["regex", "choice", "grammar"],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_has_the_form_asked_for(engine, structured, pattern, temperature):
+    sampling = {"structured": structured, "temperature": temperature, "seed": 3, "logprobs": 1}
+    [completion] = engine.generate(CONVERSATION, sampling)
+    assert re.fullmatch(pattern, completion.text)
+    assert completion.finish_reason == "stop"
+    assert all(entry.logprob <= 0 for entry in completion.logprobs), (
+        "of the raw logits, which a mask leaves as they are"
+    )
+
+
+def test_a_grammar_that_cannot_be_fails_alone(engine):
+    broken = {"structured": {"regex": "(unclosed"}}
+    completions = engine.generate([CONVERSATION] * 2, [broken, {"max_tokens": 4, "ignore_eos": True}])
+    assert [one.finish_reason for one in completions] == ["failed", "length"]
+    assert completions[0].failure.kind == "invalid_request"
+    assert "structured.regex" in completions[0].failure.message
+
+
+def test_what_does_not_go_with_a_grammar_is_refused():
+    for fields in ({"ignore_eos": True}, {"min_tokens": 2}):
+        with pytest.raises(ConfigError, match="structured output ends where it is complete"):
+            SamplingParams(structured={"json_object": True}, max_tokens=9, **fields)
+    with pytest.raises(ConfigError, match="structured is 'json'"):
+        SamplingParams(structured="json")
