@@ -200,19 +200,29 @@ class CoreProcess:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])  # noqa: S603  our own module
         self._connection = Connection(ours)
         try:
-            self._connection.send(
+            ready = self._load(
                 {"folder": str(folder), "config": dataclasses.asdict(config), "device": device, "dtype": dtype}
             )
-            ready, _ = self._connection.receive()
-        except (EOFError, OSError) as error:
+        except BaseException:
             self._process.kill()
-            raise RuntimeError("the engine core's process died while loading; its output is above") from error
-        if "error" in ready:
             self._process.wait()
-            raise decode_error(ready, "the engine core could not be loaded")
+            self._connection.close()
+            raise
         self.info = CoreInfo(**ready["info"])
         self._reader = threading.Thread(target=self._read, name="saccade-core-reader", daemon=True)
         self._reader.start()
+
+    def _load(self, setup: dict[str, Any]) -> dict[str, Any]:
+        """Wait until the core is ready; returns what it says of itself."""
+        try:
+            self._connection.send(setup)
+            ready, _ = self._connection.receive()
+        except (EOFError, OSError) as error:
+            raise RuntimeError("the engine core's process died while loading; its output is above") from error
+        if "error" in ready:
+            raise decode_error(ready, "the engine core could not be loaded")
+        loaded: dict[str, Any] = ready
+        return loaded
 
     @property
     def pid(self) -> int:
