@@ -70,12 +70,10 @@ def step_size(
         return StepSize(_round_decode(num_decode), 0, 0, 0, _round_context(max_context, max_length))
     if num_tokens > PREFILL_TOKENS[-1] or num_chunks > MAX_CHUNKS or num_decode > _MIXED_DECODE[-1]:
         return None
-    tokens = PREFILL_TOKENS[bisect_left(PREFILL_TOKENS, num_tokens)]
-    samples = MAX_CHUNKS if num_samples <= MAX_CHUNKS else 1 << (num_samples - 1).bit_length()
     decode = _MIXED_DECODE[bisect_left(_MIXED_DECODE, num_decode)]
-    return StepSize(
-        decode, tokens, MAX_CHUNKS, samples, _round_context(max(max_context, min(_CONTEXTS[1], max_length)), max_length)
-    )
+    tokens = PREFILL_TOKENS[bisect_left(PREFILL_TOKENS, max(num_tokens, _min_prefill(decode)))]
+    context = _round_context(max(max_context, min(_CONTEXTS[1], max_length)), max_length)
+    return StepSize(decode, tokens, MAX_CHUNKS, _round_samples(num_samples), context)
 
 
 def decode_beside_prefill(num_decode: int, num_chunks: int) -> int:
@@ -88,17 +86,24 @@ def decode_beside_prefill(num_decode: int, num_chunks: int) -> int:
 
 def declared_sizes(max_requests: int, max_length: int) -> Iterator[StepSize]:
     """Sizes captured before the engine is ready: decode of any number of requests, alone and beside prefill."""
-    contexts = sorted(
-        {_round_context(context, max_length) for context in _CONTEXTS if context <= max(max_length, _CONTEXTS[0])}
-    )
+    contexts = sorted({_round_context(min(context, max_length), max_length) for context in _CONTEXTS})
     decode = sorted({_round_decode(n) for n in range(1, max_requests + 1)})
     for context in contexts:
         yield from (StepSize(n, 0, 0, 0, context) for n in decode)
     context = _round_context(min(_CONTEXTS[1], max_length), max_length)
     for num_decode in _MIXED_DECODE[: bisect_left(_MIXED_DECODE, max_requests) + 1]:
         for tokens in PREFILL_TOKENS:
-            if 4 * tokens >= num_decode:
+            if tokens >= _min_prefill(num_decode):
                 yield StepSize(num_decode, tokens, MAX_CHUNKS, MAX_CHUNKS, context)
+
+
+def _min_prefill(num_decode: int) -> int:
+    """Prefill tokens below which no step with this many decode requests is captured."""
+    return num_decode // 4
+
+
+def _round_samples(num_samples: int) -> int:
+    return MAX_CHUNKS if num_samples <= MAX_CHUNKS else 1 << (num_samples - 1).bit_length()
 
 
 def _round_decode(num_requests: int) -> int:
@@ -123,7 +128,8 @@ def largest_step(max_tokens: int, max_requests: int, max_draft_tokens: int) -> t
     )
     tokens = max(max_tokens, PREFILL_TOKENS[-1]) + decode
     requests = decode + max(MAX_CHUNKS, max_requests)
-    return tokens, requests, min(tokens, requests + MAX_CHUNKS * max_draft_tokens)
+    drafting = MAX_CHUNKS * (1 + max_draft_tokens)
+    return tokens, requests, min(tokens, max(requests + drafting - MAX_CHUNKS, decode + _round_samples(drafting)))
 
 
 class CudaGraphs(Generic[Size]):
