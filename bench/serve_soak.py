@@ -24,6 +24,7 @@ from PIL import Image
 
 from bench.serve import make_checkpoint
 from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine.core_thread import CoreThread
 
 
 def descendants(pid: int) -> list[int]:
@@ -144,7 +145,8 @@ def main() -> None:
             time.sleep(2)  # the engine checks its invariants when it has been idle for a second
             gc.collect()
             assert engine._failure is None, engine._failure
-            assert not engine._core.wants_check, "the invariants were not checked"
+            assert isinstance(engine._core, CoreThread)
+            assert not engine._core._core.wants_check, "the invariants were not checked"
             print(f"invariants hold; {engine.statistics}")
     half = np.array(samples[len(samples) // 2 :])
     for name, column in (("host", 1), ("device", 2)):

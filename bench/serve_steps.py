@@ -16,7 +16,7 @@ import torch
 
 from bench.train_step import random_model
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import EngineCore
+from saccade.engine.core import AddRequest, EngineCore
 from saccade.engine.loading import make_runner
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan, Request, SamplingParams
@@ -45,12 +45,11 @@ def add(core: EngineCore, name: str, prompt: TokenPrompt, num_tokens: int) -> No
     """Add a request with exactly this many output tokens."""
     request = Request(
         id=name,
-        token_ids=list(prompt.token_ids),
-        num_prompt_tokens=len(prompt.token_ids),
+        token_ids=prompt.token_ids,
         images=tuple(image.span for image in prompt.images),
         sampling=SamplingParams(max_tokens=num_tokens, ignore_eos=True),
     )
-    core.add(request, prompt, 0, lambda update: None)
+    core.handle(AddRequest(request=request, prompt=prompt))
 
 
 def run_out(core: EngineCore) -> None:

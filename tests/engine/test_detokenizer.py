@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from saccade.engine.detokenizer import Detokenizer
-from saccade.engine.request import MAX_STOP_LENGTH, Failure, Request, SamplingParams, TokenLogprobs
+from saccade.engine.request import MAX_STOP_LENGTH, Failure, RequestOutput, SamplingParams, TokenLogprobs
 from saccade.processor import TextStream
 from saccade.processor.tokenizer import Tokenizer
 
@@ -138,16 +138,14 @@ def test_the_end_of_turn_token_is_a_token_without_text(tokenizer):
 
 
 def ended(reason, **fields):
-    return Request(
-        id="r", token_ids=[1, 2, 3], num_prompt_tokens=3, num_cached_tokens=2, finish_reason=reason, **fields
-    )
+    return RequestOutput(request_id="r", num_cached_tokens=2, finish_reason=reason, **fields)
 
 
 def test_a_completion_has_the_finish_reason_of_its_request(tokenizer):
     detokenizer = Detokenizer(tokenizer.decode, SamplingParams(stop=("ba",)))
     ids = tokenizer.encode_text("xxb")
     detokenizer.push(ids)
-    completion = detokenizer.completion(ended("length"))
+    completion = detokenizer.completion(ended("length"), num_prompt_tokens=3)
     assert (completion.text, completion.finish_reason, completion.token_ids) == ("xxb", "length", ids)
     assert (completion.num_prompt_tokens, completion.num_cached_tokens, completion.logprobs) == (3, 2, None)
 
@@ -156,7 +154,9 @@ def test_a_stop_string_overrides_the_finish_reason_of_the_core(tokenizer):
     detokenizer = Detokenizer(tokenizer.decode, SamplingParams(stop=("b",)))
     detokenizer.push([*tokenizer.encode_text("a"), *tokenizer.encode_text("b"), *tokenizer.encode_text("c")])
     logprobs = [TokenLogprobs(token_id, -1.0) for token_id in (1, 2, 3)]
-    completion = detokenizer.completion(ended("cancelled"), logprobs=logprobs, prompt_logprobs=[None])
+    completion = detokenizer.completion(
+        ended("cancelled"), num_prompt_tokens=3, logprobs=logprobs, prompt_logprobs=[None]
+    )
     assert (completion.text, completion.finish_reason, len(completion.token_ids)) == ("a", "stop", 2)
     assert completion.logprobs == logprobs[:2]
     assert completion.prompt_logprobs == [None]
@@ -165,13 +165,13 @@ def test_a_stop_string_overrides_the_finish_reason_of_the_core(tokenizer):
 def test_a_failed_request_keeps_its_text_and_has_a_failure(tokenizer):
     detokenizer, failure = Detokenizer(tokenizer.decode, SamplingParams()), Failure("running", "out of memory")
     detokenizer.push(tokenizer.encode_text("half an"))
-    completion = detokenizer.completion(ended("failed", failure=failure))
+    completion = detokenizer.completion(ended("failed", failure=failure), num_prompt_tokens=3)
     assert (completion.text, completion.finish_reason, completion.failure) == ("half an", "failed", failure)
 
 
 def test_a_request_that_has_not_ended_has_no_completion(tokenizer):
     with pytest.raises(AssertionError, match="has not ended"):
-        Detokenizer(tokenizer.decode, SamplingParams()).completion(ended(None))
+        Detokenizer(tokenizer.decode, SamplingParams()).completion(ended(None), num_prompt_tokens=3)
 
 
 @pytest.mark.parametrize("case", ["words", "control tokens", "nearly a long stop string"])

@@ -1,4 +1,4 @@
-"""Encoder-cache slots: users, sharing and eviction."""
+"""Encoder-cache slots: users, sharing, encodings in flight and eviction."""
 
 from collections import Counter
 
@@ -22,6 +22,7 @@ def test_an_image_gets_slots_for_its_tokens():
 def test_an_image_in_use_is_shared():
     cache = EncoderCache(ENCODER_SLOT_TOKENS)
     assert cache.acquire(A, 10)
+    cache.set_ready(A)
     slots = cache.slots(A)
     assert cache.can_acquire(A, 10)
     assert not cache.acquire(A, 10)
@@ -37,6 +38,7 @@ def test_unused_images_are_evicted_when_slots_are_needed_least_recently_used_fir
     cache = EncoderCache(3 * ENCODER_SLOT_TOKENS)
     for key in (A, B, C):
         cache.acquire(key, 64)
+        cache.set_ready(key)
     for key in (B, A, C):
         cache.release(key)
     assert not cache.acquire(B, 64)
@@ -49,9 +51,44 @@ def test_unused_images_are_evicted_when_slots_are_needed_least_recently_used_fir
 def test_without_caching_an_unused_image_is_evicted_at_once():
     cache = EncoderCache(ENCODER_SLOT_TOKENS, keeps_unused=False)
     cache.acquire(A, 64)
+    cache.set_ready(A)
     cache.release(A)
     assert not cache.contains(A)
     assert cache.acquire(A, 64)
+
+
+@pytest.mark.parametrize("keeps_unused", [True, False])
+def test_an_image_in_flight_is_not_evicted_even_without_users(keeps_unused):
+    """The encoder writes to its slots."""
+    cache = EncoderCache(ENCODER_SLOT_TOKENS, keeps_unused=keeps_unused)
+    cache.acquire(A, 64)
+    cache.release(A)
+    assert not cache.is_ready(A)
+    assert not cache.can_acquire(B, 64)
+    assert cache.can_acquire(A, 64)
+    cache.check(Counter())
+    cache.set_ready(A)
+    assert cache.contains(A) == keeps_unused
+    assert cache.can_acquire(B, 64)
+    cache.check(Counter())
+
+
+def test_an_image_in_flight_can_be_used_again():
+    cache = EncoderCache(ENCODER_SLOT_TOKENS)
+    cache.acquire(A, 64)
+    cache.release(A)
+    assert not cache.acquire(A, 64)
+    cache.set_ready(A)
+    cache.check(Counter({A: 1}))
+    assert not cache.can_acquire(B, 64)
+
+
+def test_an_encoding_ends_once():
+    cache = EncoderCache(ENCODER_SLOT_TOKENS)
+    cache.acquire(A, 64)
+    cache.set_ready(A)
+    with pytest.raises(AssertionError, match="encoded twice"):
+        cache.set_ready(A)
 
 
 def test_only_an_image_without_users_can_be_evicted():

@@ -204,6 +204,24 @@ def test_closing_ends_every_open_request(folder, conversations):
     engine.close()
 
 
+def test_when_the_device_fails_every_open_request_ends_with_a_typed_failure(folder, conversations, caplog):
+    with Engine.load(folder, device="cpu", config=CONFIG) as engine:
+        runner = engine._core._core._runner
+
+        def dies(chunks):
+            runner.is_alive = lambda: False
+            raise RuntimeError("illegal memory access")
+
+        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+        assert all(completion.failure is None for completion in engine.generate(conversations, sampling))
+        runner._forward_chunks = dies
+        completions = engine.generate(conversations, sampling)
+        assert {(c.finish_reason, c.failure.kind) for c in completions} == {("failed", "engine_stopped")}
+        with pytest.raises(RequestError, match="stopped"):
+            engine.generate(conversations[:1])
+        runner.is_alive = lambda: True
+
+
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt])
 def test_a_callback_that_raises_ends_only_its_own_request(engine, conversations, error):
     def fails(delta):
@@ -252,7 +270,7 @@ def test_a_request_can_be_cancelled_while_it_is_preprocessed(engine):
 def test_log_probabilities_of_a_prompt_come_once_even_after_preemption(folder, conversations):
     import dataclasses
 
-    small = dataclasses.replace(CONFIG, num_pages=75, max_step_tokens=24)
+    small = dataclasses.replace(CONFIG, num_pages=75, max_step_tokens=24, target_step_ms=None)
     with Engine.load(folder, device="cpu", config=small) as engine:
         sampling = SamplingParams(max_tokens=30, ignore_eos=True, prompt_logprobs=0)
         completions = engine.generate(conversations, sampling)
@@ -404,10 +422,10 @@ def test_renamed_settings_are_refused_with_the_new_name():
 
 def test_a_default_engine_on_a_cpu_has_a_small_cache_that_is_freed_when_it_closes(folder):
     engine = Engine.load(folder, device="cpu", dtype="auto", config=EngineConfig(num_workers=0))
-    assert engine._core.scheduler.pages.num_pages <= 65536 // 16
+    assert engine._core._core.scheduler.pages.num_pages <= 65536 // 16
     assert engine.processor.decode([5]) == Processor.load(folder).decode([5])
     engine.generate([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=2))
-    runner = engine._runner
+    runner = engine._core._core._runner
     tensors = [runner.cache.entries, runner.model.head.weight, runner._features, runner._logits]
     alive = [weakref.ref(tensor) for tensor in tensors]
     del runner, tensors

@@ -7,10 +7,11 @@ from engine.tiny import make_core, plain, request_of, run_all
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import EngineError
+from saccade.engine.core import AddRequest, EndRequest, EngineError
+from saccade.engine.core_thread import STOPPED
+from saccade.engine.encoder_cache import salted
 from saccade.engine.request import SamplingParams
 from saccade.engine.runner import Runner
-from saccade.errors import RequestError
 
 
 @pytest.fixture(scope="module")
@@ -25,40 +26,43 @@ DOOMED = "doomed"
 
 
 class FailsEncoding(Runner):
-    def encode(self, images):
-        if any(image.request.id.startswith(DOOMED) for image in images):
+    def _encode_pass(self, images):
+        if any(image.request_id.startswith(DOOMED) for image in images):
             raise RuntimeError("bad image")
-        super().encode(images)
+        super()._encode_pass(images)
 
 
 class FailsAtOnce(Runner):
-    def run(self, chunks, started):
-        if any(chunk.request.id.startswith(DOOMED) for chunk in chunks):
+    def _forward_chunks(self, chunks):
+        if any(chunk.request_id.startswith(DOOMED) for chunk in chunks):
             raise RuntimeError("bad request")
-        return super().run(chunks, started)
+        return super()._forward_chunks(chunks)
 
 
 class FailsWhileDecoding(Runner):
-    def run(self, chunks, started):
-        if any(chunk.request.id.startswith(DOOMED) and chunk.request.num_output_tokens > 4 for chunk in chunks):
+    def _forward_chunks(self, chunks):
+        if any(chunk.request_id.startswith(DOOMED) and self._num_output(chunk) > 4 for chunk in chunks):
             raise ValueError("bad token")
-        return super().run(chunks, started)
+        return super()._forward_chunks(chunks)
+
+    def _num_output(self, chunk):
+        return chunk.end - self._request(chunk).num_prompt_tokens
 
 
 class FailsSampling(Runner):
-    def _sample(self, chunks, logits_SV, prompt_logprobs):
-        if any(chunk.request.id.startswith(DOOMED) for chunk in chunks):
+    def _sample_chunks(self, forward, masks):
+        if any(chunk.request_id.startswith(DOOMED) for chunk in forward.chunks):
             raise MemoryError("no memory")
-        return super()._sample(chunks, logits_SV, prompt_logprobs)
+        return super()._sample_chunks(forward, masks)
 
 
 class FailsBatchesOnly(Runner):
     """Large batches fail; every request alone succeeds."""
 
-    def run(self, chunks, started):
+    def _forward_chunks(self, chunks):
         if len(chunks) > 3:
             raise MemoryError("out of memory")
-        return super().run(chunks, started)
+        return super()._forward_chunks(chunks)
 
 
 def load(folder, dooms):
@@ -89,9 +93,10 @@ def test_of_fifty_requests_one_fails_and_the_others_get_their_tokens(folder, kin
     outputs = run_all(core, requests, at_once=4)
     for (request, _), collected, tokens in zip(requests, outputs, expected, strict=True):
         if request.id.startswith(DOOMED):
-            assert request.finish_reason == "failed"
-            assert request.failure.stage == ("encoding" if kind is FailsEncoding else "running")
-            assert "bad" not in request.failure.message  # the exception text stays in the log
+            assert collected.last.finish_reason == "failed"
+            assert collected.last.failure.stage == ("encoding" if kind is FailsEncoding else "running")
+            assert collected.last.failure.kind == ("out_of_memory" if kind is FailsSampling else "internal_error")
+            assert "bad" not in collected.last.failure.message  # the exception text stays in the log
         else:
             assert collected.token_ids == tokens
     assert core.statistics.finished["failed"] == 2
@@ -103,8 +108,10 @@ def test_an_image_that_could_not_be_encoded_is_quarantined(folder):
     core = make_core(folder, CONFIG, runner_class=FailsEncoding)
     run_all(core, requests[:30])
     doomed = next(prompt for request, prompt in requests if request.id.startswith(DOOMED))
-    with pytest.raises(RequestError, match="image"):
-        core.add(request_of("again", doomed, SamplingParams()), doomed, 0, lambda update: None)
+    [refused] = core.handle(AddRequest(request=request_of("again", doomed, SamplingParams()), prompt=doomed))
+    assert (refused.finish_reason, refused.failure.kind) == ("failed", "invalid_request")
+    assert "image" in refused.failure.message
+    core.check()
 
 
 def test_a_batch_that_fails_is_run_in_halves(folder):
@@ -116,39 +123,53 @@ def test_a_batch_that_fails_is_run_in_halves(folder):
 class Dies(Runner):
     is_dead = False
 
-    def run(self, chunks, started):
-        if any(chunk.request.num_output_tokens > 3 for chunk in chunks):
+    def _forward_chunks(self, chunks):
+        if any(chunk.end - self._request(chunk).num_prompt_tokens > 3 for chunk in chunks):
             self.is_dead = True
             raise RuntimeError("illegal memory access")
-        return super().run(chunks, started)
+        return super()._forward_chunks(chunks)
 
     def is_alive(self):
         return not self.is_dead
 
 
-def test_when_the_device_fails_every_request_ends_once_and_the_engine_raises(folder):
+def test_when_the_device_fails_the_core_raises_and_every_request_can_be_ended_once(folder):
     requests, _ = load(folder, dooms=False)
     core = make_core(folder, CONFIG, runner_class=Dies)
+    endings = []
+    for request, prompt in requests[:20]:
+        core.handle(AddRequest(request=request, prompt=prompt))
+
+    def run():
+        while core.has_work:
+            endings.extend(output for output in core.step() if output.finish_reason)
+
     with pytest.raises(EngineError, match="device"):
-        run_all(core, requests[:20])
-    assert all(request.finish_reason in ("failed", "length") for request, _ in requests[:20])
+        run()
+    endings += core.fail_all(STOPPED)
+    assert sorted(output.request_id for output in endings) == sorted(request.id for request, _ in requests[:20])
+    assert {output.failure for output in endings if output.finish_reason == "failed"} == {STOPPED}
+    assert core.fail_all(STOPPED) == []
+    core.check()
 
 
 def test_cancelling_at_any_time_leaks_nothing(folder):
     requests, _ = load(folder, dooms=False)
     core = make_core(folder, CONFIG)
-    endings = []
+    outputs = []
     for request, prompt in requests[:24]:
-        core.add(request, prompt, 0, lambda update: endings.append(update.request.id) if update.is_last else None)
+        outputs += core.handle(AddRequest(request=request, prompt=prompt))
     for number, (request, _) in enumerate(requests[:24]):
-        core.step()
+        outputs += core.step()
         if number % 2:
-            core.cancel(request.id)
-            core.cancel(request.id)
+            outputs += core.handle(EndRequest(request_id=request.id, reason="cancelled"))
+            assert core.handle(EndRequest(request_id=request.id, reason="cancelled")) == []
     while core.has_work:
-        core.step()
+        outputs += core.step()
     core.check()
+    endings = [output.request_id for output in outputs if output.finish_reason]
     assert sorted(endings) == sorted(request.id for request, _ in requests[:24])
+    assert "cancelled" in core.statistics.finished
 
 
 class FailsOneImage(Runner):
@@ -156,10 +177,10 @@ class FailsOneImage(Runner):
 
     bad: bytes = b""
 
-    def encode(self, images):
-        if any(image.span.key == self.bad for image in images):
+    def _encode_pass(self, images):
+        if any(self._image(image).span.key == self.bad for image in images):
             raise RuntimeError("bad image")
-        super().encode(images)
+        super()._encode_pass(images)
 
 
 def test_a_bad_image_does_not_affect_a_good_one_of_the_same_request(folder):
@@ -175,8 +196,21 @@ def test_a_bad_image_does_not_affect_a_good_one_of_the_same_request(folder):
         (request_of(name, p, SamplingParams(max_tokens=6)), p) for name, p in (("both", both), ("alone", alone))
     ]
     outputs = run_all(core, requests)
-    assert [request.finish_reason for request, _ in requests] == ["failed", "length"]
+    assert [collected.last.finish_reason for collected in outputs] == ["failed", "length"]
     assert outputs[1].token_ids == expected[0].token_ids
+
+
+def test_requests_that_share_a_bad_image_all_fail(folder):
+    """Also one that reads it and leaves it in the step that should have encoded it for the other."""
+    prompts, _ = plain(folder, 1, 50, 12)
+    prompt = next(p for p in prompts if len(p.images) == 1)
+    core = make_core(folder, dataclasses.replace(CONFIG, max_step_tokens=512), runner_class=FailsOneImage)
+    core._runner.bad = prompt.images[0].span.key
+    names = ["first", "second", "third"]
+    outputs = run_all(core, [(request_of(name, prompt, SamplingParams(max_tokens=6)), prompt) for name in names])
+    assert [collected.last.finish_reason for collected in outputs] == ["failed"] * 3
+    assert [collected.token_ids for collected in outputs] == [[]] * 3
+    assert not core.scheduler.encoder_cache.contains(salted(b"", core._runner.bad))
 
 
 class NonFiniteLogits(Runner):
@@ -184,12 +218,12 @@ class NonFiniteLogits(Runner):
 
     value = float("nan")
 
-    def _sample(self, chunks, logits_SV, prompt_logprobs):
-        sampled = [chunk for chunk in chunks if chunk.samples for _ in range(1 + len(chunk.drafts))]
+    def _sample_chunks(self, forward, masks):
+        sampled = [chunk for chunk in forward.chunks if chunk.samples for _ in range(1 + len(chunk.drafts))]
         for row, chunk in enumerate(sampled):
-            if chunk.request.id.startswith(DOOMED) and chunk.start > chunk.request.num_prompt_tokens:
-                logits_SV[row, 7] = self.value
-        return super()._sample(chunks, logits_SV, prompt_logprobs)
+            if chunk.request_id.startswith(DOOMED) and chunk.start > self._request(chunk).num_prompt_tokens:
+                forward.logits[row, 7] = self.value
+        return super()._sample_chunks(forward, masks)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
@@ -207,13 +241,13 @@ def test_non_finite_logits_fail_their_own_request(folder, value, sampling):
         requests = [(request_of(name, prompts[i], params), prompts[i]) for i, name in enumerate(names)]
         core = make_core(folder, CONFIG, runner_class=kind)
         core._runner.value = value
-        return core, [request for request, _ in requests], run_all(core, requests)
+        return core, run_all(core, requests)
 
-    _, _, expected = run(None)
-    core, requests, outputs = run(NonFiniteLogits)
-    for name, request, output, plain_output in zip(names, requests, outputs, expected, strict=True):
+    _, expected = run(None)
+    core, outputs = run(NonFiniteLogits)
+    for name, output, plain_output in zip(names, outputs, expected, strict=True):
         if name.startswith(DOOMED):
-            assert (request.finish_reason, request.failure.kind) == ("failed", "non_finite_logits")
+            assert (output.last.finish_reason, output.last.failure.kind) == ("failed", "non_finite_logits")
             assert output.token_ids == plain_output.token_ids[: len(output.token_ids)]
             assert len(output.token_ids) == 2
         else:
@@ -221,23 +255,21 @@ def test_non_finite_logits_fail_their_own_request(folder, value, sampling):
     assert core.scheduler.is_idle_clean()
 
 
-class FailsCopying(Runner):
-    def copy_pages(self, pairs):
-        if pairs:
-            raise RuntimeError("no memory")
-        super().copy_pages(pairs)
+def failing_copy(pairs):
+    raise RuntimeError("no memory")
 
 
 def test_a_page_that_cannot_be_copied_fails_its_own_request(folder):
     prompts, expected = plain(folder, 1, 50, 12)
     whole = next(i for i, p in enumerate(prompts) if len(p.token_ids) % CONFIG.page_size == 0)
-    core = make_core(folder, CONFIG, runner_class=FailsCopying)
+    core = make_core(folder, CONFIG)
+    core._runner.cache.copy = failing_copy
     sampling = SamplingParams(max_tokens=4)
     first = run_all(core, [(request_of("first", prompts[whole], sampling), prompts[whole])])
     again, other = request_of("again", prompts[whole], sampling), request_of("other", prompts[0], sampling)
     outputs = run_all(core, [(again, prompts[whole]), (other, prompts[0])])
-    assert first[0].request.finish_reason == other.finish_reason == "length"
-    assert again.finish_reason == "failed"
+    assert first[0].last.finish_reason == outputs[1].last.finish_reason == "length"
+    assert outputs[0].last.finish_reason == "failed"
     assert outputs[1].token_ids == expected[0][:4]
 
 
@@ -247,28 +279,28 @@ def test_a_page_that_cannot_be_copied_quarantines_no_image(folder):
     with_image = next(prompt for prompt in prompts if prompt.images)
     first = with_image.images[0].span
     config = dataclasses.replace(CONFIG, encoder_cache=False, page_size=1, num_pages=1600)
-    core = make_core(folder, config, runner_class=FailsCopying)
+    core = make_core(folder, config)
+    core._runner.cache.copy = failing_copy
     sampling = SamplingParams(max_tokens=2)
     run_all(core, [(request_of("first", with_image, sampling), with_image)])
     # A page of the prefix is copied although the request still has the image to encode.
-    plan, expected = core.scheduler.plan, []
+    forward, expected = core._runner.forward, []
 
-    def plan_with_a_copy(*args):
-        found = plan(*args)
-        if found is not None and found.images and not expected:
-            target = found.chunks[0].pages[0]
-            source = next(page for page in range(config.num_pages) if all(page not in c.pages for c in found.chunks))
-            found.page_copies.append((source, target))
-            expected.append(found.chunks[0].request.id)
-        return found
+    def forward_with_a_copy(plan):
+        if plan.images and not expected:
+            target = plan.chunks[0].new_pages[0]
+            source = next(page for page in range(config.num_pages) if all(page not in c.new_pages for c in plan.chunks))
+            plan = dataclasses.replace(plan, page_copies=((source, target),))
+            expected.append(plan.chunks[0].request_id)
+        return forward(plan)
 
-    core.scheduler.plan = plan_with_a_copy
+    core._runner.forward = forward_with_a_copy
     sampling = SamplingParams(max_tokens=2, prompt_logprobs=0)
     again, other = request_of("again", with_image, sampling), request_of("other", with_image, sampling)
     outputs = run_all(core, [(again, with_image), (other, with_image)])
     assert expected == ["again"]
-    assert (again.finish_reason, other.finish_reason) == ("failed", "length")
-    assert first.key not in core._quarantine
+    assert [collected.last.finish_reason for collected in outputs] == ["failed", "length"]
+    assert first.key not in core.scheduler._quarantine
     assert core.statistics.num_failures == 1
     assert len(outputs[1].token_ids) == 2
 
@@ -278,16 +310,16 @@ class FailsOnceAfterSampling(Runner):
 
     num_attempts = 0
 
-    def _sample(self, chunks, logits_SV, prompt_logprobs):
+    def _sample_chunks(self, forward, masks):
         self.num_attempts += 1
-        if self.num_attempts % 3 == 0 and len(chunks) > 1:
+        if self.num_attempts % 3 == 0 and len(forward.chunks) > 1:
             commit = self.sampler.commit
             self.sampler.commit = lambda: (_ for _ in ()).throw(MemoryError("no memory"))
             try:
-                return super()._sample(chunks, logits_SV, prompt_logprobs)
+                return super()._sample_chunks(forward, masks)
             finally:
                 self.sampler.commit = commit
-        return super()._sample(chunks, logits_SV, prompt_logprobs)
+        return super()._sample_chunks(forward, masks)
 
 
 def test_a_retried_step_gives_the_same_tokens(folder):
@@ -306,11 +338,130 @@ def test_a_retried_step_gives_the_same_tokens(folder):
     assert [outputs.token_ids for outputs in found[0]] == [outputs.token_ids for outputs in found[1]]
 
 
-def test_a_prompt_the_runner_refuses_leaks_nothing(folder):
+def test_a_prompt_the_runner_refuses_fails_alone_and_leaks_nothing(folder):
     core = make_core(folder, CONFIG)
-    prompts, _ = plain(folder, 1, 50, 12)
+    prompts, expected = plain(folder, 1, 50, 12)
     broken = dataclasses.replace(prompts[0], positions=prompts[0].positions[:, :0])
-    with pytest.raises(IndexError):
-        core.add(request_of("broken", broken, SamplingParams()), broken, 0, lambda update: None)
+    [output] = core.handle(AddRequest(request=request_of("broken", broken, SamplingParams()), prompt=broken))
+    assert (output.request_id, output.finish_reason, output.failure.kind) == ("broken", "failed", "internal_error")
     assert not core.has_work
     core.check()
+    [collected] = run_all(core, [(request_of("r", prompts[1], SamplingParams(max_tokens=2)), prompts[1])])
+    assert collected.token_ids == expected[1][:2]
+
+
+# ------------------------------------------------------------------ bounds
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def timed_core(folder, **changes):
+    core = make_core(folder, dataclasses.replace(CONFIG, **changes))
+    core._clock = clock = Clock()
+    return core, clock
+
+
+def endings(outputs):
+    return {output.request_id: output.failure and output.failure.kind for output in outputs if output.finish_reason}
+
+
+def test_a_full_queue_refuses_requests_at_once(folder):
+    prompts, _ = plain(folder, 1, 50, 12)
+    core, _ = timed_core(folder, max_requests=1, max_waiting_requests=2)
+    sampling = SamplingParams(max_tokens=4)
+
+    def send(name):
+        return core.handle(AddRequest(request=request_of(name, prompts[0], sampling), prompt=prompts[0]))
+
+    assert send("running") == []
+    outputs = core.step()
+    assert send("a") == send("b") == []
+    [refused] = send("c")
+    assert (refused.request_id, refused.finish_reason) == ("c", "failed")
+    assert (refused.failure.kind, refused.failure.stage) == ("overloaded", "waiting")
+    assert core._runner.num_registered == 3
+    core.handle(EndRequest(request_id="a", reason="cancelled"))
+    assert send("d") == []
+    while core.has_work:
+        outputs += core.step()
+    assert endings(outputs) == {"running": None, "b": None, "d": None}
+    core.check()
+
+
+def test_a_request_that_does_not_start_in_time_fails(folder):
+    prompts, _ = plain(folder, 1, 50, 12)
+    core, clock = timed_core(folder, max_requests=1)
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    for name, seconds in (("running", 5.0), ("waiting", 5.0), ("patient", 50.0)):
+        request = request_of(name, prompts[0], sampling, queue_timeout_s=seconds)
+        core.handle(AddRequest(request=request, prompt=prompts[0]))
+    outputs = core.step()
+    clock.now += 4.9
+    outputs += core.step()
+    assert endings(outputs) == {}
+    clock.now += 0.2
+    outputs += core.step()
+    assert endings(outputs) == {"waiting": "timeout"}
+    assert core.scheduler.find("waiting") is None
+    while core.has_work:
+        outputs += core.step()
+    assert endings(outputs) == {"running": None, "waiting": "timeout", "patient": None}
+    core.check()
+
+
+def test_a_preempted_request_has_started_in_time(folder):
+    prompts, _ = plain(folder, 1, 50, 12)
+    core, clock = timed_core(folder, num_pages=75, max_length=600)
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    outputs = []
+    for i, prompt in enumerate(prompts[:10]):
+        request = request_of(f"r{i}", prompt, sampling, queue_timeout_s=0.5)
+        outputs += core.handle(AddRequest(request=request, prompt=prompt))
+    for _ in range(30):
+        outputs += core.step()
+    clock.now += 1.0
+    outputs += core.step()
+    while core.has_work:
+        outputs += core.step()
+    assert core.statistics.num_preemptions > 0
+    assert set(endings(outputs).values()) <= {None, "timeout"}
+    assert all(output.num_preemptions == 0 for output in outputs if output.failure)
+    core.check()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_request_that_is_not_complete_in_time_fails_with_the_tokens_it_has(folder, num_steps):
+    prompts, expected = plain(folder, 1, 50, 12)
+    core, clock = timed_core(folder)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    late = request_of("late", prompts[0], sampling, timeout_s=2.0)
+    other = request_of("other", prompts[1], SamplingParams(max_tokens=len(expected[1])))
+    outputs = core.handle(AddRequest(request=late, prompt=prompts[0]))
+    outputs += core.handle(AddRequest(request=other, prompt=prompts[1]))
+    for _ in range(num_steps):
+        outputs += core.step()
+    clock.now += 2.1
+    outputs += core.step()
+    assert endings(outputs)["late"] == "timeout"
+    while core.has_work:
+        outputs += core.step()
+    assert endings(outputs) == {"late": "timeout", "other": None}
+    assert [token for output in outputs if output.request_id == "other" for token in output.token_ids] == expected[1]
+    core.check()
+    assert core.scheduler.pages.num_free == core.scheduler.pages.num_pages
+
+
+def test_a_request_that_ended_in_time_is_not_ended_again(folder):
+    prompts, expected = plain(folder, 1, 50, 12)
+    core, clock = timed_core(folder)
+    request = request_of("r", prompts[0], SamplingParams(max_tokens=2), timeout_s=2.0, queue_timeout_s=1.0)
+    run_all(core, [(request, prompts[0])])
+    clock.now += 10
+    [collected] = run_all(core, [(request_of("next", prompts[0], SamplingParams(max_tokens=2)), prompts[0])])
+    assert collected.token_ids == expected[0][:2]

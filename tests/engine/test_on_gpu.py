@@ -94,4 +94,4 @@ def test_launching_a_step_never_synchronizes(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outputs = run_all(core, [(request_of(f"r{i}", p, sampling), p) for i, p in enumerate(prompts[8:20])])
-    assert all(collected.request.finish_reason == "length" for collected in outputs)
+    assert all(collected.last.finish_reason == "length" for collected in outputs)

@@ -1,5 +1,6 @@
 """The sampler against a reference for single requests, and against Hugging Face's repetition penalty."""
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -29,11 +30,29 @@ EVERYTHING = SamplingParams(
 )
 
 
-def make_request(name="a", prompt=(1, 2, 3, 2), stop_ids=(5, 6), **params):
+class Sampled:
+    """A request and the tokens it has."""
+
+    def __init__(self, request):
+        self.id, self.request, self.sampling, self.stop_ids = request.id, request, request.sampling, request.stop_ids
+        self.token_ids = list(request.token_ids)
+
+    @property
+    def output_token_ids(self):
+        return self.token_ids[self.request.num_prompt_tokens :]
+
+
+def make_request(name="a", prompt=(1, 2, 3, 2), stop_ids=(5, 6), seed=0, **params):
     sampling = params.pop("sampling", None) or SamplingParams(**params)
-    return Request(
-        id=name, token_ids=list(prompt), num_prompt_tokens=len(prompt), sampling=sampling, stop_ids=frozenset(stop_ids)
-    )  # fmt: skip
+    return Sampled(
+        Request(id=name, token_ids=tuple(prompt), sampling=sampling, stop_ids=frozenset(stop_ids), seed=seed)
+    )
+
+
+def start(sampler, slot, sampled, seed=0):
+    """Put a request into a slot, with the output it has."""
+    request = dataclasses.replace(sampled.request, seed=seed)
+    sampler.set_request(slot, request, sampled.output_token_ids)
 
 
 def logits_of(name, position, dtype=torch.float32):
@@ -117,7 +136,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(dtype):
         for slot in range(4):
             if slot not in running and waiting and rng.random() < 0.7:
                 running[slot] = waiting.pop(0)
-                sampler.set_request(slot, running[slot], ord(running[slot].id[1]))
+                start(sampler, slot, running[slot], ord(running[slot].id[1]))
         samples = rng.sample(sorted(running.items()), k=len(running))
         if samples:
             step(sampler, samples, dtype=dtype)
@@ -133,9 +152,9 @@ def test_a_plain_request_is_not_affected_by_one_with_all_options():
     alone, beside = make_request("plain", temperature=1.0), make_request("plain", temperature=1.0)
     busy, sampler = make_request("busy", sampling=EVERYTHING), Sampler(vocab_size=VOCAB, num_slots=3, device=CPU)
     other = Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
-    sampler.set_request(2, beside, 11)
-    sampler.set_request(0, busy, 12)
-    other.set_request(0, alone, 11)
+    start(sampler, 2, beside, 11)
+    start(sampler, 0, busy, 12)
+    start(other, 0, alone, 11)
     for _ in range(10):
         step(sampler, [(0, busy), (2, beside)], dtype=torch.bfloat16)
         step(other, [(0, alone)], dtype=torch.bfloat16)
@@ -145,13 +164,13 @@ def test_a_plain_request_is_not_affected_by_one_with_all_options():
 def test_a_slot_keeps_nothing_of_its_previous_request():
     used, fresh = (Sampler(vocab_size=VOCAB, num_slots=1, device=CPU) for _ in range(2))
     before = make_request("before", prompt=range(20), sampling=EVERYTHING)
-    used.set_request(0, before, 1)
+    start(used, 0, before, 1)
     for _ in range(5):
         step(used, [(0, before)])
     for params in (SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, presence_penalty=1.0), EVERYTHING):
         requests = [make_request("after", sampling=params) for _ in range(2)]
         for sampler, request in zip((used, fresh), requests, strict=True):
-            sampler.set_request(0, request, 2)
+            start(sampler, 0, request, 2)
             for _ in range(8):
                 sampled = step(sampler, [(0, request)])
             assert (sampled.logprobs is None) == (params.logprobs is None)
@@ -162,7 +181,7 @@ def test_samples_after_draft_tokens_equal_those_of_single_steps():
     params = SamplingParams(temperature=0.8, min_tokens=3, logit_bias={4: 3.0}, logprobs=2)
     expected = output_reference(make_request(sampling=params), 5, 5)
     request, sampler = make_request(sampling=params), Sampler(vocab_size=VOCAB, num_slots=2, device=CPU)
-    sampler.set_request(1, request, 5)
+    start(sampler, 1, request, 5)
     positions = len(request.token_ids) + np.arange(5)
     logits = torch.stack([logits_of(request.id, int(position)) for position in positions])
     sampled = sampler.sample(logits, np.full(5, 1), positions, np.arange(5))
@@ -171,14 +190,14 @@ def test_samples_after_draft_tokens_equal_those_of_single_steps():
 
 def test_a_request_with_penalties_cannot_have_two_samples():
     request, sampler = make_request(presence_penalty=1.0), Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
-    sampler.set_request(0, request, 5)
+    start(sampler, 0, request, 5)
     with pytest.raises(AssertionError, match="one sample"):
         sampler.sample(torch.zeros(2, VOCAB), np.zeros(2, np.int64), np.arange(2), np.arange(2))
 
 
 def test_a_slot_without_a_request_cannot_be_sampled():
     sampler = Sampler(vocab_size=VOCAB, num_slots=2, device=CPU)
-    sampler.set_request(0, make_request(), 0)
+    start(sampler, 0, make_request(), 0)
     with pytest.raises(AssertionError, match=r"slots \[1\]"):
         sampler.sample(torch.zeros(1, VOCAB), np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
 
@@ -194,7 +213,7 @@ def test_a_step_without_samples_returns_no_tokens():
 
 def test_stop_tokens_are_banned_before_min_tokens():
     request, sampler = make_request(min_tokens=2), Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
-    sampler.set_request(0, request, 0)
+    start(sampler, 0, request, 0)
     logits = torch.zeros(1, VOCAB)
     logits[0, 5], logits[0, 6], logits[0, 9] = 9.0, 8.0, 1.0
     for _ in range(3):
@@ -207,7 +226,7 @@ def test_an_end_of_turn_token_beyond_the_heads_vocabulary_needs_no_ban():
         make_request(min_tokens=2, stop_ids=(VOCAB, 5)),
         Sampler(vocab_size=VOCAB, num_slots=1, device=CPU),
     )
-    sampler.set_request(0, request, 0)
+    start(sampler, 0, request, 0)
     assert step(sampler, [(0, request)], torch.zeros(1, VOCAB)).token_ids.tolist() == [0]
 
 
@@ -215,7 +234,7 @@ def test_samples_follow_the_biased_distribution():
     """Chi-square with 36 degrees of freedom exceeds 90 once in 100 000 times."""
     num_draws, sampler = 4000, Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
     request = make_request(temperature=1.3, logit_bias={2: 1.0, 7: -1.0})
-    sampler.set_request(0, request, 3)
+    start(sampler, 0, request, 3)
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
     zeros = np.zeros(num_draws, np.int64)
     sampled = sampler.sample(logits.repeat(num_draws, 1), zeros, np.arange(num_draws), zeros)
@@ -232,7 +251,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(dtype):
         make_request(f"n{n}", temperature=0.5, logprobs=n, logit_bias={1: 9.0}, presence_penalty=1.0) for n in asked
     ]
     for slot, request in enumerate(requests):
-        sampler.set_request(slot, request, slot)
+        start(sampler, slot, request, slot)
     logits = torch.randn(4, VOCAB).to(dtype)
     raw = logits.float().log_softmax(-1)
     sampled = step(sampler, list(enumerate(requests)), logits)
@@ -247,7 +266,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(dtype):
 
 def test_logprobs_zero_returns_those_of_the_sampled_token_only():
     request, sampler = make_request(logprobs=0), Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
-    sampler.set_request(0, request, 0)
+    start(sampler, 0, request, 0)
     logits = torch.randn(1, VOCAB)
     sampled = step(sampler, [(0, request)], logits.clone())
     assert sampled.logprobs[0] == logits.log_softmax(-1).max()
@@ -268,9 +287,9 @@ def test_log_probabilities_of_given_tokens_equal_log_softmax(num_rows):
 
 def test_penalty_counts_are_allocated_on_first_use():
     sampler = Sampler(vocab_size=VOCAB, num_slots=3, device=CPU)
-    sampler.set_request(0, make_request(temperature=1.0, logit_bias={1: 1.0}, min_tokens=3), 0)
+    start(sampler, 0, make_request(temperature=1.0, logit_bias={1: 1.0}, min_tokens=3), 0)
     assert sampler._num_output_RV is None
-    sampler.set_request(1, make_request(repetition_penalty=1.1), 0)
+    start(sampler, 1, make_request(repetition_penalty=1.1), 0)
     tables = (sampler._num_output_RV, sampler._is_prompt_RV)
     assert sum(table.nbytes for table in tables) == penalty_bytes(3, VOCAB) == 3 * VOCAB * 5
 
@@ -305,7 +324,7 @@ def test_the_sampler_never_synchronizes_and_samples_as_on_the_cpu():
             try:
                 if number < 2:  # once allocating, once not
                     for slot, request in zip(slots.tolist(), requests, strict=True):
-                        sampler.set_request(slot, request, seed=slot)
+                        start(sampler, slot, request, slot)
                 drawn.append(sampler.sample(logits, slots, positions, num_output_tokens))
                 sampler.commit()
                 sampler.logprobs_of(logits, drawn[-1].token_ids, 3)

@@ -20,7 +20,7 @@ LANGUAGE = LanguageConfig(
 VISION = VisionConfig(num_layers=4, hidden_size=144, num_heads=3, intermediate_size=268, full_attention_layers=(1, 3))
 CONFIG = ModelConfig(vision=VISION, language=LANGUAGE, tied_head=True, family="qwen2_5_vl")
 
-ENGINE = EngineConfig(max_step_tokens=256, max_step_patches=1024)
+ENGINE = EngineConfig(max_step_tokens=256, max_encoder_patches=1024)
 
 
 @pytest.mark.parametrize("full", [(), (0, 2), (0, 1, 2, 3)], ids=["windows", "both", "full"])
