@@ -79,6 +79,7 @@ def test_launching_a_step_never_synchronizes(folder):
     """Prompts, images, penalties and log-probabilities: only reading synchronizes."""
     prompts, _ = plain(folder, 0, 40, 16)
     core = make_core(folder, CONFIG, device="cuda", dtype="bf16")
+    core._runner.warm_up()
     run_all(core, [(request_of(f"w{i}", p, SamplingParams(max_tokens=8)), p) for i, p in enumerate(prompts[:8])])
     launch = core._launch
 
@@ -95,3 +96,24 @@ def test_launching_a_step_never_synchronizes(folder):
         warnings.simplefilter("ignore")
         outputs = run_all(core, [(request_of(f"r{i}", p, sampling), p) for i, p in enumerate(prompts[8:20])])
     assert all(collected.last.finish_reason == "length" for collected in outputs)
+
+
+def test_nothing_is_captured_after_the_warm_up(folder):
+    prompts, _ = plain(folder, 0, 40, 16)
+    core = make_core(folder, dataclasses.replace(CONFIG, max_draft_tokens=0), device="cuda", dtype="bf16")
+    core._runner.warm_up()
+    run_all(core, [(request_of(f"r{i}", p, SamplingParams(max_tokens=8)), p) for i, p in enumerate(prompts)], at_once=3)
+    assert (core.statistics.num_late_captures, core.statistics.num_eager_steps) == (0, 0)
+
+
+def test_features_are_not_overwritten_while_a_step_reads_them(folder):
+    """An encoder cache of few slots, so that every image takes the place of one that a step in flight reads."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    prompts, expected = plain(folder, 0, 40, 16)
+    config = dataclasses.replace(CONFIG, encoder_cache_tokens=64, encoder_cache=False, prefix_cache=False)
+    core = make_core(folder, config, device="cuda", dtype="fp32")
+    with_images = [i for i, prompt in enumerate(prompts) if prompt.images]
+    requests = [
+        (request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(expected[i]))), prompts[i]) for i in with_images
+    ]
+    assert [collected.token_ids for collected in run_all(core, requests)] == [expected[i] for i in with_images]
