@@ -32,6 +32,8 @@ _MIN_SLOPE = 0.02
 _BACKLOG_STEPS = 6
 """Steps worth of prompts beyond which a backlog raises the target."""
 _MAX_RAISE = 2.5
+_DEEP_BACKLOG_STEPS, _DEEP_RAISE = 64, 6.0
+"""With so many steps worth of prompts waiting, half a second of them, throughput counts more than the gap between tokens."""
 _MIN_SLOWDOWN = 3.0
 """The target is at least this many times a step without prompts."""
 
@@ -56,6 +58,8 @@ class StepBudget:
         if self._target_ms is None:
             return None
         raised = min(_MAX_RAISE, num_waiting / (_BACKLOG_STEPS * self._budget))
+        if num_waiting > _DEEP_BACKLOG_STEPS * self._budget:
+            raised = _DEEP_RAISE
         return self._budget if raised <= 1 else int(min(raised * self._budget, self._max_tokens))
 
     def observe(self, step_ms: float, num_prompt_tokens: int, num_decode_tokens: int) -> None:
