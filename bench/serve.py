@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
-from saccade.model.families import vision_language_family
+from saccade.model.families import load_model_config
 from saccade.model.initialize import named_size
 
 Prompt = tuple[list[int], list[Image.Image]]
@@ -178,8 +178,7 @@ def show(record: Record, is_comparable: bool) -> None:
 
 def is_comparable(checkpoint: Path, num_requests: int, side: int, device: str) -> bool:
     """Whether vLLM's figures are of the same model shape, workload and card."""
-    raw = json.loads((checkpoint / "config.json").read_text())
-    model = vision_language_family(raw.get("model_type")).parse_config(raw)
+    model = load_model_config(checkpoint)
     return model == named_size("3b") and (num_requests, side) == (NUM_REQUESTS, SIDE) and "H200" in device
 
 
