@@ -221,7 +221,12 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> list[Record]:
     """All records; also written to `--out`."""
     settings = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}
-    config = EngineConfig(**({"prefix_cache": False, "max_draft_tokens": 0, "max_requests": options.requests, "max_length": 8192} | settings))
+    config = EngineConfig(
+        **(
+            {"prefix_cache": False, "max_draft_tokens": 0, "max_requests": options.requests, "max_length": 8192}
+            | settings
+        )
+    )
     records: list[Record] = []
     prompts = Prompts(options.checkpoint, seed=0, side=options.side)
 

@@ -34,6 +34,12 @@ from saccade.errors import RequestError, UserError
 
 logger = logging.getLogger(__name__)
 
+_MAX_STALE_DEADLINES = 1024
+"""Deadlines of ended requests kept before they are swept."""
+
+
+_FULL = Failure("waiting", "the engine's queue is full; try again later", "overloaded")
+
 
 class EngineError(Exception):
     """The device failed: every request has failed, and the process must be restarted."""
@@ -166,6 +172,10 @@ class EngineCore:
             return self._compile(message)
         return self._add(message.request, message.prompt)
 
+    @property
+    def _is_full(self) -> bool:
+        return self.scheduler.num_waiting + len(self._compiling) >= self._max_waiting
+
     def _end(self, message: EndRequest) -> list[RequestOutput]:
         if self._compiling.pop(message.request_id, None) is not None:
             return [RequestOutput(request_id=message.request_id, finish_reason=message.reason)]
@@ -175,6 +185,8 @@ class EngineCore:
     def _compile(self, message: AddRequest) -> list[RequestOutput]:
         """Compile the grammar of a request off this thread; it is added when that is done."""
         request, structured = message.request, message.request.sampling.structured
+        if self._is_full:
+            return self._refuse(request, _FULL)
         if self._grammars is None or structured is None:
             return self._refuse(
                 request, Failure("waiting", "structured output is not available here", "invalid_request")
@@ -206,8 +218,8 @@ class EngineCore:
     def _add(self, request: Request, prompt: TokenPrompt) -> list[RequestOutput]:
         self._is_checked = False
         try:
-            if self.scheduler.num_waiting >= self._max_waiting:
-                raise _RefusedError(Failure("waiting", "the engine's queue is full; try again later", "overloaded"))
+            if self._is_full:
+                raise _RefusedError(_FULL)
             self.scheduler.add(request)
             self._runner.register(request, prompt)
         except _RefusedError as refused:
@@ -229,6 +241,9 @@ class EngineCore:
         for kind, seconds in (("queue", request.queue_timeout_s), ("total", request.timeout_s)):
             if seconds is not None:
                 heapq.heappush(self._deadlines, (now + seconds, request.id, kind))
+        if len(self._deadlines) > _MAX_STALE_DEADLINES + 2 * len(self.scheduler.request_ids()):
+            self._deadlines = [entry for entry in self._deadlines if self.scheduler.find(entry[1]) is not None]
+            heapq.heapify(self._deadlines)
 
     def _expire(self) -> list[RequestOutput]:
         """End requests whose deadline has passed: in the queue, or in all."""

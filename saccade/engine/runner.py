@@ -174,6 +174,7 @@ class Runner:
         self._encode_results: list[EncodeResult] = []
         self._slot_read_by = np.full(self._num_features // ENCODER_SLOT_TOKENS, -1)  # the last step that read each slot
         self._num_steps_read = 0
+        self._uncopied: dict[int, Failure] = {}  # pages whose copy failed, until a chunk reads them
         self._num_eager_steps = 0
 
     def close(self) -> None:
@@ -247,7 +248,11 @@ class Runner:
         self._start_slots(plan)
         self._encode(plan, plan.images, failures)
         with self.on_stream():
-            self._copy_pages(plan, plan.page_copies, failures)
+            self._copy_pages(plan.page_copies)
+            for chunk in plan.chunks if self._uncopied else ():
+                failures |= {
+                    chunk.request_id: self._uncopied.pop(page) for page in chunk.new_pages if page in self._uncopied
+                }
             self._wait_for_features(plan)
             chunks = [chunk for chunk in plan.chunks if chunk.request_id not in failures]
             if not chunks:
@@ -306,8 +311,8 @@ class Runner:
                 self.sampler.set_request(start.slot, inputs.request, start.output_token_ids)
         self._builder.append_pages(plan.chunks)
 
-    def _copy_pages(self, plan: StepPlan, copies: Sequence[tuple[int, int]], failures: dict[str, Failure]) -> None:
-        """Copy (source, target) pages, one by one where that fails. A failed copy fails the request that owns the target alone."""
+    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, target) pages, one by one where that fails. A failed copy fails the request that reads the target, alone."""
         if not copies:
             return
         try:
@@ -315,12 +320,10 @@ class Runner:
         except Exception as error:
             if len(copies) > 1:
                 for pair in copies:
-                    self._copy_pages(plan, [pair], failures)
+                    self._copy_pages([pair])
                 return
             [(_, target)] = copies
-            for chunk in plan.chunks:
-                if target in chunk.new_pages:
-                    failures[chunk.request_id] = self._failure("running", chunk.request_id, error)
+            self._uncopied[target] = self._failure("running", "with a shared prefix", error)
 
     def _forward_chunks(self, chunks: Sequence[Chunk]) -> _Forward:
         """Decode requests first, then the others: see `step_inputs.py`."""
