@@ -250,9 +250,8 @@ class Runner:
         with self.on_stream():
             self._copy_pages(plan.page_copies)
             for chunk in plan.chunks if self._uncopied else ():
-                failures |= {
-                    chunk.request_id: self._uncopied.pop(page) for page in chunk.new_pages if page in self._uncopied
-                }
+                for page in self._uncopied.keys() & set(chunk.new_pages):
+                    failures[chunk.request_id] = self._uncopied.pop(page)
             self._wait_for_features(plan)
             chunks = [chunk for chunk in plan.chunks if chunk.request_id not in failures]
             if not chunks:
