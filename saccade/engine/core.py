@@ -19,12 +19,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.cuda_graphs import MAX_CHUNKS, PREFILL_TOKENS
+from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, PREFILL_TOKENS
 from saccade.engine.encoder_cache import EncoderCache
 from saccade.engine.grammar import Grammars, GrammarState
 from saccade.engine.pages import PagePool
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.prompt_lookup import MAX_DRAFTING, PromptLookup
+from saccade.engine.prompt_lookup import PromptLookup
 from saccade.engine.request import Failure, FinishReason, Request, RequestOutput
 from saccade.engine.runner import DeviceError, GrammarMasks, Runner, StepForward, StepHandle
 from saccade.engine.scheduler import Limits, Scheduler

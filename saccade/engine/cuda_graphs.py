@@ -24,6 +24,8 @@ PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 153
 """Prefill tokens of captured steps. Larger steps keep the GPU busy long enough for the host to launch them."""
 MAX_CHUNKS = 32
 """Prefill requests of a step. All captured steps with prefill have room for so many: one without tokens costs next to nothing."""
+MAX_DRAFTING = 8
+"""Running requests up to which drafts pay (`prompt_lookup.py`)."""
 _MIXED_DECODE = (0, 16, 32, 64, 96, 128, 192, 256)
 """Decode requests of captured steps with prefill."""
 _MAX_OVERFLOW = 8
@@ -84,8 +86,8 @@ def decode_beside_prefill(num_decode: int, num_chunks: int) -> int:
     return fewer[-1] if is_few else num_decode
 
 
-def declared_sizes(max_requests: int, max_length: int) -> Iterator[StepSize]:
-    """Sizes captured before the engine is ready: decode of any number of requests, alone and beside prefill."""
+def declared_sizes(max_requests: int, max_length: int, max_draft_tokens: int = 0) -> Iterator[StepSize]:
+    """Sizes captured before the engine is ready: decode of any number of requests, alone and beside prefill, and drafts of few."""
     contexts = sorted({_round_context(min(context, max_length), max_length) for context in _CONTEXTS})
     decode = sorted({_round_decode(n) for n in range(1, max_requests + 1)})
     for context in contexts:
@@ -95,6 +97,9 @@ def declared_sizes(max_requests: int, max_length: int) -> Iterator[StepSize]:
         for tokens in PREFILL_TOKENS:
             if tokens >= _min_prefill(num_decode):
                 yield StepSize(num_decode, tokens, MAX_CHUNKS, MAX_CHUNKS, context)
+    drafting = [n * (1 + max_draft_tokens) for n in range(1, min(MAX_DRAFTING, max_requests) + 1)]
+    sizes = {(PREFILL_TOKENS[bisect_left(PREFILL_TOKENS, tokens)], _round_samples(tokens)) for tokens in drafting}
+    yield from (StepSize(0, tokens, MAX_CHUNKS, n, context) for tokens, n in sorted(sizes) if n > MAX_CHUNKS)
 
 
 def _min_prefill(num_decode: int) -> int:

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from saccade.engine.request import ImageSpan
 from saccade.engine.request_state import RequestState
 
-MAX_DRAFTING = 8
-"""Running requests up to which drafts pay."""
 _START, _STOP = 0.5, 0.3
 """Fraction of recent tokens predicted at which a request starts and stops drafting."""
 _WEIGHT = 0.1

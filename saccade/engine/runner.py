@@ -593,7 +593,7 @@ class Runner:
             return
         compiled: set[int] = set()
         with self.on_stream():
-            for size in declared_sizes(self.config.max_requests, self.max_length):
+            for size in declared_sizes(self.config.max_requests, self.max_length, self.config.max_draft_tokens):
                 self._upload_padding(size)
                 if size.num_tokens <= _NUM_SMALL or size.num_decode not in compiled:  # kernels differ by these
                     self._forward_captured(size)

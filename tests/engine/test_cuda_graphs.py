@@ -8,6 +8,7 @@ import torch
 from saccade.engine import cuda_graphs
 from saccade.engine.cuda_graphs import (
     MAX_CHUNKS,
+    MAX_DRAFTING,
     PREFILL_TOKENS,
     CudaGraphs,
     StepSize,
@@ -172,3 +173,18 @@ def test_a_size_whose_capture_fails_runs_eagerly_from_then_on_and_is_counted(cap
     graphs.run(SIZES[7])
     assert graphs.num_eager_runs == 5
     assert (graphs.num_captured, graphs.num_late_captures) == (0, 0)
+
+
+def test_drafts_of_few_requests_are_declared():
+    declared = set(declared_sizes(256, 8192, 7))
+    for num_requests in range(1, MAX_DRAFTING + 1):
+        num_tokens = 8 * num_requests
+        size = step_size(
+            num_decode=0,
+            num_tokens=num_tokens,
+            num_chunks=num_requests,
+            num_samples=num_tokens,
+            max_context=900,
+            max_length=8192,
+        )
+        assert size in declared

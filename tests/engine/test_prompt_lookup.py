@@ -11,8 +11,9 @@ from engine.tiny import make_core, request_of, run_all
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
+from saccade.engine.cuda_graphs import MAX_DRAFTING
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.prompt_lookup import MAX_DRAFTING, PromptLookup
+from saccade.engine.prompt_lookup import PromptLookup
 from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.engine.request_state import RequestState
 from saccade.engine.step import Chunk
