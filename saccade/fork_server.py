@@ -165,10 +165,13 @@ def serve(module: str, name: str, control_fd: str, owner_pid: str) -> None:
     """Main function of the fork server: initialize once, then fork a worker for each socket the owner sends."""
     exit_with_parent(int(owner_pid))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C and kills this process
-    with socket.socket(fileno=int(control_fd)) as control:
+    with socket.socket(fileno=int(control_fd)) as control, contextlib.suppress(ConnectionError):  # the owner has gone
         initialize: Initialize = getattr(importlib.import_module(module), name)
+        config = receive(control)
+        if config is None:
+            return
         try:
-            run_worker, metadata = initialize(receive(control))
+            run_worker, metadata = initialize(config)
         except Exception as error:
             send(control, encode_error(error))
             return

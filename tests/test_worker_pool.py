@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -239,3 +242,22 @@ def test_closing_fails_unfinished_and_later_jobs():
             future.result(TIMEOUT_S)
     with pytest.raises(ForkServerError):
         pool._fork_server.start_worker()
+
+
+@pytest.mark.parametrize("has_config", [False, True], ids=["before the configuration", "while it initializes"])
+def test_a_fork_server_whose_owner_has_gone_exits_without_a_word(has_config):
+    control, child_end = socket.socketpair()
+    if has_config:
+        send(control, {"error": "no such folder"})
+    control.close()
+    code = "import sys; from saccade.fork_server import serve; serve(*sys.argv[1:])"
+    arguments = ["echo_worker", "initialize", str(child_end.fileno()), str(os.getpid())]
+    with child_end:
+        process = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            pass_fds=[child_end.fileno()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            timeout=TIMEOUT_S,
+        )
+    assert (process.returncode, process.stderr) == (0, b"")
