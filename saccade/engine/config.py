@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -94,14 +95,10 @@ class EngineConfig:
             raise ConfigError(f"page_size is {self.page_size}; use a power of two from 1 to 128")
         if self.kv_format not in get_args(KVFormat):
             raise ConfigError(f"kv_format is {self.kv_format!r}; use one of {', '.join(get_args(KVFormat))}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}; use a number above 0 and up to 1"
-            )
-        if self.target_step_ms is not None and not 0 < self.target_step_ms < float("inf"):
-            raise ConfigError(f"target_step_ms is {self.target_step_ms}; use a positive number of milliseconds")
-        if not 0 < self.preprocess_timeout_s < float("inf"):
-            raise ConfigError(f"preprocess_timeout_s is {self.preprocess_timeout_s}; use a positive number of seconds")
+        self._check_positive("gpu_memory_utilization", "a number above 0 and up to 1", most=1)
+        if self.target_step_ms is not None:
+            self._check_positive("target_step_ms", "a positive number of milliseconds")
+        self._check_positive("preprocess_timeout_s", "a positive number of seconds")
         if self.max_draft_tokens > 16:
             raise ConfigError(f"max_draft_tokens is {self.max_draft_tokens}; use 0 to 16")
 
@@ -109,3 +106,8 @@ class EngineConfig:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name} is {value!r}; use a whole number from {least}")
+
+    def _check_positive(self, name: str, expected: str, *, most: float = sys.float_info.max) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
+            raise ConfigError(f"{name} is {value!r}; use {expected}")

@@ -20,7 +20,7 @@ import os
 import queue
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -189,7 +189,9 @@ class Engine:
         `continue_final_message` continues a final assistant message instead of starting a new one.
         """
         batch: Any = conversations
-        if isinstance(batch, str):
+        if not isinstance(batch, str | Mapping) and isinstance(batch, Iterable):
+            batch = list(batch)
+        else:
             raise RequestError('a conversation is a list of messages, such as [{"role": "user", "content": "hello"}]')
         if batch and isinstance(batch[0], Mapping):
             batch = [batch]
@@ -206,7 +208,10 @@ class Engine:
         progress: bool = False,
     ) -> list[Completion]:
         """The same for (token ids, images); the ids contain one placeholder per image."""
-        submits = [partial(self._preprocess_tokens, *prompt) for prompt in prompts]
+        prompts = list(prompts) if isinstance(prompts, Iterable) else [prompts]
+        if not all(isinstance(prompt, tuple | list) and len(prompt) == 2 for prompt in prompts):
+            raise RequestError("prompts is a list of pairs (token ids, images), such as [([1, 2, 3], [])]")
+        submits = [partial(self._preprocess_tokens, token_ids, images) for token_ids, images in prompts]
         return self._generate(submits, sampling, priority, salt, progress)
 
     def _preprocess(self, messages: Conversation, continue_final_message: bool) -> Future[TokenPrompt]:
@@ -542,22 +547,27 @@ def _set_completion(future: Future[Completion], delta: CompletionDelta) -> None:
         future.set_result(delta.completion)
 
 
-def _sampling_of_each(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[SamplingParams]:
+def _sampling_of_each(sampling: Any, count: int) -> list[SamplingParams]:
     """Sampling parameters of each prompt."""
     if sampling is None or isinstance(sampling, SamplingParams | Mapping):
         return [_sampling_params(sampling)] * count
+    if not isinstance(sampling, Sequence) or isinstance(sampling, str):
+        raise ConfigError(f"sampling is {sampling!r}; use SamplingParams, a dict of its fields, or a list of either")
     if len(sampling) != count:
         raise RequestError(f"{count} prompts but {len(sampling)} sampling parameters: give one, or one for each")
     return [_sampling_params(one) for one in sampling]
 
 
-def _sampling_params(sampling: Sampling | None) -> SamplingParams:
+def _sampling_params(sampling: Any) -> SamplingParams:
     if isinstance(sampling, SamplingParams):
         return sampling
-    fields = sampling or {}
-    unknown = fields.keys() - {field.name for field in dataclasses.fields(SamplingParams)}
+    fields = {} if sampling is None else sampling
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"sampling is {fields!r}; use SamplingParams, a dict of its fields, or a list of either")
+    known = [field.name for field in dataclasses.fields(SamplingParams)]
+    unknown = sorted(map(str, fields.keys() - set(known)))
     if unknown:
-        raise ConfigError(f"{', '.join(sorted(map(str, unknown)))}: no such sampling parameter")
+        raise ConfigError(f"{', '.join(unknown)}: no such sampling parameter. Use {', '.join(known)}")
     return SamplingParams(**fields)
 
 

@@ -105,6 +105,7 @@ class SamplingParams:
             _is_count(token_id, 0) and _is_within(bias, -100, 100) for token_id, bias in self.logit_bias.items()
         )
         _check("logit_bias", self.logit_bias, are_biases, f"up to {MAX_BIASED_TOKENS} token ids, each with -100 to 100")
+        _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "true or false")
         is_form = self.structured is None or isinstance(self.structured, StructuredOutput)
         _check("structured", self.structured, is_form, "a StructuredOutput or a dict of its fields")
         if self.structured is not None and (self.ignore_eos or self.min_tokens):

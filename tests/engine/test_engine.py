@@ -287,6 +287,7 @@ def test_log_probabilities_of_a_prompt_come_once_even_after_preemption(folder, c
         {"max_tokens": 2**64}, {"min_tokens": 300}, {"logprobs": 1.5}, {"stop": 5}, {"stop": ("a", 5)}, {"n": 0}, {"n": 2},
         {"stop": ("x" * 10**6,)}, {"stop_token_ids": 5}, {"stop_token_ids": (5.5,)}, {"stop_token_ids": tuple(range(5000))},
         {"logit_bias": {5.5: 1.0}}, {"logit_bias": {-1: 1.0}}, {"logit_bias": {5: float("nan")}}, {"top_p": float("nan")}, {"seed": -1},
+        {"ignore_eos": "yes"},
     ],
     ids=lambda wrong: ", ".join(wrong),
 )  # fmt: skip
@@ -305,6 +306,8 @@ def test_invalid_sampling_parameters_are_refused_by_name(wrong):
         {"page_size": 16.0},
         {"processed_image_cache_bytes": -1},
         {"preprocess_timeout_s": 0.0},
+        {"gpu_memory_utilization": "0.9"},
+        {"target_step_ms": "10"},
         {"max_images_per_request": -1},
     ],
     ids=str,
@@ -337,11 +340,28 @@ def test_one_conversation_needs_no_list_and_sampling_may_be_a_dict(engine, conve
     assert completion.token_ids == expected.token_ids
     each = engine.generate(conversations[:2], [{"max_tokens": 1}, SamplingParams(max_tokens=2)])
     assert [len(completion.token_ids) for completion in each] == [1, 2]
-    with pytest.raises(ConfigError, match="max_token: no such sampling parameter"):
+    with pytest.raises(ConfigError, match=r"max_token: no such sampling parameter\. Use n, .* max_tokens"):
         engine.generate(conversations[0], {"max_token": 4})
-    with pytest.raises(RequestError, match="list of messages"):
-        engine.generate("hello")
     assert engine.generate([]) == []
+    assert len(engine.generate((each for each in conversations[:2]), {"max_tokens": 1})) == 2
+
+
+@pytest.mark.parametrize("wrong", ["hello", None, 5, {"role": "user", "content": "hello"}], ids=repr)
+def test_what_is_no_list_of_conversations_is_refused(engine, wrong):
+    with pytest.raises(RequestError, match="list of messages"):
+        engine.generate(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "abc", [1, 2, 3], [[1, 2, 3]], [([1],)]], ids=repr)
+def test_what_is_no_list_of_token_prompts_is_refused(engine, wrong):
+    with pytest.raises(RequestError, match="list of pairs"):
+        engine.generate_tokens(wrong)
+
+
+@pytest.mark.parametrize("wrong", [5, "greedy", [5]], ids=repr)
+def test_sampling_that_is_no_parameters_is_refused(engine, conversations, wrong):
+    with pytest.raises(ConfigError, match="sampling is"):
+        engine.generate(conversations[0], wrong)
 
 
 @pytest.mark.parametrize(
