@@ -92,6 +92,17 @@ def test_every_kernel_has_a_reference_a_test_and_a_bench():
         assert (ROOT / "bench" / "kernels" / f"{path.stem}.py").exists(), f"{path.stem} has no bench"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_imports_from_the_package_exists(path):
+    """Benchmarks run on a GPU machine only, so a renamed function would be noticed late."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("saccade"):
+            module = importlib.import_module(node.module)
+            missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+            for name in missing:
+                importlib.import_module(f"{node.module}.{name}")
+
+
 def test_library_code_never_prints_and_imports_no_oracle_or_pickle():
     for path in MODULES:
         source = path.read_text()
