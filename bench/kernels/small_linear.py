@@ -100,7 +100,7 @@ class Case:
         return F.linear(self.rows(), weight, self.bias)
 
     def measure(self, path: str, way: Callable[[Tensor], Tensor]) -> Row:
-        """Compared with the reference, then timed. Compilers fail in many ways; the others go on."""
+        """Compared with the reference, then timed. Compilers fail in many ways; the others continue."""
         op = f"{self.layer.kind} linear"
         turns = cycle(self.copies)
         try:

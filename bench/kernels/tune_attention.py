@@ -148,7 +148,7 @@ SMALL = {
 
 
 def _compile(job: Job, case_name: str) -> str | None:
-    """In a worker: compile and run one setting on a small batch, so that it lies in Triton's cache. The error, if any."""
+    """In a worker: compile and run one setting on a small batch, so that it is in Triton's cache. The error, if any."""
     case = SMALL[case_name]
     try:
         torch.manual_seed(0)

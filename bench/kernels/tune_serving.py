@@ -2,7 +2,7 @@
 
 Each candidate is compared with the reference before it is timed; one that is wrong or does not compile is reported and left
 out. The best of each shape is marked with *. `--only` picks sections; all of them take about three minutes on an H200, most of
-it compiling. What wins goes by hand into the tables of the kernel modules, which this script does not touch.
+it compiling. The best settings are copied manually into the tables of the kernel modules.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def try_candidate(
         if not error <= bound:
             return result | {"failed": f"relative RMS error {error:.1e}"}
         ms = clock()
-    except Exception as error:  # compilers fail in many ways; the sweep goes on
+    except Exception as error:  # compilers fail in many ways; the sweep continues
         return result | {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}"}
     return result | {"ms": round(ms, 4), "tb_s": round(num_bytes / ms / 1e9, 2)}
 

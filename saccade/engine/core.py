@@ -345,7 +345,7 @@ class EngineCore:
         return self._grammars.masks(states) if self._grammars is not None and states else {}
 
     def _fail_grammars(self) -> list[RequestOutput]:
-        """End requests whose grammar cannot go on: it ran into a limit."""
+        """End requests whose grammar cannot continue because it exceeded a limit."""
         failed = [(request_id, state.error) for request_id, state in self._grammar_states.items() if state.error]
         outputs = []
         for request_id, error in failed:

@@ -284,7 +284,7 @@ class CoreProcess:
 
 
 def serve(connection: Connection) -> None:
-    """Load a core as told by the first frame, then serve until the connection ends."""
+    """Load a core as the first frame specifies, then serve until the connection ends."""
     from saccade.engine.core import EngineCore
     from saccade.engine.engine import grammars_of
     from saccade.engine.loading import load_runner

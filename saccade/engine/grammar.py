@@ -158,7 +158,7 @@ _REASONS = (
     (r"Pointer '.*' does not exist", "a $ref refers to a definition that does not exist"),
     (r"look-?around|backreference", "look-around, word boundaries and backreferences are not supported"),
 )  # fmt: skip
-"""What the library says, and what the client is told. The library's own text stays in the log."""
+"""Errors of the library and the messages for the client. The library's own text stays in the log."""
 
 
 def _explain(kind: str, message: str) -> str:
@@ -369,7 +369,7 @@ class GrammarState:
 
     def __init__(self, grammar: _Grammar, matcher: Any) -> None:
         self.error: str | None = None
-        """Why the request cannot go on: the grammar ran into a limit. Its masks then allow the end of the sequence alone."""
+        """Why the request cannot continue: the grammar exceeded a limit. Its masks then allow only the end of the sequence."""
         self.lexer_id = id(matcher)
         """Equal for states that share a lexer."""
         self.matcher = matcher.deep_copy()
@@ -448,7 +448,7 @@ class MaskPool:
 
 
 def _finish_masks(out_NW: NDArray[np.int32], states: Sequence[GrammarState], first_rows: Sequence[int]) -> None:
-    """Remove control tokens, which a Lark grammar can name, and mark states that cannot go on."""
+    """Remove control tokens, which a Lark grammar can name, and mark states that cannot continue."""
     if not states:
         return
     vocabulary = states[0].vocabulary

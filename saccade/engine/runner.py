@@ -214,7 +214,7 @@ class Runner:
         return True
 
     def _failure(self, stage: Stage, request_id: str, error: Exception) -> Failure:
-        """What the client is told; the exception itself goes to the log. DeviceError if no other request could run either."""
+        """The message for the client; the exception itself goes to the log. DeviceError if no other request could run either."""
         if not self.is_alive():
             raise DeviceError(f"the device failed while {stage}: {error}") from error
         logger.warning("request %s failed while %s: %r", request_id, stage, error, exc_info=error)
@@ -664,7 +664,7 @@ class _SampledChunks:
         for chunk in self._chunks:
             token_ids: list[int] = []
             logprobs: list[TokenLogprobs] = []
-            inputs = requests.get(chunk.request_id)  # None: it has ended, and nobody reads its result
+            inputs = requests.get(chunk.request_id)  # None: it has ended, and its result is not read
             if chunk.samples:
                 index = range(first, first + 1 + len(chunk.drafts))
                 first = index.stop

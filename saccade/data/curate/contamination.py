@@ -1,4 +1,4 @@
-"""Find images of an evaluation set in a training set: the same bytes, or the same picture after an edit.
+"""Find images of an evaluation set in a training set: the same bytes, or the same image after an edit.
 
 Found are copies that were resized, encoded again, cropped by a few percent, mirrored, made brighter or grey, or that carry a text
 or a logo (`image_match.SHOWN`). Every image of one set is compared with every image of the other: a matrix product of descriptors

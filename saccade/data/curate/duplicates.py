@@ -1,7 +1,7 @@
 """Find samples that repeat a better one.
 
     exact           the same image bytes, in the same order
-    near, by image  the same pictures resized, encoded again, cropped, mirrored, brighter or grey (`image_match.COPY`)
+    near, by image  the same images resized, encoded again, cropped, mirrored, brighter or grey (`image_match.COPY`)
     near, by text   a Jaccard similarity of the texts above the threshold
 
 Each returns for every sample the better one it repeats. What repeats a captioned image is a setting (`keep_one_per`); samples with
@@ -95,7 +95,7 @@ def num_shared_images(samples: SampleTable) -> int:
 def close_pairs(hashes: NDArray[np.uint8]) -> Pairs:
     """Pairs of images of which two views share a band and differ in few bits, at most `_MAX_VERIFIED` for the worse of a pair."""
     num = len(hashes)
-    views = np.ascontiguousarray(hashes.transpose(1, 0, 2)).reshape(-1, hashes.shape[2])  # whole pictures first
+    views = np.ascontiguousarray(hashes.transpose(1, 0, 2)).reshape(-1, hashes.shape[2])  # whole images first
     kept, found, num_found = np.zeros((3, 0), np.int64), list[Ints](), 0
     for one, other in candidate_pairs(band_keys(views, band) for band in range(NUM_BANDS)):
         distances = hash_distances(views[one], views[other])
@@ -121,7 +121,7 @@ def _closest(found: Ints) -> Ints:
 
 
 def _verified(pairs: Pairs, samples: SampleTable, images: Ints) -> Pairs:
-    """The pairs (positions in `images`) whose thumbnails show the same picture."""
+    """The pairs (positions in `images`) whose thumbnails show the same image."""
     needed = np.unique(np.concatenate(pairs))
     thumbnails = samples.thumbnails(images[needed])
     better, worse = (np.searchsorted(needed, side) for side in pairs)

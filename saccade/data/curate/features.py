@@ -92,7 +92,7 @@ def shard_features(index: ShardIndex, shard: int) -> pa.Table:
 
 
 def _measure_images(sample: Sample, features: dict[str, Any]) -> list[NDArray[np.uint8]]:
-    """The small pictures of a sample; empty where one cannot be decoded."""
+    """The small images of a sample; empty where one cannot be decoded."""
     encoded = images(sample)
     try:
         pictures = [small_picture(data, DECODE_LIMITS) for data in encoded]
@@ -139,7 +139,7 @@ def _is_number(value: object) -> bool:
 
 
 def _add_image_hashes(rows: list[dict[str, Any]], pictures: list[list[NDArray[np.uint8]]]) -> None:
-    """Add hashes and thumbnails of all pictures of the shard."""
+    """Add hashes and thumbnails of all images of the shard."""
     every = [picture for each in pictures for picture in each]
     stacked = np.stack(every) if every else np.zeros((0, SIDE, SIDE, 3), np.uint8)
     hashes, thumbs = iter(view_hashes(stacked)), iter(thumbnails(stacked))

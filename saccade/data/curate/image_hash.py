@@ -23,7 +23,7 @@ from PIL import ExifTags, Image
 from saccade.processor.image import MediaLimits, load_image
 
 SIDE = 32
-"""Of the small picture all features are computed from."""
+"""Of the small image all features are computed from."""
 HASH_BYTES = 32
 NUM_VIEWS = 4
 THUMBNAIL_BYTES = SIDE * SIDE + 2 * 8 * 8
@@ -33,7 +33,7 @@ _LOWEST = 8  # and per axis of a descriptor
 _SILENT = (
     3.0  # grey levels: below may be encoder noise. At 2 copies of blurred images are lost, at 4 pages of text collide
 )
-_FLAT = 30.0  # norm of the descriptor of a picture without structure: its cosine with anything is near zero
+_FLAT = 30.0  # norm of the descriptor of an image without structure: its cosine with anything is near zero
 _CENTRE = 0.95  # share of each side in the cropped views
 _DECODED_SIDE = 64  # JPEGs are decoded at the smallest scale that leaves both sides this long
 _BAND_BITS = (
@@ -95,7 +95,7 @@ def _is_rotated(data: bytes) -> bool:
         return True
 
 
-# ------------------------------------------------------------------ features of many small pictures at once
+# ------------------------------------------------------------------ features of many small images at once
 
 
 def view_hashes(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -128,7 +128,7 @@ def split_thumbnails(thumbnails: NDArray[np.uint8]) -> tuple[NDArray[np.float32]
 
 
 def descriptors(luma: NDArray[np.float32], centre: float = 1.0) -> NDArray[np.float32]:
-    """[n, 63] unit vectors from the central part of [n, 32, 32]; shorter for a picture without structure."""
+    """[n, 63] unit vectors from the central part of [n, 32, 32]; shorter for an image without structure."""
     matrix = _dct_matrix(_LOWEST) @ _crop_matrix(centre)
     vectors = (matrix @ luma @ matrix.T).reshape(len(luma), -1)[:, 1:]
     return np.asarray(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), _FLAT), np.float32)

@@ -1,10 +1,10 @@
-"""Decide whether two thumbnails show the same picture: align them, then compare what is left.
+"""Decide whether two thumbnails show the same image: align them, then compare what is left.
 
     coarse 16x16  ->  32x32: scale, shift, gain and offset by weighted least squares  ->  residual over the overlap
 
-One picture is registered to the other (Lucas-Kanade with robust weights, two iterations at each resolution), so a crop, a change of
+One image is registered to the other (Lucas-Kanade with robust weights, two iterations at each resolution), so a crop, a change of
 brightness or contrast and an encoder's noise disappear; cells under an overlay get little weight. The residual is relative to the
-picture's own contrast. On 8,000 photos (32 million pairs) copies reach 0.12 at the 99th percentile, the closest two photos that are
+image's own contrast. On 8,000 photos (32 million pairs) copies reach 0.12 at the 99th percentile, the closest two photos that are
 not of one scene 0.22.
 """
 
@@ -27,23 +27,23 @@ _MAX_STEP = 0.08  # of half a side, in one iteration
 _MAX_SCALE, _MAX_SHIFT = 0.16, 0.13  # a crop of 5 % of each side needs 0.11 and 0.05
 _GAINS = (0.75, 1.33)
 _COARSE_RESIDUAL = 0.5  # pairs above are not aligned further
-_MIN_CONTRAST = 8.0  # grey levels: a flatter picture is compared by absolute differences
+_MIN_CONTRAST = 8.0  # grey levels: a flatter image is compared by absolute differences
 _STRONG = 0.6  # of the contrast: what noise and interpolation do not reach
-_INFORMATIVE = 8.0  # grey levels from the picture's background
+_INFORMATIVE = 8.0  # grey levels from the image's background
 _COLOUR, _COLOUR_SHARE = 14.0, 0.75  # largest difference of colours: absolute, or relative to their standard deviation
 _GREY = 8.0  # colour differences below everywhere: compared by luma alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """What may differ between two pictures that count as one."""
+    """What may differ between two images that count as one."""
 
     quantile: float
     """Share of the informative cells that must agree."""
     residual: float
-    """Difference of those cells, relative to the contrast of the picture."""
+    """Difference of those cells, relative to the contrast of the image."""
     covered: float
-    """Share of the picture that may be covered: of the box around all cells that differ strongly."""
+    """Share of the image that may be covered: of the box around all cells that differ strongly."""
 
 
 COPY = Tolerance(quantile=0.90, residual=0.14, covered=0.01)
@@ -53,7 +53,7 @@ SHOWN = Tolerance(quantile=0.80, residual=0.13, covered=0.2)
 
 
 def same_picture(one: NDArray[np.uint8], other: NDArray[np.uint8], tolerance: Tolerance) -> Bools:
-    """Whether the [n, 1152] thumbnails `one[i]` and `other[i]` show the same picture, one of them perhaps mirrored or cropped."""
+    """Whether the [n, 1152] thumbnails `one[i]` and `other[i]` show the same image, one of them perhaps mirrored or cropped."""
     found = np.zeros(len(one), bool)
     for begin in range(0, len(one), _CHUNK):
         part = slice(begin, begin + _CHUNK)
@@ -116,7 +116,7 @@ class _Fit:
     """`moving` under a warp, scaled to the brightness of `fixed`: n pairs of side x side cells."""
 
     rows: Floats
-    """[n, side, side]: interpolation along the rows; `rows @ moving @ columns` is the warped picture."""
+    """[n, side, side]: interpolation along the rows; `rows @ moving @ columns` is the warped image."""
     columns: Floats
     warped: Floats
     """Around its mean."""
@@ -136,7 +136,7 @@ class _Fit:
         return np.asarray(np.sqrt((self.fixed**2 * self.overlap).sum((1, 2)) / np.maximum(num_cells, 1)), np.float32)
 
     def relative_residual(self, quantile: float) -> Floats:
-        """[n] quantile of the residual over the cells that differ from the picture's background, in units of its contrast."""
+        """[n] quantile of the residual over the cells that differ from the image's background, in units of its contrast."""
         num = len(self.residual)
         size = np.abs(self.residual).reshape(num, -1)
         fixed = self.fixed.reshape(num, -1)
@@ -149,7 +149,7 @@ class _Fit:
         return np.asarray(value / np.maximum(self.contrast, _MIN_CONTRAST), np.float32)
 
     def covered_share(self) -> Floats:
-        """[n] area of the box around the cells that differ strongly, as a share of the picture."""
+        """[n] area of the box around the cells that differ strongly, as a share of the image."""
         side = self.residual.shape[1]
         differs = np.abs(self.residual) > _STRONG * np.maximum(self.contrast, 2 * _MIN_CONTRAST)[:, None, None]
         extents = []

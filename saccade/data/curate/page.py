@@ -1,7 +1,7 @@
 """The curation report as one self-contained HTML page, with examples of what was kept and dropped.
 
 Captions and names are untrusted. The template escapes everything, the page has no script, and its Content-Security-Policy forbids
-whatever is not in the file. Pictures are decoded and re-encoded as small JPEGs; the original bytes are not embedded.
+whatever is not in the file. Images are decoded and re-encoded as small JPEGs; the original bytes are not embedded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from saccade.errors import DataError, ImageError
 from saccade.files import atomic_write
 from saccade.processor.image import load_image
 
-_SIDE = 240  # of a picture on the page
+_SIDE = 240  # of an image on the page
 _MAX_TEXT = 600
 _MAX_PICTURES = 4
 
@@ -38,7 +38,7 @@ class Example:
 
     name: str
     pictures: list[str]
-    """Data URLs: the pictures of the sample, or one of it and one of the sample it repeats."""
+    """Data URLs: the images of the sample, or one of it and one of the sample it repeats."""
     text: str
     notes: list[str]
 
@@ -269,7 +269,7 @@ _PAGE = """<!doctype html>
 {% for example in group.examples %}
 <div class="card">
 <div class="pictures{{ " pair" if example.pictures | length > 1 }}">
-{% for picture in example.pictures %}<img alt="" src="{{ picture }}">{% else %}<span class="soft">no picture can be shown</span>{% endfor %}
+{% for picture in example.pictures %}<img alt="" src="{{ picture }}">{% else %}<span class="soft">no image can be shown</span>{% endfor %}
 </div>
 <p class="text" dir="auto">{{ example.text }}</p>
 <p class="soft"><bdi>{{ example.name }}</bdi></p>

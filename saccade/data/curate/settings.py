@@ -73,11 +73,11 @@ class CurationSettings:
     exact_duplicates: bool = True
     """Whether only the best of samples with the same image bytes is kept; see `keep_one_per`."""
     near_duplicate_images: bool = True
-    """Whether only the best of samples with the same picture is kept: resized, re-encoded, cropped, mirrored, brighter, grey."""
+    """Whether only the best of samples with the same image is kept: resized, re-encoded, cropped, mirrored, brighter, grey."""
     keep_one_per: Literal["image", "file and text", "image and text"] = "file and text"
-    """When a captioned image is a duplicate. "image": the same picture, whatever the caption. "file and text": the same bytes and
-    the same caption, or a near-duplicate picture whatever its caption; data with one caption per row keeps all captions. "image and
-    text": the same picture and the same caption. Questions and conversations always count by image and text."""
+    """When a captioned image is a duplicate. "image": the same image, whatever the caption. "file and text": the same bytes and
+    the same caption, or a near-duplicate image whatever its caption; data with one caption per row keeps all captions. "image and
+    text": the same image and the same caption. Questions and conversations always count by image and text."""
     near_duplicate_texts: bool = False
     """Whether only the best of samples with nearly the same text is kept; off, since many images share a good caption."""
     min_text_similarity: float = 0.8

@@ -123,7 +123,7 @@ class TextStatistics:
 
 
 def text_statistics(text: str) -> TextStatistics:
-    """Count words, measure the share of repeated 3-word and 10-character n-grams, and guess the language."""
+    """Count words, measure the share of repeated 3-word and 10-character n-grams, and detect the language."""
     front = text[:_MEASURED_CHARACTERS].lower()
     words = _WORD.findall(front)
     return TextStatistics(
@@ -132,7 +132,7 @@ def text_statistics(text: str) -> TextStatistics:
         character_repetition=_repeated_share(
             [front[n : n + _CHARACTER_NGRAM] for n in range(len(front) - _CHARACTER_NGRAM + 1)]
         ),
-        language=guess_language(front, words),
+        language=detect_language(front, words),
     )
 
 
@@ -183,7 +183,7 @@ _LANGUAGES_OF_WORD: dict[str, tuple[str, ...]] = {
 }
 
 
-def guess_language(text: str, words: list[str]) -> str | None:
+def detect_language(text: str, words: list[str]) -> str | None:
     """A two-letter code, None where the evidence is unclear. `text` and `words` are in lower case."""
     script = "latin" if text.isascii() else _main_script(text)
     if script == "cyrillic":
