@@ -1,4 +1,4 @@
-"""Small real data for the tests of the room: photo-like pictures, samples, folders of shards, and a very large index."""
+"""Small real data for the tests of `data`: photo-like pictures, samples, folders of shards, and a very large index."""
 
 import functools
 import io

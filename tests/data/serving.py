@@ -1,4 +1,4 @@
-"""Real servers on loopback for the tests of the room: files over HTTP with ranges, and S3, both with faults on demand."""
+"""Real servers on loopback for the tests of `data`: files over HTTP with ranges, and S3, both with faults on demand."""
 
 import contextlib
 import functools

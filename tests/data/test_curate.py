@@ -1,4 +1,4 @@
-"""Curation through its door: which samples are dropped, for which one reason, and that changing one's mind is cheap."""
+"""Curation through its public API: which samples are dropped, for which one reason, and that changing one's mind is cheap."""
 
 import gc
 import os

@@ -352,7 +352,7 @@ def test_the_frontier_knows_what_is_used_however_items_end():
                 ended = open_items.pop(chance.randrange(min(5, len(open_items))))
                 progress.finish(ended)
                 used.append(ended)
-            if chance.random() < 0.2:  # the run is killed; what was begun and did not end is begun anew
+            if chance.random() < 0.2:  # the run is killed; what was unfinished starts again
                 again = Progress(progress.next_item, progress.done_after())
                 left = [place for place in places if place >= progress.next_item and again.start(place)]
                 assert sorted(left + used) == places

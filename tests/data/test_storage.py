@@ -85,7 +85,7 @@ def test_after_the_last_attempt_one_error_names_the_file_and_the_reason(tmp_path
             storage.read_range(f"{url}/x.bin", 100_000, 0, 10)
         assert len(faults.requests) == 4
     assert not cached(tmp_path)
-    with pytest.raises(DataError, match="after 2 attempts"):  # nobody listens there any more
+    with pytest.raises(DataError, match="after 2 attempts"):  # the server has stopped
         Storage(config(tmp_path, max_attempts=2)).num_bytes(f"{url}/x.bin")
 
 
@@ -295,7 +295,7 @@ def s3_port():
 
 @pytest.fixture
 def bucket(s3_port, tmp_path, monkeypatch):
-    """A folder of shards, uploaded; the clients of the cloud are told where it is."""
+    """A folder of shards, uploaded; the storage client is configured with its address."""
     import s3fs
 
     for name, value in {

@@ -65,7 +65,7 @@ def expect_path_equals_reference(path, tensors, segments, bound, **mask):
     return actual, expected
 
 
-HEADS = (2, 1, 80)  # most tests share it: on a GPU every other choice compiles anew
+HEADS = (2, 1, 80)  # most tests share it: on a GPU every other choice is compiled again
 RAGGED = [1, 7, 0, 45, 33]
 MASKS = {
     "full": {"causal": False},

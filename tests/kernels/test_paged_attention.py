@@ -53,7 +53,7 @@ def make_case(new, context, heads, device, dtype, page_size=16, cache_dtype=None
     num_heads, num_kv_heads, head_dim = heads
     width = max(1, *(-(-length // page_size) for length in context))
     pages = torch.randperm(len(context) * width)
-    table = torch.full((len(context), width), len(pages), dtype=torch.int32)  # the last page belongs to nobody
+    table = torch.full((len(context), width), len(pages), dtype=torch.int32)  # the last page is padding
     cache = empty_cache(len(pages) + 1, num_kv_heads, page_size, head_dim, cache_dtype or dtype, device)
     for request, length in enumerate(context):
         num_pages = -(-length // page_size)
@@ -250,7 +250,7 @@ def test_written_pages_equal_the_reference(heads, cache_dtype, device, dtype):
     num_tokens = 7
     inputs, table = new_tokens(num_tokens, heads, device, dtype)
     slots = torch.randperm(8 * 4, device=device)[:num_tokens]
-    slots[2], slots[5] = 8 * 4, -1  # nobody's tokens
+    slots[2], slots[5] = 8 * 4, -1  # padding
     results = {}
     for write in (write_pages, write_pages_reference):
         cache = empty_cache(8, heads[1], 4, heads[2], cache_dtype or dtype, device)

@@ -1,4 +1,4 @@
-"""Sharded = single device, whatever the strategy; a run goes on with another number of ranks."""
+"""Sharded = single device, whatever the strategy; a run resumes on another number of ranks."""
 
 import functools
 import json
