@@ -80,6 +80,32 @@ OnDelta = Callable[[CompletionDelta], None]
 """Called from the front end's thread; it must return at once."""
 
 
+@dataclass(frozen=True)
+class RequestOptions:
+    """How a request is scheduled."""
+
+    priority: int = 0
+    """Lower is scheduled earlier; waiting makes up for it."""
+    salt: bytes = b""
+    """Caches are shared only with requests of equal salt."""
+    queue_timeout_s: float | None = None
+    """Fail the request (`timeout`) if it has not started so long after it was preprocessed."""
+    timeout_s: float | None = None
+    """Fail the request (`timeout`) if it has not ended by then."""
+
+    def __post_init__(self) -> None:
+        priority, salt = getattr(self, "priority"), getattr(self, "salt")  # noqa: B009  of any type, whatever is annotated
+        if not isinstance(priority, Integral) or abs(int(priority)) > _MAX_PRIORITY:
+            raise RequestError(f"priority is {priority!r}; use a whole number from {-_MAX_PRIORITY} to {_MAX_PRIORITY}")
+        object.__setattr__(self, "priority", int(priority))
+        if not isinstance(salt, bytes):
+            raise RequestError(f"salt is {type(salt).__name__}; use bytes")
+        for name in ("queue_timeout_s", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+                raise RequestError(f"{name} is {value!r}; use a positive number of seconds")
+
+
 class CoreClient(Protocol):
     """A running core, in a thread or a process."""
 
@@ -154,21 +180,23 @@ class Engine:
             limits=limits,
         )
         connect: Connect
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(preprocessor.close)
             if config.core_process:
                 from saccade.engine.core_process import CoreProcess
 
-                connect = partial(CoreProcess, folder, config, str(device), None if dtype is None else str(dtype))
+                name = None if dtype is None else str(dtype).removeprefix("torch.")
+                connect = partial(CoreProcess, folder, config, str(device), name)
             else:
                 grammars = grammars_of(folder, processor)
+                opened.callback(grammars.close)
                 pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
                 runner = load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
                 connect = partial(CoreThread, EngineCore(runner, grammars=grammars))
             preprocessor.wait_until_ready()
-            return Engine(connect, processor, preprocessor)
-        except BaseException:
-            preprocessor.close()
-            raise
+            engine = Engine(connect, processor, preprocessor)
+            opened.pop_all()  # the engine closes them
+        return engine
 
     # -------------------------------------------------------------- submit requests
 
@@ -179,6 +207,8 @@ class Engine:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        queue_timeout_s: float | None = None,
+        timeout_s: float | None = None,
         progress: bool = False,
         continue_final_message: bool = False,
     ) -> list[Completion]:
@@ -186,6 +216,7 @@ class Engine:
 
         `sampling`: parameters (or a dict of them) for all conversations, or one for each. A request that cannot be served has the
         finish reason `failed` and says why in `failure`; the others are not affected. `progress` shows a progress bar.
+        `queue_timeout_s` and `timeout_s` limit how long a request may wait and take after preprocessing.
         `continue_final_message` continues a final assistant message instead of starting a new one.
         """
         batch: Any = conversations
@@ -196,7 +227,8 @@ class Engine:
         if batch and isinstance(batch[0], Mapping):
             batch = [batch]
         submits = [partial(self._preprocess, messages, continue_final_message) for messages in batch]
-        return self._generate(submits, sampling, priority, salt, progress)
+        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
+        return self._generate(submits, sampling, options, progress)
 
     def generate_tokens(
         self,
@@ -205,6 +237,8 @@ class Engine:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        queue_timeout_s: float | None = None,
+        timeout_s: float | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """The same for (token ids, images); the ids contain one placeholder per image."""
@@ -212,7 +246,8 @@ class Engine:
         if not all(isinstance(prompt, tuple | list) and len(prompt) == 2 for prompt in prompts):
             raise RequestError("prompts is a list of pairs (token ids, images), such as [([1, 2, 3], [])]")
         submits = [partial(self._preprocess_tokens, token_ids, images) for token_ids, images in prompts]
-        return self._generate(submits, sampling, priority, salt, progress)
+        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
+        return self._generate(submits, sampling, options, progress)
 
     def _preprocess(self, messages: Conversation, continue_final_message: bool) -> Future[TokenPrompt]:
         return self._preprocessor.submit(messages, continue_final_message=continue_final_message)
@@ -224,15 +259,14 @@ class Engine:
         self,
         submits: Sequence[Callable[[], Future[TokenPrompt]]],
         sampling: Sampling | Sequence[Sampling] | None,
-        priority: int,
-        salt: bytes,
+        options: RequestOptions,
         progress: bool,
     ) -> list[Completion]:
         """Submit all, wait for all; any interruption cancels them."""
         samplings = [_completions_of(one) for one in _sampling_of_each(sampling, len(submits))]
         self._check_open()
         for one in itertools.chain.from_iterable(samplings):
-            self._check_request(one, priority, salt)
+            self._check_request(one)
         futures: list[Future[Completion]] = []
         ids: list[str] = []
         try:
@@ -243,7 +277,7 @@ class Engine:
                         futures.append(Future())
                         futures[-1].add_done_callback(advance)
                         on_delta = partial(_set_completion, futures[-1])
-                        ids.append(self.submit(prompt, one, on_delta, priority=priority, salt=salt, streams=False))
+                        ids.append(self.submit(prompt, one, on_delta, options, streams=False))
                 return [future.result() for future in futures]
         except BaseException:
             for request_id in ids:
@@ -257,20 +291,23 @@ class Engine:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        queue_timeout_s: float | None = None,
+        timeout_s: float | None = None,
         continue_final_message: bool = False,
     ) -> AsyncIterator[CompletionDelta]:
         """Stream one completion. Leaving the iteration early cancels the request."""
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[CompletionDelta] = asyncio.Queue()
         [sampling] = _sampling_of_each(sampling, 1)
-        self._check_request(sampling, priority, salt)
+        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
+        self._check_request(sampling)
         prompt = self._preprocess(messages, continue_final_message)
 
         def post(delta: CompletionDelta) -> None:
             """Raises when the asyncio loop has ended, which cancels the request."""
             loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
-        request_id = self.submit(prompt, sampling, post, priority=priority, salt=salt)
+        request_id = self.submit(prompt, sampling, post, options)
         try:
             while True:
                 delta = await deltas.get()
@@ -289,20 +326,22 @@ class Engine:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        queue_timeout_s: float | None = None,
+        timeout_s: float | None = None,
     ) -> str:
         """Submit token ids with one placeholder per image; returns the request's id. `on_delta` gets every delta."""
         [one] = _sampling_of_each(sampling, 1)
-        self._check_request(one, priority, salt)
-        return self.submit(self._preprocess_tokens(token_ids, images), one, on_delta, priority=priority, salt=salt)
+        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
+        self._check_request(one)
+        return self.submit(self._preprocess_tokens(token_ids, images), one, on_delta, options)
 
     def submit(
         self,
         prompt: Future[TokenPrompt],
         sampling: SamplingParams,
         on_delta: OnDelta,
+        options: RequestOptions | None = None,
         *,
-        priority: int = 0,
-        salt: bytes = b"",
         streams: bool = True,
     ) -> str:
         """Submit a request that starts when its prompt is preprocessed; returns its id.
@@ -310,21 +349,18 @@ class Engine:
         `on_delta` gets every delta if it `streams`, else the last one only. If it raises, the request is cancelled and it is not
         called again.
         """
-        self._check_request(sampling, priority, salt)
+        self._check_request(sampling)
+        options = options or RequestOptions()
         request_id = f"request-{next(self._numbers)}"
         opened = _OpenRequest(self, request_id, prompt, sampling, on_delta, streams)
         with self._lock:
             self._check_open()
             self._open[request_id] = opened
-        prompt.add_done_callback(lambda done: self._inbox.put(partial(self._start, opened, done, priority, salt)))
+        prompt.add_done_callback(lambda done: self._inbox.put(partial(self._start, opened, done, options)))
         return request_id
 
-    def _check_request(self, sampling: SamplingParams, priority: Any, salt: Any) -> None:
+    def _check_request(self, sampling: SamplingParams) -> None:
         self._check_open()
-        if not isinstance(priority, Integral) or abs(int(priority)) > _MAX_PRIORITY:
-            raise RequestError(f"priority is {priority!r}; use a whole number from {-_MAX_PRIORITY} to {_MAX_PRIORITY}")
-        if not isinstance(salt, bytes):
-            raise RequestError(f"salt is {type(salt).__name__}; use bytes")
         if sampling.n > 1:
             raise RequestError(f"n is {sampling.n}: a stream has one completion. Use generate")
         check_sampling(sampling, self._core.info.vocab_size)
@@ -352,7 +388,7 @@ class Engine:
             except BaseException:
                 logger.exception("a command of the front end failed")
 
-    def _start(self, opened: _OpenRequest, preprocessed: Future[TokenPrompt], priority: int, salt: bytes) -> None:
+    def _start(self, opened: _OpenRequest, preprocessed: Future[TokenPrompt], options: RequestOptions) -> None:
         """Send a request to the core when its prompt is preprocessed."""
         if opened.is_cancelled.is_set():
             opened.end_early("cancelled", None)
@@ -360,7 +396,7 @@ class Engine:
         try:
             prompt = preprocessed.result()
             self._check_ids(prompt.token_ids)
-            request = opened.request_of(prompt, self.processor.eos_ids, int(priority), salt)
+            request = opened.request_of(prompt, self.processor.eos_ids, options)
             self._core.send(AddRequest(request=request, prompt=prompt))
         except RequestError as error:
             opened.end_early("failed", Failure("preprocessing", str(error), "invalid_request"))
@@ -445,7 +481,7 @@ class _OpenRequest:
         self._num_prompt_tokens = 0
         self._has_ended = False
 
-    def request_of(self, prompt: TokenPrompt, eos_ids: frozenset[int], priority: int, salt: bytes) -> Request:
+    def request_of(self, prompt: TokenPrompt, eos_ids: frozenset[int], options: RequestOptions) -> Request:
         sampling = self.sampling
         self._num_prompt_tokens = len(prompt.token_ids)
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
@@ -456,8 +492,10 @@ class _OpenRequest:
             sampling=sampling,
             stop_ids=stop_ids,
             seed=self.seed,
-            priority=priority,
-            salt=salt,
+            priority=options.priority,
+            salt=options.salt,
+            queue_timeout_s=options.queue_timeout_s,
+            timeout_s=options.timeout_s,
         )
 
     def on_output(self, output: RequestOutput) -> None:

@@ -484,3 +484,12 @@ def test_generate_after_a_fork_raises(engine, conversations):
         pytest.fail("generate hangs in a forked child")
     assert os.waitstatus_to_exitcode(status) == 0
     engine.generate(conversations[0], SamplingParams(max_tokens=1))
+
+
+def test_a_request_that_takes_longer_than_its_time_limit_fails(engine, conversations):
+    sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+    [completion] = engine.generate(conversations[0], sampling, timeout_s=0.001)
+    assert (completion.finish_reason, completion.failure.kind) == ("failed", "timeout")
+    for limits in ({"timeout_s": 0}, {"queue_timeout_s": float("nan")}, {"timeout_s": "a"}):
+        with pytest.raises(RequestError, match="use a positive number of seconds"):
+            engine.generate(conversations[0], sampling, **limits)
