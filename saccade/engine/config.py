@@ -49,7 +49,7 @@ class EngineConfig:
     target_step_ms: float | None = 10.0
     """Limit the prompt tokens of a step while requests decode, so that it takes about this long, or three times as long as a step
     without prompts if that is more. None: no limit."""
-    max_draft_tokens: int = 7
+    max_draft_tokens: int = 0
     """Prompt-lookup drafts per request and step, 0 to 16 (0: off). Output tokens do not change, steps may become fewer."""
     cuda_graphs: bool = True
     """Run steps and the vision encoder as CUDA graphs, captured by size before the engine is ready."""

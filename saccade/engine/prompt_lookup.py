@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from saccade.engine.request import ImageSpan
 from saccade.engine.request_state import RequestState
 
-_START, _STOP = 0.5, 0.3
+_START, _STOP = 0.5, 0.4
 """Fraction of recent tokens predicted at which a request starts and stops drafting."""
 _WEIGHT = 0.1
 """Weight of the newest token in that average: seven predicted tokens in a row start drafting."""
