@@ -4,6 +4,7 @@ A job: `recipe` (a TOML file), `set` (overrides), `validate` (the name of one of
 says so), `ending` (what is expected).
 """
 
+import gc
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -36,7 +38,7 @@ def kill_rank_1_once(model, step):
 def die_while_saving(model, step):
     """The save of step 10 is running, and its files never reach the disk."""
     if step == 9:
-        os.fsync = lambda descriptor: time.sleep(60)
+        os.fsync = lambda descriptor: time.sleep(60 * ("step-00000010" in os.readlink(f"/proc/self/fd/{descriptor}")))
     if step == 10:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -113,9 +115,25 @@ def do(world, job):
         sys.exit(f"{job} ended with {ending!r}")
 
 
-if __name__ == "__main__":
+def run_jobs(file):
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
+    gc.freeze()
+    gc.unfreeze = lambda: None  # a run collects garbage twice: what was imported is left out
     with open_world("cpu") as world:
-        for job in json.loads(Path(sys.argv[1]).read_text()):
+        for job in json.loads(Path(file).read_text()):
             do(world, job)
+
+
+def run_forked(file, environment):
+    """`run_jobs` in a forked process, with the environment, the log and the warning filter of a process started for it."""
+    os.environ.update(environment)
+    warnings.simplefilter("error")
+    with Path(file).with_suffix(".log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    run_jobs(file)
+
+
+if __name__ == "__main__":
+    run_jobs(sys.argv[1])

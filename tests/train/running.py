@@ -1,14 +1,17 @@
 """Small runs for the tests of training: a tiny checkpoint, toy shards, a recipe, and processes of several ranks."""
 
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
 import torch
+from train import ranks
 
 from saccade.config import load_config
 from saccade.data.sample import Sample
@@ -105,32 +108,39 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", "PYTHONPATH": path} | more
 
 
-def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: int = 0) -> subprocess.Popen:
+def fork_server():
+    """A process that has imported training once and forks the ranks of all tests; importing it takes a rank 4 s of CPU."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train.ranks"])
+    with mock.patch.dict(os.environ, environment(JE_ARROW_MALLOC_CONF="background_thread:false"), clear=True):
+        forkserver.ensure_running()
+    return context
+
+
+def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: int = 0) -> BaseProcess:
     """Start one process that runs the jobs, alone or as a rank of several. See `ranks.py` for what a job is."""
     file.write_text(json.dumps(jobs))
+    file.with_suffix(".log").touch()
     place = {}
     if size > 1:
         place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with file.with_suffix(".log").open("w") as log:
-        return subprocess.Popen(
-            [sys.executable, "-W", "error", str(RANKS), str(file)],
-            env=environment(**{name: str(value) for name, value in place.items()}),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    arguments = (str(file), {name: str(value) for name, value in place.items()})
+    process = fork_server().Process(target=ranks.run_forked, args=arguments)
+    process.start()
+    return process
 
 
 def run_together(jobs: list[dict], folder: Path, *, num_ranks: int, timeout_s: float = 240.0) -> None:
     """Run the jobs on several ranks; a failing process fails the test with its output."""
     port, files = free_port(), [folder / f"jobs-{rank}.json" for rank in range(num_ranks)]
-    ranks = [start(jobs, file, rank=rank, size=num_ranks, port=port) for rank, file in enumerate(files)]
+    processes = [start(jobs, file, rank=rank, size=num_ranks, port=port) for rank, file in enumerate(files)]
     end = time.monotonic() + timeout_s
-    while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+    while any(process.exitcode is None for process in processes) and not any(process.exitcode for process in processes):
         if time.monotonic() > end:
             break
         time.sleep(0.05)
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
+    for process in processes:
+        process.kill()
+        process.join()
     logs = [file.with_suffix(".log").read_text()[-3000:] for file in files]
-    assert all(rank.returncode == 0 for rank in ranks), "\n----\n".join(logs)
+    assert all(process.exitcode == 0 for process in processes), "\n----\n".join(logs)

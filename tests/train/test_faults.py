@@ -52,7 +52,8 @@ def do(jobs, tmp_path):
     file = tmp_path / "jobs.json"
     process = start(jobs, file)
     try:
-        return process.wait(timeout=120), file.with_suffix(".log").read_text()
+        process.join(120)
+        return process.exitcode, file.with_suffix(".log").read_text()
     finally:
         process.kill()
 
@@ -156,7 +157,8 @@ def test_sigterm_during_start_up_stops_cleanly(recipe, tmp_path):
         while "; run " not in file.with_suffix(".log").read_text() and time.monotonic() < end:
             time.sleep(0.01)
         process.terminate()
-        assert process.wait(timeout=60) == 0, file.with_suffix(".log").read_text()[-3000:]
+        process.join(60)
+        assert process.exitcode == 0, file.with_suffix(".log").read_text()[-3000:]
     finally:
         process.kill()
     assert "SIGTERM: finishing this step and saving; send it again to quit now" in file.with_suffix(".log").read_text()

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from closeness import assert_close, relative_rms
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from train.running import fork_server
 
 from saccade.config import decode
 from saccade.errors import ConfigError
@@ -355,7 +356,8 @@ def _gathered(optimizer):
 def test_sharded_steps_equal_single_device_steps_and_their_state_loads_in_one_process(tmp_path):
     import torch.distributed.checkpoint as dcp
 
-    torch.multiprocessing.spawn(_run_rank, args=(str(tmp_path),), nprocs=2)
+    fork_server()
+    torch.multiprocessing.start_processes(_run_rank, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
     for kind in ("adamw", "adamw8bit", "muon"):
         optimizer = build_optimizer(make_parameters(torch.bfloat16).items(), config_of(kind))
         dcp.load({"optimizer": optimizer.state()}, checkpoint_id=tmp_path / kind, no_dist=True)

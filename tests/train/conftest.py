@@ -1,0 +1,16 @@
+"""Fixtures of the training tests."""
+
+import gc
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_objects_are_not_collected():
+    """A run collects garbage twice, and this process holds a million objects of imported modules: they stay frozen."""
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+    gc.unfreeze()
