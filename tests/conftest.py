@@ -1,6 +1,9 @@
 """Fixtures all packages share."""
 
+import functools
+import inspect
 import os
+import sys
 
 import pytest
 import torch
@@ -24,6 +27,26 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """Triton's interpreter prepares `triton.language` anew at every call of a device function, a quarter of its time: once a launch will do."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or not os.environ.get("TRITON_INTERPRET"):
+        return
+    prepare, language = interpreter._patch_lang, interpreter.tl
+
+    @functools.cache
+    def languages(function):
+        modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
+        return [module for module in modules if module in (language, language.core)]
+
+    def prepare_once(function):
+        if any(language.core.is_builtin(module.load) for module in languages(function)):
+            return prepare(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = prepare_once
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,9 @@ def kill_rank_1_once(model, step):
 def die_while_saving(model, step):
     """The save of step 10 is running, and its files never reach the disk."""
     if step == 9:
-        os.fsync = lambda descriptor: time.sleep(60 * ("step-00000010" in os.readlink(f"/proc/self/fd/{descriptor}")))
+        os.fsync = lambda descriptor: time.sleep(
+            60 * ("step-00000010" in str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        )
     if step == 10:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
