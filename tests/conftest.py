@@ -2,11 +2,13 @@
 
 import functools
 import inspect
+import logging
 import os
 import sys
 
 import pytest
 import torch
+from commands import Ended
 
 from saccade.device import resolve_device
 
@@ -30,7 +32,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Triton's interpreter prepares `triton.language` anew at every call of a device function, a quarter of its time: once a launch will do."""
+    """Triton's interpreter prepares `triton.language` anew at every call of a device function: once a launch will do."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or not os.environ.get("TRITON_INTERPRET"):
         return
@@ -55,3 +57,29 @@ def sync_debug_mode_is_reset():
     yield
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def restore_the_logger():
+    """Commands set up logging for the process; later tests want to find it as it was."""
+    logger = logging.getLogger("saccade")
+    before = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate = before[:2]
+    logger.setLevel(before[2])
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, restore_the_logger):
+    """Run `saccade ...` through its real entry, in this process."""
+
+    from saccade.cli import main
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["saccade", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(ended.value.code or 0, *capsys.readouterr())
+
+    return run

@@ -2,20 +2,19 @@
 
 import dataclasses
 import json
-import logging
 import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from commands import Ended
 from PIL import Image
 
 import saccade
-from saccade.cli import app, main
+from saccade.cli import app
 from saccade.config import load_config, override_config, write_config
 from saccade.data.toy import toy_sample, write_toy_shards
 from saccade.errors import DataError, UserError
@@ -24,38 +23,7 @@ from saccade.model.initialize import initialize_random, named_size
 from saccade.quickstart import held_out_questions, recipe
 from saccade.train import TrainConfig
 
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    status: int
-    out: str
-    err: str
-
-
-@pytest.fixture(autouse=True)
-def restore_the_logger():
-    """Commands set up logging for the process; later tests want to find it as it was."""
-    logger = logging.getLogger("saccade")
-    before = logger.handlers[:], logger.propagate, logger.level
-    yield
-    logger.handlers[:], logger.propagate = before[:2]
-    logger.setLevel(before[2])
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Run `saccade ...` through its real entry, in this process."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["saccade", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Ended(ended.value.code or 0, *capsys.readouterr())
-
-    return run
+pytestmark = pytest.mark.usefixtures("restore_the_logger")
 
 
 @pytest.fixture(scope="module")

@@ -71,20 +71,9 @@ def test_the_rebuilt_tokenizer_reads_text_as_transformers_does(gguf, folder):
     assert ours.encode_text(text) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
-def test_chat_prints_a_sensible_english_answer(folder, capsys):
-    command = [
-        sys.executable,
-        "-m",
-        "saccade",
-        "chat",
-        str(folder),
-        "What is the capital of France?",
-        "--device",
-        "cpu",
-        "--json",
-    ]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    answer = json.loads(out)
+def test_chat_prints_a_sensible_english_answer(command, folder, capsys):
+    ended = command("chat", folder, "What is the capital of France?", "--device", "cpu", "--json")
+    answer = json.loads(ended.out)
     with capsys.disabled():
         print(f"\n  SmolLM2: {answer['text']!r}")
     assert "Paris" in answer["text"]

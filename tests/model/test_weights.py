@@ -96,20 +96,9 @@ def test_checkpoints_made_by_saccade_init_load_in_transformers_with_the_same_log
     assert torch.allclose(ours, oracle.logits(oracle.inputs(messages)), atol=1e-4)
 
 
-def test_a_checkpoint_made_by_the_command_loads_in_transformers(tmp_path):
+def test_a_checkpoint_made_by_the_command_loads_in_transformers(command, tmp_path):
     """`saccade init` takes the sizes through the configuration; nothing may change type on the way."""
-    command = [
-        sys.executable,
-        "-m",
-        "saccade",
-        "init",
-        str(tmp_path / "made"),
-        "--size",
-        "tiny",
-        "--set",
-        "language.num_layers=3",
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    assert command("init", tmp_path / "made", "--size", "tiny", "--set", "language.num_layers=3").status == 0
     loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "made")
     assert loaded.config.text_config.num_hidden_layers == 3
 
