@@ -437,13 +437,13 @@ class MaskPool:
         assert first_rows.pop() == len(out_NW), "one row per state and draft token"
         work = list(zip(states, first_rows, drafts, strict=True))
         work.sort(key=lambda entry: entry[0].lexer_id)  # neighbours go to the same thread: no waiting for a lexer
-        place = (out_NW.ctypes.data, out_NW.shape[1] * 4, len(out_NW))
+        rows_at = (out_NW.ctypes.data, out_NW.shape[1] * 4, len(out_NW))
         if plain := [(state.matcher, row) for state, row, draft in work if not draft]:
-            self._library_executor.unsafe_compute_mask_ptr(plain, *place)
+            self._library_executor.unsafe_compute_mask_ptr(plain, *rows_at)
         if drafted := [(state.matcher, row, list(draft)) for state, row, draft in work if draft]:
             for _, row, draft in drafted:
                 out_NW[row : row + 1 + len(draft)] = 0  # rows behind a refused draft token are not written
-            self._library_executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
+            self._library_executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *rows_at)
         _finish_masks(out_NW, states, first_rows)
 
 

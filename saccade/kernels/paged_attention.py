@@ -141,7 +141,7 @@ def _attend_gathered(
     """CPU path: decode requests in one batch on their gathered pages; prefill requests one by one."""
     page_size, out_THK = key_pages_NGPK.shape[2], torch.zeros_like(q_THK)
     starts, lengths = cu_seqlens_q.tolist(), context_lengths_R.tolist()
-    answering = [r for r, length in enumerate(lengths) if starts[r + 1] - starts[r] == 1 and length > 0]
+    decoding = [r for r, length in enumerate(lengths) if starts[r + 1] - starts[r] == 1 and length > 0]
 
     def gathered(pages: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
         """[requests, G, tokens, K]"""
@@ -152,9 +152,9 @@ def _attend_gathered(
             rows = (rows.float() * scales.flatten(0, 1).index_select(0, indices).unsqueeze(-1)).to(q_THK.dtype)
         return rows.view(len(table), G, -1, rows.shape[-1])
 
-    if answering:
-        own = context_lengths_R[answering]
-        table = page_table_RW[answering, : -(-max(lengths[r] for r in answering) // page_size)].long()
+    if decoding:
+        own = context_lengths_R[decoding]
+        table = page_table_RW[decoding, : -(-max(lengths[r] for r in decoding) // page_size)].long()
         is_own = torch.arange(table.shape[1] * page_size) < own.unsqueeze(1)
         table = table.masked_fill(~is_own[:, ::page_size], 0)
         k, v = (
@@ -165,7 +165,7 @@ def _attend_gathered(
         others = (~is_own).nonzero(as_tuple=True)
         for x in (k, v):
             x[others[0], :, others[1]] = 0.0
-        rows = cu_seqlens_q[:-1][answering].long()
+        rows = cu_seqlens_q[:-1][decoding].long()
         # Query heads that share keys become tokens: keys are then read once.
         q = q_THK[rows].view(len(rows), k.shape[1], -1, q_THK.shape[2])
         out_THK[rows] = F.scaled_dot_product_attention(q, k, v, attn_mask=is_own[:, None, None]).flatten(1, 2)

@@ -40,10 +40,10 @@ def _mask_kernel(
     v = w[:, None] * 32 + bit
     words = tl.load(mask + n * num_words + w, mask=w < num_words, other=0)
     is_allowed = (words[:, None] >> bit) & 1 != 0
-    place = logits + tl.load(rows + n) * logits_stride + v
+    pointers = logits + tl.load(rows + n) * logits_stride + v
     # Whole vectors are read and written: storing -inf at the disallowed tokens alone took up to 5 times as long.
-    kept = tl.where(is_allowed, tl.load(place, mask=v < vocab_size, other=0.0), float("-inf"))
-    tl.store(place, kept, mask=v < vocab_size)
+    kept = tl.where(is_allowed, tl.load(pointers, mask=v < vocab_size, other=0.0), float("-inf"))
+    tl.store(pointers, kept, mask=v < vocab_size)
 
 
 # Measured at 64 x 151936 bf16 (bench/kernels/token_mask.py --tune, H200): 7.9 us.

@@ -96,12 +96,12 @@ def test_only_the_shards_of_one_window_are_in_use_at_a_time():
 def test_a_window_is_shuffled_as_well_as_by_chance():
     """Figures for 16 shards of 5000: correlations under 0.017 (5 standard deviations), neighbours a third of the window apart."""
     shards, rows = whole(order_of([5000] * 16, window_shards=16))
-    place = shards * 5000 + rows
-    n = len(place)
-    assert abs(np.corrcoef(place, np.arange(n))[0, 1]) < 5 / math.sqrt(n)
-    assert abs(np.corrcoef(place[1:], place[:-1])[0, 1]) < 5 / math.sqrt(n)
-    assert abs(np.corrcoef(place[2::2] // 2, place[:-2:2] % 977)[0, 1]) < 5 / math.sqrt(n / 2)
-    distance = np.abs(np.diff(place))
+    position = shards * 5000 + rows
+    n = len(position)
+    assert abs(np.corrcoef(position, np.arange(n))[0, 1]) < 5 / math.sqrt(n)
+    assert abs(np.corrcoef(position[1:], position[:-1])[0, 1]) < 5 / math.sqrt(n)
+    assert abs(np.corrcoef(position[2::2] // 2, position[:-2:2] % 977)[0, 1]) < 5 / math.sqrt(n / 2)
+    distance = np.abs(np.diff(position))
     assert distance.mean() == pytest.approx(n / 3, rel=0.01)
     assert (distance == 1).mean() < 5 * 2 / n + 5 * math.sqrt(2 / n / n)
 

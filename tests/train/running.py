@@ -121,10 +121,16 @@ def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: i
     """Start one process that runs the jobs, alone or as a rank of several. See `ranks.py` for what a job is."""
     file.write_text(json.dumps(jobs))
     file.with_suffix(".log").touch()
-    place = {}
+    rank_variables = {}
     if size > 1:
-        place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    arguments = (str(file), {name: str(value) for name, value in place.items()})
+        rank_variables = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": rank,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+    arguments = (str(file), {name: str(value) for name, value in environment.items()})
     process = fork_server().Process(target=ranks.run_forked, args=arguments)
     process.start()
     return process

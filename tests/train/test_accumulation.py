@@ -39,8 +39,8 @@ def rows(checkpoint):
 @pytest.fixture(scope="module")
 def train_state_of(checkpoint):
     def build(*overrides):
-        place = checkpoint.parent
-        recipe = write_recipe(place / "recipe.toml", run=place / "run", checkpoint=checkpoint, shards=place)
+        run_root = checkpoint.parent
+        recipe = write_recipe(run_root / "recipe.toml", run=run_root / "run", checkpoint=checkpoint, shards=run_root)
         config = read_recipe(recipe, *overrides)
         parallel = parallelize(checkpoint, config.stages[0], config.parallel, WORLD, dtype=config.model.dtype)
         optimizer = build_optimizer(parallel.model.named_parameters(), config.stages[0].optimizer)

@@ -32,10 +32,10 @@ def shards(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, folder, shards):
     """An uninterrupted run of eight steps."""
-    place = tmp_path_factory.mktemp("whole")
-    recipe = write_recipe(place / "recipe.toml", run=place / "run", checkpoint=folder, shards=shards)
+    run_root = tmp_path_factory.mktemp("whole")
+    recipe = write_recipe(run_root / "recipe.toml", run=run_root / "run", checkpoint=folder, shards=shards)
     train(read_recipe(recipe, "stages.0.steps=8", "checkpoint.every=3"), device="cpu")
-    return place / "run"
+    return run_root / "run"
 
 
 @pytest.fixture

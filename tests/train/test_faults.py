@@ -30,16 +30,16 @@ SETTINGS = ["validation.every=1", "checkpoint.every=5", "stages.0.steps=13"]
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    place = tmp_path_factory.mktemp("faults")
-    return make_checkpoint(place / "checkpoint"), write_shards(place / "shards")
+    run_root = tmp_path_factory.mktemp("faults")
+    return make_checkpoint(run_root / "checkpoint"), write_shards(run_root / "shards")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, parts):
-    place = tmp_path_factory.mktemp("whole")
-    recipe = write_recipe(place / "recipe.toml", run=place / "run", checkpoint=parts[0], shards=parts[1])
+    run_root = tmp_path_factory.mktemp("whole")
+    recipe = write_recipe(run_root / "recipe.toml", run=run_root / "run", checkpoint=parts[0], shards=parts[1])
     train(read_recipe(recipe, *SETTINGS), device="cpu")
-    return losses(place / "run")
+    return losses(run_root / "run")
 
 
 @pytest.fixture

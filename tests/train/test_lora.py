@@ -70,7 +70,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, checkpoint):
+def run_root(tmp_path_factory, checkpoint):
     """Runs on one rank in this process, then those on two."""
     folder = tmp_path_factory.mktemp("lora")
     shards = write_shards(folder / "shards")
@@ -89,8 +89,8 @@ def place(tmp_path_factory, checkpoint):
     return folder
 
 
-def exported(place, name):
-    return place / name / "checkpoints" / "step-00000004"
+def exported(run_root, name):
+    return run_root / name / "checkpoints" / "step-00000004"
 
 
 def built(checkpoint, tmp_path, *overrides, settings=SETTINGS):
@@ -101,10 +101,10 @@ def built(checkpoint, tmp_path, *overrides, settings=SETTINGS):
     return parallel, TrainState(parallel, build_optimizer(parallel.model.named_parameters(), stage.optimizer), WORLD)
 
 
-def trained_model(place, name, checkpoint, tmp_path):
+def trained_model(run_root, name, checkpoint, tmp_path):
     """The model of a finished run with its matrices beside the weights."""
     parallel, train_state = built(checkpoint, tmp_path, *ALONE[name])
-    train_state.load_weights(newest_state(place / name / "state", WORLD))
+    train_state.load_weights(newest_state(run_root / name / "state", WORLD))
     return parallel.model.eval()
 
 
@@ -138,37 +138,37 @@ def loss_and_gradients(parallel, inputs):
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_two_ranks_compute_the_losses_of_one(place, name):
-    alone = losses(place / name.removesuffix("-fsdp").removesuffix("-ddp"))
+def test_two_ranks_compute_the_losses_of_one(run_root, name):
+    alone = losses(run_root / name.removesuffix("-fsdp").removesuffix("-ddp"))
     assert len(alone) == 4
     assert alone[0] > alone[-1] + 0.2, "it learns"
-    assert losses(place / name) == pytest.approx(alone, abs=0.01 if name == "int4-fsdp" else 1e-5)
+    assert losses(run_root / name) == pytest.approx(alone, abs=0.01 if name == "int4-fsdp" else 1e-5)
 
 
-def test_a_run_of_two_ranks_resumes_on_one(place):
-    assert losses(place / "int4-resumed") == pytest.approx(losses(place / "int4"), abs=1e-5)
+def test_a_run_of_two_ranks_resumes_on_one(run_root):
+    assert losses(run_root / "int4-resumed") == pytest.approx(losses(run_root / "int4"), abs=1e-5)
 
 
-def test_a_state_holds_only_the_adapters(place):
-    names = stored_names(newest_state(place / "int4" / "state", WORLD))
+def test_a_state_holds_only_the_adapters(run_root):
+    names = stored_names(newest_state(run_root / "int4" / "state", WORLD))
     assert names
     assert all(".lora_A" in name or ".lora_B" in name for name in names)
 
 
-def test_qlora_trains_nearly_like_lora(place):
+def test_qlora_trains_nearly_like_lora(run_root):
     for name, bound in (("int8", 0.002), ("int4", 0.03)):
-        assert losses(place / name) == pytest.approx(losses(place / "lora"), abs=bound), name
+        assert losses(run_root / name) == pytest.approx(losses(run_root / "lora"), abs=bound), name
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["lora", "int8", "int4"])
 @pytest.mark.parametrize("more", [[], ["parallel.compile=true", *RECOMPUTE]], ids=["plain", "compiled"])
-def test_a_gpu_computes_the_losses_of_the_cpu(place, tmp_path, name, more):
-    recipe = (place / f"{name}.toml").read_text().replace(str(place / name), str(tmp_path / "run"))
+def test_a_gpu_computes_the_losses_of_the_cpu(run_root, tmp_path, name, more):
+    recipe = (run_root / f"{name}.toml").read_text().replace(str(run_root / name), str(tmp_path / "run"))
     (tmp_path / "recipe.toml").write_text(recipe)
     train(read_recipe(tmp_path / "recipe.toml", *SETTINGS, *ALONE[name], "model.dtype=bf16", *more), device="cuda")
-    assert losses(tmp_path / "run") == pytest.approx(losses(place / name), abs=0.03)
+    assert losses(tmp_path / "run") == pytest.approx(losses(run_root / name), abs=0.03)
 
 
 def test_activation_checkpointing_repeats_the_dropout_mask(checkpoint, tmp_path):
@@ -187,15 +187,15 @@ def test_training_starts_from_the_unchanged_model(checkpoint, tmp_path):
     assert torch.equal(logits(parallel.model, checkpoint), logits(load_model(checkpoint), checkpoint))
 
 
-def test_a_resumed_run_with_another_rank_is_refused(place, checkpoint, tmp_path):
+def test_a_resumed_run_with_another_rank_is_refused(run_root, checkpoint, tmp_path):
     _, train_state = built(checkpoint, tmp_path, "stages.0.lora.rank=2")
     with pytest.raises(CheckpointError, match="step-00000004"):
-        train_state.load_weights(newest_state(place / "lora" / "state", WORLD))
+        train_state.load_weights(newest_state(run_root / "lora" / "state", WORLD))
 
 
-def test_lora_may_follow_a_stage_of_full_training(place, checkpoint, tmp_path):
+def test_lora_may_follow_a_stage_of_full_training(run_root, checkpoint, tmp_path):
     """The second stage stands on the weights of the first, and what is exported holds both."""
-    recipe = (place / "lora.toml").read_text().replace(str(place / "lora"), str(tmp_path / "run"))
+    recipe = (run_root / "lora.toml").read_text().replace(str(run_root / "lora"), str(tmp_path / "run"))
     first, second = recipe.index("[[stages]]"), recipe[recipe.index("[[stages]]") :]
     (tmp_path / "two.toml").write_text(
         recipe[:first] + second.replace("learn", "align") + second + "[stages.lora]\nrank = 4\n"
@@ -221,25 +221,25 @@ def test_lora_may_follow_a_stage_of_full_training(place, checkpoint, tmp_path):
 # ------------------------------------------------------------------ merged and exported
 
 
-def test_the_merged_export_computes_what_the_adapted_model_computes(place, checkpoint, tmp_path):
-    merged, start = load_model(exported(place, "lora")), load_model(checkpoint)
-    unmerged = logits(trained_model(place, "lora", checkpoint, tmp_path), checkpoint)
+def test_the_merged_export_computes_what_the_adapted_model_computes(run_root, checkpoint, tmp_path):
+    merged, start = load_model(exported(run_root, "lora")), load_model(checkpoint)
+    unmerged = logits(trained_model(run_root, "lora", checkpoint, tmp_path), checkpoint)
     assert torch.allclose(logits(merged, checkpoint), unmerged, atol=1e-5)
     assert not torch.allclose(logits(start, checkpoint), unmerged, atol=0.1), "the matrices count"
 
 
-def test_two_ranks_export_what_one_exports(place):
+def test_two_ranks_export_what_one_exports(run_root):
     for name in ("lora-fsdp", "int4-ddp"):
-        alone = load_file(exported(place, name.rpartition("-")[0]) / "model.safetensors")
-        together = load_file(exported(place, name) / "model.safetensors")
+        alone = load_file(exported(run_root, name.rpartition("-")[0]) / "model.safetensors")
+        together = load_file(exported(run_root, name) / "model.safetensors")
         assert alone.keys() == together.keys()
         assert all(torch.allclose(alone[key], together[key], atol=1e-5) for key in alone)
 
 
-def test_qlora_adapters_are_merged_into_the_original_weights(place, checkpoint, tmp_path):
+def test_qlora_adapters_are_merged_into_the_original_weights(run_root, checkpoint, tmp_path):
     """Exactly the product of the matrices is added; what was trained differs by the rounding of the base, half a scale at most."""
-    model = trained_model(place, "int4", checkpoint, tmp_path)
-    start, merged = (load_file(folder / "model.safetensors") for folder in (checkpoint, exported(place, "int4")))
+    model = trained_model(run_root, "int4", checkpoint, tmp_path)
+    start, merged = (load_file(folder / "model.safetensors") for folder in (checkpoint, exported(run_root, "int4")))
     for name, layer in lora_layers(model).items():
         stored = name_on_disk(f"{name}.weight")
         N, D = start[stored].shape
@@ -249,14 +249,14 @@ def test_qlora_adapters_are_merged_into_the_original_weights(place, checkpoint, 
         base = compute_weight([layer.weight_bits, layer.weight_scale], "int4", layer.in_features)[:N, :D]
         half_scale = 0.5 * layer.weight_scale.repeat_interleave(GROUP_SIZE, 1)[:N, :D]
         assert ((merged[stored] - (base + learned)).abs() <= half_scale + 1e-6).all()
-    difference = logits(load_model(exported(place, "int4")), checkpoint) - logits(model, checkpoint)
+    difference = logits(load_model(exported(run_root, "int4")), checkpoint) - logits(model, checkpoint)
     assert difference.abs().max() < 0.25
     assert difference.abs().max() > 1e-3
 
 
-def test_the_adapter_alone_has_the_names_and_shapes_of_peft(place, checkpoint):
-    stored = load_file(exported(place, "lora") / "adapter" / "adapter_model.safetensors")
-    described = json.loads((exported(place, "lora") / "adapter" / "adapter_config.json").read_text())
+def test_the_adapter_alone_has_the_names_and_shapes_of_peft(run_root, checkpoint):
+    stored = load_file(exported(run_root, "lora") / "adapter" / "adapter_model.safetensors")
+    described = json.loads((exported(run_root, "lora") / "adapter" / "adapter_config.json").read_text())
     assert {name: described[name] for name in ("peft_type", "r", "lora_alpha")} == {
         "peft_type": "LORA",
         "r": 4,
@@ -282,16 +282,16 @@ def test_the_adapter_can_be_all_that_is_exported(checkpoint, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_peft_reads_the_adapter_beside_the_original_model(place, checkpoint, tmp_path):
+def test_peft_reads_the_adapter_beside_the_original_model(run_root, checkpoint, tmp_path):
     """`transformers` with the adapter says what our model with its matrices says."""
     peft = pytest.importorskip("peft")
     from model.hugging_face import Oracle
 
     oracle = Oracle(checkpoint)
     inputs = oracle.inputs(conversations()[0])
-    ours = logits(trained_model(place, "lora", checkpoint, tmp_path), checkpoint)[: inputs["input_ids"].shape[1]]
+    ours = logits(trained_model(run_root, "lora", checkpoint, tmp_path), checkpoint)[: inputs["input_ids"].shape[1]]
     begun = oracle.logits(inputs)
-    oracle.model = peft.PeftModel.from_pretrained(oracle.model, exported(place, "lora") / "adapter")
+    oracle.model = peft.PeftModel.from_pretrained(oracle.model, exported(run_root, "lora") / "adapter")
     assert torch.allclose(oracle.logits(inputs), ours, atol=1e-4)
     assert not torch.allclose(begun, ours, atol=1e-2)
 
@@ -461,14 +461,14 @@ def test_learning_rates_of_frozen_parameters_are_refused(checkpoint, tmp_path):
         built(checkpoint, tmp_path, "stages.0.optimizer.lrs={embedding=1e-4}")
 
 
-def test_stages_that_would_need_a_merge_between_them_are_refused(place):
-    recipe = (place / "lora.toml").read_text()
+def test_stages_that_would_need_a_merge_between_them_are_refused(run_root):
+    recipe = (run_root / "lora.toml").read_text()
     stage = recipe[recipe.index("[[stages]]") :]
     plain, lora, int4 = "", "[stages.lora]\nrank = 4\n", "[stages.lora]\nquantize_base = 'int4'\n"
     for first, second, is_good in (
         (plain, lora, True), (lora, lora, True), (int4, int4, True), (lora, plain, False), (plain, int4, False), (lora, int4, False),
     ):  # fmt: skip
-        file = place / "stages.toml"
+        file = run_root / "stages.toml"
         file.write_text(recipe + first + stage.replace("learn", "more") + second)
         if is_good:
             load_config(TrainConfig, file)

@@ -22,7 +22,7 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def run_root(tmp_path_factory):
     """A run on the CPU in fp32 to compare with."""
     folder = tmp_path_factory.mktemp("gpu")
     make_checkpoint(folder / "checkpoint")
@@ -39,18 +39,18 @@ def recipe(folder, name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_configuration_has_the_losses_of_the_cpu_within_bf16(place, name):
-    train(read_recipe(recipe(place, name), *SETTINGS, *VARIANTS[name]), device="cuda")
-    assert losses(place / name) == pytest.approx(losses(place / "cpu"), abs=0.05)
+def test_every_configuration_has_the_losses_of_the_cpu_within_bf16(run_root, name):
+    train(read_recipe(recipe(run_root, name), *SETTINGS, *VARIANTS[name]), device="cuda")
+    assert losses(run_root / name) == pytest.approx(losses(run_root / "cpu"), abs=0.05)
 
 
-def test_a_run_resumes_on_the_gpu(place):
+def test_a_run_resumes_on_the_gpu(run_root):
     for steps in (4, 8):
-        train(read_recipe(recipe(place, "two-parts"), *SETTINGS, f"stages.0.steps={steps}"), device="cuda")
-    assert losses(place / "two-parts") == pytest.approx(losses(place / "cpu"), abs=0.05)
+        train(read_recipe(recipe(run_root, "two-parts"), *SETTINGS, f"stages.0.steps={steps}"), device="cuda")
+    assert losses(run_root / "two-parts") == pytest.approx(losses(run_root / "cpu"), abs=0.05)
 
 
-def test_a_step_waits_for_the_gpu_once(place):
+def test_a_step_waits_for_the_gpu_once(run_root):
     """Steps 5 and 6 are watched; by then everything is compiled."""
     waits = []
 
@@ -64,5 +64,7 @@ def test_a_step_waits_for_the_gpu_once(place):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(read_recipe(recipe(place, "watched"), *SETTINGS, "validation.every=1"), device="cuda", validate=validate)
+        train(
+            read_recipe(recipe(run_root, "watched"), *SETTINGS, "validation.every=1"), device="cuda", validate=validate
+        )
     assert waits[1] - waits[0] == 2, [str(warning.message) for warning in caught]

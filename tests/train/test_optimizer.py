@@ -236,7 +236,7 @@ def test_a_missing_gradient_counts_as_zero(kind):
 
 
 def load(optimizer, saved):
-    """Copy a saved state in place, as loading a checkpoint does."""
+    """Copy a saved state in run_root, as loading a checkpoint does."""
     for name, tensors in optimizer.state().items():
         for key, tensor in tensors.items():
             tensor.copy_(saved[name][key])

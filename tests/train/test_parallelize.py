@@ -39,7 +39,7 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def run_root(tmp_path_factory):
     """Runs on one rank in this process, then everything that needs two ranks, in two processes."""
     folder = tmp_path_factory.mktemp("parallel")
     checkpoint, shards = make_checkpoint(folder / "checkpoint"), write_shards(folder / "shards")
@@ -70,12 +70,15 @@ def place(tmp_path_factory):
     return folder
 
 
-def test_hsdp_on_a_2_x_2_mesh_computes_the_losses_of_a_single_device(place, tmp_path):
+def test_hsdp_on_a_2_x_2_mesh_computes_the_losses_of_a_single_device(run_root, tmp_path):
     """Four ranks: two replicas of two shards each; five packed sequences per step, so some ranks run an empty micro-batch."""
     settings = ["stages.0.steps=3", "stages.0.data.global_batch_size=5"]
     recipes = {
         name: write_recipe(
-            tmp_path / f"{name}.toml", run=tmp_path / name, checkpoint=place / "checkpoint", shards=place / "shards"
+            tmp_path / f"{name}.toml",
+            run=tmp_path / name,
+            checkpoint=run_root / "checkpoint",
+            shards=run_root / "shards",
         )
         for name in ("single", "hsdp")
     }
@@ -88,48 +91,48 @@ def test_hsdp_on_a_2_x_2_mesh_computes_the_losses_of_a_single_device(place, tmp_
         assert torch.allclose(tensor, exported[1][name], atol=1e-4), name
 
 
-def test_two_ranks_sum_gather_and_broadcast(place):
+def test_two_ranks_sum_gather_and_broadcast(run_root):
     for rank in range(2):
-        found = json.loads((place / f"world.{rank}").read_text())
+        found = json.loads((run_root / f"world.{rank}").read_text())
         assert found == {"sum": [2.0, 1.0], "gathered": [{"rank": 0}, {"rank": 1}], "broadcast": 0}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_two_ranks_compute_the_losses_of_one(place, name):
-    single = losses(place / "one")
+def test_two_ranks_compute_the_losses_of_one(run_root, name):
+    single = losses(run_root / "one")
     assert len(single) == 20
     assert single[0] > single[-1] + 0.5, "it learns"
-    many = losses(place / name)
+    many = losses(run_root / name)
     assert len(many) in (3, 20)
     assert many == pytest.approx(single[: len(many)], abs=1e-5)
-    norms = [(records(place / run)[3]["grad_norm"]) for run in (name, "one")]
+    norms = [(records(run_root / run)[3]["grad_norm"]) for run in (name, "one")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["mixed-two", "mixed-ddp"])
-def test_a_rank_without_images_trains_beside_one_with_images(place, name):
+def test_a_rank_without_images_trains_beside_one_with_images(run_root, name):
     """They would wait for each other forever if they ran different blocks."""
-    assert losses(place / name) == pytest.approx(losses(place / "mixed-one"), abs=1e-5)
+    assert losses(run_root / name) == pytest.approx(losses(run_root / "mixed-one"), abs=1e-5)
 
 
-def test_those_ranks_do_have_micro_batches_with_and_without_images(place):
+def test_those_ranks_do_have_micro_batches_with_and_without_images(run_root):
     settings = {"max_seq_len": 120, "max_patches": 512, "global_batch_size": 2, "seed": 3, "num_workers": 0}
-    with open_stream(place / "mixed", checkpoint=place / "checkpoint", **settings) as stream:
+    with open_stream(run_root / "mixed", checkpoint=run_root / "checkpoint", **settings) as stream:
         has_image = [[len(row.inputs.patches) > 0 for row in batch.sequences] for batch in islice(stream, 4)]
     assert any(any(step) and not all(step) for step in has_image), "a step with both"
     assert any(not any(step) for step in has_image), "a step without images"
 
 
 @pytest.mark.parametrize("name", ["one-then-two", "two-then-one"])
-def test_a_run_resumes_on_another_number_of_ranks(place, name):
-    assert losses(place / name) == pytest.approx(losses(place / "one")[:7], abs=1e-6)
+def test_a_run_resumes_on_another_number_of_ranks(run_root, name):
+    assert losses(run_root / name) == pytest.approx(losses(run_root / "one")[:7], abs=1e-6)
 
 
-def test_another_number_of_ranks_sees_the_same_samples(place):
+def test_another_number_of_ranks_sees_the_same_samples(run_root):
     """Every step is skipped here, so every step's samples are logged."""
 
     def samples(name):
-        steps = skipped(place / name)
+        steps = skipped(run_root / name)
         return {
             step["step"]: sorted(sample for row in step["micro_batches"] for sample in row["samples"]) for step in steps
         }

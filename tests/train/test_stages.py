@@ -71,17 +71,19 @@ kind = "linear"
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    place = tmp_path_factory.mktemp("stages")
-    return make_checkpoint(place / "checkpoint"), write_shards(place / "shards", count=12)
+    run_root = tmp_path_factory.mktemp("stages")
+    return make_checkpoint(run_root / "checkpoint"), write_shards(run_root / "shards", count=12)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, parts):
     """All three stages without interruption."""
-    place = tmp_path_factory.mktemp("whole")
-    recipe = write_recipe(place / "recipe.toml", run=place / "run", checkpoint=parts[0], shards=parts[1], text=RECIPE)
+    run_root = tmp_path_factory.mktemp("whole")
+    recipe = write_recipe(
+        run_root / "recipe.toml", run=run_root / "run", checkpoint=parts[0], shards=parts[1], text=RECIPE
+    )
     assert train(read_recipe(recipe), device="cpu") is Ending.FINISHED
-    return place / "run"
+    return run_root / "run"
 
 
 def progress(run, step):

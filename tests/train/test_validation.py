@@ -24,7 +24,7 @@ from saccade.train.validation import preserve_random_state, thumbnail
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def run_root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("validation")
     make_checkpoint(folder / "checkpoint")
     write_shards(folder / "shards")
@@ -32,15 +32,15 @@ def place(tmp_path_factory):
     return folder
 
 
-def recipe(place, name):
+def recipe(run_root, name):
     return write_recipe(
-        place / f"{name}.toml", run=place / name, checkpoint=place / "checkpoint", shards=place / "shards"
+        run_root / f"{name}.toml", run=run_root / name, checkpoint=run_root / "checkpoint", shards=run_root / "shards"
     )
 
 
-def validating(place, *more):
+def validating(run_root, *more):
     """Settings of a run with validation every third step."""
-    sources = f"validation.sources=[{{path='{place / 'held-out'}'}}]"
+    sources = f"validation.sources=[{{path='{run_root / 'held-out'}'}}]"
     return [
         "stages.0.steps=7",
         "validation.every=3",
@@ -57,16 +57,16 @@ def scores(run):
 
 
 @pytest.fixture(scope="module")
-def validated(place):
+def validated(run_root):
     """A run with validation, one without, and two ranks with fsdp and ddp."""
-    train(read_recipe(recipe(place, "validated"), *validating(place)), device="cpu")
-    train(read_recipe(recipe(place, "plain"), "stages.0.steps=7"), device="cpu")
+    train(read_recipe(recipe(run_root, "validated"), *validating(run_root)), device="cpu")
+    train(read_recipe(recipe(run_root, "plain"), "stages.0.steps=7"), device="cpu")
     jobs = [
-        {"recipe": str(recipe(place, name)), "set": validating(place, f"parallel.strategy={name}")}
+        {"recipe": str(recipe(run_root, name)), "set": validating(run_root, f"parallel.strategy={name}")}
         for name in ("fsdp", "ddp")
     ]
-    run_together(jobs, place, num_ranks=2)
-    return place
+    run_together(jobs, run_root, num_ranks=2)
+    return run_root
 
 
 def test_training_is_the_same_with_and_without_validation(validated):
@@ -119,17 +119,17 @@ def test_generations_are_written_and_skipped_for_a_sharded_model(validated):
     assert "generation is skipped: the model is sharded" in (validated / "jobs-0.log").read_text()
 
 
-def test_a_resumed_run_drops_generations_beyond_its_step(place):
-    path, settings = recipe(place, "again"), validating(place, "checkpoint.every=5")
+def test_a_resumed_run_drops_generations_beyond_its_step(run_root):
+    path, settings = recipe(run_root, "again"), validating(run_root, "checkpoint.every=5")
     train(read_recipe(path, *settings, "stages.0.steps=6"), device="cpu")
-    for state in sorted((place / "again/state").iterdir())[1:]:
+    for state in sorted((run_root / "again/state").iterdir())[1:]:
         (state / "complete.json").unlink()  # as if it had died before the end
     train(read_recipe(path, *settings), device="cpu")
-    lines = [json.loads(line) for line in (place / "again/samples.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run_root / "again/samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 3, 6, 6, 7, 7]
 
 
-def test_ctrl_c_ends_a_validation_after_its_current_batch(place, monkeypatch):
+def test_ctrl_c_ends_a_validation_after_its_current_batch(run_root, monkeypatch):
     calls, score = [], ModelWithLoss.score
 
     def interrupted(self, inputs, labels):
@@ -138,13 +138,13 @@ def test_ctrl_c_ends_a_validation_after_its_current_batch(place, monkeypatch):
         return score(self, inputs, labels)
 
     monkeypatch.setattr(ModelWithLoss, "score", interrupted)
-    file = recipe(place, "interrupted")
-    config = read_recipe(file, *validating(place, "stages.0.data.max_seq_len=120"))
+    file = recipe(run_root, "interrupted")
+    config = read_recipe(file, *validating(run_root, "stages.0.data.max_seq_len=120"))
     assert train(config, device="cpu") is Ending.STOPPED
     assert len(calls) == 1
-    assert scores(place / "interrupted") == {}
-    assert [state.step for state in states(place / "interrupted/state")] == [3]
-    assert not (place / "interrupted/samples.jsonl").read_text()
+    assert scores(run_root / "interrupted") == {}
+    assert [state.step for state in states(run_root / "interrupted/state")] == [3]
+    assert not (run_root / "interrupted/samples.jsonl").read_text()
 
 
 def test_validation_preserves_the_random_state():
@@ -171,30 +171,30 @@ def test_thumbnails_are_small():
         ("log.profile_steps=[3, 2]", "first and the last step"),
     ],
 )
-def test_invalid_settings_are_refused(place, setting, message):
+def test_invalid_settings_are_refused(run_root, setting, message):
     with pytest.raises(ConfigError, match=message):
-        read_recipe(recipe(place, "refused"), setting)
+        read_recipe(recipe(run_root, "refused"), setting)
 
 
-def test_profiled_steps_write_a_trace(place):
+def test_profiled_steps_write_a_trace(run_root):
     settings = ["stages.0.steps=4", "log.profile_steps=[2, 3]"]
-    train(read_recipe(recipe(place, "profiled"), *settings), device="cpu")
-    trace = json.loads((place / "profiled/trace/steps-2-3-rank0.json").read_text())
+    train(read_recipe(recipe(run_root, "profiled"), *settings), device="cpu")
+    trace = json.loads((run_root / "profiled/trace/steps-2-3-rank0.json").read_text())
     names = [event.get("name", "") for event in trace["traceEvents"]]
     assert sum("_foreach_norm" in name for name in names) == 2, "once a step"
-    assert load_config(TrainConfig, place / "profiled/config.toml").log.profile_steps == (2, 3)
+    assert load_config(TrainConfig, run_root / "profiled/config.toml").log.profile_steps == (2, 3)
 
 
-def test_a_memory_snapshot_is_refused_without_a_gpu(place):
+def test_a_memory_snapshot_is_refused_without_a_gpu(run_root):
     with pytest.raises(ConfigError, match="this run is on the CPU"):
-        train(read_recipe(recipe(place, "snapshot"), "log.memory_snapshot=true"), device="cpu")
+        train(read_recipe(recipe(run_root, "snapshot"), "log.memory_snapshot=true"), device="cpu")
 
 
-def test_out_of_memory_prints_the_plan_and_what_to_change(place):
+def test_out_of_memory_prints_the_plan_and_what_to_change(run_root):
     def validate(model, step):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    config = read_recipe(recipe(place, "full"), "validation.every=1")
+    config = read_recipe(recipe(run_root, "full"), "validation.every=1")
     with pytest.raises(ConfigError) as caught:
         train(config, device="cpu", validate=validate)
     text = str(caught.value)

@@ -144,8 +144,8 @@ class _Fit:
         is_counted = self.overlap.reshape(num, -1) & (is_informative | (size > _INFORMATIVE))
         ordered = np.sort(np.where(is_counted, size, np.float32(-1)), axis=1)
         num_cells, num_counted = ordered.shape[1], is_counted.sum(1)
-        place = num_cells - np.maximum(1, np.ceil(num_counted * (1 - quantile)).astype(np.int64))
-        value = np.maximum(ordered[np.arange(num), place], 0)
+        rank = num_cells - np.maximum(1, np.ceil(num_counted * (1 - quantile)).astype(np.int64))
+        value = np.maximum(ordered[np.arange(num), rank], 0)
         return np.asarray(value / np.maximum(self.contrast, _MIN_CONTRAST), np.float32)
 
     def covered_share(self) -> Floats:
