@@ -23,6 +23,9 @@ from saccade.train.config import TrainConfig
 from saccade.train.stages import train_in
 from saccade.world import open_world
 
+CURRENT = {}
+"""The job that runs."""
+
 
 def no_validation(model, step):
     return {}
@@ -73,12 +76,21 @@ def validate_for_long(model, step):
 
 
 def fill_the_disk(model, step):
-    """From step 7 on no file may grow beyond a megabyte; after step 12 there is room again."""
-    if step == 7:
+    """From step 9 on, when the state of step 5 is complete, no file may grow beyond a megabyte; after step 12 there is room again."""
+    if step == 9:
+        wait_for_state_5()
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
     if step == 12:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return {}
+
+
+def wait_for_state_5():
+    run = load_config(TrainConfig, Path(CURRENT["recipe"]), CURRENT.get("set", [])).run
+    deadline = time.monotonic() + 30
+    while not (Path(run) / "state/step-00000005/complete.json").exists():
+        assert time.monotonic() < deadline, "the state of step 5 was never saved"
+        time.sleep(0.01)
 
 
 def hang(model, step):
@@ -107,6 +119,8 @@ def do(world, job):
     if "world" in job:
         record_collectives(world, job)
         return
+    CURRENT.clear()
+    CURRENT.update(job)
     config = load_config(TrainConfig, Path(job["recipe"]), job.get("set", []))
     try:
         ending = train_in(world, config, validate=globals()[job.get("validate", "no_validation")]).value

@@ -130,7 +130,7 @@ def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: i
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-    arguments = (str(file), {name: str(value) for name, value in environment.items()})
+    arguments = (str(file), {name: str(value) for name, value in rank_variables.items()})
     process = fork_server().Process(target=ranks.run_forked, args=arguments)
     process.start()
     return process
