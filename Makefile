@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help quickstart test test-gpu lint format clean
+.PHONY: help quickstart test pytest test-gpu lint format clean
 
 help:
 	@echo "make quickstart   the whole flow at toy size"
@@ -31,7 +31,11 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-test: lint
+# Lint runs beside the first tests: it needs one core, and many tests wait for processes.
+test: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(READY)
