@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -99,7 +100,7 @@ class Worker(Generic[_Channel]):
         self.deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
 
-class Job(Generic[_Channel, _Result]):
+class Job(ABC, Generic[_Channel, _Result]):
     """Work for one worker. Subclasses define how it is sent and how its reply is read, both in the pool's thread."""
 
     timeout_s: float | None = None
@@ -111,21 +112,21 @@ class Job(Generic[_Channel, _Result]):
         self.future: Future[_Result] = Future()
         self.num_crashes = 0
 
+    @abstractmethod
     def send(self, worker: Worker[_Channel]) -> None:
         """Send the request. If it raises anything but a `ConnectionError`, nothing was sent."""
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self, message: dict[str, Any], worker: Worker[_Channel]) -> _Result | None:
         """The result, or None if another message follows. Raises `WorkerLostError` if the message is invalid."""
-        raise NotImplementedError
 
+    @abstractmethod
     def error(self, reason: str) -> Exception:
         """The exception of this job after `max_crashes` crashes or a timeout."""
-        raise NotImplementedError
 
+    @abstractmethod
     def __str__(self) -> str:
         """Its name in log lines."""
-        raise NotImplementedError
 
 
 class WorkerPool(Generic[_Channel]):

@@ -86,7 +86,7 @@ def _aligned(length: int) -> int:
 
 
 class RequestInputs:
-    """What the runner keeps of an open request: its inputs, and the tokens it had when it got its slot."""
+    """What the runner keeps of an open request: its inputs, and its known tokens as of the start of its slot."""
 
     __slots__ = ("first_output_position", "prompt", "request", "token_ids")
 
