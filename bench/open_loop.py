@@ -14,9 +14,6 @@ are those completed in the second half of the time in which requests arrive.
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -27,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from bench.serve import make_checkpoint, process_age
+from bench.serve import process_age, run_with_checkpoint
 from saccade.engine import Engine, EngineConfig, SamplingParams
 
 SIZES = (
@@ -177,11 +174,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.checkpoint is None:
-        with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / "checkpoint"
-            make_checkpoint(made, options.size)
-            again = [sys.executable, "-m", "bench.open_loop", *sys.argv[1:], "--checkpoint", str(made)]
-            raise SystemExit(subprocess.run(again, check=False).returncode)
+        run_with_checkpoint("bench.open_loop", options.size)
     prompts, rows = Prompts(options.checkpoint), []
     settings = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}
     config = EngineConfig(**{"max_length": 8192, "max_draft_tokens": 0} | settings)

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -191,6 +191,15 @@ def make_checkpoint(folder: Path, size: str) -> None:
     subprocess.run([sys.executable, "-c", code, str(folder), size], check=True)
 
 
+def run_with_checkpoint(module: str, size: str) -> NoReturn:
+    """Run this command again in a new process, on a checkpoint of random weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "checkpoint"
+        make_checkpoint(made, size)
+        again = [sys.executable, "-m", module, *sys.argv[1:], "--checkpoint", str(made)]
+        raise SystemExit(subprocess.run(again, check=False).returncode)
+
+
 def main() -> None:
     """Run the selected workloads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -206,11 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.checkpoint is None:
-        with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / "checkpoint"
-            make_checkpoint(made, options.size)
-            again = [sys.executable, "-m", "bench.serve", *sys.argv[1:], "--checkpoint", str(made)]
-            raise SystemExit(subprocess.run(again, check=False).returncode)
+        run_with_checkpoint("bench.serve", options.size)
     records = measure(options)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     comparable = is_comparable(options.checkpoint, options.requests, options.side, device)

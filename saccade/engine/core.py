@@ -6,7 +6,8 @@ While the device computes a step, the host plans and launches the next one and o
 drafts in flight waits for its tokens; the others do not wait with it. A step with requests that have a grammar is sampled after the
 previous step is read: its masks are computed while its forward pass runs.
 
-Messages in and out are plain data, so that the core runs in a thread or in a process of its own (`core_client.py`).
+Messages in and out are plain data, so that the core runs in a thread or in a process of its own (`core_thread.py`,
+`core_process.py`).
 """
 
 from __future__ import annotations

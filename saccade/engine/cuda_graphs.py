@@ -2,7 +2,7 @@
 
 A step is rounded up to one of a declared set of sizes, all of which are captured before the engine reports ready; capturing takes about
 25 ms each for a whole model. A size outside the set (a longer context than usual, say) is captured when it first occurs, which
-delays that step and is counted. When the memory for graphs is used up, the least recently used of those is dropped.
+delays that step and is counted. Of those late ones a fixed number is kept; the least recently used is dropped, a declared one never.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ A request may have several samples in a step, one after each draft token. For ev
     logit bias     added to the logits of the tokens it names
     penalties      repetition (tokens of prompt and output, as Hugging Face), then frequency and presence (tokens of the output
                    only, as OpenAI and vLLM)
-    mask           -inf for tokens that the request's grammar does not allow, last
     bans           -inf for stop tokens, while the output has fewer than `min_tokens`
+    mask           -inf for tokens that the request's grammar does not allow
     the kernel     temperature, top-k, top-p, min-p, and the draw: see `kernels/sampler.py`
 
-Log-probabilities are log softmax of the raw logits: before bias, penalties, bans and temperature. A draw depends only on logits, the
+Log-probabilities are log softmax of the raw logits: before bias, penalties, bans, mask and temperature. A draw depends only on logits, the
 request's seed and the token's index, so a request gets the same tokens in any slot, in any batch, and after preemption. A row of
 non-finite logits (NaN, +inf, or no finite value) samples `NON_FINITE`.
 
