@@ -37,6 +37,7 @@ from saccade.engine.structured import StructuredOutput
 from saccade.errors import CheckpointError, RequestError, UserError
 from saccade.fork_server import ForkServer, encode_error, receive, send
 from saccade.processor.tokenizer import Tokenizer
+from saccade.sandbox import ResourceLimits, seal
 from saccade.worker_pool import Job, Worker, WorkerPool
 
 _JSON_WHITESPACE = r"[ \n\r\t]{1,32}"
@@ -48,6 +49,8 @@ _STACK_BYTES = 2**28
 _CHECK_STACK_BYTES = _STACK_BYTES * 7 // 8
 _CHECK_MEMORY_BYTES = 2**32
 """Address space of a checking process."""
+_CHECK_CPU_S = 3600
+"""CPU time of a checking process; then it is replaced."""
 _OWN_LEXER_S = 0.02
 """A grammar that compiles faster than this gets several lexers."""
 
@@ -191,6 +194,7 @@ def _make_checker(config: dict[str, Any]) -> tuple[Callable[[socket.socket], Non
 def _check_grammars(vocabulary: _Vocabulary, connection: socket.socket) -> None:
     """Compile one grammar after another and reply whether that worked."""
     resource.setrlimit(resource.RLIMIT_AS, (_CHECK_MEMORY_BYTES, _CHECK_MEMORY_BYTES))
+    seal(ResourceLimits(memory_bytes=_CHECK_MEMORY_BYTES, file_bytes=0, cpu_s=_CHECK_CPU_S))
     while (request := receive(connection)) is not None:
         with ThreadPoolExecutor(1) as executor:
             compiled = _with_stack(_CHECK_STACK_BYTES, lambda: executor.submit(vocabulary.compile, **request))

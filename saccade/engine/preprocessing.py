@@ -23,6 +23,7 @@ import numpy as np
 from PIL import Image
 
 from saccade.engine.preprocessing_worker import (
+    MAX_WORKER_BYTES,
     ImageTask,
     LocalBackend,
     PreprocessingConfig,
@@ -94,14 +95,18 @@ class Preprocessor:
         max_images: int = 64,
         limits: MediaLimits | None = None,
         resize: ResizeName = "pillow",
+        max_worker_bytes: int = MAX_WORKER_BYTES,
     ) -> None:
         """Starts the workers without waiting for them. With none, two threads of this process do their work.
 
         A worker that takes longer than `timeout_s` for one image, text or 32 frames of a video is killed and replaced. `max_images`
-        bounds the images and videos of a request, `limits` what each of them may be.
+        bounds the images and videos of a request, `limits` what each of them may be, `max_worker_bytes` the memory that a worker
+        may allocate.
         """
         self._limits, self._max_images = limits or MediaLimits(), max_images
-        config = PreprocessingConfig(folder=Path(folder), limits=self._limits, resize=resize)
+        config = PreprocessingConfig(
+            folder=Path(folder), limits=self._limits, resize=resize, max_worker_bytes=max_worker_bytes
+        )
         self._backend = ProcessBackend(config, num_workers, timeout_s) if num_workers else LocalBackend(config)
         self._readers = ThreadPoolExecutor(_NUM_READERS, "saccade-reader")
         self._read_ahead = _ReadAhead(_READ_AHEAD_BYTES, _READ_AHEAD_PER_WORKER * max(1, num_workers))

@@ -2,25 +2,29 @@
 
     engine  --JSON on a socket, bytes in the worker's inbox-->  worker  --JSON, bytes in its outbox-->  engine
 
-Workers decode untrusted files, so the engine trusts nothing they send: messages have a bounded size and are validated, and inbox
-and outbox are read and written but never mapped, since a worker could truncate mapped memory or change it after the check.
+Workers decode untrusted files. They are sealed (`sandbox.py`): no file, socket or other process can be reached from one. The engine
+trusts nothing they send: messages have a bounded size and are validated; inbox and outbox are read and written but never mapped, since
+a worker could truncate mapped memory or change it after the check; and image keys are hashes that the engine computes itself, over the
+patches it has read, so that no worker can claim the key of another image and place its features in a cache.
 Conversations are tokenised by a worker of their own, so that text never waits for images.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import json
+import logging
 import math
-import re
-import resource
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -33,18 +37,25 @@ from saccade.engine.processed_images import ProcessedImage
 from saccade.errors import ImageError, RequestError
 from saccade.fork_server import ForkServer, RunWorker, encode_error, keep_freed_memory, receive, send
 from saccade.processor.conversation import Message
-from saccade.processor.image import ImageSettings, MediaBudget, MediaLimits, Pixels, load_image, read_encoded
+from saccade.processor.image import FORMATS, ImageSettings, MediaBudget, MediaLimits, Pixels, load_image, read_encoded
 from saccade.processor.processor import Processor, ResizeName, Visual, VisualKind, prefix_errors
-from saccade.processor.video import sampled_frames
+from saccade.processor.video import import_all_of_av, sampled_frames
+from saccade.sandbox import ResourceLimits, missing_features, seal
 from saccade.shared_memory import SharedMemory, byte_view
 from saccade.worker_pool import Job, Worker, WorkerLostError, WorkerPool
+
+logger = logging.getLogger(__name__)
 
 _FRAMES_PER_TIMEOUT = 32
 """A video may take the timeout of one image for this many frames."""
 _BYTES_PER_TIMEOUT = 8 * 2**20
 """A video file may take the timeout of one image for this many bytes."""
-_MAX_WORKER_BYTES = 8 * 2**30
+MAX_WORKER_BYTES = 8 * 2**30
 """Memory a worker may allocate beyond what it was forked with; more is an error of the request."""
+_MAX_CPU_S = 3600
+"""CPU time of one worker; then it is replaced. What a single job may take is its timeout."""
+_ENCODINGS = ("ascii", "latin-1", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp437")
+"""Of the text in image and video files. Python loads an encoding when it is first used."""
 _KEPT_BYTES = 32 * 2**20
 """Larger inboxes and outboxes are freed after use; smaller ones are kept, since fresh memory is slow."""
 _KEPT_HEAP_BYTES = 2**27
@@ -71,6 +82,8 @@ class PreprocessingConfig:
     """Limits on images and videos."""
     resize: ResizeName
     """Implementation of the resize."""
+    max_worker_bytes: int = MAX_WORKER_BYTES
+    """Memory a worker may allocate."""
 
     def to_json(self) -> dict[str, Any]:
         """For a message to another process."""
@@ -80,7 +93,10 @@ class PreprocessingConfig:
     def from_json(content: dict[str, Any]) -> PreprocessingConfig:
         """Inverse of `to_json`."""
         return PreprocessingConfig(
-            folder=Path(content["folder"]), limits=MediaLimits(**content["limits"]), resize=content["resize"]
+            folder=Path(content["folder"]),
+            limits=MediaLimits(**content["limits"]),
+            resize=content["resize"],
+            max_worker_bytes=content["max_worker_bytes"],
         )
 
 
@@ -100,6 +116,13 @@ class VisualMetadata:
     """Maximum patches of one frame."""
     max_frames: int
     """Maximum frames of a video file."""
+    settings: str
+    """What else the patches depend on; part of the image key."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Maximum size of the patches of one image or video."""
+        return math.ceil(self.max_frames / self.frames_per_patch) * self.max_patches * self.patch_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +224,8 @@ class PromptProcessor:
     def process(self, task: ImageTask) -> ProcessedImage:
         """Decode, resize, patchify and hash. Errors name the frame, but not the image."""
         visual, num_pixels = self.patchify(task)
-        return ProcessedImage(
-            self.key(task.kind, visual), visual.grid, visual.span.time_step, visual.patches, num_pixels
-        )
+        key = image_key(self.metadata.of(task.kind), visual.grid, visual.span.time_step, visual.patches)
+        return ProcessedImage(key, visual.grid, visual.span.time_step, visual.patches, num_pixels)
 
     def patchify(self, task: ImageTask) -> tuple[Visual, int]:
         """All of `process` but the hash, and the number of decoded pixels. The patches are read-only."""
@@ -219,17 +241,20 @@ class PromptProcessor:
             )
         return visual, sum(frame.shape[0] * frame.shape[1] for frame in frames)
 
-    def key(self, kind: VisualKind, visual: Visual) -> bytes:
-        """sha256 of the patches, their grid and the settings they were made with: equal for equal image features."""
-        settings = [kind, repr(self._settings[kind]), self._config.resize]
-        digest = hashlib.sha256(json.dumps([settings, visual.grid, visual.span.time_step]).encode())
-        digest.update(byte_view(visual.patches))
-        return digest.digest()
-
     def warm_up(self) -> None:
-        """Run once what is slow the first time."""
+        """Run once what is slow the first time, and load what a sealed worker can no longer load."""
         Image.init()
         self.process(ImageTask("image", [Source("pixels", np.zeros((60, 90, 3), dtype=np.uint8))]))
+        for name in FORMATS:
+            file = io.BytesIO()
+            Image.new("RGB", (28, 28)).save(file, name)
+            with contextlib.suppress(ImageError):  # the limits may be tighter
+                self.process(ImageTask("image", [Source("image_file", file.getvalue())]))
+        import_all_of_av()
+        self.tokenize([{"role": "user", "content": "text"}])
+        for encoding in _ENCODINGS:
+            codecs.lookup(encoding)
+        datetime.now().astimezone()
 
     def _visual_metadata(self, kind: VisualKind, token_id: int) -> VisualMetadata:
         settings, limits = self._settings[kind], self._config.limits
@@ -240,6 +265,7 @@ class PromptProcessor:
             frames_per_patch=settings.temporal_patch_size,
             max_patches=_max_patches(settings, min(limits.max_aspect_ratio, limits.max_side)),
             max_frames=limits.max_frames,
+            settings=json.dumps([kind, repr(settings), self._config.resize]),
         )
 
     def _frames(self, task: ImageTask, budget: MediaBudget) -> list[Pixels]:
@@ -257,6 +283,16 @@ class PromptProcessor:
         if isinstance(source.data, np.ndarray):
             return source.data
         return load_image(_encoded(source), budget.limits, budget)
+
+
+def image_key(metadata: VisualMetadata, grid: tuple[int, int, int], time_step: float, patches: Pixels) -> bytes:
+    """sha256 of the patches, their grid and the settings they were made with: equal for equal image features.
+
+    Computed in the process that uses it as a key.
+    """
+    digest = hashlib.sha256(json.dumps([metadata.settings, grid, time_step]).encode())
+    digest.update(byte_view(patches))
+    return digest.digest()
 
 
 def _encoded(source: Source) -> str | bytes:
@@ -357,8 +393,14 @@ class ProcessBackend:
     def _set_metadata(self, received: Future[Any]) -> None:
         if error := received.exception():
             self.metadata.set_exception(error)
-        else:
-            self.metadata.set_result(ProcessorMetadata.from_json(received.result()))
+            return
+        if missing := received.result()["no_sandbox"]:
+            logger.warning(
+                "media workers decode untrusted files without %s, which this system lacks: a flaw in a decoder may reach files and the "
+                "network. Use Linux 5.13 or newer on x86-64 or arm64",
+                " and ".join(missing),
+            )
+        self.metadata.set_result(ProcessorMetadata.from_json(received.result()["processor"]))
 
 
 class Mailbox:
@@ -426,25 +468,20 @@ class _ImageJob(Job[Mailbox, ProcessedImage]):
     def __init__(self, task: ImageTask, metadata: Future[ProcessorMetadata], timeout_s: float) -> None:
         super().__init__()
         self._task, self._metadata, self.timeout_s = task, metadata, timeout_s
-        self._partial: tuple[tuple[int, int, int], float, Pixels, int] | None = None
 
     def send(self, worker: Worker[Mailbox]) -> None:
-        self._partial, offset = None, 0
+        offset = 0
         for source in self._task.sources:
             offset += worker.channel.inbox.write(source.data, offset)
         send(worker.connection, {"image": self._task.describe()})
 
-    def receive(self, message: dict[str, Any], worker: Worker[Mailbox]) -> ProcessedImage | None:
-        """The patches come first and are read while the worker hashes them."""
-        if self._partial is None:
-            metadata = self._metadata.result().of(self._task.kind)
-            grid, time_step = check_image(message, self._task, metadata)
-            patches = worker.channel.read_outbox((math.prod(grid), metadata.patch_dim), np.uint8)
-            self._partial = grid, time_step, patches, _count(message.get("num_pixels"), 2**53)
-            return None
-        key = check_key(message)
+    def receive(self, message: dict[str, Any], worker: Worker[Mailbox]) -> ProcessedImage:
+        metadata = self._metadata.result().of(self._task.kind)
+        grid, time_step = check_image(message, self._task, metadata)
+        num_pixels = _count(message.get("num_pixels"), 2**53)
+        patches = worker.channel.read_outbox((math.prod(grid), metadata.patch_dim), np.uint8)
         worker.channel.free_if_large()
-        return ProcessedImage(key, *self._partial)
+        return ProcessedImage(image_key(metadata, grid, time_step, patches), grid, time_step, patches, num_pixels)
 
     def error(self, reason: str) -> ImageError:
         return ImageError(
@@ -479,34 +516,32 @@ def check_image(
     return (pairs, rows, columns), time_step
 
 
-def check_key(message: dict[str, Any]) -> bytes:
-    """The image key of a worker's message. Raises `WorkerLostError` if it is none."""
-    key = message.get("key")
-    if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key):
-        raise WorkerLostError("it sent no image key")
-    return bytes.fromhex(key)
-
-
 # ------------------------------------------------------------------ worker processes
 
 
 def initialize(config: Any) -> tuple[RunWorker, dict[str, Any]]:
-    """Load what all workers share; return the processor's metadata."""
+    """Load what all workers share; return the processor's metadata and what their sandbox lacks."""
     torch.set_num_threads(1)
     keep_freed_memory(_KEPT_HEAP_BYTES)
-    processor = PromptProcessor(PreprocessingConfig.from_json(config))
+    settings = PreprocessingConfig.from_json(config)
+    processor = PromptProcessor(settings)
     processor.warm_up()
-    return functools.partial(_run_worker, processor), dataclasses.asdict(processor.metadata)
+    limits = ResourceLimits(
+        memory_bytes=settings.max_worker_bytes,
+        file_bytes=max(processor.metadata.image.max_bytes, processor.metadata.video.max_bytes, 8 * _MAX_TOKENS),
+        cpu_s=_MAX_CPU_S,
+    )
+    metadata = {"processor": dataclasses.asdict(processor.metadata), "no_sandbox": missing_features()}
+    return functools.partial(_run_worker, processor, limits), metadata
 
 
-def _run_worker(processor: PromptProcessor, connection: socket.socket, *fds: int) -> None:
+def _run_worker(processor: PromptProcessor, limits: ResourceLimits, connection: socket.socket, *fds: int) -> None:
     """Handle one request after the other until the connection is closed."""
-    _limit_memory()
     mailbox = Mailbox((fds[0], fds[1]))
+    seal(limits)
     while (request := receive(connection)) is not None:
         try:
-            for reply in _replies(request, mailbox, processor):
-                send(connection, reply)
+            send(connection, _reply(request, mailbox, processor))
         except (BrokenPipeError, ConnectionResetError):
             return
         except MemoryError:
@@ -515,21 +550,19 @@ def _run_worker(processor: PromptProcessor, connection: socket.socket, *fds: int
             send(connection, encode_error(error))
 
 
-def _replies(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcessor) -> Iterator[dict[str, Any]]:
-    """An image has two replies: the engine reads its patches while they are hashed here."""
+def _reply(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcessor) -> dict[str, Any]:
+    """Do what is asked for; the result is in the outbox."""
     if "text_bytes" in request:
         text = np.empty(request["text_bytes"], np.uint8)
         mailbox.inbox.read_into(text)
         token_ids = processor.tokenize(*json.loads(text.tobytes()))
         mailbox.outbox.write(np.array(token_ids, dtype=np.int64), 0)
-        yield {"num_tokens": len(token_ids)}
-    else:
-        task = request["image"]
-        sources = _sources(task["sources"], mailbox.inbox)
-        visual, num_pixels = processor.patchify(ImageTask(task["kind"], sources, task["fps"]))
-        mailbox.outbox.write(visual.patches, 0)
-        yield {"grid": visual.grid, "time_step": visual.span.time_step, "num_pixels": num_pixels}
-        yield {"key": processor.key(task["kind"], visual).hex()}
+        return {"num_tokens": len(token_ids)}
+    task = request["image"]
+    sources = _sources(task["sources"], mailbox.inbox)
+    visual, num_pixels = processor.patchify(ImageTask(task["kind"], sources, task["fps"]))
+    mailbox.outbox.write(visual.patches, 0)
+    return {"grid": visual.grid, "time_step": visual.span.time_step, "num_pixels": num_pixels}
 
 
 def _sources(descriptions: Sequence[Sequence[Any]], inbox: SharedMemory) -> list[Source]:
@@ -541,14 +574,3 @@ def _sources(descriptions: Sequence[Sequence[Any]], inbox: SharedMemory) -> list
         offset += data.nbytes
         sources.append(Source(form, data if form == "pixels" else data.tobytes()))
     return sources
-
-
-def _limit_memory() -> None:
-    """Have allocations fail, not the machine: bound this worker's memory, and make it the first one the kernel kills."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        data_kib = int(re.search(r"VmData:\s*(\d+) kB", status.read_text())[1])  # type: ignore[index]
-        limit = data_kib * 1024 + _MAX_WORKER_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")

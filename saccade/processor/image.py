@@ -331,6 +331,10 @@ def _decode(image: Image.Image, data: bytes | None) -> Pixels:
         return _to_rgb(image if transpose is None else image.transpose(transpose))
     except ImageError:
         raise
+    except MemoryError as error:
+        raise ImageError(
+            f"an image of {image.width}x{image.height} pixels needs more memory than there is. Shrink it first"
+        ) from error
     except Exception as error:  # Pillow raises anything on hostile bytes
         raise ImageError(
             f"the {image.format or image.mode} image of {image.width}x{image.height} pixels is truncated or corrupt. Send the whole file"

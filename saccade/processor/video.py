@@ -7,7 +7,10 @@ Only MP4/MOV, WebM/Matroska and AVI are opened, each by its own demuxer: FFmpeg'
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import io
+import pkgutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -60,6 +63,15 @@ def _demuxer(data: bytes) -> str:
     if data.startswith(b"RIFF") and data[8:12] == b"AVI ":
         return "avi"
     raise ImageError("the video is in no supported container (MP4, MOV, WebM, MKV, AVI). Re-encode it as MP4")
+
+
+def import_all_of_av() -> None:
+    """Import every module of PyAV, if it is installed: it imports some when it decodes, which a sealed process cannot."""
+    if importlib.util.find_spec("av") is None:
+        return
+    for module in pkgutil.walk_packages(_import_av().__path__, "av."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
 
 
 def _import_av() -> Any:
