@@ -86,6 +86,10 @@ class CoreInfo:
     """Maximum tokens of prompt and output together."""
     vocab_size: int
     """Tokens the model knows."""
+    num_pages: int
+    """Pages of the KV cache."""
+    page_size: int
+    """Tokens per page."""
 
 
 @dataclass
@@ -98,6 +102,9 @@ class Statistics:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_images_encoded: int = 0
+    num_encoder_cache_queries: int = 0
+    """Images that requests asked the encoder cache for. One in a cached prefix is not asked for."""
+    num_encoder_cache_hits: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
@@ -134,7 +141,12 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         config = runner.config
-        self.info = CoreInfo(max_length=runner.max_length, vocab_size=runner.model.config.language.vocab_size)
+        self.info = CoreInfo(
+            max_length=runner.max_length,
+            vocab_size=runner.model.config.language.vocab_size,
+            num_pages=runner.cache.num_pages,
+            page_size=config.page_size,
+        )
         self._runner, self._clock = runner, clock
         self._max_waiting = config.max_waiting_requests
         self._lookup = PromptLookup() if config.max_draft_tokens else None
@@ -377,6 +389,7 @@ class EngineCore:
                 statistics.num_failures += output.failure is not None
                 statistics.num_cached_tokens += output.num_cached_tokens
                 statistics.finished[output.finish_reason] = statistics.finished.get(output.finish_reason, 0) + 1
+        self._count_queues()
         return list(outputs)
 
     def _forget(self, request_id: str) -> None:
@@ -385,13 +398,20 @@ class EngineCore:
         if self._lookup is not None:
             self._lookup.forget(request_id)
 
+    def _count_queues(self) -> None:
+        """Requests and free pages now, after some have ended."""
+        statistics, scheduler = self.statistics, self.scheduler
+        statistics.num_running = scheduler.num_running
+        statistics.num_waiting = scheduler.num_waiting + len(self._compiling)
+        statistics.num_free_pages = scheduler.pages.num_free
+
     def _count_plan(self, plan: StepPlan) -> None:
         statistics, scheduler = self.statistics, self.scheduler
         statistics.num_steps += 1
         statistics.num_images_encoded += len(plan.images)
         statistics.num_preemptions = scheduler.num_preemptions
-        statistics.num_running, statistics.num_waiting = scheduler.num_running, scheduler.num_waiting
-        statistics.num_free_pages = scheduler.pages.num_free
+        statistics.num_encoder_cache_queries = scheduler.encoder_cache.num_queries
+        statistics.num_encoder_cache_hits = scheduler.encoder_cache.num_hits
         statistics.num_late_captures, statistics.num_eager_steps = self._runner.graph_counters()
         for chunk in plan.chunks:
             statistics.num_draft_tokens += len(chunk.drafts)

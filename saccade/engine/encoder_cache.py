@@ -41,6 +41,8 @@ class EncoderCache:
         self._entries: dict[bytes, _Entry] = {}
         self._unused: dict[bytes, None] = {}  # entries without users, least recently used first
         self._num_unused_slots = 0
+        self.num_queries = self.num_hits = 0
+        """Calls of `acquire`, and those that found the image."""
 
     def contains(self, key: bytes) -> bool:
         """Whether the image need not be encoded again."""
@@ -57,9 +59,11 @@ class EncoderCache:
     def acquire(self, key: bytes, num_tokens: int) -> bool:
         """Add a user. True: the image is new and has to be encoded into its slots."""
         entry = self._entries.get(key)
+        self.num_queries += 1
         if entry is None:
             self._entries[key] = _Entry(self._allocate(_num_slots(num_tokens)))
             return True
+        self.num_hits += 1
         assert len(entry.slots) == _num_slots(num_tokens), f"image {key.hex()} has two sizes"
         if key in self._unused:
             del self._unused[key]

@@ -70,6 +70,24 @@ def test_completions_equal_those_of_a_core_in_a_thread(folder, engine):
     assert sum(engine.statistics.finished.values()) == 3
 
 
+def test_statistics_of_an_idle_core_count_no_request_and_every_page_as_free(engine):
+    before = engine.statistics
+    image = {"type": "image", "image": picture(56, 84, 1)}
+    later = [{"role": "user", "content": [{"type": "text", "text": "the same image behind a text"}, image]}]
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    completions = engine.generate(CONVERSATIONS[1], sampling) + engine.generate(later, sampling)
+    after = engine.statistics
+    assert (after.num_running, after.num_waiting) == (0, 0)
+    assert after.num_free_pages == engine._core.info.num_pages == 200
+    assert after.num_output_tokens - before.num_output_tokens == 8
+    computed, cached = (
+        getattr(after, name) - getattr(before, name) for name in ("num_prompt_tokens", "num_cached_tokens")
+    )
+    assert computed + cached == sum(one.num_prompt_tokens for one in completions)
+    assert after.num_encoder_cache_hits == before.num_encoder_cache_hits + 1
+    assert after.num_encoder_cache_queries - after.num_encoder_cache_hits == after.num_images_encoded
+
+
 def test_structured_output_crosses_the_process(engine):
     sampling = {"structured": {"regex": "[a-c]{3}-[0-9]{2}"}, "temperature": 1.0, "seed": 1}
     [completion] = engine.generate(ask("a code"), sampling)
