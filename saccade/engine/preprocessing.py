@@ -34,6 +34,7 @@ from saccade.engine.preprocessing_worker import (
 from saccade.engine.processed_images import ProcessedImage, ProcessedImageCache
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan
+from saccade.engine.time_histogram import TimeHistogram
 from saccade.errors import RequestError
 from saccade.processor.conversation import ImageItem, Message, VideoFileItem, VisualItem
 from saccade.processor.image import ImageSource, MediaBudget, MediaLimits, load_image, read_encoded
@@ -77,6 +78,12 @@ class PreprocessingStatistics:
     """Images in the cache now."""
     cached_bytes: int
     """Their size."""
+    num_unfinished: int
+    """Prompts that are being preprocessed now."""
+    decode_times: TimeHistogram
+    """Of images and videos, measured by the workers."""
+    preprocess_times: TimeHistogram
+    """Resizing and cutting into patches."""
 
 
 class Preprocessor:
@@ -121,6 +128,7 @@ class Preprocessor:
         self._unfinished: set[Future[TokenPrompt]] = set()
         self._is_closed = False
         self._num_prompts = self._num_processed = self._num_cache_hits = self._num_shared = 0
+        self._decode_times, self._preprocess_times = TimeHistogram(), TimeHistogram()
 
     # -------------------------------------------------------------- public API
 
@@ -167,6 +175,9 @@ class Preprocessor:
                 num_worker_crashes=self._backend.num_crashes,
                 num_cached=len(self._cache),
                 cached_bytes=self._cache.num_bytes,
+                num_unfinished=len(self._unfinished),
+                decode_times=self._decode_times.copy(),
+                preprocess_times=self._preprocess_times.copy(),
             )
 
     @property
@@ -293,6 +304,8 @@ class Preprocessor:
         try:
             image = job.result()
             with self._lock:
+                self._decode_times.observe(image.decode_s)
+                self._preprocess_times.observe(image.preprocess_s)
                 image = self._cache.put(digest, image)
                 self._num_processed += 1
         except BaseException as error:

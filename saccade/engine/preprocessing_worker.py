@@ -21,12 +21,13 @@ import json
 import logging
 import math
 import socket
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -64,6 +65,8 @@ _MAX_TOKENS = 2**24
 """Maximum tokens of a conversation."""
 _MAX_TIME_STEP = 2.0**20
 """Maximum positions between two frame pairs of a video."""
+_MAX_SECONDS = 1e6
+"""Maximum of a duration that a worker reports."""
 _MAX_MESSAGE_BYTES = 2**20
 """Maximum size of a message of a worker."""
 _Number = TypeVar("_Number", np.int64, np.uint8)
@@ -200,6 +203,16 @@ class ImageTask:
 # ------------------------------------------------------------------ the work itself
 
 
+class Patchified(NamedTuple):
+    """Patches of an image or video, and what they cost."""
+
+    visual: Visual
+    num_pixels: int
+    """Decoded pixels of all frames."""
+    decode_s: float
+    preprocess_s: float
+
+
 class PromptProcessor:
     """Tokenises conversations and patchifies images for one checkpoint folder."""
 
@@ -223,13 +236,15 @@ class PromptProcessor:
 
     def process(self, task: ImageTask) -> ProcessedImage:
         """Decode, resize, patchify and hash. Errors name the frame, but not the image."""
-        visual, num_pixels = self.patchify(task)
+        visual, *numbers = self.patchify(task)
         key = image_key(self.metadata.of(task.kind), visual.grid, visual.span.time_step, visual.patches)
-        return ProcessedImage(key, visual.grid, visual.span.time_step, visual.patches, num_pixels)
+        return ProcessedImage(key, visual.grid, visual.span.time_step, visual.patches, *numbers)
 
-    def patchify(self, task: ImageTask) -> tuple[Visual, int]:
-        """All of `process` but the hash, and the number of decoded pixels. The patches are read-only."""
+    def patchify(self, task: ImageTask) -> Patchified:
+        """All of `process` but the hash. The patches are read-only."""
+        started_at = time.perf_counter()
         frames = self._frames(task, MediaBudget(self._config.limits))
+        decoded_at = time.perf_counter()
         if task.kind == "image":
             visual = self._processor.patchify_image(frames[0])
         else:
@@ -239,7 +254,8 @@ class PromptProcessor:
             raise ImageError(
                 f"a {task.kind} of grid {visual.grid} at {task.fps:g} frames per second cannot be computed. Use another fps"
             )
-        return visual, sum(frame.shape[0] * frame.shape[1] for frame in frames)
+        num_pixels = sum(frame.shape[0] * frame.shape[1] for frame in frames)
+        return Patchified(visual, num_pixels, decoded_at - started_at, time.perf_counter() - decoded_at)
 
     def warm_up(self) -> None:
         """Run once what is slow the first time, and load what a sealed worker can no longer load."""
@@ -479,9 +495,11 @@ class _ImageJob(Job[Mailbox, ProcessedImage]):
         metadata = self._metadata.result().of(self._task.kind)
         grid, time_step = check_image(message, self._task, metadata)
         num_pixels = _count(message.get("num_pixels"), 2**53)
+        times = [check_seconds(message.get(name)) for name in ("decode_s", "preprocess_s")]
         patches = worker.channel.read_outbox((math.prod(grid), metadata.patch_dim), np.uint8)
         worker.channel.free_if_large()
-        return ProcessedImage(image_key(metadata, grid, time_step, patches), grid, time_step, patches, num_pixels)
+        key = image_key(metadata, grid, time_step, patches)
+        return ProcessedImage(key, grid, time_step, patches, num_pixels, *times)
 
     def error(self, reason: str) -> ImageError:
         return ImageError(
@@ -500,6 +518,13 @@ def _times(count: int) -> str:
 def _count(value: object, maximum: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= maximum:
         raise WorkerLostError("it sent something else than a count")
+    return value
+
+
+def check_seconds(value: object) -> float:
+    """A duration of a worker's message. Raises `WorkerLostError` if it is none."""
+    if not isinstance(value, float) or not 0 <= value <= _MAX_SECONDS:
+        raise WorkerLostError("it sent something else than a duration")
     return value
 
 
@@ -560,9 +585,15 @@ def _reply(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcessor
         return {"num_tokens": len(token_ids)}
     task = request["image"]
     sources = _sources(task["sources"], mailbox.inbox)
-    visual, num_pixels = processor.patchify(ImageTask(task["kind"], sources, task["fps"]))
+    visual, num_pixels, decode_s, preprocess_s = processor.patchify(ImageTask(task["kind"], sources, task["fps"]))
     mailbox.outbox.write(visual.patches, 0)
-    return {"grid": visual.grid, "time_step": visual.span.time_step, "num_pixels": num_pixels}
+    return {
+        "grid": visual.grid,
+        "time_step": visual.span.time_step,
+        "num_pixels": num_pixels,
+        "decode_s": decode_s,
+        "preprocess_s": preprocess_s,
+    }
 
 
 def _sources(descriptions: Sequence[Sequence[Any]], inbox: SharedMemory) -> list[Source]:

@@ -35,6 +35,10 @@ class ProcessedImage:
     """[patches, patch_dim], read-only."""
     num_pixels: int = 0
     """Decoded pixels of all frames, before resizing."""
+    decode_s: float = 0.0
+    """Time its worker took to decode it."""
+    preprocess_s: float = 0.0
+    """Time its worker took to resize it and to cut it into patches."""
 
 
 @dataclass(eq=False)

@@ -312,6 +312,10 @@ def test_a_new_image_of_several_prompts_is_processed_once(preprocessor):
     assert after.num_processed == before.num_processed + 1
     assert after.num_cache_hits + after.num_shared == before.num_cache_hits + before.num_shared + 11
     assert all(p is patches[0] for p in patches)
+    for name in ("decode_times", "preprocess_times"):
+        old, new = getattr(before, name), getattr(after, name)
+        assert new.num_observed == old.num_observed + 1
+        assert old.total_s < new.total_s < old.total_s + TIMEOUT_S
 
 
 def test_the_cache_stays_within_its_bound(checkpoint):
@@ -721,6 +725,10 @@ def test_messages_of_a_worker_are_validated():
         for value in values:
             with pytest.raises(WorkerLostError):
                 preprocessing_worker.check_image(MESSAGE | {name: value}, TASK, METADATA)
+    assert preprocessing_worker.check_seconds(0.25) == 0.25
+    for value in (None, 1, "0.25", -0.1, 1e300, float("inf"), float("nan")):
+        with pytest.raises(WorkerLostError):
+            preprocessing_worker.check_seconds(value)
 
 
 def test_an_outbox_that_is_too_short_is_refused():

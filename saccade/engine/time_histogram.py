@@ -1,0 +1,49 @@
+"""Counts of durations by bucket: plain data, cheap enough for every token. Plain Python, no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+
+STAGE_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Buckets of one stage of one image."""
+
+
+class TimeHistogram:
+    """How many durations were up to each of its bounds. One thread observes, any may read."""
+
+    __slots__ = ("_bounds", "_counts", "total_s")
+
+    def __init__(self, bounds: tuple[float, ...] = STAGE_SECONDS) -> None:
+        """`bounds` in seconds, ascending; there is one bucket more, above the last."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.total_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one duration."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self.total_s += seconds
+
+    def observe_all(self, seconds: Iterable[float]) -> None:
+        """Count several."""
+        for one in seconds:
+            self.observe(one)
+
+    @property
+    def num_observed(self) -> int:
+        """Durations counted so far."""
+        return sum(self._counts)
+
+    def copy(self) -> TimeHistogram:
+        """As of now."""
+        other = TimeHistogram(self._bounds)
+        other._counts, other.total_s = list(self._counts), self.total_s
+        return other
+
+    def cumulative(self) -> Iterator[tuple[str, int]]:
+        """Prometheus buckets: each bound as text, and the durations up to it; the last one is infinite."""
+        so_far = 0
+        for bound, count in zip((*self._bounds, float("inf")), tuple(self._counts), strict=True):
+            so_far += count
+            yield "+Inf" if bound == float("inf") else str(float(bound)), so_far
