@@ -236,9 +236,11 @@ class PromptProcessor:
 
     def process(self, task: ImageTask) -> ProcessedImage:
         """Decode, resize, patchify and hash. Errors name the frame, but not the image."""
-        visual, *numbers = self.patchify(task)
+        visual, num_pixels, decode_s, preprocess_s = self.patchify(task)
         key = image_key(self.metadata.of(task.kind), visual.grid, visual.span.time_step, visual.patches)
-        return ProcessedImage(key, visual.grid, visual.span.time_step, visual.patches, *numbers)
+        return ProcessedImage(
+            key, visual.grid, visual.span.time_step, visual.patches, num_pixels, decode_s, preprocess_s
+        )
 
     def patchify(self, task: ImageTask) -> Patchified:
         """All of `process` but the hash. The patches are read-only."""
