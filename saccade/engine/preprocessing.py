@@ -47,6 +47,7 @@ from saccade.processor.processor import (
     split_visuals,
     visual_kind,
 )
+from saccade.processor.tools import Tool, check_tools
 
 _NUM_READERS = 2
 """Reader threads. They compete with the engine's thread for the interpreter: with 12, 256 requests at once delayed its first step by
@@ -132,20 +133,34 @@ class Preprocessor:
 
     # -------------------------------------------------------------- public API
 
-    def submit(self, messages: Sequence[Message], *, continue_final_message: bool = False) -> Future[TokenPrompt]:
-        """The prompt of a conversation, up to the start of the assistant's turn, or open after its final message."""
+    def submit(
+        self,
+        messages: Sequence[Message],
+        *,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+        salt: bytes = b"",
+    ) -> Future[TokenPrompt]:
+        """The prompt of a conversation, up to the start of the assistant's turn, or open after its final message.
+
+        `tools` are functions that the model may call. Processed images are shared only between submissions of equal `salt`.
+        """
         future = self._open()
         try:
             text, items = split_visuals(messages)
             self._check_num_images(len(items))
-            token_ids = self._backend.tokenize(text, continue_final_message)
+            token_ids = self._backend.tokenize(
+                text, continue_final_message, None if tools is None else check_tools(tools)
+            )
         except BaseException as error:
             self._finish(future, error)
         else:
-            self._start(future, token_ids, items)
+            self._start(future, token_ids, items, salt)
         return future
 
-    def submit_tokens(self, token_ids: Sequence[int], images: Sequence[Any]) -> Future[TokenPrompt]:
+    def submit_tokens(
+        self, token_ids: Sequence[int], images: Sequence[Any], *, salt: bytes = b""
+    ) -> Future[TokenPrompt]:
         """The prompt of token ids that contain the placeholder of each image once. A video is a part of a message."""
         future = self._open()
         try:
@@ -156,7 +171,7 @@ class Preprocessor:
         except BaseException as error:
             self._finish(future, error)
         else:
-            self._start(future, _done(ids), items)
+            self._start(future, _done(ids), items, salt)
         return future
 
     def wait_until_ready(self) -> None:
@@ -219,18 +234,20 @@ class Preprocessor:
                 "max_images_per_request"
             )
 
-    def _start(self, future: Future[TokenPrompt], token_ids: Future[list[int]], items: Sequence[VisualItem]) -> None:
+    def _start(
+        self, future: Future[TokenPrompt], token_ids: Future[list[int]], items: Sequence[VisualItem], salt: bytes
+    ) -> None:
         """Read the images in a reader thread; a prompt without images needs none."""
         if not items:
             self._assemble_when_done(future, token_ids, [], [])
             return
         try:
-            self._readers.submit(self._read_images, future, token_ids, items)
+            self._readers.submit(self._read_images, future, token_ids, items, salt)
         except RuntimeError as error:  # closed meanwhile
             self._finish(future, error)
 
     def _read_images(
-        self, future: Future[TokenPrompt], token_ids: Future[list[int]], items: Sequence[VisualItem]
+        self, future: Future[TokenPrompt], token_ids: Future[list[int]], items: Sequence[VisualItem], salt: bytes
     ) -> None:
         kinds, images, budget = [visual_kind(item) for item in items], [], MediaBudget(self._limits)
         try:
@@ -239,7 +256,7 @@ class Preprocessor:
             for item in items:
                 if future.cancelled():
                     break
-                images.append(self._image(item, budget))
+                images.append(self._image(item, budget, salt))
         except BaseException as error:
             self._finish(future, error)
             return
@@ -248,13 +265,13 @@ class Preprocessor:
         else:
             self._assemble_when_done(future, token_ids, kinds, images)
 
-    def _image(self, item: VisualItem, budget: MediaBudget) -> Future[ProcessedImage]:
+    def _image(self, item: VisualItem, budget: MediaBudget, salt: bytes) -> Future[ProcessedImage]:
         """The image from the cache, from another prompt's job, or from a new job."""
         try:
             task = self._read(item, budget)
         except Exception as error:  # reported when all are done, so that of two bad images the first is named
             return _failed(error)
-        digest = task.digest()
+        digest = task.digest(salt)
         with self._lock:
             if image := self._cache.get(digest):
                 self._num_cache_hits += 1

@@ -40,6 +40,7 @@ from saccade.fork_server import ForkServer, RunWorker, encode_error, keep_freed_
 from saccade.processor.conversation import Message
 from saccade.processor.image import FORMATS, ImageSettings, MediaBudget, MediaLimits, Pixels, load_image, read_encoded
 from saccade.processor.processor import Processor, ResizeName, Visual, VisualKind, prefix_errors
+from saccade.processor.tools import Tool
 from saccade.processor.video import import_all_of_av, sampled_frames
 from saccade.sandbox import ResourceLimits, missing_features, seal
 from saccade.shared_memory import SharedMemory, byte_view
@@ -192,9 +193,9 @@ class ImageTask:
         """All but the data of the sources, as JSON."""
         return {"kind": self.kind, "fps": self.fps, "sources": [source.describe() for source in self.sources]}
 
-    def digest(self) -> bytes:
-        """sha256 of the task: the key of the processed-image cache."""
-        digest = hashlib.sha256(json.dumps(self.describe()).encode())
+    def digest(self, salt: bytes) -> bytes:
+        """sha256 of the task and the salt of its request: the key of the processed-image cache."""
+        digest = hashlib.sha256(json.dumps([salt.hex(), self.describe()]).encode())
         for source in self.sources:
             digest.update(byte_view(source.data))
         return digest.digest()
@@ -230,9 +231,14 @@ class PromptProcessor:
             vocab_size=self._processor.tokenizer.vocab_size,
         )
 
-    def tokenize(self, messages: Sequence[Message], continue_final_message: bool = False) -> list[int]:
+    def tokenize(
+        self,
+        messages: Sequence[Message],
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+    ) -> list[int]:
         """Token ids up to the start of the assistant's turn, with one placeholder per image and video."""
-        return self._processor.tokenize(messages, not continue_final_message, continue_final_message)
+        return self._processor.tokenize(messages, not continue_final_message, continue_final_message, tools)
 
     def process(self, task: ImageTask) -> ProcessedImage:
         """Decode, resize, patchify and hash. Errors name the frame, but not the image."""
@@ -353,9 +359,11 @@ class LocalBackend:
         self._text = ThreadPoolExecutor(1, "saccade-tokenize")
         self._images = ThreadPoolExecutor(1, "saccade-images")
 
-    def tokenize(self, messages: Sequence[Message], continue_final_message: bool) -> Future[list[int]]:
+    def tokenize(
+        self, messages: Sequence[Message], continue_final_message: bool, tools: Sequence[Tool] | None
+    ) -> Future[list[int]]:
         """As `PromptProcessor.tokenize`."""
-        return self._text.submit(self._processor.tokenize, messages, continue_final_message)
+        return self._text.submit(self._processor.tokenize, messages, continue_final_message, tools)
 
     def process(self, task: ImageTask) -> Future[ProcessedImage]:
         """As `PromptProcessor.process`."""
@@ -394,9 +402,11 @@ class ProcessBackend:
         """Process id of the running text worker."""
         return self._text.pids
 
-    def tokenize(self, messages: Sequence[Message], continue_final_message: bool) -> Future[list[int]]:
+    def tokenize(
+        self, messages: Sequence[Message], continue_final_message: bool, tools: Sequence[Tool] | None
+    ) -> Future[list[int]]:
         """As `PromptProcessor.tokenize`."""
-        return self._text.submit(_TextJob([messages, continue_final_message], self.metadata, self._timeout_s))
+        return self._text.submit(_TextJob([messages, continue_final_message, tools], self.metadata, self._timeout_s))
 
     def process(self, task: ImageTask) -> Future[ProcessedImage]:
         """As `PromptProcessor.process`."""

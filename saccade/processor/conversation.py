@@ -5,15 +5,16 @@
 The template comes from the checkpoint and runs in Jinja's immutable sandbox. Its own output is trusted, message text is not:
 before rendering, each character that could begin or end a control token is replaced by a *stand-in*, a Unicode noncharacter that
 does not occur in the conversation, and restored after the control tokens have been split off. So text that spells `<|im_end|>`,
-in one part or across two, stays text.
+in one part or across two, stays text. The same holds for the descriptions of tools and the arguments of their calls (`tools.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from saccade.errors import CheckpointError, ImageError, RequestError
 from saccade.processor.folder import read_json
 from saccade.processor.image import ImageSource, to_image_source
 from saccade.processor.tokenizer import Tokenizer
+from saccade.processor.tools import Tool, check_tool_calls, check_tools, translate_json
 
 Message = Mapping[str, Any]
-"""`role` and `content`; content is text or a list of parts (`text`, `image_url` / `image`, `video_url` / `video`)."""
+"""`role` and `content`; content is text or a list of parts (`text`, `image_url` / `image`, `video_url` / `video`). An assistant's message
+may have `tool_calls`, the result of a call `tool_call_id` and `name`."""
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -89,6 +92,10 @@ class Prompt:
     visuals: tuple[VisualItem, ...]
 
 
+_Render = Callable[..., str]
+"""`ChatTemplate.render` with the tools of the conversation."""
+
+
 class _GenerationTag(Extension):
     """Ignores the `{% generation %}` tags of some templates: assistant turns are found without them."""
 
@@ -122,13 +129,15 @@ class ChatTemplate:
         tokens = read_json(folder / "tokenizer_config.json")
         return ChatTemplate(read_template(folder), token_text(tokens, "bos_token"), token_text(tokens, "eos_token"))
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Tool] | None = None
+    ) -> str:
         """Render the conversation to one string, control tokens spelled out."""
         try:
             return self._template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,  # templates ask "is not none", which an undefined name is
+                tools=tools,  # None if there are none: templates ask "is not none", which an undefined name is
                 documents=None,
                 **self._tokens,
             )
@@ -150,6 +159,7 @@ def render_prompt(
     *,
     add_generation_prompt: bool,
     continue_final_message: bool = False,
+    tools: Sequence[Tool] | None = None,
 ) -> Prompt:
     """Render one conversation to pieces. Without a generation prompt the assistant turns are marked `in_loss`.
 
@@ -158,16 +168,25 @@ def render_prompt(
     Text is split at the start of each assistant turn, in training and in serving: generation starts there, so no token may cross it.
     """
     checked, visuals = check_messages(messages)
-    hide, restore = _stand_ins(checked, tokenizer.control_edges())
+    checked_tools = None if tools is None else check_tools(tools)
+    hide, restore = _stand_ins([checked, checked_tools], tokenizer.control_edges())
     hidden = _translate_text(checked, hide)
+    render = partial(template.render, tools=translate_json(checked_tools, hide))
+    if tools is not None and render(hidden, add_generation_prompt=False) == template.render(
+        hidden, add_generation_prompt=False
+    ):
+        raise RequestError(
+            "the checkpoint's chat template has no place for tools, so the model would not know them. Leave tools out, or use a checkpoint "
+            "whose chat_template.jinja renders them"
+        )
     is_training = not add_generation_prompt and not continue_final_message
     if continue_final_message:
         if add_generation_prompt:
             raise RequestError("add_generation_prompt and continue_final_message exclude each other")
-        text = _render_prefill(hidden, template)
+        text = _render_prefill(hidden, render)
     else:
-        text = template.render(hidden, add_generation_prompt=add_generation_prompt)
-    turns = _assistant_turns(hidden, text, template, is_training=is_training)
+        text = render(hidden, add_generation_prompt=add_generation_prompt)
+    turns = _assistant_turns(hidden, text, render, is_training=is_training)
     pieces: list[Piece] = []
     for part, is_turn in _split_turns(text, turns):
         in_loss = is_turn and is_training
@@ -178,15 +197,15 @@ def render_prompt(
     return Prompt(tuple(pieces), tuple(visuals))
 
 
-def _render_prefill(messages: Sequence[Message], template: ChatTemplate) -> str:
+def _render_prefill(messages: Sequence[Message], render: _Render) -> str:
     """The prompt up to the end of the final assistant message's text."""
     final = messages[-1]
-    if final["role"] != "assistant" or not isinstance(final["content"], str):
+    if final["role"] != "assistant" or not isinstance(final["content"], str) or "tool_calls" in final:
         raise RequestError(
             "continue_final_message continues a final message with role assistant and text alone. Add one, or leave it out"
         )
-    prompt = template.render(messages[:-1], add_generation_prompt=True) + final["content"]
-    if not template.render(messages, add_generation_prompt=False).startswith(prompt):
+    prompt = render(messages[:-1], add_generation_prompt=True) + final["content"]
+    if not render(messages, add_generation_prompt=False).startswith(prompt):
         raise RequestError(
             "the chat template changes the final message (white space at its ends?), so it cannot be continued. Strip it"
         )
@@ -201,20 +220,39 @@ def check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], l
     visuals: list[VisualItem] = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise RequestError(f"{where}: a message has role and content")
-        if message["role"] not in ROLES:
-            raise RequestError(f"{where}.role is {message['role']!r}. Use one of {', '.join(ROLES)}")
-        names = {"tool_call_id", "name"} if message["role"] == "tool" else set()
-        if surplus := message.keys() - {"role", "content"} - names:
-            raise RequestError(
-                f"{where}: unknown key {', '.join(sorted(map(str, surplus)))}. A message has role and content"
-            )
-        content, found = _check_content(message["content"], where)
-        extra = {name: _check_text(message[name], f"{where}.{name}") for name in sorted(names & message.keys())}
-        checked.append({"role": message["role"], "content": content} | extra)
+        checked_message, found = _check_message(message, where)
+        checked.append(checked_message)
         visuals += found
     return checked, visuals
+
+
+def _check_message(message: object, where: str) -> tuple[dict[str, Any], list[VisualItem]]:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() | _optional_keys(message):
+        raise RequestError(f"{where}: a message has role and content")
+    if message["role"] not in ROLES:
+        raise RequestError(f"{where}.role is {message['role']!r}. Use one of {', '.join(ROLES)}")
+    names = _EXTRA_KEYS.get(message["role"], set())
+    if surplus := message.keys() - {"role", "content"} - names:
+        raise RequestError(
+            f"{where}: unknown key {', '.join(sorted(map(str, surplus)))}. A message has role and content"
+        )
+    extra: dict[str, Any] = {
+        name: _check_text(message[name], f"{where}.{name}") for name in sorted(names & message.keys() - {"tool_calls"})
+    }
+    if "tool_calls" in message:
+        extra["tool_calls"] = check_tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    content = message.get("content")
+    text, visuals = _check_content("" if content is None and "tool_calls" in message else content, where)
+    return {"role": message["role"], "content": text} | extra, visuals
+
+
+_EXTRA_KEYS = {"tool": {"tool_call_id", "name"}, "assistant": {"tool_calls"}}
+"""Keys of a message besides role and content, by role."""
+
+
+def _optional_keys(message: Mapping[Any, Any]) -> set[str]:
+    """A message that calls tools need not have content."""
+    return {"content"} if "tool_calls" in message else set()
 
 
 def is_list(value: object) -> bool:
@@ -327,9 +365,9 @@ def _convert(source: Any, where: str) -> Any:
         raise ImageError(f"{where}: {error}") from error
 
 
-def _stand_ins(messages: Sequence[Message], characters: str) -> tuple[dict[int, str], dict[int, str]]:
+def _stand_ins(conversation: Any, characters: str) -> tuple[dict[int, str], dict[int, str]]:
     """Translation tables from each character to a noncharacter that is not in the conversation, and back."""
-    everything = json.dumps(messages, ensure_ascii=False)
+    everything = json.dumps(conversation, ensure_ascii=False)
     free = [stand_in for stand_in in _NONCHARACTERS if stand_in not in everything]
     if len(free) < len(characters):
         raise RequestError(
@@ -342,18 +380,18 @@ def _stand_ins(messages: Sequence[Message], characters: str) -> tuple[dict[int, 
 def _translate_text(messages: Sequence[Message], table: dict[int, str]) -> list[dict[str, Any]]:
     """The same messages with every text translated."""
 
-    def translate(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        if isinstance(content, str):
-            return content.translate(table)
-        return [part | {"text": part["text"].translate(table)} if "text" in part else part for part in content]
+    def translate(name: str, value: Any) -> Any:
+        if name == "role":
+            return value
+        if name == "content" and not isinstance(value, str):
+            return [part | {"text": part["text"].translate(table)} if "text" in part else part for part in value]
+        return translate_json(value, table)
 
-    return [
-        {key: translate(value) if key != "role" else value for key, value in message.items()} for message in messages
-    ]
+    return [{name: translate(name, value) for name, value in message.items()} for message in messages]
 
 
 def _assistant_turns(
-    messages: Sequence[Message], text: str, template: ChatTemplate, *, is_training: bool
+    messages: Sequence[Message], text: str, render: _Render, *, is_training: bool
 ) -> list[tuple[int, int]]:
     """Start and end of each assistant turn in `text`: after the generation prompt, up to the next message.
 
@@ -363,8 +401,8 @@ def _assistant_turns(
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = template.render(messages[:number], add_generation_prompt=True)
-        after = template.render(messages[: number + 1], add_generation_prompt=False)
+        before = render(messages[:number], add_generation_prompt=True)
+        after = render(messages[: number + 1], add_generation_prompt=False)
         if text.startswith(before) and after.startswith(text):  # a turn to be continued
             after = text
         if not (after.startswith(before) and text.startswith(after)):

@@ -59,6 +59,7 @@ from saccade.processor.image import (
 from saccade.processor.inputs import ModelInputs
 from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
 from saccade.processor.tokenizer import Tokenizer
+from saccade.processor.tools import Tool
 from saccade.processor.video import sampled_frames
 
 ResizeName = Literal["pillow", "torch"]
@@ -190,11 +191,13 @@ class Processor:
         conversations: Sequence[Sequence[Message]],
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        *,
+        tools: Sequence[Tool] | None = None,
     ) -> ModelInputs:
         """Preprocess and pack conversations.
 
         `add_generation_prompt` appends the start of an assistant turn; `continue_final_message` instead leaves the final assistant
-        message open, for the model to continue.
+        message open, for the model to continue. `tools` are the functions that the model may call, in OpenAI's format.
         """
         if not is_list(conversations) or not all(is_list(messages) for messages in conversations):
             raise RequestError(
@@ -202,7 +205,9 @@ class Processor:
             )
         return ModelInputs.pack(
             [
-                self.preprocess(messages, add_generation_prompt, continue_final_message=continue_final_message)
+                self.preprocess(
+                    messages, add_generation_prompt, continue_final_message=continue_final_message, tools=tools
+                )
                 for messages in conversations
             ]
         )
@@ -214,9 +219,10 @@ class Processor:
         into: Pixels | None = None,
         *,
         continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
     ) -> ModelInputs:
         """Preprocess one conversation. `into` [patches, patch_dim] is memory for its patches: they become its first rows."""
-        prompt = self._render(messages, add_generation_prompt, continue_final_message)
+        prompt = self._render(messages, add_generation_prompt, continue_final_message, tools)
         budget = MediaBudget(self.limits)
         visuals: list[Visual] = []
         used = 0
@@ -228,10 +234,14 @@ class Processor:
         return self._assemble(prompt.pieces, visuals, patches)
 
     def tokenize(
-        self, messages: Sequence[Message], add_generation_prompt: bool = False, continue_final_message: bool = False
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
     ) -> list[int]:
         """Token ids with a single placeholder per image and video. No image is read."""
-        return self._tokens(self._render(messages, add_generation_prompt, continue_final_message).pieces)[0]
+        return self._tokens(self._render(messages, add_generation_prompt, continue_final_message, tools).pieces)[0]
 
     def preprocess_visual(
         self, item: VisualItem, into: Pixels | None = None, budget: MediaBudget | None = None
@@ -285,7 +295,11 @@ class Processor:
         return self.tokenizer.decode(token_ids)
 
     def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, continue_final_message: bool = False
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
     ) -> Prompt:
         prompt = render_prompt(
             messages,
@@ -293,6 +307,7 @@ class Processor:
             self.tokenizer,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tools=tools,
         )
         self._check_placeholders(prompt)
         return prompt

@@ -297,6 +297,18 @@ def test_an_image_that_is_cached_is_not_decoded_again(preprocessor, processor):
     assert after.cached_bytes == before.cached_bytes >= first.images[0].patches.nbytes
 
 
+def test_a_cached_image_is_found_only_with_its_salt(preprocessor):
+    png = encoded(noise(140, 100, 27))
+    hits = []
+    for salt in (b"one", b"one", b"two", b"", b"two"):
+        before = preprocessor.statistics
+        preprocessor.submit(ask(png), salt=salt).result(TIMEOUT_S)
+        after = preprocessor.statistics
+        hits.append(after.num_cache_hits - before.num_cache_hits)
+        assert hits[-1] + after.num_processed - before.num_processed == 1
+    assert hits == [0, 1, 0, 0, 1]
+
+
 def test_two_files_of_one_image_share_its_memory(preprocessor):
     picture = noise(140, 100, 25)
     prompts = [preprocessor.submit(ask(source)).result(TIMEOUT_S) for source in (encoded(picture), picture)]
@@ -486,6 +498,17 @@ def test_a_video_file_that_cannot_be_decoded_is_refused_with_the_same_words(two_
         with pytest.raises(ImageError) as found:
             two_workers.submit(messages).result(TIMEOUT_S)
         assert str(found.value) == str(expected.value)
+
+
+def test_tools_are_part_of_the_prompt(preprocessor, processor):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [*ask("see", PICTURE), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "a", "content": "seen"})
+    expected = processor.preprocess(messages, add_generation_prompt=True, tools=tools)
+    assert_equal(preprocessor.submit(messages, tools=tools).result(TIMEOUT_S), expected)
+    with pytest.raises(RequestError, match="tools is"):
+        preprocessor.submit(messages, tools=[]).result(TIMEOUT_S)
 
 
 def test_a_final_assistant_message_can_be_continued(preprocessor, processor):

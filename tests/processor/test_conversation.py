@@ -499,7 +499,7 @@ def test_older_files_of_the_template_are_read(tmp_path):
         ([user("a") | {3: 4}], "messages[0]: unknown key 3"),
         ([{"role": "robot", "content": "a"}], "messages[0].role is 'robot'. Use one of system, user, assistant, tool"),
         ([{"role": "tool", "content": "a", "name": 3}], "messages[0].name must be a string"),
-        ([{"role": "assistant", "content": "", "tool_calls": []}], "messages[0]: unknown key tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": []}], "messages[0].tool_calls is []; use a list of 1 to 128 calls"),
         ([{"role": ["user"], "content": "a"}], "messages[0].role is ['user']"),
         ([user(None)], "messages[0].content is NoneType, not text or a list of parts"),
         ([user(b"bytes")], "messages[0].content is bytes, not text or a list of parts"),

@@ -1,0 +1,159 @@
+"""Tools in a conversation: descriptions of functions that the model may call, its calls, and their arguments, in OpenAI's format.
+
+    tools=[{"type": "function", "function": {"name": "add", "description": "...", "parameters": {JSON schema}}}]
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "type": "function",
+                                                           "function": {"name": "add", "arguments": "{\\"a\\": 1}"}}]}
+    {"role": "tool", "tool_call_id": "call_1", "content": "2"}
+
+The chat template renders them. Templates take the arguments of a call as an object, so their JSON text is parsed here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from saccade.errors import RequestError
+
+Tool = Mapping[str, Any]
+MAX_TOOLS = 128
+MAX_TOOL_BYTES = 256 * 1024
+"""JSON of all tools of a request, and of the arguments of one call."""
+MAX_TOOL_DEPTH = 64
+"""Levels of nesting of a schema or of arguments."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_TRUSTED_KEYS = frozenset(
+    [
+        "type",
+        "function",
+        "name",
+        "description",
+        "parameters",
+        "properties",
+        "required",
+        "items",
+        "enum",
+        "arguments",
+        "id",
+        "tool_calls",
+    ]
+)
+"""Keys that a template looks up: they stay as they are, whatever characters control tokens begin with."""
+
+
+def check_tools(tools: object) -> list[dict[str, Any]]:
+    """Tools as the template takes them. `strict` is left out: it is about decoding, not about the prompt."""
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes) or not 0 < len(tools) <= MAX_TOOLS:
+        raise RequestError(f"tools is {reprlib.repr(tools)}; use a list of 1 to {MAX_TOOLS} tools")
+    checked = [_check_tool(tool, f"tools[{number}]") for number, tool in enumerate(_plain_json(tools, "tools"))]
+    names = [tool["function"]["name"] for tool in checked]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise RequestError(f"tools has the function {min(repeated)} twice. Give each a name of its own")
+    return checked
+
+
+def _check_tool(tool: Any, where: str) -> dict[str, Any]:
+    _check_keys(tool, {"type", "function"}, where, "A tool has type and function")
+    if tool.get("type") != "function":
+        raise RequestError(f"{where}.type is {reprlib.repr(tool.get('type'))}; only function is supported")
+    function, where = tool.get("function"), f"{where}.function"
+    names = {"name", "description", "parameters", "strict"}
+    _check_keys(function, names, where, f"A function has {', '.join(sorted(names))}")
+    if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
+        raise RequestError(
+            f"{where}.name is {reprlib.repr(function.get('name'))}; use 1 to 64 letters, digits, underscores and dashes"
+        )
+    if not isinstance(function.get("description"), str | None):
+        raise RequestError(f"{where}.description must be a string")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise RequestError(f"{where}.parameters must be a JSON schema, which is an object")
+    kept = {name: value for name, value in function.items() if name != "strict" and value is not None}
+    return {"type": "function", "function": kept}
+
+
+def check_tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    """The calls of an assistant message, with their arguments as objects."""
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes) or not 0 < len(calls) <= MAX_TOOLS:
+        raise RequestError(f"{where} is {reprlib.repr(calls)}; use a list of 1 to {MAX_TOOLS} calls, or leave it out")
+    return [_check_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
+
+
+def _check_call(call: object, where: str) -> dict[str, Any]:
+    call = _check_keys(call, {"id", "type", "function"}, where, "A call has id, type and function")
+    if call.get("type", "function") != "function":
+        raise RequestError(f"{where}.type is {reprlib.repr(call['type'])}; only function is supported")
+    if not isinstance(call.get("id", ""), str):
+        raise RequestError(f"{where}.id must be a string")
+    function = _check_keys(
+        call.get("function"), {"name", "arguments"}, f"{where}.function", "It has name and arguments"
+    )
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}.function.name must be a string")
+    arguments = _check_arguments(function.get("arguments"), f"{where}.function.arguments")
+    kept = {name: call[name] for name in ("id",) if name in call}
+    checked: dict[str, Any] = _plain_json(
+        kept | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}, where
+    )
+    return checked
+
+
+def _check_arguments(arguments: object, where: str) -> dict[str, Any]:
+    if isinstance(arguments, str) and len(arguments) <= MAX_TOOL_BYTES:
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                f"{where} is not JSON. Send the arguments as the model wrote them, or correct them"
+            ) from error
+    if not isinstance(arguments, Mapping):
+        raise RequestError(f"{where} is not a JSON object of up to {MAX_TOOL_BYTES} bytes")
+    return dict(arguments)
+
+
+def _check_keys(value: object, names: set[str], where: str, advice: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{where} is {reprlib.repr(value)}, not an object. {advice}")
+    if surplus := value.keys() - names:
+        raise RequestError(f"{where}: unknown key {', '.join(sorted(map(str, surplus)))}. {advice}")
+    return dict(value)
+
+
+def _plain_json(value: Any, where: str) -> Any:
+    """A copy made of JSON types alone, within the limits on size and depth."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{where} is not valid Unicode (half of a surrogate pair). Remove it") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{where} is not JSON, has numbers that are not finite, or is nested too deeply") from error
+    if num_bytes > MAX_TOOL_BYTES:
+        raise RequestError(f"{where} has {num_bytes} bytes; at most {MAX_TOOL_BYTES} are supported. Describe less")
+    copy = json.loads(text)
+    level = [copy]
+    for _ in range(MAX_TOOL_DEPTH):
+        level = [child for node in level for child in _children(node)]
+        if not level:
+            return copy
+    raise RequestError(f"{where} is nested more than {MAX_TOOL_DEPTH} levels deep. Use $defs and $ref")
+
+
+def _children(node: object) -> Sequence[Any]:
+    if isinstance(node, dict):
+        return list(node.values())
+    return node if isinstance(node, list) else ()
+
+
+def translate_json(value: Any, table: dict[int, str]) -> Any:
+    """A copy with every string translated, keys included."""
+    if isinstance(value, str):
+        return value.translate(table)
+    if isinstance(value, dict):
+        return {
+            key if key in _TRUSTED_KEYS else key.translate(table): translate_json(child, table)
+            for key, child in value.items()
+        }
+    return [translate_json(child, table) for child in value] if isinstance(value, list) else value
