@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from saccade.engine.request import Completion, RequestOutput, SamplingParams, TokenLogprobs
+from saccade.engine.request import Completion, RequestOutput, SamplingParams, Timings, TokenLogprobs
 from saccade.processor.text_stream import TextStream
 
 
@@ -70,6 +70,7 @@ class Detokenizer:
         num_prompt_tokens: int,
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs | None] | None = None,
+        timings: Timings | None = None,
     ) -> Completion:
         """The completion of a request whose last output this is. Log-probabilities of dropped tokens are cut off."""
         self.finish()
@@ -84,6 +85,7 @@ class Detokenizer:
             logprobs=None if logprobs is None else logprobs[: len(self.token_ids)],
             prompt_logprobs=prompt_logprobs,
             failure=None if self.is_stopped else last.failure,
+            timings=timings or Timings(),
         )
 
     def _push(self, token_ids: Sequence[int]) -> str:

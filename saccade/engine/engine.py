@@ -20,6 +20,7 @@ import os
 import queue
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from saccade.engine.core_thread import CoreThread, OnOutputs, OnStop
 from saccade.engine.detokenizer import Detokenizer
 from saccade.engine.grammar import GrammarCompiler, Grammars
 from saccade.engine.loading import load_runner
-from saccade.engine.preprocessing import Preprocessor
+from saccade.engine.preprocessing import PreprocessingStatistics, Preprocessor
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import (
     Completion,
@@ -46,6 +47,7 @@ from saccade.engine.request import (
     Request,
     RequestOutput,
     SamplingParams,
+    Timings,
     TokenLogprobs,
 )
 from saccade.engine.runner import PixelScale
@@ -140,10 +142,13 @@ class Engine:
         self._is_closed = False
         self._pid = os.getpid()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._core = connect(
+        self._has_stopped = threading.Event()
+        self._connect = partial(
+            connect,
             lambda outputs: self._inbox.put(partial(self._deliver, outputs)),
             lambda failure: self._inbox.put(partial(self._fail_all, failure)),
         )
+        self._core = self._connect()
         self._thread = threading.Thread(target=self._serve, name="saccade-front", daemon=True)
         self._thread.start()
 
@@ -153,9 +158,19 @@ class Engine:
         return self._core.info.max_length
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens the model knows."""
+        return self._core.info.vocab_size
+
+    @property
     def statistics(self) -> Statistics:
-        """Counters since the start."""
+        """Counters since the start of the core."""
         return self._core.statistics
+
+    @property
+    def preprocessing_statistics(self) -> PreprocessingStatistics:
+        """Counters since the start of the preprocessing workers."""
+        return self._preprocessor.statistics
 
     @staticmethod
     def load(
@@ -226,7 +241,9 @@ class Engine:
             raise RequestError('a conversation is a list of messages, such as [{"role": "user", "content": "hello"}]')
         if batch and isinstance(batch[0], Mapping):
             batch = [batch]
-        submits = [partial(self._preprocess, messages, continue_final_message) for messages in batch]
+        submits = [
+            partial(self.preprocess, messages, continue_final_message=continue_final_message) for messages in batch
+        ]
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
         return self._generate(submits, sampling, options, progress)
 
@@ -245,14 +262,16 @@ class Engine:
         prompts = list(prompts) if isinstance(prompts, Iterable) else [prompts]
         if not all(isinstance(prompt, tuple | list) and len(prompt) == 2 for prompt in prompts):
             raise RequestError("prompts is a list of pairs (token ids, images), such as [([1, 2, 3], [])]")
-        submits = [partial(self._preprocess_tokens, token_ids, images) for token_ids, images in prompts]
+        submits = [partial(self.preprocess_tokens, token_ids, images) for token_ids, images in prompts]
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
         return self._generate(submits, sampling, options, progress)
 
-    def _preprocess(self, messages: Conversation, continue_final_message: bool) -> Future[TokenPrompt]:
+    def preprocess(self, messages: Conversation, *, continue_final_message: bool = False) -> Future[TokenPrompt]:
+        """Preprocess a conversation, for one or several calls of `submit`. Cancelling the future ends it."""
         return self._preprocessor.submit(messages, continue_final_message=continue_final_message)
 
-    def _preprocess_tokens(self, token_ids: Sequence[int], images: Sequence[Any]) -> Future[TokenPrompt]:
+    def preprocess_tokens(self, token_ids: Sequence[int], images: Sequence[Any] = ()) -> Future[TokenPrompt]:
+        """The same for token ids with one placeholder per image."""
         return self._preprocessor.submit_tokens(token_ids, images)
 
     def _generate(
@@ -301,7 +320,7 @@ class Engine:
         [sampling] = _sampling_of_each(sampling, 1)
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
         self._check_request(sampling)
-        prompt = self._preprocess(messages, continue_final_message)
+        prompt = self.preprocess(messages, continue_final_message=continue_final_message)
 
         def post(delta: CompletionDelta) -> None:
             """Raises when the asyncio loop has ended, which cancels the request."""
@@ -333,7 +352,7 @@ class Engine:
         [one] = _sampling_of_each(sampling, 1)
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
         self._check_request(one)
-        return self.submit(self._preprocess_tokens(token_ids, images), one, on_delta, options)
+        return self.submit(self.preprocess_tokens(token_ids, images), one, on_delta, options)
 
     def submit(
         self,
@@ -390,6 +409,9 @@ class Engine:
 
     def _start(self, opened: _OpenRequest, preprocessed: Future[TokenPrompt], options: RequestOptions) -> None:
         """Send a request to the core when its prompt is preprocessed."""
+        opened.preprocessed_at = time.perf_counter()
+        if opened.has_ended:  # failed with the core
+            return
         if opened.is_cancelled.is_set():
             opened.end_early("cancelled", None)
             return
@@ -433,8 +455,32 @@ class Engine:
             opened = list(self._open.values())
         for request in opened:
             request.end_early("failed", failure)
+        self._has_stopped.set()
 
-    # -------------------------------------------------------------- close
+    # -------------------------------------------------------------- restart, close
+
+    def wait_until_stopped(self, timeout_s: float | None = None) -> bool:
+        """Wait until the core has died or the engine is closed, and every request has ended; whether it has."""
+        return self._has_stopped.wait(timeout_s)
+
+    def restart(self) -> None:
+        """Start a new core in place of one that died; preprocessing workers and their caches stay.
+
+        For a core in a process of its own (`core_process`). Call it from a thread that outlives the engine: the kernel kills the
+        core process when the thread that started it exits.
+        """
+        if not self._has_stopped.is_set() or self._is_closed:
+            raise RuntimeError("restart replaces a core that has stopped by itself")
+        self._core.close()
+        self._core = self._connect()
+        with self._lock:
+            self._failure = None
+            self._has_stopped.clear()
+
+    @property
+    def core_pid(self) -> int | None:
+        """Process id of the core; None if it runs in a thread."""
+        return getattr(self._core, "pid", None)
 
     def close(self) -> None:
         """Stop the engine and free its memory; open requests fail. No effect in a forked child."""
@@ -479,7 +525,10 @@ class _OpenRequest:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._num_prompt_tokens = 0
-        self._has_ended = False
+        self.has_ended = False
+        self._submitted_at = time.perf_counter()
+        self.preprocessed_at: float | None = None
+        self._first_token_at: float | None = None
 
     def request_of(self, prompt: TokenPrompt, eos_ids: frozenset[int], options: RequestOptions) -> Request:
         sampling = self.sampling
@@ -500,13 +549,13 @@ class _OpenRequest:
 
     def on_output(self, output: RequestOutput) -> None:
         """Process what is new. No exception of a callback, not even SystemExit, may reach the front end's thread."""
-        if self._has_ended:
+        if self.has_ended:
             return
         try:
             self._process(output)
         except BaseException as error:
             logger.warning("request %s is cancelled, its callback failed: %r", self.id, error, exc_info=error)
-            self._has_ended = True
+            self.has_ended = True
             self._engine._forget(self.id)
             self._end_in_core(output, "cancelled")
 
@@ -515,6 +564,8 @@ class _OpenRequest:
             self._engine._core.send(EndRequest(request_id=self.id, reason=reason))
 
     def _process(self, output: RequestOutput) -> None:
+        if self._first_token_at is None and output.token_ids:
+            self._first_token_at = time.perf_counter()
         self._logprobs += output.logprobs
         self._prompt_logprobs += output.prompt_logprobs
         text, is_stopped = self._detokenize(output)
@@ -542,6 +593,7 @@ class _OpenRequest:
             num_prompt_tokens=self._num_prompt_tokens,
             logprobs=self._logprobs if self.sampling.logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs if self.sampling.prompt_logprobs is not None else None,
+            timings=self._timings(),
         )
         self._send_last(
             CompletionDelta(text=text, token_ids=last.token_ids, logprobs=last.logprobs, completion=completion)
@@ -549,7 +601,7 @@ class _OpenRequest:
 
     def end_early(self, reason: FinishReason, failure: Failure | None) -> None:
         """End a request that the core never had, or has no more."""
-        if self._has_ended:
+        if self.has_ended:
             return
         self._detokenizer.push(self._undecoded)
         self._detokenizer.finish()
@@ -559,11 +611,20 @@ class _OpenRequest:
             finish_reason=reason,
             num_prompt_tokens=self._num_prompt_tokens,
             failure=failure,
+            timings=self._timings(),
         )
         self._send_last(CompletionDelta(text="", token_ids=(), completion=completion))
 
+    def _timings(self) -> Timings:
+        def since_submitted(moment: float | None) -> float | None:
+            return None if moment is None else moment - self._submitted_at
+
+        return Timings(
+            preprocessed_s=since_submitted(self.preprocessed_at), first_token_s=since_submitted(self._first_token_at)
+        )
+
     def _send_last(self, delta: CompletionDelta) -> None:
-        self._has_ended = True
+        self.has_ended = True
         self._engine._forget(self.id)
         try:
             self._on_delta(delta)

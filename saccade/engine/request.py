@@ -249,6 +249,16 @@ class RequestOutput(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Timings:
+    """When a request passed its stages, in seconds since it was submitted."""
+
+    preprocessed_s: float | None = None
+    """Its prompt was ready."""
+    first_token_s: float | None = None
+    """Its first token arrived at the front end."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """The output of one request."""
 
@@ -268,3 +278,5 @@ class Completion:
     """Of each prompt token, if requested; None for the first."""
     failure: Failure | None = None
     """Set if `finish_reason` is `failed`."""
+    timings: Timings = field(default_factory=Timings, compare=False)
+    """When it passed its stages."""

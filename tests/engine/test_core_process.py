@@ -103,7 +103,7 @@ def test_an_image_sent_twice_is_shared_and_a_cancelled_request_ends(engine):
         if delta.completion is not None:
             ended.set()
 
-    prompt = engine._preprocess(CONVERSATIONS[1], False)
+    prompt = engine.preprocess(CONVERSATIONS[1])
     request_id = engine.submit(prompt, SamplingParams(max_tokens=250, ignore_eos=True), on_delta)
     [twin] = engine.generate(CONVERSATIONS[1], SamplingParams(max_tokens=2, ignore_eos=True))
     engine.cancel(request_id)
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_cannot_be_loaded_raises_what_it_raises_here(folder, t
         engine_of(broken)
 
 
-def test_every_open_request_fails_when_the_process_is_killed(folder):
+def test_every_open_request_fails_when_the_process_is_killed_and_a_new_core_serves_again(folder):
     with engine_of(folder) as engine:
         completions, ended = [], threading.Semaphore(0)
 
@@ -132,7 +132,7 @@ def test_every_open_request_fails_when_the_process_is_killed(folder):
                 ended.release()
 
         for _ in range(3):
-            prompt = engine._preprocess(CONVERSATIONS[1], False)
+            prompt = engine.preprocess(CONVERSATIONS[1])
             engine.submit(prompt, SamplingParams(max_tokens=200, ignore_eos=True), on_delta)
         pid = engine._core.pid
         os.kill(pid, signal.SIGKILL)
@@ -141,3 +141,9 @@ def test_every_open_request_fails_when_the_process_is_killed(folder):
         assert {(one.finish_reason, one.failure.kind) for one in completions} == {("failed", "engine_stopped")}
         with pytest.raises(RequestError, match="restart the engine"):
             engine.generate(CONVERSATIONS[0])
+        assert engine.wait_until_stopped(TIMEOUT_S)
+        engine.restart()
+        assert engine.core_pid not in (None, pid)
+        [completion] = engine.generate(CONVERSATIONS[1], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert completion.finish_reason == "length"
+        assert completion.timings.preprocessed_s < completion.timings.first_token_s < TIMEOUT_S
