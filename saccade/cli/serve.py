@@ -1,0 +1,98 @@
+"""`saccade serve` and `saccade keys`: the server and its API keys."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from saccade.cli.options import DeviceOption, DtypeOption
+from saccade.errors import ConfigError
+
+keys = typer.Typer(help="API keys of a server.", no_args_is_help=True)
+
+
+def serve(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other than loopback needs --api-keys.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    api_keys: Annotated[Path | None, typer.Option(help="Key file made by saccade keys create.")] = None,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Serve other machines without keys.")] = False,
+    model_name: Annotated[
+        str | None, typer.Option(help="Name of the model in requests.", show_default="the folder's name")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of prompt and output.", show_default="the model's")
+    ] = None,
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests that run at the same time.")] = 256,
+    max_queued: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered 429.")] = 256,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other limit, serve.KEY=VALUE or engine.KEY=VALUE; may be repeated."),
+    ] = None,
+    json_logs: Annotated[bool, typer.Option("--json-logs", help="Log JSON lines.")] = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
+) -> None:
+    """Serve a checkpoint over HTTP with OpenAI's API. Listens on this machine only unless told otherwise."""
+    _check_extra()
+    from saccade.config import override_config
+    from saccade.engine import EngineConfig
+    from saccade.serve import ServeConfig
+    from saccade.serve import serve as run
+
+    overrides: dict[str, list[str]] = {"serve": [], "engine": []}
+    for setting in set_ or []:
+        section, _, rest = setting.partition(".")
+        if section not in overrides:
+            raise ConfigError(f"--set {setting}: use serve.KEY=VALUE or engine.KEY=VALUE. See docs/serving.md")
+        overrides[section].append(rest)
+    config = ServeConfig(
+        host=host, port=port, api_keys=api_keys, no_auth=no_auth, model_name=model_name, max_queued_requests=max_queued,
+        json_logs=json_logs,
+    )  # fmt: skip
+    engine = EngineConfig(core_process=True, max_length=max_model_len, max_requests=max_requests)
+    run(
+        checkpoint,
+        override_config(config, overrides["serve"], "--set serve"),
+        override_config(engine, overrides["engine"], "--set engine"),
+        device=device,
+        dtype=dtype,
+        on_listening=lambda url: typer.echo(f"{url}  loading {checkpoint}"),
+    )
+
+
+@keys.command("create")
+def create(
+    file: Annotated[Path, typer.Argument(help="Key file; created if missing.")],
+    name: Annotated[str, typer.Option(help="Name of the key in logs and metrics.")],
+    tenant: Annotated[
+        str | None, typer.Option(help="Keys of one tenant share caches.", show_default="the key's name")
+    ] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Rate limit of requests.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Rate limit of tokens.")] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="A key of the admin port instead of the API.")] = False,
+) -> None:
+    """Add an API key to a key file and print it. The file has only its hash."""
+    from saccade.serve.keys import create_key
+
+    fields: dict[str, Any] = {
+        "name": name,
+        "tenant": tenant,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "scope": "admin" if admin else "api",
+    }
+    typer.echo(create_key(file, **fields))
+
+
+def _check_extra() -> None:
+    """The server's packages are an extra."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("fastapi", "uvicorn", "orjson", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"saccade serve needs {', '.join(missing)}, which is not installed. Install it: pip install 'saccade[serve]'"
+        )

@@ -1,0 +1,76 @@
+"""The HTTP application: every route it serves, and the errors it answers with. What is not listed here is not served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.staticfiles import StaticFiles
+
+from saccade import __version__
+from saccade.serve.errors import ApiError, validation_error
+from saccade.serve.gate import Gate
+from saccade.serve.keys import KeyRing
+from saccade.serve.protocol.chat import CHAT_UNSUPPORTED
+from saccade.serve.routes import chat, health, models
+from saccade.serve.service import Service
+
+PUBLIC_PATHS = {"/", "/health", "/ready", "/openapi.json"}
+"""Served without a key, beside the files of the page."""
+PAGE = Path(__file__).parent / "page"
+"""Files of the page at `/`."""
+
+
+def create_app(service: Service, keys: KeyRing | None) -> Gate:
+    """The public application behind its gate."""
+    app = FastAPI(title="Saccade", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    for route in (health, models, chat):
+        app.include_router(route.router(service))
+    _answer_errors(app)
+    page_files: set[str] = set()
+    if PAGE.is_dir():
+        page_files = {f"/{path.relative_to(PAGE).as_posix()}" for path in PAGE.rglob("*") if path.is_file()}
+        app.mount("/", StaticFiles(directory=PAGE, html=True))
+
+    async def with_state(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            scope["state"]["max_json_depth"] = service.config.max_json_depth
+        await app(scope, receive, send)
+
+    return Gate(
+        with_state,
+        service.config,
+        keys=keys,
+        scope="api",
+        is_public=lambda path: path in PUBLIC_PATHS or path in page_files,
+        is_recorded=lambda path: path.startswith("/v1/") or path in ("/tokenize", "/detokenize"),
+        observers=service.observers,
+        rates=service.rates,
+    )
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Answer every error in OpenAI's shape."""
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        if not isinstance(error, ApiError):
+            message, code = _ROUTER_ERRORS.get(error.status_code, ("the request cannot be served", "bad_request"))
+            error = ApiError(error.status_code, message, code=code, headers=error.headers)
+        request.state.record.error_code = error.code
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        found = validation_error(error.errors(), error.body, CHAT_UNSUPPORTED)
+        request.state.record.error_code = found.code
+        return found.response()
+
+
+_ROUTER_ERRORS = {
+    404: ("there is no such path; /openapi.json lists what is served", "not_found"),
+    405: ("this path does not take that method", "method_not_allowed"),
+}

@@ -1,0 +1,188 @@
+"""What every request passes before its route: host, key, rate limit, size and time of its body; and after it: headers, the log line.
+
+Plain ASGI, because it runs for every request. Every path needs a key unless it is listed as public; paths that are not served at all
+are the router's 404.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from saccade.serve.config import ServeConfig
+from saccade.serve.errors import ApiError
+from saccade.serve.keys import ApiKey, KeyRing
+from saccade.serve.keys import Scope as KeyScope
+from saccade.serve.rate_limit import RateLimiter
+from saccade.serve.record import Observer, RequestRecord
+
+logger = logging.getLogger(__name__)
+
+_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+]
+"""Sent with every response that does not set them itself."""
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class Gate:
+    """Checks requests and hands them on to the application."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServeConfig,
+        *,
+        keys: KeyRing | None,
+        scope: KeyScope,
+        is_public: Callable[[str], bool],
+        is_recorded: Callable[[str], bool],
+        observers: Sequence[Observer],
+        rates: RateLimiter,
+    ) -> None:
+        """`is_public`: whether a path needs no key. `is_recorded`: whether a path has a log line and metrics."""
+        self._app, self._config, self._keys, self._scope = app, config, keys, scope
+        self._is_public, self._is_recorded = is_public, is_recorded
+        self._observers, self._rates = observers, rates
+        self.num_open = 0
+        """Recorded requests in progress."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; anything but HTTP is for the application (its lifespan) or refused."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        record = RequestRecord(id=f"req-{uuid.uuid4().hex}", route=scope["path"])
+        response = _Response(send, record)
+        is_recorded = self._is_recorded(scope["path"])
+        self.num_open += is_recorded
+        try:
+            await self._serve(scope, receive, response, record)
+        except ApiError as error:
+            await _send_error(response, scope, error)
+        except Exception:
+            logger.exception("request %s failed", record.id)
+            await _send_error(response, scope, _internal_error())
+        finally:
+            record.ended_at = time.perf_counter()
+            self.num_open -= is_recorded
+            if is_recorded:
+                for observe in self._observers:
+                    observe(record)
+
+    async def _serve(self, scope: Scope, receive: Receive, response: _Response, record: RequestRecord) -> None:
+        headers = dict(scope["headers"])
+        self._check_host(headers)
+        key = None
+        if self._keys is not None and not self._is_public(scope["path"]):
+            key = self._authenticate(self._keys, headers)
+            record.key_name = key.name
+        self._check_length(headers)
+        scope.setdefault("state", {}).update(record=record, key=key)
+        await self._app(scope, self._limited(receive), response)
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        allowed = self._config.allowed_hosts
+        if not allowed:
+            return
+        host = headers.get(b"host", b"").decode("latin-1").rsplit("]", 1)
+        name = (host[0] + "]" if len(host) == 2 else host[0].partition(":")[0]).strip("[]").lower()
+        if name not in (one.lower() for one in allowed):
+            raise ApiError(421, "this server does not serve that host name", code="unknown_host")
+
+    def _authenticate(self, keys: KeyRing, headers: dict[bytes, bytes]) -> ApiKey:
+        kind, _, secret = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        key = keys.find(secret.strip(), self._scope) if kind.lower() == "bearer" else None
+        if key is None:
+            raise ApiError(
+                401,
+                "no valid API key: send it as the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        wait_s = self._rates.take_request(key, time.monotonic())
+        if wait_s:
+            limit = key.requests_per_minute
+            message = f"the key {key.name} may send {limit} requests per minute; try again in {wait_s:.1f} s"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
+        return key
+
+    def _check_length(self, headers: dict[bytes, bytes]) -> None:
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._config.max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        limit = self._config.max_body_bytes
+        return ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+
+    def _limited(self, receive: Receive) -> Receive:
+        """The body may have so many bytes, and take so long to arrive."""
+        deadline = time.monotonic() + self._config.body_timeout_s
+        num_bytes, is_complete = 0, False
+
+        async def limited() -> Message:
+            nonlocal num_bytes, is_complete
+            if is_complete:
+                return await receive()
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    message = await receive()
+            except TimeoutError as error:
+                raise ApiError(
+                    408,
+                    f"the body did not arrive within {self._config.body_timeout_s:g} s",
+                    code="body_timeout",
+                    headers={"connection": "close"},
+                ) from error
+            is_complete = not message.get("more_body", False)
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._config.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return limited
+
+
+def _internal_error() -> ApiError:
+    return ApiError(500, "the server failed on this request; it was logged", code="internal_error")
+
+
+class _Response:
+    """The response as it is sent: adds headers, remembers the status."""
+
+    def __init__(self, send: Send, record: RequestRecord) -> None:
+        self._send, self._record = send, record
+        self.has_started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            self._record.status = message["status"]
+            headers = list(message.get("headers", []))
+            present = {name for name, _ in headers}
+            headers += [header for header in _HEADERS if header[0] not in present]
+            headers.append((b"x-request-id", self._record.id.encode()))
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+
+async def _send_error(response: _Response, scope: Scope, error: ApiError) -> None:
+    """Send the error, unless the response has begun: then the connection is closed by the caller's return."""
+    if response.has_started:
+        raise error
+
+    async def never() -> Message:
+        return {"type": "http.disconnect"}
+
+    await error.response()(scope, never, response)

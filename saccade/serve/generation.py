@@ -1,0 +1,214 @@
+"""One request to the engine, seen from the event loop: its completions in progress, their deltas, cancellation.
+
+    submit -> engine threads call back -> DeltaHub -> event loop -> deltas() of the request
+
+The hub wakes the event loop once per batch of deltas, however many requests they belong to. Deltas that arrive while the event loop is
+busy are taken together, so a slow loop sends fewer and larger chunks instead of falling behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from starlette.types import Receive
+
+from saccade.engine.engine import CompletionDelta, Engine, RequestOptions
+from saccade.engine.prompt import TokenPrompt
+from saccade.engine.request import Completion, SamplingParams
+from saccade.serve.errors import ApiError, error_of_failure
+from saccade.serve.record import RequestRecord
+
+_ENDINGS = ("stop", "length", "cancelled", "failed")
+"""From good to bad."""
+
+
+class ChoiceDelta(NamedTuple):
+    """New output of one completion."""
+
+    number: int
+    """Of the completion."""
+    delta: CompletionDelta
+
+
+class DeltaHub:
+    """Passes deltas from the engine's thread to requests in the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._ready: deque[Generation] = deque()
+        self._is_scheduled = False
+
+    def notify(self, generation: Generation) -> None:
+        """Wake a request. Called from the engine's thread; raises when the event loop has ended, which cancels the request."""
+        self._ready.append(generation)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._is_scheduled = False
+        while self._ready:
+            self._ready.popleft().wake()
+
+
+class Generation:
+    """The completions of one request. Used in the event loop, except for the engine's callback."""
+
+    def __init__(self, engine: Engine, hub: DeltaHub, record: RequestRecord, *, max_unsent_tokens: int) -> None:
+        self._engine, self._hub, self._record = engine, hub, record
+        self._max_unsent_tokens = max_unsent_tokens
+        self._ids: list[str] = []
+        self._buffer: deque[ChoiceDelta] = deque()
+        self._num_unsent = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._num_open = 0
+        self._last_delta_at: list[float] = []
+        self._submitted_at = 0.0
+        self.completions: list[Completion | None] = []
+        self.is_too_slow = False
+        """Whether it was cancelled because the client did not read."""
+
+    def start(
+        self,
+        prompt: Future[TokenPrompt],
+        samplings: Sequence[SamplingParams],
+        options: RequestOptions,
+        *,
+        streams: bool,
+    ) -> None:
+        """Submit all completions of a prompt."""
+        self.completions = [None] * len(samplings)
+        self._last_delta_at = [0.0] * len(samplings)
+        self._record.num_completions = len(samplings)
+        self._submitted_at = time.perf_counter()
+        try:
+            for index, sampling in enumerate(samplings):
+                on_delta = self._callback(index)
+                self._ids.append(self._engine.submit(prompt, sampling, on_delta, options, streams=streams))
+                self._num_open += 1
+        except BaseException:
+            prompt.cancel()
+            self.cancel()
+            raise
+
+    def _callback(self, index: int) -> Callable[[CompletionDelta], None]:
+        def on_delta(delta: CompletionDelta) -> None:
+            """Runs in the engine's thread."""
+            self._buffer.append(ChoiceDelta(index, delta))
+            self._num_unsent += len(delta.token_ids)
+            if self._num_unsent > self._max_unsent_tokens and delta.completion is None:
+                self.is_too_slow = True
+                self.cancel()
+            self._hub.notify(self)
+
+        return on_delta
+
+    def wake(self) -> None:
+        """New deltas have arrived."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def cancel(self) -> None:
+        """End all completions; each still has its last delta. From any thread."""
+        for request_id in self._ids:
+            self._engine.cancel(request_id)
+
+    async def _wait(self) -> None:
+        """Until there are deltas."""
+        while not self._buffer:
+            self._waiter = asyncio.get_running_loop().create_future()
+            if not self._buffer:  # the engine's thread may have added one meanwhile
+                await self._waiter
+            self._waiter = None
+
+    async def started(self) -> ApiError | None:
+        """Wait for the first output; the error, if the request failed before it had any."""
+        await self._wait()
+        _, delta = self._buffer[0]
+        return None if delta.completion is None or delta.completion.token_ids else error_of(delta.completion)
+
+    async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
+        """All new deltas at once, until every completion has ended."""
+        while self._num_open:
+            await self._wait()
+            yield self._take()
+
+    def _take(self) -> list[ChoiceDelta]:
+        now = time.perf_counter()
+        deltas = []
+        self._num_unsent = 0
+        while self._buffer:
+            choice = self._buffer.popleft()
+            deltas.append(choice)
+            self._observe(choice, now)
+        return deltas
+
+    def _observe(self, choice: ChoiceDelta, now: float) -> None:
+        index, delta = choice
+        if delta.token_ids:
+            if self._last_delta_at[index]:
+                self._record.token_gaps_s.append(now - self._last_delta_at[index])
+            self._last_delta_at[index] = now
+        if delta.completion is not None:
+            self._num_open -= 1
+            self.completions[index] = delta.completion
+            self._count(delta.completion, now)
+
+    def _count(self, completion: Completion, now: float) -> None:
+        """Add an ended completion to the record of the request."""
+        record = self._record
+        record.num_prompt_tokens = completion.num_prompt_tokens
+        record.num_cached_tokens = max(record.num_cached_tokens, completion.num_cached_tokens)
+        record.num_output_tokens += len(completion.token_ids)
+        if _ENDINGS.index(completion.finish_reason) >= _ENDINGS.index(record.ending or "stop"):
+            record.ending = completion.finish_reason
+        timings = completion.timings
+        submitted_s = self._submitted_at - record.arrived_at
+        if timings.preprocessed_s is not None:
+            record.preprocess_s = timings.preprocessed_s
+        if timings.first_token_s is not None:
+            first = submitted_s + timings.first_token_s
+            record.first_token_s = first if record.first_token_s is None else min(first, record.first_token_s)
+            record.decode_s = max(record.decode_s, now - record.arrived_at - first)
+
+    async def wait(self) -> list[Completion]:
+        """All completions, when they have ended; raises the error of one that failed."""
+        async for _ in self.deltas():
+            pass
+        completions = [one for one in self.completions if one is not None]
+        for completion in completions:
+            if (error := error_of(completion)) is not None:
+                raise error
+        return completions
+
+
+def error_of(completion: Completion) -> ApiError | None:
+    """The error of a completion that was not finished."""
+    if completion.failure is not None:
+        return error_of_failure(completion.failure)
+    if completion.finish_reason == "cancelled":
+        return ApiError(503, "the request was cancelled", code="cancelled", retry_after_s=2.0)
+    return None
+
+
+@contextlib.asynccontextmanager
+async def cancelled_on_disconnect(generation: Generation, receive: Receive) -> AsyncIterator[None]:
+    """Cancel the generation as soon as the client is gone, or when the block is left early."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        generation.cancel()

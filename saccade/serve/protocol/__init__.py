@@ -1,0 +1,1 @@
+"""Bodies of requests and answers, one file per endpoint. Types are strict, and unknown fields are refused by name."""

@@ -1,0 +1,282 @@
+"""Bodies of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from saccade.engine.request import MAX_LOGPROBS
+from saccade.processor.conversation import MAX_FPS, MIN_FPS
+from saccade.serve.protocol.common import UNSUPPORTED, JsonObject, SamplingFields, Usage, Wire
+
+Fps = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS)]
+
+
+class TextPart(Wire):
+    """Text of a message."""
+
+    type: Literal["text"]
+    """text"""
+    text: str
+    """The text."""
+
+
+class ImageUrl(Wire):
+    """An image as a data URL."""
+
+    url: str
+    """data:image/png;base64,..."""
+    detail: Literal["auto", "high"] | None = None
+    """Images are always processed at the resolution the model was trained for."""
+
+
+class ImagePart(Wire):
+    """An image of a message."""
+
+    type: Literal["image_url"]
+    """image_url"""
+    image_url: ImageUrl
+    """The image."""
+
+
+class VideoUrl(Wire):
+    """A video file as a data URL."""
+
+    url: str
+    """data:video/mp4;base64,..."""
+
+
+class VideoUrlPart(Wire):
+    """A video file of a message."""
+
+    type: Literal["video_url"]
+    """video_url"""
+    video_url: VideoUrl
+    """The video."""
+    fps: Fps | None = None
+    """Frames per second to sample. Default 2."""
+
+
+class VideoFramesPart(Wire):
+    """A video of a message as its frames."""
+
+    type: Literal["video"]
+    """video"""
+    video: Annotated[list[str], Field(min_length=1)]
+    """Frames as data URLs of images, all of one size."""
+    fps: Fps | None = None
+    """Frames per second they were taken at. Default 2."""
+
+
+ContentPart = Annotated[TextPart | ImagePart | VideoUrlPart | VideoFramesPart, Field(discriminator="type")]
+TextContent = str | list[TextPart]
+
+
+class SystemMessage(Wire):
+    """Instructions."""
+
+    role: Literal["system", "developer"]
+    """developer is OpenAI's newer name of system."""
+    content: TextContent
+    """The text."""
+    name: None = None
+    """Not supported."""
+
+
+class UserMessage(Wire):
+    """A turn of the user."""
+
+    role: Literal["user"]
+    """user"""
+    content: str | list[ContentPart]
+    """Text, or a list of text, images and videos."""
+    name: None = None
+    """Not supported."""
+
+
+class AssistantMessage(Wire):
+    """An earlier turn of the model. Null fields of an answer may be sent back as they are."""
+
+    role: Literal["assistant"]
+    """assistant"""
+    content: TextContent
+    """The text."""
+    name: None = None
+    """Not supported."""
+    refusal: None = None
+    """Always null."""
+    audio: None = None
+    """Always null."""
+    function_call: None = None
+    """Always null."""
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    """Always empty."""
+
+
+class ToolMessage(Wire):
+    """The result of a tool."""
+
+    role: Literal["tool"]
+    """tool"""
+    content: TextContent
+    """The result."""
+    tool_call_id: str
+    """Which call it answers."""
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class TextFormat(Wire):
+    """Any text."""
+
+    type: Literal["text"]
+    """text"""
+
+
+class JsonObjectFormat(Wire):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+    """json_object"""
+
+
+class JsonSchema(Wire):
+    """A JSON schema with a name."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    """For people."""
+    description: str | None = None
+    """For people."""
+    schema_: JsonObject = Field(alias="schema")
+    """The schema. It is always followed strictly."""
+    strict: bool | None = None
+    """The schema is always followed strictly."""
+
+
+class JsonSchemaFormat(Wire):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    """json_schema"""
+    json_schema: JsonSchema
+    """The schema."""
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class ChatRequest(SamplingFields):
+    """A request for an answer to a conversation."""
+
+    model: str
+    """Name of the served model, as `/v1/models` lists it."""
+    messages: Annotated[list[Message], Field(min_length=1)]
+    """The conversation."""
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    """Maximum output tokens. Default: what the context has room for."""
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    """Older name of max_completion_tokens."""
+    logprobs: bool | None = None
+    """Return the log-probability of each output token."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """And of this many most likely tokens; only with `logprobs`."""
+    response_format: ResponseFormat | None = None
+    """The form of the answer."""
+    continue_final_message: bool | None = None
+    """Continue a final assistant message instead of answering it."""
+    add_generation_prompt: bool | None = None
+    """Must be the opposite of continue_final_message, if given."""
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    """Output is text."""
+    store: Literal[False] | None = None
+    """Nothing is stored."""
+    service_tier: Literal["auto", "default"] | None = None
+    """There is one tier."""
+    parallel_tool_calls: bool | None = None
+    """Only with tools."""
+
+
+CHAT_UNSUPPORTED = UNSUPPORTED | {
+    "tools": "tool calls are not served yet",
+    "tool_choice": "tool calls are not served yet",
+    "tool_calls": "tool calls are not served yet",
+    "metadata": "nothing is stored",
+    "moderation": "nothing is moderated",
+}
+
+
+# ------------------------------------------------------------------ answers
+
+
+class TopLogprob(Wire):
+    """A likely token."""
+
+    token: str
+    """Its text."""
+    logprob: float
+    """Its log-probability."""
+    bytes: list[int] | None
+    """Its bytes; null for a control token."""
+
+
+class TokenLogprob(TopLogprob):
+    """An output token."""
+
+    top_logprobs: list[TopLogprob]
+    """The most likely tokens at its position."""
+
+
+class ChoiceLogprobs(Wire):
+    """Log-probabilities of a choice."""
+
+    content: list[TokenLogprob]
+    """Of each token."""
+    refusal: None
+    """Always null."""
+
+
+class AnswerMessage(Wire):
+    """The answer."""
+
+    role: Literal["assistant"]
+    """assistant"""
+    content: str | None
+    """The text."""
+    refusal: None
+    """Always null."""
+
+
+class ChatChoice(Wire):
+    """One completion."""
+
+    index: int
+    """Its number."""
+    message: AnswerMessage
+    """The answer."""
+    logprobs: ChoiceLogprobs | None
+    """If requested."""
+    finish_reason: Literal["stop", "length"]
+    """Why it ended."""
+
+
+class ChatCompletion(Wire):
+    """An answer to a conversation."""
+
+    id: str
+    """Of the request."""
+    object: Literal["chat.completion"]
+    """chat.completion"""
+    created: int
+    """Unix time."""
+    model: str
+    """Name of the model."""
+    choices: list[ChatChoice]
+    """One per completion."""
+    usage: Usage
+    """Tokens."""
+    system_fingerprint: str
+    """Changes with the model and the version of the server."""
+    service_tier: None
+    """Always null."""

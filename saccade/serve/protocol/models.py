@@ -1,0 +1,31 @@
+"""Bodies of `/v1/models`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from saccade.serve.protocol.common import Wire
+
+
+class Model(Wire):
+    """A served model."""
+
+    id: str
+    """Its name."""
+    object: Literal["model"]
+    """model"""
+    created: int
+    """Unix time of the server's start."""
+    owned_by: Literal["saccade"]
+    """saccade"""
+    max_model_len: int | None
+    """Maximum tokens of prompt and output together; null while the model is being loaded."""
+
+
+class ModelList(Wire):
+    """All served models."""
+
+    object: Literal["list"]
+    """list"""
+    data: list[Model]
+    """The models."""

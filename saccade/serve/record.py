@@ -1,0 +1,96 @@
+"""What is known of one request: its log line and its metrics are made of this, never of its content."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One HTTP request to an endpoint that needs the engine, from arrival to its last byte. Times are `time.perf_counter`."""
+
+    id: str
+    route: str
+    """Path of the endpoint."""
+    key_name: str = ""
+    """Name of the API key; empty without keys."""
+    arrived_at: float = field(default_factory=time.perf_counter)
+    ended_at: float = 0.0
+    status: int = 0
+    """Of the HTTP response; 0 if the client left before it."""
+    error_code: str | None = None
+    """Typed code of the error, also of one sent within a stream."""
+    ending: str = ""
+    """`stop`, `length`, `cancelled` or `failed`; of several completions, the worst. Empty: the engine never had the request."""
+    is_streamed: bool = False
+    num_completions: int = 0
+    max_tokens: int = 0
+    """Requested maximum per completion."""
+    num_images: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    preprocess_s: float | None = None
+    """From submitting to the prompt being ready: queue, decoding, tokenization."""
+    first_token_s: float | None = None
+    """From arrival to the first token."""
+    decode_s: float = 0.0
+    """From the first token to the last, of the longest completion."""
+    token_gaps_s: array[float] = field(default_factory=lambda: array("d"))
+    """Time between consecutive deltas of a streamed completion."""
+    user: str | None = None
+
+    @property
+    def duration_s(self) -> float:
+        """From arrival to the last byte."""
+        return self.ended_at - self.arrived_at
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """After the first token of each completion; None without a second one."""
+        num_later = self.num_output_tokens / max(1, self.num_completions) - 1
+        return self.decode_s * 1e3 / num_later if num_later > 0 and self.decode_s > 0 else None
+
+    def log_fields(self) -> dict[str, Any]:
+        """The fields of the log line. Names and numbers only."""
+        fields: dict[str, Any] = {
+            "id": self.id,
+            "route": self.route,
+            "status": self.status,
+            "ending": self.error_code or self.ending or "-",
+            "key": self.key_name or "-",
+            "in": self.num_prompt_tokens,
+            "cached": self.num_cached_tokens,
+            "out": self.num_output_tokens,
+            "images": self.num_images,
+            "ttft_ms": None if self.first_token_s is None else round(self.first_token_s * 1e3, 1),
+            "ms_per_token": None if self.ms_per_token is None else round(self.ms_per_token, 2),
+            "total_ms": round(self.duration_s * 1e3, 1),
+        }
+        return fields if self.user is None else fields | {"user": self.user}
+
+
+Observer = Callable[[RequestRecord], None]
+"""Called once per request, in the event loop, when it has ended."""
+
+
+def log_request(record: RequestRecord) -> None:
+    """Log one line per request."""
+    fields = record.log_fields()
+    extra = {"fields": fields}
+    line = "  ".join(f"{name} {_plain(value)}" for name, value in fields.items() if value is not None)
+    logger.info("%s", line, extra=extra)
+
+
+def _plain(value: Any) -> str:
+    """One word: a value of the client is quoted, so that it cannot fake a line."""
+    text = str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text)

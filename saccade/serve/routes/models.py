@@ -1,0 +1,38 @@
+"""`/v1/models`: the one model that is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Response
+
+from saccade.serve.openapi import errors
+from saccade.serve.protocol.models import Model, ModelList
+from saccade.serve.service import Service
+
+
+def router(service: Service) -> APIRouter:
+    """The list, and one entry by name."""
+    routes = APIRouter(tags=["models"])
+
+    def model() -> dict[str, Any]:
+        engine = service.supervisor.loaded_engine
+        return {
+            "id": service.model_name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "saccade",
+            "max_model_len": None if engine is None else engine.max_length,
+        }
+
+    @routes.get("/v1/models", response_model=ModelList, responses=errors(401, 429), summary="List the served model")
+    async def list_models() -> Response:
+        return Response(orjson.dumps({"object": "list", "data": [model()]}), media_type="application/json")
+
+    @routes.get("/v1/models/{name:path}", response_model=Model, responses=errors(401, 404, 429), summary="One model")
+    async def get_model(name: str) -> Response:
+        service.check_model(name)
+        return Response(orjson.dumps(model()), media_type="application/json")
+
+    return routes

@@ -1,0 +1,73 @@
+"""Sampling fields of a request to the engine's sampling parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from saccade.engine.request import SamplingParams
+from saccade.engine.structured import StructuredOutput
+from saccade.errors import ConfigError
+from saccade.serve.errors import bad_request
+from saccade.serve.protocol.chat import JsonObjectFormat, JsonSchemaFormat, ResponseFormat
+from saccade.serve.protocol.common import SamplingFields, StructuredOutputs
+
+_DEFAULTS = {"temperature": 1.0}
+_SAME = (
+    "temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty", "min_tokens",
+    "ignore_eos", "stop_token_ids",
+)  # fmt: skip
+
+
+def samplings_of(
+    request: SamplingFields,
+    *,
+    max_tokens: int,
+    max_completions: int,
+    logprobs: int | None = None,
+    response_format: ResponseFormat | None = None,
+) -> list[SamplingParams]:
+    """The parameters of each of the `n` completions; completion i has seed + i."""
+    num_completions = request.n or 1
+    if num_completions > max_completions:
+        raise bad_request(f"n is {num_completions}; this server makes up to {max_completions} completions", param="n")
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options is only allowed with stream", param="stream_options")
+    fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
+    if request.stop is not None:
+        fields["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    if request.logit_bias:
+        fields["logit_bias"] = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
+    if request.top_k is not None:
+        fields["top_k"] = request.top_k or -1
+    if request.seed is not None:
+        fields["seed"] = request.seed % 2**63
+    try:
+        structured = structured_of(response_format, request.structured_outputs)
+        one = SamplingParams(**_DEFAULTS | fields, max_tokens=max_tokens, logprobs=logprobs, structured=structured)
+    except ConfigError as error:
+        raise bad_request(str(error)) from error
+    seeds = [None if one.seed is None else (one.seed + i) % 2**63 for i in range(num_completions)]
+    return [dataclasses.replace(one, seed=seed) for seed in seeds]
+
+
+def structured_of(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None
+) -> StructuredOutput | None:
+    """The form of the output, from the one field that sets it."""
+    form = None
+    if isinstance(response_format, JsonObjectFormat):
+        form = StructuredOutput(json_object=True)
+    elif isinstance(response_format, JsonSchemaFormat):
+        form = StructuredOutput(json_schema=response_format.json_schema.schema_)
+    if structured is None:
+        return form
+    if form is not None:
+        raise ConfigError("response_format and structured_outputs both set the form of the output; set one")
+    return StructuredOutput(
+        json_schema=structured.json_,
+        json_object=structured.json_object or False,
+        regex=structured.regex,
+        choice=None if structured.choice is None else tuple(structured.choice),
+        grammar=structured.grammar,
+    )

@@ -1,0 +1,169 @@
+"""Start the server, wait for signals, drain, stop.
+
+The first SIGTERM or SIGINT drains: new requests are refused with 503, those in progress finish. The second one quits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+
+from saccade.engine.config import EngineConfig
+from saccade.engine.engine import Engine
+from saccade.errors import ConfigError, UserError
+from saccade.model.families import family_of
+from saccade.processor import MediaLimits
+from saccade.serve.app import create_app
+from saccade.serve.config import ServeConfig
+from saccade.serve.gate import Gate
+from saccade.serve.http_protocol import guarded_protocol
+from saccade.serve.keys import KeyRing
+from saccade.serve.service import Service
+from saccade.serve.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 1024
+"""Connections that wait to be accepted."""
+
+
+def serve(
+    checkpoint: Path,
+    config: ServeConfig,
+    engine_config: EngineConfig,
+    *,
+    device: str = "auto",
+    dtype: str | None = None,
+    limits: MediaLimits | None = None,
+    on_listening: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve a checkpoint until a signal. `on_listening` is called with the URL; the model may still be loading then."""
+    family_of(checkpoint)  # a wrong folder is an error before anything starts
+    keys = None if config.api_keys is None else KeyRing(config.api_keys)
+    load = partial(
+        Engine.load, checkpoint, device=device, dtype=dtype, config=engine_config, limits=limits or public_limits()
+    )
+    supervisor = Supervisor(load, max_restarts=config.max_restarts, backoff_s=config.restart_backoff_s)
+    service = Service(
+        config=config,
+        model_name=config.model_name or checkpoint.resolve().name,
+        created=int(time.time()),
+        supervisor=supervisor,
+    )
+    with contextlib.closing(listen(config.host, config.port)) as listening:
+        url = f"http://{_spell(config.host)}:{listening.getsockname()[1]}"
+        on_listening(url)
+        runner = asyncio.Runner(loop_factory=_loop_factory())
+        with runner:
+            runner.run(_Server(service, create_app(service, keys), listening).run())
+    if supervisor.error is not None:
+        if isinstance(supervisor.error, UserError):
+            raise supervisor.error
+        raise RuntimeError("the engine has failed; the log above says why") from supervisor.error
+
+
+def public_limits() -> MediaLimits:
+    """Limits on images and videos of clients; no paths."""
+    return MediaLimits(allow_local_files=False)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, before anything expensive starts."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}. Choose another with --port, or --port 0 for a free one"
+        ) from error
+    return listening
+
+
+def _spell(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop, if it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Call it in the event loop, from another thread."""
+    loop.call_soon_threadsafe(call)
+
+
+class _Server(uvicorn.Server):
+    """One server in an event loop."""
+
+    def __init__(self, service: Service, gate: Gate, listening: socket.socket) -> None:
+        config = service.config
+        super().__init__(
+            uvicorn.Config(
+                gate,
+                http=guarded_protocol(config),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=int(config.keep_alive_s),
+                timeout_graceful_shutdown=5,
+                backlog=_BACKLOG,
+            )
+        )
+        self._service, self._gate, self._listening = service, gate, listening
+
+    async def run(self) -> None:  # type: ignore[override]
+        """Until a signal, or until the engine has failed for good."""
+        loop = asyncio.get_running_loop()
+        supervisor = self._service.supervisor
+        supervisor.on_failed = lambda: _post(loop, self._quit)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        supervisor.start()
+        try:
+            await self.serve(sockets=[self._listening])
+        finally:
+            await asyncio.to_thread(supervisor.stop)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours."""
+        yield
+
+    def _on_signal(self) -> None:
+        if self._service.supervisor.state in ("draining", "stopped", "failed"):
+            self._quit()
+            return
+        logger.info("draining: no new requests; those in progress finish. A second signal quits")
+        self._service.supervisor.drain()
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        deadline = time.monotonic() + self._service.config.drain_timeout_s
+        while self._gate.num_open and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self.should_exit = True
+
+    def _quit(self) -> None:
+        self.should_exit = self.force_exit = True

@@ -1,0 +1,45 @@
+"""`/v1/chat/completions`: the answers of the engine, over HTTP."""
+
+import pytest
+from serve.running import image_part
+
+from saccade.engine import Engine, EngineConfig, SamplingParams
+
+PROMPTS = [
+    "hello",
+    [image_part(), {"type": "text", "text": "what is it"}],
+    [{"type": "text", "text": "two"}, image_part(56, 56, 2), image_part(28, 84, 3)],
+]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """Completions of the engine in this process."""
+    config = EngineConfig(num_workers=0, max_length=400, num_pages=200)
+    conversations = [[{"role": "user", "content": content}] for content in PROMPTS]
+    with Engine.load(checkpoint, device="cpu", config=config) as engine:
+        return engine.generate(conversations, SamplingParams(max_tokens=8, ignore_eos=True))
+
+
+@pytest.mark.parametrize("number", range(len(PROMPTS)))
+def test_answers_over_http_are_those_of_the_engine_and_streamed_is_not_streamed(server, expected, number):
+    answer = server.chat(PROMPTS[number], ignore_eos=True).json()
+    chunks = server.chunks(PROMPTS[number], ignore_eos=True, stream_options={"include_usage": True})
+    [choice] = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (expected[number].text, "length")
+    assert answer["usage"]["prompt_tokens"] == expected[number].num_prompt_tokens
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == expected[number].text
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["usage"]["completion_tokens"] == 8
+    assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_an_unknown_field_is_refused_by_name(server):
+    response = server.chat(foo=1)
+    assert response.status_code == 400
+    assert response.json()["error"] == {
+        "message": "foo is not a field of this request",
+        "type": "invalid_request_error",
+        "param": "foo",
+        "code": "unknown_parameter",
+    }
