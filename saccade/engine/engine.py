@@ -56,6 +56,7 @@ from saccade.errors import ConfigError, RequestError
 from saccade.model.families import family_of, load_model_config
 from saccade.processor import Processor
 from saccade.processor.image import MediaLimits
+from saccade.processor.tools import Tool
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +243,8 @@ class Engine:
         if batch and isinstance(batch[0], Mapping):
             batch = [batch]
         submits = [
-            partial(self.preprocess, messages, continue_final_message=continue_final_message) for messages in batch
+            partial(self.preprocess, messages, continue_final_message=continue_final_message, salt=salt)
+            for messages in batch
         ]
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
         return self._generate(submits, sampling, options, progress)
@@ -262,17 +264,31 @@ class Engine:
         prompts = list(prompts) if isinstance(prompts, Iterable) else [prompts]
         if not all(isinstance(prompt, tuple | list) and len(prompt) == 2 for prompt in prompts):
             raise RequestError("prompts is a list of pairs (token ids, images), such as [([1, 2, 3], [])]")
-        submits = [partial(self.preprocess_tokens, token_ids, images) for token_ids, images in prompts]
+        submits = [partial(self.preprocess_tokens, token_ids, images, salt=salt) for token_ids, images in prompts]
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
         return self._generate(submits, sampling, options, progress)
 
-    def preprocess(self, messages: Conversation, *, continue_final_message: bool = False) -> Future[TokenPrompt]:
-        """Preprocess a conversation, for one or several calls of `submit`. Cancelling the future ends it."""
-        return self._preprocessor.submit(messages, continue_final_message=continue_final_message)
+    def preprocess(
+        self,
+        messages: Conversation,
+        *,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+        salt: bytes = b"",
+    ) -> Future[TokenPrompt]:
+        """Preprocess a conversation, for one or several calls of `submit`. Cancelling the future ends it.
 
-    def preprocess_tokens(self, token_ids: Sequence[int], images: Sequence[Any] = ()) -> Future[TokenPrompt]:
+        `tools` are functions that the model may call. Processed images are shared only with requests of equal `salt`.
+        """
+        return self._preprocessor.submit(
+            messages, continue_final_message=continue_final_message, tools=tools, salt=salt
+        )
+
+    def preprocess_tokens(
+        self, token_ids: Sequence[int], images: Sequence[Any] = (), *, salt: bytes = b""
+    ) -> Future[TokenPrompt]:
         """The same for token ids with one placeholder per image."""
-        return self._preprocessor.submit_tokens(token_ids, images)
+        return self._preprocessor.submit_tokens(token_ids, images, salt=salt)
 
     def _generate(
         self,
@@ -320,7 +336,7 @@ class Engine:
         [sampling] = _sampling_of_each(sampling, 1)
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
         self._check_request(sampling)
-        prompt = self.preprocess(messages, continue_final_message=continue_final_message)
+        prompt = self.preprocess(messages, continue_final_message=continue_final_message, salt=salt)
 
         def post(delta: CompletionDelta) -> None:
             """Raises when the asyncio loop has ended, which cancels the request."""
@@ -352,7 +368,7 @@ class Engine:
         [one] = _sampling_of_each(sampling, 1)
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
         self._check_request(one)
-        return self.submit(self.preprocess_tokens(token_ids, images), one, on_delta, options)
+        return self.submit(self.preprocess_tokens(token_ids, images, salt=salt), one, on_delta, options)
 
     def submit(
         self,
