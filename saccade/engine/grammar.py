@@ -3,8 +3,8 @@
     StructuredOutput  --GrammarCompiler-->  GrammarState, one per request  --MaskPool-->  token masks  -->  sampler
 
 llguidance, an optional package, compiles a grammar and computes masks. A mask has one bit per token: bit v % 32 of word v // 32 is
-set if token v may come next. Control tokens and ids beyond the tokenizer's vocabulary are never allowed; an end-of-sequence token is
-allowed exactly where the text may end.
+set if token v may come next. Special tokens and ids beyond the tokenizer's vocabulary are never allowed; an end-of-sequence token is
+allowed exactly where the text may end. Added tokens that are not special, such as `<tool_call>`, are text.
 
 Grammars come from clients. A schema of 1 KB can occupy the library for hours and a grammar of 40 KB can overflow the stack; a thread
 can neither be stopped nor survive that. Every new grammar is therefore compiled in a child process first, under a deadline and a
@@ -293,7 +293,7 @@ class GrammarCompiler:
         """Takes about a second for 150,000 tokens. `vocab_size` is the model's, `max_lexers` the lexers of one grammar."""
         config: dict[str, Any] = {
             "tokenizer_json": tokenizer.to_json(),
-            "control_ids": list(tokenizer.control_ids.values()),
+            "control_ids": sorted(tokenizer.special_ids),
             "eos_ids": sorted(eos_ids),
             "vocab_size": vocab_size,
         }

@@ -28,7 +28,8 @@ class Tokenizer:
         control = [token for token in description.get("added_tokens", []) if token["content"].strip()]
         self.control_ids: dict[str, int] = {token["content"]: token["id"] for token in control}
         self._control_names = {token_id: name for name, token_id in self.control_ids.items()}
-        self._special_ids = frozenset(token["id"] for token in control if token.get("special"))
+        self.special_ids = frozenset(token["id"] for token in control if token.get("special"))
+        """Control tokens that decoded text leaves out."""
         self._control_pattern = re.compile("|".join(map(_control_regex, _longest_first(control)))) if control else None
         text_tokens = [token for token in description.get("added_tokens", []) if not token["content"].strip()]
         plain = description | {"added_tokens": text_tokens, "post_processor": None, "truncation": None, "padding": None}
@@ -97,7 +98,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Decode token ids, without special tokens unless asked for. Ids outside the vocabulary are ignored."""
-        kept = [i for i in ids if not (skip_special and i in self._special_ids)]
+        kept = [i for i in ids if not (skip_special and i in self.special_ids)]
         text: str = self._all.decode(kept, skip_special_tokens=False)
         return text
 

@@ -1,0 +1,105 @@
+"""Which tools a request may, must or must not call, as a grammar for its output.
+
+| `tool_choice` | the model sees the tools | its output |
+|---|---|---|
+| `none` | no | text |
+| `auto` (default) | yes | text, calls, or text and then calls; the arguments of a `strict` function follow its schema |
+| `required` | yes | one or more calls, arguments by their schemas |
+| a function | yes | one call of this function, arguments by its schema |
+
+`parallel_tool_calls` false: at most one call. Plain Python; `tool_calls.py` has the format.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saccade.engine.structured import StructuredOutput
+from saccade.errors import RequestError
+
+_WHITESPACE = r"[ \n\r\t]{1,8}"
+"""White space between the JSON tokens of arguments. Unbounded, a model may emit nothing else."""
+_FREE_TEXT = """\
+TEXT: /(?s:.+)/ & ~/(?s:.*)<tool_call>(?s:.*)/
+lead[lazy]: /(?s:.*)<tool_call>/
+"""
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """The tools of a request, as the engine and the parser take them."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """For the prompt; None: the model sees none."""
+    structured: StructuredOutput | None = None
+    """The form of the output; None: any."""
+    names: frozenset[str] = frozenset()
+    """Functions whose calls are found in the output."""
+
+
+def choose_tools(
+    tools: Sequence[Mapping[str, Any]] | None, choice: object = None, *, is_parallel: bool = True
+) -> ToolChoice:
+    """The meaning of `tools`, `tool_choice` and `parallel_tool_calls`. The tools were checked (`processor/tools.py`)."""
+    if tools is None:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice is set but tools is not. Send the tools, or leave tool_choice out")
+        return ToolChoice()
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    more = ' ("\\n<tool_call>" rest)*' if is_parallel else ""
+    structured = None
+    if choice == "none":
+        return ToolChoice()
+    if choice in (None, "auto"):
+        if not is_parallel or any(function.get("strict") for function in functions.values()):
+            schemas = {
+                name: _schema(function if function.get("strict") else {}) for name, function in functions.items()
+            }
+            structured = _grammar(f"start: TEXT? | lead rest{more}\n{_FREE_TEXT}", schemas)
+    elif choice == "required":
+        schemas = {name: _schema(function) for name, function in functions.items()}
+        structured = _grammar(f'start: "<tool_call>" rest{more}\n', schemas)
+    else:
+        name = _chosen_name(choice, functions)
+        functions = {name: functions[name]}
+        structured = _grammar('start: "<tool_call>" rest\n', {name: _schema(functions[name])})
+    return ToolChoice(tools, structured, frozenset(functions))
+
+
+def _chosen_name(choice: object, names: Iterable[str]) -> str:
+    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+        raise RequestError(
+            f"tool_choice is {reprlib.repr(choice)}; use none, auto, required or "
+            '{"type": "function", "function": {"name": "..."}}'
+        )
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or name not in names:
+        raise RequestError(
+            f"tool_choice names the function {reprlib.repr(name)}, which is not in tools. Add it, or name another"
+        )
+    return name
+
+
+def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, checked like that of a structured output. Arguments are always an object."""
+    schema = {"type": "object"} | (function.get("parameters") or {})
+    StructuredOutput(json_schema=schema)
+    return schema
+
+
+def _grammar(start: str, schemas: Mapping[str, dict[str, Any]]) -> StructuredOutput:
+    """A Lark grammar of calls. The line of a schema is JSON, which the compiler reads as JSON."""
+    rules = [
+        'rest: "\\n" call "\\n</tool_call>"',
+        "call: " + " | ".join(f"call_{number}" for number in range(len(schemas))),
+    ]
+    for number, (name, schema) in enumerate(schemas.items()):
+        guided = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
+        rules.append(f'call_{number}: "{{\\"name\\": \\"{name}\\", \\"arguments\\": " arguments_{number} "}}"')
+        rules.append(f"arguments_{number}: %json {guided}")
+    return StructuredOutput(grammar=start + "\n".join(rules) + "\n")
