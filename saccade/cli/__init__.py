@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from saccade import __version__
-from saccade.cli import bench, data, model, serve, train
+from saccade.cli import bench, data, evaluate, model, serve, train
 from saccade.errors import UserError
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (model.quickstart, model.init, train.train, train.plan, model.chat, serve.serve):
+for command in (model.quickstart, model.init, train.train, train.plan, evaluate.evaluate, model.chat, serve.serve):
     app.command()(command)
 app.add_typer(data.app, name="data")
 app.add_typer(serve.keys, name="keys")

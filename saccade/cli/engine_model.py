@@ -1,0 +1,167 @@
+"""The engine as a model of `saccade evaluate`. It is loaded when it is first asked: finished results need none."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from saccade.errors import CheckpointError, RequestError
+from saccade.evaluate.model import Answer, Conversation, Decoding, Likelihood
+
+if TYPE_CHECKING:
+    from saccade.engine.engine import CompletionDelta, Engine
+    from saccade.engine.request import Completion, SamplingParams
+
+_HASHED_BYTES = 2**20
+
+
+class EngineModel:
+    """A checkpoint folder, served in this process. Any thread may ask; what is asked at once is batched."""
+
+    can_score = True
+    can_embed = False
+
+    def __init__(self, folder: Path, *, device: str = "auto", dtype: str | None = None) -> None:
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{folder}: no checkpoint folder (config.json), no results folder and no URL. Check the path"
+            )
+        self._folder, self._device, self._dtype = folder, device, dtype
+        self._lock = threading.Lock()
+
+    def describe(self) -> dict[str, Any]:
+        """The folder, and a hash of its config and of the beginning and the end of its weights."""
+        digest = hashlib.sha256((self._folder / "config.json").read_bytes())
+        for path in sorted(self._folder.glob("*.safetensors")):
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {size}".encode() + file.read(_HASHED_BYTES))
+                file.seek(max(0, size - _HASHED_BYTES))
+                digest.update(file.read())
+        return {"checkpoint": str(self._folder.resolve()), "weights": digest.hexdigest()[:16], "dtype": self._dtype}
+
+    @functools.cached_property
+    def _loaded(self) -> Engine:
+        from saccade.engine import Engine
+
+        return Engine.load(self._folder, device=self._device, dtype=self._dtype)
+
+    @property
+    def _engine(self) -> Engine:
+        with self._lock:
+            return self._loaded
+
+    def generate(self, conversation: Conversation, decoding: Decoding) -> Answer:
+        """Generate one answer."""
+        [completion] = self._engine.generate([conversation], _sampling(decoding))
+        _check(completion)
+        return Answer(
+            text=completion.text,
+            num_prompt_tokens=completion.num_prompt_tokens,
+            num_tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
+        )
+
+    def log_likelihoods(self, conversation: Conversation, continuations: Sequence[str]) -> list[Likelihood]:
+        """Score all continuations in one batch: each is the assistant's turn, without its end."""
+        from saccade.engine import SamplingParams
+
+        processor, images = self._engine.processor, _images(conversation)
+        num_prompt = len(processor.tokenize(conversation, add_generation_prompt=True))
+        prompts = [
+            processor.tokenize(
+                [*conversation, {"role": "assistant", "content": text.strip()}], continue_final_message=True
+            )
+            for text in continuations
+        ]
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        completions = self._engine.generate_tokens([(token_ids, images) for token_ids in prompts], sampling)
+        return [
+            _likelihood(completion, len(token_ids) - num_prompt)
+            for completion, token_ids in zip(completions, prompts, strict=True)
+        ]
+
+    def embed(self, conversation: Conversation) -> list[float]:
+        """Not available."""
+        raise RequestError("a generative checkpoint has no embeddings. Use the task retrieval, by likelihood")
+
+    def stream(self, conversation: Conversation, decoding: Decoding) -> Iterator[int]:
+        """Yield the number of new tokens of every delta."""
+        deltas: queue.SimpleQueue[CompletionDelta] = queue.SimpleQueue()
+        token_ids = self._engine.processor.tokenize(conversation, add_generation_prompt=True)
+        request_id = self._engine.submit_tokens(token_ids, _images(conversation), _sampling(decoding), deltas.put)
+        try:
+            while True:
+                delta = deltas.get()
+                if delta.token_ids:
+                    yield len(delta.token_ids)
+                if delta.completion is not None:
+                    _check(delta.completion)
+                    return
+        finally:
+            self._engine.cancel(request_id)
+
+    def peak_memory_bytes(self) -> int | None:
+        """Of the GPU since the engine was loaded; of this process on a CPU."""
+        import resource
+
+        import torch
+
+        from saccade.device import resolve_device
+
+        device = resolve_device(self._device)
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def close(self) -> None:
+        """Stop the engine, if it was loaded."""
+        if "_loaded" in vars(self):
+            self._loaded.close()
+
+    def __enter__(self) -> EngineModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _sampling(decoding: Decoding) -> SamplingParams:
+    from saccade.engine import SamplingParams
+
+    return SamplingParams(
+        max_tokens=decoding.max_tokens,
+        temperature=decoding.temperature,
+        seed=decoding.seed,
+        ignore_eos=decoding.ignore_eos,
+    )
+
+
+def _images(conversation: Conversation) -> list[bytes]:
+    contents = [message["content"] for message in conversation if not isinstance(message["content"], str)]
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
+
+
+def _check(completion: Completion) -> None:
+    """Raise what is wrong with a request; a broken engine ends the evaluation."""
+    failure = completion.failure
+    if failure is None:
+        return
+    if failure.kind in ("engine_stopped", "internal_error"):
+        raise RuntimeError(f"the engine failed: {failure.message}")
+    raise RequestError(failure.message)
+
+
+def _likelihood(completion: Completion, num_tokens: int) -> Likelihood:
+    """The log-likelihood of the last tokens of a prompt."""
+    _check(completion)
+    scored = (completion.prompt_logprobs or [])[-num_tokens:] if num_tokens else []
+    return Likelihood(sum(one.logprob for one in scored if one is not None), num_tokens)

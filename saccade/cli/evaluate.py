@@ -1,0 +1,299 @@
+"""`saccade evaluate`."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from saccade.cli.options import DeviceOption, DtypeOption, JsonOption
+from saccade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from saccade.evaluate.model import Model
+    from saccade.evaluate.results import Results
+    from saccade.evaluate.run import EvaluationConfig
+
+SHUFFLED = "image-shuffled"
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint folder, URL of an OpenAI-compatible server, or a results folder.")
+    ],
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="captioning, vqa, docvqa, chartqa, multiple_choice, pope, nlvr, retrieval, embedding_retrieval, perplexity; several with commas."
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Evaluation data: PATH or KIND:PATH for all tasks, TASK=PATH for one; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Results folder; the same command resumes.")] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(help="Another results folder, checkpoint or URL to compare with; may be repeated."),
+    ] = None,
+    shuffle_images: Annotated[
+        bool, typer.Option("--shuffle-images", help="Compare with the same model shown other images: without looking.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples per task, chosen at random by the seed.")] = None,
+    images: Annotated[Path | None, typer.Option(help="Image folder of the data; found beside it if not given.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="TASK=TEXT with {question}: the prompt of a task; may be repeated.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer; by task if not given.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of examples, shuffled images, sampling and bootstrap.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Examples asked at once.")] = 64,
+    name: Annotated[str | None, typer.Option(help="Name of the model in reports; from its path if not given.")] = None,
+    training_data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Shards the model was trained on, searched for the images; a run's are known. May be repeated."
+        ),
+    ] = None,
+    contamination: Annotated[
+        bool, typer.Option(help="Look for the images in the training data of the checkpoint's run.")
+    ] = True,
+    efficiency: Annotated[
+        bool, typer.Option("--efficiency", help="Also measure latency, throughput and memory.")
+    ] = False,
+    load_requests: Annotated[int, typer.Option(min=1, help="With --efficiency: requests.")] = 32,
+    load_concurrency: Annotated[int, typer.Option(min=1, help="With --efficiency: requests at once.")] = 8,
+    load_rate: Annotated[float | None, typer.Option(help="With --efficiency: requests per second instead.")] = None,
+    load_image: Annotated[int, typer.Option(min=0, help="With --efficiency: side of the images in pixels.")] = 336,
+    load_output: Annotated[int, typer.Option(min=1, help="With --efficiency: tokens of each answer.")] = 64,
+    served_model: Annotated[str | None, typer.Option("--model", help="Of a URL: the model's name there.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Of a URL: the key.")] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate a model on tasks, with intervals and a report; compare it with others. Resumes automatically."""
+    from saccade.evaluate.efficiency import Load
+    from saccade.evaluate.report import compare_all, terminal_report, to_json, write_reports
+    from saccade.evaluate.results import Results
+
+    load = Load(
+        num_requests=load_requests,
+        concurrency=load_concurrency,
+        rate=load_rate,
+        image_side=load_image,
+        num_output_tokens=load_output,
+        seed=seed,
+    )
+
+    def open_model(target: str) -> Any:
+        return _open_model(target, served_model, api_key, str(device), dtype)
+
+    if Results.is_results(Path(model)):
+        results = [Results.load(Path(model))]
+        if tasks or data or shuffle_images or efficiency:
+            raise ConfigError(
+                f"{model} has results already. To evaluate more tasks, give the checkpoint and -o {model}"
+            )
+        results += [_results_folder(other) for other in compare or []]
+    else:
+        config = _config(tasks, data, out, limit, images, prompt, max_tokens, temperature, seed, concurrency, name or _name(model))  # fmt: skip
+        results = _evaluate_all(model, config, compare or [], shuffle_images, open_model, load if efficiency else None)
+        _note_contamination(results, model, training_data or [], is_on=contamination)
+    comparisons = compare_all(results, seed=seed)
+    write_reports(results, comparisons)
+    if as_json:
+        typer.echo(json.dumps(to_json(results, comparisons)))
+        return
+    from rich.console import Console
+
+    console = Console(width=None if Console().is_terminal else 200, highlight=False)
+    console.print(terminal_report(results, comparisons))
+    typer.echo(f"report: {results[0].folder / 'report.html'}")
+
+
+def _evaluate_all(
+    target: str,
+    config: "EvaluationConfig",
+    others: list[str],
+    shuffle_images: bool,
+    open_model: "Callable[[str], Any]",
+    load: Any,
+) -> "list[Results]":
+    """Results of the model, of itself with other images, and of the models it is compared with."""
+    from dataclasses import replace
+
+    from saccade.evaluate.results import Results
+
+    baselines = config.out / "baselines"
+    with open_model(target) as model, _progress() as advance:
+        results = [_run(model, config, advance)]
+        if load is not None:
+            _measure(model, results[0], load)
+        if shuffle_images:
+            shuffled = replace(config, out=baselines / SHUFFLED, name=SHUFFLED, shuffle_images=True)
+            results.append(_run(model, shuffled, advance))
+    for other in others:
+        if Results.is_results(Path(other)):
+            results.append(Results.load(Path(other)))
+            continue
+        name = _name(other)
+        with open_model(other) as model, _progress() as advance:
+            results.append(_run(model, replace(config, out=baselines / name.replace("/", "-"), name=name), advance))
+    names = [one.name for one in results]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"models are called {', '.join(names)}; give the first another name: --name NAME")
+    return results
+
+
+def _run(model: "Model", config: "EvaluationConfig", advance: Callable[[str, int, int], None]) -> "Results":
+    from saccade.evaluate.run import evaluate as run
+
+    return run(model, config, on_progress=lambda task, done, total: advance(f"{config.name}: {task}", done, total))
+
+
+def _measure(model: "Model", results: "Results", load: Any) -> None:
+    """Measure latency and throughput unless the same load was measured before."""
+    from dataclasses import asdict
+
+    from saccade.evaluate.efficiency import measure_efficiency
+
+    scores = results.scores
+    known = scores.get("efficiency", {}).get("load", {})
+    if {key: value for key, value in known.items() if key != "text"} != asdict(load):
+        results.write_scores(scores | {"efficiency": measure_efficiency(model, load)})
+
+
+def _note_contamination(results: "list[Results]", target: str, named: list[str], *, is_on: bool) -> None:
+    """Look for evaluation images in the training data that is named, or that the checkpoint's run names."""
+    if not is_on:
+        return
+    training = named or _training_data(Path(target))
+    if training:
+        from saccade.evaluate.contamination import check_contamination
+
+        check_contamination(results[0], training, is_asked=bool(named))
+
+
+def _training_data(checkpoint: Path) -> list[str]:
+    """Shards of the run that exported a checkpoint: RUN/checkpoints/step-00000100 beside RUN/config.toml."""
+    from saccade.config import load_config
+    from saccade.train.config import TrainConfig
+
+    recipe = checkpoint.resolve().parent.parent / "config.toml"
+    if checkpoint.resolve().parent.name != "checkpoints" or not recipe.is_file():
+        return []
+    try:
+        config = load_config(TrainConfig, recipe)
+    except ConfigError:
+        return []
+    return list(dict.fromkeys(source.path for stage in config.stages for source in stage.data.sources))
+
+
+def _config(
+    tasks: str | None,
+    data: list[str] | None,
+    out: Path | None,
+    limit: int | None,
+    images: Path | None,
+    prompts: list[str] | None,
+    max_tokens: int | None,
+    temperature: float,
+    seed: int,
+    concurrency: int,
+    name: str,
+) -> "EvaluationConfig":
+    """The configuration that the options describe."""
+    from saccade.evaluate.readers.detect import parse_spec
+    from saccade.evaluate.run import EvaluationConfig, TaskConfig
+    from saccade.evaluate.tasks import task_named
+
+    if not tasks or not data or out is None:
+        raise ConfigError(
+            "evaluating a model takes --tasks NAME,NAME --data PATH -o RESULTS. See saccade evaluate --help"
+        )
+    names = [task.strip() for task in tasks.split(",") if task.strip()]
+    for task in names:
+        task_named(task)
+    paths, texts = _by_task(data, names, "--data"), _by_task(prompts or [], names, "--prompt", every=False)
+    configs = [
+        TaskConfig(
+            task=task,
+            data=parse_spec(paths[task], images),
+            prompt=texts.get(task),
+            max_tokens=max_tokens,
+            limit=limit,
+        )
+        for task in names
+    ]
+    return EvaluationConfig(
+        out=out, tasks=tuple(configs), name=name, seed=seed, temperature=temperature, concurrency=concurrency
+    )
+
+
+def _by_task(values: list[str], names: list[str], option: str, *, every: bool = True) -> dict[str, str]:
+    """`TASK=VALUE`, or one value for all tasks."""
+    found: dict[str, str] = {}
+    for value in values:
+        task, equals, rest = value.partition("=")
+        if equals and task in names:
+            found[task] = rest
+        elif every and len(values) == 1:
+            found = dict.fromkeys(names, value)
+        else:
+            raise ConfigError(f"{option} {value}: write TASK=... with one of the tasks {', '.join(names)}")
+    if every and (missing := [name for name in names if name not in found]):
+        raise ConfigError(f"{option} is missing for {', '.join(missing)}: {option} {missing[0]}=...")
+    return found
+
+
+def _results_folder(path: str) -> "Results":
+    from saccade.evaluate.results import Results
+
+    return Results.load(Path(path))
+
+
+def _is_url(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
+
+
+def _name(target: str) -> str:
+    """The name of a model from its path: run/step-00000100 for an exported checkpoint."""
+    if _is_url(target):
+        return target.partition("://")[2].strip("/").removesuffix("/v1")
+    path = Path(target).resolve()
+    return f"{path.parent.parent.name}/{path.name}" if path.parent.name == "checkpoints" else path.name
+
+
+def _open_model(target: str, served_model: str | None, api_key: str | None, device: str, dtype: str | None) -> Any:
+    """A context manager that gives the model of a URL or of a checkpoint folder."""
+    if _is_url(target):
+        from saccade.evaluate.openai_client import OpenAIModel
+
+        return nullcontext(OpenAIModel(target, model=served_model, api_key=api_key))
+    from saccade.cli.engine_model import EngineModel
+
+    return EngineModel(Path(target), device=device, dtype=dtype)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error for each task; disabled without a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        known: dict[str, TaskID] = {}
+
+        def advance(title: str, done: int, total: int) -> None:
+            if title not in known:
+                known[title] = bar.add_task(title, total=total)
+            bar.update(known[title], completed=done)
+
+        yield advance

@@ -1,0 +1,99 @@
+"""Evaluation images that the model was trained on: which examples show them, and the scores without those.
+
+write the evaluation images as shards -> find them in the training data (`saccade.data.curate`) -> scores without them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from saccade.data.curate import find_contamination
+from saccade.data.index import open_index
+from saccade.data.readers.reader import UnusableError, check_image
+from saccade.data.sample import Sample
+from saccade.data.shards import ShardWriter
+from saccade.errors import DataError
+from saccade.evaluate.example import Example
+from saccade.evaluate.results import Results
+from saccade.evaluate.run import examples_of, score_records
+
+MAX_SAMPLES = 20_000
+"""Training samples that are compared without being asked to: measuring them takes about a minute."""
+
+
+def check_contamination(results: Results, training: Sequence[str], *, is_asked: bool) -> None:
+    """Look for the images of all tasks in the training shards, and note the result with the scores of each task.
+
+    Large training sets that have not been measured yet are compared only if it `is_asked` for.
+    """
+    scores = results.scores
+    skipped = [] if is_asked else [path for path in training if not _is_cheap(path)]
+    compared = [path for path in training if path not in skipped]
+    for task in results.settings["tasks"]:
+        if "contamination" in scores["tasks"][task]:
+            continue
+        examples = [example for example in examples_of(results, task) if example.images]
+        found = _shown_in(examples, compared) if examples else set()
+        scores["tasks"][task]["contamination"] = _note(results, task, found, compared, skipped)
+    results.write_scores({key: value for key, value in scores.items() if key != "version"})
+
+
+def _is_cheap(path: str) -> bool:
+    """Whether a training set is small, or its images were compared before."""
+    try:
+        index = open_index(path, build=False)
+    except DataError:
+        return False
+    return len(index) <= MAX_SAMPLES or (index.folder / "features").is_dir()
+
+
+def _shown_in(examples: Sequence[Example], training: Sequence[str]) -> set[str]:
+    """Names of the images that a training sample shows."""
+    images = {image.name: image for example in examples for image in example.images}
+    names = {f"{number:08d}": name for number, name in enumerate(sorted(images))}
+    with TemporaryDirectory() as folder:
+        shards = Path(folder) / "evaluation"
+        with ShardWriter(shards, max_samples=5000) as writer:
+            for key, name in names.items():
+                if (members := _members(images[name].read())) is not None:
+                    writer.write(Sample(key=key, source="evaluation", members=members))
+        reports = [find_contamination(path, shards) for path in training]
+    return {names[match.evaluation.rpartition("/")[2]] for report in reports for match in report.matches}
+
+
+def _members(data: bytes) -> dict[str, bytes] | None:
+    """An image as a sample; None if it cannot be decoded."""
+    try:
+        return {check_image(data): data, "json": json.dumps({"caption": "image"}).encode()}
+    except UnusableError:
+        return None
+
+
+def _note(
+    results: Results, task: str, found: set[str], compared: Sequence[str], skipped: Sequence[str]
+) -> dict[str, Any]:
+    records = results.records(task)
+    seen = [record["id"] for record in records if found.intersection(record["images"])]
+    note: dict[str, Any] = {"training": list(compared), "not_compared": list(skipped), "example_ids": seen}
+    if seen:
+        clean = [record for record in records if record["id"] not in set(seen)]
+        note["clean_metrics"] = score_records(task, clean, results.settings["seed"]) if clean else {}
+    return note | {"text": _text(note, len(records))}
+
+
+def _text(note: dict[str, Any], num_examples: int) -> str:
+    if note["not_compared"]:
+        more = f"; not compared, because large: {', '.join(note['not_compared'])} (--training-data compares them)"
+    else:
+        more = ""
+    if not note["training"]:
+        return f"training data was not searched for these images{more}"
+    if not note["example_ids"]:
+        return f"none of its images is in the training data{more}"
+    scores = ", ".join(f"{name} {score['value']:.3f}" for name, score in list(note["clean_metrics"].items())[:3])
+    without = f"; without them: {scores}" if scores else ""
+    return f"CONTAMINATED: {len(note['example_ids'])} of {num_examples} examples show images of the training data{without}{more}"

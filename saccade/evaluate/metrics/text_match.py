@@ -1,0 +1,69 @@
+"""Exact match, ANLS and relaxed accuracy of short answers.
+
+Exact match: equal after case, punctuation at the ends and white space. ANLS (Biten et al., 2019; DocVQA): 1 - normalized edit distance to
+the closest answer, 0 where that distance is 0.5 or more. Relaxed accuracy (Methani et al., 2020; ChartQA): numbers within 5 %, other
+answers equal but for case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_ANLS_THRESHOLD = 0.5
+_RELATIVE_TOLERANCE = 0.05
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer equals a reference, else 0."""
+    return float(_plain(answer) in map(_plain, references))
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split()).strip(" .,!?;:\"'")
+
+
+def anls(answer: str, references: Sequence[str]) -> float:
+    """Average Normalized Levenshtein Similarity of one answer."""
+    return max((_similarity(_folded(answer), _folded(reference)) for reference in references), default=0.0)
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _similarity(answer: str, reference: str) -> float:
+    longest = max(len(answer), len(reference))
+    distance = edit_distance(answer, reference) / longest if longest else 0.0
+    return 1.0 - distance if distance < _ANLS_THRESHOLD else 0.0
+
+
+def edit_distance(one: str, other: str) -> int:
+    """Levenshtein distance."""
+    row = list(range(len(other) + 1))
+    for number, character in enumerate(one, 1):
+        diagonal, row[0] = row[0], number
+        for column, compared in enumerate(other, 1):
+            above = row[column]
+            row[column] = min(above + 1, row[column - 1] + 1, diagonal + (character != compared))
+            diagonal = above
+    return row[-1]
+
+
+def relaxed_accuracy(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer is within 5 % of a numeric reference or equals another one, else 0."""
+    return float(any(_is_close(answer.strip(), reference.strip()) for reference in references))
+
+
+def _is_close(answer: str, reference: str) -> bool:
+    value, expected = _number(answer), _number(reference)
+    if value is not None and expected:  # 0 has no relative tolerance
+        return abs(value - expected) <= _RELATIVE_TOLERANCE * abs(expected)
+    return answer.lower() == reference.lower()
+
+
+def _number(text: str) -> float | None:
+    """A number, or a percentage as a fraction."""
+    try:
+        return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,18 @@
+"""Read yes or no out of an answer, as POPE does (Li et al., 2023)."""
+
+from __future__ import annotations
+
+import re
+
+_NO = frozenset({"no", "not", "false", "n't"})
+_WORD = re.compile(r"n't\b|\w+?(?=n't\b)|\w+")
+
+
+def is_yes(answer: str) -> bool:
+    """Whether an answer affirms: its first sentence contains no `no`, `not` or `false`.
+
+    >>> [is_yes(answer) for answer in ("Yes, there is.", "No.", "There is not a dog. Yes.", "True")]
+    [True, False, False, True]
+    """
+    sentence = answer.lower().replace("\u2019", "'").partition(".")[0]
+    return not _NO.intersection(_WORD.findall(sentence))

@@ -1,0 +1,77 @@
+"""What evaluation asks of a model. The engine and any OpenAI-compatible server can be asked.
+
+A conversation is OpenAI's messages; an image part is `{"type": "image", "image": encoded bytes}`. Methods are called from several
+threads at once: a model batches what arrives together. A conversation that the model refuses raises `RequestError`, which is recorded
+with the example; any other error ends the evaluation, which can be resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Conversation = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How answers are generated."""
+
+    max_tokens: int = 64
+    """Maximum tokens of an answer."""
+    temperature: float = 0.0
+    """0: greedy."""
+    seed: int = 0
+    """Seed of sampling."""
+    ignore_eos: bool = False
+    """Continue to `max_tokens`; for measuring speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A generated answer."""
+
+    text: str
+    """Without special tokens."""
+    num_prompt_tokens: int
+    """Including image tokens."""
+    num_tokens: int
+    """Generated tokens."""
+    finish_reason: str
+    """`stop` or `length`."""
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Log-likelihood of a continuation: the sum over its tokens, without the end of the turn."""
+
+    logprob: float
+    num_tokens: int
+
+
+class Model(Protocol):
+    """A model that can be asked."""
+
+    can_score: bool
+    """Whether `log_likelihoods` works."""
+    can_embed: bool
+    """Whether `embed` works."""
+
+    def describe(self) -> dict[str, Any]:
+        """Identity of the model for the results folder: equal before and after a restart, different for other weights."""
+
+    def generate(self, conversation: Conversation, decoding: Decoding) -> Answer:
+        """Answer a conversation."""
+
+    def log_likelihoods(self, conversation: Conversation, continuations: Sequence[str]) -> list[Likelihood]:
+        """Log-likelihood of each continuation as the assistant's turn."""
+
+    def embed(self, conversation: Conversation) -> list[float]:
+        """Embedding of an image or a text."""
+
+    def stream(self, conversation: Conversation, decoding: Decoding) -> Iterator[int]:
+        """Generate, and yield the number of new tokens whenever some arrive."""
+
+    def peak_memory_bytes(self) -> int | None:
+        """Peak memory of the model's device since it was loaded; None if it cannot be known."""

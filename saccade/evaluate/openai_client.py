@@ -1,0 +1,279 @@
+"""Any OpenAI-compatible server as a model: `/v1/chat/completions`, streamed or not.
+
+Log-likelihoods use two fields that vLLM and `saccade serve` add to it: `prompt_logprobs` and `continue_final_message`. How many of
+the prompt's tokens belong to the continuation is the difference to the prompt without it. Embeddings use `/v1/embeddings` with
+`messages`, as vLLM has it for images. Whether a server has either is found out by asking it once.
+
+A connection per thread is kept open. A server that is busy or restarts is asked again for a while; a request it refuses is a
+`RequestError` of that example; a server that stays away ends the evaluation.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import http.client
+import json
+import logging
+import math
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from saccade.errors import ConfigError, RequestError
+from saccade.evaluate.model import Answer, Conversation, Decoding, Likelihood
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 8
+"""Attempts of one request: with the waiting times below, about two minutes."""
+_MAX_WAIT_S = 30.0
+_BUSY = {408, 409, 425, 429, 502, 503, 504}
+_SIGNATURES = ((b"\x89PNG", "png"), (b"RIFF", "webp"), (b"GIF8", "gif"), (b"BM", "bmp"))
+
+
+class OpenAIModel:
+    """A model behind a URL. Any thread may ask."""
+
+    def __init__(
+        self, url: str, *, model: str | None = None, api_key: str | None = None, timeout_s: float = 600.0
+    ) -> None:
+        """`url`: `http://host:8000` or `.../v1`. `model`: None is the first one the server lists."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url}: not the URL of a server. Use http://HOST:PORT/v1")
+        self._parts, self._timeout_s = parts, timeout_s
+        path = parts.path.rstrip("/")
+        self._base = path if path.endswith("/v1") else f"{path}/v1"
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._local = threading.local()
+        self._limit_name = "max_tokens"
+        self.url, self.model = url, model or self._first_model()
+
+    def describe(self) -> dict[str, Any]:
+        """The URL and the model's name."""
+        return {"url": self.url, "model": self.model}
+
+    def peak_memory_bytes(self) -> int | None:
+        """Unknown to a client."""
+        return None
+
+    # -------------------------------------------------------------- what is asked
+
+    def generate(self, conversation: Conversation, decoding: Decoding) -> Answer:
+        """One chat completion."""
+        content = self._complete(conversation, decoding)
+        choice = _field(content, "choices")[0]
+        usage = content.get("usage") or {}
+        return Answer(
+            text=choice["message"].get("content") or "",
+            num_prompt_tokens=int(usage.get("prompt_tokens", 0)),
+            num_tokens=int(usage.get("completion_tokens", 0)),
+            finish_reason=str(choice.get("finish_reason")),
+        )
+
+    @functools.cached_property
+    def can_score(self) -> bool:
+        """Whether the server gives log-likelihoods of prompt tokens."""
+        try:
+            return bool(self.log_likelihoods([{"role": "user", "content": "hello"}], ["hello"]))
+        except RequestError:
+            return False
+
+    def log_likelihoods(self, conversation: Conversation, continuations: Sequence[str]) -> list[Likelihood]:
+        """Each continuation as an open assistant turn, one request each."""
+        one_token = Decoding(max_tokens=1)
+        usage = self._complete(conversation, one_token).get("usage") or {}
+        likelihoods = []
+        for continuation in continuations:
+            messages = [*conversation, {"role": "assistant", "content": continuation}]
+            options = {"prompt_logprobs": 0, "continue_final_message": True, "add_generation_prompt": False}
+            content = self._complete(messages, one_token, **options)
+            scored = _field(content, "prompt_logprobs")[int(_field(usage, "prompt_tokens")) :]
+            likelihoods.append(Likelihood(sum(map(_logprob, scored)), len(scored)))
+        return likelihoods
+
+    @functools.cached_property
+    def can_embed(self) -> bool:
+        """Whether the server gives embeddings of messages."""
+        try:
+            return bool(self.embed([{"role": "user", "content": "hello"}]))
+        except (RequestError, ConfigError):
+            return False
+
+    def embed(self, conversation: Conversation) -> list[float]:
+        """The embedding of one message."""
+        body = {"model": self.model, "messages": to_openai(conversation)}
+        vector: list[float] = _field(self._post("/embeddings", body), "data")[0]["embedding"]
+        return vector
+
+    def stream(self, conversation: Conversation, decoding: Decoding) -> Iterator[int]:
+        """Yield one for every chunk with text; what the server counts beyond that comes last."""
+        body = self._body(conversation, decoding) | {"stream": True, "stream_options": {"include_usage": True}}
+        counted, usage = 0, None
+        with self._respond("POST", "/chat/completions", body) as response:
+            for line in response:
+                data = line.strip().removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
+                    continue
+                chunk = json.loads(data)
+                usage = chunk.get("usage") or usage
+                if any((choice.get("delta") or {}).get("content") for choice in chunk.get("choices") or []):
+                    counted += 1
+                    yield 1
+        if usage and usage.get("completion_tokens", 0) > counted:
+            yield int(usage["completion_tokens"]) - counted
+
+    # -------------------------------------------------------------- requests
+
+    def _first_model(self) -> str:
+        listed = json.loads(self._read("GET", "/models", None)).get("data") or []
+        if not listed:
+            raise ConfigError(f"{self.url} lists no model. Name one: --model NAME")
+        return str(listed[0]["id"])
+
+    def _body(self, conversation: Conversation, decoding: Decoding) -> dict[str, Any]:
+        body = {
+            "model": self.model,
+            "messages": to_openai(conversation),
+            "temperature": decoding.temperature,
+            "seed": decoding.seed,
+            self._limit_name: decoding.max_tokens,
+        }
+        return body | ({"ignore_eos": True} if decoding.ignore_eos else {})
+
+    def _complete(self, conversation: Conversation, decoding: Decoding, **options: Any) -> dict[str, Any]:
+        try:
+            return self._post("/chat/completions", self._body(conversation, decoding) | options)
+        except RequestError as error:
+            if self._limit_name == "max_completion_tokens" or "max_completion_tokens" not in str(error):
+                raise
+            self._limit_name = "max_completion_tokens"  # newer models of OpenAI take no other
+            return self._post("/chat/completions", self._body(conversation, decoding) | options)
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        content = json.loads(self._read("POST", path, body))
+        if not isinstance(content, dict):
+            raise RequestError(f"{self.url}{path} answered with a {type(content).__name__}, not an object")
+        return content
+
+    def _read(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
+        with self._respond(method, path, body) as response:
+            return response.read()
+
+    def _respond(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+        """A response with status 200. Tries again while the server is busy or unreachable."""
+        data = None if body is None else json.dumps(body).encode()
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                response = self._send(method, self._base + path, data)
+            except (OSError, http.client.HTTPException) as error:
+                self._drop_connection()
+                if attempt + 1 == MAX_ATTEMPTS or isinstance(error, ssl.SSLCertVerificationError):
+                    raise self._unreachable(error) from error
+                self._wait(attempt, None)
+                continue
+            if response.status == 200:
+                return response
+            message = _error_message(response.read())
+            if response.status not in _BUSY or attempt + 1 == MAX_ATTEMPTS:
+                raise self._refused(response.status, message)
+            self._wait(attempt, response.headers.get("Retry-After"))
+        raise AssertionError("the last attempt returns or raises")
+
+    def _send(self, method: str, path: str, data: bytes | None) -> http.client.HTTPResponse:
+        """Send on the thread's connection; one that the server closed meanwhile is opened again."""
+        is_reused = getattr(self._local, "connection", None) is not None
+        try:
+            return self._send_once(method, path, data)
+        except (
+            ConnectionError,
+            http.client.RemoteDisconnected,
+            http.client.ResponseNotReady,
+            http.client.CannotSendRequest,
+        ):
+            self._drop_connection()
+            if not is_reused:
+                raise
+            return self._send_once(method, path, data)
+
+    def _send_once(self, method: str, path: str, data: bytes | None) -> http.client.HTTPResponse:
+        if getattr(self._local, "connection", None) is None:
+            kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+            self._local.connection = kind(self._parts.hostname or "", self._parts.port, timeout=self._timeout_s)
+        connection: http.client.HTTPConnection = self._local.connection
+        connection.request(method, path, data, self._headers)
+        return connection.getresponse()
+
+    def _drop_connection(self) -> None:
+        connection = getattr(self._local, "connection", None)
+        if connection is not None:
+            connection.close()
+        self._local.connection = None
+
+    def _wait(self, attempt: int, retry_after: str | None) -> None:
+        seconds = 0.25 * 2**attempt
+        if retry_after is not None and retry_after.strip().isdigit():
+            seconds = max(seconds, float(retry_after))
+        time.sleep(min(seconds, _MAX_WAIT_S))
+
+    def _unreachable(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self.url} does not answer: {error}. Check the URL, or start the server; the same command then resumes"
+        )
+
+    def _refused(self, status: int, message: str) -> RequestError | ConfigError:
+        if status in (401, 403):
+            return ConfigError(f"{self.url}: {status} {message}. Give a key: --api-key, or OPENAI_API_KEY")
+        if status == 404:
+            return ConfigError(f"{self.url}: 404 {message}. Check the URL and --model")
+        return RequestError(f"{status} {message}")
+
+
+def to_openai(conversation: Conversation) -> Conversation:
+    """A conversation whose images are data URLs."""
+    return [
+        message | {"content": [_part(part) for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in conversation
+    ]
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] != "image":
+        return part
+    kind = next((kind for signature, kind in _SIGNATURES if part["image"].startswith(signature)), "jpeg")
+    data = base64.b64encode(part["image"]).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
+
+
+def _field(content: dict[str, Any], name: str) -> Any:
+    if content.get(name) is None:
+        raise RequestError(f"the server's answer has no {name}")
+    return content[name]
+
+
+def _logprob(entry: Any) -> float:
+    """The log-probability of one prompt token: the only entry of a table by token id."""
+    if not isinstance(entry, dict) or not entry:
+        raise RequestError("the server's prompt_logprobs have no entry for a token of the continuation")
+    value = next(iter(entry.values()))
+    number = value["logprob"] if isinstance(value, dict) else value
+    return float(number) if number is not None else -math.inf
+
+
+def _error_message(content: bytes) -> str:
+    """The message of OpenAI's error object, or the beginning of the text."""
+    try:
+        error = json.loads(content)
+        error = error.get("error", error) if isinstance(error, dict) else error
+        message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    except ValueError:
+        message = content.decode("utf-8", errors="replace")
+    return " ".join(str(message).split())[:400]

@@ -1,0 +1,124 @@
+"""Find the format of evaluation data and read it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from saccade.errors import ConfigError, DataError
+from saccade.evaluate.example import Example
+from saccade.evaluate.readers.reader import DataSpec
+
+KINDS = {
+    "shards": "WebDataset tars: json captions, questions or messages, as for training",
+    "coco": "COCO captions: captions_*.json",
+    "vqa": "VQA v2: *_questions.json beside *_annotations.json",
+    "chartqa": "ChartQA: *_human.json, *_augmented.json, images in png/",
+    "nlvr": "NLVR and NLVR2: one sentence per line, images by identifier",
+    "pope": "POPE: coco_pope_*.json, one question per line",
+    "jsonl": "one JSON object per line: image, question, answer or answers, choices, captions",
+}
+"""Each is read by the module of its name."""
+
+_HEAD_BYTES = 1 << 16
+
+
+def parse_spec(text: str, images: Path | None = None) -> DataSpec:
+    """`PATH` or `KIND:PATH`."""
+    kind, colon, path = text.partition(":")
+    if colon and kind in KINDS:
+        return DataSpec(path=path, kind=kind, images=images)
+    return DataSpec(path=text, images=images)
+
+
+def read_examples(spec: DataSpec) -> list[Example]:
+    """All examples of a path, with distinct ids."""
+    kind = spec.kind if spec.kind is not None else detect(spec.path)
+    if kind not in KINDS:
+        raise ConfigError(f"no format of evaluation data is called {kind!r}.\n{_kinds()}")
+    read: Callable[[Sequence[Path], DataSpec], list[Example]] = import_module(f"saccade.evaluate.readers.{kind}").read
+    examples = read([] if kind == "shards" else _files(spec.path, kind), spec)
+    if not examples:
+        raise DataError(f"{spec.path}: no examples. Check the path")
+    repeated = [example_id for example_id, count in Counter(one.id for one in examples).items() if count > 1]
+    if repeated:
+        raise DataError(f"{spec.path}: {len(repeated)} ids are not unique, such as {repeated[0]!r}. Give each its own")
+    return examples
+
+
+def detect(path: str) -> str:
+    """The format of a path, by its names and the beginning of its files."""
+    where = Path(path)
+    if "://" in path or "*" in path or "{" in path or where.suffix == ".tar" or next(where.glob("*.tar"), None):
+        return "shards"
+    if not where.exists():
+        raise DataError(f"{path}: no such file or folder. Check --data")
+    found = {kind: file for file in _json_files(where) if (kind := _sniff(file)) is not None}
+    if len(found) != 1:
+        several = " and ".join(f"{file.name} is {kind}" for kind, file in found.items())
+        raise DataError(f"{path}: {several or 'no file in a known format'}. Name the format, KIND:PATH\n{_kinds()}")
+    return next(iter(found))
+
+
+def _files(path: str, kind: str) -> list[Path]:
+    """The annotation files of one format."""
+    where = Path(path)
+    if where.is_file():
+        return [where]
+    if not where.is_dir():
+        raise DataError(f"{path}: no such file or folder. Check --data")
+    files = [file for file in _json_files(where) if _sniff(file) == kind]
+    if not files:
+        raise DataError(f"{path}: no file in the format {kind}. Check --data\n{_kinds()}")
+    return files
+
+
+def _json_files(where: Path) -> list[Path]:
+    """A file itself; of a folder the json files in it, in `annotations/` and in the folders of splits."""
+    if where.is_file():
+        return [where]
+    files = sorted(file for file in where.iterdir() if file.suffix in (".json", ".jsonl"))
+    return files or sorted(where.glob("*/*.json"))
+
+
+def _sniff(path: Path) -> str | None:
+    """The format of a json file by its first record; None if it is none of ours."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES).decode("utf-8-sig", errors="replace").lstrip()
+    if head.startswith("{") and (record := _first_line(head)) is not None:
+        return _kind_of_record(record, path)
+    if head.startswith("["):
+        return "chartqa" if '"imgname"' in head else "pope" if '"label"' in head else None
+    if '"questions"' in head:
+        return "vqa"
+    return "coco" if '"images"' in head or ('"annotations"' in head and '"caption"' in head) else None
+
+
+def _first_line(head: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(head.partition("\n")[0])
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _kind_of_record(record: dict[str, Any], path: Path) -> str | None:
+    if {"images", "annotations"} <= record.keys():
+        return "coco"
+    if "questions" in record and isinstance(record["questions"], list):
+        return "vqa"
+    if "sentence" in record and "identifier" in record:
+        return "nlvr"
+    if {"text", "label", "image"} <= record.keys():
+        return "pope"
+    is_example = record.keys() & {"question", "caption", "captions", "answer", "answers"}
+    return "jsonl" if is_example or path.suffix == ".jsonl" else None
+
+
+def _kinds() -> str:
+    width = max(map(len, KINDS))
+    return "\n".join(f"  {kind:{width}}  {meaning}" for kind, meaning in KINDS.items())

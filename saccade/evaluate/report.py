@@ -1,0 +1,104 @@
+"""Reports of results: files in the results folder, and a table for the terminal.
+
+report.html     images, answers, plots
+report.md       the score table in Markdown
+report.tex      the score table in LaTeX
+comparison.json what changed against each of the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from saccade.evaluate.compare import Comparison, compare
+from saccade.evaluate.page import make_page
+from saccade.evaluate.results import Results, write_json
+from saccade.evaluate.tables import LEGEND, Cell, latex, markdown, score_rows
+from saccade.files import atomic_write
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+def compare_all(results: Sequence[Results], *, seed: int = 0) -> dict[str, Comparison]:
+    """The first results compared with each of the others, by its name."""
+    return {other.name: compare(results[0], other, seed=seed) for other in results[1:]}
+
+
+def write_reports(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -> None:
+    """Write all reports into the folder of the first results."""
+    rows, names, folder = score_rows(results, comparisons), [one.name for one in results], results[0].folder
+    texts = {
+        "report.html": make_page(results, comparisons),
+        "report.md": markdown(rows, names),
+        "report.tex": latex(rows, names),
+    }
+    for name, text in texts.items():
+        with atomic_write(folder / name) as path:
+            path.write_text(text, encoding="utf-8")
+    if comparisons:
+        content = {name: found.to_json() for name, found in comparisons.items()}
+        write_json(folder / "comparison.json", content)
+
+
+def to_json(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -> dict[str, Any]:
+    """All scores and comparisons as one object."""
+    return {
+        "results": {one.name: {"folder": str(one.folder), **one.scores} for one in results},
+        "comparisons": {name: found.to_json() for name, found in comparisons.items()},
+    }
+
+
+def terminal_report(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -> Group:
+    """The score table, changed examples, notes and efficiency, for rich."""
+    from rich.console import Group
+    from rich.table import Table
+
+    names = [one.name for one in results]
+    table = Table(box=None, pad_edge=False)
+    for name in ("task", "metric", *names):
+        table.add_column(name, no_wrap=True)
+    before = ""
+    for row in score_rows(results, comparisons):
+        table.add_row(row.task if row.task != before else "", row.label, *map(_cell_text, row.cells))
+        before = row.task
+    return Group(table, *_notes(results, comparisons))
+
+
+def _cell_text(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    return f"{cell.text()}  {cell.difference()}".rstrip()
+
+
+def _notes(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -> list[str]:
+    ours = results[0]
+    lines = []
+    for task, scores in ours.scores.get("tasks", {}).items():
+        failed = f", {scores['num_failures']} failed" if scores["num_failures"] else ""
+        lines.append(f"{task}: {scores['num_examples']:,} examples, {scores['num_images']:,} images{failed}")
+        lines += [f"  {note}" for note in scores.get("notes", [])]
+        if contamination := scores.get("contamination"):
+            lines.append(f"  {contamination['text']}")
+        for name, found in comparisons.items():
+            changes = found.changes.get(task, ())
+            num_better = sum(change.difference > 0 for change in changes)
+            lines.append(f"  against {name}: {num_better:,} examples better, {len(changes) - num_better:,} worse")
+    if efficiency := ours.scores.get("efficiency"):
+        lines += efficiency_lines(efficiency)
+    return [*lines, LEGEND] if comparisons else lines
+
+
+def efficiency_lines(found: Mapping[str, Any]) -> list[str]:
+    """Latency and throughput in a few lines."""
+    lines = [f"efficiency: {found['load']['text']}"]
+    lines.append(f"  {found['requests_per_s']:.2f} requests/s, {found['output_tokens_per_s']:.1f} output tokens/s")
+    for key, label in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("inter_token_ms", "gap"), ("e2e_ms", "whole")):
+        if one := found.get(key):
+            lines.append(
+                f"  {label:5} ms  mean {one['mean']:.1f}  p50 {one['p50']:.1f}  p90 {one['p90']:.1f}  p95 {one['p95']:.1f}  p99 {one['p99']:.1f}  max {one['max']:.1f}"
+            )
+    if found.get("peak_memory_bytes"):
+        lines.append(f"  peak memory {found['peak_memory_bytes'] / 2**30:.2f} GiB")
+    return lines

@@ -1,0 +1,76 @@
+"""Multiple choice, asked in two ways: the choice of the highest log-likelihood, and the letter that the model generates.
+
+`likelihood_accuracy` compares the sums over the tokens of a choice, `normalized_accuracy` their mean, which does not favour short
+choices. A model that gives no log-likelihoods is asked for the letter only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from string import ascii_uppercase
+from typing import Any
+
+from saccade.evaluate.example import Example
+from saccade.evaluate.model import Model
+from saccade.evaluate.statistics import Metric, mean_metric
+from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
+
+
+class MultipleChoice(Task):
+    """Choose one of several answers."""
+
+    max_tokens = 16
+    takes = "questions with choices"
+
+    def accepts(self, example: Example) -> bool:
+        """Questions with choices, up to 26 of them."""
+        return bool(example.question) and 1 < len(example.choices) <= len(ascii_uppercase)
+
+    def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
+        """Ask for a letter, and score every choice as an answer to the bare question."""
+        question = asking.prompt_of(example)
+        listed = "\n".join(
+            f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, example.choices, strict=False)
+        )
+        prompt = f"{question}\n{listed}\nAnswer with the letter of the right choice."
+        record = generate_answer(model, example, asking, prompt) | {"choices": list(example.choices)}
+        if model.can_score:
+            scored = model.log_likelihoods(example.conversation(question), example.choices)
+            record["logprobs"] = [one.logprob for one in scored]
+            record["choice_tokens"] = [one.num_tokens for one in scored]
+        return record
+
+    def score(self, records: Sequence[Record]) -> dict[str, Metric]:
+        """Accuracy of the letters, and of the likelihoods if all were computed."""
+        metrics = {
+            "letter_accuracy": mean_metric([float(_chosen_letter(record) in _right(record)) for record in records])
+        }
+        if all("logprobs" in record or "failure" in record for record in records):
+            for name, is_mean in (("likelihood_accuracy", False), ("normalized_accuracy", True)):
+                metrics[name] = mean_metric(
+                    [float(_most_likely(record, is_mean) in _right(record)) for record in records]
+                )
+        return metrics
+
+
+def _right(record: Record) -> list[int]:
+    return [number for number, choice in enumerate(record.get("choices", ())) if choice in record["references"]]
+
+
+def _chosen_letter(record: Record) -> int | None:
+    """The choice whose letter, or else whose text, the answer gives."""
+    answer, choices = answer_of(record), record.get("choices", ())
+    letters = ascii_uppercase[: len(choices)]
+    if letters and (found := re.search(rf"(?:^|[\s(\"'*])([{letters}])(?:$|[\s).:,\"'*])", answer)):
+        return letters.index(found.group(1))
+    same = [number for number, choice in enumerate(choices) if choice.lower() == answer.lower().strip(" .")]
+    return same[0] if same else None
+
+
+def _most_likely(record: Record, is_mean: bool) -> int | None:
+    if "logprobs" not in record:
+        return None
+    lengths = record["choice_tokens"] if is_mean else [1] * len(record["logprobs"])
+    scores = [logprob / max(1, length) for logprob, length in zip(record["logprobs"], lengths, strict=True)]
+    return scores.index(max(scores))

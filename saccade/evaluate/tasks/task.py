@@ -1,0 +1,81 @@
+"""What a task is: which examples it takes, how it asks a model about one, how it scores the records of all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from saccade.evaluate.example import Example
+from saccade.evaluate.model import Decoding, Model
+from saccade.evaluate.statistics import Metric
+
+Record = Mapping[str, Any]
+"""A line of examples.jsonl: `id`, `images`, `references`, what the task recorded, or `failure` if the model refused the example."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """How the examples of a task are asked."""
+
+    prompt: str
+    """Text of the user's turn; `{question}` is replaced by the question."""
+    decoding: Decoding
+    """How answers are generated."""
+    pool: Sequence[Example] = ()
+    """All examples of the task."""
+
+    def prompt_of(self, example: Example) -> str:
+        """The user's text."""
+        return self.prompt.replace("{question}", example.question or "")
+
+
+class Task(ABC):
+    """A task."""
+
+    prompt: ClassVar[str] = "{question}"
+    """Default of `Asking.prompt`."""
+    max_tokens: ClassVar[int] = 32
+    """Default of `Decoding.max_tokens`."""
+    takes: ClassVar[str] = "questions with answers"
+    """The examples it takes, for messages."""
+    limit: ClassVar[int | None] = None
+    """Default number of examples; None: all."""
+    needs: str | None = None
+    """What else a model must be able to do: `score` or `embed`."""
+
+    @abstractmethod
+    def accepts(self, example: Example) -> bool:
+        """Whether the task can be done on an example."""
+
+    @abstractmethod
+    def ask(self, model: Model, example: Example, asking: Asking) -> dict[str, Any]:
+        """Ask the model about one example; what is to be recorded."""
+
+    @abstractmethod
+    def score(self, records: Sequence[Record]) -> dict[str, Metric]:
+        """Metrics by name, the most important one first. Each has one row per record."""
+
+    def notes(self, records: Sequence[Record]) -> list[str]:
+        """What a reader of the scores should know."""
+        del records
+        return []
+
+
+def generate_answer(model: Model, example: Example, asking: Asking, prompt: str | None = None) -> dict[str, Any]:
+    """Generate an answer to the prompt of an example, and record it."""
+    text = asking.prompt_of(example) if prompt is None else prompt
+    answer = model.generate(example.conversation(text), asking.decoding)
+    return {
+        "prompt": text,
+        "answer": answer.text.strip(),
+        "num_prompt_tokens": answer.num_prompt_tokens,
+        "num_tokens": answer.num_tokens,
+        "finish_reason": answer.finish_reason,
+    }
+
+
+def answer_of(record: Record) -> str:
+    """The answer of a record; empty if the model refused the example."""
+    return str(record.get("answer", ""))
