@@ -494,6 +494,21 @@ class Engine:
             self._has_stopped.clear()
 
     @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache."""
+        return self._core.info.num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self._core.info.page_size
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the image workers."""
+        return self._preprocessor.worker_pids
+
+    @property
     def core_pid(self) -> int | None:
         """Process id of the core; None if it runs in a thread."""
         return getattr(self._core, "pid", None)

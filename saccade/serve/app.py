@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Container
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.staticfiles import StaticFiles
+from starlette.routing import Route
+from starlette.types import Scope
 
 from saccade import __version__
 from saccade.serve.errors import ApiError, validation_error
 from saccade.serve.gate import Gate
 from saccade.serve.keys import KeyRing
 from saccade.serve.protocol.chat import CHAT_UNSUPPORTED
-from saccade.serve.routes import chat, health, models
+from saccade.serve.routes import chat, health, metrics, models, page
 from saccade.serve.service import Service
 
-PUBLIC_PATHS = {"/", "/health", "/ready", "/openapi.json"}
-"""Served without a key, beside the files of the page."""
-PAGE = Path(__file__).parent / "page"
-"""Files of the page at `/`."""
+PUBLIC_PATHS = {"/health", "/ready", "/openapi.json", *page.PATHS}
+"""Served without a key."""
 
 
 def create_app(service: Service, keys: KeyRing | None) -> Gate:
     """The public application behind its gate."""
     app = FastAPI(title="Saccade", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
-    for route in (health, models, chat):
+    for route in (health, models, chat, metrics):
         app.include_router(route.router(service))
+    app.include_router(page.router())
     _answer_errors(app)
-    page_files: set[str] = set()
-    if PAGE.is_dir():
-        page_files = {f"/{path.relative_to(PAGE).as_posix()}" for path in PAGE.rglob("*") if path.is_file()}
-        app.mount("/", StaticFiles(directory=PAGE, html=True))
+    served = {route.path for route in app.routes if isinstance(route, Route)}
 
     async def with_state(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -45,11 +42,19 @@ def create_app(service: Service, keys: KeyRing | None) -> Gate:
         service.config,
         keys=keys,
         scope="api",
-        is_public=lambda path: path in PUBLIC_PATHS or path in page_files,
+        is_public=lambda path: path in PUBLIC_PATHS,
         is_recorded=lambda path: path.startswith("/v1/") or path in ("/tokenize", "/detokenize"),
         observers=service.observers,
+        on_response=lambda scope, status: service.metrics.observe_http(scope["method"], _route(scope, served), status),
         rates=service.rates,
     )
+
+
+def _route(scope: Scope, served: Container[str]) -> str:
+    """The entry of the route table that a request is for, whether it got there or not; never a path that a client made up."""
+    if "route" in scope:
+        return str(scope["route"].path)
+    return scope["path"] if scope["path"] in served else "none"
 
 
 def _answer_errors(app: FastAPI) -> None:

@@ -71,6 +71,9 @@ class ServeConfig:
     """Restarts of the engine core within ten minutes; after that the server exits. 0: none."""
     restart_backoff_s: float = 1.0
     """Delay before the first restart of the core; it doubles with each that follows."""
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that gets a span per request, such as http://collector:4318/v1/traces. None: no tracing.
+    Needs the extra `otel`."""
     json_logs: bool = False
     """Log JSON lines instead of text."""
 

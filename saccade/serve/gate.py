@@ -47,12 +47,14 @@ class Gate:
         is_public: Callable[[str], bool],
         is_recorded: Callable[[str], bool],
         observers: Sequence[Observer],
+        on_response: Callable[[Scope, int], None],
         rates: RateLimiter,
     ) -> None:
-        """`is_public`: whether a path needs no key. `is_recorded`: whether a path has a log line and metrics."""
+        """`is_public`: whether a path needs no key. `is_recorded`: whether a path has a log line and metrics. `on_response` is called
+        with every request and the status of its response, 0 if the client left before it."""
         self._app, self._config, self._keys, self._scope = app, config, keys, scope
         self._is_public, self._is_recorded = is_public, is_recorded
-        self._observers, self._rates = observers, rates
+        self._observers, self._on_response, self._rates = observers, on_response, rates
         self.num_open = 0
         """Recorded requests in progress."""
 
@@ -76,6 +78,7 @@ class Gate:
         finally:
             record.ended_at = time.perf_counter()
             self.num_open -= is_recorded
+            self._on_response(scope, record.status)
             if is_recorded:
                 for observe in self._observers:
                     observe(record)
@@ -83,6 +86,8 @@ class Gate:
     async def _serve(self, scope: Scope, receive: Receive, response: _Response, record: RequestRecord) -> None:
         headers = dict(scope["headers"])
         self._check_host(headers)
+        if trace := headers.get(b"traceparent"):
+            record.traceparent = trace.decode("latin-1")
         key = None
         if self._keys is not None and not self._is_public(scope["path"]):
             key = self._authenticate(self._keys, headers)

@@ -47,6 +47,8 @@ class RequestRecord:
     token_gaps_s: array[float] = field(default_factory=lambda: array("d"))
     """Time between consecutive deltas of a streamed completion."""
     user: str | None = None
+    traceparent: str | None = None
+    """Trace that the request belongs to, in W3C form."""
 
     @property
     def duration_s(self) -> float:

@@ -29,6 +29,7 @@ from saccade.serve.http_protocol import guarded_protocol
 from saccade.serve.keys import KeyRing
 from saccade.serve.service import Service
 from saccade.serve.supervisor import Supervisor
+from saccade.serve.tracing import RequestTracer, otlp_provider
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def serve(
         created=int(time.time()),
         supervisor=supervisor,
     )
-    with contextlib.closing(listen(config.host, config.port)) as listening:
+    with contextlib.closing(listen(config.host, config.port)) as listening, _traced(service):
         url = f"http://{_spell(config.host)}:{listening.getsockname()[1]}"
         on_listening(url)
         runner = asyncio.Runner(loop_factory=_loop_factory())
@@ -69,6 +70,20 @@ def serve(
         if isinstance(supervisor.error, UserError):
             raise supervisor.error
         raise RuntimeError("the engine has failed; the log above says why") from supervisor.error
+
+
+@contextlib.contextmanager
+def _traced(service: Service) -> Iterator[None]:
+    """Export spans of all requests, if an endpoint is configured."""
+    if service.config.otlp_endpoint is None:
+        yield
+        return
+    tracer = RequestTracer(service.model_name, otlp_provider(service.config.otlp_endpoint))
+    service.observers.append(tracer.observe)
+    try:
+        yield
+    finally:
+        tracer.close()
 
 
 def public_limits() -> MediaLimits:

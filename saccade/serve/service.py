@@ -21,6 +21,7 @@ from saccade.serve.config import ServeConfig
 from saccade.serve.errors import ApiError, bad_request
 from saccade.serve.generation import DeltaHub, Generation
 from saccade.serve.keys import ApiKey
+from saccade.serve.metrics import ServerMetrics
 from saccade.serve.rate_limit import RateLimiter
 from saccade.serve.record import Observer, RequestRecord, log_request
 from saccade.serve.supervisor import Supervisor
@@ -44,8 +45,14 @@ class Service:
     """Rate limits of the keys."""
     observers: list[Observer] = field(default_factory=lambda: [log_request])
     """Called with every request that has ended."""
+    metrics: ServerMetrics = field(init=False)
+    """Counters and histograms."""
     _hub: DeltaHub | None = None
     """Made in the event loop."""
+
+    def __post_init__(self) -> None:
+        self.metrics = ServerMetrics(self.model_name, self.supervisor)
+        self.observers.append(self.metrics.observe)
 
     @property
     def fingerprint(self) -> str:

@@ -1,0 +1,77 @@
+"""`/`: the page to talk to the model, and its files. Static, without a key; the page itself asks for one.
+
+Its policy allows nothing but the server's own files: no inline script or style, no other host, no HTML made of strings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+from fastapi import APIRouter, Request, Response
+
+from saccade.serve.errors import ApiError
+
+FOLDER = Path(__file__).parents[1] / "page"
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data: blob:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "cache-control": "no-cache",
+}
+
+
+class _File(NamedTuple):
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def _read(path: Path) -> _File:
+    content = path.read_bytes()
+    return _File(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+
+
+_FILES = {path.name: _read(path) for path in sorted(FOLDER.iterdir())}
+PATHS = frozenset({"/", *(f"/page/{name}" for name in _FILES)})
+"""Paths of the page; they need no key."""
+
+
+def router() -> APIRouter:
+    """The page and its files."""
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/")
+    async def index(request: Request) -> Response:
+        return _answer(request, _FILES["index.html"])
+
+    @routes.get("/page/{name}")
+    async def file(request: Request, name: str) -> Response:
+        if name not in _FILES:
+            raise ApiError(404, "the page has no such file", code="not_found")
+        return _answer(request, _FILES[name])
+
+    return routes
+
+
+def _answer(request: Request, file: _File) -> Response:
+    headers = _HEADERS | {"etag": file.etag}
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, headers=headers, media_type=file.media_type)

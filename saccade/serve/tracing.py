@@ -1,0 +1,125 @@
+"""OpenTelemetry spans of requests, with the `gen_ai.*` names. Off unless an endpoint is configured; needs the extra `otel`.
+
+    chat MODEL                                  from arrival to the last byte
+      preprocess | prefill | decode             its stages
+
+Spans are made when a request has ended, from the times its record has, so a running request pays nothing for them. They carry names and
+numbers, never content.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from saccade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from saccade.serve.record import RequestRecord
+
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+}
+
+
+def otlp_provider(endpoint: str) -> TracerProvider:
+    """A provider that sends spans in batches to an OTLP collector over HTTP, such as `http://collector:4318/v1/traces`."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError("otlp_endpoint needs OpenTelemetry: pip install 'saccade[otel]'") from error
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"otlp_endpoint is {endpoint!r}; use a URL such as http://collector:4318/v1/traces")
+    provider = TracerProvider(resource=Resource.create({"service.name": "saccade"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return provider
+
+
+class RequestTracer:
+    """Makes the spans of each request that has ended."""
+
+    def __init__(self, model_name: str, provider: TracerProvider) -> None:
+        self._model, self._provider = model_name, provider
+        self._tracer = provider.get_tracer("saccade.serve")
+
+    def observe(self, record: RequestRecord) -> None:
+        """Export the spans of one request."""
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        carrier = {} if record.traceparent is None else {"traceparent": record.traceparent}
+        parent = TraceContextTextMapPropagator().extract(carrier)
+        clock = _WallClock()
+        span = self._tracer.start_span(
+            f"{_OPERATIONS.get(record.route, record.route)} {self._model}",
+            context=parent,
+            kind=trace.SpanKind.SERVER,
+            attributes=self._attributes(record),
+            start_time=clock.ns(record.arrived_at),
+        )
+        if record.error_code is not None:
+            span.set_status(trace.StatusCode.ERROR, record.error_code)
+        inside = trace.set_span_in_context(span, parent)
+        for name, start_s, end_s in _stages(record):
+            stage = self._tracer.start_span(name, context=inside, start_time=clock.ns(record.arrived_at + start_s))
+            stage.end(clock.ns(record.arrived_at + end_s))
+        span.end(clock.ns(record.ended_at))
+
+    def close(self) -> None:
+        """Send what has not been sent."""
+        self._provider.shutdown()
+
+    def _attributes(self, record: RequestRecord) -> dict[str, Any]:
+        attributes = {
+            "gen_ai.operation.name": _OPERATIONS.get(record.route, "other"),
+            "gen_ai.provider.name": "saccade",
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+            "gen_ai.response.id": record.id,
+            "gen_ai.request.max_tokens": record.max_tokens,
+            "gen_ai.request.choice.count": record.num_completions,
+            "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
+            "gen_ai.usage.output_tokens": record.num_output_tokens,
+            "gen_ai.latency.e2e": record.duration_s,
+            "saccade.request.images": record.num_images,
+            "http.route": record.route,
+            "http.response.status_code": record.status,
+        }
+        if record.ending:
+            attributes["gen_ai.response.finish_reasons"] = (record.ending,)
+        if record.first_token_s is not None:
+            attributes["gen_ai.latency.time_to_first_token"] = record.first_token_s
+        if record.error_code is not None:
+            attributes["error.type"] = record.error_code
+        return attributes
+
+
+def _stages(record: RequestRecord) -> list[tuple[str, float, float]]:
+    """Name, start and end of each stage that the request has passed, in seconds since it arrived."""
+    first, prepared = record.first_token_s, record.preprocess_s
+    stages = []
+    if prepared is not None:
+        stages.append(("preprocess", 0.0, prepared))
+    if first is not None:
+        stages.append(("prefill", min(prepared or 0.0, first), first))
+        stages.append(("decode", first, first + record.decode_s))
+    return stages
+
+
+class _WallClock:
+    """Turns times of `time.perf_counter` into nanoseconds since 1970."""
+
+    def __init__(self) -> None:
+        self._offset_s = time.time() - time.perf_counter()
+
+    def ns(self, moment: float) -> int:
+        """Nanoseconds since 1970."""
+        return int((moment + self._offset_s) * 1e9)

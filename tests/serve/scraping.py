@@ -1,0 +1,52 @@
+"""Read a metrics page with Prometheus' own parser."""
+
+from collections import defaultdict
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+class Metrics:
+    """One scrape. `metrics[name, "label=value", ...]` is the sum over samples with these labels."""
+
+    def __init__(self, text):
+        self.text = text
+        self.types, self.documentation, self._samples = {}, {}, defaultdict(list)
+        for family in text_string_to_metric_families(text):
+            self.types[family.name], self.documentation[family.name] = family.type, family.documentation
+            for sample in family.samples:
+                self._samples[sample.name].append((sample.labels, sample.value))
+
+    @property
+    def names(self):
+        """Of samples, as a query names them."""
+        return set(self._samples)
+
+    def samples_of(self, name):
+        """Samples of a metric, whatever its type."""
+        names = (name, f"{name}_total", f"{name}_bucket")
+        return [sample for one in names for sample in self._samples.get(one, ())]
+
+    def __getitem__(self, key):
+        name, *wanted = (key,) if isinstance(key, str) else key
+        assert name in self._samples, f"there is no {name}"
+        pairs = [pair.split("=", 1) for pair in wanted]
+        return sum(v for labels, v in self._samples[name] if all(labels[label] == value for label, value in pairs))
+
+    def __sub__(self, before):
+        return _Growth(self, before)
+
+
+class _Growth:
+    def __init__(self, after, before):
+        self._after, self._before = after, before
+
+    def __getitem__(self, key):
+        name = key if isinstance(key, str) else key[0]
+        return self._after[key] - (self._before[key] if name in self._before.names else 0)
+
+
+def scrape(server):
+    response = server.http.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain")
+    return Metrics(response.text)

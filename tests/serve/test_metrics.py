@@ -1,0 +1,86 @@
+"""`/metrics`: the names that dashboards know, and counters that add up."""
+
+from serve.running import image_part
+from serve.scraping import scrape
+
+from saccade.engine.core import Statistics
+from saccade.serve.metrics import _Totals
+
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info")
+COUNTERS = (
+    "prompt_tokens", "generation_tokens", "request_success", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
+    "mm_cache_queries", "mm_cache_hits", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+)  # fmt: skip
+HISTOGRAMS = (
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_prompt_tokens",
+    "request_generation_tokens", "request_time_per_output_token_seconds", "request_params_n", "request_params_max_tokens",
+)  # fmt: skip
+
+
+def test_the_page_has_the_names_and_types_that_dashboards_for_vllm_expect(server):
+    metrics = scrape(server)
+    for kind, names in (("gauge", GAUGES), ("counter", COUNTERS), ("histogram", HISTOGRAMS)):
+        for name in names:
+            assert metrics.types[f"vllm:{name}"] == kind
+            assert metrics.documentation[f"vllm:{name}"].endswith((".", "1."))
+            assert all(labels["model_name"] == "tiny" for labels, _ in metrics.samples_of(f"vllm:{name}"))
+
+
+def test_counters_grow_by_what_the_responses_say(server):
+    image = [image_part(seed=77), {"type": "text", "text": "what is it"}]
+    before = scrape(server)
+    plain = server.chat("a text of its own", ignore_eos=True).json()["usage"]
+    chunks = server.chunks(image, ignore_eos=True, stream_options={"include_usage": True})
+    again = server.chat(image, ignore_eos=True).json()["usage"]
+    grown = scrape(server) - before
+    usages = [plain, chunks[-1]["usage"], again]
+    assert grown["vllm:request_success_total", "finished_reason=length"] == 3
+    assert grown["vllm:prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in usages)
+    assert grown["vllm:generation_tokens_total"] == 24
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert grown["vllm:prefix_cache_hits_total"] == cached > 0
+    assert grown["vllm:mm_cache_queries_total"] == 2
+    assert grown["vllm:mm_cache_hits_total"] == 1
+    assert grown["saccade:images_encoded_total"] == grown["saccade:encoder_cache_queries_total"] == 1
+    for stage in ("decode", "preprocess"):
+        assert grown[f"saccade:image_{stage}_seconds_count"] == 1
+        assert 0 < grown[f"saccade:image_{stage}_seconds_sum"] < 10
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_params_n"):
+        assert grown[f"vllm:{name}_count"] == 3
+    assert grown["vllm:request_generation_tokens_sum"] == 24
+    assert 1 <= grown["vllm:inter_token_latency_seconds_count"] <= 7  # of the streamed answer
+    assert grown["http_requests_total", "handler=/v1/chat/completions", "status=200"] == 3
+
+
+def test_an_idle_server_has_no_request_and_no_page_in_use(server):
+    server.chat()
+    metrics = scrape(server)
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        assert metrics[name] == 0
+    assert sum(value for _, value in metrics.samples_of("saccade:requests_by_stage")) == 0
+    assert metrics["saccade:server_state", "state=ready"] == 1
+    for process in ("front", "core", "workers"):
+        assert metrics["saccade:process_resident_memory_bytes", f"process={process}"] > 10**7
+
+
+def test_refused_requests_are_counted_by_code_and_paths_of_clients_do_not_become_labels(server):
+    before = scrape(server)
+    server.chat(foo=1)
+    server.http.get("/made-up-1")
+    server.http.get("/made-up-2")
+    server.http.request("PROPFIND", "/v1/models")
+    after = scrape(server)
+    grown = after - before
+    assert grown["saccade:request_errors_total", "code=unknown_parameter"] == 1
+    assert grown["http_requests_total", "handler=none", "status=404"] == 2
+    assert grown["http_requests_total", "method=other"] == 1
+    assert "made-up" not in after.text
+    assert "PROPFIND" not in after.text
+
+
+def test_totals_continue_when_a_restarted_core_counts_from_zero():
+    totals = _Totals()
+    totals.update(Statistics(num_steps=10, num_output_tokens=40))
+    totals.update(Statistics(num_steps=12, num_output_tokens=50))
+    assert totals.update(Statistics(num_steps=1, num_output_tokens=3))["num_output_tokens"] == 53
+    assert totals.update(Statistics(num_steps=2, num_output_tokens=7))["num_output_tokens"] == 57
