@@ -434,6 +434,9 @@ class Engine:
         try:
             prompt = preprocessed.result()
             self._check_ids(prompt.token_ids)
+            if len(prompt.token_ids) >= self.max_length:
+                opened.end_early("failed", self._too_long(len(prompt.token_ids)))
+                return
             request = opened.request_of(prompt, self.processor.eos_ids, options)
             self._core.send(AddRequest(request=request, prompt=prompt))
         except RequestError as error:
@@ -452,6 +455,13 @@ class Engine:
             opened = self._open.get(output.request_id)
             if opened is not None:
                 opened.on_output(output)
+
+    def _too_long(self, num_tokens: int) -> Failure:
+        message = (
+            f"the prompt has {num_tokens} tokens; prompt and output together may have {self.max_length}. "
+            "Shorten it, or use smaller or fewer images"
+        )
+        return Failure("preprocessing", message, "context_length_exceeded")
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         """An id without an embedding would crash the device, and all requests with it."""

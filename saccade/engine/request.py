@@ -19,7 +19,14 @@ from saccade.errors import ConfigError
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 Stage = Literal["preprocessing", "waiting", "encoding", "running"]
 FailureKind = Literal[
-    "invalid_request", "overloaded", "timeout", "non_finite_logits", "out_of_memory", "internal_error", "engine_stopped"
+    "invalid_request",
+    "context_length_exceeded",
+    "overloaded",
+    "timeout",
+    "non_finite_logits",
+    "out_of_memory",
+    "internal_error",
+    "engine_stopped",
 ]
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 20

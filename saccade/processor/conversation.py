@@ -117,6 +117,7 @@ class ChatTemplate:
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _raise_from_template
         environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+        self.source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = environment.from_string(source)

@@ -37,6 +37,7 @@ class Tokenizer:
         # The library numbers added tokens itself: without the control tokens before them their ids are too low.
         self._true_ids = {self._text.token_to_id(token["content"]): token["id"] for token in text_tokens}
         self._all = tokenizers.Tokenizer.from_str(json.dumps(description))
+        self._byte_of = _byte_alphabet() if "ByteLevel" in json.dumps(description.get("decoder")) else {}
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
@@ -101,6 +102,24 @@ class Tokenizer:
         kept = [i for i in ids if not (skip_special and i in self.special_ids)]
         text: str = self._all.decode(kept, skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes a token stands for, which may be part of a character; None for a control token or an id without a token."""
+        token = self._all.id_to_token(token_id)
+        if token is None or token_id in self._control_names:
+            return None
+        if self._byte_of and all(character in self._byte_of for character in token):
+            return bytes(self._byte_of[character] for character in token)
+        if match := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+            return bytes.fromhex(match[1])
+        return bytes(token.replace("\u2581", " ").encode())
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte of each character that byte-level tokenizers write it as: itself if printable, else from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _longest_first(control: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from saccade.serve.errors import ApiError, validation_error
 from saccade.serve.gate import Gate
 from saccade.serve.keys import KeyRing
 from saccade.serve.protocol.chat import CHAT_UNSUPPORTED
-from saccade.serve.routes import chat, health, metrics, models, page
+from saccade.serve.routes import chat, completions, health, metrics, models, page, responses, tokenize
 from saccade.serve.service import Service
 
 PUBLIC_PATHS = {"/health", "/ready", "/openapi.json", *page.PATHS}
@@ -26,7 +26,7 @@ PUBLIC_PATHS = {"/health", "/ready", "/openapi.json", *page.PATHS}
 def create_app(service: Service, keys: KeyRing | None) -> Gate:
     """The public application behind its gate."""
     app = FastAPI(title="Saccade", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
-    for route in (health, models, chat, metrics):
+    for route in (health, models, chat, completions, responses, tokenize, metrics):
         app.include_router(route.router(service))
     app.include_router(page.router())
     _answer_errors(app)

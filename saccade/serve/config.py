@@ -9,7 +9,7 @@ from saccade.errors import ConfigError
 
 _COUNTS = (
     "max_body_bytes", "max_header_bytes", "max_connections", "max_json_depth", "max_messages", "max_completions",
-    "max_queued_requests", "max_unsent_tokens",
+    "max_queued_requests", "max_unsent_tokens", "max_media_bytes",
 )  # fmt: skip
 _SECONDS = (
     "header_timeout_s", "body_timeout_s", "keep_alive_s", "write_timeout_s", "queue_timeout_s", "request_timeout_s",
@@ -59,6 +59,10 @@ class ServeConfig:
     """Maximum `n` of a request."""
     max_queued_requests: int = 256
     """Requests that may wait beside those the engine runs; further ones are answered 429."""
+    max_open_kv_caches: float = 4.0
+    """KV caches and encoder caches that all admitted requests together may fill, as estimated; most of them wait."""
+    max_media_bytes: int = 2**30
+    """Bytes of images and videos that may be in preprocessing."""
     max_unsent_tokens: int = 4096
     """Tokens of a stream that may wait for a slow reader; then the request is cancelled."""
     queue_timeout_s: float = 60.0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from saccade.serve.errors import ApiError, bad_request
 from saccade.serve.protocol.chat import (
+    AssistantMessage,
     ContentPart,
     ImagePart,
     Message,
@@ -16,24 +18,29 @@ from saccade.serve.protocol.chat import (
     VideoFramesPart,
     VideoUrlPart,
 )
+from saccade.serve.service import PromptInput, estimated_tokens
+
+Conversation = list[dict[str, Any]]
 
 
-def conversation_of(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], int]:
-    """The conversation and the number of its images and videos."""
-    conversation, num_images = [], 0
+def conversation_of(messages: Sequence[Message]) -> Conversation:
+    """The conversation as the engine takes it."""
+    conversation = []
     for number, message in enumerate(messages):
-        role = "system" if isinstance(message, SystemMessage) else message.role
-        converted: dict[str, Any] = {"role": role}
-        if isinstance(message.content, str):
+        converted: dict[str, Any] = {"role": "system" if isinstance(message, SystemMessage) else message.role}
+        if isinstance(message, AssistantMessage) and message.tool_calls is not None:
+            converted["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        if message.content is None and "tool_calls" not in converted:
+            raise bad_request(f"messages[{number}] has neither content nor tool_calls", param=f"messages[{number}]")
+        if message.content is None or isinstance(message.content, str):
             converted["content"] = message.content
         else:
             where = f"messages[{number}].content"
             converted["content"] = [_part(part, f"{where}[{i}]") for i, part in enumerate(message.content)]
-            num_images += sum(not isinstance(part, TextPart) for part in message.content)
         if isinstance(message, ToolMessage):
             converted["tool_call_id"] = message.tool_call_id
         conversation.append(converted)
-    return conversation, num_images
+    return conversation
 
 
 def _part(part: ContentPart, where: str) -> dict[str, Any]:
@@ -62,4 +69,32 @@ def check_media_url(url: str, where: str) -> str:
         )
     raise bad_request(
         f"{where} is not a data URL. Send the file as data:image/png;base64,...", param=where, code="invalid_media_url"
+    )
+
+
+def prompt_input(
+    conversation: Conversation,
+    *,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> PromptInput:
+    """The prompt of a conversation, with what admission needs to know of it."""
+    texts = [] if tools is None else [json.dumps(tools)]
+    media = []
+    for message in conversation:
+        texts += [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+        content = message["content"] or ""
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if part["type"] == "text":
+                texts.append(part["text"])
+            else:
+                source = part[part["type"]]
+                media.append([source] if isinstance(source, str) else source)
+    return PromptInput(
+        preprocess=lambda engine, salt: engine.preprocess(
+            conversation, continue_final_message=continue_final_message, tools=tools, salt=salt
+        ),
+        num_tokens=sum(map(estimated_tokens, texts)),
+        num_images=len(media),
+        num_media_bytes=sum(len(url) * 3 // 4 for urls in media for url in urls),
     )

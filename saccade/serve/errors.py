@@ -33,6 +33,7 @@ _TYPES = {
 
 _STATUS_OF_FAILURE: dict[FailureKind, int] = {
     "invalid_request": 400,
+    "context_length_exceeded": 400,
     "overloaded": 429,
     "timeout": 504,
     "non_finite_logits": 500,

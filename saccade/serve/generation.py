@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 from starlette.types import Receive
@@ -58,66 +59,91 @@ class DeltaHub:
 
 
 class Generation:
-    """The completions of one request. Used in the event loop, except for the engine's callback."""
+    """The completions of one request: of each prompt, one per sampling. Used in the event loop, except for the engine's callback."""
 
-    def __init__(self, engine: Engine, hub: DeltaHub, record: RequestRecord, *, max_unsent_tokens: int) -> None:
-        self._engine, self._hub, self._record = engine, hub, record
+    def __init__(
+        self,
+        engine: Engine,
+        hub: DeltaHub,
+        record: RequestRecord,
+        *,
+        max_unsent_tokens: int,
+        on_end: Callable[[Generation], None],
+    ) -> None:
+        """`on_end` is called once, when every completion has ended, whether or not anyone reads the deltas."""
+        self._engine, self._hub, self._record, self._on_end = engine, hub, record, on_end
         self._max_unsent_tokens = max_unsent_tokens
         self._ids: list[str] = []
         self._buffer: deque[ChoiceDelta] = deque()
         self._num_unsent = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._num_open = 0
+        self._num_open = self._num_untaken = 0
+        self._has_ended = False
         self._last_delta_at: list[float] = []
         self._submitted_at = 0.0
+        self._ended_at: list[float] = []
+        self._num_per_prompt = 1
+        self._prompts: Sequence[Future[TokenPrompt]] = ()
         self.completions: list[Completion | None] = []
-        self.is_too_slow = False
-        """Whether it was cancelled because the client did not read."""
+        """In order of prompts, then samplings; None while in progress."""
 
     def start(
         self,
-        prompt: Future[TokenPrompt],
+        prompts: Sequence[Future[TokenPrompt]],
         samplings: Sequence[SamplingParams],
         options: RequestOptions,
         *,
         streams: bool,
     ) -> None:
-        """Submit all completions of a prompt."""
-        self.completions = [None] * len(samplings)
-        self._last_delta_at = [0.0] * len(samplings)
-        self._record.num_completions = len(samplings)
+        """Submit the completions of all prompts."""
+        count = len(prompts) * len(samplings)
+        self.completions, self._num_per_prompt = [None] * count, len(samplings)
+        self._prompts = prompts
+        self._last_delta_at, self._ended_at = [0.0] * count, [0.0] * count
+        self._record.num_completions = self._num_open = self._num_untaken = count
         self._submitted_at = time.perf_counter()
         try:
-            for index, sampling in enumerate(samplings):
-                on_delta = self._callback(index)
-                self._ids.append(self._engine.submit(prompt, sampling, on_delta, options, streams=streams))
-                self._num_open += 1
+            for prompt in prompts:
+                for sampling in samplings:
+                    on_delta = partial(self._on_delta, len(self._ids))
+                    self._ids.append(self._engine.submit(prompt, sampling, on_delta, options, streams=streams))
         except BaseException:
-            prompt.cancel()
+            for prompt in prompts:
+                prompt.cancel()
             self.cancel()
             raise
 
-    def _callback(self, index: int) -> Callable[[CompletionDelta], None]:
-        def on_delta(delta: CompletionDelta) -> None:
-            """Runs in the engine's thread."""
-            self._buffer.append(ChoiceDelta(index, delta))
-            self._num_unsent += len(delta.token_ids)
-            if self._num_unsent > self._max_unsent_tokens and delta.completion is None:
-                self.is_too_slow = True
-                self.cancel()
-            self._hub.notify(self)
-
-        return on_delta
+    def _on_delta(self, number: int, delta: CompletionDelta) -> None:
+        """Runs in the engine's thread."""
+        if delta.completion is not None:
+            self.completions[number] = delta.completion
+            self._ended_at[number] = time.perf_counter()
+            self._num_open -= 1
+        self._buffer.append(ChoiceDelta(number, delta))
+        self._num_unsent += len(delta.token_ids)
+        if self._num_unsent > self._max_unsent_tokens and delta.completion is None:
+            self.cancel()
+        self._hub.notify(self)
 
     def wake(self) -> None:
         """New deltas have arrived."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self._num_open == 0:
+            self._end()
 
     def cancel(self) -> None:
         """End all completions; each still has its last delta. From any thread."""
         for request_id in self._ids:
             self._engine.cancel(request_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompts that are ready."""
+        ready = [prompt for prompt in self._prompts if prompt.done() and not prompt.cancelled()]
+        return sum(len(prompt.result().token_ids) for prompt in ready if prompt.exception() is None)
+
+    # -------------------------------------------------------------- output
 
     async def _wait(self) -> None:
         """Until there are deltas."""
@@ -135,47 +161,24 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         """All new deltas at once, until every completion has ended."""
-        while self._num_open:
+        while self._num_untaken:
             await self._wait()
             yield self._take()
+        self._end()
 
     def _take(self) -> list[ChoiceDelta]:
         now = time.perf_counter()
         deltas = []
         self._num_unsent = 0
         while self._buffer:
-            choice = self._buffer.popleft()
+            number, delta = choice = self._buffer.popleft()
             deltas.append(choice)
-            self._observe(choice, now)
+            self._num_untaken -= delta.completion is not None
+            if delta.token_ids:
+                if self._last_delta_at[number]:
+                    self._record.token_gaps_s.append(now - self._last_delta_at[number])
+                self._last_delta_at[number] = now
         return deltas
-
-    def _observe(self, choice: ChoiceDelta, now: float) -> None:
-        index, delta = choice
-        if delta.token_ids:
-            if self._last_delta_at[index]:
-                self._record.token_gaps_s.append(now - self._last_delta_at[index])
-            self._last_delta_at[index] = now
-        if delta.completion is not None:
-            self._num_open -= 1
-            self.completions[index] = delta.completion
-            self._count(delta.completion, now)
-
-    def _count(self, completion: Completion, now: float) -> None:
-        """Add an ended completion to the record of the request."""
-        record = self._record
-        record.num_prompt_tokens = completion.num_prompt_tokens
-        record.num_cached_tokens = max(record.num_cached_tokens, completion.num_cached_tokens)
-        record.num_output_tokens += len(completion.token_ids)
-        if _ENDINGS.index(completion.finish_reason) >= _ENDINGS.index(record.ending or "stop"):
-            record.ending = completion.finish_reason
-        timings = completion.timings
-        submitted_s = self._submitted_at - record.arrived_at
-        if timings.preprocessed_s is not None:
-            record.preprocess_s = timings.preprocessed_s
-        if timings.first_token_s is not None:
-            first = submitted_s + timings.first_token_s
-            record.first_token_s = first if record.first_token_s is None else min(first, record.first_token_s)
-            record.decode_s = max(record.decode_s, now - record.arrived_at - first)
 
     async def wait(self) -> list[Completion]:
         """All completions, when they have ended; raises the error of one that failed."""
@@ -186,6 +189,29 @@ class Generation:
             if (error := error_of(completion)) is not None:
                 raise error
         return completions
+
+    # -------------------------------------------------------------- the end
+
+    def _end(self) -> None:
+        """Fill the record of the request, once."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        record, submitted_s = self._record, self._submitted_at - self._record.arrived_at
+        for number, completion in enumerate(self.completions):
+            assert completion is not None, "every completion has ended"
+            is_first = number % self._num_per_prompt == 0
+            record.num_prompt_tokens += completion.num_prompt_tokens if is_first else 0
+            record.num_cached_tokens += completion.num_cached_tokens if is_first else 0
+            record.num_output_tokens += len(completion.token_ids)
+            if _ENDINGS.index(completion.finish_reason) >= _ENDINGS.index(record.ending or "stop"):
+                record.ending = completion.finish_reason
+            record.preprocess_s = completion.timings.preprocessed_s
+            if completion.timings.first_token_s is not None:
+                first = submitted_s + completion.timings.first_token_s
+                record.first_token_s = first if record.first_token_s is None else min(first, record.first_token_s)
+                record.decode_s = max(record.decode_s, self._ended_at[number] - record.arrived_at - first)
+        self._on_end(self)
 
 
 def error_of(completion: Completion) -> ApiError | None:

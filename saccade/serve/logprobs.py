@@ -8,6 +8,9 @@ from typing import Any
 from saccade.engine.request import TokenLogprobs
 from saccade.processor import Processor
 
+_MIN_LOGPROB = -9999.0
+"""OpenAI's value for a token that cannot come; JSON has no infinity."""
+
 
 def chat_logprobs(logprobs: Sequence[TokenLogprobs], processor: Processor) -> dict[str, Any]:
     """Of a chat completion or one of its chunks."""
@@ -20,5 +23,38 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], processor: Processor) -> di
 
 
 def _token(token_id: int, logprob: float, processor: Processor) -> dict[str, Any]:
-    text = processor.tokenizer.decode([token_id], skip_special=False)
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+    data = processor.tokenizer.token_bytes(token_id)
+    return {
+        "token": token_text(token_id, processor),
+        "logprob": max(logprob, _MIN_LOGPROB),
+        "bytes": None if data is None else list(data),
+    }
+
+
+def token_text(token_id: int, processor: Processor) -> str:
+    """Text of a token; of one that is part of a character, its bytes, as OpenAI writes them."""
+    data = processor.tokenizer.token_bytes(token_id)
+    if data is None:
+        return processor.tokenizer.decode([token_id], skip_special=False)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def completion_logprobs(logprobs: Sequence[TokenLogprobs], *, processor: Processor, offset: int) -> dict[str, Any]:
+    """Of a text completion or one of its chunks, whose text begins at `offset`."""
+    tokens = [token_text(one.token_id, processor) for one in logprobs]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [max(one.logprob, _MIN_LOGPROB) for one in logprobs],
+        "top_logprobs": [
+            {token_text(token_id, processor): max(logprob, _MIN_LOGPROB) for token_id, logprob in one.top}
+            for one in logprobs
+        ],
+        "text_offset": offsets,
+    }

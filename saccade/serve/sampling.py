@@ -26,6 +26,7 @@ def samplings_of(
     max_completions: int,
     logprobs: int | None = None,
     response_format: ResponseFormat | None = None,
+    tool_grammar: StructuredOutput | None = None,
 ) -> list[SamplingParams]:
     """The parameters of each of the `n` completions; completion i has seed + i."""
     num_completions = request.n or 1
@@ -43,7 +44,7 @@ def samplings_of(
     if request.seed is not None:
         fields["seed"] = request.seed % 2**63
     try:
-        structured = structured_of(response_format, request.structured_outputs)
+        structured = structured_of(response_format, request.structured_outputs, tool_grammar)
         one = SamplingParams(**_DEFAULTS | fields, max_tokens=max_tokens, logprobs=logprobs, structured=structured)
     except ConfigError as error:
         raise bad_request(str(error)) from error
@@ -52,10 +53,18 @@ def samplings_of(
 
 
 def structured_of(
-    response_format: ResponseFormat | None, structured: StructuredOutputs | None
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    tool_grammar: StructuredOutput | None = None,
 ) -> StructuredOutput | None:
     """The form of the output, from the one field that sets it."""
-    form = None
+    form = tool_grammar
+    if form is not None and (
+        structured is not None or isinstance(response_format, JsonObjectFormat | JsonSchemaFormat)
+    ):
+        raise ConfigError(
+            "tool_choice or strict tools set the form of the output; leave out response_format and structured_outputs"
+        )
     if isinstance(response_format, JsonObjectFormat):
         form = StructuredOutput(json_object=True)
     elif isinstance(response_format, JsonSchemaFormat):

@@ -56,8 +56,8 @@ def serve(
     supervisor = Supervisor(load, max_restarts=config.max_restarts, backoff_s=config.restart_backoff_s)
     service = Service(
         config=config,
+        engine_config=engine_config,
         model_name=config.model_name or checkpoint.resolve().name,
-        created=int(time.time()),
         supervisor=supervisor,
     )
     with contextlib.closing(listen(config.host, config.port)) as listening, _traced(service):

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 
 from saccade import __version__
+from saccade.engine.config import EngineConfig
 from saccade.engine.engine import Engine, RequestOptions
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import SamplingParams
 from saccade.errors import UserError
 from saccade.processor import Processor
+from saccade.serve.admission import Admission, AdmissionLimits, Demand, Refusal, Ticket
 from saccade.serve.config import ServeConfig
 from saccade.serve.errors import ApiError, bad_request
 from saccade.serve.generation import DeltaHub, Generation
@@ -26,21 +30,58 @@ from saccade.serve.rate_limit import RateLimiter
 from saccade.serve.record import Observer, RequestRecord, log_request
 from saccade.serve.supervisor import Supervisor
 
-Preprocess = Callable[[Engine], Future[TokenPrompt]]
+_BYTES_PER_TOKEN = 4
+"""Of text, to estimate its tokens."""
+
+
+_MAX_CHARACTERS_PER_TOKEN = 64
+"""Longer tokens are runs of white space."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptInput:
+    """One prompt of a request, not preprocessed yet."""
+
+    preprocess: Callable[[Engine, bytes], Future[TokenPrompt]]
+    """Starts preprocessing, with the salt of the request."""
+    num_tokens: int
+    """Tokens of its text, as estimated."""
+    num_images: int = 0
+    """Images and videos."""
+    num_media_bytes: int = 0
+    """Encoded size of these."""
+
+
+def estimated_tokens(text: str) -> int:
+    """Tokens of a text, roughly."""
+    return len(text) // _BYTES_PER_TOKEN + 1
+
+
+def encode_text(service: Service, text: str) -> list[int]:
+    """Tokens of a text, which cannot fit if it is very long: that would take time for nothing. Call it outside the event loop."""
+    max_length = service.supervisor.engine.max_length
+    if len(text) > max_length * _MAX_CHARACTERS_PER_TOKEN:
+        raise bad_request(f"the prompt has {len(text)} characters; prompt and output may have {max_length} tokens")
+    try:
+        return service.processor.tokenizer.encode_text(text)
+    except UserError as error:
+        raise bad_request(str(error)) from error
 
 
 @dataclass(kw_only=True)
 class Service:
-    """One served model."""
+    """One served model. Used in the event loop."""
 
     config: ServeConfig
     """Limits."""
+    engine_config: EngineConfig
+    """Sizes of the engine."""
     model_name: str
     """Name of the model in requests and answers."""
-    created: int
-    """Unix time of the start."""
     supervisor: Supervisor
     """Owner of the engine."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix time of the start."""
     rates: RateLimiter = field(default_factory=RateLimiter)
     """Rate limits of the keys."""
     observers: list[Observer] = field(default_factory=lambda: [log_request])
@@ -49,6 +90,8 @@ class Service:
     """Counters and histograms."""
     _hub: DeltaHub | None = None
     """Made in the event loop."""
+    _admission: Admission | None = None
+    """Made when the engine is loaded."""
 
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics(self.model_name, self.supervisor)
@@ -67,6 +110,26 @@ class Service:
             raise self.supervisor.refusal()
         return engine.processor
 
+    @property
+    def admission(self) -> Admission | None:
+        """What is open in each stage; None before the engine is loaded."""
+        engine = self.supervisor.loaded_engine
+        if self._admission is None and engine is not None:
+            self._admission = Admission(self._admission_limits(engine))
+        return self._admission
+
+    def _admission_limits(self, engine: Engine) -> AdmissionLimits:
+        config = self.config
+        return AdmissionLimits(
+            max_running=self.engine_config.max_requests,
+            max_queued=config.max_queued_requests,
+            max_pages=round(engine.num_pages * config.max_open_kv_caches),
+            page_size=engine.page_size,
+            max_image_tokens=round(self.engine_config.encoder_cache_tokens * config.max_open_kv_caches),
+            max_media_bytes=config.max_media_bytes,
+            max_wait_s=config.queue_timeout_s / 2,
+        )
+
     def check_model(self, name: str) -> None:
         """Refuse a request for another model."""
         if name != self.model_name:
@@ -77,36 +140,129 @@ class Service:
                 param="model",
             )
 
+    def check_room(self) -> None:
+        """Refuse a request before its body is read, if no request could be served now."""
+        _ = self.supervisor.engine
+        if (admission := self.admission) is not None and (refusal := admission.is_full(time.monotonic())) is not None:
+            raise self._overloaded(admission, refusal)
+
+    @staticmethod
+    def _overloaded(admission: Admission, refusal: Refusal) -> ApiError:
+        admission.refuse(refusal)
+        return ApiError(
+            429,
+            "the server is at its limit; try again later",
+            code="overloaded",
+            retry_after_s=refusal.retry_after_s,
+        )
+
+    # -------------------------------------------------------------- hand a request to the engine
+
     def start(
         self,
         request: Request,
-        preprocess: Preprocess,
+        prompts: Sequence[PromptInput],
         samplings: Sequence[SamplingParams],
         *,
         streams: bool,
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> Generation:
-        """Hand a request to the engine."""
-        engine = self.supervisor.engine
-        record: RequestRecord = request.state.record
-        record.is_streamed, record.max_tokens = streams, samplings[0].max_tokens
+        """Admit a request and hand it to the engine; each prompt gets a completion per sampling."""
+        engine, record, key = self.supervisor.engine, request.state.record, request.state.key
+        demand = self._demand(prompts, samplings)
+        ticket, num_charged = self._admit(demand, key)
+        record.is_streamed, record.max_tokens = streams, demand.max_tokens
+        record.num_images = demand.num_images
+        salt = _salt(key, cache_salt)
         options = RequestOptions(
             priority=priority or 0,
-            salt=_salt(request.state.key, cache_salt),
+            salt=salt,
             queue_timeout_s=self.config.queue_timeout_s,
             timeout_s=self.config.request_timeout_s,
         )
         if self._hub is None:
             self._hub = DeltaHub(asyncio.get_running_loop())
-        generation = Generation(engine, self._hub, record, max_unsent_tokens=self.config.max_unsent_tokens)
+        generation = Generation(
+            engine,
+            self._hub,
+            record,
+            max_unsent_tokens=self.config.max_unsent_tokens,
+            on_end=lambda _: self._close(ticket, record, key, num_charged),
+        )
         try:
-            generation.start(preprocess(engine), samplings, options, streams=streams)
+            futures = [prompt.preprocess(engine, salt) for prompt in prompts]
+            self._watch_preprocessing(ticket, futures)
+            generation.start(futures, samplings, options, streams=streams)
         except UserError as error:
+            self._close(ticket, record, key, num_charged)
             if engine.wait_until_stopped(0):
                 raise self.supervisor.refusal() from error
             raise bad_request(str(error)) from error
         return generation
+
+    @staticmethod
+    def _demand(prompts: Sequence[PromptInput], samplings: Sequence[SamplingParams]) -> Demand:
+        return Demand(
+            num_completions=len(prompts) * len(samplings),
+            num_prompt_tokens=sum(prompt.num_tokens for prompt in prompts),
+            max_tokens=samplings[0].max_tokens,
+            num_images=sum(prompt.num_images for prompt in prompts),
+            num_media_bytes=sum(prompt.num_media_bytes for prompt in prompts),
+        )
+
+    def _admit(self, demand: Demand, key: ApiKey | None) -> tuple[Ticket, int]:
+        """The ticket of the request, and the tokens its key was charged."""
+        admission, now = self.admission, time.monotonic()
+        assert admission is not None, "there is an engine"
+        if (refusal := admission.refusal(demand, now)) is not None:
+            raise self._overloaded(admission, refusal)
+        num_tokens = admission.estimated_tokens(demand)
+        if key is not None and (wait_s := self.rates.take_tokens(key, num_tokens, now)):
+            raise ApiError(
+                429,
+                f"the key {key.name} may use {key.tokens_per_minute} tokens per minute; try again in {wait_s:.1f} s",
+                code="rate_limit_exceeded",
+                retry_after_s=wait_s,
+            )
+        return admission.admit(demand), num_tokens
+
+    def _watch_preprocessing(self, ticket: Ticket, prompts: Sequence[Future[TokenPrompt]]) -> None:
+        """Count the request as preprocessed when its last prompt is ready."""
+        loop, waiting = asyncio.get_running_loop(), list(prompts)
+
+        def done(prompt: Future[TokenPrompt]) -> None:
+            waiting.remove(prompt)
+            if not waiting and self._admission is not None:
+                self._admission.preprocessed(ticket, sum(map(_num_image_tokens, prompts)))
+
+        for prompt in prompts:
+            prompt.add_done_callback(partial(_post, loop, done))
+
+    def _close(self, ticket: Ticket, record: RequestRecord, key: ApiKey | None, num_charged: int) -> None:
+        """Count a request that has ended."""
+        assert self._admission is not None, "it was admitted"
+        is_whole = record.ending in ("stop", "length")
+        self._admission.close(
+            ticket, time.monotonic(), num_output_tokens=record.num_output_tokens if is_whole else None
+        )
+        if key is not None:
+            num_used = record.num_prompt_tokens + record.num_output_tokens
+            self.rates.settle_tokens(key, num_charged, num_used, time.monotonic())
+
+
+def _post(
+    loop: asyncio.AbstractEventLoop, call: Callable[[Future[TokenPrompt]], None], prompt: Future[TokenPrompt]
+) -> None:
+    """Call it in the event loop, from another thread; no effect when the loop has ended."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call, prompt)
+
+
+def _num_image_tokens(prompt: Future[TokenPrompt]) -> int:
+    if prompt.cancelled() or prompt.exception() is not None:
+        return 0
+    return sum(image.span.num_tokens for image in prompt.result().images)
 
 
 def _salt(key: ApiKey | None, cache_salt: str | None) -> bytes:

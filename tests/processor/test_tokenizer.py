@@ -188,3 +188,12 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
+
+
+@settings(repeatable, max_examples=100)
+@given(text=tricky_text)
+def test_bytes_of_tokens_join_to_the_bytes_of_the_text(byte_tokenizer, merging_tokenizer, text):
+    for tokenizer in (byte_tokenizer, merging_tokenizer):
+        assert b"".join(tokenizer.token_bytes(one) for one in tokenizer.encode_text(text)) == text.encode()
+        assert all(tokenizer.token_bytes(control_id) is None for control_id in tokenizer.control_ids.values())
+        assert tokenizer.token_bytes(10**6) is None

@@ -24,7 +24,7 @@ class RunningServer:
     def __init__(self, checkpoint, folder, *options, settings=(), waits=True):
         self.log_path = folder / "log"
         command = [sys.executable, "-m", "saccade", "serve", checkpoint, "--port", 0, "--device", "cpu"]
-        command += ["--max-model-len", 400]
+        command += ["--max-model-len", 800]
         for setting in (*ENGINE, *settings):
             command += ["--set", setting]
         self.command = [str(word) for word in (*command, *options)]
@@ -75,6 +75,13 @@ class RunningServer:
             assert self.process.poll() is None, self.log
             assert time.monotonic() < deadline, self.log
             time.sleep(0.05)
+
+    def wait_for_log(self, text, count=1):
+        """Until the log has the text so many times."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.log.count(text) < count:
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.02)
 
     def chat(self, content="hello", **fields):
         return self.http.post("/v1/chat/completions", json=chat_body(content, **fields))

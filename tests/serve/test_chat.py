@@ -15,7 +15,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """Completions of the engine in this process."""
-    config = EngineConfig(num_workers=0, max_length=400, num_pages=200)
+    config = EngineConfig(num_workers=0, max_length=800, num_pages=200)
     conversations = [[{"role": "user", "content": content}] for content in PROMPTS]
     with Engine.load(checkpoint, device="cpu", config=config) as engine:
         return engine.generate(conversations, SamplingParams(max_tokens=8, ignore_eos=True))

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from saccade.engine.request import MAX_LOGPROBS
 from saccade.processor.conversation import MAX_FPS, MIN_FPS
+from saccade.processor.tools import MAX_TOOLS
 from saccade.serve.protocol.common import UNSUPPORTED, JsonObject, SamplingFields, Usage, Wire
 
 Fps = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS)]
@@ -95,13 +96,35 @@ class UserMessage(Wire):
     """Not supported."""
 
 
+class CalledFunction(Wire):
+    """A call of a function."""
+
+    name: str
+    """Name of the function."""
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(Wire):
+    """A call of a tool."""
+
+    id: str
+    """To be repeated with the result."""
+    type: Literal["function"]
+    """function"""
+    function: CalledFunction
+    """The call."""
+
+
 class AssistantMessage(Wire):
     """An earlier turn of the model. Null fields of an answer may be sent back as they are."""
 
     role: Literal["assistant"]
     """assistant"""
-    content: TextContent
-    """The text."""
+    content: TextContent | None = None
+    """The text. May be null if there are tool calls."""
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    """Calls of tools."""
     name: None = None
     """Not supported."""
     refusal: None = None
@@ -126,6 +149,44 @@ class ToolMessage(Wire):
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class Function(Wire):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    """Its name."""
+    description: str | None = None
+    """What it does, for the model."""
+    parameters: JsonObject | None = None
+    """JSON schema of its arguments, an object."""
+    strict: bool | None = None
+    """Whether the arguments must follow the schema."""
+
+
+class Tool(Wire):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    """function"""
+    function: Function
+    """The function."""
+
+
+class ChosenFunction(Wire):
+    """The name of a function."""
+
+    name: str
+    """Its name."""
+
+
+class ChosenTool(Wire):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    """function"""
+    function: ChosenFunction
+    """Which one."""
 
 
 class TextFormat(Wire):
@@ -194,14 +255,15 @@ class ChatRequest(SamplingFields):
     """Nothing is stored."""
     service_tier: Literal["auto", "default"] | None = None
     """There is one tier."""
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    """Whether it may, must or must not call them. Default auto."""
     parallel_tool_calls: bool | None = None
-    """Only with tools."""
+    """Whether an answer may have several calls. Default true."""
 
 
 CHAT_UNSUPPORTED = UNSUPPORTED | {
-    "tools": "tool calls are not served yet",
-    "tool_choice": "tool calls are not served yet",
-    "tool_calls": "tool calls are not served yet",
     "metadata": "nothing is stored",
     "moderation": "nothing is moderated",
 }
@@ -243,9 +305,11 @@ class AnswerMessage(Wire):
     role: Literal["assistant"]
     """assistant"""
     content: str | None
-    """The text."""
+    """The text; null if there are only tool calls."""
     refusal: None
     """Always null."""
+    tool_calls: list[ToolCall] = []
+    """Calls of tools, if there are any."""
 
 
 class ChatChoice(Wire):
@@ -257,7 +321,7 @@ class ChatChoice(Wire):
     """The answer."""
     logprobs: ChoiceLogprobs | None
     """If requested."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     """Why it ended."""
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from saccade.engine.engine import CompletionDelta
 from saccade.engine.request import Completion, TokenLogprobs
-from saccade.serve.conversation import conversation_of
-from saccade.serve.errors import bad_request
-from saccade.serve.generation import Generation, cancelled_on_disconnect, error_of
+from saccade.errors import UserError
+from saccade.processor.tools import check_tools
+from saccade.serve.conversation import conversation_of, prompt_input
+from saccade.serve.errors import ApiError, bad_request
+from saccade.serve.generation import ChoiceDelta, Generation, cancelled_on_disconnect, error_of
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.logprobs import chat_logprobs
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
@@ -21,6 +24,15 @@ from saccade.serve.record import RequestRecord
 from saccade.serve.sampling import samplings_of
 from saccade.serve.service import Service, usage_of
 from saccade.serve.sse import DONE, EventStream, event
+from saccade.serve.tool_calls import (
+    ContentDelta,
+    ParsedOutput,
+    ToolCallDelta,
+    ToolCallParser,
+    has_known_format,
+    parse_tool_calls,
+)
+from saccade.serve.tool_choice import ToolChoice, choose_tools
 
 
 def router(service: Service) -> APIRouter:
@@ -35,8 +47,8 @@ def router(service: Service) -> APIRouter:
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         service.check_model(body.model)
-        generation = _start(service, body, request)
-        answer = _Answer(service, body, request.state.record)
+        generation, tool_names = _start(service, body, request)
+        answer = _Answer(service, body, request.state.record, tool_names)
         if body.stream:
             return EventStream(generation, answer.chunks(generation))
         async with cancelled_on_disconnect(generation, request.receive):
@@ -46,8 +58,8 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _start(service: Service, body: ChatRequest, request: Request) -> Generation:
-    """Check what the schema cannot, and hand the request to the engine."""
+def _start(service: Service, body: ChatRequest, request: Request) -> tuple[Generation, frozenset[str]]:
+    """Check what the schema cannot, and hand the request to the engine; returns the names of tools it may call too."""
     if len(body.messages) > service.config.max_messages:
         raise bad_request(f"messages has more than {service.config.max_messages} entries", param="messages")
     if body.top_logprobs is not None and not body.logprobs:
@@ -57,62 +69,79 @@ def _start(service: Service, body: ChatRequest, request: Request) -> Generation:
         raise bad_request(
             "add_generation_prompt must be the opposite of continue_final_message", param="add_generation_prompt"
         )
-    engine = service.supervisor.engine
+    choice = _tool_choice(service, body)
     samplings = samplings_of(
         body,
-        max_tokens=body.max_completion_tokens or body.max_tokens or engine.max_length,
+        max_tokens=body.max_completion_tokens or body.max_tokens or service.supervisor.engine.max_length,
         max_completions=service.config.max_completions,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         response_format=body.response_format,
+        tool_grammar=choice.structured,
     )
-    conversation, request.state.record.num_images = conversation_of(body.messages)
     request.state.record.user = body.user
-    return service.start(
+    generation = service.start(
         request,
-        lambda engine: engine.preprocess(conversation, continue_final_message=continues),
+        [prompt_input(conversation_of(body.messages), continue_final_message=continues, tools=choice.tools)],
         samplings,
         streams=body.stream or False,
         priority=body.priority,
         cache_salt=body.cache_salt,
     )
+    return generation, choice.names
+
+
+def _tool_choice(service: Service, body: ChatRequest) -> ToolChoice:
+    """The tools that the model sees, and the form they give to the output."""
+    if body.tools is not None and not has_known_format(service.processor.template.source):
+        raise bad_request(
+            "the model's chat template has no tool calls in a format that this server reads", param="tools",
+            code="unsupported_parameter",
+        )  # fmt: skip
+    tools = None if body.tools is None else [tool.model_dump(exclude_none=True) for tool in body.tools]
+    choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
+    try:
+        if tools is not None:
+            check_tools(tools)
+        return choose_tools(tools, choice, is_parallel=body.parallel_tool_calls is not False)
+    except UserError as error:
+        raise bad_request(str(error), param="tools") from error
 
 
 class _Answer:
     """Puts completions into the shape of the API."""
 
-    def __init__(self, service: Service, body: ChatRequest, record: RequestRecord) -> None:
-        self._service, self._body, self._record = service, body, record
-        self._id, self._created = record.id.replace("req-", "chatcmpl-"), int(time.time())
-        options = body.stream_options
-        self._sends_usage = bool(options and options.include_usage)
-        self._repeats_usage = bool(options and options.continuous_usage_stats)
+    def __init__(self, service: Service, body: ChatRequest, record: RequestRecord, tool_names: frozenset[str]) -> None:
+        self._service, self._body, self._record, self._tool_names = service, body, record, tool_names
+        self._fields = {
+            "id": record.id.replace("req-", "chatcmpl-"),
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": service.model_name,
+            "system_fingerprint": service.fingerprint,
+        }
 
-    def whole(self, completions: list[Completion]) -> dict[str, Any]:
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The answer at once."""
-        return self._fields("chat.completion") | {
+        return self._fields | {
             "choices": [self._choice(index, completion) for index, completion in enumerate(completions)],
             "usage": usage_of(self._record),
             "service_tier": None,
         }
 
-    def _fields(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._service.model_name,
-            "system_fingerprint": self._service.fingerprint,
-        }
-
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        parsed = parse_tool_calls(completion.text, self._tool_names) if self._tool_names else ParsedOutput()
+        if parsed.tool_calls:
+            calls = [_tool_call(call.id, call.name, call.arguments) for call in parsed.tool_calls]
+            message |= {"content": parsed.content or None, "tool_calls": calls}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(completion.logprobs),
-            "finish_reason": completion.finish_reason,
+            "finish_reason": _finish_reason(completion, len(parsed.tool_calls)),
         }
 
-    def _logprobs(self, logprobs: Any) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         if not self._body.logprobs or logprobs is None:
             return None
         return chat_logprobs(logprobs, self._service.processor)
@@ -121,58 +150,142 @@ class _Answer:
 
     async def chunks(self, generation: Generation) -> AsyncIterator[bytes]:
         """The answer as server-sent events. Deltas of a completion that arrived together are one chunk."""
-        num_choices = len(generation.completions)
-        num_tokens = [0] * num_choices
-        yield b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(num_choices))
+        options = self._body.stream_options
+        has_usage, repeats_usage = (
+            bool(options and options.include_usage),
+            bool(options and options.continuous_usage_stats),
+        )
+        chunk = _ChunkWriter(self._fields, has_usage=has_usage)
+        choices = [_ChoiceStream(self, chunk, index) for index in range(len(generation.completions))]
+        num_tokens = 0
+        yield b"".join([chunk.first(choice.index) for choice in choices])
         async for deltas in generation.deltas():
-            events = []
-            for index in dict.fromkeys(index for index, _ in deltas):
-                own = [delta for number, delta in deltas if number == index]
-                num_tokens[index] += sum(len(delta.token_ids) for delta in own)
-                logprobs = [one for delta in own for one in delta.logprobs] if self._body.logprobs else None
-                events += self._delta_chunks(index, "".join(delta.text for delta in own), logprobs, num_tokens)
-                if (completion := own[-1].completion) is None:
-                    continue
-                if (error := error_of(completion)) is not None:
-                    self._record.error_code = error.code
-                    events.append(event(orjson.dumps(error.body)))
-                else:
-                    events.append(self._chunk(index, {}, finish_reason=completion.finish_reason))
+            num_tokens += sum([len(delta.token_ids) for _, delta in deltas])
+            usage = _usage(generation.num_prompt_tokens, num_tokens) if repeats_usage else None
+            events = [one for index, own in _by_choice(deltas) for one in choices[index].events(own, usage)]
             if events:
                 yield b"".join(events)
-        if self._sends_usage:
-            yield event(
-                orjson.dumps(self._fields("chat.completion.chunk") | {"choices": [], "usage": usage_of(self._record)})
-            )
+        if has_usage:
+            yield event(orjson.dumps(self._fields | {"choices": [], "usage": usage_of(self._record)}))
         yield DONE
 
-    def _delta_chunks(
-        self, index: int, text: str, logprobs: list[TokenLogprobs] | None, num_tokens: list[int]
-    ) -> list[bytes]:
-        if not text and not logprobs:
-            return []
-        usage = None
-        if self._repeats_usage:
-            usage = usage_of(self._record) | {"completion_tokens": sum(num_tokens)}
-            usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-        return [self._chunk(index, {"content": text}, logprobs=logprobs, usage=usage)]
+    def parser(self) -> ToolCallParser | None:
+        """Finds tool calls in the text of one completion, if there may be any."""
+        return ToolCallParser(self._tool_names) if self._tool_names else None
 
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        *,
-        logprobs: list[TokenLogprobs] | None = None,
-        finish_reason: str | None = None,
-        usage: dict[str, Any] | None = None,
+    def delta_logprobs(self, deltas: Sequence[CompletionDelta]) -> dict[str, Any] | None:
+        """Log-probabilities of new tokens, if requested."""
+        logprobs = [one for delta in deltas for one in delta.logprobs] if self._body.logprobs else []
+        return self._logprobs(logprobs) if logprobs else None
+
+    def error_event(self, error: ApiError) -> bytes:
+        """The event of an error after the stream has begun."""
+        self._record.error_code = error.code
+        return event(orjson.dumps(error.body))
+
+
+class _ChoiceStream:
+    """Turns the deltas of one completion into events."""
+
+    def __init__(self, answer: _Answer, chunk: _ChunkWriter, index: int) -> None:
+        self._answer, self._chunk, self.index = answer, chunk, index
+        self._parser = answer.parser()
+
+    def events(self, deltas: Sequence[CompletionDelta], usage: dict[str, int] | None) -> Iterator[bytes]:
+        """Text, tool calls, and the end."""
+        text, completion = "".join([delta.text for delta in deltas]), deltas[-1].completion
+        calls: list[ToolCallDelta] = []
+        if self._parser is not None:
+            parsed = self._parser.push(text) + (self._parser.finish() if completion is not None else [])
+            text = "".join([part.text for part in parsed if isinstance(part, ContentDelta)])
+            calls = [part for part in parsed if isinstance(part, ToolCallDelta)]
+        logprobs = self._answer.delta_logprobs(deltas)
+        if text or logprobs is not None:
+            yield self._chunk.text(self.index, text, logprobs, usage)
+        if calls:
+            yield self._chunk.tool_calls(self.index, calls, usage)
+        if completion is not None:
+            error = error_of(completion)
+            yield self._answer.error_event(error) if error is not None else self._last(completion, usage)
+
+    def _last(self, completion: Completion, usage: dict[str, int] | None) -> bytes:
+        num_calls = 0 if self._parser is None else self._parser.num_calls
+        return self._chunk.last(self.index, _finish_reason(completion, num_calls), usage)
+
+
+def _finish_reason(completion: Completion, num_calls: int) -> str:
+    return "tool_calls" if num_calls and completion.finish_reason == "stop" else completion.finish_reason
+
+
+def _tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _by_choice(deltas: Sequence[ChoiceDelta]) -> list[tuple[int, list[CompletionDelta]]]:
+    """New deltas of each completion, in order."""
+    if len(deltas) == 1:  # almost always
+        return [(deltas[0].number, [deltas[0].delta])]
+    found: dict[int, list[CompletionDelta]] = {}
+    for number, delta in deltas:
+        found.setdefault(number, []).append(delta)
+    return list(found.items())
+
+
+def _usage(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
+    """Tokens so far."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+    }
+
+
+class _ChunkWriter:
+    """Writes the chunks of one answer. What is the same in all of them is encoded once: this runs for every token."""
+
+    def __init__(self, fields: dict[str, Any], *, has_usage: bool) -> None:
+        self._start = b"data: " + orjson.dumps(fields)[:-1] + b',"choices":[{"index":'
+        self._end = b',"usage":null}\n\n' if has_usage else b"}\n\n"
+
+    def _write(
+        self, index: int, delta: bytes, logprobs: Any, finish_reason: str | None, usage: dict[str, int] | None
     ) -> bytes:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None if logprobs is None else self._logprobs(logprobs),
-            "finish_reason": finish_reason,
-        }
-        fields = self._fields("chat.completion.chunk") | {"choices": [choice]}
-        if self._sends_usage or usage is not None:
-            fields["usage"] = usage
-        return event(orjson.dumps(fields))
+        return b"".join(
+            (
+                self._start,
+                b"%d" % index,
+                b',"delta":',
+                delta,
+                b',"logprobs":',
+                b"null" if logprobs is None else orjson.dumps(logprobs),
+                b',"finish_reason":',
+                b"null" if finish_reason is None else orjson.dumps(finish_reason),
+                b"}]",
+                self._end if usage is None else b',"usage":' + orjson.dumps(usage) + b"}\n\n",
+            )
+        )
+
+    def first(self, index: int) -> bytes:
+        """The chunk with the role."""
+        return self._write(index, b'{"role":"assistant","content":""}', None, None, None)
+
+    def text(self, index: int, text: str, logprobs: Any, usage: dict[str, int] | None) -> bytes:
+        """A chunk with text."""
+        return self._write(index, b'{"content":' + orjson.dumps(text) + b"}", logprobs, None, usage)
+
+    def tool_calls(self, index: int, calls: Sequence[ToolCallDelta], usage: dict[str, int] | None) -> bytes:
+        """A chunk with new calls, or more of their arguments."""
+        deltas = [
+            {"index": call.index}
+            | (
+                {"function": {"arguments": call.arguments}}
+                if call.id is None or call.name is None
+                else _tool_call(call.id, call.name, call.arguments)
+            )
+            for call in calls
+        ]
+        return self._write(index, b'{"tool_calls":' + orjson.dumps(deltas) + b"}", None, None, usage)
+
+    def last(self, index: int, finish_reason: str, usage: dict[str, int] | None) -> bytes:
+        """The chunk with the finish reason."""
+        return self._write(index, b"{}", None, finish_reason, usage)

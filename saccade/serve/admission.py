@@ -1,0 +1,206 @@
+"""Which requests are admitted. Pure: plain Python over numbers; the caller passes the time.
+
+    arrival -> preprocessing -> engine (waiting, then running) -> end
+
+Each stage has a bound, so a client hears 429 at once instead of waiting for what cannot be served in time:
+
+- completions in the engine: those that run and a bounded number that wait;
+- their KV-cache pages: prompt tokens, and as many output tokens as completions had lately, since `max_tokens` says little;
+- their image tokens, which take encoder memory;
+- bytes of images and videos that are being preprocessed;
+- the time a new request would wait, by the rate at which requests end.
+
+What arrives at an idle server is always admitted; the engine itself refuses what can never fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+Bound = Literal["queue", "kv_cache", "encoder", "media", "wait"]
+
+_RATE_WINDOW_S = 30.0
+"""Endings within this time say how fast requests end."""
+_MIN_ENDINGS = 8
+"""Fewer endings say nothing about the rate."""
+_WEIGHT = 0.05
+"""Of a new observation in a running average."""
+_MAX_RETRY_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionLimits:
+    """Bounds of the stages."""
+
+    max_running: int
+    """Completions the engine runs at the same time."""
+    max_queued: int
+    """Completions that may wait beside them."""
+    max_pages: int
+    """KV-cache pages of all open requests, as estimated: several times those that exist, since most of them wait."""
+    page_size: int
+    """Tokens per page."""
+    max_image_tokens: int
+    """Image tokens of all open requests, as estimated."""
+    max_media_bytes: int
+    """Bytes of images and videos being preprocessed."""
+    max_wait_s: float
+    """Longest expected wait of a request that is admitted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a request will take."""
+
+    num_completions: int
+    """Sequences that the engine generates."""
+    num_prompt_tokens: int
+    """Tokens of its text."""
+    max_tokens: int
+    """Maximum output tokens of a completion."""
+    num_images: int = 0
+    """Images and videos."""
+    num_media_bytes: int = 0
+    """Encoded size of its images and videos."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request is not admitted, and when to try again."""
+
+    bound: Bound
+    retry_after_s: float
+
+
+class Ticket:
+    """One admitted request: what it counts for until it is closed."""
+
+    __slots__ = ("demand", "is_open", "is_preprocessing", "num_image_tokens", "num_pages")
+
+    def __init__(self, demand: Demand, num_pages: int, num_image_tokens: int) -> None:
+        self.demand, self.num_pages, self.num_image_tokens = demand, num_pages, num_image_tokens
+        self.is_open = self.is_preprocessing = True
+
+
+class Admission:
+    """Counts what is open in each stage. Used by one thread."""
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self.limits = limits
+        self.num_open = 0
+        """Admitted requests that have not ended."""
+        self.num_preprocessing = 0
+        """Of these, requests whose prompt is not ready."""
+        self.num_completions = self.num_pages = self.num_image_tokens = self.num_media_bytes = 0
+        self.num_refused: dict[Bound, int] = dict.fromkeys(("queue", "kv_cache", "encoder", "media", "wait"), 0)
+        self._output_tokens = 256.0
+        self._tokens_per_image = 512.0
+        self._endings: deque[tuple[float, int]] = deque()
+
+    # -------------------------------------------------------------- decide
+
+    def refusal(self, demand: Demand, now: float) -> Refusal | None:
+        """Why the request cannot be admitted now; None: it can."""
+        if self.num_open == 0:
+            return None
+        limits = self.limits
+        pages, image_tokens = self._estimate(demand)
+        excess: dict[Bound, bool] = {
+            "queue": self.num_completions + demand.num_completions > limits.max_running + limits.max_queued,
+            "kv_cache": self.num_pages + pages > limits.max_pages,
+            "encoder": image_tokens > 0 and self.num_image_tokens + image_tokens > limits.max_image_tokens,
+            "media": demand.num_media_bytes > 0
+            and self.num_media_bytes + demand.num_media_bytes > limits.max_media_bytes,
+            "wait": self.expected_wait_s(now) > limits.max_wait_s,
+        }
+        bound = next((name for name, is_exceeded in excess.items() if is_exceeded), None)
+        return None if bound is None else Refusal(bound, self._retry_after_s(now))
+
+    def is_full(self, now: float) -> Refusal | None:
+        """Whether even the smallest request would be refused: known before its body is read."""
+        return self.refusal(Demand(num_completions=1, num_prompt_tokens=0, max_tokens=1), now)
+
+    def expected_wait_s(self, now: float) -> float:
+        """Time until a new completion starts, by the rate at which completions end; 0 while there is room or no rate."""
+        num_waiting = self.num_completions - self.limits.max_running
+        rate = self._rate(now)
+        return num_waiting / rate if num_waiting > 0 and rate > 0 else 0.0
+
+    def _rate(self, now: float) -> float:
+        """Completions that end per second."""
+        while self._endings and self._endings[0][0] < now - _RATE_WINDOW_S:
+            self._endings.popleft()
+        if len(self._endings) < _MIN_ENDINGS:
+            return 0.0
+        return sum(count for _, count in self._endings) / max(1e-3, now - self._endings[0][0])
+
+    def _retry_after_s(self, now: float) -> float:
+        """Until about a tenth of what is open has ended: then there is room for a share of those who were refused."""
+        rate = self._rate(now)
+        return min(_MAX_RETRY_S, max(1.0, self.num_completions / 10 / rate)) if rate > 0 else 1.0
+
+    def estimated_tokens(self, demand: Demand) -> int:
+        """Tokens of prompt and output together."""
+        output = min(demand.max_tokens, 2 * self._output_tokens) * demand.num_completions
+        return round(demand.num_prompt_tokens + demand.num_images * self._tokens_per_image + output)
+
+    def _estimate(self, demand: Demand) -> tuple[int, int]:
+        """KV-cache pages and image tokens."""
+        image_tokens = round(demand.num_images * self._tokens_per_image)
+        output = min(demand.max_tokens, 2 * self._output_tokens)
+        shared = demand.num_prompt_tokens + image_tokens
+        page_size = self.limits.page_size
+        pages = math.ceil(shared / page_size) + demand.num_completions * math.ceil(output / page_size)
+        return pages, image_tokens
+
+    # -------------------------------------------------------------- count
+
+    def admit(self, demand: Demand) -> Ticket:
+        """Count a request."""
+        ticket = Ticket(demand, *self._estimate(demand))
+        self.num_open += 1
+        self.num_preprocessing += 1
+        self.num_completions += demand.num_completions
+        self.num_pages += ticket.num_pages
+        self.num_image_tokens += ticket.num_image_tokens
+        self.num_media_bytes += demand.num_media_bytes
+        return ticket
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Count a refused request."""
+        self.num_refused[refusal.bound] += 1
+
+    def preprocessed(self, ticket: Ticket, num_image_tokens: int) -> None:
+        """The prompt of a request is ready: its media are decoded, and its image tokens known."""
+        if not ticket.is_open or not ticket.is_preprocessing:
+            return
+        self._end_preprocessing(ticket)
+        self.num_image_tokens += num_image_tokens - ticket.num_image_tokens
+        ticket.num_image_tokens = num_image_tokens
+        if ticket.demand.num_images:
+            per_image = num_image_tokens / ticket.demand.num_images
+            self._tokens_per_image += _WEIGHT * (per_image - self._tokens_per_image)
+
+    def close(self, ticket: Ticket, now: float, *, num_output_tokens: int | None = None) -> None:
+        """A request has ended; with the number of its output tokens, if it ran to its end."""
+        if not ticket.is_open:
+            return
+        if ticket.is_preprocessing:
+            self._end_preprocessing(ticket)
+        ticket.is_open = False
+        self.num_open -= 1
+        self.num_completions -= ticket.demand.num_completions
+        self.num_pages -= ticket.num_pages
+        self.num_image_tokens -= ticket.num_image_tokens
+        if num_output_tokens is not None:
+            self._endings.append((now, ticket.demand.num_completions))
+            each = num_output_tokens / ticket.demand.num_completions
+            self._output_tokens += _WEIGHT * (each - self._output_tokens)
+
+    def _end_preprocessing(self, ticket: Ticket) -> None:
+        ticket.is_preprocessing = False
+        self.num_preprocessing -= 1
+        self.num_media_bytes -= ticket.demand.num_media_bytes

@@ -1,0 +1,85 @@
+"""Bodies of `/v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from saccade.engine.request import MAX_COMPLETIONS, MAX_LOGPROBS
+from saccade.serve.protocol.chat import ResponseFormat
+from saccade.serve.protocol.common import SamplingFields, TokenId, Usage, Wire
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class CompletionRequest(SamplingFields):
+    """A request to continue a text."""
+
+    model: str
+    """Name of the served model, as `/v1/models` lists it."""
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_COMPLETIONS)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_COMPLETIONS)]
+    )
+    """Text, token ids, or a list of either. Text is continued as it is, without a chat template; it never becomes control tokens."""
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    """Maximum output tokens. Default 16."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Return log-probabilities of each output token and of this many most likely ones."""
+    echo: Literal[False] | None = None
+    """The prompt is not repeated."""
+    best_of: Literal[1] | None = None
+    """One candidate per completion."""
+    suffix: None = None
+    """Not supported."""
+    response_format: ResponseFormat | None = None
+    """The form of the text."""
+
+
+class CompletionLogprobs(Wire):
+    """Log-probabilities of a choice."""
+
+    tokens: list[str]
+    """Text of each token."""
+    token_logprobs: list[float]
+    """Of each token."""
+    top_logprobs: list[dict[str, float]]
+    """The most likely tokens at each position, by text."""
+    text_offset: list[int]
+    """Where each token begins in the text, in characters."""
+
+
+class CompletionChoice(Wire):
+    """One completion."""
+
+    index: int
+    """Its number: those of the first prompt come first."""
+    text: str
+    """The text."""
+    logprobs: CompletionLogprobs | None
+    """If requested."""
+    finish_reason: Literal["stop", "length"]
+    """Why it ended."""
+
+
+class TextCompletion(Wire):
+    """Completions of a text."""
+
+    id: str
+    """Of the request."""
+    object: Literal["text_completion"]
+    """text_completion"""
+    created: int
+    """Unix time."""
+    model: str
+    """Name of the model."""
+    choices: list[CompletionChoice]
+    """One per completion."""
+    usage: Usage
+    """Tokens."""
+    system_fingerprint: str
+    """Changes with the model and the version of the server."""

@@ -1,0 +1,145 @@
+"""`/v1/completions`: continue a text or tokens, without a chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from saccade.engine.request import Completion
+from saccade.serve.errors import bad_request
+from saccade.serve.generation import Generation, cancelled_on_disconnect, error_of
+from saccade.serve.json_route import JsonRoute
+from saccade.serve.logprobs import completion_logprobs
+from saccade.serve.openapi import GENERATION_ERRORS, event_stream
+from saccade.serve.protocol.completions import CompletionRequest, TextCompletion
+from saccade.serve.record import RequestRecord
+from saccade.serve.sampling import samplings_of
+from saccade.serve.service import PromptInput, Service, encode_text, usage_of
+from saccade.serve.sse import DONE, EventStream, event
+
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoint."""
+    routes = APIRouter(tags=["completions"], route_class=JsonRoute)
+
+    @routes.post(
+        "/v1/completions",
+        response_model=TextCompletion,
+        responses=GENERATION_ERRORS | event_stream("The completions, or their chunks as server-sent events"),
+        summary="Continue a text",
+    )
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        service.check_model(body.model)
+        samplings = samplings_of(
+            body,
+            max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
+            max_completions=service.config.max_completions,
+            logprobs=body.logprobs,
+            response_format=body.response_format,
+        )
+        prompts = _prompts(body)
+        if len(prompts) * len(samplings) > service.config.max_completions:
+            raise bad_request(
+                f"{len(prompts)} prompts with n {len(samplings)}: a request may have {service.config.max_completions} completions",
+                param="prompt",
+            )
+        token_ids = [await asyncio.to_thread(_token_ids, service, prompt) for prompt in prompts]
+        request.state.record.user = body.user
+        generation = service.start(
+            request,
+            [_prompt_input(ids) for ids in token_ids],
+            samplings,
+            streams=body.stream or False,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        )
+        answer = _Answer(service, body, request.state.record)
+        if body.stream:
+            return EventStream(generation, answer.chunks(generation))
+        async with cancelled_on_disconnect(generation, request.receive):
+            completions = await generation.wait()
+        return Response(orjson.dumps(answer.whole(completions)), media_type="application/json")
+
+    return routes
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts, from any of the four forms."""
+    prompt = body.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
+
+
+def _token_ids(service: Service, prompt: str | list[int]) -> list[int]:
+    return encode_text(service, prompt) if isinstance(prompt, str) else prompt
+
+
+def _prompt_input(token_ids: list[int]) -> PromptInput:
+    return PromptInput(
+        preprocess=lambda engine, salt: engine.preprocess_tokens(token_ids, salt=salt), num_tokens=len(token_ids)
+    )
+
+
+class _Answer:
+    """Puts completions into the shape of the API."""
+
+    def __init__(self, service: Service, body: CompletionRequest, record: RequestRecord) -> None:
+        self._body, self._record = body, record
+        self._logprobs = partial(completion_logprobs, processor=service.processor)
+        self._fields = {
+            "id": record.id.replace("req-", "cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model_name,
+            "system_fingerprint": service.fingerprint,
+        }
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer at once."""
+        choices = [
+            self._choice(index, one.text, one.logprobs, 0, one.finish_reason) for index, one in enumerate(completions)
+        ]
+        return self._fields | {"choices": choices, "usage": usage_of(self._record)}
+
+    def _choice(self, index: int, text: str, logprobs: Any, offset: int, finish_reason: str | None) -> dict[str, Any]:
+        has_logprobs = self._body.logprobs is not None and logprobs is not None
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(logprobs, offset=offset) if has_logprobs else None,
+            "finish_reason": finish_reason,
+        }
+
+    async def chunks(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        has_usage = bool(self._body.stream_options and self._body.stream_options.include_usage)
+        fields = self._fields | ({"usage": None} if has_usage else {})
+        offsets = [0] * len(generation.completions)
+        async for deltas in generation.deltas():
+            events = []
+            for index, delta in deltas:
+                error = None if delta.completion is None else error_of(delta.completion)
+                if error is not None:
+                    self._record.error_code = error.code
+                    events.append(event(orjson.dumps(error.body)))
+                    continue
+                reason = None if delta.completion is None else delta.completion.finish_reason
+                if delta.text or delta.logprobs or reason:
+                    choice = self._choice(index, delta.text, delta.logprobs, offsets[index], reason)
+                    events.append(event(orjson.dumps(fields | {"choices": [choice]})))
+                offsets[index] += len(delta.text)
+            if events:
+                yield b"".join(events)
+        if has_usage:
+            yield event(orjson.dumps(self._fields | {"choices": [], "usage": usage_of(self._record)}))
+        yield DONE

@@ -1,0 +1,198 @@
+"""`/v1/responses`: OpenAI's newer endpoint, for text and images. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from saccade.engine.request import Completion
+from saccade.serve.conversation import Conversation, check_media_url, prompt_input
+from saccade.serve.errors import bad_request
+from saccade.serve.generation import Generation, cancelled_on_disconnect, error_of
+from saccade.serve.json_route import JsonRoute
+from saccade.serve.openapi import GENERATION_ERRORS, event_stream
+from saccade.serve.protocol.chat import JsonSchema, JsonSchemaFormat, ResponseFormat
+from saccade.serve.protocol.common import SamplingFields
+from saccade.serve.protocol.responses import InputImage, NamedSchema, ResponsesAnswer, ResponsesRequest
+from saccade.serve.record import RequestRecord
+from saccade.serve.sampling import samplings_of
+from saccade.serve.service import Service
+from saccade.serve.sse import EventStream, event
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoint."""
+    routes = APIRouter(tags=["responses"], route_class=JsonRoute)
+
+    @routes.post(
+        "/v1/responses",
+        response_model=ResponsesAnswer,
+        responses=GENERATION_ERRORS | event_stream("The answer, or its events"),
+        summary="Answer a conversation (newer API)",
+    )
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        service.check_model(body.model)
+        generation = _start(service, body, request)
+        answer = _Answer(service, body, request.state.record)
+        if body.stream:
+            return EventStream(generation, answer.events(generation))
+        async with cancelled_on_disconnect(generation, request.receive):
+            [completion] = await generation.wait()
+        return Response(orjson.dumps(answer.ended(completion)), media_type="application/json")
+
+    return routes
+
+
+def _start(service: Service, body: ResponsesRequest, request: Request) -> Generation:
+    if not isinstance(body.input, str) and len(body.input) > service.config.max_messages:
+        raise bad_request(f"input has more than {service.config.max_messages} entries", param="input")
+    samplings = samplings_of(
+        SamplingFields(temperature=body.temperature, top_p=body.top_p),
+        max_tokens=body.max_output_tokens or service.supervisor.engine.max_length,
+        max_completions=1,
+        response_format=_response_format(body),
+    )
+    request.state.record.user = body.user
+    return service.start(
+        request, [prompt_input(_conversation(body))], samplings, streams=body.stream or False, priority=body.priority
+    )
+
+
+def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
+    """The form of the answer as the chat endpoint has it."""
+    form = None if body.text is None else body.text.format
+    if isinstance(form, NamedSchema):
+        return JsonSchemaFormat(type="json_schema", json_schema=JsonSchema(name=form.name, schema=form.schema_))
+    return form
+
+
+def _conversation(body: ResponsesRequest) -> Conversation:
+    conversation: Conversation = []
+    if body.instructions is not None:
+        conversation.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*conversation, {"role": "user", "content": body.input}]
+    for number, message in enumerate(body.input):
+        role = "system" if message.role == "developer" else message.role
+        content: Any = message.content
+        if not isinstance(content, str):
+            content = [_part(part, f"input[{number}].content[{i}]") for i, part in enumerate(content)]
+        conversation.append({"role": role, "content": content})
+    return conversation
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    if isinstance(part, InputImage):
+        return {"type": "image_url", "image_url": check_media_url(part.image_url, f"{where}.image_url")}
+    return {"type": "text", "text": part.text}
+
+
+class _Answer:
+    """Puts a completion into the shape of the API."""
+
+    def __init__(self, service: Service, body: ResponsesRequest, record: RequestRecord) -> None:
+        self._record = record
+        number = record.id.removeprefix("req-")
+        self._item_id = f"msg_{number}"
+        self._sequence_number = -1
+        form = {"type": "text"} if body.text is None or body.text.format is None else _plain(body.text.format)
+        self._fields: dict[str, Any] = {
+            "id": f"resp_{number}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": service.model_name,
+            "output": [],
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": form},
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    def ended(self, completion: Completion) -> dict[str, Any]:
+        """The whole answer."""
+        status = "incomplete" if completion.finish_reason == "length" else "completed"
+        return self._fields | {
+            "status": status,
+            "completed_at": int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [self._item(status, [_text(completion.text)])],
+            "usage": _usage(self._record),
+        }
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"type": "message", "id": self._item_id, "status": status, "role": "assistant", "content": content}
+
+    # -------------------------------------------------------------- streamed
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._sequence_number += 1
+        return event(orjson.dumps({"type": kind, "sequence_number": self._sequence_number, **fields}), kind)
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        item, part = {"output_index": 0}, {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        yield b"".join(
+            [
+                self._event("response.created", response=self._fields),
+                self._event("response.in_progress", response=self._fields),
+                self._event("response.output_item.added", **item, item=self._item("in_progress", [])),
+                self._event("response.content_part.added", **part, part=_text("")),
+            ]
+        )
+        async for deltas in generation.deltas():
+            if text := "".join([delta.text for _, delta in deltas]):
+                yield self._event("response.output_text.delta", **part, delta=text, logprobs=[])
+        [completion] = generation.completions
+        assert completion is not None, "it has ended"
+        if (error := error_of(completion)) is not None:
+            self._record.error_code = error.code
+            failed = self._fields | {"status": "failed", "error": {"code": "server_error", "message": error.detail}}
+            yield self._event("response.failed", response=failed)
+            return
+        answer = self.ended(completion)
+        [message] = answer["output"]
+        yield b"".join(
+            [
+                self._event("response.output_text.done", **part, text=completion.text, logprobs=[]),
+                self._event("response.content_part.done", **part, part=_text(completion.text)),
+                self._event("response.output_item.done", **item, item=message),
+                self._event(f"response.{answer['status']}", response=answer),
+            ]
+        )
+
+
+def _plain(form: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = form.model_dump(by_alias=True, exclude_none=True)
+    return plain
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(record: RequestRecord) -> dict[str, Any]:
+    return {
+        "input_tokens": record.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": record.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": record.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": record.num_prompt_tokens + record.num_output_tokens,
+    }
