@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help quickstart test pytest test-gpu lint format clean
+.PHONY: help quickstart test pytest test-gpu lint format clean chromium
 
 help:
 	@echo "make quickstart   the whole flow at toy size"
@@ -32,8 +32,16 @@ lint: $(READY)
 	$(BIN)/mypy
 
 # Lint runs beside the first tests: it needs one core, and many tests wait for processes.
-test: $(READY)
+test:
+	@$(MAKE) --no-print-directory --jobs 2 $(READY) chromium
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+# The browser of the page's tests, which are skipped without it. Installing it takes root and apt.
+chromium:
+	@command -v chromium >/dev/null \
+	|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
+	&& DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium >/dev/null; } \
+	|| echo "chromium cannot be installed here: the tests of the page are skipped"
 
 pytest: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

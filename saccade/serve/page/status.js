@@ -8,9 +8,11 @@ import { growth, parse, quantile, total } from "./metrics.js";
 const INTERVAL_MS = 2000;
 const WINDOW_MS = 60_000;
 const STAGES = [
-  ["Decode", "saccade:image_decode_seconds"],
-  ["Preprocess", "saccade:image_preprocess_seconds"],
-  ["Encode", "saccade:image_encode_seconds"],
+  ["Decode an image", "saccade:image_decode_seconds"],
+  ["Resize it, cut it into patches", "saccade:image_preprocess_seconds"],
+  ["Until the prompt is ready", "saccade:request_preprocess_seconds"],
+  ["From there to the first token", "saccade:request_prefill_seconds"],
+  ["Whole request", "vllm:e2e_request_latency_seconds"],
 ];
 
 const whole = (value) => Math.round(value).toLocaleString("en");
@@ -40,9 +42,10 @@ function makeCharts() {
     new Chart({ title: "Time to first token", series: ["p50", "p95"], format: time, least: 0.05 }),
     new Chart({ title: "Time between tokens", series: ["p50", "p95"], format: time, least: 0.01 }),
     new Chart({ title: "Cache hits", series: ["Prefix", "Encoder", "Images"], format: percent }),
-    new Chart({ title: "Memory", series: ["Server", "KV cache"], format: bytes, least: 2 ** 28, unit: 2 ** 30 }),
+    new Chart({ title: "KV cache in use", series: ["Pages"], format: percent }),
+    new Chart({ title: "Memory", series: ["Processes", "Image cache"], format: bytes, least: 2 ** 28, unit: 2 ** 30 }),
   ];
-  find("charts").replaceChildren(...made.map(({ node }) => node));
+  find("charts").prepend(...made.map(({ node }) => node));
   return made;
 }
 
@@ -65,10 +68,10 @@ function render() {
   const previous = samples.at(-2) ?? samples[0];
   const oldest = samples[0].sample;
   const seconds = Math.max((at - previous.at) / 1000, 1e-3);
-  const rate = (name) => perSecond(growth(previous.sample, sample, name), seconds);
+  const rate = (name) => (samples.length < 2 ? null : perSecond(growth(previous.sample, sample, name), seconds));
   const share = (hits, queries) => ratio(growth(oldest, sample, hits), growth(oldest, sample, queries));
   const percentiles = (name) => [0.5, 0.95].map((q) => quantile(oldest, sample, name, q));
-  const [load, tokens, first, gap, caches, memory] = charts;
+  const [load, tokens, first, gap, caches, pages, memory] = charts;
 
   const running = total(sample, "vllm:num_requests_running");
   const waiting = total(sample, "vllm:num_requests_waiting");
@@ -83,8 +86,10 @@ function render() {
     share("saccade:encoder_cache_hits_total", "saccade:encoder_cache_queries_total"),
     share("vllm:mm_cache_hits_total", "vllm:mm_cache_queries_total"),
   ]);
-  memory.push([total(sample, "saccade:process_resident_memory_bytes"), total(sample, "saccade:kv_cache_used_bytes")]);
-  renderTiles(sample, { running, waiting, output, first: firstToken[0] });
+  const usage = total(sample, "vllm:kv_cache_usage_perc");
+  pages.push([usage]);
+  memory.push([total(sample, "saccade:process_resident_memory_bytes"), total(sample, "saccade:processed_image_cache_bytes")]);
+  renderTiles(sample, { running, waiting, output, first: firstToken[0], usage });
   renderStages(sample, oldest);
   find("status-line").textContent = `Live, up ${uptime(sample)}`;
 }
@@ -92,9 +97,8 @@ function render() {
 const perSecond = (count, seconds) => (count === null ? null : count / seconds);
 const ratio = (part, whole) => (part === null || !whole ? null : part / whole);
 
-function renderTiles(sample, { running, waiting, output, first }) {
+function renderTiles(sample, { running, waiting, output, first, usage }) {
   const finished = total(sample, "vllm:request_success_total") ?? 0;
-  const usage = total(sample, "vllm:kv_cache_usage_perc");
   const tiles = [
     ["Running", running, whole],
     ["Waiting", waiting, whole],

@@ -1,0 +1,141 @@
+"""The page in a real browser: the system's chromium, driven by Playwright."""
+
+import base64
+import shutil
+import time
+from contextlib import contextmanager
+
+from serve.running import TIMEOUT_S
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SIZES = {"desktop": {"width": 1280, "height": 800}, "phone": {"width": 360, "height": 740}}
+
+DROP = """([name, type, content]) => {
+  const bytes = Uint8Array.from(atob(content), (character) => character.charCodeAt(0));
+  const transfer = new DataTransfer();
+  transfer.items.add(new File([bytes], name, { type }));
+  for (const kind of ["dragenter", "dragover", "drop"])
+    document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: transfer, bubbles: true, cancelable: true }));
+}"""
+
+PASTE = """([name, type, content]) => {
+  const bytes = Uint8Array.from(atob(content), (character) => character.charCodeAt(0));
+  const transfer = new DataTransfer();
+  transfer.items.add(new File([bytes], name, { type }));
+  document.body.dispatchEvent(new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true }));
+}"""
+
+# Text whose colour has less contrast with what is painted behind it than WCAG asks for, with both colours resolved by a canvas.
+CONTRAST = """() => {
+  const context = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const paint = (colours) => {
+    context.clearRect(0, 0, 1, 1);
+    for (const colour of colours) { context.fillStyle = colour; context.fillRect(0, 0, 1, 1); }
+    return [...context.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+  };
+  const luminance = (rgb) => {
+    const [r, g, b] = rgb.map((v) => v / 255).map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    const colours = [];
+    for (let at = node; at instanceof Element; at = at.parentElement) colours.unshift(getComputedStyle(at).backgroundColor);
+    return ["white", ...colours];
+  };
+  const found = [];
+  let checked = 0;
+  const check = (node, colour, what) => {
+    const [a, b] = [luminance(paint(behind(node))), luminance(paint([...behind(node), colour]))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    checked += 1;
+    if (ratio < 4.5) found.push(`${what}: ${ratio.toFixed(2)}`);
+  };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !node.checkVisibility() || node.closest(".unseen, .skip, noscript")) continue;
+    const style = getComputedStyle(node);
+    check(node, node instanceof SVGElement ? style.fill : style.color, walker.currentNode.data.trim().slice(0, 40));
+  }
+  for (const node of document.querySelectorAll("input, textarea"))
+    if (node.checkVisibility() && node.placeholder) check(node, getComputedStyle(node, "::placeholder").color, node.placeholder);
+  return { checked, found };
+}"""
+
+# Controls without an accessible name, images without a text, ids that occur twice, labels that point nowhere.
+UNNAMED = """() => {
+  const found = [];
+  const text = (node) => (node?.textContent ?? "").trim();
+  const byIds = (ids) => (ids ?? "").split(" ").filter(Boolean).map((id) => text(document.getElementById(id))).join("");
+  for (const node of document.querySelectorAll("button, a[href], input, textarea, select")) {
+    const name = node.ariaLabel || byIds(node.getAttribute("aria-labelledby")) || [...(node.labels ?? [])].map(text).join("");
+    const own = ["BUTTON", "A"].includes(node.tagName) ? text(node) : "";
+    if (!name && !own) found.push(`${node.tagName} ${node.id} has no name`);
+  }
+  for (const node of document.querySelectorAll("img")) if (!node.alt) found.push("an image without a text");
+  for (const node of document.querySelectorAll("svg"))
+    if (node.ariaHidden !== "true" && !node.ariaLabel) found.push("a drawing without a label");
+  const ids = [...document.querySelectorAll("[id]")].map((node) => node.id);
+  found.push(...ids.filter((id, index) => ids.indexOf(id) !== index).map((id) => `${id} occurs twice`));
+  for (const node of document.querySelectorAll("[for], [aria-describedby], [aria-controls], [aria-labelledby]"))
+    for (const name of ["for", "aria-describedby", "aria-controls", "aria-labelledby"])
+      for (const id of (node.getAttribute(name) ?? "").split(" ").filter(Boolean))
+        if (!document.getElementById(id)) found.push(`${name} points to ${id}, which is missing`);
+  return found;
+}"""
+
+
+@contextmanager
+def open_page(browser, url, size="desktop", scheme="light", expects=()):
+    """A tab of its own on the page. What the console or the policy complains about fails the test, unless expected."""
+    context = browser.new_context(
+        viewport=SIZES[size], color_scheme=scheme, has_touch=size == "phone", is_mobile=size == "phone"
+    )
+    context.set_default_timeout(TIMEOUT_S * 1000)
+    complaints = []
+    page = context.new_page()
+    page.on("console", lambda message: message.type in ("error", "warning") and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    try:
+        page.goto(url)
+        yield page
+        unexpected = [text for text in complaints if not any(one in text for one in expects)]
+        assert not unexpected, unexpected
+    finally:
+        context.close()
+
+
+def give_image(page, how, name, png):
+    page.evaluate(how, [name, "image/png", base64.b64encode(png).decode()])
+
+
+def ask(page, question, **settings):
+    """Type a question and send it; returns the answer's node, which may still be busy."""
+    set_fields(page, **settings)
+    page.fill("#prompt", question)
+    page.press("#prompt", "Enter")
+    return page.locator(".message.assistant").last
+
+
+def set_fields(page, **settings):
+    if not settings:
+        return
+    if page.locator("#settings").is_hidden():
+        page.click("#open-settings")
+    for name, value in settings.items():
+        page.fill(f"#{name.replace('_', '-') if name == 'api_key' else name}", str(value))
+        page.dispatch_event(f"#{name.replace('_', '-') if name == 'api_key' else name}", "change")
+    page.click("#close-settings")
+
+
+def wait_until(page, expression):
+    """Playwright's own waiting for an expression needs `eval`, which the page's policy forbids."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, expression
+        page.wait_for_timeout(10)
+
+
+def wait_until_done(page):
+    page.wait_for_selector("#send:not([hidden])")
+    page.wait_for_selector(".message.assistant.busy", state="detached")
