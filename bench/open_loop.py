@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from bench.latency_plot import plot
 from bench.serve import process_age, run_with_checkpoint
 from saccade.engine import Engine, EngineConfig, SamplingParams
 
@@ -139,28 +140,6 @@ def show(row: dict[str, Any]) -> str:
     )
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Latency over load as an SVG: TTFT and gap, p50 and p99, on a logarithmic scale."""
-    lines = [("TTFT p50", "ttft_ms", "p50", "#1f77b4"), ("TTFT p99", "ttft_ms", "p99", "#aec7e8"),
-             ("gap p50", "gap_ms", "p50", "#d62728"), ("gap p99", "gap_ms", "p99", "#ff9896")]  # fmt: skip
-    most = max(row["arrivals_per_s"] for row in rows) * 1.05
-    x = lambda row: 60 + 560 * row["arrivals_per_s"] / most  # noqa: E731
-    y = lambda ms: 340 - 75 * np.log10(max(ms, 1.0))  # noqa: E731
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 380" font-family="sans-serif" font-size="12">']
-    for ms in (1, 10, 100, 1000, 10000):
-        parts.append(
-            f'<path d="M60 {y(ms)}H620" stroke="#ddd"/><text x="52" y="{y(ms) + 4}" text-anchor="end">{ms} ms</text>'
-        )
-    for number, (label, kind, percentile, colour) in enumerate(lines):
-        points = " ".join(f"{x(row):.1f},{y(row[kind][percentile]):.1f}" for row in rows)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="630" y="{40 + 20 * number}" fill="{colour}">{label}</text>')
-    for row in rows:
-        parts.append(f'<text x="{x(row):.1f}" y="358" text-anchor="middle">{row["arrivals_per_s"]:.0f}</text>')
-    parts.append('<text x="340" y="376" text-anchor="middle">arrivals per second</text></svg>')
-    path.write_text("\n".join(parts))
-
-
 def main() -> None:
     """Measure every rate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -190,7 +169,7 @@ def main() -> None:
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1))
     if options.plot:
-        plot(rows[1:], options.plot)
+        plot([row | {"load": row["arrivals_per_s"]} for row in rows[1:]], options.plot)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,24 @@
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from saccade.cli.options import JsonOption
 from saccade.errors import ConfigError
+
+
+class ImagesOfLoad(StrEnum):
+    """Images of the requests to a server."""
+
+    UNIQUE = "unique"
+    REPEATED = "repeated"
+    MIXED = "mixed"
+    NONE = "none"
+
 
 _WORKLOADS = ("first", "latency", "images", "shared", "text", "long")
 app = typer.Typer(help="Measure: speed beside peers and beside this device's ceilings.", no_args_is_help=True)
@@ -79,6 +90,10 @@ def data(
 
 @app.command("serve")
 def serve(
+    url: Annotated[
+        str | None,
+        typer.Argument(help="Load a server with OpenAI's API at this URL instead, such as http://127.0.0.1:8000."),
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint folder; random weights of --size if not given.")
     ] = None,
@@ -87,7 +102,9 @@ def serve(
         list[str] | None,
         typer.Option(help="Closed loop: only this one; may be repeated: first, latency, images, shared, text, long."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Closed loop: requests submitted at once.")] = 256,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Closed loop: requests, submitted at once or by --concurrency.")
+    ] = 256,
     side: Annotated[int, typer.Option(min=28, help="Closed loop: side of the images, in pixels.")] = 672,
     rounds: Annotated[int, typer.Option(min=1, help="Closed loop: repetitions; the median is reported.")] = 3,
     profile: Annotated[
@@ -100,9 +117,21 @@ def serve(
     trace: Annotated[Path | None, typer.Option(help="Open loop with the requests of a JSONL file.")] = None,
     seconds: Annotated[float, typer.Option(min=2, help="Open loop: length of each run.")] = 20.0,
     plot: Annotated[Path | None, typer.Option(help="Open loop: draw latency over load as an SVG file.")] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="URL, closed loop: clients with one request at a time; may be repeated."),
+    ] = None,
+    images: Annotated[ImagesOfLoad, typer.Option(help="URL: images of the requests.")] = ImagesOfLoad.UNIQUE,
+    words: Annotated[int, typer.Option(min=1, help="URL: words of each prompt.")] = 64,
+    output: Annotated[int, typer.Option(min=1, help="URL: tokens of each answer.")] = 64,
+    model: Annotated[str | None, typer.Option(help="URL: name of the model.", show_default="the first")] = None,
+    api_key: Annotated[str | None, typer.Option(help="URL: API key.")] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="URL: processes of clients; one reads about 40,000 chunks per second.")
+    ] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Latency and throughput of the engine, without a server, on the workloads of docs/benchmarks.md."""
+    """Latency and throughput of the engine, without a server, on the workloads of docs/benchmarks.md; or of a server, given its URL."""
     import subprocess
     import tempfile
 
@@ -110,14 +139,31 @@ def serve(
     from saccade.model.initialize import named_size
 
     root = _checkout()
+    if not all(0 < rate < float("inf") for rate in open_loop or ()):
+        raise ConfigError("--open-loop is a positive number of requests per second, such as --open-loop 4")
+    if url is not None:
+        engine_only = {"--checkpoint": checkpoint, "--workload": workload, "--trace": trace, "--profile": profile}
+        if given := [name for name, value in engine_only.items() if value]:
+            raise ConfigError(f"{given[0]} is for the engine without a server; leave it out, or leave the URL out")
+        workload_fields = {
+            "num_requests": requests,
+            "images": images.value,
+            "side": side,
+            "num_words": words,
+            "num_output": output,
+        }
+        loads: list[dict[str, Any]] = [{"concurrency": one} for one in concurrency or ()]
+        loads += [{"rate": rate, "seconds": seconds} for rate in open_loop or ()]
+        _load_server(url, loads or [{"concurrency": 1}], workload_fields, model, api_key, processes, plot, as_json)
+        return
+    if concurrency:
+        raise ConfigError("--concurrency is for a server: give its URL, such as http://127.0.0.1:8000")
     if checkpoint is None:
         named_size(size)
     else:
         load_model_config(checkpoint)
     if unknown := set(workload or ()) - set(_WORKLOADS):
         raise ConfigError(f"--workload {min(unknown)}: no such workload. Use {', '.join(_WORKLOADS)}")
-    if not all(0 < rate < float("inf") for rate in open_loop or ()):
-        raise ConfigError("--open-loop is a positive number of requests per second, such as --open-loop 4")
     if trace is not None and not trace.is_file():
         raise ConfigError(f"--trace {trace}: no such file. Check the path")
     with tempfile.TemporaryDirectory() as folder:
@@ -141,6 +187,43 @@ def serve(
             raise ConfigError(f"the benchmark ended with status {done.returncode}. {reason}")
         if as_json:
             typer.echo(out.read_text())
+
+
+def _load_server(
+    url: str,
+    loads: list[dict[str, Any]],
+    workload: dict[str, Any],
+    model: str | None,
+    api_key: str | None,
+    num_processes: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Run the loads one after another; show each result as it comes."""
+    from importlib import import_module
+
+    from aiohttp import ClientError
+
+    bench = import_module("bench.http_load")
+    show = (lambda result: None) if as_json else (lambda result: typer.echo(bench.result_block(result)))
+    try:
+        results = bench.run(
+            url.rstrip("/"),
+            [bench.Load(**load) for load in loads],
+            bench.Workload(**workload),
+            model=model,
+            api_key=api_key,
+            num_processes=num_processes,
+            on_result=show,
+        )
+    except (ClientError, OSError, ValueError, LookupError) as error:
+        raise ConfigError(
+            f"{url}: no server with OpenAI's API answers there ({type(error).__name__}). Start one: saccade serve CHECKPOINT"
+        ) from error
+    if plot is not None:
+        bench.plot_results(results, plot)
+    if as_json:
+        typer.echo(json.dumps(results))
 
 
 def _arguments(options: dict[str, object]) -> list[str]:
