@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -274,7 +274,7 @@ def _open_model(target: str, served_model: str | None, api_key: str | None, devi
     if _is_url(target):
         from saccade.evaluate.openai_client import OpenAIModel
 
-        return nullcontext(OpenAIModel(target, model=served_model, api_key=api_key))
+        return OpenAIModel(target, model=served_model, api_key=api_key)
     from saccade.cli.engine_model import EngineModel
 
     return EngineModel(Path(target), device=device, dtype=dtype)

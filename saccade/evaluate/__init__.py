@@ -3,7 +3,7 @@
     read examples -> ask the model -> append each answer to the results folder -> score -> report
 
 Start reading at `run.py`. `example.py` and `readers/` define what is asked, `tasks/` how it is asked and scored, `metrics/` the scores
-themselves, `model.py` what can be asked. `statistics.py` has the intervals, `compare.py` the differences between two results,
+themselves, `model.py` what can be asked. `statistics.py` has the intervals, `comparison.py` the differences between two results,
 `results.py` the results folder, `report.py`, `tables.py` and `page.py` what people read, `efficiency.py` latency and throughput.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from saccade.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from saccade.evaluate.compare import compare as compare
+    from saccade.evaluate.comparison import compare as compare
     from saccade.evaluate.model import Model as Model
     from saccade.evaluate.openai_client import OpenAIModel as OpenAIModel
     from saccade.evaluate.results import Results as Results
@@ -26,7 +26,7 @@ __getattr__ = lazy_exports(
         "evaluate": "run",
         "EvaluationConfig": "run",
         "TaskConfig": "run",
-        "compare": "compare",
+        "compare": "comparison",
         "Results": "results",
         "Model": "model",
         "OpenAIModel": "openai_client",

@@ -6,7 +6,7 @@ write the evaluation images as shards -> find them in the training data (`saccad
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,7 +37,7 @@ def check_contamination(results: Results, training: Sequence[str], *, is_asked: 
         if "contamination" in scores["tasks"][task]:
             continue
         examples = [example for example in examples_of(results, task) if example.images]
-        found = _shown_in(examples, compared) if examples else set()
+        found = _shown_in(examples, compared) if examples else {}
         scores["tasks"][task]["contamination"] = _note(results, task, found, compared, skipped)
     results.write_scores({key: value for key, value in scores.items() if key != "version"})
 
@@ -51,18 +51,22 @@ def _is_cheap(path: str) -> bool:
     return len(index) <= MAX_SAMPLES or (index.folder / "features").is_dir()
 
 
-def _shown_in(examples: Sequence[Example], training: Sequence[str]) -> set[str]:
-    """Names of the images that a training sample shows."""
+def _shown_in(examples: Sequence[Example], training: Sequence[str]) -> dict[str, bool]:
+    """Names of the images that a training sample shows, and whether one of them is the same file."""
     images = {image.name: image for example in examples for image in example.images}
     names = {f"{number:08d}": name for number, name in enumerate(sorted(images))}
+    found: dict[str, bool] = {}
     with TemporaryDirectory() as folder:
         shards = Path(folder) / "evaluation"
         with ShardWriter(shards, max_samples=5000) as writer:
             for key, name in names.items():
                 if (members := _members(images[name].read())) is not None:
                     writer.write(Sample(key=key, source="evaluation", members=members))
-        reports = [find_contamination(path, shards) for path in training]
-    return {names[match.evaluation.rpartition("/")[2]] for report in reports for match in report.matches}
+        for path in training:
+            for match in find_contamination(path, shards).matches:
+                name = names[match.evaluation.rpartition("/")[2]]
+                found[name] = found.get(name, False) or match.is_exact
+    return found
 
 
 def _members(data: bytes) -> dict[str, bytes] | None:
@@ -74,26 +78,33 @@ def _members(data: bytes) -> dict[str, bytes] | None:
 
 
 def _note(
-    results: Results, task: str, found: set[str], compared: Sequence[str], skipped: Sequence[str]
+    results: Results, task: str, found: Mapping[str, bool], compared: Sequence[str], skipped: Sequence[str]
 ) -> dict[str, Any]:
     records = results.records(task)
-    seen = [record["id"] for record in records if found.intersection(record["images"])]
-    note: dict[str, Any] = {"training": list(compared), "not_compared": list(skipped), "example_ids": seen}
+    seen = [record["id"] for record in records if any(name in found for name in record["images"])]
+    exact = [record["id"] for record in records if any(found.get(name) for name in record["images"])]
+    note: dict[str, Any] = {
+        "training": list(compared),
+        "not_compared": list(skipped),
+        "example_ids": seen,
+        "num_exact": len(exact),
+    }
     if seen:
         clean = [record for record in records if record["id"] not in set(seen)]
         note["clean_metrics"] = score_records(task, clean, results.settings["seed"]) if clean else {}
     return note | {"text": _text(note, len(records))}
 
 
-def _text(note: dict[str, Any], num_examples: int) -> str:
+def _text(note: Mapping[str, Any], num_examples: int) -> str:
+    more = ""
     if note["not_compared"]:
         more = f"; not compared, because large: {', '.join(note['not_compared'])} (--training-data compares them)"
-    else:
-        more = ""
     if not note["training"]:
         return f"training data was not searched for these images{more}"
     if not note["example_ids"]:
         return f"none of its images is in the training data{more}"
     scores = ", ".join(f"{name} {score['value']:.3f}" for name, score in list(note["clean_metrics"].items())[:3])
-    without = f"; without them: {scores}" if scores else ""
-    return f"CONTAMINATED: {len(note['example_ids'])} of {num_examples} examples show images of the training data{without}{more}"
+    return (
+        f"possible contamination: {len(note['example_ids'])} of {num_examples} examples show an image of the training data, "
+        f"{note['num_exact']} of them the same file{f'; without them: {scores}' if scores else ''}{more}"
+    )

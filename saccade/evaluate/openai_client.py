@@ -1,10 +1,10 @@
 """Any OpenAI-compatible server as a model: `/v1/chat/completions`, streamed or not.
 
-Log-likelihoods use two fields that vLLM and `saccade serve` add to it: `prompt_logprobs` and `continue_final_message`. How many of
-the prompt's tokens belong to the continuation is the difference to the prompt without it. Embeddings use `/v1/embeddings` with
-`messages`, as vLLM has it for images. Whether a server has either is found out by asking it once.
+Log-likelihoods use two fields that vLLM adds to it, `prompt_logprobs` and `continue_final_message`; how many of the prompt's tokens
+belong to the continuation is the difference to the prompt without it. Embeddings use `/v1/embeddings` with `messages`, as vLLM has it
+for images. Whether a server has either is found out by asking it once.
 
-A connection per thread is kept open. A server that is busy or restarts is asked again for a while; a request it refuses is a
+Connections are kept open. A server that is busy or restarts is asked again for a while; a request it refuses is a
 `RequestError` of that example; a server that stays away ends the evaluation.
 """
 
@@ -20,8 +20,9 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
-from urllib.parse import urlsplit
+from contextlib import contextmanager
+from typing import Any, Self
+from urllib.parse import SplitResult, urlsplit
 
 from saccade.errors import ConfigError, RequestError
 from saccade.evaluate.model import Answer, Conversation, Decoding, Likelihood
@@ -45,13 +46,12 @@ class OpenAIModel:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url}: not the URL of a server. Use http://HOST:PORT/v1")
-        self._parts, self._timeout_s = parts, timeout_s
         path = parts.path.rstrip("/")
         self._base = path if path.endswith("/v1") else f"{path}/v1"
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._local = threading.local()
+        self._connections = _Connections(parts, timeout_s)
         self._limit_name = "max_tokens"
         self.url, self.model = url, model or self._first_model()
 
@@ -62,6 +62,16 @@ class OpenAIModel:
     def peak_memory_bytes(self) -> int | None:
         """Unknown to a client."""
         return None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._connections.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -------------------------------------------------------------- what is asked
 
@@ -166,55 +176,41 @@ class OpenAIModel:
         with self._respond(method, path, body) as response:
             return response.read()
 
-    def _respond(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+    @contextmanager
+    def _respond(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
         """A response with status 200. Tries again while the server is busy or unreachable."""
         data = None if body is None else json.dumps(body).encode()
         for attempt in range(MAX_ATTEMPTS):
+            is_last = attempt + 1 == MAX_ATTEMPTS
             try:
-                response = self._send(method, self._base + path, data)
+                connection, response = self._send(method, self._base + path, data)
             except (OSError, http.client.HTTPException) as error:
-                self._drop_connection()
-                if attempt + 1 == MAX_ATTEMPTS or isinstance(error, ssl.SSLCertVerificationError):
+                if is_last or isinstance(error, ssl.SSLCertVerificationError):
                     raise self._unreachable(error) from error
                 self._wait(attempt, None)
                 continue
-            if response.status == 200:
-                return response
-            message = _error_message(response.read())
-            if response.status not in _BUSY or attempt + 1 == MAX_ATTEMPTS:
+            with self._connections.used(connection, response):
+                if response.status == 200:
+                    yield response
+                    return
+                message = _error_message(response.read())
+            if response.status not in _BUSY or is_last:
                 raise self._refused(response.status, message)
             self._wait(attempt, response.headers.get("Retry-After"))
-        raise AssertionError("the last attempt returns or raises")
 
-    def _send(self, method: str, path: str, data: bytes | None) -> http.client.HTTPResponse:
-        """Send on the thread's connection; one that the server closed meanwhile is opened again."""
-        is_reused = getattr(self._local, "connection", None) is not None
-        try:
-            return self._send_once(method, path, data)
-        except (
-            ConnectionError,
-            http.client.RemoteDisconnected,
-            http.client.ResponseNotReady,
-            http.client.CannotSendRequest,
-        ):
-            self._drop_connection()
-            if not is_reused:
-                raise
-            return self._send_once(method, path, data)
-
-    def _send_once(self, method: str, path: str, data: bytes | None) -> http.client.HTTPResponse:
-        if getattr(self._local, "connection", None) is None:
-            kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-            self._local.connection = kind(self._parts.hostname or "", self._parts.port, timeout=self._timeout_s)
-        connection: http.client.HTTPConnection = self._local.connection
-        connection.request(method, path, data, self._headers)
-        return connection.getresponse()
-
-    def _drop_connection(self) -> None:
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            connection.close()
-        self._local.connection = None
+    def _send(
+        self, method: str, path: str, data: bytes | None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Send on a connection that is free, or on a new one if the server has closed it meanwhile."""
+        while True:
+            connection, is_new = self._connections.take()
+            try:
+                connection.request(method, path, data, self._headers)
+                return connection, connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                if is_new or isinstance(error, TimeoutError):
+                    raise
 
     def _wait(self, attempt: int, retry_after: str | None) -> None:
         seconds = 0.25 * 2**attempt
@@ -233,6 +229,42 @@ class OpenAIModel:
         if status == 404:
             return ConfigError(f"{self.url}: 404 {message}. Check the URL and --model")
         return RequestError(f"{status} {message}")
+
+
+class _Connections:
+    """Open connections to one server that are free."""
+
+    def __init__(self, parts: SplitResult, timeout_s: float) -> None:
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._make = functools.partial(kind, parts.hostname or "", parts.port, timeout=timeout_s)
+        self._free: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> tuple[http.client.HTTPConnection, bool]:
+        """A connection, and whether it is new."""
+        with self._lock:
+            return (self._free.pop(), False) if self._free else (self._make(), True)
+
+    @contextmanager
+    def used(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> Iterator[None]:
+        """Free the connection when its response was read to the end; close it otherwise."""
+        try:
+            yield
+        finally:
+            is_free = response.isclosed() and connection.sock is not None
+            response.close()
+            if is_free:
+                with self._lock:
+                    self._free.append(connection)
+            else:
+                connection.close()
+
+    def close(self) -> None:
+        """Close those that are free."""
+        with self._lock:
+            free, self._free = self._free, []
+        for connection in free:
+            connection.close()
 
 
 def to_openai(conversation: Conversation) -> Conversation:

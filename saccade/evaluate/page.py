@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 from saccade.errors import UserError
 from saccade.evaluate.charts import histogram, interval_chart
-from saccade.evaluate.compare import Change, Comparison
+from saccade.evaluate.comparison import Change, Comparison
 from saccade.evaluate.results import Results
 from saccade.evaluate.run import examples_of
 from saccade.evaluate.tables import LEGEND, Cell, Row, number, score_rows

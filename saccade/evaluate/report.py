@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from saccade.evaluate.compare import Comparison, compare
+from saccade.evaluate.comparison import Comparison, compare
 from saccade.evaluate.page import make_page
 from saccade.evaluate.results import Results, write_json
 from saccade.evaluate.tables import LEGEND, Cell, latex, markdown, score_rows

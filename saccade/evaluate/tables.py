@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from saccade.evaluate.compare import Comparison, MetricComparison
+from saccade.evaluate.comparison import Comparison, MetricComparison
 from saccade.evaluate.results import Results
 
-LEGEND = "95 % intervals by bootstrap over images. Differences of the first column to the others are paired; * is significant (p < 0.05, Holm)."
+LEGEND = "95 % intervals by bootstrap over images. Differences of the first column to the others are paired; * is significant (p < 0.05, Holm over a task's metrics)."
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,15 @@ def text_of(record: dict[str, Any], name: str, path: Path) -> str:
 
 
 class ImageFolder:
-    """Finds the image files that annotations name."""
+    """Finds the image files that annotations name: in the folder given, or beside the annotations and one level below."""
 
     def __init__(self, annotations: Path, images: Path | None) -> None:
         if images is not None and not images.is_dir():
             raise DataError(f"{images}: no such folder. Check --images")
         beside = annotations.parent
-        near = [beside, *_subfolders(beside), beside.parent, *_subfolders(beside.parent)]
+        near = [beside, *_subfolders(beside)]
+        if beside.name == "annotations":  # COCO has its images beside that folder
+            near += [beside.parent, *_subfolders(beside.parent)]
         self._annotations, self._folders = annotations, [images] if images is not None else near
 
     def find(self, *names: str) -> ImageFile:

@@ -1,13 +1,13 @@
 """Compare two results on the examples they share: which differences are significant, and which examples changed.
 
-Both models answered the same questions, so differences are paired: an interval by bootstrap, a p-value by permutation. All metrics of
-a comparison are tested at once, so the p-values are adjusted (Holm); a difference is significant below 0.05.
+Both models answered the same questions, so differences are paired: an interval by bootstrap, a p-value by permutation. The metrics of a
+task are tested at once, so their p-values are adjusted (Holm); a difference is significant below 0.05.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade.errors import DataError
@@ -37,7 +37,7 @@ class MetricComparison:
     high: float
     """Upper end."""
     p_value: float
-    """Adjusted for all metrics of the comparison."""
+    """Adjusted for the number of metrics of the task."""
     higher_is_better: bool
     """Whether a positive difference is an improvement."""
 
@@ -113,13 +113,16 @@ def compare(ours: Results, theirs: Results, *, seed: int = 0) -> Comparison:
     for task in shared:
         pairs = _pairs(task, ours, theirs)
         scored, num_shared[task] = _score_pairs(task, pairs), len(pairs)
-        metrics += [_compare_metric(task, name, *both, pairs, seed) for name, both in scored.items()]
+        metrics += _adjusted([_compare_metric(task, name, *both, pairs, seed) for name, both in scored.items()])
         changes[task] = _changes(task, scored, pairs)
-    adjusted = holm([one.p_value for one in metrics])
-    final = tuple(
-        MetricComparison(**vars(one) | {"p_value": p_value}) for one, p_value in zip(metrics, adjusted, strict=True)
+    return Comparison(
+        ours=ours.name, theirs=theirs.name, metrics=tuple(metrics), changes=changes, num_shared=num_shared
     )
-    return Comparison(ours=ours.name, theirs=theirs.name, metrics=final, changes=changes, num_shared=num_shared)
+
+
+def _adjusted(metrics: Sequence[MetricComparison]) -> list[MetricComparison]:
+    p_values = holm([one.p_value for one in metrics])
+    return [replace(one, p_value=p_value) for one, p_value in zip(metrics, p_values, strict=True)]
 
 
 _Pair = tuple[dict[str, Any], dict[str, Any]]

@@ -1,0 +1,139 @@
+"""`saccade evaluate`: from a checkpoint, from a URL, compared, killed and resumed."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from evaluate.making import ColourModel, picture, served, write_shards
+
+from saccade.data.sample import Sample
+from saccade.data.shards import ShardWriter
+
+
+@pytest.fixture
+def walls(tmp_path):
+    return write_shards(tmp_path / "walls", 12)
+
+
+def test_a_checkpoint_is_evaluated_beside_itself_with_other_images(command, checkpoint, shards, tmp_path):
+    words = [
+        "evaluate",
+        checkpoint,
+        "--tasks",
+        "vqa,perplexity",
+        "--data",
+        shards,
+        "-o",
+        tmp_path / "out",
+        "--max-tokens",
+        4,
+    ]
+    words += [
+        "--shuffle-images",
+        "--efficiency",
+        "--load-requests",
+        2,
+        "--load-output",
+        3,
+        "--load-image",
+        56,
+        "--json",
+    ]
+    ended = command(*words)
+    assert ended.status == 0, ended.err
+    content = json.loads(ended.out)
+    assert set(content["results"]) == {"tiny", "image-shuffled"}
+    scores = content["results"]["tiny"]["tasks"]
+    assert scores["vqa"]["num_examples"] == 12
+    assert scores["perplexity"]["metrics"]["perplexity"]["value"] > 1
+    assert content["results"]["tiny"]["efficiency"]["num_output_tokens"] == 6
+    assert {metric["metric"] for metric in content["comparisons"]["image-shuffled"]["metrics"]} >= {
+        "vqa_accuracy",
+        "perplexity",
+    }
+    for name in ("report.html", "report.md", "report.tex", "comparison.json", "scores.json", "settings.json"):
+        assert (tmp_path / "out" / name).stat().st_size > 0
+    again = command(*words)
+    assert json.loads(again.out) == content  # nothing was asked or measured again
+
+
+def test_a_url_is_evaluated_and_two_results_are_compared(command, walls, tmp_path):
+    for name, model in (("good", ColourModel()), ("bad", ColourModel(knows=("red",)))):
+        with served(model) as (url, _):
+            ended = command("evaluate", url, "--tasks", "vqa", "--data", walls, "-o", tmp_path / name, "--name", name)
+        assert ended.status == 0, ended.err
+        assert "vqa_accuracy" in ended.out
+    ended = command("evaluate", tmp_path / "good", "--compare", tmp_path / "bad")
+    assert ended.status == 0
+    assert "0.471 [" in ended.out
+    assert "+0.529*" in ended.out
+    assert "against bad: 9 examples better, 0 worse" in ended.out
+    assert f"report: {tmp_path / 'good' / 'report.html'}" in ended.out
+
+
+def test_an_evaluation_that_is_killed_resumes_where_it_was(command, walls, tmp_path):
+    out = tmp_path / "out"
+    words = ["--tasks", "vqa", "--data", str(walls), "-o", str(out), "--name", "walls", "--concurrency", "2"]
+    with served(ColourModel(), delay_s=0.1) as (url, requests):
+        process = subprocess.Popen([sys.executable, "-m", "saccade", "evaluate", url, *words])
+        deadline = time.monotonic() + 60
+        while len(requests) < 7 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        num_written = len((out / "vqa" / "examples.jsonl").read_text().splitlines())
+        assert 4 <= num_written < 17
+        before = len(requests)
+        ended = command("evaluate", url, *words, "--json")
+        assert ended.status == 0, ended.err
+        assert len(requests) - before == 17 - num_written
+    scores = json.loads(ended.out)["results"]["walls"]["tasks"]["vqa"]
+    assert scores["num_examples"] == 17
+    assert scores["metrics"]["exact_match"]["value"] == 1.0
+
+
+def test_images_of_the_training_data_are_noticed(command, tmp_path):
+    """Three of twelve evaluation images are in the training shards as they are."""
+    walls = write_shards(tmp_path / "walls", 12)
+    with ShardWriter(tmp_path / "training", max_samples=10) as writer:
+        for number in (1, 5, 9):  # green
+            members = {"png": picture("green", number), "txt": b"a green wall"}
+            writer.write(Sample(key=f"t{number}", source="training", members=members))
+    with served(ColourModel()) as (url, _):
+        ended = command(
+            "evaluate", url, "--tasks", "vqa", "--data", walls, "-o", tmp_path / "out", "--name", "walls",
+            "--training-data", tmp_path / "training", "--json",
+        )  # fmt: skip
+    assert ended.status == 0, ended.err
+    note = json.loads(ended.out)["results"]["walls"]["tasks"]["vqa"]["contamination"]
+    assert {"00000/0001/0", "00000/0005/0", "00001/0009/0"} <= set(note["example_ids"])
+    assert note["num_exact"] == 5
+    assert "5 of them the same file" in note["text"]
+    assert note["clean_metrics"]["vqa_accuracy"]["value"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks", "vqa"], "takes --tasks NAME,NAME --data PATH -o RESULTS"),
+        (["--tasks", "vq", "--data", "x", "-o", "y"], "no task is called 'vq'. Tasks: captioning"),
+        (["--tasks", "vqa,pope", "--data", "vqa=x", "-o", "y"], "--data is missing for pope"),
+        (["--tasks", "vqa", "--data", "x", "--prompt", "look", "-o", "y"], "--prompt look: write TASK=..."),
+        (["--tasks", "vqa", "--data", "nowhere", "-o", "y"], "no such file or folder. Check --data"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(command, checkpoint, words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = command("evaluate", checkpoint, *words)
+    assert ended.status == 2
+    assert message in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_something_that_is_no_model_is_refused(command, walls, tmp_path):
+    ended = command("evaluate", tmp_path / "nothing", "--tasks", "vqa", "--data", walls, "-o", tmp_path / "out")
+    assert ended.status == 2
+    assert "no checkpoint folder (config.json), no results folder and no URL" in ended.err

@@ -1,0 +1,85 @@
+"""The engine is asked as any other model is: same answers as `generate`, likelihoods of the model's own logits."""
+
+import json
+
+import pytest
+import torch
+
+from saccade.cli.engine_model import EngineModel
+from saccade.data.toy import toy_sample
+from saccade.errors import CheckpointError, RequestError
+from saccade.evaluate.efficiency import Load, measure_efficiency
+from saccade.evaluate.model import Decoding
+from saccade.model import generate, load_model
+from saccade.processor import Processor
+
+
+def conversation(number):
+    sample = toy_sample(number, side=56)
+    question = json.loads(sample.members["json"])["questions"][0]["question"]
+    image = {"type": "image", "image": sample.members["png"]}
+    return [{"role": "user", "content": [image, {"type": "text", "text": question}]}]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    with EngineModel(checkpoint, device="cpu") as model:
+        yield model
+
+
+def test_answers_are_those_of_plain_generation(model, checkpoint):
+    plain, processor = load_model(checkpoint, device="cpu"), Processor.load(checkpoint)
+    for number in range(3):
+        inputs = processor([conversation(number)], add_generation_prompt=True)
+        [tokens] = generate(plain, inputs, max_new_tokens=6, eos_ids=processor.eos_ids)
+        answer = model.generate(conversation(number), Decoding(max_tokens=6))
+        assert answer.text == processor.decode(tokens)
+        assert (answer.num_tokens, answer.num_prompt_tokens) == (len(tokens), inputs.num_tokens)
+
+
+def test_likelihoods_are_sums_over_the_tokens_of_the_continuation(model, checkpoint):
+    plain, processor = load_model(checkpoint, device="cpu"), Processor.load(checkpoint)
+    choices = ["red", "a purple ring", "square"]
+    found = model.log_likelihoods(conversation(1), choices)
+    num_prompt = processor([conversation(1)], add_generation_prompt=True).num_tokens
+    for text, likelihood in zip(choices, found, strict=True):
+        inputs = processor([[*conversation(1), {"role": "assistant", "content": text}]], continue_final_message=True)
+        with torch.no_grad():
+            logprobs = plain(inputs).log_softmax(dim=-1)
+        own = logprobs[:-1].gather(1, inputs.token_ids[1:, None])[num_prompt - 1 :, 0]
+        assert likelihood.num_tokens == len(own) == len(text.encode())  # this tokenizer has a token per byte
+        assert likelihood.logprob == pytest.approx(float(own.sum()), abs=1e-4)
+
+
+def test_a_refused_image_is_an_error_of_the_request(model):
+    broken = [{"role": "user", "content": [{"type": "image", "image": b"not an image"}, {"type": "text", "text": "?"}]}]
+    with pytest.raises(RequestError):
+        model.generate(broken, Decoding())
+    with pytest.raises(RequestError):
+        model.log_likelihoods(broken, ["x"])
+    with pytest.raises(RequestError, match="no embeddings"):
+        model.embed(broken)
+
+
+def test_efficiency_times_the_engine(model):
+    load = Load(num_requests=3, concurrency=2, image_side=56, num_words=3, num_output_tokens=4, num_warmup=1)
+    found = measure_efficiency(model, load)
+    assert found["num_output_tokens"] == 12
+    assert found["tpot_ms"]["p50"] > 0
+    assert found["peak_memory_bytes"] > 2**20
+
+
+def test_a_checkpoint_is_recognized_by_its_weights_and_loaded_when_it_is_asked(checkpoint, tmp_path):
+    first = EngineModel(checkpoint).describe()
+    assert first == EngineModel(checkpoint).describe()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in checkpoint.iterdir():
+        data = bytearray(file.read_bytes())
+        if file.suffix == ".safetensors":
+            data[-1] ^= 1
+        (copy / file.name).write_bytes(data)
+    assert EngineModel(copy).describe()["weights"] != first["weights"]
+    EngineModel(checkpoint).close()  # never loaded
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        EngineModel(tmp_path / "nothing")

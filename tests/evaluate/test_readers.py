@@ -1,0 +1,199 @@
+"""Every published format is read from files as they are published."""
+
+import json
+
+import pyarrow as pa
+import pytest
+from evaluate.making import picture, write_shards
+
+from saccade.data.index import finish_decisions, open_index, write_decisions
+from saccade.errors import ConfigError, DataError
+from saccade.evaluate.example import select_examples, shuffle_images
+from saccade.evaluate.readers import DataSpec, read_examples
+from saccade.evaluate.readers.detect import detect, parse_spec
+
+
+def write(folder, files):
+    """Write files: json for other values than bytes, one object per line for lists in .jsonl."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif isinstance(content, str):
+            path.write_text(content)
+        else:
+            path.write_text(json.dumps(content))
+    return folder
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+COCO = {
+    "annotations/captions_val2017.json": {
+        "images": [{"id": 7, "file_name": "000000000007.png"}, {"id": 9, "file_name": "missing.png"}],
+        "annotations": [
+            {"image_id": 7, "caption": "a red wall "},
+            {"image_id": 7, "caption": "the wall is red"},
+        ],
+    },
+    "val2017/000000000007.png": picture("red"),
+}
+VQA = {
+    "v2_OpenEnded_mscoco_val2014_questions.json": {
+        "data_subtype": "val2014",
+        "questions": [
+            {"question_id": 70, "image_id": 7, "question": "What colour?"},
+            {"question_id": 71, "image_id": 7, "question": "unanswered?"},
+        ],
+    },
+    "v2_mscoco_val2014_annotations.json": {
+        "annotations": [
+            {
+                "question_id": 70,
+                "answer_type": "other",
+                "multiple_choice_answer": "red",
+                "answers": [{"answer": "red"}] * 9 + [{"answer": "crimson"}],
+            }
+        ]
+    },
+    "val2014/COCO_val2014_000000000007.png": picture("red"),
+}
+CHARTQA = {
+    "test_human.json": [{"imgname": "a.png", "query": "How high is it?", "label": "12"}],
+    "test_augmented.json": [{"imgname": "a.png", "query": "Which year?", "label": 1999}],
+    "png/a.png": picture("blue"),
+}
+NLVR = {
+    "dev.json": lines({"sentence": "There is a red wall.", "label": "true", "identifier": "12-0", "directory": "3"}),
+    "images/3/dev-12-0-0.png": picture("red"),
+}
+NLVR2 = {
+    "dev.json": lines(
+        {"sentence": "Both are red.", "label": "False", "identifier": "dev-8-0-1", "left_url": "u", "right_url": "v"}
+    ),
+    "dev/dev-8-0-img0.png": picture("red"),
+    "dev/dev-8-0-img1.png": picture("blue"),
+}
+POPE = {
+    "coco_pope_random.json": lines(
+        {"question_id": 1, "image": "a.png", "text": "Is there a dog in the image?", "label": "no"}
+    ),
+    "coco_pope_popular.json": lines(
+        {"question_id": 1, "image": "a.png", "text": "Is there a wall in the image?", "label": "yes"}
+    ),
+    "val2014/a.png": picture("red"),
+}
+JSONL = {
+    "own.jsonl": lines(
+        {"id": "x", "image": "a.png", "question": "Which?", "choices": ["red", "blue"], "answer": "B", "group": "easy"},
+        {"images": ["a.png", "b.png"], "question": "How many?", "answer": 2},
+        {"image": "b.png", "captions": ["a wall", "blue wall"]},
+    ),
+    "a.png": picture("red"),
+    "b.png": picture("blue"),
+}
+
+
+def fields(examples):
+    return [(one.id, one.question, one.references, one.choices, one.group, len(one.images)) for one in examples]
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "expected"),
+    [
+        ("coco", COCO, [("7", None, ("a red wall", "the wall is red"), (), "", 1)]),
+        ("vqa", VQA, [("70", "What colour?", ("red",) * 9 + ("crimson",), (), "other", 1)]),
+        ("chartqa", CHARTQA, [("test_augmented/0", "Which year?", ("1999",), (), "augmented", 1), ("test_human/0", "How high is it?", ("12",), (), "human", 1)]),
+        ("nlvr", NLVR, [("dev/12-0", 'Is this statement true of the image? "There is a red wall."', ("yes",), (), "", 1)]),
+        ("nlvr", NLVR2, [("dev/dev-8-0-1", 'Is this statement true of the two images? "Both are red."', ("no",), (), "", 2)]),
+        ("pope", POPE, [("coco_pope_popular/1", "Is there a wall in the image?", ("yes",), (), "popular", 1), ("coco_pope_random/1", "Is there a dog in the image?", ("no",), (), "random", 1)]),
+        ("jsonl", JSONL, [("x", "Which?", ("blue",), ("red", "blue"), "easy", 1), ("2", "How many?", ("2",), (), "", 2), ("3", None, ("a wall", "blue wall"), (), "", 1)]),
+    ],
+    ids=["coco", "vqa", "chartqa", "nlvr", "nlvr2", "pope", "jsonl"],
+)  # fmt: skip
+def test_a_published_folder_is_recognized_and_read(tmp_path, kind, files, expected):
+    folder = write(tmp_path, files)
+    assert detect(str(folder)) == kind
+    examples = read_examples(DataSpec(path=str(folder)))
+    assert fields(examples) == expected
+    for example in examples:
+        assert all(image.read().startswith(b"\x89PNG") for image in example.images)
+    assert fields(read_examples(parse_spec(f"{kind}:{folder}"))) == expected
+
+
+def test_a_shard_folder_gives_its_questions_or_its_captions(tmp_path):
+    asked = read_examples(DataSpec(path=str(write_shards(tmp_path / "a", 5))))
+    assert [(one.id, one.references, one.group) for one in asked[:2]] == [
+        ("00000/0000/0", ("red",), "colour"),
+        ("00000/0000/1", ("yes",), "yes_no"),
+    ]
+    assert len(asked) == 8
+    assert asked[0].image_key == asked[1].image_key != asked[2].image_key
+    described = read_examples(DataSpec(path=str(write_shards(tmp_path / "b", 2, questions=False))))
+    assert [one.references for one in described] == [
+        ("a red wall in the evening", "the wall is painted red"),
+        ("a green wall in the evening", "the wall is painted green"),
+    ]
+    assert described[1].images[0].read() == picture("green", 1)
+
+
+def test_samples_that_curation_dropped_are_not_read(tmp_path):
+    folder = write_shards(tmp_path / "shards", 3)
+    index = open_index(folder)
+    write_decisions(index, 0, pa.table({"keep": [True, False, True], "reason": [None, "small", None]}))
+    finish_decisions(index, settings={}, counts={"small": 1})
+    assert {one.id.split("/")[1] for one in read_examples(DataSpec(path=str(folder)))} == {"0000", "0002"}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"own.jsonl": lines({"image": "../a.png", "caption": "x"})}, "outside of the image folder"),
+        ({"own.jsonl": lines({"image": "a.png", "caption": "x"})}, "a.png is missing. Give its folder: --images"),
+        ({"own.jsonl": lines({"caption": "x", "imgae": "a.png"})}, "unknown field 'imgae'"),
+        ({"own.jsonl": lines({"question": "x"})}, "no answer"),
+        ({"own.jsonl": lines({"question": "x", "answer": "z", "choices": ["a", "b"]})}, "none of the choices"),
+        ({"own.jsonl": lines({"id": 1, "caption": "x"}, {"id": 1, "caption": "y"})}, "ids are not unique, such as '1'"),
+        ({"own.jsonl": '{"caption": "x"}\nnot json\n'}, "cannot be read as one JSON object per line"),
+        ({"captions.json": {"images": [], "annotations": [{"image_id": 1}]}}, "no captions. Give captions_"),
+        ({"notes.txt": "hello"}, "no file in a known format"),
+        ({**POPE, **{"test_human.json": CHARTQA["test_human.json"]}}, "Name the format, KIND:PATH"),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused_with_the_reason(tmp_path, files, message):
+    with pytest.raises(DataError, match=message):
+        read_examples(DataSpec(path=str(write(tmp_path, files))))
+
+
+def test_a_missing_path_and_an_unknown_format_are_refused(tmp_path):
+    with pytest.raises(DataError, match="no such file or folder"):
+        read_examples(DataSpec(path=str(tmp_path / "nowhere")))
+    with pytest.raises(ConfigError, match="no format of evaluation data is called 'lvis'"):
+        read_examples(DataSpec(path=str(tmp_path), kind="lvis"))
+
+
+# ------------------------------------------------------------------ choosing and shuffling
+
+
+@pytest.fixture
+def examples(tmp_path):
+    return read_examples(DataSpec(path=str(write_shards(tmp_path / "shards", 12))))
+
+
+def test_a_limit_chooses_by_the_seed_and_keeps_the_order(examples):
+    chosen = select_examples(examples, 5, seed=1)
+    assert chosen == select_examples(examples, 5, seed=1) != select_examples(examples, 5, seed=2)
+    assert chosen == sorted(chosen, key=examples.index)
+    assert select_examples(examples, None, seed=1) == select_examples(examples, 99, seed=1) == examples
+
+
+def test_shuffled_images_are_never_an_examples_own_and_stay_together(examples):
+    shuffled = shuffle_images(examples, seed=3)
+    for before, after in zip(examples, shuffled, strict=True):
+        assert (before.id, before.question, before.references) == (after.id, after.question, after.references)
+        assert before.image_key != after.image_key
+    assert shuffled[0].images == shuffled[1].images  # two questions about one image
+    assert {one.image_key for one in examples} == {one.image_key for one in shuffled}
