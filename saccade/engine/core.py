@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, PREFILL_TOKENS
 from saccade.engine.encoder_cache import EncoderCache
 from saccade.engine.grammar import Grammars, GrammarState
 from saccade.engine.pages import PagePool
+from saccade.engine.profiler import CoreProfiler
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.prompt_lookup import PromptLookup
 from saccade.engine.request import Failure, FinishReason, Request, RequestOutput
@@ -67,6 +69,24 @@ class EndRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlushCaches:
+    """Message: forget cached prefixes and images that no request uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartProfile:
+    """Message: profile the core's thread and the device from now on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopProfile:
+    """Message: end the profile and write it. No effect without one."""
+
+    path: str
+    """File for the trace, in Chrome's format; it appears complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GrammarCompiled:
     """Message of the core to itself: the grammar of a request is compiled, or is not possible."""
 
@@ -74,7 +94,7 @@ class GrammarCompiled:
     """Which one."""
 
 
-Message = AddRequest | EndRequest
+Message = AddRequest | EndRequest | FlushCaches | StartProfile | StopProfile
 """What a front end sends."""
 
 
@@ -162,6 +182,7 @@ class EngineCore:
         self._compiling: dict[str, tuple[AddRequest, Future[GrammarState]]] = {}
         self.post: Callable[[GrammarCompiled], None] = lambda message: None
         """Sends a message to this core from another thread; set by the loop that runs it."""
+        self._profiler = CoreProfiler()
         self._deadlines: list[tuple[float, str, str]] = []  # a heap: time, request id, kind
         self._in_flight: _InFlight | None = None
         self._is_checked = True
@@ -181,9 +202,21 @@ class EngineCore:
             return self._finish(self._end(message))
         if isinstance(message, GrammarCompiled):
             return self._add_compiled(message.request_id)
+        if not isinstance(message, AddRequest):
+            self._administer(message)
+            return []
         if message.request.sampling.structured is not None:
             return self._compile(message)
         return self._add(message.request, message.prompt)
+
+    def _administer(self, message: FlushCaches | StartProfile | StopProfile) -> None:
+        if isinstance(message, FlushCaches):
+            self.scheduler.pages.flush()
+            self.scheduler.encoder_cache.flush()
+        elif isinstance(message, StartProfile):
+            self._profiler.start()
+        else:
+            self._profiler.stop(Path(message.path))
 
     @property
     def _is_full(self) -> bool:

@@ -26,7 +26,16 @@ from typing import Any
 import numpy as np
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import AddRequest, CoreInfo, EndRequest, Message, Statistics
+from saccade.engine.core import (
+    AddRequest,
+    CoreInfo,
+    EndRequest,
+    FlushCaches,
+    Message,
+    StartProfile,
+    Statistics,
+    StopProfile,
+)
 from saccade.engine.core_thread import Inbox, OnOutputs, OnStop, run_core
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, SamplingParams, TokenLogprobs
@@ -94,9 +103,16 @@ class Connection:
         self._socket.close()
 
 
+_ADMINISTRATION: dict[str, type[FlushCaches | StartProfile | StopProfile]] = {
+    kind.__name__: kind for kind in (FlushCaches, StartProfile, StopProfile)
+}
+
+
 def _encode_message(message: Message) -> dict[str, Any]:
     if isinstance(message, EndRequest):
         return {"type": "end", **dataclasses.asdict(message)}
+    if not isinstance(message, AddRequest):
+        return {"type": type(message).__name__, **dataclasses.asdict(message)}
     request, prompt = message.request, message.prompt
     fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     return {
@@ -119,6 +135,8 @@ def _encode_message(message: Message) -> dict[str, Any]:
 def _decode_message(message: dict[str, Any], fds: Sequence[int]) -> Message:
     if message["type"] == "end":
         return EndRequest(request_id=message["request_id"], reason=message["reason"])
+    if message["type"] in _ADMINISTRATION:
+        return _ADMINISTRATION[message.pop("type")](**message)
     images = tuple(
         PromptImage(
             span=ImageSpan(**image["span"]), grid=tuple(image["grid"]), patches=_map_patches(fd, tuple(image["shape"]))

@@ -113,6 +113,11 @@ class EncoderCache:
         del self._entries[key]
         self._free.extend(reversed(entry.slots))
 
+    def flush(self) -> None:
+        """Evict all entries without users."""
+        for key in list(self._unused):
+            self.evict(key)
+
     def check(self, users: Counter[bytes]) -> None:
         """Check the invariants against `users`: how many uses requests have of each image."""
         for key in users.keys() | self._entries.keys():

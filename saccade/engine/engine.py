@@ -33,7 +33,17 @@ from typing import Any, Protocol
 import torch
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import AddRequest, CoreInfo, EndRequest, EngineCore, Message, Statistics
+from saccade.engine.core import (
+    AddRequest,
+    CoreInfo,
+    EndRequest,
+    EngineCore,
+    FlushCaches,
+    Message,
+    StartProfile,
+    Statistics,
+    StopProfile,
+)
 from saccade.engine.core_thread import CoreThread, OnOutputs, OnStop
 from saccade.engine.detokenizer import Detokenizer
 from saccade.engine.grammar import GrammarCompiler, Grammars
@@ -61,6 +71,8 @@ from saccade.processor.tools import Tool
 logger = logging.getLogger(__name__)
 
 _MAX_PRIORITY = 1000
+_PROFILE_S = 60.0
+"""Time to write a profile."""
 Conversation = Sequence[dict[str, Any]]
 Sampling = SamplingParams | Mapping[str, Any]
 
@@ -413,6 +425,24 @@ class Engine:
             opened.is_cancelled.set()
             opened.prompt.cancel()  # ends preprocessing
             self._core.send(EndRequest(request_id=request_id, reason="cancelled"))
+
+    # -------------------------------------------------------------- administration
+
+    def flush_caches(self) -> None:
+        """Forget cached prefixes, encoded and processed images. What running requests use stays until they end."""
+        self._preprocessor.flush()
+        self._core.send(FlushCaches())
+
+    def profile(self, path: Path, seconds: float) -> bool:
+        """Profile the core for this long and write a Chrome trace; whether the file is there. Waits, also for the file."""
+        path = path.absolute()
+        self._core.send(StartProfile())
+        self._has_stopped.wait(seconds)
+        self._core.send(StopProfile(path=str(path)))
+        deadline = time.monotonic() + _PROFILE_S
+        while not path.exists() and time.monotonic() < deadline and not self._has_stopped.is_set():
+            time.sleep(0.02)
+        return path.exists()
 
     # -------------------------------------------------------------- the front end's thread
 

@@ -101,6 +101,13 @@ class PagePool:
             self._page_of[key] = page
             self._key_of[page] = key
 
+    def flush(self) -> None:
+        """Forget all prefixes. Pages in use stay with their owners, but no other request finds them."""
+        self._unused += self._cached
+        self._cached.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+
     def check(self, owned: Iterable[Sequence[int]]) -> None:
         """Check the invariants against `owned` (the pages of every request). The AssertionError names the page."""
         num_owners = [0] * self.num_pages

@@ -174,6 +174,11 @@ class Preprocessor:
             self._start(future, _done(ids), items, salt)
         return future
 
+    def flush(self) -> None:
+        """Forget all processed images."""
+        with self._lock:
+            self._cache.clear()
+
     def wait_until_ready(self) -> None:
         """Wait until the workers have loaded the processor; raises what is wrong with the checkpoint folder."""
         self._backend.metadata.result()

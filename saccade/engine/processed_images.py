@@ -84,6 +84,12 @@ class ProcessedImageCache:
             self._evict()
         return entry.image
 
+    def clear(self) -> None:
+        """Evict all images."""
+        self._entries.clear()
+        self._keys.clear()
+        self.num_bytes = 0
+
     def _add_digest(self, entry: _Entry, digest: bytes) -> None:
         entry.digests[digest] = None
         self._keys[digest] = entry.image.key

@@ -112,6 +112,28 @@ def test_an_image_sent_twice_is_shared_and_a_cancelled_request_ends(engine):
     assert twin.finish_reason == "length"
 
 
+def test_flushed_caches_are_empty(engine):
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    engine.generate(CONVERSATIONS[2], sampling)
+    [warm] = engine.generate(CONVERSATIONS[2], sampling)
+    encoded = engine.statistics.num_images_encoded
+    engine.flush_caches()
+    [cold] = engine.generate(CONVERSATIONS[2], sampling)
+    assert (warm.num_cached_tokens > 0, cold.num_cached_tokens) == (True, 0)
+    assert engine.statistics.num_images_encoded == encoded + 2
+    assert cold.token_ids == warm.token_ids
+    assert engine.preprocessing_statistics.num_cached == 2
+
+
+def test_a_live_core_writes_a_profile(engine, tmp_path):
+    thread = threading.Thread(target=engine.generate, args=(CONVERSATIONS[1], SamplingParams(max_tokens=30)))
+    thread.start()
+    assert engine.profile(tmp_path / "trace.json", seconds=0.2)
+    thread.join()
+    assert "aten::" in (tmp_path / "trace.json").read_text()
+    assert engine.generate(CONVERSATIONS[0], SamplingParams(max_tokens=2))[0].failure is None
+
+
 def test_a_checkpoint_that_cannot_be_loaded_raises_what_it_raises_here(folder, tmp_path):
     broken = shutil.copytree(folder, tmp_path / "broken")
     weights = next(broken.glob("*.safetensors"))

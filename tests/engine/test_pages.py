@@ -105,3 +105,17 @@ def test_freeing_twice_is_detected():
     pool.free(pages)
     with pytest.raises(AssertionError, match="page 0"):
         pool.free(pages)
+
+
+def test_a_flushed_pool_finds_no_prefix_and_owned_pages_stay_owned():
+    pool = PagePool(4, 16)
+    owned, cached = pool.allocate(2)
+    pool.register(owned, KEYS[0])
+    pool.register(cached, KEYS[1])
+    pool.free([cached])
+    pool.flush()
+    assert (pool.find(KEYS[0]), pool.find(KEYS[1]), pool.num_free) == (None, None, 3)
+    pool.check([[owned]])
+    pool.free([owned])
+    pool.check([])
+    assert sorted(pool.allocate(4)) == [0, 1, 2, 3]

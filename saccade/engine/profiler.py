@@ -1,0 +1,41 @@
+"""A torch profile of the running core, for an operator: started and stopped by messages, between two steps."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from saccade.files import atomic_write
+
+logger = logging.getLogger(__name__)
+
+
+class CoreProfiler:
+    """One profile at a time. Used by the core's thread: the profiler records the thread that starts it, and the device."""
+
+    def __init__(self) -> None:
+        self._profile: torch.profiler.profile | None = None
+
+    def start(self) -> None:
+        """Begin; a profile in progress is dropped."""
+        if self._profile is not None:
+            self._profile.stop()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities)
+        self._profile.start()
+
+    def stop(self, path: Path) -> None:
+        """End and write the trace. A disk that is full must not end the engine."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        profile.stop()
+        try:
+            with atomic_write(path) as temporary:
+                profile.export_chrome_trace(str(temporary))
+        except (OSError, RuntimeError) as error:
+            logger.warning("the profile could not be written to %s: %r", path, error)
