@@ -22,6 +22,10 @@ def serve(
     model_name: Annotated[
         str | None, typer.Option(help="Name of the model in requests.", show_default="the folder's name")
     ] = None,
+    allow_remote_media: Annotated[
+        list[str] | None,
+        typer.Option(help="Fetch images and videos by URL from this host (host:port if private); may be repeated."),
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of prompt and output.", show_default="the model's")
     ] = None,
@@ -50,7 +54,7 @@ def serve(
         overrides[section].append(rest)
     config = ServeConfig(
         host=host, port=port, api_keys=api_keys, no_auth=no_auth, model_name=model_name, max_queued_requests=max_queued,
-        json_logs=json_logs,
+        json_logs=json_logs, allow_remote_media=tuple(allow_remote_media or ()),
     )  # fmt: skip
     engine = EngineConfig(core_process=True, max_length=max_model_len, max_requests=max_requests)
     run(

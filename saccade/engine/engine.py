@@ -201,7 +201,7 @@ class Engine:
         processor = Processor.load(folder, limits=limits)
         preprocessor = Preprocessor(
             folder,
-            num_workers=_num_workers(config),
+            num_workers=default_num_workers() if config.num_workers is None else config.num_workers,
             processed_image_cache_bytes=config.processed_image_cache_bytes,
             timeout_s=config.preprocess_timeout_s,
             max_images=config.max_images_per_request,
@@ -762,8 +762,6 @@ def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[Any], None]]
         yield lambda _: bar.advance(task)
 
 
-def _num_workers(config: EngineConfig) -> int:
-    """Two cores are left for the engine loop and its clients."""
-    if config.num_workers is not None:
-        return config.num_workers
+def default_num_workers() -> int:
+    """Preprocessing workers by the number of cores. Two are left for the engine loop and its clients."""
     return max(0, min(12, len(os.sched_getaffinity(0)) - 2))

@@ -13,7 +13,7 @@ _COUNTS = (
 )  # fmt: skip
 _SECONDS = (
     "header_timeout_s", "body_timeout_s", "keep_alive_s", "write_timeout_s", "queue_timeout_s", "request_timeout_s",
-    "drain_timeout_s", "restart_backoff_s",
+    "drain_timeout_s", "restart_backoff_s", "remote_media_timeout_s",
 )  # fmt: skip
 
 
@@ -51,6 +51,11 @@ class ServeConfig:
     """An idle connection is closed after this time."""
     write_timeout_s: float = 30.0
     """A client that reads nothing for this time is disconnected."""
+    allow_remote_media: tuple[str, ...] = ()
+    """Hosts from which images and videos are fetched if a request names their URL: a name (public addresses, ports 80 and 443), or
+    name:port for a host that may be private. Empty: nothing is fetched."""
+    remote_media_timeout_s: float = 10.0
+    """Time to fetch one image or video, from the DNS lookup to the last byte."""
     max_json_depth: int = 128
     """Maximum nesting of a JSON body."""
     max_messages: int = 1024

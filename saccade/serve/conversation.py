@@ -1,4 +1,4 @@
-"""Messages of a request to a conversation of the engine. Images and videos are data URLs; nothing else is opened."""
+"""Messages of a request to a conversation of the engine. Images and videos are data URLs, or URLs that the operator allows to fetch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from saccade.serve.protocol.chat import (
     VideoFramesPart,
     VideoUrlPart,
 )
+from saccade.serve.remote_media import is_remote
 from saccade.serve.service import PromptInput, estimated_tokens
 
 Conversation = list[dict[str, Any]]
 
 
-def conversation_of(messages: Sequence[Message]) -> Conversation:
-    """The conversation as the engine takes it."""
+def conversation_of(messages: Sequence[Message], *, allows_remote: bool = False) -> Conversation:
+    """The conversation as the engine takes it; remote URLs are still to be fetched."""
     conversation = []
     for number, message in enumerate(messages):
         converted: dict[str, Any] = {"role": "system" if isinstance(message, SystemMessage) else message.role}
@@ -36,31 +37,35 @@ def conversation_of(messages: Sequence[Message]) -> Conversation:
             converted["content"] = message.content
         else:
             where = f"messages[{number}].content"
-            converted["content"] = [_part(part, f"{where}[{i}]") for i, part in enumerate(message.content)]
+            converted["content"] = [
+                _part(part, f"{where}[{i}]", allows_remote) for i, part in enumerate(message.content)
+            ]
         if isinstance(message, ToolMessage):
             converted["tool_call_id"] = message.tool_call_id
         conversation.append(converted)
     return conversation
 
 
-def _part(part: ContentPart, where: str) -> dict[str, Any]:
+def _part(part: ContentPart, where: str, allows_remote: bool) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, ImagePart):
-        return {"type": "image_url", "image_url": check_media_url(part.image_url.url, f"{where}.image_url.url")}
+        url = check_media_url(part.image_url.url, f"{where}.image_url.url", allows_remote)
+        return {"type": "image_url", "image_url": url}
     fps = {} if part.fps is None else {"fps": part.fps}
     if isinstance(part, VideoUrlPart):
-        return {"type": "video_url", "video_url": check_media_url(part.video_url.url, f"{where}.video_url.url"), **fps}
+        url = check_media_url(part.video_url.url, f"{where}.video_url.url", allows_remote)
+        return {"type": "video_url", "video_url": url, **fps}
     assert isinstance(part, VideoFramesPart), "parts are of four types"
-    frames = [check_media_url(url, f"{where}.video[{i}]") for i, url in enumerate(part.video)]
+    frames = [check_media_url(url, f"{where}.video[{i}]", allows_remote) for i, url in enumerate(part.video)]
     return {"type": "video", "video": frames, **fps}
 
 
-def check_media_url(url: str, where: str) -> str:
-    """A data URL; any other is refused: the server opens no files and no connections for clients."""
-    if url[:5].lower() == "data:":
+def check_media_url(url: str, where: str, allows_remote: bool = False) -> str:
+    """A data URL, or a remote URL if those are fetched; any other is refused: the server opens no files for clients."""
+    if url[:5].lower() == "data:" or (allows_remote and is_remote(url)):
         return url
-    if url[:7].lower() in ("http://", "https:/"):
+    if is_remote(url):
         raise ApiError(
             400,
             f"{where} is a remote URL, which this server does not fetch. Send the file as a data URL: data:image/png;base64,...",
@@ -89,7 +94,7 @@ def prompt_input(
                 texts.append(part["text"])
             else:
                 source = part[part["type"]]
-                media.append([source] if isinstance(source, str) else source)
+                media.append(source if isinstance(source, list) else [source])
     return PromptInput(
         preprocess=lambda engine, salt: engine.preprocess(
             conversation, continue_final_message=continue_final_message, tools=tools, salt=salt

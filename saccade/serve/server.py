@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 import socket
@@ -18,7 +19,7 @@ from pathlib import Path
 import uvicorn
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.engine import Engine
+from saccade.engine.engine import Engine, default_num_workers
 from saccade.errors import ConfigError, UserError
 from saccade.model.families import family_of
 from saccade.processor import MediaLimits
@@ -27,6 +28,7 @@ from saccade.serve.config import ServeConfig
 from saccade.serve.gate import Gate
 from saccade.serve.http_protocol import guarded_protocol
 from saccade.serve.keys import KeyRing
+from saccade.serve.remote_media import RemoteMedia
 from saccade.serve.service import Service
 from saccade.serve.supervisor import Supervisor
 from saccade.serve.tracing import RequestTracer, otlp_provider
@@ -50,15 +52,18 @@ def serve(
     """Serve a checkpoint until a signal. `on_listening` is called with the URL; the model may still be loading then."""
     family_of(checkpoint)  # a wrong folder is an error before anything starts
     keys = None if config.api_keys is None else KeyRing(config.api_keys)
-    load = partial(
-        Engine.load, checkpoint, device=device, dtype=dtype, config=engine_config, limits=limits or public_limits()
-    )
+    engine_config, limits = with_media_workers(engine_config), limits or public_limits()
+    remote_media = None
+    if config.allow_remote_media:
+        remote_media = RemoteMedia(config.allow_remote_media, limits=limits, timeout_s=config.remote_media_timeout_s)
+    load = partial(Engine.load, checkpoint, device=device, dtype=dtype, config=engine_config, limits=limits)
     supervisor = Supervisor(load, max_restarts=config.max_restarts, backoff_s=config.restart_backoff_s)
     service = Service(
         config=config,
         engine_config=engine_config,
         model_name=config.model_name or checkpoint.resolve().name,
         supervisor=supervisor,
+        remote_media=remote_media,
     )
     with contextlib.closing(listen(config.host, config.port)) as listening, _traced(service):
         url = f"http://{_spell(config.host)}:{listening.getsockname()[1]}"
@@ -89,6 +94,15 @@ def _traced(service: Service) -> Iterator[None]:
 def public_limits() -> MediaLimits:
     """Limits on images and videos of clients; no paths."""
     return MediaLimits(allow_local_files=False)
+
+
+def with_media_workers(config: EngineConfig) -> EngineConfig:
+    """Files of clients are decoded in sandboxed worker processes, never in this one: at least one, however few cores there are."""
+    if config.num_workers == 0:
+        raise ConfigError("engine.num_workers is 0: the server decodes images in worker processes. Use at least 1")
+    if config.num_workers is None:
+        return dataclasses.replace(config, num_workers=max(1, default_num_workers()))
+    return config
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -159,6 +173,7 @@ class _Server(uvicorn.Server):
         try:
             await self.serve(sockets=[self._listening])
         finally:
+            await self._service.close()
             await asyncio.to_thread(supervisor.stop)
 
     @contextlib.contextmanager

@@ -28,6 +28,7 @@ from saccade.serve.keys import ApiKey
 from saccade.serve.metrics import ServerMetrics
 from saccade.serve.rate_limit import RateLimiter
 from saccade.serve.record import Observer, RequestRecord, log_request
+from saccade.serve.remote_media import RemoteMedia
 from saccade.serve.supervisor import Supervisor
 
 _BYTES_PER_TOKEN = 4
@@ -82,6 +83,8 @@ class Service:
     """Owner of the engine."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start."""
+    remote_media: RemoteMedia | None = None
+    """Fetches images and videos by URL; None: such requests are refused."""
     rates: RateLimiter = field(default_factory=RateLimiter)
     """Rate limits of the keys."""
     observers: list[Observer] = field(default_factory=lambda: [log_request])
@@ -139,6 +142,16 @@ class Service:
                 code="model_not_found",
                 param="model",
             )
+
+    async def fetch_media(self, conversation: Sequence[dict[str, Any]]) -> None:
+        """Fetch what the conversation names by URL, where that is allowed."""
+        if self.remote_media is not None:
+            await self.remote_media.fetch_all(conversation)
+
+    async def close(self) -> None:
+        """Close connections to other servers."""
+        if self.remote_media is not None:
+            await self.remote_media.close()
 
     def check_room(self) -> None:
         """Refuse a request before its body is read, if no request could be served now."""

@@ -47,7 +47,7 @@ def router(service: Service) -> APIRouter:
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         service.check_model(body.model)
-        generation, tool_names = _start(service, body, request)
+        generation, tool_names = await _start(service, body, request)
         answer = _Answer(service, body, request.state.record, tool_names)
         if body.stream:
             return EventStream(generation, answer.chunks(generation))
@@ -58,7 +58,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _start(service: Service, body: ChatRequest, request: Request) -> tuple[Generation, frozenset[str]]:
+async def _start(service: Service, body: ChatRequest, request: Request) -> tuple[Generation, frozenset[str]]:
     """Check what the schema cannot, and hand the request to the engine; returns the names of tools it may call too."""
     if len(body.messages) > service.config.max_messages:
         raise bad_request(f"messages has more than {service.config.max_messages} entries", param="messages")
@@ -79,9 +79,11 @@ def _start(service: Service, body: ChatRequest, request: Request) -> tuple[Gener
         tool_grammar=choice.structured,
     )
     request.state.record.user = body.user
+    conversation = conversation_of(body.messages, allows_remote=service.remote_media is not None)
+    await service.fetch_media(conversation)
     generation = service.start(
         request,
-        [prompt_input(conversation_of(body.messages), continue_final_message=continues, tools=choice.tools)],
+        [prompt_input(conversation, continue_final_message=continues, tools=choice.tools)],
         samplings,
         streams=body.stream or False,
         priority=body.priority,

@@ -36,7 +36,7 @@ def router(service: Service) -> APIRouter:
     )
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         service.check_model(body.model)
-        generation = _start(service, body, request)
+        generation = await _start(service, body, request)
         answer = _Answer(service, body, request.state.record)
         if body.stream:
             return EventStream(generation, answer.events(generation))
@@ -47,7 +47,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _start(service: Service, body: ResponsesRequest, request: Request) -> Generation:
+async def _start(service: Service, body: ResponsesRequest, request: Request) -> Generation:
     if not isinstance(body.input, str) and len(body.input) > service.config.max_messages:
         raise bad_request(f"input has more than {service.config.max_messages} entries", param="input")
     samplings = samplings_of(
@@ -57,8 +57,10 @@ def _start(service: Service, body: ResponsesRequest, request: Request) -> Genera
         response_format=_response_format(body),
     )
     request.state.record.user = body.user
+    conversation = _conversation(body, allows_remote=service.remote_media is not None)
+    await service.fetch_media(conversation)
     return service.start(
-        request, [prompt_input(_conversation(body))], samplings, streams=body.stream or False, priority=body.priority
+        request, [prompt_input(conversation)], samplings, streams=body.stream or False, priority=body.priority
     )
 
 
@@ -70,7 +72,7 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     return form
 
 
-def _conversation(body: ResponsesRequest) -> Conversation:
+def _conversation(body: ResponsesRequest, *, allows_remote: bool) -> Conversation:
     conversation: Conversation = []
     if body.instructions is not None:
         conversation.append({"role": "system", "content": body.instructions})
@@ -80,14 +82,16 @@ def _conversation(body: ResponsesRequest) -> Conversation:
         role = "system" if message.role == "developer" else message.role
         content: Any = message.content
         if not isinstance(content, str):
-            content = [_part(part, f"input[{number}].content[{i}]") for i, part in enumerate(content)]
+            where = f"input[{number}].content"
+            content = [_part(part, f"{where}[{i}]", allows_remote) for i, part in enumerate(content)]
         conversation.append({"role": role, "content": content})
     return conversation
 
 
-def _part(part: Any, where: str) -> dict[str, Any]:
+def _part(part: Any, where: str, allows_remote: bool) -> dict[str, Any]:
     if isinstance(part, InputImage):
-        return {"type": "image_url", "image_url": check_media_url(part.image_url, f"{where}.image_url")}
+        url = check_media_url(part.image_url, f"{where}.image_url", allows_remote)
+        return {"type": "image_url", "image_url": url}
     return {"type": "text", "text": part.text}
 
 
