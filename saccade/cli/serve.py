@@ -1,5 +1,6 @@
 """`saccade serve` and `saccade keys`: the server and its API keys."""
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,9 @@ def serve(
     ] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Requests that run at the same time.")] = 256,
     max_queued: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered 429.")] = 256,
+    admin_port: Annotated[
+        int | None, typer.Option(help="Loopback port of the admin routes; needs an admin key.", show_default="none")
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any other limit, serve.KEY=VALUE or engine.KEY=VALUE; may be repeated."),
@@ -43,6 +47,7 @@ def serve(
     _check_extra()
     from saccade.config import override_config
     from saccade.engine import EngineConfig
+    from saccade.log import set_up_logging
     from saccade.serve import ServeConfig
     from saccade.serve import serve as run
 
@@ -54,8 +59,10 @@ def serve(
         overrides[section].append(rest)
     config = ServeConfig(
         host=host, port=port, api_keys=api_keys, no_auth=no_auth, model_name=model_name, max_queued_requests=max_queued,
-        json_logs=json_logs, allow_remote_media=tuple(allow_remote_media or ()),
+        admin_port=admin_port, allow_remote_media=tuple(allow_remote_media or ()),
     )  # fmt: skip
+    if json_logs:
+        set_up_logging(as_json=True, verbose=logging.getLogger("saccade").level == logging.DEBUG)
     engine = EngineConfig(core_process=True, max_length=max_model_len, max_requests=max_requests)
     run(
         checkpoint,
@@ -63,7 +70,9 @@ def serve(
         override_config(engine, overrides["engine"], "--set engine"),
         device=device,
         dtype=dtype,
-        on_listening=lambda url: typer.echo(f"{url}  loading {checkpoint}"),
+        on_listening=lambda url, *admin: typer.echo(
+            f"{url}  loading {checkpoint}" + "".join(f"\n{other}  admin" for other in admin)
+        ),
     )
 
 

@@ -40,7 +40,7 @@ from saccade.engine.core_thread import Inbox, OnOutputs, OnStop, run_core
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, SamplingParams, TokenLogprobs
 from saccade.fork_server import decode_error, encode_error, exit_with_parent
-from saccade.log import set_up_logging
+from saccade.log import logs_json, set_up_logging
 from saccade.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -219,7 +219,13 @@ class CoreProcess:
         self._connection = Connection(ours)
         try:
             ready = self._load(
-                {"folder": str(folder), "config": dataclasses.asdict(config), "device": device, "dtype": dtype}
+                {
+                    "folder": str(folder),
+                    "config": dataclasses.asdict(config),
+                    "device": device,
+                    "dtype": dtype,
+                    "logs_json": logs_json(),
+                }
             )
         except BaseException:
             self._process.kill()
@@ -310,6 +316,8 @@ def serve(connection: Connection) -> None:
     from saccade.processor import Processor
 
     setup, _ = connection.receive()
+    if setup["logs_json"]:
+        set_up_logging(as_json=True)
     try:
         processor = Processor.load(setup["folder"])
         images = processor.images

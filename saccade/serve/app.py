@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from saccade import __version__
 from saccade.serve.errors import ApiError, validation_error
 from saccade.serve.gate import Gate
 from saccade.serve.keys import KeyRing
 from saccade.serve.protocol.chat import CHAT_UNSUPPORTED
-from saccade.serve.routes import chat, completions, health, metrics, models, page, responses, tokenize
+from saccade.serve.protocol.responses import RESPONSES_UNSUPPORTED
+from saccade.serve.record import log_request
+from saccade.serve.routes import admin, chat, completions, health, metrics, models, page, responses, tokenize
 from saccade.serve.service import Service
 
 PUBLIC_PATHS = {"/health", "/ready", "/openapi.json", *page.PATHS}
@@ -32,22 +33,50 @@ def create_app(service: Service, keys: KeyRing | None) -> Gate:
     _answer_errors(app)
     served = {route.path for route in app.routes if isinstance(route, Route)}
 
-    async def with_state(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            scope["state"]["max_json_depth"] = service.config.max_json_depth
-        await app(scope, receive, send)
-
     return Gate(
-        with_state,
+        _with_json_depth(app, service.config.max_json_depth),
         service.config,
         keys=keys,
         scope="api",
         is_public=lambda path: path in PUBLIC_PATHS,
         is_recorded=lambda path: path.startswith("/v1/") or path in ("/tokenize", "/detokenize"),
+        check_room=service.check_room,
         observers=service.observers,
         on_response=lambda scope, status: service.metrics.observe_http(scope["method"], _route(scope, served), status),
         rates=service.rates,
     )
+
+
+def create_admin_app(service: Service, keys: KeyRing | None) -> Gate:
+    """The admin application behind a gate of its own: every path needs an admin key."""
+    app = FastAPI(
+        title="Saccade admin", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json"
+    )
+    app.include_router(admin.router(service))
+    _answer_errors(app)
+    return Gate(
+        _with_json_depth(app, service.config.max_json_depth),
+        service.config,
+        keys=keys,
+        scope="admin",
+        is_public=lambda path: False,
+        is_recorded=lambda path: path.startswith("/admin/"),
+        check_room=lambda: None,
+        observers=[log_request],
+        on_response=lambda scope, status: None,
+        rates=service.rates,
+    )
+
+
+def _with_json_depth(app: FastAPI, max_depth: int) -> ASGIApp:
+    """Tell the parser of bodies how deep they may be."""
+
+    async def with_state(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["state"]["max_json_depth"] = max_depth
+        await app(scope, receive, send)
+
+    return with_state
 
 
 def _route(scope: Scope, served: Container[str]) -> str:
@@ -70,7 +99,8 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        found = validation_error(error.errors(), error.body, CHAT_UNSUPPORTED)
+        unsupported = RESPONSES_UNSUPPORTED if request.url.path == "/v1/responses" else CHAT_UNSUPPORTED
+        found = validation_error(error.errors(), error.body, unsupported)
         request.state.record.error_code = found.code
         return found.response()
 

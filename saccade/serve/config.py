@@ -11,6 +11,7 @@ _COUNTS = (
     "max_body_bytes", "max_header_bytes", "max_connections", "max_json_depth", "max_messages", "max_completions",
     "max_queued_requests", "max_unsent_tokens", "max_media_bytes",
 )  # fmt: skip
+_LOCAL_HOSTS = frozenset(("127.0.0.1", "::1", "localhost"))
 _SECONDS = (
     "header_timeout_s", "body_timeout_s", "keep_alive_s", "write_timeout_s", "queue_timeout_s", "request_timeout_s",
     "drain_timeout_s", "restart_backoff_s", "remote_media_timeout_s",
@@ -34,7 +35,8 @@ class ServeConfig:
     admin_port: int | None = None
     """Loopback port of the admin routes. None: no admin routes. They need a key of scope `admin`."""
     allowed_hosts: tuple[str, ...] = ()
-    """Accepted Host headers, without port; protects a loopback server from DNS rebinding. Empty: not checked."""
+    """Accepted Host headers, without port. Empty: not checked, but a loopback server without keys accepts its own names only, so
+    that no web page can reach it under a name of its own (DNS rebinding)."""
     cors_origins: tuple[str, ...] = ()
     """Web origins whose pages may call the API from a browser. Empty: none but the server's own page."""
     max_body_bytes: int = 64 * 2**20
@@ -83,8 +85,6 @@ class ServeConfig:
     otlp_endpoint: str | None = None
     """URL of an OpenTelemetry collector that gets a span per request, such as http://collector:4318/v1/traces. None: no tracing.
     Needs the extra `otel`."""
-    json_logs: bool = False
-    """Log JSON lines instead of text."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -110,6 +110,13 @@ class ServeConfig:
             raise ConfigError("admin_port needs api_keys with a key of scope admin: saccade keys create --admin")
 
     @property
+    def checked_hosts(self) -> frozenset[str]:
+        """Accepted Host headers; empty: any."""
+        if not self.allowed_hosts and self.is_loopback and self.api_keys is None:
+            return _LOCAL_HOSTS
+        return frozenset(host.lower() for host in self.allowed_hosts)
+
+    @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""
-        return self.host in ("127.0.0.1", "::1", "localhost")
+        return self.host in _LOCAL_HOSTS

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saccade.serve.config import ServeConfig
+from saccade.serve.cors import cors_headers, preflight_headers
 from saccade.serve.errors import ApiError
 from saccade.serve.keys import ApiKey, KeyRing
 from saccade.serve.keys import Scope as KeyScope
@@ -22,6 +23,11 @@ from saccade.serve.rate_limit import RateLimiter
 from saccade.serve.record import Observer, RequestRecord
 
 logger = logging.getLogger(__name__)
+
+Headers = dict[bytes, bytes]
+_MAX_LENGTH_DIGITS = 15
+_CLOSE = {"connection": "close"}
+"""The rest of the body is not read."""
 
 _HEADERS = [
     (b"x-content-type-options", b"nosniff"),
@@ -31,7 +37,6 @@ _HEADERS = [
     (b"cache-control", b"no-store"),
 ]
 """Sent with every response that does not set them itself."""
-_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class Gate:
@@ -46,14 +51,16 @@ class Gate:
         scope: KeyScope,
         is_public: Callable[[str], bool],
         is_recorded: Callable[[str], bool],
+        check_room: Callable[[], None],
         observers: Sequence[Observer],
         on_response: Callable[[Scope, int], None],
         rates: RateLimiter,
     ) -> None:
-        """`is_public`: whether a path needs no key. `is_recorded`: whether a path has a log line and metrics. `on_response` is called
-        with every request and the status of its response, 0 if the client left before it."""
+        """`is_public`: whether a path needs no key. `is_recorded`: whether a path is for the engine and has a log line and metrics;
+        `check_room` raises before the body of such a request is read if it could not be served. `on_response` is called with every
+        request and the status of its response, 0 if the client left before it."""
         self._app, self._config, self._keys, self._scope = app, config, keys, scope
-        self._is_public, self._is_recorded = is_public, is_recorded
+        self._is_public, self._is_recorded, self._check_room = is_public, is_recorded, check_room
         self._observers, self._on_response, self._rates = observers, on_response, rates
         self.num_open = 0
         """Recorded requests in progress."""
@@ -64,16 +71,19 @@ class Gate:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
+        headers = dict(scope["headers"])
         record = RequestRecord(id=f"req-{uuid.uuid4().hex}", route=scope["path"])
-        response = _Response(send, record)
+        response = _Response(send, record, cors_headers(self._config.cors_origins, headers))
         is_recorded = self._is_recorded(scope["path"])
         self.num_open += is_recorded
         try:
-            await self._serve(scope, receive, response, record)
+            await self._serve(scope, headers, receive, response, record)
         except ApiError as error:
+            record.error_code = error.code
             await _send_error(response, scope, error)
         except Exception:
             logger.exception("request %s failed", record.id)
+            record.error_code = "internal_error"
             await _send_error(response, scope, _internal_error())
         finally:
             record.ended_at = time.perf_counter()
@@ -83,9 +93,15 @@ class Gate:
                 for observe in self._observers:
                     observe(record)
 
-    async def _serve(self, scope: Scope, receive: Receive, response: _Response, record: RequestRecord) -> None:
-        headers = dict(scope["headers"])
+    async def _serve(
+        self, scope: Scope, headers: Headers, receive: Receive, response: _Response, record: RequestRecord
+    ) -> None:
         self._check_host(headers)
+        preflight = preflight_headers(self._config.cors_origins, scope["method"], headers)
+        if preflight is not None:
+            await response({"type": "http.response.start", "status": 204, "headers": preflight})
+            await response({"type": "http.response.body", "body": b""})
+            return
         if trace := headers.get(b"traceparent"):
             record.traceparent = trace.decode("latin-1")
         key = None
@@ -93,19 +109,21 @@ class Gate:
             key = self._authenticate(self._keys, headers)
             record.key_name = key.name
         self._check_length(headers)
+        if scope["method"] == "POST" and self._is_recorded(scope["path"]):
+            self._check_room()
         scope.setdefault("state", {}).update(record=record, key=key)
         await self._app(scope, self._limited(receive), response)
 
-    def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        allowed = self._config.allowed_hosts
-        if not allowed:
-            return
-        host = headers.get(b"host", b"").decode("latin-1").rsplit("]", 1)
-        name = (host[0] + "]" if len(host) == 2 else host[0].partition(":")[0]).strip("[]").lower()
-        if name not in (one.lower() for one in allowed):
-            raise ApiError(421, "this server does not serve that host name", code="unknown_host")
+    def _check_host(self, headers: Headers) -> None:
+        allowed = self._config.checked_hosts
+        if allowed and _host_name(headers.get(b"host", b"").decode("latin-1")) not in allowed:
+            raise ApiError(
+                421,
+                "this server does not serve that host name; its operator can allow it with allowed_hosts",
+                code="unknown_host",
+            )
 
-    def _authenticate(self, keys: KeyRing, headers: dict[bytes, bytes]) -> ApiKey:
+    def _authenticate(self, keys: KeyRing, headers: Headers) -> ApiKey:
         kind, _, secret = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         key = keys.find(secret.strip(), self._scope) if kind.lower() == "bearer" else None
         if key is None:
@@ -122,14 +140,14 @@ class Gate:
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)
         return key
 
-    def _check_length(self, headers: dict[bytes, bytes]) -> None:
+    def _check_length(self, headers: Headers) -> None:
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._config.max_body_bytes:
+        if not length.isdigit() or len(length) > _MAX_LENGTH_DIGITS or int(length) > self._config.max_body_bytes:
             raise self._too_large()
 
     def _too_large(self) -> ApiError:
         limit = self._config.max_body_bytes
-        return ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+        return ApiError(413, f"the body has more than {limit} bytes", code="body_too_large", headers=_CLOSE)
 
     def _limited(self, receive: Receive) -> Receive:
         """The body may have so many bytes, and take so long to arrive."""
@@ -148,7 +166,7 @@ class Gate:
                     408,
                     f"the body did not arrive within {self._config.body_timeout_s:g} s",
                     code="body_timeout",
-                    headers={"connection": "close"},
+                    headers=_CLOSE,
                 ) from error
             is_complete = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
@@ -159,6 +177,12 @@ class Gate:
         return limited
 
 
+def _host_name(host: str) -> str:
+    """The name of a Host header, without its port."""
+    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    return name.lower().rstrip(".")
+
+
 def _internal_error() -> ApiError:
     return ApiError(500, "the server failed on this request; it was logged", code="internal_error")
 
@@ -166,8 +190,8 @@ def _internal_error() -> ApiError:
 class _Response:
     """The response as it is sent: adds headers, remembers the status."""
 
-    def __init__(self, send: Send, record: RequestRecord) -> None:
-        self._send, self._record = send, record
+    def __init__(self, send: Send, record: RequestRecord, more_headers: list[tuple[bytes, bytes]]) -> None:
+        self._send, self._record, self._more_headers = send, record, more_headers
         self.has_started = False
 
     async def __call__(self, message: Message) -> None:
@@ -175,6 +199,7 @@ class _Response:
             self.has_started = True
             self._record.status = message["status"]
             headers = list(message.get("headers", []))
+            headers += [header for header in self._more_headers if header not in headers]
             present = {name for name, _ in headers}
             headers += [header for header in _HEADERS if header[0] not in present]
             headers.append((b"x-request-id", self._record.id.encode()))

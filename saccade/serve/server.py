@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from saccade.engine.engine import Engine, default_num_workers
 from saccade.errors import ConfigError, UserError
 from saccade.model.families import family_of
 from saccade.processor import MediaLimits
-from saccade.serve.app import create_app
+from saccade.serve.app import create_admin_app, create_app
 from saccade.serve.config import ServeConfig
 from saccade.serve.gate import Gate
 from saccade.serve.http_protocol import guarded_protocol
@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 1024
 """Connections that wait to be accepted."""
+_GRACE_S = 5
+"""Time for the last bytes of answers after a drain."""
+_ADMIN_HOST = "127.0.0.1"
 
 
 def serve(
@@ -47,9 +50,10 @@ def serve(
     device: str = "auto",
     dtype: str | None = None,
     limits: MediaLimits | None = None,
-    on_listening: Callable[[str], None] = lambda url: None,
+    on_listening: Callable[..., None] = lambda *urls: None,
 ) -> None:
-    """Serve a checkpoint until a signal. `on_listening` is called with the URL; the model may still be loading then."""
+    """Serve a checkpoint until a signal. `on_listening` is called with the URL, and that of the admin routes if they are served; the
+    model may still be loading then."""
     family_of(checkpoint)  # a wrong folder is an error before anything starts
     keys = None if config.api_keys is None else KeyRing(config.api_keys)
     engine_config, limits = with_media_workers(engine_config), limits or public_limits()
@@ -65,12 +69,19 @@ def serve(
         supervisor=supervisor,
         remote_media=remote_media,
     )
-    with contextlib.closing(listen(config.host, config.port)) as listening, _traced(service):
-        url = f"http://{_spell(config.host)}:{listening.getsockname()[1]}"
-        on_listening(url)
-        runner = asyncio.Runner(loop_factory=_loop_factory())
-        with runner:
-            runner.run(_Server(service, create_app(service, keys), listening).run())
+    gate = create_app(service, keys)
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(contextlib.closing(listen(config.host, config.port)))]
+        gates = [gate]
+        if config.admin_port is not None:
+            sockets.append(opened.enter_context(contextlib.closing(listen(_ADMIN_HOST, config.admin_port))))
+            gates.append(create_admin_app(service, keys))
+        opened.enter_context(_traced(service))
+        _set_up_uvicorn_log()
+        on_listening(*[f"http://{_spell(one.getsockname()[0])}:{one.getsockname()[1]}" for one in sockets])
+        listeners = [_Listener(config, *pair) for pair in zip(gates, sockets, strict=True)]
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_Run(service, gate, listeners).run())
     if supervisor.error is not None:
         if isinstance(supervisor.error, UserError):
             raise supervisor.error
@@ -121,6 +132,14 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
+def _set_up_uvicorn_log() -> None:
+    """uvicorn's errors go where ours go; its warnings are about what clients send, and would fill the log."""
+    uvicorn_logger = logging.getLogger("uvicorn.error")
+    uvicorn_logger.handlers[:] = logging.getLogger("saccade").handlers
+    uvicorn_logger.propagate = False
+    uvicorn_logger.setLevel(logging.ERROR)
+
+
 def _spell(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
@@ -134,16 +153,10 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Call it in the event loop, from another thread."""
-    loop.call_soon_threadsafe(call)
+class _Listener(uvicorn.Server):
+    """uvicorn for one application, with our connection limits; signals are handled elsewhere."""
 
-
-class _Server(uvicorn.Server):
-    """One server in an event loop."""
-
-    def __init__(self, service: Service, gate: Gate, listening: socket.socket) -> None:
-        config = service.config
+    def __init__(self, config: ServeConfig, gate: Gate, listening: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
                 gate,
@@ -151,38 +164,53 @@ class _Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="warning",
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=int(config.keep_alive_s),
-                timeout_graceful_shutdown=5,
+                timeout_graceful_shutdown=_GRACE_S,
                 backlog=_BACKLOG,
             )
         )
-        self._service, self._gate, self._listening = service, gate, listening
+        self._listening = listening
 
-    async def run(self) -> None:  # type: ignore[override]
+    async def listen(self) -> None:
+        """Serve until `should_exit`."""
+        await self.serve(sockets=[self._listening])
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+    def quit(self) -> None:
+        """Stop without waiting for connections."""
+        self.should_exit = self.force_exit = True
+
+
+class _Run:
+    """The life of a server in its event loop."""
+
+    def __init__(self, service: Service, gate: Gate, listeners: Sequence[_Listener]) -> None:
+        """`gate` counts the requests that a drain waits for."""
+        self._service, self._gate, self._listeners = service, gate, listeners
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
         """Until a signal, or until the engine has failed for good."""
-        loop = asyncio.get_running_loop()
-        supervisor = self._service.supervisor
+        loop, supervisor = asyncio.get_running_loop(), self._service.supervisor
         supervisor.on_failed = lambda: _post(loop, self._quit)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         supervisor.start()
         try:
-            await self.serve(sockets=[self._listening])
+            await asyncio.gather(*[listener.listen() for listener in self._listeners])
         finally:
             await self._service.close()
             await asyncio.to_thread(supervisor.stop)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are ours."""
-        yield
-
     def _on_signal(self) -> None:
-        if self._service.supervisor.state in ("draining", "stopped", "failed"):
+        if self._draining is not None:
             self._quit()
             return
         logger.info("draining: no new requests; those in progress finish. A second signal quits")
@@ -190,10 +218,21 @@ class _Server(uvicorn.Server):
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
+        """Wait for requests in progress, cancel those that take too long, and stop."""
         deadline = time.monotonic() + self._service.config.drain_timeout_s
         while self._gate.num_open and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        self.should_exit = True
+            await asyncio.sleep(0.02)
+        if self._gate.num_open:
+            logger.warning("%d requests did not finish in time and are cancelled", self._gate.num_open)
+            self._service.cancel_all()
+        for listener in self._listeners:
+            listener.should_exit = True
 
     def _quit(self) -> None:
-        self.should_exit = self.force_exit = True
+        for listener in self._listeners:
+            listener.quit()
+
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Call it in the event loop, from another thread."""
+    loop.call_soon_threadsafe(call)

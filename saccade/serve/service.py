@@ -91,6 +91,8 @@ class Service:
     """Called with every request that has ended."""
     metrics: ServerMetrics = field(init=False)
     """Counters and histograms."""
+    generations: set[Generation] = field(default_factory=set)
+    """In progress."""
     _hub: DeltaHub | None = None
     """Made in the event loop."""
     _admission: Admission | None = None
@@ -196,12 +198,17 @@ class Service:
         )
         if self._hub is None:
             self._hub = DeltaHub(asyncio.get_running_loop())
+
+        def end(ended: Generation) -> None:
+            self.generations.discard(ended)
+            self._close(ticket, record, key, num_charged)
+
         generation = Generation(
             engine,
             self._hub,
             record,
             max_unsent_tokens=self.config.max_unsent_tokens,
-            on_end=lambda _: self._close(ticket, record, key, num_charged),
+            on_end=end,
         )
         try:
             futures = [prompt.preprocess(engine, salt) for prompt in prompts]
@@ -212,7 +219,13 @@ class Service:
             if engine.wait_until_stopped(0):
                 raise self.supervisor.refusal() from error
             raise bad_request(str(error)) from error
+        self.generations.add(generation)
         return generation
+
+    def cancel_all(self) -> None:
+        """Cancel all requests in progress."""
+        for generation in list(self.generations):
+            generation.cancel()
 
     @staticmethod
     def _demand(prompts: Sequence[PromptInput], samplings: Sequence[SamplingParams]) -> Demand:

@@ -24,6 +24,7 @@ State = Literal["loading", "ready", "restarting", "draining", "failed", "stopped
 _WINDOW_S = 600.0
 """Restarts are counted over this time."""
 _MAX_BACKOFF_S = 60.0
+_STOP_S = 15.0
 _REFUSALS: dict[State, tuple[str, str, float]] = {
     "loading": ("the model is being loaded", "loading", 5.0),
     "restarting": ("the engine is being restarted", "engine_restarting", 5.0),
@@ -89,13 +90,19 @@ class Supervisor:
             if self._state in ("loading", "ready", "restarting"):
                 self._state = "draining"
 
+    def resume(self) -> None:
+        """Accept requests again after `drain`, if the engine is ready."""
+        with self._lock:
+            if self._state == "draining" and self._engine is not None and not self._engine.wait_until_stopped(0):
+                self._state = "ready"
+
     def stop(self) -> None:
         """Close the engine and end the thread."""
         self._must_stop.set()
         with self._lock:
             self._state = "stopped"
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_STOP_S)  # it may be loading a large model; its processes end with this one
 
     # -------------------------------------------------------------- the supervisor's thread
 

@@ -21,14 +21,14 @@ ENGINE = ("engine.num_workers=1", "engine.num_pages=200")
 class RunningServer:
     """`saccade serve` on a free port, ready when the block is entered."""
 
-    def __init__(self, checkpoint, folder, *options, settings=(), waits=True):
+    def __init__(self, checkpoint, folder, *options, settings=(), waits=True, key=None):
         self.log_path = folder / "log"
         command = [sys.executable, "-m", "saccade", "serve", checkpoint, "--port", 0, "--device", "cpu"]
         command += ["--max-model-len", 800]
         for setting in (*ENGINE, *settings):
             command += ["--set", setting]
         self.command = [str(word) for word in (*command, *options)]
-        self._waits = waits
+        self._waits, self.key = waits, key
 
     def __enter__(self):
         with self.log_path.open("wb") as log:
@@ -49,6 +49,8 @@ class RunningServer:
             assert time.monotonic() < deadline, self.log
             time.sleep(0.05)
         self.url = found[1]
+        admin = re.search(r"^(http://\S+)  admin", self.log, re.M)
+        self.admin_url = admin and admin[1]
 
     def __exit__(self, *_):
         if "http" in vars(self):
@@ -67,7 +69,8 @@ class RunningServer:
 
     @cached_property
     def http(self):
-        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
+        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S, headers=headers)
 
     def wait_until_ready(self):
         deadline = time.monotonic() + TIMEOUT_S

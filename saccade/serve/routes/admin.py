@@ -1,0 +1,122 @@
+"""Admin routes, on a port of their own: status, log level, drain, caches, a profile of the live core."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import APIRouter, Response
+from pydantic import Field
+
+from saccade.serve.errors import ApiError
+from saccade.serve.json_route import JsonRoute
+from saccade.serve.openapi import errors
+from saccade.serve.protocol.common import Wire
+from saccade.serve.service import Service
+
+_ERRORS = errors(400, 401, 408, 413, 415, 429, 503)
+
+
+class LogLevel(Wire):
+    """The least severe messages that are logged."""
+
+    level: Literal["debug", "info", "warning", "error"]
+    """Their level."""
+
+
+class ProfileRequest(Wire):
+    """How long to profile."""
+
+    seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
+    """Duration. The trace grows with it: about 10 MB per second under load."""
+
+
+class Done(Wire):
+    """What the server does now."""
+
+    status: str
+    """Its state."""
+
+
+def router(service: Service) -> APIRouter:
+    """All admin routes."""
+    routes = APIRouter(prefix="/admin", tags=["admin"], route_class=JsonRoute)
+    profiling = asyncio.Lock()
+
+    def done() -> Response:
+        return Response(orjson.dumps({"status": service.supervisor.state}), media_type="application/json")
+
+    @routes.get("/status", responses=_ERRORS, summary="State, queues and counters", response_model=dict[str, Any])
+    async def status() -> Response:
+        return Response(orjson.dumps(_status(service)), media_type="application/json")
+
+    @routes.post("/log-level", response_model=Done, responses=_ERRORS, summary="Change the log level of the front end")
+    async def set_log_level(body: LogLevel) -> Response:
+        logging.getLogger("saccade").setLevel(body.level.upper())
+        return done()
+
+    @routes.post("/drain", response_model=Done, responses=_ERRORS, summary="Refuse new requests; the server stays up")
+    async def drain() -> Response:
+        service.supervisor.drain()
+        return done()
+
+    @routes.post("/resume", response_model=Done, responses=_ERRORS, summary="Accept requests again after a drain")
+    async def resume() -> Response:
+        service.supervisor.resume()
+        return done()
+
+    @routes.post("/flush-caches", response_model=Done, responses=_ERRORS, summary="Forget prefixes and images")
+    async def flush_caches() -> Response:
+        service.supervisor.engine.flush_caches()
+        return done()
+
+    @routes.post("/profile", responses=_ERRORS, summary="Profile the live core", response_model=dict[str, Any])
+    async def profile(body: ProfileRequest) -> Response:
+        engine = service.supervisor.engine
+        if profiling.locked():
+            raise ApiError(429, "a profile is in progress; try again later", code="overloaded", retry_after_s=5)
+        async with profiling:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                if not await asyncio.to_thread(engine.profile, path, body.seconds):
+                    raise ApiError(503, "the core wrote no profile; its log says why", code="engine_stopped")
+                trace = await asyncio.to_thread(path.read_bytes)
+        headers = {"content-disposition": 'attachment; filename="trace.json"'}
+        return Response(trace, media_type="application/json", headers=headers)
+
+    return routes
+
+
+def _status(service: Service) -> dict[str, Any]:
+    supervisor, engine, admission = service.supervisor, service.supervisor.loaded_engine, service.admission
+    found: dict[str, Any] = {
+        "status": supervisor.state,
+        "model": service.model_name,
+        "num_restarts": supervisor.num_restarts,
+        "loaded_s": supervisor.loaded_s,
+        "restarted_s": supervisor.restarted_s,
+    }
+    if engine is not None:
+        found |= {
+            "core_pid": engine.core_pid,
+            "worker_pids": engine.worker_pids,
+            "max_length": engine.max_length,
+            "num_pages": engine.num_pages,
+            "statistics": dataclasses.asdict(engine.statistics),
+        }
+    if admission is not None:
+        found["admission"] = {
+            "num_open": admission.num_open,
+            "num_preprocessing": admission.num_preprocessing,
+            "num_completions": admission.num_completions,
+            "num_pages": admission.num_pages,
+            "num_image_tokens": admission.num_image_tokens,
+            "num_media_bytes": admission.num_media_bytes,
+            "num_refused": admission.num_refused,
+        }
+    return found

@@ -1,0 +1,108 @@
+"""Admission and rate limits: pure decisions, checked by long random runs."""
+
+import random
+
+from saccade.serve.admission import Admission, AdmissionLimits, Demand
+from saccade.serve.keys import ApiKey
+from saccade.serve.rate_limit import RateLimiter
+
+LIMITS = AdmissionLimits(
+    max_running=4,
+    max_queued=4,
+    max_pages=400,
+    page_size=16,
+    max_image_tokens=4096,
+    max_media_bytes=10_000,
+    max_wait_s=5,
+)
+
+
+def demand(**fields):
+    return Demand(**{"num_completions": 1, "num_prompt_tokens": 32, "max_tokens": 64} | fields)
+
+
+def test_what_arrives_at_an_idle_server_is_admitted_whatever_it_asks_for():
+    huge = demand(num_completions=50, num_prompt_tokens=10**9, num_images=10**3, num_media_bytes=10**9)
+    admission = Admission(LIMITS)
+    assert admission.refusal(huge, 0.0) is None
+    ticket = admission.admit(huge)
+    assert admission.refusal(demand(), 0.0).bound == "queue"
+    admission.close(ticket, 1.0, num_output_tokens=5)
+    assert admission.refusal(demand(), 1.0) is None
+
+
+def test_each_stage_has_a_bound_and_says_which_it_is():
+    for fields, bound in [
+        ({"num_completions": 8}, "queue"),
+        ({"num_prompt_tokens": 7000}, "kv_cache"),
+        ({"num_images": 8}, "encoder"),
+        ({"num_images": 1, "num_media_bytes": 9_999}, "media"),
+    ]:
+        admission = Admission(LIMITS)
+        admission.admit(demand(num_images=1, num_media_bytes=10))
+        refusal = admission.refusal(demand(**fields), 0.0)
+        assert refusal.bound == bound
+        assert refusal.retry_after_s >= 1
+        admission.refuse(refusal)
+        assert admission.num_refused[bound] == 1
+
+
+def test_media_count_until_they_are_preprocessed_and_images_are_learnt():
+    admission = Admission(LIMITS)
+    ticket = admission.admit(demand(num_images=2, num_media_bytes=9_000))
+    assert admission.refusal(demand(num_images=1, num_media_bytes=2_000), 0.0).bound == "media"
+    admission.preprocessed(ticket, 40)
+    assert (admission.num_image_tokens, admission.num_media_bytes, admission.num_preprocessing) == (40, 0, 0)
+    assert admission.refusal(demand(num_images=1, num_media_bytes=2_000), 0.0) is None
+
+
+def test_a_queue_that_would_take_too_long_is_full_before_its_places_are():
+    slow = Admission(LIMITS)
+    for second in range(0, 30, 2):  # one completion in two seconds
+        slow.close(slow.admit(demand()), float(second), num_output_tokens=64)
+    tickets = [slow.admit(demand()) for _ in range(7)]
+    refusal = slow.refusal(demand(), 30.0)
+    assert refusal.bound == "wait"
+    assert 1 <= refusal.retry_after_s <= 60
+    assert slow.is_full(30.0) == refusal
+    slow.close(tickets[0], 30.5, num_output_tokens=64)
+    assert slow.refusal(demand(), 30.5) is None
+
+
+def test_nothing_is_counted_any_more_when_all_have_ended():
+    rng = random.Random(0)
+    admission, open_tickets, now = Admission(LIMITS), [], 0.0
+    for _ in range(5000):
+        now += rng.random()
+        if rng.random() < 0.6:
+            images = rng.choice([0, 0, 1, 3])
+            wanted = demand(num_completions=rng.randint(1, 3), num_images=images, num_media_bytes=1000 * images)
+            if admission.refusal(wanted, now) is None:
+                open_tickets.append(admission.admit(wanted))
+        elif open_tickets:
+            ticket = open_tickets.pop(rng.randrange(len(open_tickets)))
+            if rng.random() < 0.8:
+                admission.preprocessed(ticket, rng.randint(0, 500))
+            admission.close(ticket, now, num_output_tokens=rng.choice([None, 10, 500]))
+            admission.close(ticket, now)
+        assert admission.num_open == len(open_tickets)
+        assert admission.num_completions <= LIMITS.max_running + LIMITS.max_queued
+    for ticket in open_tickets:
+        admission.close(ticket, now)
+    counts = ("num_open", "num_preprocessing", "num_completions", "num_pages", "num_image_tokens", "num_media_bytes")
+    assert [getattr(admission, name) for name in counts] == [0] * 6
+
+
+def test_a_key_gets_its_rate_and_is_told_when_to_come_back():
+    rates, key = RateLimiter(), ApiKey(name="a", sha256="0" * 64, requests_per_minute=60, tokens_per_minute=600)
+    other = ApiKey(name="b", sha256="1" * 64)
+    taken = [now for now in range(0, 300) if rates.take_request(key, now / 10) == 0.0]
+    assert len(taken) == 60 + 29
+    assert 0 < rates.take_request(key, 29.9) <= 1
+    assert all(rates.take_request(other, 0.0) == rates.take_tokens(other, 10**9, 0.0) == 0.0 for _ in range(500))
+    assert rates.take_tokens(key, 500, 0.0) == 0.0
+    assert rates.take_tokens(key, 500, 0.0) == 40.0
+    rates.settle_tokens(key, 500, 100, 0.0)
+    assert rates.take_tokens(key, 500, 0.0) == 0.0
+    rates.settle_tokens(key, 500, 1100, 0.0)
+    assert rates.take_tokens(key, 10**6, 0.0) == 120.0
