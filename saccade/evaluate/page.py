@@ -69,7 +69,9 @@ def _score_table(results: Sequence[Results], comparisons: Mapping[str, Compariso
 
 
 def _score_line(row: Row) -> str:
-    cells = "".join(f"<td>{_score_cell(cell)}</td>" for cell in row.cells)
+    cells = "".join(
+        f"<td{'' if number else ' class=own'}>{_score_cell(cell)}</td>" for number, cell in enumerate(row.cells)
+    )
     return f"<tr><td>{escape(row.task)}</td><td>{escape(row.label)}</td>{cells}</tr>"
 
 
@@ -78,7 +80,7 @@ def _score_cell(cell: Cell | None) -> str:
         return ""
     interval = f" <small>[{number(cell.low)}, {number(cell.high)}]</small>"
     if cell.compared is None:
-        return f"<b>{number(cell.value)}</b>{interval}"
+        return f"{number(cell.value)}{interval}"
     kind = ("better" if cell.compared.is_better else "worse") if cell.compared.is_significant else "soft"
     return f"{number(cell.value)}{interval} <span class={kind}>{escape(cell.difference())}</span>"
 
@@ -228,7 +230,7 @@ _HEAD = """<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport 
 @media (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e4e7ea; --soft: #9aa2ab; --line: #2d3238; --good: #5fc98a; --bad: #f2938c; } }
 body { background: var(--back); color: var(--text); font: 14px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin-top: 1.4rem; }
-.soft, small { color: var(--soft); } .better { color: var(--good); } .worse { color: var(--bad); }
+.soft, small { color: var(--soft); font-weight: 400; } .own { font-weight: 600; } .better { color: var(--good); } .worse { color: var(--bad); }
 .warning { border-left: 3px solid var(--bad); padding-left: .7rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; } th { text-align: left; color: var(--soft); font-weight: 500; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem 1.2rem .25rem 0; vertical-align: top; white-space: nowrap; }

@@ -71,8 +71,14 @@ class Interval:
 def bootstrap(
     metric: Metric, clusters: Sequence[str], *, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> Interval:
-    """Percentile interval over resampled clusters. `clusters` names the cluster of each example."""
+    """Percentile interval over resampled clusters. `clusters` names the cluster of each example.
+
+    Where all examples are right, or all are wrong, every resample is the same; the exact binomial interval is used instead.
+    """
     sums = _cluster_sums(metric.counts, clusters)
+    if metric.values is not None and (np.all(metric.values == 0) or np.all(metric.values == 1)):
+        reach = 1 - 0.025 ** (1 / len(sums))
+        return Interval(metric.value, max(0.0, metric.value - reach), min(1.0, metric.value + reach))
     scores = [metric.combine(weights @ sums) for weights in _resamples(len(sums), seed, num_resamples)]
     low, high = np.quantile(np.concatenate(scores), [0.025, 0.975])
     return Interval(metric.value, float(low), float(high))

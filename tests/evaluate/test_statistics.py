@@ -31,6 +31,14 @@ def test_the_interval_of_a_mean_is_that_of_its_standard_error():
     assert interval.high == pytest.approx(values.mean() + 1.96 * error, abs=0.04)
 
 
+def test_full_marks_have_an_interval_too():
+    """The exact binomial one: with 30 of 30 right, the true rate may well be 0.9."""
+    interval = bootstrap(mean_metric(np.ones(30)), names(30))
+    assert (interval.value, interval.high) == (1.0, 1.0)
+    assert interval.low == pytest.approx(1 - (1 - 0.025 ** (1 / 30))) == pytest.approx(0.8843, abs=1e-4)
+    assert bootstrap(mean_metric(np.zeros(30)), names(30)).high == pytest.approx(1 - 0.8843, abs=1e-4)
+
+
 def test_examples_about_one_image_count_as_one_draw():
     """Ten copies of every value know no more than the values themselves."""
     values = np.random.default_rng(2).random(60)
