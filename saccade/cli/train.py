@@ -46,7 +46,17 @@ def train(
         for line in check_run(config, device=device):
             typer.echo(line)
         return
-    typer.echo(run(config, device=device).value, err=True)
+    if not config.evaluation.tasks:
+        typer.echo(run(config, device=device).value, err=True)
+        return
+    from saccade.cli.train_evaluation import CheckpointEvaluations
+    from saccade.train.trainer import Ending
+
+    with CheckpointEvaluations(config, device) as evaluations:
+        ending = run(config, device=device, on_export=evaluations.start)
+        if ending is Ending.FINISHED:
+            evaluations.finish()
+    typer.echo(ending.value, err=True)
 
 
 def plan(

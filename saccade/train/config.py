@@ -360,6 +360,27 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointEvaluationConfig:
+    """Evaluation of exported checkpoints while training, as `saccade evaluate` does it."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks with their data, such as "captioning=shards/val"; every exported checkpoint is evaluated on them."""
+    limit: int | None = 256
+    """Examples per task, the same ones every time."""
+    device: str = "cpu"
+    """Device of the evaluation, in a process beside training; same: the device of training, which waits meanwhile."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "limit")
+        for task in self.tasks:
+            name, equals, path = task.partition("=")
+            if not (name and equals and path):
+                raise ConfigError(
+                    f"evaluation.tasks: {task!r} has no data. Write TASK=PATH, such as captioning=shards/val"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run of one or more stages; each stage starts from the weights of the previous one."""
 
@@ -381,6 +402,8 @@ class TrainConfig:
     """Logging."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """Validation while training."""
+    evaluation: CheckpointEvaluationConfig = field(default_factory=CheckpointEvaluationConfig)
+    """Evaluation of exported checkpoints."""
     gc_every: int = 100
     """Steps between manual garbage collections; automatic ones would pause ranks at different times."""
 

@@ -1,12 +1,13 @@
 """Report of a run as one self-contained HTML page: curves, sample generations, skipped steps, config.
 
-    write_report(run)        # reads metrics.jsonl, samples.jsonl, skipped_steps.jsonl and config.toml; writes report.html
+    write_report(run)        # reads metrics.jsonl, evaluations/, samples.jsonl, skipped_steps.jsonl, config.toml; writes report.html
 
 No scripts and no requests: curves are SVG, images are data URLs, and a content security policy forbids the rest. All text is escaped.
 The section of a missing file is omitted. A line of samples.jsonl: step, prompt, output, and optionally reference and image (a
 data URL).
 """
 
+import json
 import math
 import re
 import tomllib
@@ -72,6 +73,7 @@ def write_report(run: Path) -> Path:
     sections = (
         _summary(records),
         _curves(records),
+        _evaluations(run),
         _samples(list(read_records(run / "samples.jsonl"))),
         _skipped(list(read_records(run / "skipped_steps.jsonl"))),
         _settings(run / "config.toml"),
@@ -131,6 +133,28 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> str:
         if curves:
             figures.append(_figure(chart, curves, marks))
     return f"<section class=charts>{''.join(figures)}</section>"
+
+
+def _evaluations(run: Path) -> str:
+    """Scores of the exported checkpoints: a chart of each task's first metric, and all scores with links to their reports."""
+    curves: dict[str, dict[str, Points]] = {}
+    rows: list[Sequence[object]] = []
+    for path in sorted(run.glob("evaluations/step-*/scores.json")):
+        step = int(path.parent.name.removeprefix("step-"))
+        link = _Html(f'<a href="evaluations/{escape(path.parent.name)}/report.html">{step:,}</a>')
+        for task, scores in json.loads(path.read_text(encoding="utf-8")).get("tasks", {}).items():
+            for number, (metric, score) in enumerate(scores["metrics"].items()):
+                if number == 0:
+                    curves.setdefault(task, {}).setdefault(metric, []).append((step, score["value"]))
+                interval = f"{score['value']:.3f} [{score['low']:.3f}, {score['high']:.3f}]"
+                rows.append((link, task, metric, interval, scores["num_examples"]))
+    figures = [
+        _figure(Chart(f"Evaluation: {task}, {metric}", ""), {metric: points}, [])
+        for task, metrics in curves.items()
+        for metric, points in metrics.items()
+    ]
+    charts = f"<section class=charts>{''.join(figures)}</section>" if figures else ""
+    return charts + _table("Evaluations of exported checkpoints", ("step", "task", "metric", "score", "examples"), rows)
 
 
 def _samples(samples: Sequence[Mapping[str, Any]]) -> str:

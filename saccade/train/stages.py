@@ -44,7 +44,7 @@ from saccade.train.process import catch_stop_signals, lock_folder
 from saccade.train.report import write_report
 from saccade.train.trackers import Trackers, open_trackers
 from saccade.train.train_state import Progress, TrainState
-from saccade.train.trainer import Ending, Trainer, Validate
+from saccade.train.trainer import Ending, OnExport, Trainer, Validate
 from saccade.train.validation import combine, held_out_validation
 from saccade.world import World, open_world
 
@@ -54,14 +54,22 @@ INDEX_TIMEOUT_S = 7 * 86400.0
 """How long ranks wait for the main rank to index and measure the data of a stage, once per folder."""
 
 
-def train(config: TrainConfig, *, device: str = "auto", validate: Validate | None = None) -> Ending:
-    """Train from a recipe; resumes from the run folder. Every rank calls it."""
+def train(
+    config: TrainConfig, *, device: str = "auto", validate: Validate | None = None, on_export: OnExport | None = None
+) -> Ending:
+    """Train from a recipe; resumes from the run folder. Every rank calls it. `on_export` gets every exported checkpoint."""
     with open_world(device) as world:
-        return train_in(world, config, validate=validate)
+        return train_in(world, config, validate=validate, on_export=on_export)
 
 
-def train_in(world: World, config: TrainConfig, *, validate: Validate | None = None) -> Ending:
+def train_in(
+    world: World, config: TrainConfig, *, validate: Validate | None = None, on_export: OnExport | None = None
+) -> Ending:
     """`train` in a world that is open already."""
+    if config.evaluation.tasks and on_export is None:
+        raise ConfigError(
+            "evaluation.tasks are evaluated by the command saccade train. Use it, or pass on_export to train()"
+        )
     with (
         catch_stop_signals() as stop_requested,
         _open_run_folder(config, world),
@@ -76,7 +84,7 @@ def train_in(world: World, config: TrainConfig, *, validate: Validate | None = N
                 if _must_stop(stop_requested, config.stages[number], world):
                     return Ending.STOPPED
                 with explain_out_of_memory(config, config.stages[number], world):
-                    ending = _run_stage(config, number, saver, trackers, world, validate, stop_requested)
+                    ending = _run_stage(config, number, saver, trackers, world, validate, on_export, stop_requested)
                 _close_stage(config, world)
                 if ending is Ending.STOPPED:
                     return Ending.STOPPED
@@ -203,6 +211,7 @@ def _run_stage(
     trackers: Trackers,
     world: World,
     validate: Validate | None,
+    on_export: OnExport | None,
     stop_requested: threading.Event,
 ) -> Ending:
     """Build the stage, load the saved state, train."""
@@ -234,6 +243,7 @@ def _run_stage(
             stop_requested=stop_requested,
             num_samples=_num_samples(stage),
             validate=combine(validate, held_out),
+            on_export=on_export,
         ).run()
 
 

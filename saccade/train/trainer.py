@@ -41,6 +41,12 @@ Validate = Callable[[ModelWithLoss, int], Mapping[str, float] | None]
 """Validation while training: called on every rank with the model and the step; returns named scores, None if it was interrupted."""
 
 
+OnExport = Callable[[Path, int], None]
+"""Called on the main rank with an exported checkpoint folder and its step; the other ranks wait until it returns."""
+EXPORT_TIMEOUT_S = 86400.0
+"""How long they wait: an evaluation on the device of training may take a while."""
+
+
 class Ending(Enum):
     """Why a stage ended."""
 
@@ -67,12 +73,13 @@ class Trainer:
         stop_requested: threading.Event,
         num_samples: int | None = None,
         validate: Validate | None = None,
+        on_export: OnExport | None = None,
     ) -> None:
         """`stop_requested`: set from outside, on any rank. `num_samples`: samples of a stage whose length is in epochs."""
         self._config, self._stage, self._progress = config, stage, progress
         self._state, self._batches, self._guard, self._saver, self._world = state, batches, guard, saver, world
         self._metrics_log, self._num_samples, self._validate = metrics_log, num_samples, validate
-        self._stop_requested = stop_requested
+        self._stop_requested, self._on_export = stop_requested, on_export
         self._watchdog = Watchdog(config.run / "hang", config.guard.hang_timeout_s, rank=world.rank)
         self._profiler = StepProfiler(config.log, config.run / "trace", world)
         self._data_wait_s = 0.0
@@ -303,6 +310,10 @@ class Trainer:
             only_adapter=self._stage.lora is not None and self._stage.lora.export == "adapter",
         )
         logger.info("exported %s", out)
+        if self._on_export is not None:
+            if self._world.is_main:
+                self._on_export(out, self._progress.step)
+            self._world.barrier(timeout_s=EXPORT_TIMEOUT_S)
 
     def _run_validation(self, *, is_last: bool = False) -> bool:
         """Validate if it is due; False if a stop request interrupted it."""
