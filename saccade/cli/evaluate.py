@@ -49,6 +49,9 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of an answer; by task if not given.")
     ] = None,
+    meteor_jar: Annotated[
+        Path | None, typer.Option(help="meteor-1.5.jar with its data folder: adds METEOR to captioning; needs Java.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of examples, shuffled images, sampling and bootstrap.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Examples asked at once.")] = 64,
@@ -101,7 +104,10 @@ def evaluate(
             )
         results += [_results_folder(other) for other in compare or []]
     else:
-        config = _config(tasks, data, out, limit, images, prompt, max_tokens, temperature, seed, concurrency, name or _name(model))  # fmt: skip
+        config = _config(
+            tasks, data, out, limit=limit, images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed,
+            concurrency=concurrency, meteor_jar=meteor_jar, name=name or _name(model),
+        )  # fmt: skip
         results = _evaluate_all(model, config, compare or [], shuffle_images, open_model, load if efficiency else None)
         _note_contamination(results, model, training_data or [], is_on=contamination)
     comparisons = compare_all(results, seed=seed)
@@ -198,14 +204,12 @@ def _config(
     tasks: str | None,
     data: list[str] | None,
     out: Path | None,
+    *,
     limit: int | None,
     images: Path | None,
     prompts: list[str] | None,
     max_tokens: int | None,
-    temperature: float,
-    seed: int,
-    concurrency: int,
-    name: str,
+    **fields: Any,
 ) -> "EvaluationConfig":
     """The configuration that the options describe."""
     from saccade.evaluate.readers.detect import parse_spec
@@ -230,9 +234,7 @@ def _config(
         )
         for task in names
     ]
-    return EvaluationConfig(
-        out=out, tasks=tuple(configs), name=name, seed=seed, temperature=temperature, concurrency=concurrency
-    )
+    return EvaluationConfig(out=out, tasks=tuple(configs), **fields)
 
 
 def _by_task(values: list[str], names: list[str], option: str, *, every: bool = True) -> dict[str, str]:
