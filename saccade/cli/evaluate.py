@@ -104,12 +104,17 @@ def evaluate(
             )
         results += [_results_folder(other) for other in compare or []]
     else:
+        if training_data:
+            from saccade.evaluate.contamination import check_training_data
+
+            check_training_data(training_data)
         config = _config(
             tasks, data, out, limit=limit, images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed,
             concurrency=concurrency, meteor_jar=meteor_jar, name=name or _name(model),
         )  # fmt: skip
         results = _evaluate_all(model, config, compare or [], shuffle_images, open_model, load if efficiency else None)
         _note_contamination(results, model, training_data or [], is_on=contamination)
+    _make_names_distinct(results)
     comparisons = compare_all(results, seed=seed)
     write_reports(results, comparisons)
     if as_json:
@@ -150,10 +155,15 @@ def _evaluate_all(
         name = _name(other)
         with open_model(other) as model, _progress() as advance:
             results.append(_run(model, replace(config, out=baselines / name.replace("/", "-"), name=name), advance))
-    names = [one.name for one in results]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"models are called {', '.join(names)}; give the first another name: --name NAME")
     return results
+
+
+def _make_names_distinct(results: "list[Results]") -> None:
+    """Models of the same name go by their folder."""
+    names = [one.name for one in results]
+    for one in results:
+        if names.count(one.name) > 1:
+            one.settings["name"] = str(one.folder)
 
 
 def _run(model: "Model", config: "EvaluationConfig", advance: Callable[[str, int, int], None]) -> "Results":

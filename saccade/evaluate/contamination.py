@@ -15,7 +15,7 @@ from saccade.data.curate import find_contamination
 from saccade.data.index import open_index
 from saccade.data.readers.reader import UnusableError, check_image
 from saccade.data.sample import Sample
-from saccade.data.shards import ShardWriter
+from saccade.data.shards import ShardWriter, list_shards
 from saccade.errors import DataError
 from saccade.evaluate.example import Example
 from saccade.evaluate.results import Results
@@ -34,12 +34,18 @@ def check_contamination(results: Results, training: Sequence[str], *, is_asked: 
     skipped = [] if is_asked else [path for path in training if not _is_cheap(path)]
     compared = [path for path in training if path not in skipped]
     for task in results.settings["tasks"]:
-        if "contamination" in scores["tasks"][task]:
+        if scores["tasks"][task].get("contamination", {}).get("training") == compared:
             continue
         examples = [example for example in examples_of(results, task) if example.images]
         found = _shown_in(examples, compared) if examples else {}
         scores["tasks"][task]["contamination"] = _note(results, task, found, compared, skipped)
     results.write_scores({key: value for key, value in scores.items() if key != "version"})
+
+
+def check_training_data(paths: Sequence[str]) -> None:
+    """Refuse training data that does not exist before anything is evaluated."""
+    for path in paths:
+        list_shards(path)
 
 
 def _is_cheap(path: str) -> bool:
@@ -98,7 +104,7 @@ def _note(
 def _text(note: Mapping[str, Any], num_examples: int) -> str:
     more = ""
     if note["not_compared"]:
-        more = f"; not compared, because large: {', '.join(note['not_compared'])} (--training-data compares them)"
+        more = f"; not compared, because missing or large: {', '.join(note['not_compared'])} (--training-data compares them)"
     if not note["training"]:
         return f"training data was not searched for these images{more}"
     if not note["example_ids"]:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from saccade.data.index import ShardIndex
-from saccade.data.sample import images
 from saccade.errors import DataError
 from saccade.evaluate.model import Conversation
 
@@ -44,26 +42,6 @@ class ImageFile:
             return self.path.read_bytes()
         except OSError as error:
             raise DataError(f"{self.path}: {error.strerror}. Check --images") from error
-
-
-@dataclass(frozen=True)
-class ShardImage:
-    """An image of a sample in a shard folder."""
-
-    index: ShardIndex
-    shard: int
-    row: int
-    number: int
-    key: str
-
-    @property
-    def name(self) -> str:
-        """Shard, key and number of the image."""
-        return f"{self.index.shards[self.shard].removesuffix('.tar')}/{self.key}/{self.number}"
-
-    def read(self) -> bytes:
-        """Read the sample from its shard."""
-        return images(self.index.read_sample(self.shard, self.row))[self.number]
 
 
 @dataclass(frozen=True, kw_only=True)

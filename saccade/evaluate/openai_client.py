@@ -52,7 +52,7 @@ class OpenAIModel:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._connections = _Connections(parts, timeout_s)
-        self._limit_name = "max_tokens"
+        self._limit_name, self._can_ignore_eos = "max_tokens", True
         self.url, self.model = url, model or self._first_model()
 
     def describe(self) -> dict[str, Any]:
@@ -123,7 +123,19 @@ class OpenAIModel:
         return vector
 
     def stream(self, conversation: Conversation, decoding: Decoding) -> Iterator[int]:
-        """Yield one for every chunk with text; what the server counts beyond that comes last."""
+        """Yield one for every chunk with text; what the server counts beyond that comes last.
+
+        A server that does not know `ignore_eos` is asked without: answers may then be shorter.
+        """
+        try:
+            yield from self._stream(conversation, decoding)
+        except RequestError as error:
+            if not decoding.ignore_eos or not self._can_ignore_eos or "ignore_eos" not in str(error):
+                raise
+            self._can_ignore_eos = False
+            yield from self._stream(conversation, decoding)
+
+    def _stream(self, conversation: Conversation, decoding: Decoding) -> Iterator[int]:
         body = self._body(conversation, decoding) | {"stream": True, "stream_options": {"include_usage": True}}
         counted, usage = 0, None
         with self._respond("POST", "/chat/completions", body) as response:
@@ -155,7 +167,7 @@ class OpenAIModel:
             "seed": decoding.seed,
             self._limit_name: decoding.max_tokens,
         }
-        return body | ({"ignore_eos": True} if decoding.ignore_eos else {})
+        return body | ({"ignore_eos": True} if decoding.ignore_eos and self._can_ignore_eos else {})
 
     def _complete(self, conversation: Conversation, decoding: Decoding, **options: Any) -> dict[str, Any]:
         try:

@@ -58,7 +58,7 @@ class Results:
             return Results(folder, new)._write_settings()
         old = Results.load(folder).settings
         tasks = {**old["tasks"], **new["tasks"]}
-        changes = _changed({**old, "tasks": {}}, {**new, "tasks": {}})
+        changes = _changed({**old, "tasks": {}, "name": ""}, {**new, "tasks": {}, "name": ""})
         for name in old["tasks"].keys() & new["tasks"].keys():
             changes += [f"{name} {change}" for change in _changed(old["tasks"][name], new["tasks"][name])]
         if changes:
@@ -143,7 +143,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
-    lines = content[: content.rfind(b"\n") + 1].decode("utf-8").splitlines()
+    lines = content[: content.rfind(b"\n") + 1].split(b"\n")  # not splitlines: answers may contain other line breaks
     try:
         return [json.loads(line) for line in lines if line]
     except ValueError as error:

@@ -35,6 +35,8 @@ OnProgress = Callable[[str, int, int], None]
 """Called with the task, the examples done and their number, from any thread."""
 _MAX_GROUPS = 8
 _MAX_FAILURES_SHOWN = 3
+_ADDED = ("contamination",)
+"""What others add to the scores of a task; kept as long as its answers are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +105,11 @@ def evaluate(model: Model, config: EvaluationConfig, *, on_progress: OnProgress 
     results = Results.create(config.out, settings_of(config, model.describe(), prepared))
     scores = results.scores.get("tasks", {})
     for one in prepared:
-        _ask_missing(one, model, results, config.concurrency, on_progress)
+        num_asked = _ask_missing(one, model, results, config.concurrency, on_progress)
         if config.meteor_jar is not None and one.name == "captioning":
             results.replace_records(one.name, add_meteor(results.records(one.name), config.meteor_jar))
-        scores[one.name] = score_task(one, results, config.seed)
+        kept = {} if num_asked else {key: scores[one.name][key] for key in _ADDED if key in scores.get(one.name, {})}
+        scores[one.name] = score_task(one, results, config.seed) | kept
     results.write_scores({**results.scores, "tasks": scores})
     return results
 
@@ -181,8 +184,8 @@ def _check_abilities(prepared: PreparedTask, model: Model) -> None:
 
 def _ask_missing(
     prepared: PreparedTask, model: Model, results: Results, concurrency: int, on_progress: OnProgress | None
-) -> None:
-    """Ask about examples without an answer; those the model refused before are asked again."""
+) -> int:
+    """Ask about examples without an answer; those the model refused before are asked again. Returns how many were asked."""
     wanted = {example.id for example in prepared.examples}
     answered = {record["id"] for record in results.records(prepared.name) if "failure" not in record} & wanted
     missing = [example for example in prepared.examples if example.id not in answered]
@@ -203,6 +206,7 @@ def _ask_missing(
         in_threads(ask, missing, concurrency)
     finally:
         writer.close()
+    return len(missing)
 
 
 def _record(prepared: PreparedTask, model: Model, example: Example) -> dict[str, Any]:

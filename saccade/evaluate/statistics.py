@@ -8,7 +8,7 @@ Examples about the same image are drawn together (cluster bootstrap): their scor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ class Metric:
     higher_is_better: bool = True
     values: Floats | None = None
     """[examples]: the score of each example, where it has one of its own."""
+    is_proportion: bool = False
+    """Whether it is a share of examples, each right or wrong."""
 
     @property
     def value(self) -> float:
@@ -38,13 +40,18 @@ class Metric:
     def subset(self, rows: Sequence[int] | NDArray[np.int64]) -> Metric:
         """The metric of some of the examples."""
         values = None if self.values is None else self.values[rows]
-        return Metric(self.counts[rows], self.combine, self.higher_is_better, values)
+        return Metric(self.counts[rows], self.combine, self.higher_is_better, values, self.is_proportion)
 
 
 def mean_metric(values: Sequence[float] | Floats, *, higher_is_better: bool = True) -> Metric:
     """The mean of one value per example."""
     array = np.asarray(values, dtype=np.float64)
     return Metric(np.stack([array, np.ones_like(array)], axis=1), _ratio, higher_is_better, array)
+
+
+def proportion_metric(values: Sequence[float] | Floats) -> Metric:
+    """The share of examples that are right; 0 to 1 each."""
+    return replace(mean_metric(values), is_proportion=True)
 
 
 def ratio_metric(
@@ -76,7 +83,7 @@ def bootstrap(
     Where all examples are right, or all are wrong, every resample is the same; the exact binomial interval is used instead.
     """
     sums = _cluster_sums(metric.counts, clusters)
-    if metric.values is not None and (np.all(metric.values == 0) or np.all(metric.values == 1)):
+    if metric.is_proportion and metric.value in (0.0, 1.0):
         reach = 1 - 0.025 ** (1 / len(sums))
         return Interval(metric.value, max(0.0, metric.value - reach), min(1.0, metric.value + reach))
     scores = [metric.combine(weights @ sums) for weights in _resamples(len(sums), seed, num_resamples)]

@@ -127,8 +127,9 @@ def decoded(message):
 
 
 @contextmanager
-def served(model, *, responses=(), scores=True, delay_s=0.0, key=None):
-    """A real HTTP server on loopback that asks a model; the first requests get `responses` (status, headers) instead.
+def served(model, *, responses=(), scores=True, unknown=(), delay_s=0.0, key=None):
+    """A real HTTP server on loopback that asks a model; the first requests get `responses` (status, headers) instead,
+    and fields in `unknown` are refused.
 
     Yields its URL and the list of requests it got.
     """
@@ -155,7 +156,9 @@ def served(model, *, responses=(), scores=True, delay_s=0.0, key=None):
                 requests.append(body)
                 early = waiting.pop(0) if waiting else None
             time.sleep(delay_s)
-            if early is not None:
+            if surplus := [name for name in unknown if name in body]:
+                self._send(400, {"error": {"message": f"{surplus[0]} is not a field of this request"}})
+            elif early is not None:
                 self._send(early[0], {"error": {"message": f"status {early[0]}"}}, early[1])
             else:
                 self._answer(body)

@@ -115,6 +115,14 @@ def test_images_of_the_training_data_are_noticed(command, tmp_path):
     assert note["clean_metrics"]["vqa_accuracy"]["value"] == 1.0
 
 
+def test_models_of_the_same_name_go_by_their_folder(command, walls, tmp_path):
+    for name in ("one", "two"):
+        with served(ColourModel()) as (url, _):
+            command("evaluate", url, "--tasks", "vqa", "--data", walls, "-o", tmp_path / name, "--name", "walls")
+    content = json.loads(command("evaluate", tmp_path / "one", "--compare", tmp_path / "two", "--json").out)
+    assert set(content["results"]) == {str(tmp_path / "one"), str(tmp_path / "two")}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -123,6 +131,7 @@ def test_images_of_the_training_data_are_noticed(command, tmp_path):
         (["--tasks", "vqa,pope", "--data", "vqa=x", "-o", "y"], "--data is missing for pope"),
         (["--tasks", "vqa", "--data", "x", "--prompt", "look", "-o", "y"], "--prompt look: write TASK=..."),
         (["--tasks", "vqa", "--data", "nowhere", "-o", "y"], "no such file or folder. Check --data"),
+        (["--tasks", "vqa", "--data", "x", "-o", "y", "--training-data", "nowhere"], "nowhere"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(command, checkpoint, words, message, tmp_path, monkeypatch):

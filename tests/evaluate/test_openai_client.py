@@ -84,6 +84,13 @@ def test_a_connection_that_the_server_closed_is_opened_again():
         assert len(requests) == 2
 
 
+def test_a_server_without_ignore_eos_is_measured_without(no_waiting):
+    load = Load(num_requests=1, concurrency=1, image_side=0, num_words=1, num_output_tokens=3, num_warmup=1)
+    with served(ColourModel(), unknown=("ignore_eos",)) as (url, requests), OpenAIModel(url) as client:
+        assert measure_efficiency(client, load)["num_output_tokens"] == 3
+    assert ["ignore_eos" in request for request in requests] == [True, False, False]
+
+
 @pytest.mark.parametrize("rate", [None, 200.0])
 def test_efficiency_counts_every_token_of_a_stated_load(rate):
     load = Load(num_requests=6, concurrency=3, rate=rate, image_side=32, num_words=4, num_output_tokens=5, num_warmup=1)

@@ -149,6 +149,21 @@ def test_an_interrupted_evaluation_asks_only_what_is_missing(walls, tmp_path):
     assert again.asked.total() == 0
 
 
+def test_answers_with_odd_characters_survive_the_results_folder(walls, tmp_path):
+    odd = "two\u2028lines\x85and\x0ca\ud800half"
+
+    class Odd(ColourModel):
+        def generate(self, conversation, decoding):
+            return replace(super().generate(conversation, decoding), text=odd)
+
+    config = config_of(walls, tmp_path / "out", "vqa")
+    results = evaluate(Odd(), config)
+    assert {record["answer"] for record in results.records("vqa")} == {odd.replace("\ud800", "?")}
+    again = ColourModel()
+    assert evaluate(again, config).records("vqa") == results.records("vqa")
+    assert again.asked.total() == 0
+
+
 def test_refused_examples_are_recorded_count_as_wrong_and_are_asked_again(walls, tmp_path):
     config = config_of(walls, tmp_path / "out", "pope")
     results = evaluate(ColourModel(refuses=("red",)), config)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from saccade.evaluate.metrics.bleu import bleu, bleu_counts
-from saccade.evaluate.statistics import Metric, bootstrap, holm, mean_metric, paired_difference, ratio_metric
+from saccade.evaluate.statistics import (
+    Metric,
+    bootstrap,
+    holm,
+    mean_metric,
+    paired_difference,
+    proportion_metric,
+    ratio_metric,
+)
 
 
 def names(count):
@@ -33,10 +41,10 @@ def test_the_interval_of_a_mean_is_that_of_its_standard_error():
 
 def test_full_marks_have_an_interval_too():
     """The exact binomial one: with 30 of 30 right, the true rate may well be 0.9."""
-    interval = bootstrap(mean_metric(np.ones(30)), names(30))
+    interval = bootstrap(proportion_metric(np.ones(30)), names(30))
     assert (interval.value, interval.high) == (1.0, 1.0)
     assert interval.low == pytest.approx(1 - (1 - 0.025 ** (1 / 30))) == pytest.approx(0.8843, abs=1e-4)
-    assert bootstrap(mean_metric(np.zeros(30)), names(30)).high == pytest.approx(1 - 0.8843, abs=1e-4)
+    assert bootstrap(proportion_metric(np.zeros(30)), names(30)).high == pytest.approx(1 - 0.8843, abs=1e-4)
 
 
 def test_examples_about_one_image_count_as_one_draw():

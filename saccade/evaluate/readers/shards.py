@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from saccade.data.index import ShardIndex, open_index
-from saccade.data.sample import Sample, TextRules, conversations, description, image_names
-from saccade.evaluate.example import Example, ShardImage
+from saccade.data.sample import Sample, TextRules, conversations, description, image_names, images
+from saccade.evaluate.example import Example
 from saccade.evaluate.readers.reader import DataSpec
+
+
+@dataclass(frozen=True)
+class ShardImage:
+    """An image of a sample in a shard folder."""
+
+    index: ShardIndex
+    shard: int
+    row: int
+    number: int
+    key: str
+
+    @property
+    def name(self) -> str:
+        """Shard, key and number of the image."""
+        return f"{self.index.shards[self.shard].removesuffix('.tar')}/{self.key}/{self.number}"
+
+    def read(self) -> bytes:
+        """Read the sample from its shard."""
+        return images(self.index.read_sample(self.shard, self.row))[self.number]
 
 
 def read(_files: Sequence[Path], spec: DataSpec) -> list[Example]:

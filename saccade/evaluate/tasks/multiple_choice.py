@@ -13,7 +13,7 @@ from typing import Any
 
 from saccade.evaluate.example import Example
 from saccade.evaluate.model import Model
-from saccade.evaluate.statistics import Metric, mean_metric
+from saccade.evaluate.statistics import Metric, proportion_metric
 from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
 
 
@@ -44,11 +44,13 @@ class MultipleChoice(Task):
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
         """Accuracy of the letters, and of the likelihoods if all were computed."""
         metrics = {
-            "letter_accuracy": mean_metric([float(_chosen_letter(record) in _right(record)) for record in records])
+            "letter_accuracy": proportion_metric(
+                [float(_chosen_letter(record) in _right(record)) for record in records]
+            )
         }
         if all("logprobs" in record or "failure" in record for record in records):
             for name, is_mean in (("likelihood_accuracy", False), ("normalized_accuracy", True)):
-                metrics[name] = mean_metric(
+                metrics[name] = proportion_metric(
                     [float(_most_likely(record, is_mean) in _right(record)) for record in records]
                 )
         return metrics

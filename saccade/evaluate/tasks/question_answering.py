@@ -10,7 +10,7 @@ from saccade.evaluate.example import Example
 from saccade.evaluate.metrics.text_match import anls, exact_match, relaxed_accuracy
 from saccade.evaluate.metrics.vqa_accuracy import vqa_accuracy
 from saccade.evaluate.model import Model
-from saccade.evaluate.statistics import Metric, mean_metric
+from saccade.evaluate.statistics import Metric, proportion_metric
 from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
 
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
@@ -39,7 +39,7 @@ class QuestionAnswering(Task):
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
         """The metrics of this kind of question."""
         return {
-            name: mean_metric([METRICS[name](answer_of(record), record["references"]) for record in records])
+            name: proportion_metric([METRICS[name](answer_of(record), record["references"]) for record in records])
             for name in self._metrics
         }
 

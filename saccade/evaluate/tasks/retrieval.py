@@ -14,7 +14,7 @@ import numpy as np
 
 from saccade.evaluate.example import Example
 from saccade.evaluate.model import Model
-from saccade.evaluate.statistics import Floats, Metric, mean_metric
+from saccade.evaluate.statistics import Floats, Metric, proportion_metric
 from saccade.evaluate.tasks.task import Asking, Record, Task
 
 _RANKS = (1, 5, 10)
@@ -57,7 +57,7 @@ class Retrieval(Task):
         metrics = {}
         for direction, ranks in (("image_to_text", _ranks(images)), ("text_to_image", _ranks(texts.T))):
             for limit in _RANKS:
-                metrics[f"{direction}_recall@{limit}"] = mean_metric((ranks < limit).astype(np.float64))
+                metrics[f"{direction}_recall@{limit}"] = proportion_metric((ranks < limit).astype(np.float64))
         return metrics
 
     def notes(self, records: Sequence[Record]) -> list[str]:

@@ -69,7 +69,7 @@ def generate_answer(model: Model, example: Example, asking: Asking, prompt: str 
     answer = model.generate(example.conversation(text), asking.decoding)
     return {
         "prompt": text,
-        "answer": answer.text.strip(),
+        "answer": answer.text.encode(errors="replace").decode().strip(),  # a server may send half a surrogate pair
         "num_prompt_tokens": answer.num_prompt_tokens,
         "num_tokens": answer.num_tokens,
         "finish_reason": answer.finish_reason,

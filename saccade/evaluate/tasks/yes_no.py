@@ -13,7 +13,7 @@ import numpy as np
 from saccade.evaluate.example import Example
 from saccade.evaluate.metrics.yes_no import is_yes
 from saccade.evaluate.model import Model
-from saccade.evaluate.statistics import Floats, Metric, mean_metric, ratio_metric
+from saccade.evaluate.statistics import Floats, Metric, proportion_metric, ratio_metric
 from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
 
 _ANSWERS = {"yes": True, "true": True, "no": False, "false": False}
@@ -42,11 +42,11 @@ class YesNo(Task):
         true_positive, false_positive, false_negative = truth & said, ~truth & said, truth & ~said
         counts = np.stack([true_positive, false_positive, false_negative], axis=1).astype(np.float64)
         return {
-            "accuracy": mean_metric(right.astype(np.float64)),
+            "accuracy": proportion_metric(right.astype(np.float64)),
             "f1": Metric(counts, _f1),
             "precision": ratio_metric(true_positive.tolist(), said.tolist()),
             "recall": ratio_metric(true_positive.tolist(), truth.tolist()),
-            "yes_rate": mean_metric(said.astype(np.float64)),
+            "yes_rate": proportion_metric(said.astype(np.float64)),
         }
 
 
