@@ -15,6 +15,7 @@ const STAGES = [
   ["Whole request", "vllm:e2e_request_latency_seconds"],
 ];
 
+const count = (value) => (Number.isInteger(value) ? String(value) : value.toFixed(1));
 const whole = (value) => Math.round(value).toLocaleString("en");
 const compact = (value) => (value >= 1000 ? `${(value / 1000).toFixed(1)}k` : value >= 10 || value === 0 ? value.toFixed(0) : value.toFixed(1));
 const percent = (value) => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
@@ -37,13 +38,13 @@ export function showStatus(isShown) {
 
 function makeCharts() {
   const made = [
-    new Chart({ title: "Load", series: ["Running", "Waiting"], format: compact, least: 4 }),
+    new Chart({ title: "Load", series: ["Running", "Waiting"], format: count, least: 4 }),
     new Chart({ title: "Tokens per second", series: ["Output", "Prompt"], format: compact, least: 10 }),
     new Chart({ title: "Time to first token", series: ["p50", "p95"], format: time, least: 0.05 }),
     new Chart({ title: "Time between tokens", series: ["p50", "p95"], format: time, least: 0.01 }),
     new Chart({ title: "Cache hits", series: ["Prefix", "Encoder", "Images"], format: percent }),
     new Chart({ title: "KV cache in use", series: ["Pages"], format: percent }),
-    new Chart({ title: "Memory", series: ["Processes", "Image cache"], format: bytes, least: 2 ** 28, unit: 2 ** 30 }),
+    new Chart({ title: "Memory", series: ["Processes", "Images"], format: bytes, least: 2 ** 28, unit: 2 ** 30 }),
   ];
   find("charts").prepend(...made.map(({ node }) => node));
   return made;

@@ -1,0 +1,110 @@
+"""Spans of requests, in memory and over OTLP."""
+
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from saccade.errors import ConfigError
+from saccade.serve.record import RequestRecord
+from saccade.serve.tracing import RequestTracer, otlp_provider
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def record_of(**fields):
+    now = time.perf_counter()
+    common = {
+        "id": "req-1", "route": "/v1/chat/completions", "arrived_at": now - 1, "ended_at": now, "status": 200, "ending": "stop",
+        "num_completions": 1, "max_tokens": 64, "num_images": 1, "num_prompt_tokens": 30, "num_cached_tokens": 16,
+        "num_output_tokens": 9, "preprocess_s": 0.1, "first_token_s": 0.4, "decode_s": 0.5,
+    }  # fmt: skip
+    return RequestRecord(**common | fields)
+
+
+def spans_of(record):
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    RequestTracer("tiny", provider).observe(record)
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def seconds(span):
+    return (span.end_time - span.start_time) / 1e9
+
+
+def test_a_request_is_a_span_with_its_stages_inside():
+    spans = spans_of(record_of())
+    request = spans.pop("chat tiny")
+    assert seconds(request) == pytest.approx(1, abs=1e-3)
+    assert abs(request.end_time / 1e9 - time.time()) < 10
+    assert {name: pytest.approx(seconds(span), abs=1e-3) for name, span in spans.items()} == {
+        "preprocess": 0.1,
+        "prefill": 0.3,
+        "decode": 0.5,
+    }
+    for span in spans.values():
+        assert span.parent.span_id == request.context.span_id
+        assert request.start_time <= span.start_time <= span.end_time <= request.end_time
+
+
+def test_attributes_have_the_names_of_the_conventions_for_generative_models():
+    attributes = spans_of(record_of())["chat tiny"].attributes
+    expected = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.request.max_tokens": 64,
+        "gen_ai.usage.input_tokens": 30,
+        "gen_ai.usage.output_tokens": 9,
+        "gen_ai.response.id": "req-1",
+        "gen_ai.response.finish_reasons": ("stop",),
+        "gen_ai.latency.time_to_first_token": 0.4,
+    }
+    assert {name: attributes[name] for name in expected} == expected
+
+
+def test_a_request_continues_the_trace_of_its_client_and_a_malformed_one_starts_its_own():
+    request = spans_of(record_of(traceparent=PARENT))["chat tiny"]
+    assert f"{request.context.trace_id:032x}" == PARENT.split("-")[1]
+    assert f"{request.parent.span_id:016x}" == PARENT.split("-")[2]
+    assert spans_of(record_of(traceparent="00-nonsense"))["chat tiny"].parent is None
+
+
+def test_a_refused_request_is_an_error_without_stages():
+    spans = spans_of(record_of(status=429, error_code="overloaded", ending="", preprocess_s=None, first_token_s=None))
+    [request] = spans.values()
+    assert request.attributes["error.type"] == "overloaded"
+    assert not request.status.is_ok
+
+
+def test_spans_reach_a_collector_over_http():
+    received = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        tracer = RequestTracer("tiny", otlp_provider(f"http://127.0.0.1:{collector.server_port}/v1/traces"))
+        tracer.observe(record_of())
+        tracer.close()
+        collector.shutdown()
+    [scope] = ExportTraceServiceRequest.FromString(received[0]).resource_spans[0].scope_spans
+    assert {span.name for span in scope.spans} == {"chat tiny", "preprocess", "prefill", "decode"}
+
+
+def test_an_endpoint_that_is_no_url_is_refused():
+    with pytest.raises(ConfigError, match="use a URL such as"):
+        otlp_provider("collector:4318")
