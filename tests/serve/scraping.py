@@ -1,8 +1,10 @@
 """Read a metrics page with Prometheus' own parser."""
 
+import time
 from collections import defaultdict
 
 from prometheus_client.parser import text_string_to_metric_families
+from serve.running import TIMEOUT_S
 
 
 class Metrics:
@@ -43,6 +45,15 @@ class _Growth:
     def __getitem__(self, key):
         name = key if isinstance(key, str) else key[0]
         return self._after[key] - (self._before[key] if name in self._before.names else 0)
+
+
+def wait_for_growth(server, before, key, amount):
+    """A request is counted when its last byte has been sent, which its reader may see first."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while (grown := (scrape(server) - before)[key]) < amount:
+        assert time.monotonic() < deadline, f"{key} grew by {grown}, not {amount}"
+        time.sleep(0.02)
+    assert grown == amount
 
 
 def scrape(server):

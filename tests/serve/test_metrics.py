@@ -1,7 +1,7 @@
 """`/metrics`: the names that dashboards know, and counters that add up."""
 
 from serve.running import image_part
-from serve.scraping import scrape
+from serve.scraping import scrape, wait_for_growth
 
 from saccade.engine.core import Statistics
 from saccade.serve.metrics import _Totals
@@ -32,6 +32,7 @@ def test_counters_grow_by_what_the_responses_say(server):
     plain = server.chat("a text of its own", ignore_eos=True).json()["usage"]
     chunks = server.chunks(image, ignore_eos=True, stream_options={"include_usage": True})
     again = server.chat(image, ignore_eos=True).json()["usage"]
+    wait_for_growth(server, before, "vllm:e2e_request_latency_seconds_count", 3)
     grown = scrape(server) - before
     usages = [plain, chunks[-1]["usage"], again]
     assert grown["vllm:request_success_total", "finished_reason=length"] == 3
@@ -53,7 +54,9 @@ def test_counters_grow_by_what_the_responses_say(server):
 
 
 def test_an_idle_server_has_no_request_and_no_page_in_use(server):
+    before = scrape(server)
     server.chat()
+    wait_for_growth(server, before, "vllm:request_success_total", 1)
     metrics = scrape(server)
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         assert metrics[name] == 0
@@ -69,6 +72,7 @@ def test_refused_requests_are_counted_by_code_and_paths_of_clients_do_not_become
     server.http.get("/made-up-1")
     server.http.get("/made-up-2")
     server.http.request("PROPFIND", "/v1/models")
+    wait_for_growth(server, before, ("http_requests_total", "method=other"), 1)
     after = scrape(server)
     grown = after - before
     assert grown["saccade:request_errors_total", "code=unknown_parameter"] == 1
