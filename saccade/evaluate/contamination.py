@@ -33,12 +33,18 @@ def check_contamination(results: Results, training: Sequence[str], *, is_asked: 
     scores = results.scores
     skipped = [] if is_asked else [path for path in training if not _is_cheap(path)]
     compared = [path for path in training if path not in skipped]
-    for task in results.settings["tasks"]:
-        if scores["tasks"][task].get("contamination", {}).get("training") == compared:
-            continue
-        examples = [example for example in examples_of(results, task) if example.images]
-        found = _shown_in(examples, compared) if examples else {}
-        scores["tasks"][task]["contamination"] = _note(results, task, found, compared, skipped)
+    tasks = [
+        task
+        for task in results.settings["tasks"]
+        if scores["tasks"][task].get("contamination", {}).get("training") != compared
+    ]
+    by_data: dict[str, list[str]] = {}
+    for task in tasks:
+        by_data.setdefault(results.settings["tasks"][task]["data"], []).append(task)
+    for same in by_data.values():  # tasks on the same data share their images
+        found = _shown_in([example for task in same for example in examples_of(results, task)], compared)
+        for task in same:
+            scores["tasks"][task]["contamination"] = _note(results, task, found, compared, skipped)
     results.write_scores({key: value for key, value in scores.items() if key != "version"})
 
 
@@ -62,6 +68,8 @@ def _shown_in(examples: Sequence[Example], training: Sequence[str]) -> dict[str,
     images = {image.name: image for example in examples for image in example.images}
     names = {f"{number:08d}": name for number, name in enumerate(sorted(images))}
     found: dict[str, bool] = {}
+    if not images or not training:
+        return found
     with TemporaryDirectory() as folder:
         shards = Path(folder) / "evaluation"
         with ShardWriter(shards, max_samples=5000) as writer:
@@ -110,7 +118,14 @@ def _text(note: Mapping[str, Any], num_examples: int) -> str:
     if not note["example_ids"]:
         return f"none of its images is in the training data{more}"
     scores = ", ".join(f"{name} {score['value']:.3f}" for name, score in list(note["clean_metrics"].items())[:3])
+    without = f"; without them: {scores}" if scores else ""
+    num_seen, num_exact = len(note["example_ids"]), note["num_exact"]
+    if num_exact == 0 and num_seen > num_examples / 2:
+        return (
+            f"{num_seen} of {num_examples} examples show an image that looks like one of the training data, none the same file: "
+            f"rendered images look alike to this search{without}{more}"
+        )
     return (
-        f"possible contamination: {len(note['example_ids'])} of {num_examples} examples show an image of the training data, "
-        f"{note['num_exact']} of them the same file{f'; without them: {scores}' if scores else ''}{more}"
+        f"possible contamination: {num_seen} of {num_examples} examples show an image of the training data, {num_exact} of them "
+        f"the same file{without}{more}"
     )
