@@ -49,6 +49,8 @@ _STACK_BYTES = 2**28
 _CHECK_STACK_BYTES = _STACK_BYTES * 7 // 8
 _CHECK_MEMORY_BYTES = 2**32
 """Address space of a checking process."""
+_CHECK_NICENESS = 10
+"""A hostile grammar may take a core for seconds; running requests come first."""
 _CHECK_CPU_S = 3600
 """CPU time of a checking process; then it is replaced."""
 _OWN_LEXER_S = 0.02
@@ -194,6 +196,7 @@ def _make_checker(config: dict[str, Any]) -> tuple[Callable[[socket.socket], Non
 def _check_grammars(vocabulary: _Vocabulary, connection: socket.socket) -> None:
     """Compile one grammar after another and reply whether that worked."""
     resource.setrlimit(resource.RLIMIT_AS, (_CHECK_MEMORY_BYTES, _CHECK_MEMORY_BYTES))
+    os.nice(_CHECK_NICENESS)
     seal(ResourceLimits(memory_bytes=_CHECK_MEMORY_BYTES, file_bytes=0, cpu_s=_CHECK_CPU_S))
     while (request := receive(connection)) is not None:
         with ThreadPoolExecutor(1) as executor:

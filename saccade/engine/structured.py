@@ -46,6 +46,8 @@ class StructuredOutput:
             raise ConfigError(f"json_object is {reprlib.repr(self.json_object)}; use true")
         if self.regex is not None:
             _check_text("regex", self.regex, MAX_REGEX_BYTES)
+            if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
+                raise ConfigError("regex ends with a backslash that escapes nothing. Write it twice, or remove it")
         if self.grammar is not None:
             _check_text("grammar", self.grammar, MAX_GRAMMAR_BYTES)
         if self.choice is not None:

@@ -50,6 +50,9 @@ _TRANSPOSES = {
     8: Image.Transpose.ROTATE_90,
 }
 """By EXIF orientation. (Pillow's `exif_transpose` rewrites the EXIF, which fails on a damaged tag.)"""
+_START_OF_SCAN = b"\xff\xda"
+_USUAL_SCANS = 10
+"""Scans of a progressive JPEG as libjpeg writes it."""
 _PNG_START = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
 
 
@@ -217,6 +220,7 @@ def load_image(source: ImageSource, limits: MediaLimits, budget: MediaBudget | N
     budget.add_bytes(len(data))
     image = _open_header(data, limits)
     budget.add_pixels(image.size)
+    _check_scans(image, data, limits)
     return _decode(image, data)
 
 
@@ -314,6 +318,17 @@ def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
         ratio = max(size) / min(size)
         raise ImageError(
             f"the image is {width}x{height} pixels, an aspect ratio of {ratio:.0f} over the limit of {limits.max_aspect_ratio:.0f}. Crop it first"
+        )
+
+
+def _check_scans(image: Image.Image, data: bytes, limits: MediaLimits) -> None:
+    """Refuse a progressive JPEG with so many scans, each a pass over all pixels, that decoding it would take minutes."""
+    if image.format not in ("JPEG", "MPO"):
+        return
+    num_scans = data.count(_START_OF_SCAN)
+    if num_scans > _USUAL_SCANS and num_scans * image.width * image.height > _USUAL_SCANS * limits.max_pixels:
+        raise ImageError(
+            f"the JPEG of {image.width}x{image.height} pixels has {num_scans} scans; {_USUAL_SCANS} are usual. Save it again as a baseline JPEG"
         )
 
 

@@ -26,7 +26,14 @@ PUBLIC_PATHS = {"/health", "/ready", "/openapi.json", *page.PATHS}
 
 def create_app(service: Service, keys: KeyRing | None) -> Gate:
     """The public application behind its gate."""
-    app = FastAPI(title="Saccade", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app = FastAPI(
+        title="Saccade",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        redirect_slashes=False,
+    )
     for route in (health, models, chat, completions, responses, tokenize, metrics):
         app.include_router(route.router(service))
     app.include_router(page.router())

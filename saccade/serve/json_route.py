@@ -11,6 +11,11 @@ from fastapi.routing import APIRoute
 
 from saccade.serve.errors import ApiError, bad_request
 
+_MAX_VALUES = 2**21
+"""Values of a body; each may take 100 times its size in memory."""
+_MAX_FIELDS = 10_000
+"""Fields of one object: an error is made for each that is unknown."""
+
 
 class JsonRoute(APIRoute):
     """A route whose body is parsed by `parse_json`."""
@@ -39,7 +44,9 @@ class _JsonRequest(Request):
 
 
 def parse_json(body: bytes, *, max_depth: int) -> Any:
-    """Parse JSON. Refused: NaN and infinities, invalid UTF-8, lone surrogates, deep nesting."""
+    """Parse JSON. Refused: NaN and infinities, invalid UTF-8, lone surrogates, deep nesting, more values than any request has."""
+    if sum(body.count(mark) for mark in (b"[", b"{", b",")) > _MAX_VALUES:
+        raise bad_request(f"the body has more than {_MAX_VALUES} values", code="invalid_json")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -54,5 +61,7 @@ def parse_json(body: bytes, *, max_depth: int) -> Any:
 
 def _children(node: Any) -> Any:
     if isinstance(node, dict):
+        if len(node) > _MAX_FIELDS:
+            raise bad_request(f"the body has an object of more than {_MAX_FIELDS} fields", code="invalid_json")
         return [child for child in node.values() if isinstance(child, dict | list)]
     return [child for child in node if isinstance(child, dict | list)] if isinstance(node, list) else ()

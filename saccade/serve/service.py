@@ -58,11 +58,18 @@ def estimated_tokens(text: str) -> int:
     return len(text) // _BYTES_PER_TOKEN + 1
 
 
+def check_length(num_characters: int, max_length: int) -> None:
+    """Refuse a text that cannot fit before time is spent on its tokens."""
+    if num_characters > max_length * _MAX_CHARACTERS_PER_TOKEN:
+        raise bad_request(
+            f"the prompt has about {num_characters} characters; prompt and output together may have {max_length} tokens",
+            code="context_length_exceeded",
+        )
+
+
 def encode_text(service: Service, text: str) -> list[int]:
     """Tokens of a text, which cannot fit if it is very long: that would take time for nothing. Call it outside the event loop."""
-    max_length = service.supervisor.engine.max_length
-    if len(text) > max_length * _MAX_CHARACTERS_PER_TOKEN:
-        raise bad_request(f"the prompt has {len(text)} characters; prompt and output may have {max_length} tokens")
+    check_length(len(text), service.supervisor.engine.max_length)
     try:
         return service.processor.tokenizer.encode_text(text)
     except UserError as error:
@@ -185,6 +192,8 @@ class Service:
     ) -> Generation:
         """Admit a request and hand it to the engine; each prompt gets a completion per sampling."""
         engine, record, key = self.supervisor.engine, request.state.record, request.state.key
+        for prompt in prompts:
+            check_length(prompt.num_tokens * _BYTES_PER_TOKEN, engine.max_length)
         demand = self._demand(prompts, samplings)
         ticket, num_charged = self._admit(demand, key)
         record.is_streamed, record.max_tokens = streams, demand.max_tokens

@@ -624,3 +624,13 @@ def test_flipped_bits_raise_an_image_error_or_nothing(victim):
             assert load_image(bytes(data), LIMITS).shape[2] == 3
         except ImageError:
             continue
+
+
+def test_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded():
+    file = io.BytesIO()
+    Image.new("L", (4000, 4000)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    assert load_image(data, MediaLimits()).shape == (4000, 4000, 3)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    with pytest.raises(ImageError, match="4000x4000 pixels has 46 scans; 10 are usual"):
+        load_image(data[:-2] + 40 * scan + b"\xff\xd9", MediaLimits())

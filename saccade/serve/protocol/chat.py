@@ -9,7 +9,7 @@ from pydantic import Field
 from saccade.engine.request import MAX_LOGPROBS
 from saccade.processor.conversation import MAX_FPS, MIN_FPS
 from saccade.processor.tools import MAX_TOOLS
-from saccade.serve.protocol.common import UNSUPPORTED, JsonObject, SamplingFields, Usage, Wire
+from saccade.serve.protocol.common import UNSUPPORTED, Items, JsonObject, SamplingFields, Usage, Wire
 
 Fps = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS)]
 
@@ -64,14 +64,14 @@ class VideoFramesPart(Wire):
 
     type: Literal["video"]
     """video"""
-    video: Annotated[list[str], Field(min_length=1)]
+    video: Annotated[Items[str], Field(min_length=1)]
     """Frames as data URLs of images, all of one size."""
     fps: Fps | None = None
     """Frames per second they were taken at. Default 2."""
 
 
 ContentPart = Annotated[TextPart | ImagePart | VideoUrlPart | VideoFramesPart, Field(discriminator="type")]
-TextContent = str | list[TextPart]
+TextContent = str | Items[TextPart]
 
 
 class SystemMessage(Wire):
@@ -90,7 +90,7 @@ class UserMessage(Wire):
 
     role: Literal["user"]
     """user"""
-    content: str | list[ContentPart]
+    content: str | Items[ContentPart]
     """Text, or a list of text, images and videos."""
     name: None = None
     """Not supported."""
@@ -123,7 +123,7 @@ class AssistantMessage(Wire):
     """assistant"""
     content: TextContent | None = None
     """The text. May be null if there are tool calls."""
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[Items[ToolCall], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     """Calls of tools."""
     name: None = None
     """Not supported."""
@@ -233,7 +233,7 @@ class ChatRequest(SamplingFields):
 
     model: str
     """Name of the served model, as `/v1/models` lists it."""
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     """The conversation."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Maximum output tokens. Default: what the context has room for."""
@@ -249,13 +249,13 @@ class ChatRequest(SamplingFields):
     """Continue a final assistant message instead of answering it."""
     add_generation_prompt: bool | None = None
     """Must be the opposite of continue_final_message, if given."""
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     """Output is text."""
     store: Literal[False] | None = None
     """Nothing is stored."""
     service_tier: Literal["auto", "default"] | None = None
     """There is one tier."""
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     """Whether it may, must or must not call them. Default auto."""

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from saccade.engine.request import MAX_COMPLETIONS, MAX_LOGPROBS
 from saccade.serve.protocol.chat import ResponseFormat
-from saccade.serve.protocol.common import SamplingFields, TokenId, Usage, Wire
+from saccade.serve.protocol.common import Items, SamplingFields, TokenId, Usage, Wire
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -21,9 +21,9 @@ class CompletionRequest(SamplingFields):
     """Name of the served model, as `/v1/models` lists it."""
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_COMPLETIONS)]
+        | Annotated[Items[Text], Field(min_length=1, max_length=MAX_COMPLETIONS)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_COMPLETIONS)]
+        | Annotated[Items[TokenIds], Field(min_length=1, max_length=MAX_COMPLETIONS)]
     )
     """Text, token ids, or a list of either. Text is continued as it is, without a chat template; it never becomes control tokens."""
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

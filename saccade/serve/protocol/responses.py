@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from saccade.serve.protocol.chat import JsonObjectFormat, TextFormat
-from saccade.serve.protocol.common import UNSUPPORTED, JsonObject, Wire
+from saccade.serve.protocol.common import UNSUPPORTED, Items, JsonObject, Wire
 
 
 class InputText(Wire):
@@ -52,7 +52,7 @@ class InputMessage(Wire):
     """message"""
     role: Literal["user", "system", "developer"]
     """Who wrote it."""
-    content: str | list[Annotated[InputText | InputImage, Field(discriminator="type")]]
+    content: str | Items[Annotated[InputText | InputImage, Field(discriminator="type")]]
     """Text, or a list of text and images."""
 
 
@@ -63,7 +63,7 @@ class EarlierAnswer(Wire):
     """message"""
     role: Literal["assistant"]
     """assistant"""
-    content: str | list[OutputText]
+    content: str | Items[OutputText]
     """The text."""
     id: str | None = None
     """Of the earlier answer."""
@@ -103,7 +103,8 @@ class ResponsesRequest(Wire):
     model: str
     """Name of the served model, as `/v1/models` lists it."""
     input: (
-        str | Annotated[list[Annotated[InputMessage | EarlierAnswer, Field(discriminator="role")]], Field(min_length=1)]
+        str
+        | Annotated[Items[Annotated[InputMessage | EarlierAnswer, Field(discriminator="role")]], Field(min_length=1)]
     )
     """Text of the user, or the conversation."""
     instructions: str | None = None

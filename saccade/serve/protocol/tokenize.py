@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from saccade.serve.protocol.chat import Message
-from saccade.serve.protocol.common import TokenId, Wire
+from saccade.serve.protocol.common import Items, TokenId, Wire
 
 
 class TokenizeTextRequest(Wire):
@@ -24,7 +24,7 @@ class TokenizeChatRequest(Wire):
 
     model: str | None = None
     """Name of the served model."""
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     """The conversation."""
 
 
@@ -44,7 +44,7 @@ class DetokenizeRequest(Wire):
 
     model: str | None = None
     """Name of the served model."""
-    tokens: Annotated[list[TokenId], Field(max_length=2**20)]
+    tokens: Annotated[Items[TokenId], Field(max_length=2**20)]
     """Their ids."""
 
 
