@@ -100,6 +100,17 @@ class Admission:
         self._tokens_per_image = 512.0
         self._endings: deque[tuple[float, int]] = deque()
 
+    @property
+    def usage(self) -> dict[Bound, float]:
+        """How much of each bound is in use, from 0 to 1. Of `wait`, which depends on the time, nothing is known here."""
+        limits = self.limits
+        return {
+            "queue": self.num_completions / (limits.max_running + limits.max_queued),
+            "kv_cache": self.num_pages / limits.max_pages,
+            "encoder": self.num_image_tokens / limits.max_image_tokens,
+            "media": self.num_media_bytes / limits.max_media_bytes,
+        }
+
     # -------------------------------------------------------------- decide
 
     def refusal(self, demand: Demand, now: float) -> Refusal | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from saccade.engine.core import Statistics
     from saccade.engine.engine import Engine
     from saccade.engine.preprocessing import PreprocessingStatistics
+    from saccade.serve.admission import Admission
     from saccade.serve.record import RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -71,7 +72,7 @@ class EngineSource(Protocol):
 class ServerMetrics:
     """All metrics of one server. Requests are observed in the event loop; any thread may render."""
 
-    def __init__(self, model_name: str, source: EngineSource) -> None:
+    def __init__(self, model_name: str, source: EngineSource, admission: Callable[[], Admission | None]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the page; nothing reads them
         self._registry = CollectorRegistry()
         self._requests = _RequestMetrics(self._registry, model_name)
@@ -82,6 +83,7 @@ class ServerMetrics:
             registry=self._registry,
         )
         ProcessCollector(registry=self._registry)
+        self._registry.register(_AdmissionCollector(admission))
         self._registry.register(_EngineCollector(model_name, source))
 
     def observe(self, record: RequestRecord) -> None:
@@ -205,7 +207,32 @@ def _histogram_family(name: str, documentation: str, times: TimeHistogram, model
     return family
 
 
-# ------------------------------------------------------------------ engine, read at each scrape
+# ------------------------------------------------------------------ admission and engine, read at each scrape
+
+
+class _AdmissionCollector(Collector):
+    """How full the server is, and what it refused for that."""
+
+    def __init__(self, admission: Callable[[], Admission | None]) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        """Nothing before the engine is loaded."""
+        admission = self._admission()
+        if admission is None:
+            return
+        usage = GaugeMetricFamily(
+            "saccade:admission_usage", "How much of each bound on open requests is in use, 0 to 1.", labels=["bound"]
+        )
+        refused = CounterMetricFamily(
+            "saccade:admission_refusals", "Requests refused with 429 because a bound was reached.", labels=["bound"]
+        )
+        for bound, share in admission.usage.items():
+            usage.add_metric([bound], share)
+        for bound, count in admission.num_refused.items():
+            refused.add_metric([bound], count)
+        yield usage
+        yield refused
 
 
 class _EngineCollector(Collector):

@@ -106,7 +106,7 @@ class Service:
     """Made when the engine is loaded."""
 
     def __post_init__(self) -> None:
-        self.metrics = ServerMetrics(self.model_name, self.supervisor)
+        self.metrics = ServerMetrics(self.model_name, self.supervisor, lambda: self._admission)
         self.observers.append(self.metrics.observe)
 
     @property

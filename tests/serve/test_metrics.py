@@ -61,6 +61,10 @@ def test_an_idle_server_has_no_request_and_no_page_in_use(server):
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         assert metrics[name] == 0
     assert sum(value for _, value in metrics.samples_of("saccade:requests_by_stage")) == 0
+    assert {labels["bound"]: share for labels, share in metrics.samples_of("saccade:admission_usage")} == {
+        "queue": 0, "kv_cache": 0, "encoder": 0, "media": 0
+    }  # fmt: skip
+    assert metrics["saccade:admission_refusals_total"] == 0
     assert metrics["saccade:server_state", "state=ready"] == 1
     for process in ("front", "core", "workers"):
         assert metrics["saccade:process_resident_memory_bytes", f"process={process}"] > 10**7
