@@ -89,7 +89,7 @@ def _task_section(task: str, results: Sequence[Results], comparisons: Mapping[st
     ours = results[0]
     scores, records = ours.scores["tasks"][task], ours.records(task)
     others = {one.name: {record["id"]: record for record in one.records(task)} for one in results[1:]}
-    shown = _choose(records)
+    shown = _choose(records, scores["metrics"])
     changes = {name: _choose_changes(found.changes.get(task, ())) for name, found in comparisons.items()}
     ids = {record["id"] for record in shown} | {change.id for some in changes.values() for change in some}
     images = _thumbnails(ours, task, ids)
@@ -155,10 +155,15 @@ def _settings(results: Sequence[Results]) -> str:
 # ------------------------------------------------------------------ examples
 
 
-def _choose(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The worst examples, then some spread over the rest."""
+def _choose(records: Sequence[dict[str, Any]], metrics: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Examples spread over the data, then the worst ones."""
+
+    def goodness(record: Mapping[str, Any]) -> float:
+        name, value = next(iter(record.get("scores", {}).items()), ("", 0.0))
+        return value if metrics.get(name, {}).get("higher_is_better", True) else -value
+
     scored = [record for record in records if record.get("scores") or "answer" in record]
-    worst = sorted(scored, key=lambda record: next(iter(record.get("scores", {}).values()), 0.0))[: NUM_EXAMPLES // 2]
+    worst = sorted(scored, key=goodness)[: NUM_EXAMPLES // 2]
     rest = [record for record in scored if record not in worst]
     step = max(1, len(rest) // max(1, NUM_EXAMPLES - len(worst)))
     return (rest[::step][: NUM_EXAMPLES - len(worst)]) + worst
@@ -234,11 +239,11 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { fo
 .warning { border-left: 3px solid var(--bad); padding-left: .7rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; } th { text-align: left; color: var(--soft); font-weight: 500; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem 1.2rem .25rem 0; vertical-align: top; white-space: nowrap; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1rem; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .8rem; } figcaption { font-weight: 600; }
 svg { width: 100%; } svg text { fill: var(--soft); font-size: 12px; } .label { text-anchor: end; } .tick { text-anchor: middle; }
 .axis { stroke: var(--line); } .bar { stroke-width: 3; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(240px, 1fr)); gap: 1rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(240px, 100%), 1fr)); gap: 1rem; }
 article { border: 1px solid var(--line); border-radius: 6px; padding: .7rem; overflow-wrap: anywhere; } article img { max-width: 100%; border-radius: 4px; }
 dl { margin: .4rem 0 0; } dt { color: var(--soft); font-size: .85em; } dd { margin: 0 0 .35rem; } article p { margin: 0; font-size: .85em; }
 pre { overflow-x: auto; }
