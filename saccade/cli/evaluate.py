@@ -97,7 +97,7 @@ def evaluate(
         return _open_model(target, served_model, api_key, str(device), dtype)
 
     if Results.is_results(Path(model)):
-        results = [Results.load(Path(model))]
+        results = [_results_folder(model)]
         if tasks or data or shuffle_images or efficiency:
             raise ConfigError(
                 f"{model} has results already. To evaluate more tasks, give the checkpoint and -o {model}"
@@ -141,6 +141,7 @@ def _evaluate_all(
     from saccade.evaluate.results import Results
 
     baselines = config.out / "baselines"
+    compared = [_results_folder(other) if Results.is_results(Path(other)) else open_model(other) for other in others]
     with open_model(target) as model, _progress() as advance:
         results = [_run(model, config, advance)]
         if load is not None:
@@ -148,12 +149,12 @@ def _evaluate_all(
         if shuffle_images:
             shuffled = replace(config, out=baselines / SHUFFLED, name=SHUFFLED, shuffle_images=True)
             results.append(_run(model, shuffled, advance))
-    for other in others:
-        if Results.is_results(Path(other)):
-            results.append(Results.load(Path(other)))
+    for other, found in zip(others, compared, strict=True):
+        if isinstance(found, Results):
+            results.append(found)
             continue
         name = _name(other)
-        with open_model(other) as model, _progress() as advance:
+        with found as model, _progress() as advance:
             results.append(_run(model, replace(config, out=baselines / name.replace("/", "-"), name=name), advance))
     return results
 
@@ -264,9 +265,13 @@ def _by_task(values: list[str], names: list[str], option: str, *, every: bool = 
 
 
 def _results_folder(path: str) -> "Results":
+    """The results of a finished evaluation."""
     from saccade.evaluate.results import Results
 
-    return Results.load(Path(path))
+    results = Results.load(Path(path))
+    if not results.scores:
+        raise ConfigError(f"{path}: its evaluation is not finished. Run the command that began it again")
+    return results
 
 
 def _is_url(target: str) -> bool:

@@ -142,6 +142,16 @@ def test_wrong_options_are_refused_in_one_line(command, checkpoint, words, messa
     assert "Traceback" not in ended.err
 
 
+def test_a_model_to_compare_with_is_checked_before_anything_is_asked(command, walls, tmp_path):
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "settings.json").write_text('{"version": 1, "name": "x", "tasks": {}}')
+    with served(ColourModel()) as (url, requests):
+        words = ["evaluate", url, "--tasks", "vqa", "--data", walls, "-o", tmp_path / "out", "--compare"]
+        assert "no checkpoint folder" in command(*words, tmp_path / "nothing").err
+        assert "its evaluation is not finished" in command(*words, tmp_path / "unfinished").err
+    assert requests == []
+
+
 def test_something_that_is_no_model_is_refused(command, walls, tmp_path):
     ended = command("evaluate", tmp_path / "nothing", "--tasks", "vqa", "--data", walls, "-o", tmp_path / "out")
     assert ended.status == 2
