@@ -122,7 +122,7 @@ def evaluate(
         return
     from rich.console import Console
 
-    console = Console(width=None if Console().is_terminal else 200, highlight=False)
+    console = Console(width=None if Console().is_terminal else 1000, highlight=False, markup=False)
     console.print(terminal_report(results, comparisons))
     typer.echo(f"report: {results[0].folder / 'report.html'}")
 

@@ -58,7 +58,7 @@ def terminal_report(results: Sequence[Results], comparisons: Mapping[str, Compar
     names = [one.name for one in results]
     table = Table(box=None, pad_edge=False)
     for name in ("task", "metric", *names):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")  # in a narrow terminal nothing is cut off
     before = ""
     for row in score_rows(results, comparisons):
         table.add_row(row.task if row.task != before else "", row.label, *map(_cell_text, row.cells))
