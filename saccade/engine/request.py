@@ -87,8 +87,8 @@ class SamplingParams:
         )
         _check("top_p", self.top_p, _is_within(self.top_p, 0, 1) and self.top_p > 0, "a number above 0 and up to 1")
         _check("min_p", self.min_p, _is_within(self.min_p, 0, 1), "a number from 0 to 1")
-        is_penalty = _is_within(self.repetition_penalty, 0, 100) and self.repetition_penalty > 0
-        _check("repetition_penalty", self.repetition_penalty, is_penalty, "a number above 0, up to 100")
+        is_penalty = _is_within(self.repetition_penalty, 0.01, 100)
+        _check("repetition_penalty", self.repetition_penalty, is_penalty, "a number from 0.01 to 100")
         for name in ("presence_penalty", "frequency_penalty"):
             _check(name, getattr(self, name), _is_within(getattr(self, name), -2, 2), "a number from -2 to 2")
         _check("max_tokens", self.max_tokens, _is_count(self.max_tokens, 1), "a whole number from 1")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +16,7 @@ from saccade import __version__
 from saccade.serve.errors import ApiError, validation_error
 from saccade.serve.gate import Gate
 from saccade.serve.keys import KeyRing
+from saccade.serve.openapi import describe
 from saccade.serve.protocol.chat import CHAT_UNSUPPORTED
 from saccade.serve.protocol.responses import RESPONSES_UNSUPPORTED
 from saccade.serve.record import log_request
@@ -38,6 +41,8 @@ def create_app(service: Service, keys: KeyRing | None) -> Gate:
         app.include_router(route.router(service))
     app.include_router(page.router())
     _answer_errors(app)
+    document = functools.cache(partial(describe, app, model_name=service.model_name, has_keys=keys is not None))
+    app.openapi = document  # type: ignore[method-assign]
     served = {route.path for route in app.routes if isinstance(route, Route)}
 
     return Gate(
@@ -61,6 +66,8 @@ def create_admin_app(service: Service, keys: KeyRing | None) -> Gate:
     )
     app.include_router(admin.router(service))
     _answer_errors(app)
+    document = functools.cache(partial(describe, app, model_name=None, has_keys=True))
+    app.openapi = document  # type: ignore[method-assign]
     return Gate(
         _with_json_depth(app, service.config.max_json_depth),
         service.config,

@@ -100,6 +100,8 @@ _WORDS = {
     "model_type": ("must be an object", "invalid_type"),
     "model_attributes_type": ("must be an object", "invalid_type"),
     "none_required": ("is not supported; leave it out", "unsupported_parameter"),
+    "value_error": ("must be false or left out", "unsupported_parameter"),
+    "string_pattern_mismatch": ("has characters that are not allowed, or too many", "invalid_value"),
     "finite_number": ("must be a finite number", "invalid_value"),
     "union_tag_not_found": ("has no {discriminator}", "missing_required_parameter"),
     "union_tag_invalid": ("has {discriminator} {tag}; use one of {expected_tags}", "invalid_value"),

@@ -206,7 +206,7 @@ def test_a_body_that_is_no_request_is_refused(guarded, body, code):
         ({"logit_bias": {"a": 1}}, "logit_bias.a", "invalid_value"),
         ({"logit_bias": {"99999": 1}}, None, "invalid_value"),
         ({"functions": []}, "functions", "unsupported_parameter"),
-        ({"store": True}, "store", "invalid_value"),
+        ({"store": True}, "store", "unsupported_parameter"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "invalid_value"),
         ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]", "invalid_value"),

@@ -9,7 +9,7 @@ from pydantic import Field
 from saccade.engine.request import MAX_LOGPROBS
 from saccade.processor.conversation import MAX_FPS, MIN_FPS
 from saccade.processor.tools import MAX_TOOLS
-from saccade.serve.protocol.common import UNSUPPORTED, Items, JsonObject, SamplingFields, Usage, Wire
+from saccade.serve.protocol.common import UNSUPPORTED, Items, JsonObject, OnlyFalse, SamplingFields, Usage, Wire
 
 Fps = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS)]
 
@@ -251,7 +251,7 @@ class ChatRequest(SamplingFields):
     """Must be the opposite of continue_final_message, if given."""
     modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     """Output is text."""
-    store: Literal[False] | None = None
+    store: OnlyFalse | None = None
     """Nothing is stored."""
     service_tier: Literal["auto", "default"] | None = None
     """There is one tier."""

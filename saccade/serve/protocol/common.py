@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from saccade.engine.request import MAX_BIASED_TOKENS, MAX_COMPLETIONS, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS
 
@@ -16,6 +16,16 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 JsonObject = dict[str, Any]
+
+
+def _check_false(value: bool) -> bool:
+    if value:
+        raise ValueError("only false")
+    return value
+
+
+OnlyFalse = Annotated[bool, AfterValidator(_check_false), WithJsonSchema({"type": "boolean", "const": False})]
+"""A switch that cannot be on. (`Literal[False]` accepts 0.)"""
 
 
 class Wire(BaseModel):
@@ -79,7 +89,7 @@ class SamplingFields(Wire):
     """Sample among the k most likely tokens; -1 or 0: all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Sample among tokens with at least this fraction of the probability of the most likely one."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     """Divides (or multiplies, if negative) the logits of tokens that occurred."""
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     """Output tokens before which nothing ends the output."""
@@ -163,6 +173,3 @@ class ErrorBody(Wire):
 
     error: ErrorDetail
     """What went wrong."""
-
-
-Null = Literal[None]

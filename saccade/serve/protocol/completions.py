@@ -8,7 +8,7 @@ from pydantic import Field
 
 from saccade.engine.request import MAX_COMPLETIONS, MAX_LOGPROBS
 from saccade.serve.protocol.chat import ResponseFormat
-from saccade.serve.protocol.common import Items, SamplingFields, TokenId, Usage, Wire
+from saccade.serve.protocol.common import Items, OnlyFalse, SamplingFields, TokenId, Usage, Wire
 
 TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -30,9 +30,9 @@ class CompletionRequest(SamplingFields):
     """Maximum output tokens. Default 16."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Return log-probabilities of each output token and of this many most likely ones."""
-    echo: Literal[False] | None = None
+    echo: OnlyFalse | None = None
     """The prompt is not repeated."""
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     """One candidate per completion."""
     suffix: None = None
     """Not supported."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from saccade.serve.protocol.chat import JsonObjectFormat, TextFormat
-from saccade.serve.protocol.common import UNSUPPORTED, Items, JsonObject, Wire
+from saccade.serve.protocol.common import UNSUPPORTED, Items, JsonObject, OnlyFalse, Wire
 
 
 class InputText(Wire):
@@ -125,9 +125,9 @@ class ResponsesRequest(Wire):
     """An identifier of the end user; it is written to the request log."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     """Lower is scheduled earlier. Default 0."""
-    store: Literal[False] | None = None
+    store: OnlyFalse | None = None
     """Nothing is stored."""
-    background: Literal[False] | None = None
+    background: OnlyFalse | None = None
     """The answer is sent on this connection."""
     truncation: Literal["disabled"] | None = None
     """A conversation that does not fit is refused."""
