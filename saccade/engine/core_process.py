@@ -174,15 +174,16 @@ def _encode_output(output: RequestOutput) -> list[Any]:
 
 
 def _decode_output(fields: list[Any]) -> RequestOutput:
-    request_id, token_ids, logprobs, prompt_logprobs, reason, failure, *rest = fields
+    request_id, token_ids, logprobs, prompt_logprobs, reason, failure, num_cached_tokens, num_preemptions = fields
     return RequestOutput(
         request_id,
         tuple(token_ids),
-        tuple([_decode_logprobs(one) for one in logprobs]),
-        tuple([_decode_logprobs(one) for one in prompt_logprobs]),
+        tuple([_decode_logprobs(one) for one in logprobs]) if logprobs else (),
+        tuple([_decode_logprobs(one) for one in prompt_logprobs]) if prompt_logprobs else (),
         reason,
         None if failure is None else Failure(*failure),
-        *rest,
+        num_cached_tokens,
+        num_preemptions,
     )
 
 

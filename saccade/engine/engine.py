@@ -59,6 +59,7 @@ from saccade.engine.request import (
     SamplingParams,
     Timings,
     TokenLogprobs,
+    merge_outputs,
 )
 from saccade.engine.runner import PixelScale
 from saccade.engine.sampler import check_sampling
@@ -71,6 +72,8 @@ from saccade.processor.tools import Tool
 logger = logging.getLogger(__name__)
 
 _MAX_PRIORITY = 1000
+_NOTHING = object()
+"""No item of the inbox."""
 _PROFILE_S = 60.0
 """Time to write a profile."""
 Conversation = Sequence[dict[str, Any]]
@@ -154,11 +157,12 @@ class Engine:
         self._failure: Failure | None = None
         self._is_closed = False
         self._pid = os.getpid()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | Sequence[RequestOutput] | None] = queue.SimpleQueue()
+        """Commands, outputs of the core, and None at the end."""
         self._has_stopped = threading.Event()
         self._connect = partial(
             connect,
-            lambda outputs: self._inbox.put(partial(self._deliver, outputs)),
+            self._inbox.put,
             lambda failure: self._inbox.put(partial(self._fail_all, failure)),
         )
         self._core = self._connect()
@@ -447,11 +451,37 @@ class Engine:
     # -------------------------------------------------------------- the front end's thread
 
     def _serve(self) -> None:
-        while (command := self._inbox.get()) is not None:
+        item = self._inbox.get()
+        while item is not None:
+            following: Any = _NOTHING
             try:
-                command()
+                if callable(item):
+                    item()
+                else:
+                    outputs, following = self._drain_outputs(item)
+                    self._deliver(outputs)
             except BaseException:
                 logger.exception("a command of the front end failed")
+            item = self._inbox.get() if following is _NOTHING else following
+
+    def _drain_outputs(self, first: Sequence[RequestOutput]) -> tuple[Iterable[RequestOutput], Any]:
+        """All outputs that are in the inbox, those of one request merged, and the item behind them.
+
+        When this thread is behind the core, it detokenizes and calls back once for several steps, and so catches up.
+        """
+        if self._inbox.empty():
+            return first, _NOTHING
+        merged = {output.request_id: output for output in first}
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return merged.values(), _NOTHING
+            if item is None or callable(item):
+                return merged.values(), item
+            for output in item:
+                earlier = merged.get(output.request_id)
+                merged[output.request_id] = output if earlier is None else merge_outputs(earlier, output)
 
     def _start(self, opened: _OpenRequest, preprocessed: Future[TokenPrompt], options: RequestOptions) -> None:
         """Send a request to the core when its prompt is preprocessed."""
@@ -480,7 +510,7 @@ class Engine:
             if opened.is_cancelled.is_set():  # meanwhile, and before the core knew the request
                 self._core.send(EndRequest(request_id=opened.id, reason="cancelled"))
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             opened = self._open.get(output.request_id)
             if opened is not None:

@@ -255,6 +255,17 @@ class RequestOutput(NamedTuple):
     num_preemptions: int = 0
 
 
+def merge_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
+    """Two outputs of a request as one. An earlier one that was the last stays the last."""
+    if earlier.finish_reason is not None:
+        return earlier
+    return later._replace(
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=earlier.logprobs + later.logprobs,
+        prompt_logprobs=earlier.prompt_logprobs + later.prompt_logprobs,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timings:
     """When a request passed its stages, in seconds since it was submitted."""

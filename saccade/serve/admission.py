@@ -99,6 +99,7 @@ class Admission:
         self._output_tokens = 256.0
         self._tokens_per_image = 512.0
         self._endings: deque[tuple[float, int]] = deque()
+        self._num_ended = 0
 
     @property
     def usage(self) -> dict[Bound, float]:
@@ -143,10 +144,10 @@ class Admission:
     def _rate(self, now: float) -> float:
         """Completions that end per second."""
         while self._endings and self._endings[0][0] < now - _RATE_WINDOW_S:
-            self._endings.popleft()
+            self._num_ended -= self._endings.popleft()[1]
         if len(self._endings) < _MIN_ENDINGS:
             return 0.0
-        return sum(count for _, count in self._endings) / max(1e-3, now - self._endings[0][0])
+        return self._num_ended / max(1e-3, now - self._endings[0][0])
 
     def _retry_after_s(self, now: float) -> float:
         """Until about a tenth of what is open has ended: then there is room for a share of those who were refused."""
@@ -208,6 +209,7 @@ class Admission:
         self.num_image_tokens -= ticket.num_image_tokens
         if num_output_tokens is not None:
             self._endings.append((now, ticket.demand.num_completions))
+            self._num_ended += ticket.demand.num_completions
             each = num_output_tokens / ticket.demand.num_completions
             self._output_tokens += _WEIGHT * (each - self._output_tokens)
 

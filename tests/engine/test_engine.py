@@ -493,3 +493,23 @@ def test_a_request_that_takes_longer_than_its_time_limit_fails(engine, conversat
     for limits in ({"timeout_s": 0}, {"queue_timeout_s": float("nan")}, {"timeout_s": "a"}):
         with pytest.raises(RequestError, match="use a positive number of seconds"):
             engine.generate(conversations[0], sampling, **limits)
+
+
+def test_a_front_end_that_is_behind_delivers_several_steps_at_once(engine, conversations):
+    """A slow callback of one request holds the front end's thread; the deltas of the others are merged meanwhile."""
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)
+    [expected] = engine.generate(conversations[0], sampling)
+    deltas, ended = [], threading.Event()
+
+    def on_delta(delta):
+        time.sleep(0.02)
+        deltas.append(delta)
+        if delta.completion is not None:
+            ended.set()
+
+    engine.submit(engine.preprocess(conversations[0]), sampling, on_delta)
+    assert ended.wait(60)
+    assert len(deltas) < 40
+    assert [token for delta in deltas for token in delta.token_ids] == expected.token_ids
+    assert [one.token_id for delta in deltas for one in delta.logprobs] == expected.token_ids
+    assert "".join(delta.text for delta in deltas) == deltas[-1].completion.text == expected.text
