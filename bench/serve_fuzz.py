@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.serve import make_checkpoint
 from bench.server_process import running_server
 
-OPTIONS = ["--device", "cpu", "--max-model-len", 800, "--set", "engine.num_workers=1", "--set", "engine.num_pages=400"]
+OPTIONS = ["--device", "cpu", "--max-model-len", 256, "--set", "engine.num_workers=1", "--set", "engine.num_pages=400"]
 
 
 def fuzz(url: str, *, examples: int, seed: int, phases: str) -> tuple[int, str, bool]:
