@@ -1,0 +1,29 @@
+"""The guide and the API page agree with the code."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from saccade.serve import errors
+from saccade.serve.config import ServeConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_limits_in_the_guide_have_the_values_of_the_code():
+    guide = (DOCS / "serving.md").read_text()
+    fields = {field.name: field.default for field in dataclasses.fields(ServeConfig)}
+    stated = re.findall(r"`((?:max|header|body|keep|write|queue|request)_\w+)` (\d+)( [KM]iB)?", guide)
+    assert len(stated) >= 12
+    for name, value, unit in stated:
+        if name in fields:
+            assert int(value) * {"": 1, " KiB": 2**10, " MiB": 2**20}[unit] == fields[name], name
+
+
+def test_every_error_code_is_on_the_api_page():
+    page = (DOCS / "api.md").read_text()
+    listed = set(re.findall(r"`(\w+)`", page.split("## Errors")[1]))
+    sources = "".join(path.read_text() for path in (DOCS.parent / "saccade" / "serve").rglob("*.py"))
+    used = set(re.findall(r'code="(\w+)"', sources)) | set(errors._STATUS_OF_FAILURE)
+    used |= {code for _, code in errors._WORDS.values()}
+    assert used <= listed, used - listed
