@@ -1,17 +1,25 @@
 """Spans of requests, in memory and over OTLP."""
 
+import asyncio
 import threading
 import time
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from saccade.engine import EngineConfig
 from saccade.errors import ConfigError
+from saccade.serve import ServeConfig, create_app
 from saccade.serve.record import RequestRecord
+from saccade.serve.server import _traced
+from saccade.serve.service import Service
+from saccade.serve.supervisor import Supervisor
 from saccade.serve.tracing import RequestTracer, otlp_provider
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -83,10 +91,12 @@ def test_a_refused_request_is_an_error_without_stages():
     assert not request.status.is_ok
 
 
-def test_spans_reach_a_collector_over_http():
+@contextmanager
+def collector():
+    """An OTLP collector on loopback: its URL, and the spans it has received."""
     received = []
 
-    class Collector(BaseHTTPRequestHandler):
+    class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             received.append(self.rfile.read(int(self.headers["content-length"])))
             self.send_response(200)
@@ -95,14 +105,41 @@ def test_spans_reach_a_collector_over_http():
         def log_message(self, *_):
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
-        threading.Thread(target=collector.serve_forever, daemon=True).start()
-        tracer = RequestTracer("tiny", otlp_provider(f"http://127.0.0.1:{collector.server_port}/v1/traces"))
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        spans = []
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces", spans
+        server.shutdown()
+    for message in received:
+        for resource in ExportTraceServiceRequest.FromString(message).resource_spans:
+            spans += [span for scope in resource.scope_spans for span in scope.spans]
+
+
+def test_spans_reach_a_collector_over_http():
+    with collector() as (url, spans):
+        tracer = RequestTracer("tiny", otlp_provider(url))
         tracer.observe(record_of())
         tracer.close()
-        collector.shutdown()
-    [scope] = ExportTraceServiceRequest.FromString(received[0]).resource_spans[0].scope_spans
-    assert {span.name for span in scope.spans} == {"chat tiny", "preprocess", "prefill", "decode"}
+    assert {span.name for span in spans} == {"chat tiny", "preprocess", "prefill", "decode"}
+
+
+def test_a_server_with_an_endpoint_exports_every_request_and_one_without_exports_none():
+    async def ask(service):
+        app = create_app(service, None)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+            return await client.post("/v1/chat/completions", json=body, headers={"traceparent": PARENT})
+
+    with collector() as (url, spans):
+        for endpoint in (url, None):
+            supervisor = Supervisor(lambda: None, max_restarts=0, backoff_s=1)  # not started: the server is loading
+            config = ServeConfig(otlp_endpoint=endpoint)
+            service = Service(config=config, engine_config=EngineConfig(), model_name="tiny", supervisor=supervisor)
+            with _traced(service):
+                assert asyncio.run(ask(service)).status_code == 503
+    [span] = spans
+    assert span.trace_id.hex() == PARENT.split("-")[1]
+    assert {one.key: one.value.string_value for one in span.attributes}["error.type"] == "loading"
 
 
 def test_an_endpoint_that_is_no_url_is_refused():
