@@ -90,9 +90,10 @@ class Workload:
         """JSON of the requests, or of a share of them."""
         numbers = range(share.index, self.num_requests, share.count)
         with ThreadPoolExecutor() as threads:
-            return list(threads.map(lambda number: self._body(number, model), numbers))
+            return list(threads.map(lambda number: self.body(number, model), numbers))
 
-    def _body(self, number: int, model: str) -> bytes:
+    def body(self, number: int, model: str) -> bytes:
+        """JSON of one request."""
         rng = random.Random(f"{self.seed} {number}")
         content: list[dict[str, Any]] = [{"type": "text", "text": " ".join(rng.choices(_WORDS, k=self.num_words))}]
         if (image := self._image(number)) is not None:

@@ -37,7 +37,14 @@ from saccade.engine.request import ImageSpan
 from saccade.engine.time_histogram import TimeHistogram
 from saccade.errors import RequestError
 from saccade.processor.conversation import ImageItem, Message, VideoFileItem, VisualItem
-from saccade.processor.image import ImageSource, MediaBudget, MediaLimits, load_image, read_encoded
+from saccade.processor.image import (
+    ImageSource,
+    MediaBudget,
+    MediaLimits,
+    check_data_url,
+    load_image,
+    read_encoded,
+)
 from saccade.processor.positions import VisionSpan
 from saccade.processor.processor import (
     ResizeName,
@@ -311,6 +318,7 @@ class Preprocessor:
 
     def _read_encoded(self, source: str | Path | bytes, kind: VisualKind, budget: MediaBudget) -> Source:
         if isinstance(source, str) and source[:5].lower() == "data:":  # the worker decodes base64
+            check_data_url(source, self._limits, kind)
             budget.add_bytes(len(source) * 3 // 4)
             return Source("image_url" if kind == "image" else "video_url", source.encode(errors="replace"))
         data = read_encoded(source, self._limits, kind)

@@ -226,11 +226,11 @@ def load_image(source: ImageSource, limits: MediaLimits, budget: MediaBudget | N
 
 def read_encoded(source: ImageSource, limits: MediaLimits, kind: Literal["image", "video"] = "image") -> bytes:
     """The encoded bytes of a path, bytes or data URL, never more than the limit; nothing is decoded."""
-    max_bytes = limits.max_bytes if kind == "image" else limits.max_request_bytes
+    max_bytes = _max_bytes(limits, kind)
     if isinstance(source, bytes):
         data = source
     elif isinstance(source, str) and source[:5].lower() == "data:":
-        data = _read_data_url(source, max_bytes, kind)
+        data = _read_data_url(source, limits, kind)
     elif isinstance(source, str) and (scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", source)):
         raise ImageError(f"remote {kind}s are not fetched ({scheme[1]}). Send the bytes, a data URL or a path")
     elif isinstance(source, str | Path):
@@ -245,17 +245,25 @@ def read_encoded(source: ImageSource, limits: MediaLimits, kind: Literal["image"
     return data
 
 
-def _read_data_url(url: str, max_bytes: int, kind: str) -> bytes:
-    header, comma, body = url.partition(",")
-    header = header.lower()
-    if not comma or not header.startswith(f"data:{kind}/") or not header.endswith(";base64"):
+def check_data_url(url: str, limits: MediaLimits, kind: Literal["image", "video"]) -> int:
+    """Check the form and the size of a data URL without decoding it; returns the offset of its data."""
+    start = url.find(",") + 1
+    header, max_bytes = url[: max(0, start - 1)].lower(), _max_bytes(limits, kind)
+    if not start or not header.startswith(f"data:{kind}/") or not header.endswith(";base64"):
         raise ImageError(f"the data URL is not of the form data:{kind}/<format>;base64,<data>")
-    if len(body) * 3 // 4 > max_bytes + 2:
-        raise ImageError(
-            f"the {kind} has about {len(body) * 3 // 4} bytes, over the limit of {max_bytes}. Send a smaller file"
-        )
+    if (num_bytes := (len(url) - start) * 3 // 4) > max_bytes + 2:
+        raise ImageError(f"the {kind} has about {num_bytes} bytes, over the limit of {max_bytes}. Send a smaller file")
+    return start
+
+
+def _max_bytes(limits: MediaLimits, kind: Literal["image", "video"]) -> int:
+    return limits.max_bytes if kind == "image" else limits.max_request_bytes
+
+
+def _read_data_url(url: str, limits: MediaLimits, kind: Literal["image", "video"]) -> bytes:
+    start = check_data_url(url, limits, kind)
     try:
-        return base64.b64decode(body, validate=True)
+        return base64.b64decode(url[start:], validate=True)
     except ValueError as error:
         raise ImageError("the data URL holds invalid base64. Encode the file again") from error
 

@@ -26,9 +26,9 @@ class Answer:
         return self.status == 200 if case.is_served else 400 <= self.status < 500
 
 
-async def send(case, host, port):
-    """Send a case; the clock runs from the first byte to the end of the answer."""
-    pieces = case.pieces()
+async def send(case, host, port, pieces=None):
+    """Send a case; the clock runs from the first byte to the end of the answer. `pieces` were made before."""
+    pieces = case.pieces() if pieces is None else pieces
     started_at = time.perf_counter()
     reader, writer = await asyncio.open_connection(host, port)
     sender = asyncio.create_task(_write(writer, pieces))
