@@ -6,7 +6,6 @@ it compiling. The best settings are copied manually into the tables of the kerne
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import time
@@ -50,33 +49,26 @@ def try_candidate(
 
 
 PAGED_TILES = ((64, 2, 3), (64, 4, 3), (32, 2, 5), (16, 2, 7), (32, 4, 5))
-"""Keys per step, warps, stages: the best five of 23 at 256 x 1024 in bf16, all within 3 % of one another."""
-PAGED_SPLITS = {"16 x 4096": (12, 16, 20), "1 x 65536": (128, 192, 256), "64 x 2048": (2, 4), "256 x 1024": (1,)}
+"""Keys per step, warps, stages: the best five of 23 at 256 x 1024 in bf16."""
+RAGGED = [1000, 1, 0, 4096, 129, 16]
 
 
 def sweep_paged() -> Iterator[Result]:
-    """Decode in bf16: tiles and splits."""
-    small = PagedCase([1000, 1, 0, 4096, 129, 16])
-    for shape, splits in PAGED_SPLITS.items():
-        case = PagedCase(DECODE[shape])
-        for (block_n, num_warps, num_stages), num_splits in product(PAGED_TILES, splits):
-            schedule = paged_module.Schedule(
-                block_m=16, block_n=block_n, num_warps=num_warps, num_stages=num_stages, num_splits=num_splits, min_split=128
-            )  # fmt: skip
-            yield case.candidate(shape, schedule, small)
+    """Decode in bf16: tiles and programs."""
+    small = PagedCase(RAGGED)
+    for shape, context in DECODE.items():
+        case = PagedCase(context)
+        for tiles, programs_per_sm in product(PAGED_TILES, (3, 4)):
+            yield case.candidate(shape, paged_module.DecodeTiles(*tiles, programs_per_sm), small)
 
 
 def sweep_paged_fp8() -> Iterator[Result]:
-    """Decode from an fp8 cache: tiles, without splits and with the splits a small batch gets."""
-    small = PagedCase([1000, 1, 0, 4096, 129, 16], torch.float8_e4m3fn)
-    tiles = ((64, 4, 5), (64, 2, 5), (64, 4, 3), (64, 2, 3), (128, 4, 3), (32, 2, 5))
-    for shape, num_splits in (("256 x 1024", 1), ("16 x 4096", 16)):
+    """Decode from an fp8 cache: tiles."""
+    small = PagedCase(RAGGED, torch.float8_e4m3fn)
+    for shape in ("256 x 1024", "16 x 4096"):
         case = PagedCase(DECODE[shape], torch.float8_e4m3fn)
-        for block_n, num_warps, num_stages in tiles:
-            schedule = paged_module.Schedule(
-                block_m=16, block_n=block_n, num_warps=num_warps, num_stages=num_stages, num_splits=num_splits, min_split=128
-            )  # fmt: skip
-            yield case.candidate(f"{shape} fp8", schedule, small)
+        for tiles in ((64, 4, 5), (64, 2, 5), (64, 4, 3), (64, 2, 3), (128, 4, 3), (32, 2, 5)):
+            yield case.candidate(f"{shape} fp8", paged_module.DecodeTiles(*tiles), small)
 
 
 class PagedCase:
@@ -91,25 +83,33 @@ class PagedCase:
             key_scales_NGP=first.scales[0], value_scales_NGP=first.scales[1],
         )  # fmt: skip
 
-    def attend(self, cache: Cache, schedule: paged_module.Schedule) -> Tensor:
-        """One call as `schedule` says."""
-        return paged_module._attend(
-            self.q, *cache.pages, cache.table, self.starts, cache.lengths, schedule=schedule, is_decode=True,
-            key_scales_NGP=cache.scales[0], value_scales_NGP=cache.scales[1],
-        )  # fmt: skip
+    def run(self, tiles: paged_module.DecodeTiles) -> Callable[[], Tensor]:
+        """A call on the next layer's cache, with one plan for all of them."""
+        first, turns = self.layers[0], cycle(self.layers)
+        plan = paged_module.plan_decode(
+            self.starts, first.lengths, first.pages[0], num_decode=len(first.lengths), tiles=tiles
+        )
 
-    def error(self, schedule: paged_module.Schedule) -> float:
+        def attend() -> Tensor:
+            cache = next(turns)
+            return paged_module.paged_attention(
+                self.q, *cache.pages, cache.table, self.starts, cache.lengths, max_seqlen_q=1, decode_plan=plan,
+                key_scales_NGP=cache.scales[0], value_scales_NGP=cache.scales[1],
+            )  # fmt: skip
+
+        return attend
+
+    def error(self, tiles: paged_module.DecodeTiles) -> float:
         """Relative RMS against the reference."""
-        return relative_rms(self.attend(self.layers[0], schedule), self.expected)
+        return relative_rms(self.run(tiles)(), self.expected)
 
-    def candidate(self, shape: str, schedule: paged_module.Schedule, small: "PagedCase") -> Result:
+    def candidate(self, shape: str, tiles: paged_module.DecodeTiles, small: "PagedCase") -> Result:
         """Checked on ragged lengths and on these, then timed on these."""
-        turns = cycle(self.layers)
         return try_candidate(
-            "n{block_n} w{num_warps} st{num_stages} x{num_splits}".format(**dataclasses.asdict(schedule)),
+            "n{block_n} w{num_warps} st{num_stages} x{programs_per_sm}".format(**tiles._asdict()),
             shape,
-            lambda: max(small.error(schedule), self.error(schedule)),
-            lambda: graph_ms(lambda: self.attend(next(turns), schedule), repeats=16, replays=9),
+            lambda: max(small.error(tiles), self.error(tiles)),
+            lambda: graph_ms(self.run(tiles), repeats=16, replays=9),
             self.layers[0].num_bytes,
         )
 
@@ -118,6 +118,7 @@ def sweep_chunks() -> Iterator[Result]:
     """Prompt chunks: tiles at one request of 2048 new tokens over 4096."""
     cache = Cache([4096])
     q, starts = queries([2048])
+    out = torch.empty_like(q)
     arguments = (q, *cache.pages, cache.table, starts, cache.lengths)
     expected = paged_module.paged_attention_reference(*arguments, max_seqlen_q=2048)
     flops = 4 * HEADS * HEAD_DIM * (2048 * 4096 - 2048 * 2047 // 2)
@@ -127,7 +128,7 @@ def sweep_chunks() -> Iterator[Result]:
         schedule = paged_module.Schedule(
             block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages, num_splits=1, min_split=4096
         )
-        run = lambda schedule=schedule: paged_module._attend(*arguments, schedule=schedule, is_decode=False)  # noqa: E731
+        run = lambda schedule=schedule: paged_module._prefill(*arguments, out, schedule) or out  # noqa: E731
         result = try_candidate(
             f"m{block_m} n{block_n} w{num_warps} st{num_stages}",
             "2048 over 4096",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, PREFILL_TOKENS
+from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_PREFILL, prefill_beside_decode
 from saccade.engine.encoder_cache import EncoderCache
 from saccade.engine.grammar import Grammars, GrammarState
 from saccade.engine.pages import PagePool
@@ -176,7 +176,7 @@ class EngineCore:
             EncoderCache(config.encoder_cache_tokens, keeps_unused=config.encoder_cache),
             self._lookup,
         )
-        self._step_budget = StepBudget(config.target_step_ms, min(config.max_step_tokens, PREFILL_TOKENS[-1]))
+        self._step_budget = StepBudget(config.target_step_ms, min(config.max_step_tokens, MAX_PREFILL))
         self._grammars = grammars
         self._grammar_states: dict[str, GrammarState] = {}
         self._compiling: dict[str, tuple[AddRequest, Future[GrammarState]]] = {}
@@ -333,12 +333,10 @@ class EngineCore:
 
     def _token_budget(self) -> int:
         """Prompt tokens of the next step. While no request is decoding there is no gap between tokens to bound."""
-        budget = None
-        if self.scheduler.has_decoding():
+        budget, num_decoding = None, self.scheduler.num_decoding()
+        if num_decoding:
             budget = self._step_budget.num_tokens(self.scheduler.num_uncomputed_prompt_tokens())
-        if budget is None:
-            return PREFILL_TOKENS[-1]
-        return max([tokens for tokens in PREFILL_TOKENS if tokens <= budget], default=budget)  # no padding under load
+        return prefill_beside_decode(MAX_PREFILL if budget is None else budget, num_decoding)
 
     def _launch(self, plan: StepPlan) -> _InFlight:
         launched = _InFlight(plan, self._runner.forward(plan), self._clock())

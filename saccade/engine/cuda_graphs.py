@@ -1,7 +1,7 @@
 """CUDA graphs of forward passes by size: one launch instead of hundreds.
 
 A step is rounded up to one of a declared set of sizes, all of which are captured before the engine reports ready; capturing takes about
-25 ms each for a whole model. A size outside the set (a longer context than usual, say) is captured when it first occurs, which
+25 ms each for a whole model. A size outside the set (drafts of more requests than usual, say) is captured when it first occurs, which
 delays that step and is counted. Of those late ones a fixed number is kept; the least recently used is dropped, a declared one never.
 """
 
@@ -20,17 +20,16 @@ from saccade.log import log_once
 
 logger = logging.getLogger(__name__)
 
-PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
-"""Prefill tokens of captured steps. Larger steps keep the GPU busy long enough for the host to launch them."""
+STEP_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 4352)
+"""Tokens of captured steps with prefill. Larger steps keep the GPU busy long enough for the host to launch them."""
+MAX_PREFILL = 4096
+"""Prefill tokens of a step while no request decodes."""
 MAX_CHUNKS = 32
 """Prefill requests of a step. All captured steps with prefill have room for so many: one without tokens costs next to nothing."""
 MAX_DRAFTING = 8
 """Running requests up to which drafts pay (`prompt_lookup.py`)."""
-_MIXED_DECODE = (0, 16, 32, 64, 96, 128, 192, 256)
-"""Decode requests of captured steps with prefill."""
-_MAX_OVERFLOW = 8
-_CONTEXTS = (2048, 8192, 32768)
-"""Context lengths of steps captured at start, of which those with prefill take the second at least; longer ones follow times four."""
+_MIXED_SAMPLES = 64
+"""Samples of captured steps with prefill and decode, where not all requests decode."""
 _MAX_LATE_GRAPHS = 64
 """Graphs captured after start."""
 
@@ -38,77 +37,66 @@ Size = TypeVar("Size", bound=Hashable)
 
 
 class StepSize(NamedTuple):
-    """Size of a captured step: decode requests of one token each, then prefill tokens of several requests."""
+    """Size of a captured step: upper bounds of its tokens, requests and samples. Contexts may have any length."""
 
+    num_tokens: int
     num_decode: int
-    num_prefill_tokens: int
-    num_prefill_requests: int
-    num_prefill_samples: int
-    """Tokens sampled after prefill tokens; every decode token samples."""
-    max_context: int
-    """Maximum context length."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed."""
-        return self.num_decode + self.num_prefill_tokens
+    """Decode requests, of one token each."""
+    num_chunks: int
+    """Prefill requests. 0: decode alone, which samples after every token."""
+    num_samples: int
 
     @property
     def num_requests(self) -> int:
         """Requests computed."""
-        return self.num_decode + self.num_prefill_requests
-
-    @property
-    def num_samples(self) -> int:
-        """Tokens sampled."""
-        return self.num_decode + self.num_prefill_samples
+        return self.num_decode + self.num_chunks
 
 
 def step_size(
-    *, num_decode: int, num_tokens: int, num_chunks: int, num_samples: int, max_context: int, max_length: int
+    *, num_decode: int, num_tokens: int, num_chunks: int, num_samples: int, max_requests: int
 ) -> StepSize | None:
-    """The captured size for a step of this many decode requests and prefill tokens, chunks and samples. None: it runs eagerly."""
+    """The captured size for a step of this many decode requests, prefill tokens, chunks and samples. None: it runs eagerly."""
     if num_chunks == 0:
-        return StepSize(_round_decode(num_decode), 0, 0, 0, _round_context(max_context, max_length))
-    if num_tokens > PREFILL_TOKENS[-1] or num_chunks > MAX_CHUNKS or num_decode > _MIXED_DECODE[-1]:
+        tokens = _round_decode(num_decode)
+        return StepSize(tokens, tokens, 0, tokens)
+    num_tokens += num_decode
+    if num_tokens > STEP_TOKENS[-1] or num_chunks > MAX_CHUNKS:
         return None
-    decode = _MIXED_DECODE[bisect_left(_MIXED_DECODE, num_decode)]
-    tokens = PREFILL_TOKENS[bisect_left(PREFILL_TOKENS, max(num_tokens, _min_prefill(decode)))]
-    context = _round_context(max(max_context, min(_CONTEXTS[1], max_length)), max_length)
-    return StepSize(decode, tokens, MAX_CHUNKS, _round_samples(num_samples), context)
+    tokens = STEP_TOKENS[bisect_left(STEP_TOKENS, num_tokens)]
+    if num_decode == 0:
+        return StepSize(tokens, 0, MAX_CHUNKS, _round_samples(num_samples))
+    return StepSize(tokens, max_requests, MAX_CHUNKS, _round_mixed_samples(num_samples, max_requests))
 
 
-def decode_beside_prefill(num_decode: int, num_chunks: int) -> int:
-    """How many decode requests a step with prefill computes as such. A few beyond a captured number are chunks of one token: padding up
-    to the next number would cost more."""
-    fewer = [n for n in _MIXED_DECODE if n <= num_decode]
-    is_few = fewer and num_decode - fewer[-1] <= _MAX_OVERFLOW and num_decode - fewer[-1] + num_chunks <= MAX_CHUNKS
-    return fewer[-1] if is_few else num_decode
+def prefill_beside_decode(budget: int, num_decode: int) -> int:
+    """Up to `budget` prefill tokens which, with so many decode tokens, fill a captured step. Without decode there is no padding."""
+    fitting = [tokens - num_decode for tokens in STEP_TOKENS if 0 < tokens - num_decode <= budget]
+    return fitting[-1] if fitting else budget
 
 
-def declared_sizes(max_requests: int, max_length: int, max_draft_tokens: int = 0) -> Iterator[StepSize]:
+def declared_sizes(max_requests: int, max_draft_tokens: int = 0) -> Iterator[StepSize]:
     """Sizes captured before the engine is ready: decode of any number of requests, alone and beside prefill, and drafts of few."""
-    contexts = sorted({_round_context(min(context, max_length), max_length) for context in _CONTEXTS})
-    decode = sorted({_round_decode(n) for n in range(1, max_requests + 1)})
-    for context in contexts:
-        yield from (StepSize(n, 0, 0, 0, context) for n in decode)
-    context = _round_context(min(_CONTEXTS[1], max_length), max_length)
-    for num_decode in _MIXED_DECODE[: bisect_left(_MIXED_DECODE, max_requests) + 1]:
-        for tokens in PREFILL_TOKENS:
-            if tokens >= _min_prefill(num_decode):
-                yield StepSize(num_decode, tokens, MAX_CHUNKS, MAX_CHUNKS, context)
+    for tokens in sorted({_round_decode(n) for n in range(1, max_requests + 1)}):
+        yield StepSize(tokens, tokens, 0, tokens)
+    for tokens in STEP_TOKENS:
+        yield StepSize(tokens, 0, MAX_CHUNKS, MAX_CHUNKS)
+        most_samples = min(tokens, max_requests + MAX_CHUNKS)
+        for samples in sorted({_round_mixed_samples(n, max_requests) for n in (1, most_samples)}):
+            yield StepSize(tokens, max_requests, MAX_CHUNKS, samples)
     drafting = [n * (1 + max_draft_tokens) for n in range(1, min(MAX_DRAFTING, max_requests) + 1)]
-    sizes = {(PREFILL_TOKENS[bisect_left(PREFILL_TOKENS, tokens)], _round_samples(tokens)) for tokens in drafting}
-    yield from (StepSize(0, tokens, MAX_CHUNKS, n, context) for tokens, n in sorted(sizes) if n > MAX_CHUNKS)
-
-
-def _min_prefill(num_decode: int) -> int:
-    """Prefill tokens below which no step with this many decode requests is captured."""
-    return num_decode // 4
+    sizes = {(STEP_TOKENS[bisect_left(STEP_TOKENS, tokens)], _round_samples(tokens)) for tokens in drafting}
+    yield from (StepSize(tokens, 0, MAX_CHUNKS, n) for tokens, n in sorted(sizes) if n > MAX_CHUNKS)
 
 
 def _round_samples(num_samples: int) -> int:
     return MAX_CHUNKS if num_samples <= MAX_CHUNKS else 1 << (num_samples - 1).bit_length()
+
+
+def _round_mixed_samples(num_samples: int, max_requests: int) -> int:
+    without_drafts = max_requests + MAX_CHUNKS
+    if num_samples <= min(_MIXED_SAMPLES, without_drafts):
+        return min(_MIXED_SAMPLES, without_drafts)
+    return without_drafts if num_samples <= without_drafts else _round_samples(num_samples)
 
 
 def _round_decode(num_requests: int) -> int:
@@ -118,23 +106,11 @@ def _round_decode(num_requests: int) -> int:
     return -(-num_requests // step) * step
 
 
-def _round_context(max_context: int, max_length: int) -> int:
-    bound = _CONTEXTS[0]
-    while bound < max_context:
-        bound *= 4
-    return min(bound, max(max_length, max_context))
-
-
 def largest_step(max_tokens: int, max_requests: int, max_draft_tokens: int) -> tuple[int, int, int]:
     """Tokens, requests and sampled tokens of the largest step, rounded up."""
-    decode = max(
-        _round_decode(max_requests),
-        _MIXED_DECODE[min(bisect_left(_MIXED_DECODE, max_requests), len(_MIXED_DECODE) - 1)],
-    )
-    tokens = max(max_tokens, PREFILL_TOKENS[-1]) + decode
-    requests = decode + max(MAX_CHUNKS, max_requests)
-    drafting = MAX_CHUNKS * (1 + max_draft_tokens)
-    return tokens, requests, min(tokens, max(requests + drafting - MAX_CHUNKS, decode + _round_samples(drafting)))
+    decode, most_samples = _round_decode(max_requests), max_requests + MAX_CHUNKS * (1 + max_draft_tokens)
+    samples = max(decode, _round_mixed_samples(most_samples, max_requests))
+    return max(max_tokens, STEP_TOKENS[-1], decode), max(decode, max_requests + MAX_CHUNKS), samples
 
 
 class CudaGraphs(Generic[Size]):

@@ -109,6 +109,11 @@ class Encoder:
             for budget in self._budgets:
                 self._graphs.capture(budget)
 
+    def run_largest(self) -> None:
+        """Run the largest budget on whatever is in the buffers, which compiles kernels."""
+        if self._budgets:
+            self._forward(self._budgets[-1])
+
     @property
     def num_captured(self) -> int:
         """Budgets captured so far."""

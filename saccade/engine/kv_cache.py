@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.device import to_device
 from saccade.engine.config import KVFormat
-from saccade.kernels.paged_attention import paged_attention, write_pages
+from saccade.kernels.paged_attention import DecodePlan, paged_attention, write_pages
 from saccade.kernels.rope import CosSin
 from saccade.model.config import LanguageConfig
 
@@ -67,16 +67,20 @@ class PagedAttention:
     slot_mapping: Tensor
     """[T]: KV slot of each token."""
     page_table: Tensor
-    """[R, W] int32."""
+    """[slots, W] int32."""
+    slots: Tensor
+    """[R] int32: the row of the page table that each request has."""
     cu_seqlens: Tensor
     """[R + 1] int32: cumulative new tokens."""
     context_lengths: Tensor
     """[R] int32: tokens including the new ones."""
     num_decode: int
-    """Leading requests with one new token each."""
+    """Leading requests with one new token each, or none."""
     max_new: int
     """Upper bounds known on the host, which shape the launch."""
     max_context: int
+    decode_plan: DecodePlan | None
+    """How decode divides its work, the same for all layers; made in each layer if not given."""
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         """See `AttentionContext`. `q` and `k` are rotated in place."""
@@ -84,8 +88,9 @@ class PagedAttention:
         key_scales, value_scales = (None, None) if self.cache.scales is None else self.cache.scales[layer]
         write_pages(q_THK, k_TGK, v_TGK, self.angles, self.slot_mapping, keys, values, key_scales, value_scales)
         return paged_attention(
-            q_THK, keys, values, self.page_table, self.cu_seqlens, self.context_lengths, max_seqlen_q=self.max_new, num_decode=self.num_decode,
-            max_context_length=self.max_context, key_scales_NGP=key_scales, value_scales_NGP=value_scales,
+            q_THK, keys, values, self.page_table, self.cu_seqlens, self.context_lengths, max_seqlen_q=self.max_new,
+            num_decode=self.num_decode, max_context_length=self.max_context, table_rows_R=self.slots,
+            decode_plan=self.decode_plan, key_scales_NGP=key_scales, value_scales_NGP=value_scales,
         )  # fmt: skip
 
 

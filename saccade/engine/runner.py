@@ -36,7 +36,6 @@ from saccade.engine.cuda_graphs import (
     CudaGraphs,
     StepSize,
     declared_sizes,
-    decode_beside_prefill,
     largest_step,
     step_size,
 )
@@ -59,6 +58,7 @@ from saccade.engine.step_inputs import (
     table_width,
 )
 from saccade.errors import RequestError
+from saccade.kernels.paged_attention import plan_decode
 from saccade.kernels.sampler import NON_FINITE
 from saccade.model.vlm import VLM
 
@@ -153,7 +153,8 @@ class Runner:
             self._features = torch.zeros(shape, dtype=self.dtype, device=self.device)
             self._last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int32, device=self.device)
             self.sampler = Sampler(vocab_size=language.vocab_size, num_slots=config.max_requests, device=self.device)
-            self._buffers = StepBuffers(InputSizes(tokens, requests, tokens, max_pages).total, self.device)
+            self._buffers = StepBuffers(InputSizes(tokens, requests, tokens).total, self.device)
+            self._page_table = torch.zeros(config.max_requests, max_pages, dtype=torch.int32, device=self.device)
             # All steps share one memory for logits, captured or not.
             self._logits = torch.empty(self._max_samples, language.vocab_size, dtype=self.dtype, device=self.device)
         with self._on(self._encoder_stream):
@@ -308,7 +309,11 @@ class Runner:
             self._builder.start_slot(start.slot, inputs)
             with self.on_stream():
                 self.sampler.set_request(start.slot, inputs.request, start.output_token_ids)
-        self._builder.append_pages(plan.chunks)
+        new_pages = self._builder.append_pages(plan.chunks)
+        if new_pages is not None:
+            with self.on_stream():  # behind the steps in flight, which may read the rows of requests that have ended
+                index, pages = to_device(new_pages, self.device)
+                self._page_table.view(-1)[index] = pages
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, target) pages, one by one where that fails. A failed copy fails the request that reads the target, alone."""
@@ -328,8 +333,6 @@ class Runner:
         """Decode requests first, then the others: see `step_inputs.py`."""
         decode = [chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.samples and not chunk.images]
         prefill = [chunk for chunk in chunks if chunk.num_tokens > 1 or not chunk.samples or chunk.images]
-        num_decode = decode_beside_prefill(len(decode), len(prefill)) if prefill else len(decode)
-        decode, prefill = decode[:num_decode], [*decode[num_decode:], *prefill]
         ordered = [*decode, *prefill]
         needs_all = any(self._request(chunk).sampling.prompt_logprobs is not None for chunk in prefill)
         num_samples = _num_samples(ordered)
@@ -347,19 +350,16 @@ class Runner:
             num_decode=len(decode),
             num_tokens=sum([chunk.num_tokens for chunk in prefill]),
             num_chunks=len(prefill),
-            num_samples=_num_samples(prefill),
-            max_context=max([chunk.end for chunk in (*decode, *prefill)]),
-            max_length=self.max_length,
+            num_samples=len(decode) + _num_samples(prefill),
+            max_requests=self.config.max_requests,
         )
 
     def _forward_eager(self, decode: Sequence[Chunk], prefill: Sequence[Chunk], needs_all: bool) -> _Forward:
         ordered = [*decode, *prefill]
-        max_context = max(chunk.end for chunk in ordered)
         sizes = InputSizes(
             num_tokens=sum(chunk.num_tokens for chunk in ordered),
             num_requests=len(ordered),
             num_samples=_num_samples(ordered),
-            table_width=table_width(max_context, self.config.page_size),
         )
         self._builder.fill(split(self._next_host(sizes), sizes), len(decode), decode, prefill, self._requests)
         inputs = split(self._buffers.upload(sizes.total), sizes)
@@ -368,7 +368,7 @@ class Runner:
             index_S=None if needs_all else inputs.sampled,
             num_decode=len(decode),
             max_new=max(chunk.num_tokens for chunk in ordered),
-            max_context=max_context,
+            max_context=max(chunk.end for chunk in ordered),
             has_images=any(chunk.images for chunk in prefill),
         )
         if not needs_all:
@@ -377,19 +377,18 @@ class Runner:
         return _Forward(ordered, logits_SV, self._prompt_logprobs(ordered, hidden))
 
     def _input_sizes(self, size: StepSize) -> InputSizes:
-        width = table_width(size.max_context, self.config.page_size)
-        return InputSizes(size.num_tokens, size.num_requests, size.num_samples, width)
+        return InputSizes(size.num_tokens, size.num_requests, size.num_samples)
 
     def _forward_captured(self, size: StepSize) -> Tensor:
         """Logits of the step in the device buffer. Capturable: its control flow depends on the size only."""
-        is_decode = size.num_prefill_requests == 0
+        is_decode = size.num_chunks == 0
         inputs = split(self._buffers.uploaded, self._input_sizes(size))
         hidden_SD = self._forward(
             inputs,
             index_S=None if is_decode else inputs.sampled,
             num_decode=size.num_decode,
-            max_new=max(1, size.num_prefill_tokens),
-            max_context=size.max_context,
+            max_new=1 if is_decode else size.num_tokens,
+            max_context=self.max_length,
             has_images=not is_decode,
         )
         return self._head(hidden_SD)
@@ -415,9 +414,13 @@ class Runner:
         if has_images:
             is_feature = inputs.feature_index < self._num_features
             x_TD = torch.where(is_feature[:, None], self._features.index_select(0, inputs.feature_index), x_TD)
+        plan = None
+        if num_decode and self.device.type == "cuda":
+            keys = self.cache.entries[0, 0]
+            plan = plan_decode(inputs.cu_seqlens, inputs.context_lengths, keys, num_decode=num_decode)
         attend = PagedAttention(
-            self.cache, self.model.cos_sin(inputs.positions), inputs.slot_mapping, inputs.page_table, inputs.cu_seqlens,
-            inputs.context_lengths, num_decode, max_new, max_context,
+            self.cache, self.model.cos_sin(inputs.positions), inputs.slot_mapping, self._page_table, inputs.slots,
+            inputs.cu_seqlens, inputs.context_lengths, num_decode, max_new, max_context, plan,
         )  # fmt: skip
         return self.model.forward_layers(x_TD, attend, index_S)
 
@@ -587,13 +590,27 @@ class Runner:
     # -------------------------------------------------------------- start-up
 
     @torch.inference_mode()
+    def compile_kernels(self) -> None:
+        """Run all declared sizes on padding, within `launch.compile_only`: what is computed is not used."""
+        self.profile_largest_step()
+        with self.on_stream():
+            for size in declared_sizes(self.config.max_requests, self.config.max_draft_tokens):
+                self._upload_padding(size)
+                self._forward_captured(size)
+            self._warm_up_sampler(with_logprobs=False)
+        with self._on(self._encoder_stream):
+            self._encoder.run_largest()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture CUDA graphs of all declared sizes of steps and encodings. No effect without CUDA graphs."""
         if self._graphs is None:
             return
         compiled: set[int] = set()
         with self.on_stream():
-            for size in declared_sizes(self.config.max_requests, self.max_length, self.config.max_draft_tokens):
+            for size in declared_sizes(self.config.max_requests, self.config.max_draft_tokens):
                 self._upload_padding(size)
                 if size.num_tokens <= _NUM_SMALL or size.num_decode not in compiled:  # kernels differ by these
                     self._forward_captured(size)
@@ -610,9 +627,10 @@ class Runner:
         self._builder.fill(split(self._next_host(sizes), sizes), size.num_decode, (), (), {})
         self._buffers.upload(sizes.total)
 
-    def _warm_up_sampler(self) -> None:
+    def _warm_up_sampler(self, *, with_logprobs: bool = True) -> None:
         """Sample with and without randomness and log-probabilities, which compiles its kernels."""
-        for sampling in (SamplingParams(logprobs=1), SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01)):
+        greedy = SamplingParams(logprobs=1 if with_logprobs else None)
+        for sampling in (greedy, SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01)):
             self.sampler.set_request(0, Request(id="warm-up", token_ids=[0], sampling=sampling))
             for count in (1, min(16, self._max_samples)):
                 zeros = np.zeros(count, np.int64)
@@ -628,7 +646,7 @@ class Runner:
                 pixels = torch.zeros(side * side, vision.patch_dim, device=self.device)
                 self.model.encode_images(pixels, torch.tensor([[1, side, side]]))
             num_tokens = min(config.max_step_tokens, self.max_length)
-            sizes = InputSizes(num_tokens, 1, 1, table_width(num_tokens, config.page_size))
+            sizes = InputSizes(num_tokens, 1, 1)
             inputs = split(self._next_host(sizes), sizes)
             for part in inputs:
                 part[...] = 0

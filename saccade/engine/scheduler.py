@@ -155,9 +155,9 @@ class Scheduler:
         """Requests preempted so far."""
         return self._queues.num_preemptions
 
-    def has_decoding(self) -> bool:
-        """Whether a running request waits for its next output token."""
-        return any(state.is_decoding for state in self._queues.running)
+    def num_decoding(self) -> int:
+        """Running requests that wait for their next output token."""
+        return sum([state.is_decoding for state in self._queues.running])
 
     def num_uncomputed_prompt_tokens(self) -> int:
         """Prompt tokens of open requests that are not computed."""

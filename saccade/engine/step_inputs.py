@@ -1,10 +1,12 @@
 """Input tensors of a step in one int32 buffer: filled on the host, uploaded by one copy, split into tensors on the device.
 
-Legend: T tokens, R requests, S sampled tokens, W pages of the longest request.
+Legend: T tokens, R requests, S sampled tokens.
 
 The decode requests of a step come first, one token each, then the chunks of the others. Host and device split the buffer with the
-same function. A step that runs as a CUDA graph (`cuda_graphs.py`) is rounded up to the graph's size: both parts are filled up with
-*padding*, tokens that are stored nowhere, of requests without context.
+same function. A step that runs as a CUDA graph (`cuda_graphs.py`) is rounded up to the graph's size: the requests of both parts are
+filled up with *padding*, requests without tokens, and the tokens behind the last with tokens that are stored nowhere.
+
+Page tables stay on the device, one row per slot; a step uploads only its new pages.
 """
 
 from __future__ import annotations
@@ -32,13 +34,12 @@ class InputSizes(NamedTuple):
     num_tokens: int
     num_requests: int
     num_samples: int
-    table_width: int
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Elements of each part, in the order of `StepInputs`."""
-        tokens, requests, samples, width = self
-        return tokens, tokens, 3 * tokens, tokens, tokens, requests + 1, requests, samples, requests * width
+        tokens, requests, samples = self
+        return tokens, tokens, 3 * tokens, tokens, tokens, requests + 1, requests, requests, samples
 
     @property
     def total(self) -> int:
@@ -63,10 +64,10 @@ class StepInputs(NamedTuple, Generic[Array]):
     """[R + 1]"""
     context_lengths: Array
     """[R]"""
+    slots: Array
+    """[R]: their rows of the page table."""
     sampled: Array
     """[S]: indices of the tokens after which one is sampled."""
-    page_table: Array
-    """[R, W]"""
 
 
 def split(buffer: Array, sizes: InputSizes) -> StepInputs[Array]:
@@ -76,7 +77,6 @@ def split(buffer: Array, sizes: InputSizes) -> StepInputs[Array]:
         parts.append(buffer[start : start + length])
         start += _aligned(length)
     parts[2] = parts[2].reshape(3, sizes.num_tokens)
-    parts[-1] = parts[-1].reshape(sizes.num_requests, sizes.table_width)
     return StepInputs(*parts)
 
 
@@ -123,13 +123,22 @@ class InputBuilder:
         self._num_pages[slot] = 0
         self._position_shift[slot] = inputs.first_output_position - len(inputs.prompt.token_ids)
 
-    def append_pages(self, chunks: Sequence[Chunk]) -> None:
-        """Append the chunks' new pages. Once per plan, also for chunks that are not computed in the end."""
+    def append_pages(self, chunks: Sequence[Chunk]) -> Ints | None:
+        """Append the chunks' new pages. Once per plan, also for chunks that are not computed in the end.
+
+        [2, pages]: where they are in the flattened page table, and the pages. None: there are none.
+        """
+        index: list[int] = []
+        pages: list[int] = []
         for chunk in chunks:
             if chunk.new_pages:
-                first = self._num_pages[chunk.slot]
+                first = int(self._num_pages[chunk.slot])
                 end = self._num_pages[chunk.slot] = first + len(chunk.new_pages)
                 self._table[chunk.slot, first:end] = chunk.new_pages
+                row = chunk.slot * self._table.shape[1]
+                index += range(row + first, row + end)
+                pages += chunk.new_pages
+        return np.array([index, pages], np.int32) if pages else None
 
     def fill(
         self,
@@ -140,20 +149,22 @@ class InputBuilder:
         requests: Mapping[str, RequestInputs],
     ) -> None:
         """Fill the inputs of a step with room for `num_decode` decode requests; the rest of `out` is padding."""
-        width = min(out.page_table.shape[1], self._table.shape[1])
-        out.cu_seqlens[: num_decode + 1] = np.arange(num_decode + 1)
-        self._fill_decode(out, decode, requests, width)
-        self._fill_padding(out, len(decode), num_decode)
-        out.context_lengths[len(decode) : num_decode] = 0
-        token, sample = self._fill_prefill(out, num_decode, len(decode), prefill, requests, width)
+        n = len(decode)
+        out.cu_seqlens[: n + 1] = np.arange(n + 1)
+        out.cu_seqlens[n + 1 : num_decode + 1] = n
+        out.context_lengths[n:num_decode] = 0
+        out.slots[n:num_decode] = 0
+        self._fill_decode(out, decode, requests)
+        token, sample = self._fill_prefill(out, num_decode, n, prefill, requests)
         end = num_decode + len(prefill)
         out.cu_seqlens[end + 1 :] = token  # requests without new tokens
         out.context_lengths[end:] = 0
+        out.slots[end:] = 0
         out.sampled[sample:] = 0
-        self._fill_padding(out, token, len(out.token_ids))
+        self._fill_padding(out, token)
 
     def _fill_decode(
-        self, out: StepInputs[Ints], chunks: Sequence[Chunk], requests: Mapping[str, RequestInputs], width: int
+        self, out: StepInputs[Ints], chunks: Sequence[Chunk], requests: Mapping[str, RequestInputs]
     ) -> None:
         n = len(chunks)
         if n == 0:
@@ -173,16 +184,16 @@ class InputBuilder:
         out.slot_mapping[:n] = pages * self._page_size + starts % self._page_size
         out.feature_index[:n] = self._num_features
         out.context_lengths[:n] = starts + 1
-        out.page_table[:n, :width] = self._table[slots, :width]
+        out.slots[:n] = slots
         out.sampled[:n] = np.arange(n)
 
     def _fill_prefill(
-        self, out: StepInputs[Ints], num_decode: int, num_decode_samples: int, chunks: Sequence[Chunk],
-        requests: Mapping[str, RequestInputs], width: int,
+        self, out: StepInputs[Ints], first_request: int, num_decode: int, chunks: Sequence[Chunk],
+        requests: Mapping[str, RequestInputs],
     ) -> tuple[int, int]:  # fmt: skip
         """Returns the tokens and samples filled so far."""
-        token, sample = num_decode, num_decode_samples
-        for number, chunk in enumerate(chunks, start=num_decode):
+        token = sample = num_decode
+        for number, chunk in enumerate(chunks, start=first_request):
             inputs, end = requests[chunk.request_id], token + chunk.num_tokens
             out.last_token_slots[token:end] = self._max_requests
             known = end - len(chunk.drafts)
@@ -205,7 +216,7 @@ class InputBuilder:
                 )
             out.cu_seqlens[number + 1] = end
             out.context_lengths[number] = chunk.end
-            out.page_table[number, :width] = self._table[chunk.slot, :width]
+            out.slots[number] = chunk.slot
             if chunk.samples:
                 count = 1 + len(chunk.drafts)
                 out.sampled[sample : sample + count] = np.arange(end - count, end)
@@ -213,13 +224,13 @@ class InputBuilder:
             token = end
         return token, sample
 
-    def _fill_padding(self, out: StepInputs[Ints], start: int, end: int) -> None:
+    def _fill_padding(self, out: StepInputs[Ints], start: int) -> None:
         """Tokens of no request: computed, but stored nowhere."""
-        out.token_ids[start:end] = 0
-        out.last_token_slots[start:end] = self._max_requests
-        out.positions[:, start:end] = 0
-        out.slot_mapping[start:end] = self._num_kv_slots
-        out.feature_index[start:end] = self._num_features
+        out.token_ids[start:] = 0
+        out.last_token_slots[start:] = self._max_requests
+        out.positions[:, start:] = 0
+        out.slot_mapping[start:] = self._num_kv_slots
+        out.feature_index[start:] = self._num_features
 
 
 def table_width(max_context: int, page_size: int) -> int:

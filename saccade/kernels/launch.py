@@ -12,7 +12,9 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Literal
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,8 +39,8 @@ except ImportError:
     triton = tl = _MissingTriton()
 
 __all__ = [
-    "Path", "available_paths", "can_overlap", "choose_path", "forced", "is_forced", "is_interpreting", "log_path", "num_sms", "tl",
-    "triton",
+    "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "forced", "is_forced", "is_interpreting", "log_path",
+    "num_sms", "tl", "triton",
 ]  # fmt: skip
 
 Path = Literal["triton", "library", "reference"]
@@ -115,3 +117,31 @@ def can_overlap(device: torch.device) -> bool:
     """Whether a kernel may start before the one it depends on has ended (programmatic dependent launch): Hopper and later."""
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+_only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
+
+
+@contextlib.contextmanager
+def compile_only(num_threads: int) -> Iterator[None]:
+    """Inside the `with` block, in this thread, Triton kernels are compiled and not launched; they are ready at its end.
+
+    Outputs have arbitrary values: nothing may use one as an index. Compiling releases the interpreter's lock most of the time, so that
+    threads share the work: the kernels of a 3B model take 30 s one by one.
+    """
+    from triton.runtime.jit import JITFunction
+
+    launch_kernel = JITFunction.run
+
+    @functools.wraps(launch_kernel)
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch_kernel(self, *args, grid=grid, warmup=warmup or _only_compiles.get(), **options)
+
+    JITFunction.run = run
+    token = _only_compiles.set(True)
+    try:
+        with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool):
+            yield
+    finally:
+        _only_compiles.reset(token)
+        JITFunction.run = launch_kernel

@@ -9,26 +9,26 @@ from saccade.engine import cuda_graphs
 from saccade.engine.cuda_graphs import (
     MAX_CHUNKS,
     MAX_DRAFTING,
-    PREFILL_TOKENS,
+    STEP_TOKENS,
     CudaGraphs,
     StepSize,
     declared_sizes,
-    decode_beside_prefill,
     largest_step,
+    prefill_beside_decode,
     step_size,
 )
 
 
-def decode_size(num_decode, max_context, max_length=4096):
+def decode_size(num_decode, max_requests=256):
     return step_size(
-        num_decode=num_decode, num_tokens=0, num_chunks=0, num_samples=0, max_context=max_context, max_length=max_length
+        num_decode=num_decode, num_tokens=0, num_chunks=0, num_samples=num_decode, max_requests=max_requests
     )
 
 
-def mixed_size(num_decode, num_tokens, num_chunks=1, num_samples=1, max_context=900, max_length=4096):
+def mixed_size(num_decode, num_tokens, num_chunks=1, num_samples=None, max_requests=256):
     return step_size(
-        num_decode=num_decode, num_tokens=num_tokens, num_chunks=num_chunks, num_samples=num_samples,
-        max_context=max_context, max_length=max_length,
+        num_decode=num_decode, num_tokens=num_tokens, num_chunks=num_chunks,
+        num_samples=num_decode + num_chunks if num_samples is None else num_samples, max_requests=max_requests,
     )  # fmt: skip
 
 
@@ -37,56 +37,49 @@ def mixed_size(num_decode, num_tokens, num_chunks=1, num_samples=1, max_context=
 def test_every_step_fits_its_size_and_the_largest_step(max_requests, max_draft_tokens):
     tokens, requests, samples = largest_step(4352, max_requests, max_draft_tokens)
     for count in range(1, max_requests + 1):
-        size = decode_size(count, max_context=count)
+        size = decode_size(count, max_requests)
         assert count <= size.num_decode == size.num_requests == size.num_samples <= min(requests, samples)
+        assert size.num_tokens == size.num_decode <= tokens
     chunks = {1, min(max_requests, MAX_CHUNKS)}
     for num_decode, num_chunks in itertools.product({0, 1, max_requests // 2, max_requests}, chunks):
         for num_tokens in (num_chunks, 17 * num_chunks, 640, 4096):
-            num_samples = min(num_tokens, num_chunks * (1 + max_draft_tokens))
-            size = mixed_size(num_decode, num_tokens, num_chunks, num_samples, max_context=5000)
+            num_samples = num_decode + min(num_tokens, num_chunks * (1 + max_draft_tokens))
+            size = mixed_size(num_decode, num_tokens, num_chunks, num_samples, max_requests)
             if size is None:
-                assert num_decode > 256
+                assert num_decode + num_tokens > STEP_TOKENS[-1]
                 continue
             assert num_decode <= size.num_decode
-            assert num_tokens <= size.num_prefill_tokens
-            assert num_chunks <= size.num_prefill_requests
-            assert num_samples <= size.num_prefill_samples
-            assert size.max_context >= 5000
-            assert size.num_tokens <= tokens
+            assert num_decode + num_tokens <= size.num_tokens <= tokens
+            assert num_chunks <= size.num_chunks
             assert size.num_requests <= requests
-            assert size.num_samples <= samples
+            assert num_samples <= size.num_samples <= samples
 
 
 def test_there_are_few_sizes():
-    decode = {decode_size(count, longest, 32768) for count in range(1, 257) for longest in (1, 1000, 5000, 32768)}
-    mixed = {mixed_size(count, tokens, max_length=32768) for tokens in range(1, 4097) for count in range(0, 257, 5)}
-    assert len(decode) <= 4 * 20
-    assert len(mixed) <= 8 * len(PREFILL_TOKENS)
+    declared = list(declared_sizes(256))
+    assert len(declared) == len(set(declared)) < 80
+    used = {decode_size(count) for count in range(1, 257)}
+    used |= {mixed_size(count, tokens) for tokens in range(1, 4000) for count in range(0, 257, 5)}
+    assert used <= set(declared)
 
 
 @pytest.mark.parametrize("max_requests", [1, 5, 16, 48, 200, 256])
-@pytest.mark.parametrize("max_length", [512, 4096, 32768])
-def test_steps_of_usual_contexts_have_a_declared_size(max_requests, max_length):
-    declared = set(declared_sizes(max_requests, max_length))
-    assert len(declared) == len(list(declared_sizes(max_requests, max_length)))
+def test_every_step_without_drafts_has_a_declared_size(max_requests):
+    declared = set(declared_sizes(max_requests))
     for count in range(1, max_requests + 1):
-        assert decode_size(count, max_length // 2, max_length) in declared
-        assert decode_size(count, max_length, max_length) in declared
-    for count in range(max_requests):
-        for num_prompt_tokens in (1, 2, 16, 50, 700, 4096):
-            decode = decode_beside_prefill(count, 1)
-            num_tokens = min(num_prompt_tokens + count - decode, 4096)
-            assert mixed_size(decode, num_tokens, max_context=min(900, max_length), max_length=max_length) in declared
+        assert decode_size(count, max_requests) in declared
+    for count, num_chunks in itertools.product(range(max_requests), (1, 7, MAX_CHUNKS)):
+        for num_tokens in (num_chunks, 2 * num_chunks, 50 * num_chunks, 4096):
+            assert mixed_size(count, num_tokens, num_chunks, max_requests=max_requests) in declared
 
 
-def test_a_few_decode_requests_beyond_a_captured_number_are_chunks():
-    for num_decode, num_chunks in itertools.product(range(257), (1, 16, MAX_CHUNKS)):
-        kept = decode_beside_prefill(num_decode, num_chunks)
-        assert 0 <= kept <= num_decode
-        assert kept == num_decode or num_decode - kept + num_chunks <= MAX_CHUNKS
-    assert decode_beside_prefill(66, 1) == 64
-    assert decode_beside_prefill(66, MAX_CHUNKS) == 66
-    assert decode_beside_prefill(80, 1) == 80
+def test_prefill_fills_a_captured_step_beside_decode():
+    assert prefill_beside_decode(4096, 0) == 4096
+    assert prefill_beside_decode(700, 0) == 640
+    assert prefill_beside_decode(700, 100) == 668, "768 tokens in all"
+    assert prefill_beside_decode(20, 100) == 20, "no size is that close: padding"
+    for budget, num_decode in itertools.product(range(1, 4097, 13), range(0, 257, 7)):
+        assert 0 < prefill_beside_decode(budget, num_decode) <= budget
 
 
 def test_drafts_need_logits_of_sampled_tokens_only():
@@ -97,9 +90,8 @@ def test_drafts_need_logits_of_sampled_tokens_only():
 
 
 def test_large_steps_are_not_captured():
-    assert mixed_size(4, 4097) is None
+    assert mixed_size(4, STEP_TOKENS[-1] - 3) is None
     assert mixed_size(4, 64, num_chunks=MAX_CHUNKS + 1) is None
-    assert mixed_size(257, 64) is None
 
 
 class FakeGraph:
@@ -125,7 +117,7 @@ class FakeGraphs(CudaGraphs):
         return FakeGraph(self.log, size), torch.zeros(size.num_samples)
 
 
-SIZES = [StepSize(n, 0, 0, 0, 2048) for n in range(1, 200)]
+SIZES = [StepSize(n, n, 0, n) for n in range(1, 200)]
 
 
 def test_a_declared_size_is_replayed_and_another_is_captured_at_its_first_run():
@@ -176,15 +168,6 @@ def test_a_size_whose_capture_fails_runs_eagerly_from_then_on_and_is_counted(cap
 
 
 def test_drafts_of_few_requests_are_declared():
-    declared = set(declared_sizes(256, 8192, 7))
+    declared = set(declared_sizes(256, 7))
     for num_requests in range(1, MAX_DRAFTING + 1):
-        num_tokens = 8 * num_requests
-        size = step_size(
-            num_decode=0,
-            num_tokens=num_tokens,
-            num_chunks=num_requests,
-            num_samples=num_tokens,
-            max_context=900,
-            max_length=8192,
-        )
-        assert size in declared
+        assert mixed_size(0, 8 * num_requests, num_requests, num_samples=8 * num_requests) in declared

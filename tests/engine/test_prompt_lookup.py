@@ -310,7 +310,7 @@ def test_drafts_follow_the_first_token_of_their_chunk(reads_last_token):
     start = 6 if reads_last_token else 5
     chunk = Chunk("r", 1, start, 4, (3, 5, 7), (), reads_last_token, (21, 22, 23), True)
     builder.append_pages([chunk])
-    sizes = InputSizes(num_tokens=4, num_requests=1, num_samples=4, table_width=16)
+    sizes = InputSizes(num_tokens=4, num_requests=1, num_samples=4)
     out = split(np.zeros(sizes.total, np.int32), sizes)
     builder.fill(out, 0, [], [chunk], {"r": inputs})
     assert out.token_ids.tolist() == [0 if reads_last_token else 105, 21, 22, 23]

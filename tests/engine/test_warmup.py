@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from saccade.engine import Engine, SamplingParams
+from saccade.engine import Engine, SamplingParams, cuda_graphs
 from saccade.engine.config import EngineConfig
-from saccade.engine.warmup import _with_few_layers, serve_once
+from saccade.engine.warmup import _with_few_layers, small_runner
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.initialize import initialize_random
 
@@ -24,22 +24,23 @@ ENGINE = EngineConfig(max_step_tokens=256, max_encoder_patches=1024)
 
 
 @pytest.mark.parametrize("full", [(), (0, 2), (0, 1, 2, 3)], ids=["windows", "both", "full"])
-def test_a_model_with_few_layers_serves_a_request(full):
+def test_a_model_with_few_layers_has_layers_of_every_kind(full):
     config = dataclasses.replace(CONFIG, vision=dataclasses.replace(VISION, full_attention_layers=full))
     small = _with_few_layers(config)
     assert small.language.num_layers == 2
     assert small.vision.num_layers == (2 if full == (0, 2) else 1)
     assert len(small.vision.full_attention_layers) == (1 if full else 0)
     assert small.language.vocab_size % 16 == LANGUAGE.vocab_size % 16
-    serve_once(config, ENGINE, device=torch.device("cpu"), dtype=torch.float32)
+    small_runner(config, ENGINE, device=torch.device("cpu"), dtype=torch.float32).profile_largest_step()
 
 
 @pytest.mark.parametrize(
     "engine", [{"page_size": 1}, {"max_step_tokens": 1}, {"max_requests": 1}, {"max_length": 64}], ids=str
 )
-def test_any_engine_configuration_can_warm_up(engine):
-    """Also one whose maximum length is shorter than the warm-up prompt."""
-    serve_once(CONFIG, dataclasses.replace(ENGINE, **engine), device=torch.device("cpu"), dtype=torch.float32)
+def test_any_engine_configuration_can_warm_up(engine, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "STEP_TOKENS", (16, 64))  # of the largest sizes one is like another on a CPU
+    config = dataclasses.replace(ENGINE, **({"max_requests": 5} | engine))
+    small_runner(CONFIG, config, device=torch.device("cpu"), dtype=torch.float32).compile_kernels()
 
 
 @pytest.mark.gpu

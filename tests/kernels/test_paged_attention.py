@@ -1,4 +1,3 @@
-import dataclasses
 from typing import NamedTuple
 
 import pytest
@@ -112,6 +111,24 @@ def test_decode_requests_keep_their_schedule_beside_prefill(
     expect_equal(case, one_dtype)
 
 
+def test_fewer_requests_decode_than_there_is_room_for(device, one_dtype):
+    """As in a captured graph: the prefill tokens follow those of the requests that do decode."""
+    case = make_case([1, 1, 0, 0, 5, 3], [40, 300, 0, 0, 90, 50], (4, 2, 64), device, one_dtype)
+    case.options["num_decode"] = 4
+    expect_equal(case, one_dtype)
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 9, 3]], ids=["decode", "mixed"])
+def test_requests_find_their_rows_of_a_larger_page_table(new, device, one_dtype):
+    case = make_case(new, [40, 300, 7], (4, 2, 64), device, one_dtype)
+    q, keys, values, table, *rest = case.tensors
+    larger = torch.full((7, table.shape[1]), 10**6, dtype=torch.int32, device=device)
+    rows = torch.tensor([5, 0, 3], device=device).int()
+    larger[rows.long()] = table
+    options = case.options | {"table_rows_R": rows, "num_decode": 1}
+    expect_equal(Case((q, keys, values, larger, *rest), options), one_dtype)
+
+
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=["plain", "int8", "fp8"])
 @pytest.mark.parametrize("new", [[1, 1, 1, 1], [1, 9, 0, 3, 1, 70]], ids=["decode", "mixed"])
 @pytest.mark.parametrize("page_size", [1, 8])
@@ -145,37 +162,22 @@ def test_compressed_cache_is_close_to_the_plain_one(cache_dtype, device, one_dty
 
 
 @pytest.mark.parametrize("num_splits", [1, 3, 8])
-@pytest.mark.parametrize("new", [[1, 1, 1], [1, 9, 3]], ids=["decode", "mixed"])
-def test_any_number_of_splits_gives_the_same(new, num_splits, device, one_dtype):
-    case = make_case(new, [5, 129, 70], (2, 1, 64), device, one_dtype)
-    schedule = module.Schedule(
-        block_m=16, block_n=16, num_warps=4, num_stages=2, num_splits=num_splits, min_split=16 if num_splits < 8 else 48
-    )
-    out = module._attend(*case.tensors, schedule=schedule, is_decode=max(new) == 1)
-    assert_close("out", out, expected_of(case), BOUNDS[one_dtype])
+def test_any_number_of_splits_of_a_prompt_gives_the_same(num_splits, device, one_dtype, monkeypatch):
+    case = make_case([1, 9, 3], [5, 129, 70], (2, 1, 64), device, one_dtype)
+    monkeypatch.setattr(module, "_schedule", lambda **sizes: many_splits(num_splits))
+    expect_equal(case, one_dtype)
 
 
-def test_splits_fill_the_gpu_and_stay_within_bounds():
-    shape = {"H": 16, "G": 2, "head_dim": 128, "cache_bytes": 2, "max_seqlen_q": 1, "num_sms": 132}
-    splits = {
-        (requests, longest): module._schedule(
-            num_tokens=requests, num_requests=requests, max_context_length=longest, **shape
-        ).num_splits
-        for requests, longest in [(256, 1024), (16, 4096), (1, 65536), (1, 1024), (1, 31), (256, 32768)]
-    }
-    assert splits[256, 1024] == 1, "enough requests: nothing to combine"
-    assert splits[16, 4096] == 16, "four programs on each of 132 multiprocessors, not one more"
-    assert splits[1, 65536] == 256
-    assert splits[1, 1024] == 32, "one short request: a program for each tile of keys"
-    assert splits[1, 31] == 1, "too short to be worth a second program"
-    assert splits[256, 32768] == 4, "a long request among many does not run alone at the end"
-    mixed = module._schedule(
-        num_tokens=4096, num_requests=8, max_context_length=4096, **(shape | {"max_seqlen_q": 2048})
-    )
-    assert (mixed.num_splits, mixed.block_m) == (1, 128)
+def test_prefill_splits_fill_the_gpu_and_stay_within_bounds():
+    shape = {"H": 16, "G": 2, "head_dim": 128, "cache_bytes": 2, "num_sms": 132}
+    few = module._schedule(num_tokens=16, num_requests=1, max_context_length=65536, max_seqlen_q=16, **shape)
+    many = module._schedule(num_tokens=4096, num_requests=8, max_context_length=4096, max_seqlen_q=2048, **shape)
+    short = module._schedule(num_tokens=16, num_requests=1, max_context_length=2047, max_seqlen_q=16, **shape)
+    assert [few.num_splits, many.num_splits, short.num_splits] == [32, 1, 1]
+    assert many.block_m == 128
 
 
-RAGGED = [0, 1, 15, 16, 17, 1000]
+RAGGED = [0, 1, 15, 16, 17, 1000, 0, 129, 64]
 
 
 def many_splits(num_splits):
@@ -183,20 +185,34 @@ def many_splits(num_splits):
     return module.Schedule(block_m=16, block_n=16, num_warps=2, num_stages=3, num_splits=num_splits, min_split=16)
 
 
-@pytest.mark.parametrize("num_splits", [2, 40])
-def test_many_splits_of_ragged_requests_combine_again_and_again(num_splits, device, one_dtype):
-    case = make_case([1] * 6, RAGGED, (6, 2, 80), device, one_dtype)
+@pytest.mark.parametrize("min_keys", [16, 48, 10**5], ids=["small ranges", "ranges of three tiles", "one range"])
+def test_ranges_of_ragged_requests_combine_again_and_again(min_keys, device, one_dtype):
+    case = make_case([1] * 9, RAGGED, (6, 2, 80), device, one_dtype)
     expected = expected_of(case)
+    tiles = module.DecodeTiles(16, 2, 3, programs_per_sm=4 if device == "cuda" else 20, min_keys=min_keys)
+    plan = module.plan_decode(*case.tensors[4:], case.tensors[1], num_decode=9, tiles=tiles)
+    case.options["decode_plan"] = plan
     for _ in range(20 if device == "cuda" else 2):
-        out = module._attend(*case.tensors, schedule=many_splits(num_splits), is_decode=True)
-        assert_close("out", out, expected, BOUNDS[one_dtype])
+        assert_close("out", run_triton(case), expected, BOUNDS[one_dtype])
 
 
-def test_splits_that_share_a_tile_unevenly_cover_every_key(device, one_dtype):
-    case = make_case([1] * 3, [129, 130, 255], (2, 1, 64), device, one_dtype)
-    for num_splits in (5, 7):
-        out = module._attend(*case.tensors, schedule=many_splits(num_splits), is_decode=True)
-        assert_close("out", out, expected_of(case), BOUNDS[one_dtype])
+@pytest.mark.parametrize("programs_per_sm", [1, 2, 5, 30])
+def test_decode_ranges_cover_every_tile_once(programs_per_sm, device):
+    lengths = torch.tensor(RAGGED * 3, device=device).int()
+    starts = torch.arange(len(lengths) + 1, device=device).int()
+    starts[6:] -= 1  # the sixth request has no new token: nothing of it is read
+    keys = torch.empty(1, 2, 16, 128, device=device, dtype=torch.float16)
+    tiles = module.DecodeTiles(16, 2, 3, programs_per_sm=programs_per_sm, min_keys=32)
+    ranges, cu_tiles, *_ = module.plan_decode(starts, lengths, keys, num_decode=len(lengths), tiles=tiles)
+    num_tiles = [-(-length // 16) for length in lengths.tolist()]
+    num_tiles[5] = 0
+    per_program, *bounds = cu_tiles.tolist()
+    assert bounds == [0, *torch.tensor(num_tiles).cumsum(0).tolist()]
+    assert per_program == max(2, -(-sum(num_tiles) // (len(ranges) - 1)))
+    begins = [bounds[request] + tile for request, tile in ranges.tolist()]
+    assert begins == [min(p * per_program, bounds[-1]) for p in range(len(ranges))]
+    assert begins[-1] == bounds[-1]
+    assert all(request == len(lengths) or tile < num_tiles[request] for request, tile in ranges.tolist())
 
 
 def test_requests_without_tokens_or_context_disturb_nobody(device, dtype):
@@ -346,29 +362,29 @@ def test_one_captured_graph_serves_changing_lengths():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_n", [16, 32, 64])
-def test_schedules_of_the_sweep_are_right(block_n):
+def test_tiles_of_the_sweep_are_right(block_n):
     case = make_case([1] * 3, [1000, 1, 300], (16, 2, 128), "cuda", torch.bfloat16)
-    base = module.Schedule(block_m=16, block_n=block_n, num_warps=4, num_stages=3, num_splits=4, min_split=64)
-    for changes in ({}, {"num_warps": 2}, {"num_stages": 5}, {"num_splits": 64, "min_split": 64}):
-        out = module._attend(*case.tensors, schedule=dataclasses.replace(base, **changes), is_decode=True)
-        assert_close("out", out, expected_of(case), BOUNDS[torch.bfloat16])
+    base = module.DecodeTiles(block_n, num_warps=4, num_stages=3)
+    for changes in ({}, {"num_warps": 2}, {"num_stages": 5}, {"programs_per_sm": 1, "min_keys": 128}):
+        plan = module.plan_decode(*case.tensors[4:], case.tensors[1], num_decode=3, tiles=base._replace(**changes))
+        expect_equal(Case(case.tensors, case.options | {"decode_plan": plan}), torch.bfloat16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("context", [[65536], [4096, 1, 0, 130, 2049, 4096]], ids=["one long", "ragged"])
-def test_captured_splits_combine_in_every_replay(context):
-    """Four calls in a row in one graph, as the layers of a model are."""
+def test_captured_ranges_combine_in_every_replay(context):
+    """Four calls in a row in one graph, as the layers of a model are, on one plan."""
     case = make_case([1] * len(context), context, (16, 2, 128), "cuda", torch.bfloat16)
     lengths = case.tensors[-1]
-    schedule = module.Schedule(block_m=16, block_n=64, num_warps=2, num_stages=3, num_splits=256, min_split=64)
 
     def attend():
-        return module._attend(*case.tensors, schedule=schedule, is_decode=True)
+        plan = module.plan_decode(*case.tensors[4:], case.tensors[1], num_decode=len(context))
+        return [paged_attention(*case.tensors, **case.options, decode_plan=plan) for _ in range(4)]
 
     attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs = [attend() for _ in range(4)]
+        outs = attend()
     full = lengths.clone()
     for fill in (full, full // 2, full.clamp(max=17), full):
         lengths.copy_(fill)
