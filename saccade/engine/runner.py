@@ -151,7 +151,7 @@ class Runner:
             self._num_features = config.encoder_cache_tokens // ENCODER_SLOT_TOKENS * ENCODER_SLOT_TOKENS
             shape = (self._num_features + 1, language.hidden_size)  # the last row is read for tokens without features
             self._features = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            self._last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int32, device=self.device)
+            self._last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int64, device=self.device)
             self.sampler = Sampler(vocab_size=language.vocab_size, num_slots=config.max_requests, device=self.device)
             self._buffers = StepBuffers(InputSizes(tokens, requests, tokens).total, self.device)
             self._page_table = torch.zeros(config.max_requests, max_pages, dtype=torch.int32, device=self.device)
@@ -431,40 +431,32 @@ class Runner:
     def _sample_chunks(self, forward: _Forward, masks: GrammarMasks | None) -> _SampledChunks:
         slots: list[int] = []
         positions: list[int] = []
-        num_output_tokens: list[int] = []
         masked: list[int] = []
         allowed: list[Ints] = []
         for chunk in forward.chunks:
             if not chunk.samples:
                 continue
-            request = self._request(chunk)
             if masks and chunk.request_id in masks:
                 masked.append(len(slots))
                 allowed.append(masks[chunk.request_id])
             for end in range(chunk.end - len(chunk.drafts), chunk.end + 1):
                 slots.append(chunk.slot)
                 positions.append(end)
-                num_output_tokens.append(end - request.num_prompt_tokens)
-        on_device = to_device(_int64(slots), self.device)
         token_masks = TokenMasks(_int64(masked), np.stack(allowed)) if allowed else None
-        sampled = self.sampler.sample(
-            forward.logits, _int64(slots), _int64(positions), _int64(num_output_tokens), token_masks
-        )
+        sampled = self.sampler.sample(forward.logits, _int64(slots), _int64(positions), token_masks)
         logprobs = None
         if sampled.logprobs is not None:
             logprobs = Logprobs(sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
         part = _SampledChunks(forward.chunks, sampled.token_ids, logprobs, forward.prompt_logprobs)
         # Last, when nothing can fail any more: a step that is run again must find the same state.
         self.sampler.commit()
-        self._store_last_tokens(
-            forward.chunks, on_device, sampled.token_ids.clamp(min=0).int()
-        )  # NON_FINITE has no embedding
+        self._store_last_tokens(forward.chunks, slots, sampled.token_ids.clamp(min=0))  # NON_FINITE has no embedding
         return part
 
-    def _store_last_tokens(self, chunks: Sequence[Chunk], slots_S: Tensor, token_ids_S: Tensor) -> None:
+    def _store_last_tokens(self, chunks: Sequence[Chunk], slots: Sequence[int], token_ids_S: Tensor) -> None:
         """Keep the last token of each slot. Of drafts the accepted ones count, which are known here on the device alone."""
         if not any(chunk.drafts for chunk in chunks):
-            self._last_tokens[slots_S] = token_ids_S
+            self._last_tokens[to_device(_int64(slots), self.device)] = token_ids_S
             return
         first = 0
         for chunk in chunks:
@@ -474,7 +466,7 @@ class Runner:
             first += 1 + len(chunk.drafts)
             last = sampled[:1]
             if chunk.drafts:
-                drafts = to_device(np.array(chunk.drafts, np.int32), self.device)
+                drafts = to_device(_int64(chunk.drafts), self.device)
                 num_accepted = (sampled[:-1] == drafts).int().cumprod(0).sum().view(1)
                 last = sampled.index_select(0, num_accepted)
             self._last_tokens[chunk.slot : chunk.slot + 1] = last
@@ -634,7 +626,7 @@ class Runner:
             self.sampler.set_request(0, Request(id="warm-up", token_ids=[0], sampling=sampling))
             for count in (1, min(16, self._max_samples)):
                 zeros = np.zeros(count, np.int64)
-                self.sampler.sample(self._logits[:count].zero_(), zeros, zeros + 1, zeros)
+                self.sampler.sample(self._logits[:count].zero_(), zeros, zeros + 1)
 
     @torch.inference_mode()
     def profile_largest_step(self) -> None:

@@ -54,9 +54,11 @@ _SETTINGS = np.dtype(
         ("presence", np.float32),
         ("frequency", np.float32),
         ("seed", np.int64),
+        ("num_prompt_tokens", np.int64),
         ("min_tokens", np.int64),
         ("num_top", np.int64),
         ("is_set", np.bool_),
+        ("needs_more", np.bool_),
         ("is_biased", np.bool_),
         ("has_penalties", np.bool_),
         ("has_logprobs", np.bool_),
@@ -141,6 +143,7 @@ class Sampler:
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, NDArray[np.int64]] = {}
         self._uncommitted: tuple[Tensor, _Step] | None = None
+        self._zeros = torch.zeros(0, dtype=torch.int64, device=device)
         self._is_prompt_RV: Tensor | None = None
         self._num_output_RV: Tensor | None = None
 
@@ -156,9 +159,11 @@ class Sampler:
             params.presence_penalty,
             params.frequency_penalty,
             request.seed,
+            request.num_prompt_tokens,
             params.min_tokens,
             params.logprobs or 0,
             True,
+            params.temperature >= _GREEDY_BELOW or _has_effects(params),
             bool(params.logit_bias),
             params.has_penalties,
             params.logprobs is not None,
@@ -175,18 +180,21 @@ class Sampler:
         logits_SV: Tensor,
         slots: NDArray[np.int64],
         positions: NDArray[np.int64],
-        num_output_tokens: NDArray[np.int64],
         masks: TokenMasks | None = None,
     ) -> SampledStep:
         """Sample one token per row of the logits, which are overwritten.
 
-        For each: the slot of its request, the index of the new token in the request, and the number of output tokens before it.
+        For each: the slot of its request, and the index of the new token in the request.
         `masks` restrict some rows to the tokens that a grammar allows.
         A request with penalties has one sample per step: its counts could not be rolled back when a draft is rejected.
         """
         if not len(slots):
             return SampledStep(torch.empty(0, dtype=torch.int64, device=self._device), None, None, None)
-        step = self._upload(slots, positions, num_output_tokens)
+        chosen = self._settings[slots]
+        assert chosen["is_set"].all(), f"no request in slots {slots[~chosen['is_set']]}"
+        if masks is None and not chosen["needs_more"].any():
+            return SampledStep(self._most_likely(logits_SV), None, None, None)
+        step = self._upload(chosen, slots, positions)
         adjusted_SV = self._adjust(logits_SV, step)
         if masks is not None:
             adjusted_SV = self._mask(adjusted_SV, masks, keeps=adjusted_SV is logits_SV and len(step.with_logprobs) > 0)
@@ -197,6 +205,16 @@ class Sampler:
         if not len(step.with_logprobs):
             return SampledStep(token_ids, None, None, None)
         return SampledStep(token_ids, *self._logprobs(logits_SV, token_ids, step))
+
+    def _most_likely(self, logits_SV: Tensor) -> Tensor:
+        """[S]: greedy decoding of requests without any other parameter, as most are. Nothing is uploaded."""
+        num_samples = len(logits_SV)
+        if len(self._zeros) < num_samples:
+            self._zeros = torch.zeros(2 * num_samples, dtype=torch.int64, device=self._device)
+        longs, ints, floats = (
+            self._zeros.view(dtype)[:num_samples] for dtype in (torch.int64, torch.int32, torch.float32)
+        )
+        return kernel.sample(logits_SV, floats, ints, floats, floats, longs, longs).token_ids
 
     @torch.inference_mode()
     def commit(self) -> None:
@@ -242,11 +260,8 @@ class Sampler:
             self._num_output_RV = torch.zeros(shape, dtype=torch.int32, device=self._device)
         return self._is_prompt_RV, self._num_output_RV
 
-    def _upload(
-        self, slots: NDArray[np.int64], positions: NDArray[np.int64], num_output_tokens: NDArray[np.int64]
-    ) -> _Step:
-        chosen = self._settings[slots]
-        assert chosen["is_set"].all(), f"no request in slots {slots[~chosen['is_set']]}"
+    def _upload(self, chosen: NDArray[Any], slots: NDArray[np.int64], positions: NDArray[np.int64]) -> _Step:
+        num_output_tokens = positions - chosen["num_prompt_tokens"]
         penalized, with_logprobs = np.flatnonzero(chosen["has_penalties"]), np.flatnonzero(chosen["has_logprobs"])
         assert len(np.unique(slots[penalized])) == len(penalized), "a request with penalties has one sample per step"
         penalties = chosen[penalized]
@@ -352,6 +367,11 @@ class Sampler:
         return Logprobs(
             own, _scatter(top_ids, step.with_logprobs, num_samples), _scatter(top, step.with_logprobs, num_samples)
         )
+
+
+def _has_effects(params: SamplingParams) -> bool:
+    """Whether more than the temperature matters for a greedy request."""
+    return bool(params.logit_bias) or params.has_penalties or params.min_tokens > 0 or params.logprobs is not None
 
 
 def _scatter(values_A: Tensor, samples_A: Tensor, num_samples: int) -> Tensor:

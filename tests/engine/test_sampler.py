@@ -96,7 +96,7 @@ def step(sampler, requests, logits=None, dtype=torch.float32):
     """Sample one token for each (slot, request)."""
     if logits is None:
         logits = torch.stack([logits_of(request.id, len(request.token_ids), dtype) for _, request in requests])
-    columns = [(slot, len(request.token_ids), len(request.output_token_ids)) for slot, request in requests]
+    columns = [(slot, len(request.token_ids)) for slot, request in requests]
     sampled = sampler.sample(logits, *(np.array(column, np.int64) for column in zip(*columns, strict=True)))
     sampler.commit()
     for (_, request), token_id in zip(requests, sampled.token_ids.tolist(), strict=True):
@@ -184,7 +184,7 @@ def test_samples_after_draft_tokens_equal_those_of_single_steps():
     start(sampler, 1, request, 5)
     positions = len(request.token_ids) + np.arange(5)
     logits = torch.stack([logits_of(request.id, int(position)) for position in positions])
-    sampled = sampler.sample(logits, np.full(5, 1), positions, np.arange(5))
+    sampled = sampler.sample(logits, np.full(5, 1), positions)
     assert sampled.token_ids.tolist() == expected
 
 
@@ -192,21 +192,19 @@ def test_a_request_with_penalties_cannot_have_two_samples():
     request, sampler = make_request(presence_penalty=1.0), Sampler(vocab_size=VOCAB, num_slots=1, device=CPU)
     start(sampler, 0, request, 5)
     with pytest.raises(AssertionError, match="one sample"):
-        sampler.sample(torch.zeros(2, VOCAB), np.zeros(2, np.int64), np.arange(2), np.arange(2))
+        sampler.sample(torch.zeros(2, VOCAB), np.zeros(2, np.int64), np.arange(2))
 
 
 def test_a_slot_without_a_request_cannot_be_sampled():
     sampler = Sampler(vocab_size=VOCAB, num_slots=2, device=CPU)
     start(sampler, 0, make_request(), 0)
     with pytest.raises(AssertionError, match=r"slots \[1\]"):
-        sampler.sample(torch.zeros(1, VOCAB), np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
+        sampler.sample(torch.zeros(1, VOCAB), np.ones(1, np.int64), np.zeros(1, np.int64))
 
 
 def test_a_step_without_samples_returns_no_tokens():
     nothing = np.zeros(0, np.int64)
-    sampled = Sampler(vocab_size=VOCAB, num_slots=2, device=CPU).sample(
-        torch.zeros(0, VOCAB), nothing, nothing, nothing
-    )
+    sampled = Sampler(vocab_size=VOCAB, num_slots=2, device=CPU).sample(torch.zeros(0, VOCAB), nothing, nothing)
     assert sampled.token_ids.shape == (0,)
     assert sampled.logprobs is None
 
@@ -237,7 +235,7 @@ def test_samples_follow_the_biased_distribution():
     start(sampler, 0, request, 3)
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
     zeros = np.zeros(num_draws, np.int64)
-    sampled = sampler.sample(logits.repeat(num_draws, 1), zeros, np.arange(num_draws), zeros)
+    sampled = sampler.sample(logits.repeat(num_draws, 1), zeros, np.arange(num_draws))
     expected = (adjusted_reference(logits, request) / 1.3).softmax(0) * num_draws
     observed = torch.bincount(sampled.token_ids, minlength=VOCAB)
     assert ((observed - expected).square() / expected).sum() < 90
@@ -318,14 +316,14 @@ def test_the_sampler_never_synchronizes_and_samples_as_on_the_cpu():
         requests = [make_request(f"r{n}", sampling=params) for n, params in enumerate([EVERYTHING, SamplingParams(temperature=1.0), EVERYTHING])]  # fmt: skip
         slots, drawn = np.array([3, 0, 1]), []
         for number in range(8):
-            positions, num_output_tokens = np.full(3, 4 + number), np.full(3, number)
+            positions = np.full(3, 4 + number)
             logits = torch.stack([logits_of(request.id, 4 + number, torch.bfloat16) for request in requests]).to(device)
             torch.cuda.set_sync_debug_mode("error" if number > 0 else "default")  # the first step compiles the kernel
             try:
                 if number < 2:  # once allocating, once not
                     for slot, request in zip(slots.tolist(), requests, strict=True):
                         start(sampler, slot, request, slot)
-                drawn.append(sampler.sample(logits, slots, positions, num_output_tokens))
+                drawn.append(sampler.sample(logits, slots, positions))
                 sampler.commit()
                 sampler.logprobs_of(logits, drawn[-1].token_ids, 3)
             finally:
