@@ -1,17 +1,23 @@
 """Offline latency and throughput of the engine on the workloads of docs/benchmarks.md.
 
-    python -m bench.serve [--size 3b | --checkpoint FOLDER] [--workload first latency images shared text long] [--profile] [--out rows.json]
+    python -m bench.serve [--size 3b | --checkpoint FOLDER] [--workload first latency images shared text long structured drafts]
+                          [--profile] [--out rows.json]
 
 Images are uniform noise, 672 x 672. A prompt with an image is vision-start, the image, vision-end and 62 random token ids. Greedy, end
 of turn ignored, prefix cache off. All requests of a workload are submitted at once; TTFT is a request for one token on an idle
 engine, including preprocessing; TPOT is the rest of a request for 128 tokens, divided by 127. A workload runs once to warm up
 and then `--rounds` times with other images and tokens; the median is reported. vLLM's figures are printed beside it only for the
 same model shape, workload and card.
+
+`structured`: 64 requests with 16 JSON schemas among 64 without; how long those without take, beside 64 more without. `drafts`: 1 and 8
+requests that repeat themselves (greedy, which random weights do) and that do not (temperature 1); run it with
+`--set max_draft_tokens=0` and `=7` to compare.
 """
 
 import argparse
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
@@ -147,6 +153,85 @@ def workloads(prompts: Prompts, count: int) -> dict[str, Callable[[], tuple[list
     }
 
 
+def schema(number: int) -> dict[str, Any]:
+    """One of 16 JSON schemas, each with an end."""
+    kinds = ["person", "company", "animal"]
+    fields: dict[str, Any] = {
+        "name": {"type": "string", "maxLength": 24},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": kinds},
+        "tags": {"type": "array", "items": {"enum": kinds}, "maxItems": 4},
+        "is_known": {"type": "boolean"},
+    }
+    named = {f"{name}_{number}": field for name, field in fields.items()}
+    return {"type": "object", "properties": named, "required": list(named), "additionalProperties": False}
+
+
+def structured(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record]:
+    """Requests without a grammar beside others with one, and beside others without."""
+    import jsonschema
+
+    half = NUM_REQUESTS // 4
+    schemas = [schema(number % 16) for number in range(half)]
+    constrained = [  # greedy, random weights never end a run of white space
+        SamplingParams(max_tokens=1024, temperature=1.0, seed=seed, structured={"json_schema": one})
+        for seed, one in enumerate(schemas)
+    ]
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    num_valid = 0
+    for index in range(2 * (rounds + 1)):
+        kind = ("with", "without")[index % 2]
+        others = constrained if kind == "with" else [greedy(NUM_OUTPUT)] * half
+        texts, last_s = _seconds_of_first(engine, prompts, half, others)
+        if kind == "with":
+            for text, one in zip(texts, schemas, strict=True):
+                jsonschema.validate(json.loads(text), one)
+            num_valid += len(texts)
+        if index >= 2:
+            seconds[kind].append(last_s)
+    ratio = statistics.median(seconds["without"]) / statistics.median(seconds["with"])
+    yield {"workload": "structured", "value": f"{ratio:.3f}x", "ratio": ratio, "num_valid": num_valid}
+
+
+def _seconds_of_first(
+    engine: Engine, prompts: Prompts, half: int, others: list[SamplingParams]
+) -> tuple[list[str], float]:
+    """Submit `half` plain requests and the others in turn: the texts of the others, and when the last plain one ended."""
+    ended: queue.SimpleQueue[tuple[int, float, Any]] = queue.SimpleQueue()
+
+    def submit(number: int, sampling: SamplingParams) -> None:
+        def on_delta(delta: Any) -> None:
+            if delta.completion is not None:
+                ended.put((number, time.perf_counter(), delta.completion))
+
+        engine.submit_tokens(*prompts.text(64, 512), sampling, on_delta)
+
+    begin = time.perf_counter()
+    for index, sampling in enumerate(others):
+        submit(2 * index, greedy(NUM_OUTPUT))
+        submit(2 * index + 1, sampling)
+    done = sorted([ended.get() for _ in range(2 * half)], key=lambda item: item[0])
+    assert all(completion.failure is None for _, _, completion in done), "a request failed"
+    plain, constrained = done[::2], done[1::2]
+    return [completion.text for _, _, completion in constrained], max(at for _, at, _ in plain) - begin
+
+
+def drafts(engine: Engine, prompts: Prompts, rounds: int) -> Iterator[Record]:
+    """Tokens per second of few requests, repeating and random."""
+    before = engine.statistics.num_accepted_draft_tokens
+    for name, temperature in (("repeat", 0.0), ("random", 1.0)):
+        for count in (1, 8):
+            sampling = SamplingParams(max_tokens=4 * NUM_OUTPUT, ignore_eos=True, temperature=temperature, seed=1)
+            found = [
+                timed(engine, [prompts.text(64, 64) for _ in range(count)], [sampling] * count)
+                for _ in range(rounds + 1)
+            ]
+            rate = statistics.median(tokens / seconds for seconds, tokens in found[1:])
+            yield {"workload": f"{name} x {count}", "value": f"{rate:.0f} tok/s", "tokens_per_s": rate}
+    accepted = engine.statistics.num_accepted_draft_tokens - before
+    yield {"workload": "accepted drafts", "value": str(accepted)}
+
+
 def profile(engine: Engine, prompts: Prompts, count: int) -> Iterator[Record]:
     """GPU utilization of one request and of many, from a profiler trace."""
     from torch.profiler import ProfilerActivity
@@ -206,7 +291,7 @@ def main() -> None:
     parser.add_argument("--size", default="3b")
     parser.add_argument("--checkpoint", type=Path)
     names = ["first", "latency", "images", "shared", "text", "long"]
-    parser.add_argument("--workload", nargs="+", default=names, choices=names)
+    parser.add_argument("--workload", nargs="+", default=names, choices=[*names, "structured", "drafts"])
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     parser.add_argument("--side", type=int, default=SIDE)
     parser.add_argument("--rounds", type=int, default=3)
@@ -249,6 +334,10 @@ def measure(options: argparse.Namespace) -> list[Record]:
         for name, make in workloads(prompts, options.requests).items():
             if name in options.workload:
                 note(throughput(name, engine, make, options.rounds))
+        for name, run in (("structured", structured), ("drafts", drafts)):
+            if name in options.workload:
+                for record in run(engine, prompts, options.rounds):
+                    note(record)
         if options.profile:
             for record in profile(engine, prompts, options.requests):
                 note(record)

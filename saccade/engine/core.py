@@ -32,7 +32,7 @@ from saccade.engine.request import Failure, FinishReason, Request, RequestOutput
 from saccade.engine.runner import DeviceError, GrammarMasks, Runner, StepForward, StepHandle
 from saccade.engine.scheduler import Limits, Scheduler
 from saccade.engine.step import StepPlan, StepResult
-from saccade.engine.step_budget import StepBudget
+from saccade.engine.step_budget import MIN_TOKENS, StepBudget
 from saccade.errors import RequestError, UserError
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 _MAX_STALE_DEADLINES = 1024
 """Deadlines of ended requests kept before they are swept."""
 
+
+_SLOWDOWN_BESIDE_ENCODER = 2
+"""A step beside the vision encoder takes so much longer, roughly: it computes fewer prompt tokens."""
 
 _FULL = Failure("waiting", "the engine's queue is full; try again later", "overloaded")
 
@@ -186,6 +189,7 @@ class EngineCore:
         self._deadlines: list[tuple[float, str, str]] = []  # a heap: time, request id, kind
         self._in_flight: _InFlight | None = None
         self._is_checked = True
+        self._num_added = 0
         self._last_read_at = 0.0
         self.statistics = Statistics(num_free_pages=self.scheduler.pages.num_free)
 
@@ -268,6 +272,7 @@ class EngineCore:
                 raise _RefusedError(_FULL)
             self.scheduler.add(request)
             self._runner.register(request, prompt)
+            self._num_added += 1
         except _RefusedError as refused:
             failure = refused.failure
         except RequestError as error:
@@ -309,21 +314,26 @@ class EngineCore:
 
     # -------------------------------------------------------------- a step
 
-    def step(self) -> list[RequestOutput]:
-        """Plan and launch the next step, then process the previous one. Returns what is new of each request."""
+    def step(self, handle_messages: Callable[[], None] = lambda: None) -> list[RequestOutput]:
+        """Plan and launch the next step, then process the previous one. Returns what is new of each request.
+
+        `handle_messages` is called again and again while the previous step has prompts and runs: it may wait a little, and `handle`
+        what has come. The images of new requests are encoded at once.
+        """
         try:
-            return self._finish([*self._expire(), *self._fail_grammars(), *self._step()])
+            return self._finish([*self._expire(), *self._fail_grammars(), *self._step(handle_messages)])
         except DeviceError as error:
             logger.exception("the device failed")
             raise EngineError(str(error)) from error
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self, handle_messages: Callable[[], None]) -> list[RequestOutput]:
         outputs = self.scheduler.finish_encoding(self._runner.finished_encodings())
         plan = self.scheduler.plan(self._token_budget())
         previous, self._in_flight = self._in_flight, None
         if plan is not None:
             self._in_flight = self._launch(plan)
         if previous is not None:
+            self._wait(previous, handle_messages)
             outputs += self._process(previous)
         elif plan is None:
             outputs += self.scheduler.finish_encoding(self._runner.finished_encodings(waits=True))
@@ -331,11 +341,24 @@ class EngineCore:
             self._in_flight.handle = self._runner.sample(self._in_flight.forward, self._masks(self._in_flight.plan))
         return outputs
 
+    def _wait(self, step: _InFlight, handle_messages: Callable[[], None]) -> None:
+        """Wait for a step; for a short one the reading waits, which wakes up sooner."""
+        if all(chunk.reads_last_token for chunk in step.plan.chunks):
+            return
+        while step.handle is not None and not step.handle.is_done:
+            num_added = self._num_added
+            handle_messages()
+            if self._num_added > num_added and (plan := self.scheduler.plan_encodings()) is not None:
+                self._runner.start_encodings(plan)
+                self.statistics.num_images_encoded += len(plan.images)
+
     def _token_budget(self) -> int:
         """Prompt tokens of the next step. While no request is decoding there is no gap between tokens to bound."""
         budget, num_decoding = None, self.scheduler.num_decoding()
         if num_decoding:
             budget = self._step_budget.num_tokens(self.scheduler.num_uncomputed_prompt_tokens())
+            if budget is not None and self.scheduler.is_encoding:
+                budget = max(MIN_TOKENS, budget // _SLOWDOWN_BESIDE_ENCODER)
         return prefill_beside_decode(MAX_PREFILL if budget is None else budget, num_decoding)
 
     def _launch(self, plan: StepPlan) -> _InFlight:

@@ -17,6 +17,8 @@ OnOutputs = Callable[[Sequence[RequestOutput]], None]
 OnStop = Callable[[Failure], None]
 """Called once, when the core has stopped by itself: no request it has gets another output."""
 
+_POLL_S = 0.0005
+"""Longest wait for a message before a running step is looked at again."""
 _IDLE_S = 1.0
 """After this long without work the core checks its invariants."""
 
@@ -59,24 +61,30 @@ class CoreThread:
 def run_core(core: EngineCore, inbox: Inbox, on_outputs: OnOutputs) -> None:
     """The engine loop, until the inbox has None: handle messages, run steps, pass outputs on."""
     core.post = inbox.put
-    while _handle_messages(core, inbox, on_outputs):
-        if core.has_work and (outputs := core.step()):
-            on_outputs(outputs)
+    is_closing = False
 
-
-def _handle_messages(core: EngineCore, inbox: Inbox, on_outputs: OnOutputs) -> bool:
-    """Handle the messages in the inbox, waiting for one if there is no work. False: the engine is closing."""
-    waits = not core.has_work
-    while True:
+    def handle_one(waits: bool, timeout_s: float | None) -> bool:
+        """Handle a message if there is one; whether there was."""
+        nonlocal is_closing
         try:
-            message = inbox.get(waits, _IDLE_S if core.wants_check else None)
+            message = inbox.get(waits, timeout_s)
         except queue.Empty:
-            if waits:
-                core.check()
-                continue
-            return True
-        if message is None:
             return False
-        if outputs := core.handle(message):
+        if message is None:
+            is_closing = True
+        elif outputs := core.handle(message):
             on_outputs(outputs)
-        waits = False
+        return True
+
+    def poll() -> None:
+        handle_one(True, _POLL_S)
+
+    while not is_closing:
+        if not core.has_work:
+            if not handle_one(True, _IDLE_S if core.wants_check else None):
+                core.check()
+            continue
+        while handle_one(False, None) and not is_closing:
+            pass
+        if not is_closing and core.has_work and (outputs := core.step(poll)):
+            on_outputs(outputs)

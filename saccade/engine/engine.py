@@ -225,9 +225,11 @@ class Engine:
                 pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
                 runner = load_runner(folder, config, pixels=pixels, device=device, dtype=dtype)
                 connect = partial(CoreThread, EngineCore(runner, grammars=grammars))
-            preprocessor.wait_until_ready()
             engine = Engine(connect, processor, preprocessor)
             opened.pop_all()  # the engine closes them
+            opened.callback(engine.close)
+            preprocessor.wait_until_ready()  # its workers started while the weights were loaded
+            opened.pop_all()
         return engine
 
     # -------------------------------------------------------------- submit requests

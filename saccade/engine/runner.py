@@ -266,6 +266,11 @@ class Runner:
                 return StepForward(plan, None, failures)
 
     @torch.inference_mode()
+    def start_encodings(self, plan: StepPlan) -> None:
+        """Launch the encodings of a plan without chunks."""
+        self.forward(plan)
+
+    @torch.inference_mode()
     def sample(self, step: StepForward, masks: GrammarMasks | None = None) -> StepHandle:
         """Launch sampling, and start copying the tokens to the host."""
         failures = dict(step.failures)
@@ -708,6 +713,11 @@ class StepHandle:
     ) -> None:
         self.plan = plan
         self._runner, self._parts, self._failures, self._done = runner, parts, failures, done
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has completed the step; reading it then does not wait."""
+        return self._done is None or self._done.query()
 
     def read(self) -> StepResult:
         """Wait for the step and return its result."""

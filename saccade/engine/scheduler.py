@@ -237,10 +237,7 @@ class Scheduler:
         """
         while True:
             num_running = self.num_running
-            planner = _Planner(
-                self._queues, self.limits, token_budget, self._drafter, self._encoding, self._num_planned,
-                self._num_steps, self._last_encoded_at,
-            )  # fmt: skip
+            planner = self._planner(None if token_budget is None else max(1, token_budget))
             planner.run()
             if planner.chunks or planner.images or planner.started:
                 return self._launch(planner)
@@ -252,7 +249,28 @@ class Scheduler:
         )
         return None
 
+    def plan_encodings(self) -> StepPlan | None:
+        """Start waiting requests with images and the encoding of these, beside the steps in flight. The plan computes no tokens, and
+        has no result to be read. None: no encoding can be started."""
+        if not any(state.request.images for state in self._queues.waiting):
+            return None
+        planner = self._planner(token_budget=0)
+        planner.run_encodings()
+        return self._number(planner) if planner.images or planner.started else None
+
+    def _planner(self, token_budget: int | None) -> _Planner:
+        return _Planner(
+            self._queues, self.limits, token_budget, self._drafter, self._encoding, self._num_planned, self._num_steps,
+            self._last_encoded_at,
+        )  # fmt: skip
+
     def _launch(self, planner: _Planner) -> StepPlan:
+        plan = self._number(planner)
+        self._num_steps += bool(plan.chunks)
+        self._in_flight.append(_InFlight(plan, tuple(planner.requests)))
+        return plan
+
+    def _number(self, planner: _Planner) -> StepPlan:
         plan = StepPlan(
             number=self._num_planned,
             chunks=tuple(planner.chunks),
@@ -261,8 +279,6 @@ class Scheduler:
             started=tuple(planner.started),
         )
         self._num_planned += 1
-        self._num_steps += bool(plan.chunks)
-        self._in_flight.append(_InFlight(plan, tuple(planner.requests)))
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
@@ -420,7 +436,7 @@ class _Planner:
         self._number, self._num_steps, self._last_encoded_at = number, num_steps, last_encoded_at
         self._limits = limits
         self._tokens_left = limits.max_step_tokens
-        self._prompt_tokens_left = limits.max_step_tokens if token_budget is None else max(1, token_budget)
+        self._prompt_tokens_left = limits.max_step_tokens if token_budget is None else token_budget
         self._chunks_left = limits.max_step_chunks
         self._encoding = encoding
         num_passes = len({image.plan_number for image in encoding.values()})
@@ -438,6 +454,17 @@ class _Planner:
         self._schedule_running()
         if len(self._queues.running) == num_running:
             self._start_waiting()
+        self._free_after_plan()
+
+    def run_encodings(self) -> None:
+        """Start the first waiting requests, as long as they have images, without computing anything of them."""
+        queues = self._queues
+        num_reserved = sum(self._num_pages_needed(state) for state in queues.running)
+        while queues.waiting and queues.has_free_slot and queues.waiting[0].request.images:
+            state = queues.waiting[0]
+            if not self._start(state, num_reserved):
+                break
+            num_reserved += self._num_pages_needed(state)
         self._free_after_plan()
 
     # ---- running requests

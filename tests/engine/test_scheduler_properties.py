@@ -35,6 +35,7 @@ def test_random_traces_leak_nothing_mix_up_nothing_and_starve_no_request(run):
         "refused image",
         "ended in flight",
         "encoded ahead",
+        "encoded beside a step",
         "two passes",
         "wait on the device",
         "old image",

@@ -416,6 +416,9 @@ class Trace:
             self._inject_fault()
             if plan is not None:
                 self._launch(plan)
+            if arrivals and self.rng.random() < 0.2:  # a message while the host waits
+                self._add(arrivals.popleft())
+                self._start_encodings()
             self._inject_fault()
             if self.in_flight and (plan is None or len(self.in_flight) > self.setting.depth):
                 self._update(*self.in_flight.popleft())
@@ -473,16 +476,34 @@ class Trace:
         self.without_chunk |= {start.request_id for start in plan.started}
         for chunk in plan.chunks:
             self._check_chunk(chunk)
+        self._check_starts(plan)
+        self._record_events(plan)
+        for chunk in plan.chunks:
+            self.unread[chunk.request_id] = self.unread.get(chunk.request_id, 0) + chunk.samples
+        return plan
+
+    def _check_starts(self, plan: StepPlan) -> None:
         sources, targets = {source for source, _ in plan.page_copies}, [target for _, target in plan.page_copies]
         assert len(set(targets)) == len(targets), "two copies into one page"
         assert not sources & set(targets), "a page is copied from and into"
         for start in plan.started:
             assert self._state(start.request_id).slot == start.slot
             assert list(start.output_token_ids) == self.received[start.request_id], "a start without known tokens"
+
+    def _start_encodings(self) -> None:
+        """A plan of encodings alone is run, but has no result."""
+        plan = self.scheduler.plan_encodings()
+        self.scheduler.check()
+        if plan is None:
+            return
+        assert not plan.chunks
+        self._check_encodings(plan)
+        self.without_chunk |= {start.request_id for start in plan.started}
+        self._check_starts(plan)
         self._record_events(plan)
-        for chunk in plan.chunks:
-            self.unread[chunk.request_id] = self.unread.get(chunk.request_id, 0) + chunk.samples
-        return plan
+        self._launch(plan)
+        self.in_flight.pop()
+        self.seen.add("encoded beside a step")
 
     def _is_decoding(self, state: RequestState) -> bool:
         """Whether it needs one token, and no image for it, and need not wait for its tokens."""
