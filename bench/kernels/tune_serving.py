@@ -21,9 +21,11 @@ from bench.kernels import linear_cross_entropy as loss_bench
 from bench.kernels import quant_linear as linear_bench
 from bench.kernels.paged_attention import DECODE, HEAD_DIM, HEADS, KV_HEADS, PAGE, Cache, caches, queries
 from bench.kernels.timing import gpu_ms, graph_ms
+from saccade.kernels import _paged_decode, _paged_prefill
 from saccade.kernels import linear_cross_entropy as loss_module
 from saccade.kernels import paged_attention as paged_module
 from saccade.kernels import quant_linear as linear_module
+from saccade.kernels._paged_tile import Pages
 
 Result = dict[str, Any]
 
@@ -59,7 +61,7 @@ def sweep_paged() -> Iterator[Result]:
     for shape, context in DECODE.items():
         case = PagedCase(context)
         for tiles, programs_per_sm in product(PAGED_TILES, (3, 4)):
-            yield case.candidate(shape, paged_module.DecodeTiles(*tiles, programs_per_sm), small)
+            yield case.candidate(shape, _paged_decode.DecodeTiles(*tiles, programs_per_sm), small)
 
 
 def sweep_paged_fp8() -> Iterator[Result]:
@@ -68,7 +70,7 @@ def sweep_paged_fp8() -> Iterator[Result]:
     for shape in ("256 x 1024", "16 x 4096"):
         case = PagedCase(DECODE[shape], torch.float8_e4m3fn)
         for tiles in ((64, 4, 5), (64, 2, 5), (64, 4, 3), (64, 2, 3), (128, 4, 3), (32, 2, 5)):
-            yield case.candidate(f"{shape} fp8", paged_module.DecodeTiles(*tiles), small)
+            yield case.candidate(f"{shape} fp8", _paged_decode.DecodeTiles(*tiles), small)
 
 
 class PagedCase:
@@ -83,10 +85,10 @@ class PagedCase:
             key_scales_NGP=first.scales[0], value_scales_NGP=first.scales[1],
         )  # fmt: skip
 
-    def run(self, tiles: paged_module.DecodeTiles) -> Callable[[], Tensor]:
+    def run(self, tiles: _paged_decode.DecodeTiles) -> Callable[[], Tensor]:
         """A call on the next layer's cache, with one plan for all of them."""
         first, turns = self.layers[0], cycle(self.layers)
-        plan = paged_module.plan_decode(
+        plan = _paged_decode.plan_decode(
             self.starts, first.lengths, first.pages[0], num_decode=len(first.lengths), tiles=tiles
         )
 
@@ -99,11 +101,11 @@ class PagedCase:
 
         return attend
 
-    def error(self, tiles: paged_module.DecodeTiles) -> float:
+    def error(self, tiles: _paged_decode.DecodeTiles) -> float:
         """Relative RMS against the reference."""
         return relative_rms(self.run(tiles)(), self.expected)
 
-    def candidate(self, shape: str, tiles: paged_module.DecodeTiles, small: "PagedCase") -> Result:
+    def candidate(self, shape: str, tiles: _paged_decode.DecodeTiles, small: "PagedCase") -> Result:
         """Checked on ragged lengths and on these, then timed on these."""
         return try_candidate(
             "n{block_n} w{num_warps} st{num_stages} x{programs_per_sm}".format(**tiles._asdict()),
@@ -119,16 +121,17 @@ def sweep_chunks() -> Iterator[Result]:
     cache = Cache([4096])
     q, starts = queries([2048])
     out = torch.empty_like(q)
+    pages = Pages(*cache.pages, None, None, cache.table, None)
     arguments = (q, *cache.pages, cache.table, starts, cache.lengths)
     expected = paged_module.paged_attention_reference(*arguments, max_seqlen_q=2048)
     flops = 4 * HEADS * HEAD_DIM * (2048 * 4096 - 2048 * 2047 // 2)
     for block_m, block_n, num_warps, num_stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5)):
         if (block_m == 64) == (num_warps == 8) or (block_n == 128 and num_stages == 5):
             continue
-        schedule = paged_module.Schedule(
+        schedule = _paged_prefill.Schedule(
             block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages, num_splits=1, min_split=4096
         )
-        run = lambda schedule=schedule: paged_module._prefill(*arguments, out, schedule) or out  # noqa: E731
+        run = lambda schedule=schedule: _paged_prefill.prefill(q, pages, starts, cache.lengths, out, schedule) or out  # noqa: E731
         result = try_candidate(
             f"m{block_m} n{block_n} w{num_warps} st{num_stages}",
             "2048 over 4096",

@@ -4,7 +4,7 @@
 
 While the device computes a step, the host plans and launches the next one and only then reads the tokens of the first. A request with
 drafts in flight waits for its tokens; the others do not wait with it. A step with requests that have a grammar is sampled after the
-previous step is read: its masks are computed while its forward pass runs.
+previous step is read: its masks are computed while its forward pass runs and the next step is planned.
 
 Messages in and out are plain data, so that the core runs in a thread or in a process of its own (`core_thread.py`,
 `core_process.py`).
@@ -23,13 +23,13 @@ from pathlib import Path
 from saccade.engine.config import EngineConfig
 from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_PREFILL, prefill_beside_decode
 from saccade.engine.encoder_cache import EncoderCache
-from saccade.engine.grammar import Grammars, GrammarState
+from saccade.engine.grammar import GrammarMasks, Grammars, GrammarState
 from saccade.engine.pages import PagePool
 from saccade.engine.profiler import CoreProfiler
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.prompt_lookup import PromptLookup
 from saccade.engine.request import Failure, FinishReason, Request, RequestOutput
-from saccade.engine.runner import DeviceError, GrammarMasks, Runner, StepForward, StepHandle
+from saccade.engine.runner import DeviceError, Runner, StepForward, StepHandle
 from saccade.engine.scheduler import Limits, Scheduler
 from saccade.engine.step import StepPlan, StepResult
 from saccade.engine.step_budget import MIN_TOKENS, StepBudget
@@ -146,11 +146,12 @@ class Statistics:
 class _InFlight:
     """A step between its launch and the reading of its result."""
 
-    __slots__ = ("forward", "handle", "plan", "started_at")
+    __slots__ = ("forward", "handle", "masks", "plan", "started_at")
 
     def __init__(self, plan: StepPlan, forward: StepForward, started_at: float) -> None:
         self.plan, self.forward, self.started_at = plan, forward, started_at
-        self.handle: StepHandle | None = None
+        self.handle: StepHandle | None = None  # None: it is sampled when its masks are computed
+        self.masks: Future[GrammarMasks] | None = None
 
 
 class EngineCore:
@@ -328,8 +329,11 @@ class EngineCore:
 
     def _step(self, handle_messages: Callable[[], None]) -> list[RequestOutput]:
         outputs = self.scheduler.finish_encoding(self._runner.finished_encodings())
-        plan = self.scheduler.plan(self._token_budget())
+        plan = self.scheduler.plan(self._token_budget())  # while masks are computed
         previous, self._in_flight = self._in_flight, None
+        if previous is not None and previous.handle is None:
+            masks = None if previous.masks is None else previous.masks.result()
+            previous.handle = self._runner.sample(previous.forward, masks)
         if plan is not None:
             self._in_flight = self._launch(plan)
         if previous is not None:
@@ -338,7 +342,7 @@ class EngineCore:
         elif plan is None:
             outputs += self.scheduler.finish_encoding(self._runner.finished_encodings(waits=True))
         if self._in_flight is not None and self._in_flight.handle is None:
-            self._in_flight.handle = self._runner.sample(self._in_flight.forward, self._masks(self._in_flight.plan))
+            self._in_flight.masks = self._start_masks(self._in_flight.plan)
         return outputs
 
     def _wait(self, step: _InFlight, handle_messages: Callable[[], None]) -> None:
@@ -369,7 +373,7 @@ class EngineCore:
         return launched
 
     def _process(self, step: _InFlight) -> list[RequestOutput]:
-        assert step.handle is not None, "a step is sampled before the next one is planned"
+        assert step.handle is not None, "a step is sampled before the next one is launched"
         result = step.handle.read()
         outputs = self.scheduler.update(step.plan, result)
         self._observe(step, result)
@@ -402,14 +406,14 @@ class EngineCore:
             if state is not None:
                 lookup.observe(state, len(given.token_ids), len(chunk.drafts))
 
-    def _masks(self, plan: StepPlan) -> GrammarMasks:
-        """Allowed next tokens of the step's requests with a grammar, computed while its forward pass runs."""
+    def _start_masks(self, plan: StepPlan) -> Future[GrammarMasks] | None:
+        """Compute the allowed next tokens of the step's requests with a grammar, off this thread, while its forward pass runs."""
         states = {
             chunk.request_id: self._grammar_states[chunk.request_id]
             for chunk in plan.chunks
             if chunk.samples and chunk.request_id in self._grammar_states
         }
-        return self._grammars.masks(states) if self._grammars is not None and states else {}
+        return self._grammars.masks(states) if self._grammars is not None and states else None
 
     def _fail_grammars(self) -> list[RequestOutput]:
         """End requests whose grammar cannot continue because it exceeded a limit."""

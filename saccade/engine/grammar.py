@@ -28,7 +28,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -469,6 +469,14 @@ def _finish_masks(out_NW: NDArray[np.int32], states: Sequence[GrammarState], fir
             state.fail("no token can follow")
 
 
+class GrammarMasks(NamedTuple):
+    """Allowed next tokens of requests with a grammar."""
+
+    request_ids: tuple[str, ...]
+    words: NDArray[np.int32]
+    """[requests, ceil(vocabulary / 32)]: one bit per token."""
+
+
 class Grammars:
     """The grammars of an engine core: compiled off its thread, their masks computed in parallel."""
 
@@ -498,13 +506,15 @@ class Grammars:
     def _compile(self, structured: StructuredOutput) -> GrammarState:
         return self._open_compiler().compile(structured).result()
 
-    def masks(self, states: Mapping[str, GrammarState]) -> dict[str, NDArray[np.int32]]:
-        """The masks of the next tokens, by request id."""
+    def masks(self, states: Mapping[str, GrammarState]) -> Future[GrammarMasks]:
+        """Compute the masks of the next tokens, by request id. Until that is done the states may not be used."""
         assert self._compiler is not None, "a state was compiled"
         assert self._pool is not None, "a state was compiled"
         mask_NW = np.empty((len(states), self._compiler.num_words), np.int32)
-        self._pool.fill(mask_NW, list(states.values())).result()
-        return dict(zip(states, mask_NW, strict=True))
+        computed: Future[GrammarMasks] = Future()
+        filled = self._pool.fill(mask_NW, list(states.values()))
+        filled.add_done_callback(lambda done: _pass_on(done, computed, GrammarMasks(tuple(states), mask_NW)))
+        return computed
 
     def close(self) -> None:
         """Stop threads and child processes."""
@@ -513,3 +523,10 @@ class Grammars:
             self._compiler.close()
         if self._pool is not None:
             self._pool.close()
+
+
+def _pass_on(done: Future[None], computed: Future[GrammarMasks], masks: GrammarMasks) -> None:
+    if (error := done.exception()) is not None:
+        computed.set_exception(error)
+    else:
+        computed.set_result(masks)

@@ -41,6 +41,7 @@ from saccade.engine.cuda_graphs import (
 )
 from saccade.engine.encoder import Encoder, patch_budgets
 from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS
+from saccade.engine.grammar import GrammarMasks
 from saccade.engine.kv_cache import KVCache, PagedAttention
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Failure, FailureKind, Request, SamplingParams, Stage, TokenLogprobs
@@ -66,8 +67,6 @@ logger = logging.getLogger(__name__)
 
 PromptLogprobs = list[tuple[Chunk, Sequence[int], Logprobs]]
 """Chunks with prompt log-probabilities, the prompt tokens they predict, and the log-probabilities of these."""
-GrammarMasks = Mapping[str, Ints]
-"""Allowed next tokens of requests with a grammar, by request id: one bit each, packed into int32."""
 
 _HEAD_ROWS = 1024
 """Rows of logits computed at once for prompt log-probabilities."""
@@ -436,18 +435,15 @@ class Runner:
     def _sample_chunks(self, forward: _Forward, masks: GrammarMasks | None) -> _SampledChunks:
         slots: list[int] = []
         positions: list[int] = []
-        masked: list[int] = []
-        allowed: list[Ints] = []
+        first_rows: dict[str, int] = {}
         for chunk in forward.chunks:
             if not chunk.samples:
                 continue
-            if masks and chunk.request_id in masks:
-                masked.append(len(slots))
-                allowed.append(masks[chunk.request_id])
+            first_rows[chunk.request_id] = len(slots)
             for end in range(chunk.end - len(chunk.drafts), chunk.end + 1):
                 slots.append(chunk.slot)
                 positions.append(end)
-        token_masks = TokenMasks(_int64(masked), np.stack(allowed)) if allowed else None
+        token_masks = None if masks is None else _token_masks(masks, first_rows)
         sampled = self.sampler.sample(forward.logits, _int64(slots), _int64(positions), token_masks)
         logprobs = None
         if sampled.logprobs is not None:
@@ -717,7 +713,7 @@ class StepHandle:
     @property
     def is_done(self) -> bool:
         """Whether the device has completed the step; reading it then does not wait."""
-        return self._done is None or self._done.query()
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> StepResult:
         """Wait for the step and return its result."""
@@ -771,6 +767,13 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _token_masks(masks: GrammarMasks, rows: Mapping[str, int]) -> TokenMasks | None:
+    """The masks of requests that are sampled, with their rows of logits."""
+    index = [i for i, request_id in enumerate(masks.request_ids) if request_id in rows]
+    words = masks.words if len(index) == len(masks.request_ids) else masks.words[index]
+    return TokenMasks(_int64([rows[masks.request_ids[i]] for i in index]), words) if index else None
 
 
 def _num_samples(chunks: Sequence[Chunk]) -> int:

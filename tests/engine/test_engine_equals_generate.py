@@ -1,6 +1,7 @@
 """The engine's tokens equal those of plain generation, however requests are chunked, cached, preempted or drafted."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -8,7 +9,10 @@ from engine.tiny import make_core, plain, request_of, run_all, training_inputs
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
+from saccade.engine.core import AddRequest
 from saccade.engine.request import SamplingParams
+from saccade.engine.runner import StepHandle
+from saccade.engine.step import StepPlan
 from saccade.model import load_model
 
 
@@ -71,6 +75,35 @@ def test_steps_padded_to_a_captured_size_give_the_same_tokens(folder, seed):
         (request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(expected[i]))), prompts[i]) for i in chosen
     ]
     assert [outputs.token_ids for outputs in run_all(core, requests, at_once=3)] == [expected[i] for i in chosen]
+
+
+def test_images_of_requests_that_arrive_while_a_step_runs_are_encoded_at_once(folder, monkeypatch):
+    """As on a GPU, where a step takes a while: requests arrive one by one while it is waited for."""
+    prompts, expected = plain(folder, 0, 40, 16)
+    chosen = [i for i, prompt in enumerate(prompts) if prompt.images][:12]
+    core = make_core(folder, EngineConfig(num_pages=200, max_length=512))
+    waiting = [
+        (request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(expected[i]))), prompts[i]) for i in chosen
+    ]
+    collected: dict[str, list[int]] = {request.id: [] for request, _ in waiting}
+    polls = iter(itertools.cycle([False, True]))
+    monkeypatch.setattr(StepHandle, "is_done", property(lambda self: next(polls)))
+    plans: list[StepPlan] = []
+    plan_encodings = core.scheduler.plan_encodings
+    monkeypatch.setattr(core.scheduler, "plan_encodings", lambda: plans.append(plan_encodings()) or plans[-1])
+
+    def handle_one() -> None:
+        if waiting:
+            request, prompt = waiting.pop()
+            assert core.handle(AddRequest(request=request, prompt=prompt)) == []
+
+    handle_one()
+    while core.has_work or waiting:
+        for output in core.step(handle_one):
+            collected[output.request_id] += output.token_ids
+    assert [collected[f"r{i}"] for i in chosen] == [expected[i] for i in chosen]
+    assert any(plan is not None and plan.images and not plan.chunks for plan in plans)
+    core.check()
 
 
 def test_log_probabilities_equal_those_of_the_training_forward(folder):

@@ -6,6 +6,8 @@ from closeness import BOUNDS, assert_close, perturbed
 
 from saccade.kernels import launch
 from saccade.kernels import paged_attention as module
+from saccade.kernels._paged_decode import DecodeTiles, plan_decode
+from saccade.kernels._paged_prefill import Schedule, schedule_prefill
 from saccade.kernels.paged_attention import (
     QUANTIZED_MAX,
     paged_attention,
@@ -105,7 +107,7 @@ def test_decode_requests_keep_their_schedule_beside_prefill(
 ):
     """Two launches; the second finds its tokens after those of the first."""
     if num_splits is not None:
-        monkeypatch.setattr(module, "_schedule", lambda **sizes: many_splits(num_splits))
+        monkeypatch.setattr(module, "schedule_prefill", lambda **sizes: many_splits(num_splits))
     case = make_case(new, [40, 300, 7, 90, 50, 130][: len(new)], (4, 2, 64), device, one_dtype)
     case.options["num_decode"] = num_decode
     expect_equal(case, one_dtype)
@@ -164,15 +166,15 @@ def test_compressed_cache_is_close_to_the_plain_one(cache_dtype, device, one_dty
 @pytest.mark.parametrize("num_splits", [1, 3, 8])
 def test_any_number_of_splits_of_a_prompt_gives_the_same(num_splits, device, one_dtype, monkeypatch):
     case = make_case([1, 9, 3], [5, 129, 70], (2, 1, 64), device, one_dtype)
-    monkeypatch.setattr(module, "_schedule", lambda **sizes: many_splits(num_splits))
+    monkeypatch.setattr(module, "schedule_prefill", lambda **sizes: many_splits(num_splits))
     expect_equal(case, one_dtype)
 
 
 def test_prefill_splits_fill_the_gpu_and_stay_within_bounds():
     shape = {"H": 16, "G": 2, "head_dim": 128, "cache_bytes": 2, "num_sms": 132}
-    few = module._schedule(num_tokens=16, num_requests=1, max_context_length=65536, max_seqlen_q=16, **shape)
-    many = module._schedule(num_tokens=4096, num_requests=8, max_context_length=4096, max_seqlen_q=2048, **shape)
-    short = module._schedule(num_tokens=16, num_requests=1, max_context_length=2047, max_seqlen_q=16, **shape)
+    few = schedule_prefill(num_tokens=16, num_requests=1, max_context_length=65536, max_seqlen_q=16, **shape)
+    many = schedule_prefill(num_tokens=4096, num_requests=8, max_context_length=4096, max_seqlen_q=2048, **shape)
+    short = schedule_prefill(num_tokens=16, num_requests=1, max_context_length=2047, max_seqlen_q=16, **shape)
     assert [few.num_splits, many.num_splits, short.num_splits] == [32, 1, 1]
     assert many.block_m == 128
 
@@ -182,15 +184,15 @@ RAGGED = [0, 1, 15, 16, 17, 1000, 0, 129, 64]
 
 def many_splits(num_splits):
     """Splits of 16 keys: 1000 keys have 62 of them."""
-    return module.Schedule(block_m=16, block_n=16, num_warps=2, num_stages=3, num_splits=num_splits, min_split=16)
+    return Schedule(block_m=16, block_n=16, num_warps=2, num_stages=3, num_splits=num_splits, min_split=16)
 
 
 @pytest.mark.parametrize("min_keys", [16, 48, 10**5], ids=["small ranges", "ranges of three tiles", "one range"])
 def test_ranges_of_ragged_requests_combine_again_and_again(min_keys, device, one_dtype):
     case = make_case([1] * 9, RAGGED, (6, 2, 80), device, one_dtype)
     expected = expected_of(case)
-    tiles = module.DecodeTiles(16, 2, 3, programs_per_sm=4 if device == "cuda" else 20, min_keys=min_keys)
-    plan = module.plan_decode(*case.tensors[4:], case.tensors[1], num_decode=9, tiles=tiles)
+    tiles = DecodeTiles(16, 2, 3, programs_per_sm=4 if device == "cuda" else 20, min_keys=min_keys)
+    plan = plan_decode(*case.tensors[4:], case.tensors[1], num_decode=9, tiles=tiles)
     case.options["decode_plan"] = plan
     for _ in range(20 if device == "cuda" else 2):
         assert_close("out", run_triton(case), expected, BOUNDS[one_dtype])
@@ -202,8 +204,8 @@ def test_decode_ranges_cover_every_tile_once(programs_per_sm, device):
     starts = torch.arange(len(lengths) + 1, device=device).int()
     starts[6:] -= 1  # the sixth request has no new token: nothing of it is read
     keys = torch.empty(1, 2, 16, 128, device=device, dtype=torch.float16)
-    tiles = module.DecodeTiles(16, 2, 3, programs_per_sm=programs_per_sm, min_keys=32)
-    ranges, cu_tiles, *_ = module.plan_decode(starts, lengths, keys, num_decode=len(lengths), tiles=tiles)
+    tiles = DecodeTiles(16, 2, 3, programs_per_sm=programs_per_sm, min_keys=32)
+    ranges, cu_tiles, *_ = plan_decode(starts, lengths, keys, num_decode=len(lengths), tiles=tiles)
     num_tiles = [-(-length // 16) for length in lengths.tolist()]
     num_tiles[5] = 0
     per_program, *bounds = cu_tiles.tolist()
@@ -364,9 +366,9 @@ def test_one_captured_graph_serves_changing_lengths():
 @pytest.mark.parametrize("block_n", [16, 32, 64])
 def test_tiles_of_the_sweep_are_right(block_n):
     case = make_case([1] * 3, [1000, 1, 300], (16, 2, 128), "cuda", torch.bfloat16)
-    base = module.DecodeTiles(block_n, num_warps=4, num_stages=3)
+    base = DecodeTiles(block_n, num_warps=4, num_stages=3)
     for changes in ({}, {"num_warps": 2}, {"num_stages": 5}, {"programs_per_sm": 1, "min_keys": 128}):
-        plan = module.plan_decode(*case.tensors[4:], case.tensors[1], num_decode=3, tiles=base._replace(**changes))
+        plan = plan_decode(*case.tensors[4:], case.tensors[1], num_decode=3, tiles=base._replace(**changes))
         expect_equal(Case(case.tensors, case.options | {"decode_plan": plan}), torch.bfloat16)
 
 
@@ -378,7 +380,7 @@ def test_captured_ranges_combine_in_every_replay(context):
     lengths = case.tensors[-1]
 
     def attend():
-        plan = module.plan_decode(*case.tensors[4:], case.tensors[1], num_decode=len(context))
+        plan = plan_decode(*case.tensors[4:], case.tensors[1], num_decode=len(context))
         return [paged_attention(*case.tensors, **case.options, decode_plan=plan) for _ in range(4)]
 
     attend()

@@ -1,0 +1,264 @@
+# mypy: allow-untyped-decorators
+"""Prefill over pages, and chunks of any number of tokens: see `paged_attention.py`, which has the legend."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.kernels import launch
+from saccade.kernels._attention_tiled import locate
+from saccade.kernels._paged_tile import LOG2_E, Pages, add_partials, attend_tile, scaled_queries
+from saccade.kernels.launch import tl, triton
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_splits", "min_split"])
+def _attend_kernel(
+    q: tl.tensor,
+    key_pages: tl.tensor,
+    value_pages: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
+    page_table: tl.tensor,
+    table_rows: tl.tensor,
+    cu_seqlens_q: tl.tensor,
+    context_lengths: tl.tensor,
+    out: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    num_requests: tl.tensor,
+    num_splits: tl.tensor,
+    min_split: tl.tensor,
+    scale_log2: tl.tensor,
+    q_stride_t: tl.tensor,
+    q_stride_h: tl.tensor,
+    out_stride_t: tl.tensor,
+    out_stride_h: tl.tensor,
+    page_stride: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    scale_page_stride: tl.tensor,
+    scale_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    H: tl.constexpr,
+    RATIO: tl.constexpr,
+    K: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    LARGEST: tl.constexpr,
+) -> None:
+    """One program: some query tokens of one request, the RATIO heads that share a key head, one split of the keys.
+
+    Row m of a block is query token m // RATIO, head m % RATIO. SPLIT: results go to `partial_*`, to be combined by
+    `_combine_kernel`, which OVERLAP lets start early. LARGEST: see QUANTIZED_MAX, 0 for a cache in q's own dtype.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    BLOCK_Q: tl.constexpr = BLOCK_M // RATIO
+    request, block = locate(cu_seqlens_q, tl.program_id(0), num_requests, tl.load(cu_seqlens_q), BLOCK_Q)
+    first_query = block * BLOCK_Q
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    start = tl.load(cu_seqlens_q + request)
+    num_queries = tl.load(cu_seqlens_q + request + 1) - start
+    length = tl.load(context_lengths + request)
+    if first_query >= num_queries:
+        return
+
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_K)
+    query = first_query + m // RATIO
+    token = (start + query).to(tl.int64)
+    head = kv_head * RATIO + m % RATIO
+    in_block = (m < BLOCK_Q * RATIO) & (query < num_queries)
+    in_head = d < K
+
+    # Keys 0 .. last_key[m] are visible to row m; the block needs those of its last query. Their tiles are shared out evenly
+    # among as many splits as find min_split keys each.
+    last_key = length - num_queries + query
+    visible = tl.maximum(tl.minimum(length, length - num_queries + first_query + BLOCK_Q), 0)
+    num_tiles = tl.cdiv(visible, BLOCK_N)
+    num_used = tl.maximum(tl.minimum(visible // min_split, num_splits), 1)
+    first_key = split * num_tiles // num_used * BLOCK_N
+    end_key = tl.minimum((split + 1) * num_tiles // num_used * BLOCK_N, visible)
+    partial_row = (token * H + head) * num_splits + split
+    if SPLIT:  # noqa: SIM102 (decided when compiled)
+        if split >= num_used:
+            tl.store(partial_lse + partial_row, float("-inf"), mask=in_block)
+            return
+
+    q_rows = q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d[None, :]
+    q_block = tl.load(q_rows, mask=in_block[:, None] & in_head[None, :], other=0.0)
+    q_block = scaled_queries(q_block, scale_log2, LARGEST)
+    keys = key_pages + kv_head * head_stride + d[None, :]
+    values = value_pages + kv_head * head_stride + d[None, :]
+    row = request.to(tl.int64)
+    if HAS_ROWS:
+        row = tl.load(table_rows + request).to(tl.int64)
+    table_row = page_table + row * table_stride
+    scales_k = key_scales + kv_head * scale_head_stride
+    scales_v = value_scales + kv_head * scale_head_stride
+
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    # Keys visible to every row come first, without a mask; then those past some row's last key or past the request's end.
+    all_see = tl.minimum(end_key, length - num_queries + first_query + 1)
+    first_masked = first_key + tl.maximum(all_see - first_key, 0) // BLOCK_N * BLOCK_N
+    for tile in range(first_key, first_masked, BLOCK_N):
+        best, total, acc = attend_tile(
+            q_block, keys, values, scales_k, scales_v, table_row, tile + n, last_key, end_key, in_head,
+            best, total, acc, scale_log2, page_stride, token_stride, scale_page_stride,
+            PAGE, K, BLOCK_K, LARGEST, MASKED=False,
+        )  # fmt: skip
+    for tile in range(first_masked, end_key, BLOCK_N):
+        best, total, acc = attend_tile(
+            q_block, keys, values, scales_k, scales_v, table_row, tile + n, last_key, end_key, in_head,
+            best, total, acc, scale_log2, page_stride, token_stride, scale_page_stride,
+            PAGE, K, BLOCK_K, LARGEST, MASKED=True,
+        )  # fmt: skip
+
+    divisor = tl.where(total > 0, total, 1.0)
+    if LARGEST > 0:
+        divisor *= LARGEST
+    acc = acc / divisor[:, None]
+    to_store = in_block[:, None] & in_head[None, :]
+    if SPLIT:
+        lse = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(partial_lse + partial_row, lse, mask=in_block)
+        tl.store(partial_out + partial_row[:, None] * K + d[None, :], acc, mask=to_store)
+    else:
+        out_rows = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + d[None, :]
+        tl.store(out_rows, acc.to(out.dtype.element_ty), mask=to_store)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _combine_kernel(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    out: tl.tensor,
+    num_splits: tl.tensor,
+    out_stride_t: tl.tensor,
+    out_stride_h: tl.tensor,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program per token, head and BLOCK_D channels. OVERLAP: it starts early and waits for the splits."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    s = tl.arange(0, BLOCK_S)
+    partials = (row * num_splits + s)[:, None]
+    in_parts = (s < num_splits)[:, None, None] & (d < K)[None, None, :]
+    parts = tl.load(
+        partial_out + partials[:, :, None] * K + d[None, None, :], mask=in_parts, other=0.0, cache_modifier=".cg"
+    )
+    lse = tl.load(partial_lse + partials, mask=(s < num_splits)[:, None], other=float("-inf"), cache_modifier=".cg")
+    zero = tl.zeros([1], tl.float32)
+    _, total, acc = add_partials(parts, lse, zero + float("-inf"), zero, tl.zeros([1, BLOCK_D], tl.float32))
+    combined = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_row = out + (row // H) * out_stride_t + (row % H) * out_stride_h
+    tl.store(out_row + d[None, :], combined.to(out.dtype.element_ty), mask=(d < K)[None, :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Grid and tiles of a prefill launch. They depend on shapes and bounds, never on lengths."""
+
+    block_m: int
+    """Rows (query token, head) of a program; tensor cores need at least 16."""
+    block_n: int
+    """Keys per step."""
+    num_warps: int
+    """Warps of a program."""
+    num_stages: int
+    """Steps in flight."""
+    num_splits: int
+    """Most programs one request's keys are shared among."""
+    min_split: int
+    """Fewest keys worth a split of their own; short requests use fewer splits than the grid offers."""
+
+
+# Keys per step, warps and stages for many queries per request, at most 128 rows: bound by the matrix unit, so larger tiles and fewer
+# stages than decode.
+_PREFILL_TILES = {
+    (64, 1): (64, 4, 3),
+    (64, 2): (64, 4, 3),
+    (64, 4): (32, 4, 2),
+    (128, 1): (64, 8, 3),
+    (128, 2): (64, 8, 3),
+    (128, 4): (32, 8, 2),
+    (256, 1): (32, 8, 3),
+    (256, 2): (32, 8, 3),
+    (256, 4): (16, 8, 2),
+}
+_MAX_SPLITS = 64
+_MIN_SPLIT = 2048
+"""Keys: partial results are as many as the queries. H200, 256 new tokens: 11 us a layer in one piece, 24 in three."""
+
+
+def schedule_prefill(
+    *, num_tokens: int, num_requests: int, H: int, G: int, head_dim: int, cache_bytes: int, max_seqlen_q: int,
+    max_context_length: int, num_sms: int,
+) -> Schedule:  # fmt: skip
+    """Tiles from the table above; as many splits as fill the GPU."""
+    ratio = H // G
+    block_m = max(16, triton.next_power_of_2(ratio), min(128, triton.next_power_of_2(max_seqlen_q * ratio)))
+    block_n, num_warps, num_stages = _PREFILL_TILES[max(64, triton.next_power_of_2(head_dim)), cache_bytes]
+    num_programs = G * _num_query_blocks(num_tokens, num_requests, block_m // ratio)
+    return Schedule(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=4 if block_m < 64 else num_warps,
+        num_stages=num_stages,
+        num_splits=max(1, min(num_sms // max(1, num_programs), _MAX_SPLITS, max_context_length // _MIN_SPLIT)),
+        min_split=_MIN_SPLIT,
+    )
+
+
+def _num_query_blocks(num_tokens: int, num_requests: int, block_q: int) -> int:
+    """Maximum number of query blocks over all requests: each may have one partial block."""
+    return num_tokens // block_q + num_requests
+
+
+def prefill(
+    q_THK: Tensor, pages: Pages, cu_seqlens_q: Tensor, context_lengths_R: Tensor, out_THK: Tensor, schedule: Schedule
+) -> None:
+    """Write the rows of all new tokens, as `schedule` says. Where keys are split, it also writes zeros into rows of no request."""
+    num_tokens, H, K = q_THK.shape
+    num_requests, (_, G, page_size, _) = len(context_lengths_R), pages.keys.shape
+    splits = schedule.num_splits
+    partial_out, partial_lse = out_THK, out_THK  # unused
+    if splits > 1:
+        partial_out = q_THK.new_empty((num_tokens, H, splits, K), dtype=torch.float32)
+        partial_lse = q_THK.new_full((num_tokens, H, splits), float("-inf"), dtype=torch.float32)
+    ratio = H // G
+    grid = (_num_query_blocks(num_tokens, num_requests, schedule.block_m // ratio), G, splits)
+    overlaps = splits > 1 and launch.can_overlap(q_THK.device)
+    block_k = triton.next_power_of_2(K)
+    _attend_kernel[grid](
+        q_THK, *pages.pointers, cu_seqlens_q, context_lengths_R, out_THK, partial_out, partial_lse, num_requests, splits,
+        schedule.min_split, K**-0.5 * LOG2_E, *q_THK.stride()[:2], *out_THK.stride()[:2], *pages.strides,
+        H=H, RATIO=ratio, K=K, PAGE=page_size, BLOCK_M=schedule.block_m, BLOCK_N=schedule.block_n, BLOCK_K=block_k,
+        HAS_ROWS=pages.rows is not None, SPLIT=splits > 1, OVERLAP=overlaps, LARGEST=pages.largest,
+        num_warps=schedule.num_warps, num_stages=schedule.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        # Few rows with many splits: fewer channels per program, so that more programs share them. All loads at once.
+        block_s = triton.next_power_of_2(splits)
+        block_d = min(block_k, max(32, 4096 // block_s))
+        early = {"launch_pdl": True} if overlaps else {}
+        _combine_kernel[num_tokens * H, triton.cdiv(K, block_d)](
+            partial_out, partial_lse, out_THK, splits, *out_THK.stride()[:2], H=H, K=K, OVERLAP=overlaps,
+            BLOCK_S=block_s, BLOCK_D=block_d, num_warps=4, **early,
+        )  # fmt: skip
