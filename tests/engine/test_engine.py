@@ -272,7 +272,7 @@ def test_log_probabilities_of_a_prompt_come_once_even_after_preemption(folder, c
 
     small = dataclasses.replace(CONFIG, num_pages=75, max_step_tokens=24, target_step_ms=None)
     with Engine.load(folder, device="cpu", config=small) as engine:
-        sampling = SamplingParams(max_tokens=30, ignore_eos=True, prompt_logprobs=0)
+        sampling = SamplingParams(max_tokens=100, ignore_eos=True, prompt_logprobs=0)  # long enough to overlap
         completions = engine.generate(conversations, sampling)
         assert engine.statistics.num_preemptions > 0
     for completion in completions:
