@@ -167,7 +167,7 @@ def measure(
         packed_sequence(samples, config.vision, seed=i) for i, samples in enumerate(WORKLOADS[workload]()[:num_batches])
     ]
     work = [micro_batch_work(config, batch, count_labels(next_token_labels(batch)), PARTS) for batch in batches]
-    flops = statistics.mean(w.tower_flops + w.decoder_flops for w in work)
+    flops = statistics.mean(w.vision_flops + w.decoder_flops for w in work)
     tokens = statistics.mean(batch.num_tokens for batch in batches)
     record: Record = {"path": path, "workload": workload, "tokens": round(tokens)}
     try:
