@@ -195,7 +195,8 @@ def _run_forked(fork_server_pid: int, run_worker: RunWorker, fds: Sequence[int])
     """Run the worker's main function, then exit without the parent's exit handlers."""
     try:
         exit_with_parent(fork_server_pid)
-        run_worker(socket.socket(fileno=fds[0]), *fds[1:])
+        with contextlib.suppress(ConnectionError):  # the owner has gone
+            run_worker(socket.socket(fileno=fds[0]), *fds[1:])
     except BaseException:
         traceback.print_exc()
     finally:

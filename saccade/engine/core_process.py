@@ -49,6 +49,8 @@ _MAX_FDS = 250
 """File descriptors of a frame; the kernel's limit is 253."""
 _MAX_SHARED_IMAGES = 256
 """Images whose shared memory is kept for the next request with them."""
+_MAX_SHARED_BYTES = 512 * 2**20
+"""Their size; a long video alone has a gigabyte."""
 _CLOSE_S = 10.0
 _DIED = Failure("running", "the engine core's process died; restart the engine", "engine_stopped")
 
@@ -210,6 +212,7 @@ class CoreProcess:
         """Start it and wait until it is ready. Raises what loading raised."""
         self._on_outputs, self._on_stop = on_outputs, on_stop
         self._shared: OrderedDict[bytes, SharedMemory] = OrderedDict()
+        self._num_shared_bytes = 0
         self._shared_lock = threading.Lock()
         self._is_closing = False
         self._statistics = Statistics()
@@ -267,6 +270,7 @@ class CoreProcess:
                 fds = [self._share(image) for image in message.prompt.images]
             with contextlib.suppress(OSError):
                 self._connection.send(_encode_message(message), fds)
+            self._evict_shared()
 
     def _share(self, image: PromptImage) -> int:
         """The file descriptor of an image's patches in shared memory. Recent ones are kept: prompts often share an image."""
@@ -275,10 +279,14 @@ class CoreProcess:
             self._shared.move_to_end(key)
         else:
             self._shared[key] = SharedMemory()
-            self._shared[key].write(np.ascontiguousarray(image.patches), 0)
-            if len(self._shared) > _MAX_SHARED_IMAGES:
-                self._shared.popitem(last=False)
+            self._num_shared_bytes += self._shared[key].write(np.ascontiguousarray(image.patches), 0)
         return self._shared[key].fd
+
+    def _evict_shared(self) -> None:
+        """Free the least recently used; the core has its own descriptors of those it still needs."""
+        while len(self._shared) > _MAX_SHARED_IMAGES or self._num_shared_bytes > _MAX_SHARED_BYTES:
+            _, memory = self._shared.popitem(last=False)
+            self._num_shared_bytes -= memory.num_bytes()
 
     def close(self) -> None:
         """Stop the core. Open requests get no more output."""
