@@ -86,7 +86,7 @@ async def stream_chat(session: aiohttp.ClientSession, url: str, body: bytes) -> 
             if response.status != 200:
                 outcome.error = _error_code(await response.read(), response.status)
             else:
-                await _read_events(response, outcome)
+                await read_events(response, outcome)
     except (TimeoutError, aiohttp.ClientError, OSError) as error:
         outcome.error = type(error).__name__
     outcome.ended_at = time.perf_counter()
@@ -95,7 +95,8 @@ async def stream_chat(session: aiohttp.ClientSession, url: str, body: bytes) -> 
     return outcome
 
 
-async def _read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
+async def read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
+    """Read a stream to its end."""
     rest = b""
     while data := await response.content.readany():
         now = time.perf_counter()

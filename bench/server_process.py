@@ -34,6 +34,7 @@ class Holdings:
 
     num_processes: int
     num_fds: int
+    """File descriptors other than those of shared memory."""
     num_memory_files: int
     """Anonymous shared memory files, each counted once."""
     num_threads: int
@@ -153,9 +154,10 @@ def holdings(pids: Sequence[int]) -> Holdings:
         with suppress(OSError):
             for fd in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
-                    num_fds += 1
                     if "memfd" in str(fd.readlink()):
                         memory_files.add(fd.stat().st_ino)
+                    else:
+                        num_fds += 1
             status = Path(f"/proc/{pid}/status").read_text()
             num_alive += 1
             num_threads += int(re.search(r"Threads:\s+(\d+)", status)[1])  # type: ignore[index]

@@ -1,0 +1,352 @@
+"""Kill parts of a server under load: every request ends exactly once, everything comes back, nothing leaks.
+
+    python -m bench.serve_chaos [--requests 10000] [--clients 24] [--media-kills 60] [--core-kills 10] [--front-kills 4] [--seed 0] [--out FILE]
+
+Starts `saccade serve` on a tiny random model. Clients send text and images, streamed and not, one or two completions, and some leave in the
+middle. Meanwhile media workers, the engine core and the front are killed with SIGKILL at random; the front is started again as a service
+manager would. The last third of the requests has no kill of the front: there memory is measured.
+
+A request has ended once if its stream has exactly one `[DONE]`, or its answer is whole JSON, or it was refused or failed with a typed code.
+A broken connection is an ending only if the front was killed meanwhile. Every request id is in the log once. At the end no request is
+open, no KV-cache page is in use, and processes, file descriptors, threads and shared memory are those of a server that has just started.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from bench.http_client import Outcome, open_session, read_events
+from bench.http_load import data_url, run_loop
+from bench.server_process import Holdings, ServerProcess, holdings, is_alive, kill, tiny_checkpoint
+
+OPTIONS = (
+    "--device", "cpu", "--max-model-len", "400", "--set", "engine.num_workers=2", "--set", "engine.num_pages=1000",
+    "--set", "engine.processed_image_cache_bytes=4000000", "--set", "serve.max_restarts=1000", "--set", "serve.restart_backoff_s=0.01",
+)  # fmt: skip
+_ALLOWED_CODES = {"engine_stopped", "engine_restarting", "loading", "cancelled", "overloaded", "invalid_request"}
+"""Codes with which a request may fail while parts are killed. `invalid_request`: an image on which two workers in a row were killed."""
+_SURPLUS = {"num_processes": 0, "num_fds": 8, "num_threads": 8, "num_memory_files": 256}
+"""What a server may hold more at the end: the engine keeps the shared memory of up to 256 images."""
+_RETRY_S = 1.0
+"""Pause of a client that was refused."""
+
+
+@dataclass
+class Result:
+    """What has happened."""
+
+    endings: Counter[str] = field(default_factory=Counter)
+    """Requests by how they ended."""
+    violations: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    """Request ids that clients have seen, while the front lived."""
+    core_restarts_s: list[float] = field(default_factory=list)
+    """From the kill of the core to ready."""
+    front_restarts_s: list[float] = field(default_factory=list)
+    """From the start of the front to ready."""
+    num_media_kills: int = 0
+    num_grammar_kills: int = 0
+    rss_kib: list[tuple[int, int]] = field(default_factory=list)
+    """(requests, RSS of the front) after the last kill of the front."""
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have ended."""
+        return self.endings.total()
+
+
+class Chaos:
+    """Clients and the one who kills."""
+
+    def __init__(self, server: ServerProcess, seed: int) -> None:
+        self._server, self._rng, self.result = server, random.Random(seed), Result()
+        self._images = [data_url(56, 28 * (2 + number % 3), f"chaos {number}") for number in range(40)]
+        self._front_deaths: list[tuple[float, float]] = []
+        """Times at which the front was killed, and was ready again."""
+        self._is_up = asyncio.Event()
+        self._is_up.set()
+
+    # -------------------------------------------------------------- clients
+
+    async def run_clients(self, count: int, num_requests: int) -> None:
+        """Send requests until so many have ended."""
+        async with open_session(timeout_s=60) as session:
+            await asyncio.gather(*(self._client(session, num_requests) for _ in range(count)))
+
+    async def _client(self, session: aiohttp.ClientSession, num_requests: int) -> None:
+        while self.result.num_ended < num_requests:
+            await self._is_up.wait()
+            ending = await self._request(session)
+            if ending is not None:
+                self.result.endings[ending] += 1
+            if ending is None or ending in ("engine_restarting", "loading", "overloaded"):
+                await asyncio.sleep(_RETRY_S)
+
+    def _body(self) -> dict[str, Any]:
+        content: list[dict[str, Any]] = [{"type": "text", "text": f"question {self._rng.random()}"}]
+        for _ in range(self._rng.choice([0, 0, 1, 1, 2])):
+            content.append({"type": "image_url", "image_url": {"url": self._rng.choice(self._images)}})
+        if self._rng.random() < 0.2:
+            url = data_url(56, 56, f"chaos unique {self._rng.random()}")
+            content.append({"type": "image_url", "image_url": {"url": url}})
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": self._rng.randint(1, 16),
+            "ignore_eos": True,
+        }
+        if self._rng.random() < 0.1:
+            body |= {"n": 2, "seed": 1}
+        return body | ({"stream": True, "stream_options": {"include_usage": True}} if self._rng.random() < 0.7 else {})
+
+    async def _request(self, session: aiohttp.ClientSession) -> str | None:
+        """How a request ended; None if it could not be sent."""
+        body, leaves_after_s = self._body(), self._rng.uniform(0, 0.15) if self._rng.random() < 0.1 else None
+        outcome = Outcome(time.perf_counter())
+        try:
+            async with asyncio.timeout(leaves_after_s):
+                ending = await self._ask(session, body, outcome)
+        except TimeoutError:
+            return "left" if leaves_after_s is not None else self._violation("no answer within 60 s", outcome)
+        except aiohttp.ClientConnectorError:
+            return None
+        except (aiohttp.ClientError, OSError) as error:
+            if self._was_front_killed(outcome.started_at, time.perf_counter()):
+                return "front killed"
+            return self._violation(f"broken connection ({type(error).__name__})", outcome)
+        if ending not in _ALLOWED_CODES | {"done"}:
+            return self._violation(ending, outcome)
+        return ending
+
+    async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any], outcome: Outcome) -> str:
+        async with session.post(f"{self._server.url}/v1/chat/completions", data=json.dumps(body)) as response:
+            request_id, num_completions = response.headers["x-request-id"], body.get("n", 1)
+            if response.status == 200 and body.get("stream"):
+                await read_events(response, outcome)
+                ending = _ending_of_stream(outcome, num_completions)
+            else:
+                answer = json.loads(await response.read())
+                ending = _ending_of_answer(answer, response.status, num_completions)
+            self.result.ids.append(request_id)
+            return ending
+
+    def _violation(self, what: str, outcome: Outcome) -> str:
+        self.result.violations.append(f"{what} after {time.perf_counter() - outcome.started_at:.2f} s")
+        return "violation"
+
+    def _was_front_killed(self, start: float, end: float) -> bool:
+        return any(killed_at <= end and start <= ready_at for killed_at, ready_at in self._front_deaths)
+
+    # -------------------------------------------------------------- kills
+
+    def kill_media_worker(self) -> None:
+        """Kill an image or text worker, or now and then the process that forks them."""
+        [fork_server, *workers] = self._server.find("preprocessing_worker initialize")
+        kill(self._rng.choice(workers or [fork_server]) if self._rng.random() < 0.9 else fork_server)
+        self.result.num_media_kills += 1
+
+    async def kill_core(self) -> None:
+        """Kill the engine core and wait until the server is ready again."""
+        killed_at = time.perf_counter()
+        for pid in self._server.find("saccade.engine.core_process"):
+            kill(pid)
+        while await asyncio.to_thread(self._server.is_ready):
+            await asyncio.sleep(0.01)
+        while not await asyncio.to_thread(self._server.is_ready):
+            await asyncio.sleep(0.05)
+        self.result.core_restarts_s.append(time.perf_counter() - killed_at)
+
+    async def kill_front(self) -> None:
+        """Kill the front; all its processes must end; start it again."""
+        pids = self._server.pids
+        self._front_deaths.append((time.perf_counter(), float("inf")))
+        self._is_up.clear()
+        self._server.kill()
+        deadline = time.perf_counter() + 10
+        while left := [pid for pid in pids if is_alive(pid)]:
+            if time.perf_counter() > deadline:
+                self.result.violations.append(f"{len(left)} processes outlive the front")
+                break
+            await asyncio.sleep(0.02)
+        self.result.front_restarts_s.append(await asyncio.to_thread(self._server.start))
+        self._front_deaths[-1] = (self._front_deaths[-1][0], time.perf_counter())
+        self._is_up.set()
+
+    async def run_kills(self, num_requests: int, kills: dict[str, int]) -> None:
+        """Kill at random numbers of ended requests; the front only among the first two thirds."""
+        moments = [
+            (self._rng.uniform(0.03, 0.62 if name == "front" else 0.95), name)
+            for name, count in kills.items()
+            for _ in range(count)
+        ]
+        for share, name in sorted(moments):
+            while self.result.num_ended < share * num_requests:
+                await asyncio.sleep(0.02)
+            if name == "media":
+                with contextlib.suppress(ValueError, IndexError):  # none runs right now
+                    self.kill_media_worker()
+            else:
+                await (self.kill_core() if name == "core" else self.kill_front())
+
+    async def watch_memory(self, num_requests: int) -> None:
+        """Sample the memory of the front in the last third."""
+        while self.result.num_ended < num_requests:
+            if self.result.num_ended > 0.7 * num_requests and self._server.process is not None:
+                rss = holdings([self._server.process.pid]).rss_bytes // 1024
+                self.result.rss_kib.append((self.result.num_ended, rss))
+            await asyncio.sleep(0.5)
+
+
+def _ending_of_stream(outcome: Outcome, num_completions: int) -> str:
+    if outcome.num_endings != 1:
+        return f"{outcome.num_endings} endings of a stream"
+    if outcome.error is not None:
+        return outcome.error
+    if outcome.num_finished != num_completions:
+        return f"{outcome.num_finished} finish reasons of {num_completions} completions"
+    return "done"
+
+
+def _ending_of_answer(answer: dict[str, Any], status: int, num_completions: int) -> str:
+    if status == 200:
+        return "done" if len(answer["choices"]) == num_completions else "an answer without all completions"
+    return str(answer["error"]["code"])
+
+
+# ------------------------------------------------------------------ checks at the end
+
+
+def gauges(text: str) -> dict[str, float]:
+    """Metrics that must be zero on an idle server."""
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    found = {name: re.search(rf"^{name}{{[^}}]*}} (\S+)", text, re.M) for name in names}
+    return {name: float(match[1]) for name, match in found.items() if match is not None}
+
+
+async def wait_until_idle(url: str) -> dict[str, float]:
+    """What is still open some time after the last request."""
+    async with open_session() as session:
+        for _ in range(100):
+            async with session.get(f"{url}/metrics") as response:
+                found = gauges(await response.text())
+            if not any(found.values()):
+                break
+            await asyncio.sleep(0.1)
+    return found
+
+
+def check_log(text: str, ids: list[str]) -> list[str]:
+    """Every request is in the log once."""
+    logged = Counter(re.findall(r"\bid (req-[0-9a-f]+)", text))
+    twice = [request_id for request_id, count in logged.items() if count > 1]
+    missing = [request_id for request_id in ids if request_id not in logged]
+    return [f"{len(twice)} requests are in the log twice"] * bool(twice) + [
+        f"{len(missing)} requests are not in the log"
+    ] * bool(missing)
+
+
+async def measure(server: ServerProcess, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run everything; what was found."""
+    chaos = Chaos(server, options.seed)
+    await chaos.run_clients(options.clients, min(100, options.requests // 4))  # workers and caches exist from here on
+    before, began = await _settled(server), time.perf_counter()
+    chaos.result = Result()
+    kills = {"media": options.media_kills, "core": options.core_kills, "front": options.front_kills}
+    await asyncio.gather(
+        chaos.run_clients(options.clients, options.requests),
+        chaos.run_kills(options.requests, kills),
+        chaos.watch_memory(options.requests),
+    )
+    seconds = time.perf_counter() - began
+    idle, after, result = await wait_until_idle(server.url), await _settled(server), chaos.result
+    log = server.log_path.read_text(errors="replace")
+    slope = 0.0
+    if len(result.rss_kib) > 2:
+        slope = float(np.polyfit(*zip(*result.rss_kib, strict=True), 1)[0]) * 1000
+    problems = [*result.violations, *check_log(log, result.ids)]
+    problems += [f"{name} is {value:g} on an idle server" for name, value in idle.items() if value]
+    for name, surplus in _SURPLUS.items():
+        if getattr(after, name) > getattr(before, name) + surplus:
+            problems.append(f"{name} was {getattr(before, name)} and is {getattr(after, name)}")
+    if after.num_processes < before.num_processes:
+        problems.append(f"{after.num_processes} processes instead of {before.num_processes}")
+    if "Traceback" in log:
+        problems.append(f"{log.count('Traceback')} tracebacks in the log")
+    return {
+        "requests": result.num_ended, "seconds": seconds, "endings": dict(result.endings), "problems": problems,
+        "media_kills": result.num_media_kills, "core_restarts_s": result.core_restarts_s, "front_restarts_s": result.front_restarts_s,
+        "before": asdict(before), "after": asdict(after), "front_rss_kib_per_1000_requests": slope,
+    }  # fmt: skip
+
+
+async def _settled(server: ServerProcess) -> Holdings:
+    """What the server holds when nothing is going on."""
+    await wait_until_idle(server.url)
+    await asyncio.sleep(1.0)
+    return server.holdings()
+
+
+def show(found: dict[str, Any]) -> str:
+    """The result as text."""
+    lines = [f"{found['requests']} requests in {found['seconds']:.0f} s: {found['endings']}"]
+    lines.append(
+        f"killed: {found['media_kills']} media workers, {len(found['core_restarts_s'])} cores, {len(found['front_restarts_s'])} fronts"
+    )
+    for name, title in (("core_restarts_s", "core: kill to ready"), ("front_restarts_s", "front: start to ready")):
+        if times := found[name]:
+            lines.append(f"{title}: median {float(np.median(times)):.1f} s, longest {max(times):.1f} s")
+    for name in ("num_processes", "num_fds", "num_memory_files", "num_threads"):
+        lines.append(f"{name}: {found['before'][name]} before, {found['after'][name]} after")
+    lines.append(
+        f"RSS of all processes: {found['before']['rss_bytes'] / 2**20:.0f} MiB before, {found['after']['rss_bytes'] / 2**20:.0f} MiB after"
+    )
+    lines.append(
+        f"RSS of the front: {found['front_rss_kib_per_1000_requests']:+.0f} KiB per 1000 requests in the last third"
+    )
+    return "\n".join([*lines, *(f"PROBLEM {problem}" for problem in found["problems"][:20])])
+
+
+def main() -> None:
+    """Run and judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--media-kills", type=int, default=60)
+    parser.add_argument("--core-kills", type=int, default=10)
+    parser.add_argument("--front-kills", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        with ServerProcess(tiny_checkpoint(Path(folder)), *OPTIONS, log=options.log) as server:
+            found = run_loop(measure(server, options, print))
+            pids = server.pids
+        status = server.process.returncode if server.process else None
+        time.sleep(1.0)
+        if left := [pid for pid in pids if is_alive(pid)]:
+            found["problems"].append(f"{len(left)} processes outlive the server")
+        if status != 0:
+            found["problems"].append(f"the server ended with status {status}")
+    print(show(found))
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1))
+    sys.exit(1 if found["problems"] else 0)
+
+
+if __name__ == "__main__":
+    main()
