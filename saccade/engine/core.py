@@ -31,8 +31,9 @@ from saccade.engine.prompt_lookup import PromptLookup
 from saccade.engine.request import Failure, FinishReason, Request, RequestOutput
 from saccade.engine.runner import DeviceError, Runner, StepForward, StepHandle
 from saccade.engine.scheduler import Limits, Scheduler
-from saccade.engine.step import StepPlan, StepResult
+from saccade.engine.step import EncodeResult, StepPlan, StepResult
 from saccade.engine.step_budget import MIN_TOKENS, StepBudget
+from saccade.engine.time_histogram import TimeHistogram
 from saccade.errors import RequestError, UserError
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,12 @@ class Statistics:
     num_free_pages: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     """Requests by finish reason."""
+    encode_counts: list[int] = field(default_factory=list)
+    """Images by the seconds from the start of their encoding until it was seen to be complete, in buckets of `STAGE_SECONDS`."""
+    encode_total_s: float = 0.0
+    queue_counts: list[int] = field(default_factory=list)
+    """Requests by the seconds they waited for a slot, in the same buckets."""
+    queue_total_s: float = 0.0
 
 
 class _InFlight:
@@ -188,6 +195,9 @@ class EngineCore:
         """Sends a message to this core from another thread; set by the loop that runs it."""
         self._profiler = CoreProfiler()
         self._deadlines: list[tuple[float, str, str]] = []  # a heap: time, request id, kind
+        self._added_at: dict[str, float] = {}  # of requests that have not started
+        self._encoding_since: dict[bytes, float] = {}
+        self._queue_times, self._encode_times = TimeHistogram(), TimeHistogram()
         self._in_flight: _InFlight | None = None
         self._is_checked = True
         self._num_added = 0
@@ -274,6 +284,7 @@ class EngineCore:
             self.scheduler.add(request)
             self._runner.register(request, prompt)
             self._num_added += 1
+            self._added_at[request.id] = self._clock()
         except _RefusedError as refused:
             failure = refused.failure
         except RequestError as error:
@@ -328,7 +339,7 @@ class EngineCore:
             raise EngineError(str(error)) from error
 
     def _step(self, handle_messages: Callable[[], None]) -> list[RequestOutput]:
-        outputs = self.scheduler.finish_encoding(self._runner.finished_encodings())
+        outputs = self._finish_encoding(self._runner.finished_encodings())
         plan = self.scheduler.plan(self._token_budget())  # while masks are computed
         previous, self._in_flight = self._in_flight, None
         if previous is not None and previous.handle is None:
@@ -340,7 +351,7 @@ class EngineCore:
             self._wait(previous, handle_messages)
             outputs += self._process(previous)
         elif plan is None:
-            outputs += self.scheduler.finish_encoding(self._runner.finished_encodings(waits=True))
+            outputs += self._finish_encoding(self._runner.finished_encodings(waits=True))
         if self._in_flight is not None and self._in_flight.handle is None:
             self._in_flight.masks = self._start_masks(self._in_flight.plan)
         return outputs
@@ -354,7 +365,7 @@ class EngineCore:
             handle_messages()
             if self._num_added > num_added and (plan := self.scheduler.plan_encodings()) is not None:
                 self._runner.start_encodings(plan)
-                self.statistics.num_images_encoded += len(plan.images)
+                self._count_starts(plan)
 
     def _token_budget(self) -> int:
         """Prompt tokens of the next step. While no request is decoding there is no gap between tokens to bound."""
@@ -375,9 +386,38 @@ class EngineCore:
     def _process(self, step: _InFlight) -> list[RequestOutput]:
         assert step.handle is not None, "a step is sampled before the next one is launched"
         result = step.handle.read()
+        self._observe_encodings(result.images)
         outputs = self.scheduler.update(step.plan, result)
         self._observe(step, result)
         return outputs
+
+    def _finish_encoding(self, results: Sequence[EncodeResult]) -> list[RequestOutput]:
+        self._observe_encodings(results)
+        return self.scheduler.finish_encoding(results)
+
+    def _observe_encodings(self, results: Sequence[EncodeResult]) -> None:
+        """Count how long encodings took."""
+        if not results:
+            return
+        now = self._clock()
+        self._encode_times.observe_all(now - self._encoding_since.pop(result.key, now) for result in results)
+        self.statistics.encode_counts = self._encode_times.counts
+        self.statistics.encode_total_s = self._encode_times.total_s
+
+    def _count_starts(self, plan: StepPlan) -> None:
+        """Count requests that got a slot and images whose encoding has begun."""
+        now = self._clock()
+        self.statistics.num_images_encoded += len(plan.images)
+        self._encoding_since |= {image.key: now for image in plan.images}
+        waited = [
+            now - self._added_at.pop(start.request_id) for start in plan.started if start.request_id in self._added_at
+        ]
+        if waited:
+            self._queue_times.observe_all(waited)
+            self.statistics.queue_counts, self.statistics.queue_total_s = (
+                self._queue_times.counts,
+                self._queue_times.total_s,
+            )
 
     def _observe(self, step: _InFlight, result: StepResult) -> None:
         """Learn from a step: its time, measured from when the previous one was read, since the device was busy until then; its drafts;
@@ -452,6 +492,7 @@ class EngineCore:
 
     def _forget(self, request_id: str) -> None:
         self._runner.unregister(request_id)
+        self._added_at.pop(request_id, None)
         self._grammar_states.pop(request_id, None)
         if self._lookup is not None:
             self._lookup.forget(request_id)
@@ -466,7 +507,7 @@ class EngineCore:
     def _count_plan(self, plan: StepPlan) -> None:
         statistics, scheduler = self.statistics, self.scheduler
         statistics.num_steps += 1
-        statistics.num_images_encoded += len(plan.images)
+        self._count_starts(plan)
         statistics.num_preemptions = scheduler.num_preemptions
         statistics.num_encoder_cache_queries = scheduler.encoder_cache.num_queries
         statistics.num_encoder_cache_hits = scheduler.encoder_cache.num_hits

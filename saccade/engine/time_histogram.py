@@ -35,6 +35,19 @@ class TimeHistogram:
         """Durations counted so far."""
         return sum(self._counts)
 
+    @property
+    def counts(self) -> list[int]:
+        """Durations in each bucket."""
+        return list(self._counts)
+
+    @staticmethod
+    def of_counts(counts: list[int], total_s: float, bounds: tuple[float, ...] = STAGE_SECONDS) -> TimeHistogram:
+        """A histogram from plain data, as another process sends it."""
+        made = TimeHistogram(bounds)
+        if counts:
+            made._counts, made.total_s = list(counts), total_s
+        return made
+
     def copy(self) -> TimeHistogram:
         """As of now."""
         other = TimeHistogram(self._bounds)

@@ -255,7 +255,7 @@ class _EngineCollector(Collector):
         with self._lock:
             core = self._totals.update(engine.statistics)
         yield from self._core(core)
-        yield from self._caches(core, engine.preprocessing_statistics)
+        yield from self._caches(core, engine.statistics, engine.preprocessing_statistics)
         yield from self._pages(engine)
         yield from self._queues(engine)
         yield self._memory(engine)
@@ -290,7 +290,7 @@ class _EngineCollector(Collector):
         ):
             yield self._counter(name, documentation, value)
 
-    def _caches(self, core: Mapping[str, int], images: PreprocessingStatistics) -> Iterator[Metric]:
+    def _caches(self, core: Mapping[str, int], now: Statistics, images: PreprocessingStatistics) -> Iterator[Metric]:
         num_prompt = core["num_prompt_tokens"] + core["num_cached_tokens"]
         num_hits = images.num_cache_hits + images.num_shared
         for name, documentation, value in (
@@ -322,6 +322,16 @@ class _EngineCollector(Collector):
         for name, documentation, times in (
             ("saccade:image_decode_seconds", "Decoding one image, or all frames of a video.", images.decode_times),
             ("saccade:image_preprocess_seconds", "Resizing it and cutting it into patches.", images.preprocess_times),
+            (
+                "saccade:image_encode_seconds",
+                "From the start of its encoding until that was seen to be complete.",
+                TimeHistogram.of_counts(now.encode_counts, now.encode_total_s),
+            ),
+            (
+                "vllm:request_queue_time_seconds",
+                "From the arrival of a request at the core until it got a slot.",
+                TimeHistogram.of_counts(now.queue_counts, now.queue_total_s),
+            ),
         ):
             yield _histogram_family(name, documentation, times, self._model)
 

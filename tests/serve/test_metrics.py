@@ -14,6 +14,7 @@ COUNTERS = (
 HISTOGRAMS = (
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_prompt_tokens",
     "request_generation_tokens", "request_time_per_output_token_seconds", "request_params_n", "request_params_max_tokens",
+    "request_queue_time_seconds",
 )  # fmt: skip
 
 
@@ -43,10 +44,15 @@ def test_counters_grow_by_what_the_responses_say(server):
     assert grown["vllm:mm_cache_queries_total"] == 2
     assert grown["vllm:mm_cache_hits_total"] == 1
     assert grown["saccade:images_encoded_total"] == grown["saccade:encoder_cache_queries_total"] == 1
-    for stage in ("decode", "preprocess"):
+    for stage in ("decode", "preprocess", "encode"):
         assert grown[f"saccade:image_{stage}_seconds_count"] == 1
         assert 0 < grown[f"saccade:image_{stage}_seconds_sum"] < 10
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_params_n"):
+    for name in (
+        "time_to_first_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_params_n",
+        "request_queue_time_seconds",
+    ):
         assert grown[f"vllm:{name}_count"] == 3
     assert grown["vllm:request_generation_tokens_sum"] == 24
     assert 1 <= grown["vllm:inter_token_latency_seconds_count"] <= 7  # of the streamed answer
