@@ -520,7 +520,7 @@ class Engine:
 
     def _too_long(self, num_tokens: int) -> Failure:
         message = (
-            f"the prompt has {num_tokens} tokens; prompt and output together may have {self.max_length}. "
+            f"This model's maximum context length is {self.max_length} tokens, prompt and output together; the prompt has {num_tokens}. "
             "Shorten it, or use smaller or fewer images"
         )
         return Failure("preprocessing", message, "context_length_exceeded")

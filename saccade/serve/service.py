@@ -62,7 +62,7 @@ def check_length(num_characters: int, max_length: int) -> None:
     """Refuse a text that cannot fit before time is spent on its tokens."""
     if num_characters > max_length * _MAX_CHARACTERS_PER_TOKEN:
         raise bad_request(
-            f"the prompt has about {num_characters} characters; prompt and output together may have {max_length} tokens",
+            f"This model's maximum context length is {max_length} tokens; the prompt has about {num_characters} characters. Shorten it",
             code="context_length_exceeded",
         )
 

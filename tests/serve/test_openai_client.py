@@ -164,6 +164,6 @@ def test_errors_are_the_clients_classes(client):
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-7", messages=HELLO)
     assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="may have 800") as too_long:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 800") as too_long:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 900}])
     assert too_long.value.code == "context_length_exceeded"
