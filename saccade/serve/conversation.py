@@ -12,7 +12,6 @@ from saccade.serve.protocol.chat import (
     ContentPart,
     ImagePart,
     Message,
-    SystemMessage,
     TextPart,
     ToolMessage,
     VideoFramesPart,
@@ -28,7 +27,7 @@ def conversation_of(messages: Sequence[Message], *, allows_remote: bool = False)
     """The conversation as the engine takes it; remote URLs are still to be fetched."""
     conversation = []
     for number, message in enumerate(messages):
-        converted: dict[str, Any] = {"role": "system" if isinstance(message, SystemMessage) else message.role}
+        converted: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
         if isinstance(message, AssistantMessage) and message.tool_calls is not None:
             converted["tool_calls"] = [call.model_dump() for call in message.tool_calls]
         if message.content is None and "tool_calls" not in converted:

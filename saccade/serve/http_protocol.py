@@ -33,8 +33,8 @@ else:
         from uvicorn.protocols.http.h11_impl import H11Protocol as _Base
 
 
-def guarded_protocol(config: ServeConfig) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol with the limits of a server."""
+def guarded_protocol(config: ServeConfig, max_connections: int) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol with the limits of a server. `max_connections` is what the system allows of the configured number."""
 
     class Guarded(_Base):
         transport: asyncio.Transport
@@ -50,7 +50,7 @@ def guarded_protocol(config: ServeConfig) -> type[asyncio.Protocol]:
             self._header_timer: asyncio.TimerHandle | None = loop.call_later(
                 config.header_timeout_s, self._refuse, _TOO_SLOW
             )
-            if len(self.connections) > config.max_connections:
+            if len(self.connections) > max_connections:
                 self._refuse(_TOO_MANY)
 
         def connection_lost(self, exc: Exception | None) -> None:

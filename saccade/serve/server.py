@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import resource
 import signal
 import socket
 import time
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 1024
 """Connections that wait to be accepted."""
+_OTHER_FILES = 768
+"""Open files that are not connections: images in shared memory, workers, the log."""
 _GRACE_S = 5
 """Time for the last bytes of answers after a drain."""
 _ADMIN_HOST = "127.0.0.1"
@@ -132,6 +135,23 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
+def allowed_connections(wanted: int) -> int:
+    """Raise this process's limit on open files for so many connections; returns how many there may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < needed:
+            logger.warning(
+                "%d connections are allowed instead of %d: the limit on open files is %d",
+                soft - _OTHER_FILES,
+                wanted,
+                hard,
+            )
+    return wanted if soft == resource.RLIM_INFINITY else max(16, min(wanted, soft - _OTHER_FILES))
+
+
 def _set_up_uvicorn_log() -> None:
     """uvicorn's errors go where ours go; its warnings are about what clients send, and would fill the log."""
     uvicorn_logger = logging.getLogger("uvicorn.error")
@@ -160,7 +180,7 @@ class _Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 gate,
-                http=guarded_protocol(config),
+                http=guarded_protocol(config, allowed_connections(config.max_connections)),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -74,15 +74,25 @@ ContentPart = Annotated[TextPart | ImagePart | VideoUrlPart | VideoFramesPart, F
 TextContent = str | Items[TextPart]
 
 
-class SystemMessage(Wire):
-    """Instructions."""
-
-    role: Literal["system", "developer"]
-    """developer is OpenAI's newer name of system."""
+class _Instructions(Wire):
     content: TextContent
     """The text."""
     name: None = None
     """Not supported."""
+
+
+class SystemMessage(_Instructions):
+    """Instructions."""
+
+    role: Literal["system"]
+    """system"""
+
+
+class DeveloperMessage(_Instructions):
+    """Instructions, under OpenAI's newer name."""
+
+    role: Literal["developer"]
+    """developer"""
 
 
 class UserMessage(Wire):
@@ -148,7 +158,9 @@ class ToolMessage(Wire):
     """Which call it answers."""
 
 
-Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Message = Annotated[
+    SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
 
 
 class Function(Wire):

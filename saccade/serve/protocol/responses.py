@@ -45,15 +45,32 @@ class OutputText(Wire):
     """Always empty."""
 
 
-class InputMessage(Wire):
-    """A message of the user, or instructions."""
-
+class _Input(Wire):
     type: Literal["message"] | None = None
     """message"""
-    role: Literal["user", "system", "developer"]
-    """Who wrote it."""
     content: str | Items[Annotated[InputText | InputImage, Field(discriminator="type")]]
     """Text, or a list of text and images."""
+
+
+class UserInput(_Input):
+    """A message of the user."""
+
+    role: Literal["user"]
+    """user"""
+
+
+class SystemInput(_Input):
+    """Instructions."""
+
+    role: Literal["system"]
+    """system"""
+
+
+class DeveloperInput(_Input):
+    """Instructions, under OpenAI's newer name."""
+
+    role: Literal["developer"]
+    """developer"""
 
 
 class EarlierAnswer(Wire):
@@ -104,7 +121,10 @@ class ResponsesRequest(Wire):
     """Name of the served model, as `/v1/models` lists it."""
     input: (
         str
-        | Annotated[Items[Annotated[InputMessage | EarlierAnswer, Field(discriminator="role")]], Field(min_length=1)]
+        | Annotated[
+            Items[Annotated[UserInput | SystemInput | DeveloperInput | EarlierAnswer, Field(discriminator="role")]],
+            Field(min_length=1),
+        ]
     )
     """Text of the user, or the conversation."""
     instructions: str | None = None
