@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help quickstart test pytest test-gpu lint format clean chromium
+.PHONY: help quickstart test pytest test-gpu lint format docs clean chromium
 
 help:
 	@echo "make quickstart   the whole flow at toy size"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-gpu     all tests that need a GPU"
 	@echo "make lint         format check, lint and types"
 	@echo "make format       rewrite files in the project style"
+	@echo "make docs         the documentation site in site/; warnings are errors"
 	@echo "make clean        remove the environment and caches"
 
 # torch comes first and pinned: pip then takes a CPU wheel where one is at hand, and nothing later pulls another build.
@@ -53,5 +54,17 @@ format: $(READY)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
+# The site reads docstrings without importing them, so its environment has neither torch nor the package.
+DOCS_VENV := .venv-docs
+DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")
+$(DOCS_VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(PYTHON) -c '$(DOCS_EXTRA)' > $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement $(DOCS_VENV)/requirements.txt
+	@touch $@
+
+docs: $(DOCS_VENV)/.ready
+	$(DOCS_VENV)/bin/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache quickstart
+	rm -rf $(VENV) $(DOCS_VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache quickstart

@@ -1,0 +1,60 @@
+"""Files users look for in a repository agree with each other."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import yaml
+
+from saccade import __version__
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_citation_and_changelog_name_the_version_of_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(citation["version"]) == __version__
+    assert citation["license"] == PROJECT["license"]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest[1] == __version__
+
+
+def test_the_project_has_one_address():
+    host = PROJECT["urls"]["Homepage"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    for url in (*PROJECT["urls"].values(), citation["url"], citation["repository-code"]):
+        assert url.startswith(host)
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (ROOT / "saccade" / "py.typed").exists()
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+
+
+def test_workflows_and_templates_are_valid_and_the_workflow_runs_the_test_command():
+    files = [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml"]
+    contents = {path.name: yaml.safe_load(path.read_text()) for path in files}
+    commands = [step.get("run") for job in contents["ci.yml"]["jobs"].values() for step in job["steps"]]
+    assert "make test" in commands
+    assert "make docs" in commands
+    for name in ("bug.yml", "feature.yml"):
+        assert {"name", "description", "body"} <= set(contents[name])
+
+
+def test_commands_of_workflow_and_hooks_are_targets_of_the_makefile_or_files():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    sources = (ROOT / ".github" / "workflows" / "ci.yml").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    assert set(re.findall(r"\bmake ([a-z-]+)", sources)) <= targets
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    scripts = [word for hook in hooks for word in hook["entry"].split() if word.endswith(".py")]
+    assert scripts
+    assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_the_tables_of_results_are_current():
+    command = [sys.executable, str(ROOT / "docs" / "scripts" / "results.py"), "--check"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
