@@ -245,13 +245,15 @@ class Engine:
         timeout_s: float | None = None,
         progress: bool = False,
         continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
     ) -> list[Completion]:
         """Generate completions of one or several conversations, in order; with `n` above 1, n consecutive ones for each.
 
         `sampling`: parameters (or a dict of them) for all conversations, or one for each. A request that cannot be served has the
         finish reason `failed` and says why in `failure`; the others are not affected. `progress` shows a progress bar.
         `queue_timeout_s` and `timeout_s` limit how long a request may wait and take after preprocessing.
-        `continue_final_message` continues a final assistant message instead of starting a new one.
+        `continue_final_message` continues a final assistant message instead of starting a new one. `tools` are functions that the model
+        may call, in OpenAI's format; its calls are part of the text.
         """
         batch: Any = conversations
         if not isinstance(batch, str | Mapping) and isinstance(batch, Iterable):
@@ -261,7 +263,7 @@ class Engine:
         if batch and isinstance(batch[0], Mapping):
             batch = [batch]
         submits = [
-            partial(self.preprocess, messages, continue_final_message=continue_final_message, salt=salt)
+            partial(self.preprocess, messages, continue_final_message=continue_final_message, tools=tools, salt=salt)
             for messages in batch
         ]
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
@@ -347,6 +349,7 @@ class Engine:
         queue_timeout_s: float | None = None,
         timeout_s: float | None = None,
         continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
     ) -> AsyncIterator[CompletionDelta]:
         """Stream one completion. Leaving the iteration early cancels the request."""
         loop = asyncio.get_running_loop()
@@ -354,7 +357,7 @@ class Engine:
         [sampling] = _sampling_of_each(sampling, 1)
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
         self._check_request(sampling)
-        prompt = self.preprocess(messages, continue_final_message=continue_final_message, salt=salt)
+        prompt = self.preprocess(messages, continue_final_message=continue_final_message, tools=tools, salt=salt)
 
         def post(delta: CompletionDelta) -> None:
             """Raises when the asyncio loop has ended, which cancels the request."""
