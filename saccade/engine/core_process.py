@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import mmap
 import os
@@ -342,6 +343,8 @@ def serve(connection: Connection) -> None:
         connection.send(encode_error(error))
         return
     core = EngineCore(runner, grammars=grammars)
+    gc.collect()
+    gc.freeze()  # a full collection over all that torch has imported would take 0.1 s between two steps
     connection.send({"info": dataclasses.asdict(core.info)})
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), name="saccade-core-reader", daemon=True).start()
