@@ -87,6 +87,7 @@ def run(engine: Engine, prompts: Prompts, arrivals: Sequence[Arrival], name: str
     made = [prompts.make(arrival) for arrival in arrivals]
     times: list[list[float]] = [[] for _ in arrivals]
     failures: list[str] = []
+    preprocess_s: list[float] = []
     ended = threading.Semaphore(0)
 
     def submit(index: int) -> None:
@@ -96,6 +97,8 @@ def run(engine: Engine, prompts: Prompts, arrivals: Sequence[Arrival], name: str
             if delta.completion is not None:
                 if delta.completion.failure is not None:
                     failures.append(delta.completion.failure.message)
+                elif delta.completion.timings.preprocessed_s is not None:
+                    preprocess_s.append(delta.completion.timings.preprocessed_s)
                 ended.release()
 
         sampling = SamplingParams(max_tokens=arrivals[index].num_output, ignore_eos=True)
@@ -121,6 +124,7 @@ def run(engine: Engine, prompts: Prompts, arrivals: Sequence[Arrival], name: str
         "served_per_s": completed / (window / 2),
         "throughput_per_s": len(arrivals) / total,
         "ttft_ms": percentiles(ttft),
+        "preprocess_ms": percentiles(np.array(preprocess_s) * 1e3),
         "gap_ms": percentiles(gaps),
         "late_captures": engine.statistics.num_late_captures - before,
     }
@@ -136,7 +140,7 @@ def show(row: dict[str, Any]) -> str:
     ttft, gap = ([f"{row[kind][p]:.1f}" for p in ("p50", "p95", "p99", "max")] for kind in ("ttft_ms", "gap_ms"))
     return (
         f"{row['name']:<14} arrivals {row['arrivals_per_s']:5.1f}/s  served {row['served_per_s']:5.1f}/s  "
-        f"TTFT p50/95/99/max {' / '.join(ttft)} ms  gap {' / '.join(gap)} ms  late captures {row['late_captures']}"
+        f"TTFT p50/95/99/max {' / '.join(ttft)} ms (preprocessing {row['preprocess_ms']['p50']:.1f})  gap {' / '.join(gap)} ms  late captures {row['late_captures']}"
     )
 
 
