@@ -1,8 +1,12 @@
-"""The guide and the API page agree with the code."""
+"""The guide and the API page agree with the code; the example of a client works."""
 
 import dataclasses
 import re
+import runpy
+import sys
 from pathlib import Path
+
+from model.hugging_face import picture
 
 from saccade.serve import errors
 from saccade.serve.config import ServeConfig
@@ -27,3 +31,10 @@ def test_every_error_code_is_on_the_api_page():
     used = set(re.findall(r'code="(\w+)"', sources)) | set(errors._STATUS_OF_FAILURE)
     used |= {code for _, code in errors._WORDS.values()}
     assert used <= listed, used - listed
+
+
+def test_the_example_of_openai_client_prints_the_streamed_answer(server, tmp_path, monkeypatch, capsys):
+    picture(84, 84, 1).save(tmp_path / "photo.png")
+    monkeypatch.setattr(sys, "argv", ["openai_client.py", server.url, str(tmp_path / "photo.png"), "What is it?"])
+    runpy.run_path(str(DOCS.parent / "examples" / "openai_client.py"), run_name="__main__")
+    assert capsys.readouterr().out.endswith("\n")

@@ -1,0 +1,90 @@
+"""Every example runs on a tiny checkpoint with random weights, in this process: importing torch again would take longer than the example."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from model.hugging_face import picture
+
+from saccade.data.toy import write_toy_shards
+from saccade.model.initialize import initialize_random, named_size
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CPU = ("model.dtype=fp32", "checkpoint.export_dtype=fp32", "stages.instruct.data.num_workers=0")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples") / "tiny"
+    initialize_random(folder, named_size("tiny"), dtype=torch.float32)
+    return folder
+
+
+@pytest.fixture
+def image(tmp_path):
+    path = tmp_path / "photo.png"
+    picture(84, 84, 1).save(path)
+    return path
+
+
+@pytest.fixture
+def example(monkeypatch, capsys, restore_the_logger):
+    """Run an example as its command does; returns what it prints."""
+
+    def run(name, *words):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_checkpoint_is_asked_about_an_image(example, checkpoint, image):
+    assert example("chat_with_image.py", checkpoint, image, "What is it?")
+
+
+def test_structured_output_is_valid_with_random_weights(example, checkpoint, image):
+    words = example("structured_output.py", checkpoint, image).split()
+    assert words[1:3] == ["objects,", "colour"]
+    assert 0 <= int(words[0]) <= 99
+
+
+def test_lora_trains_on_a_folder_of_images_with_captions(example, checkpoint, tmp_path):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for number in range(6):
+        picture(84, 56, number).save(photos / f"{number}.jpg")
+        (photos / f"{number}.txt").write_text(f"picture number {number}")
+    out = example("train_lora.py", checkpoint, photos, tmp_path / "work", *CPU)
+    assert "6 samples" in out
+    [exported] = (tmp_path / "work" / "run" / "checkpoints").iterdir()
+    assert (exported / "adapter" / "adapter_model.safetensors").exists()
+    assert (exported / "model.safetensors").exists()
+
+
+def test_two_checkpoints_are_compared(example, checkpoint, tmp_path):
+    write_toy_shards(tmp_path / "test", first=0, count=4)
+    out = example("evaluate_and_compare.py", checkpoint, checkpoint, tmp_path / "test", tmp_path / "results")
+    assert "difference +0.000 [+0.000, +0.000], not significant" in out
+
+
+def test_the_notebook_runs_and_is_stored_without_outputs():
+    cells = [cell for cell in json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+    names: dict = {}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert len(names["completions"]) == 2
+
+
+def test_every_example_is_listed_and_tested():
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb", ".toml")}
+    listed = (EXAMPLES / "README.md").read_text()
+    assert all(f"({name})" in listed for name in files)
+    served = Path(__file__).parent / "serve" / "test_documents.py"
+    tested = Path(__file__).read_text() + served.read_text()
+    assert all(name in tested for name in files - {"lora.toml"})
