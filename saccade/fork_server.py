@@ -41,6 +41,8 @@ HEADER_BYTES = 8
 """Length prefix of a message."""
 _MAX_FDS = 4
 """Maximum number of file descriptors passed at once, the socket of a new worker included."""
+_MAX_STARTS = 3
+"""Attempts to start the fork server for one worker."""
 _MAX_ERROR_LENGTH = 10_000
 """Maximum characters of an error message."""
 _ERRORS = {
@@ -84,13 +86,13 @@ class ForkServer:
         with self._start_lock:
             if self._error:
                 raise self._error
-            worker = self._fork(fds)
-            if worker is None:  # not started yet, or killed
-                self._start()
-                worker = self._fork(fds)
-        if worker is None:
-            raise ForkServerError("the fork server exited immediately; its output is above")
-        return worker
+            for _ in range(_MAX_STARTS):
+                if (worker := self._fork(fds)) is not None:
+                    return worker
+                self._start()  # not started yet, or killed, perhaps while it started
+            if (worker := self._fork(fds)) is not None:
+                return worker
+        raise ForkServerError(f"the fork server exited {_MAX_STARTS} times while it started; its output is above")
 
     def kill(self) -> None:
         """Kill the fork server and its workers for good. A thread waiting in `start_worker` gets a `ForkServerError`."""

@@ -9,6 +9,7 @@ job is taken to be the cause and fails. A job that exceeds its timeout fails at 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -222,7 +223,7 @@ class WorkerPool(Generic[_Channel]):
             if not self.metadata.done():
                 self.metadata.set_exception(failure)
             while self._queue:
-                self._queue.popleft().future.set_exception(failure)
+                self._queue.popleft().future.set_exception(copy.copy(failure))  # each has a traceback of its own
 
     def _wait(self) -> None:
         """Wait for messages, new jobs or the next deadline, and handle the messages."""

@@ -1,7 +1,9 @@
 """A worker for the tests of the worker pool: it does what a message asks for."""
 
 import os
+import signal
 import time
+from pathlib import Path
 
 from saccade.errors import ConfigError
 from saccade.fork_server import encode_error, receive, send
@@ -10,6 +12,11 @@ from saccade.fork_server import encode_error, receive, send
 def initialize(config):
     if "error" in config:
         raise ConfigError(config["error"])
+    died = Path(config.get("dies_once", "/"))
+    if config.get("dies") or not died.exists():
+        if "dies_once" in config:
+            died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     return run_worker, {"config": config}
 
 

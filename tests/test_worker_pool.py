@@ -261,3 +261,18 @@ def test_a_fork_server_whose_owner_has_gone_exits_without_a_word(has_config):
             timeout=TIMEOUT_S,
         )
     assert (process.returncode, process.stderr) == (0, b"")
+
+
+def test_a_fork_server_that_is_killed_while_it_starts_is_started_again(tmp_path):
+    pool = opened(1, {"dies_once": str(tmp_path / "died")})
+    assert run(pool, {"echo": 3})[1] == 3
+    assert (tmp_path / "died").exists()
+    pool.close()
+
+
+def test_a_fork_server_that_always_dies_while_it_starts_fails_its_jobs(tmp_path):
+    pool = opened(1, {"dies": True})
+    for _ in range(2):
+        with pytest.raises(ForkServerError, match="exited 3 times while it started"):
+            run(pool, {})
+    pool.close()
