@@ -48,8 +48,9 @@ def samplings_of(
         one = SamplingParams(**_DEFAULTS | fields, max_tokens=max_tokens, logprobs=logprobs, structured=structured)
     except ConfigError as error:
         raise bad_request(str(error)) from error
-    seeds = [None if one.seed is None else (one.seed + i) % 2**63 for i in range(num_completions)]
-    return [dataclasses.replace(one, seed=seed) for seed in seeds]
+    if num_completions == 1 or one.seed is None:
+        return [one] * num_completions
+    return [dataclasses.replace(one, seed=(one.seed + i) % 2**63) for i in range(num_completions)]
 
 
 def structured_of(

@@ -10,9 +10,9 @@ from bench.serve_fuzz import fuzz  # noqa: E402
 
 
 def test_a_short_fuzz_finds_no_server_error_and_no_violation(server):
-    num_cases, report, is_clean = fuzz(server.url, examples=6, seed=0, phases="fuzzing")
+    num_cases, report, is_clean = fuzz(server.url, examples=4, seed=0, phases="fuzzing")
     assert is_clean, report
-    assert num_cases >= 30
+    assert num_cases >= 20
 
 
 def test_the_document_names_the_model_and_every_error(server):
