@@ -23,15 +23,8 @@ def fuzz(url: str, *, examples: int, seed: int, phases: str) -> tuple[int, str, 
     """Run schemathesis; returns the number of cases, its report, and whether it found nothing."""
     command = [Path(sys.executable).with_name("schemathesis"), "run", f"{url}/openapi.json"]
     command += ["--exclude-checks", "positive_data_acceptance", "--max-examples", examples, "--seed", seed]
-    command += [
-        "--phases",
-        phases,
-        "--suppress-health-check",
-        "all",
-        "--continue-on-failure",
-        "--generation-database",
-        "none",
-    ]
+    command += ["--phases", phases, "--suppress-health-check", "all", "--continue-on-failure"]
+    command += ["--generation-database", "none", "--request-timeout", 60]
     with tempfile.TemporaryDirectory() as folder:  # it writes where it runs
         done = subprocess.run([str(word) for word in command], cwd=folder, capture_output=True, text=True, check=False)
     found = re.search(r"(\d+) generated", done.stdout)

@@ -2,8 +2,8 @@
 
     python -m bench.serve_overload [--url URL] [--factor 4] [--seconds 60] [--images none|unique|mixed] [--layers 4]
 
-Capacity is measured first: a closed loop that keeps the server's slots and queue full. Then requests arrive at `factor` times that rate
-(Poisson), without retries. Reported: requests served per second in both, and how long a refusal (429) takes. Without --url a server is
+Capacity is measured before and after: a closed loop that keeps the server's slots and queue full. In between, requests arrive at `factor`
+times that rate (Poisson), without retries. Reported: requests served per second in both, and how long a refusal (429) takes. Without --url a server is
 started on random weights, with 4 requests at once and 4 in its queue.
 """
 
@@ -32,15 +32,20 @@ async def measure(
     """Capacity, then overload."""
     async with open_session() as session:
         model = await find_model(session, url)
-        few = Workload(num_requests=4 * num_open, images=images, num_output=num_output, num_words=16)
+        few = Workload(num_requests=8 * num_open, images=images, num_output=num_output, num_words=16)
         await closed_loop(session, url, few.bodies(model)[:num_open], num_open)
-        outcomes = await closed_loop(session, url, few.bodies(model), num_open)
-        capacity = _served_per_s(outcomes, after=0.0)
+        capacity = await _capacity(session, url, few.bodies(model), num_open)
         num_requests = round(factor * capacity * seconds)
         many = Workload(num_requests=num_requests, images=images, num_output=num_output, num_words=16, seed=1)
         started_at = time.perf_counter()
         outcomes = await _arrivals(session, url, many.bodies(model), factor * capacity)
-        return _report(capacity, factor, outcomes, started_at)
+        again = await _capacity(session, url, few.bodies(model), num_open)
+        return _report((capacity, again), factor, outcomes, started_at)
+
+
+async def _capacity(session: Any, url: str, bodies: list[bytes], num_open: int) -> float:
+    """Requests served per second when every slot and place in the queue is taken."""
+    return _served_per_s(await closed_loop(session, url, bodies, num_open), after=0.0)
 
 
 async def _arrivals(session: Any, url: str, bodies: list[bytes], rate: float) -> list[Outcome]:
@@ -60,15 +65,17 @@ def _served_per_s(outcomes: list[Outcome], after: float) -> float:
     return sum(one.is_success and first <= one.ended_at <= last for one in outcomes) / (last - first)
 
 
-def _report(capacity: float, factor: float, outcomes: list[Outcome], started_at: float) -> dict[str, Any]:
+def _report(
+    capacities: tuple[float, float], factor: float, outcomes: list[Outcome], started_at: float
+) -> dict[str, Any]:
     refused = sorted(one.latency_s * 1e3 for one in outcomes if one.status == 429)
     latencies = sorted(one.latency_s for one in outcomes if one.is_success)
     goodput = _served_per_s(outcomes, after=started_at + 5.0)
     return {
-        "capacity_per_s": round(capacity, 3),
-        "offered_per_s": round(capacity * factor, 3),
+        "capacity_per_s": [round(one, 3) for one in capacities],
+        "offered_per_s": round(capacities[0] * factor, 3),
         "goodput_per_s": round(goodput, 3),
-        "goodput_share": round(goodput / capacity, 3),
+        "goodput_share": round(goodput / statistics.mean(capacities), 3),
         "num_requests": len(outcomes),
         "num_served": len(latencies),
         "num_refused": len(refused),
