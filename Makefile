@@ -59,12 +59,12 @@ DOCS_VENV := .venv-docs
 DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")
 $(DOCS_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(PYTHON) -c '$(DOCS_EXTRA)' > $(DOCS_VENV)/requirements.txt
+	@$(PYTHON) -c '$(DOCS_EXTRA)' > $(DOCS_VENV)/requirements.txt
 	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement $(DOCS_VENV)/requirements.txt
 	@touch $@
 
 docs: $(DOCS_VENV)/.ready
-	$(DOCS_VENV)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) $(DOCS_VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache quickstart

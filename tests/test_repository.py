@@ -6,6 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from saccade import __version__
@@ -54,7 +55,13 @@ def test_commands_of_workflow_and_hooks_are_targets_of_the_makefile_or_files():
     assert all((ROOT / script).exists() for script in scripts)
 
 
-def test_the_tables_of_results_are_current():
-    command = [sys.executable, str(ROOT / "docs" / "scripts" / "results.py"), "--check"]
+@pytest.mark.parametrize("script", ["results.py", "architecture.py"])
+def test_tables_of_results_and_the_figure_are_current(script):
+    command = [sys.executable, str(ROOT / "docs" / "scripts" / script), "--check"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
+
+
+def test_every_extra_is_on_the_page_about_installing():
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert [extra for extra in PROJECT["optional-dependencies"] if f"`{extra}`" not in page] == []

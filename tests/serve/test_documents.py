@@ -3,11 +3,15 @@
 import dataclasses
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from documents import DOCUMENTS, SERVED, code_blocks, run_python
 from model.hugging_face import picture
 
+from saccade.data.toy import write_toy_shards
 from saccade.serve import errors
 from saccade.serve.config import ServeConfig
 
@@ -38,3 +42,23 @@ def test_the_example_of_openai_client_prints_the_streamed_answer(server, tmp_pat
     monkeypatch.setattr(sys, "argv", ["openai_client.py", server.url, str(tmp_path / "photo.png"), "What is it?"])
     runpy.run_path(str(DOCS.parent / "examples" / "openai_client.py"), run_name="__main__")
     assert capsys.readouterr().out.endswith("\n")
+
+
+REQUESTS = [
+    block for path in DOCUMENTS for block in code_blocks(path) if SERVED.search(block.source) and not block.not_run
+]
+
+
+@pytest.mark.parametrize("block", REQUESTS, ids=str)
+def test_requests_in_documents_are_answered(block, server, tmp_path, monkeypatch):
+    """The address and the model's name are those of the server of the tests."""
+    monkeypatch.chdir(tmp_path)
+    picture(84, 84, 1).save(tmp_path / "cat.jpg")
+    write_toy_shards(tmp_path / "test", first=0, count=2)
+    source = SERVED.sub(server.url, block.source).replace("NAME", "tiny")
+    if block.language == "python":
+        run_python(block, {}, source)
+        return
+    run = subprocess.run(["bash", "-c", source], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "choices" in run.stdout

@@ -1,0 +1,164 @@
+"""Links of the documents resolve, and their commands and code run.
+
+A block of bash or Python runs here, in order, in a folder of small things that documents may name: see `small_things`. One that cannot
+says why in a comment on the line before its fence: `<!-- not run: REASON -->`. After `<!-- file: NAME -->` a block is written to that file
+first. Commands run in this process where they can, since importing
+torch takes longer than most of them. What needs a server runs in `serve/test_documents.py`.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import tomllib
+
+import pytest
+import torch
+from documents import (
+    DOCUMENTS,
+    LANGUAGES,
+    ROOT,
+    SERVED,
+    anchors,
+    code_blocks,
+    commands,
+    known_names,
+    links,
+    run_bash,
+    run_python,
+)
+from model.hugging_face import picture
+
+from saccade.config import describe_keys
+from saccade.data.toy import write_toy_shards
+from saccade.model.initialize import initialize_random, named_size
+from saccade.train.config import TrainConfig
+
+BLOCKS = [block for path in DOCUMENTS for block in code_blocks(path)]
+RUN = [block for block in BLOCKS if block.language in ("bash", "python") and not block.not_run]
+PAGES = list(dict.fromkeys(block.path for block in RUN if not SERVED.search(block.source)))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_of_a_document_resolve(path):
+    for target in links(path):
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        assert file.exists(), f"{path.name} links to {target}"
+        is_on_the_site = path.is_relative_to(ROOT / "docs")
+        assert not is_on_the_site or file.is_relative_to(ROOT / "docs"), f"{target} is not part of the site"
+        if anchor:
+            assert anchor in anchors(file), f"{path.name} links to {target}, which has {sorted(anchors(file))}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_is_fenced_and_names_its_language(path):
+    assert {block.language for block in code_blocks(path)} <= LANGUAGES, f"one of {LANGUAGES}"
+    outside = re.sub(r"^(```+).*?^\1$", "", path.read_text(), flags=re.M | re.S)
+    assert not re.search(r"\n\n    \S", outside), "an indented code block: put it between fences"
+    for block in code_blocks(path):
+        is_command = block.language == "text" and re.search(
+            r"^(saccade|make|pip|python|docker|curl) ", block.source, re.M
+        )
+        assert not is_command, f"{block}: commands are bash"
+
+
+def test_every_page_of_the_site_is_in_its_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [str(path.relative_to(ROOT / "docs")) for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")]
+    assert [page for page in pages if f" {page}\n" not in navigation] == []
+
+
+@pytest.mark.parametrize("block", [one for one in BLOCKS if one.language in ("toml", "json")], ids=str)
+def test_settings_in_documents_are_valid(block):
+    if block.language == "json":
+        json.loads(block.source)
+        return
+    content = tomllib.loads(block.source)
+    if not block.not_run and "family" not in content:  # a recipe or a part of one
+        known = set(re.findall(r"^\| `(\w+)` \|", describe_keys(TrainConfig), re.M))
+        assert [key for key in _keys(content) if key not in known] == []
+
+
+def _keys(content):
+    free = ("lrs",)  # names of the user's own
+    for key, value in content.items():
+        yield key
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict) and key not in free:
+                yield from _keys(one)
+
+
+@pytest.mark.parametrize("block", [one for one in BLOCKS if one.language == "bash"], ids=str)
+def test_commands_in_documents_exist_with_their_options(block):
+    """Also of blocks that are not run."""
+    from typer.main import get_command
+
+    from saccade.cli import app
+
+    for line in commands(block):
+        words = shlex.split(line, comments=True)
+        if "saccade" not in words or words[0] in ("docker", "pip", "git", "cd", "sudo", "cp"):
+            continue
+        command, rest = get_command(app), words[words.index("saccade") + 1 :]
+        while rest and rest[0] in getattr(command, "commands", {}):
+            command, rest = command.commands[rest[0]], rest[1:]
+        known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        named = {re.match(r"[^=]+", word)[0] for word in rest if re.match(r"--?[a-z]", word)}
+        unknown = named - known - {"--help", "-h"}
+        assert not unknown, f"{line}: {command.name} has no {unknown}"
+        assert not hasattr(command, "commands") or not rest or rest[0].startswith("-"), f"{line}: no such command"
+
+
+@pytest.fixture(scope="module")
+def small_things(tmp_path_factory):
+    """A tiny checkpoint, images and shards, under the names that documents use."""
+    folder = tmp_path_factory.mktemp("documents")
+    initialize_random(folder / "checkpoint", named_size("tiny"), dtype=torch.float32)
+    for number, name in enumerate(("train", "toy", "toy-held-out")):
+        write_toy_shards(folder / "shards" / name, first=100 * number, count=16, side=56)
+    write_toy_shards(folder / "test", first=1000, count=6, side=56)
+    (folder / "photos").mkdir()
+    for number, name in enumerate(["cat.jpg", "dog.png", "photos/1.jpg", "photos/2.jpg"]):
+        picture(84, 84, number).save(folder / name)
+        if "photos" in name:
+            (folder / name).with_suffix(".txt").write_text(f"photo number {number}")
+    _write_flickr8k(folder / "Flickr8k")
+    for name in ("recipes", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.fixture
+def folder(small_things, tmp_path):
+    """A copy of them, for one document."""
+    return shutil.copytree(small_things, tmp_path / "documents", symlinks=True)
+
+
+def _write_flickr8k(folder):
+    """Six photos in the layout of the published set."""
+    (folder / "Images").mkdir(parents=True)
+    lines = []
+    for number in range(6):
+        picture(84, 56, 10 + number).save(folder / "Images" / f"{number}.jpg")
+        lines += [f"{number}.jpg#{caption}\tPicture {number} , caption {caption} ." for caption in range(5)]
+    (folder / "Flickr8k.token.txt").write_text("\n".join(lines) + "\n")
+    for split, numbers in {"train": range(4), "dev": [4], "test": [5]}.items():
+        (folder / f"Flickr_8k.{split}Images.txt").write_text("".join(f"{number}.jpg\n" for number in numbers))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_and_code_of_a_document_run(path, folder, command, monkeypatch):
+    monkeypatch.chdir(folder)
+    names = known_names()
+    for block in code_blocks(path):
+        if block.file:
+            (folder / block.file).write_text(block.source)
+    for block in code_blocks(path):
+        if block in RUN and not SERVED.search(block.source):
+            if block.language == "bash":
+                run_bash(block, command, monkeypatch)
+            else:
+                run_python(block, names)
+    if engine := names.get("engine"):
+        engine.close()
