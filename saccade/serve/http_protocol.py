@@ -62,7 +62,9 @@ def guarded_protocol(config: ServeConfig, max_connections: int) -> type[asyncio.
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
-            is_between = self.cycle is None or self.cycle.response_complete
+            is_between = (
+                self.cycle is None or not self.cycle.more_body
+            )  # the next request, also while this one is answered
             if is_between and self._header_timer is None:
                 loop = asyncio.get_running_loop()
                 self._header_timer = loop.call_later(config.header_timeout_s, self._refuse, _TOO_SLOW)

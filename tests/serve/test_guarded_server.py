@@ -242,11 +242,13 @@ def test_no_library_text_reaches_a_client(guarded):
         ]
 
 
-def raw(guarded, data, *, wait_s=TIMEOUT_S):
+def raw(guarded, *parts):
     """All that the server answers to these bytes until it closes the connection."""
     host, port = guarded.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
-        connection.sendall(data)
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(0.1)
         answer = b""
         while chunk := connection.recv(65536):
             answer += chunk
@@ -267,6 +269,10 @@ def test_slow_and_large_senders_are_cut_off(guarded):
     assert raw(guarded, b"") == b"" or b"408" in raw(guarded, b"")
     assert time.monotonic() - started < 10
     assert b"431 Request Header" in raw(guarded, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * 20_000)
+    body = json.dumps(chat_body(stream=True, **LONG)).encode()
+    assert b"431 Request Header" in raw(
+        guarded, head(guarded, len(body)) + body, b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000
+    )
     assert b"body_too_large" in raw(guarded, head(guarded, 10**7) + b"Connection: close\r\n")[:600]
     chunked = guarded.http.post(
         "/v1/chat/completions",
