@@ -20,6 +20,7 @@ Legend: T tokens, S sampled tokens, D decoder width, V vocabulary, M image token
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -433,17 +434,10 @@ class Runner:
         return torch.mm(hidden_SD, self.model.head.weight.t(), out=self._logits[: len(hidden_SD)])
 
     def _sample_chunks(self, forward: _Forward, masks: GrammarMasks | None) -> _SampledChunks:
-        slots: list[int] = []
-        positions: list[int] = []
-        first_rows: dict[str, int] = {}
-        for chunk in forward.chunks:
-            if not chunk.samples:
-                continue
-            first_rows[chunk.request_id] = len(slots)
-            for end in range(chunk.end - len(chunk.drafts), chunk.end + 1):
-                slots.append(chunk.slot)
-                positions.append(end)
-        token_masks = None if masks is None else _token_masks(masks, first_rows)
+        sampling = [chunk for chunk in forward.chunks if chunk.samples]
+        slots = [chunk.slot for chunk in sampling for _ in range(1 + len(chunk.drafts))]
+        positions = [chunk.end - count for chunk in sampling for count in range(len(chunk.drafts), -1, -1)]
+        token_masks = None if masks is None else _token_masks(masks, sampling)
         sampled = self.sampler.sample(forward.logits, _int64(slots), _int64(positions), token_masks)
         logprobs = None
         if sampled.logprobs is not None:
@@ -668,10 +662,15 @@ class _SampledChunks:
         self._tokens = _to_host(tokens)
         self._logprobs = None if logprobs is None else _HostLogprobs(logprobs)
         self._prompts = {chunk.request_id: (targets, _HostLogprobs(found)) for chunk, targets, found in prompt_logprobs}
+        self._is_plain = logprobs is None and not prompt_logprobs and not any(chunk.drafts for chunk in chunks)
 
     def read(self, requests: Mapping[str, RequestInputs]) -> Iterator[ChunkResult]:
         """Results of the chunks, complete once the step is."""
         sampled, first = self._tokens.tolist(), 0
+        if self._is_plain and NON_FINITE not in sampled:  # one token each, and nothing else
+            tokens = iter(sampled)
+            yield from [ChunkResult(c.request_id, (next(tokens),) if c.samples else ()) for c in self._chunks]
+            return
         for chunk in self._chunks:
             token_ids: list[int] = []
             logprobs: list[TokenLogprobs] = []
@@ -769,11 +768,17 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _token_masks(masks: GrammarMasks, rows: Mapping[str, int]) -> TokenMasks | None:
-    """The masks of requests that are sampled, with their rows of logits."""
+def _token_masks(masks: GrammarMasks, sampling: Sequence[Chunk]) -> TokenMasks | None:
+    """The masks of requests that are sampled, with their rows of logits. A request with a grammar has no drafts."""
+    rows = dict(zip([chunk.request_id for chunk in sampling], _first_rows(sampling), strict=True))
     index = [i for i, request_id in enumerate(masks.request_ids) if request_id in rows]
     words = masks.words if len(index) == len(masks.request_ids) else masks.words[index]
     return TokenMasks(_int64([rows[masks.request_ids[i]] for i in index]), words) if index else None
+
+
+def _first_rows(sampling: Sequence[Chunk]) -> list[int]:
+    """The first row of logits of each chunk."""
+    return [0, *itertools.accumulate([1 + len(chunk.drafts) for chunk in sampling])][:-1]
 
 
 def _num_samples(chunks: Sequence[Chunk]) -> int:

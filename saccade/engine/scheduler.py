@@ -333,14 +333,14 @@ class Scheduler:
                 end = state.num_computed_tokens = chunk.start + len(given.token_ids)
             if end >= (state.num_registered + 1) * self.pages.page_size:
                 self._register_pages(state, min(end, len(state.token_ids)))
-        token_ids = tuple(state.token_ids[num_known:])
+        token_ids = given.token_ids if reason is None else tuple(state.token_ids[num_known:])
         if reason is None and not token_ids and not given.prompt_logprobs:
             return None
         output = RequestOutput(
             request_id=state.request.id,
             token_ids=token_ids,
             logprobs=given.logprobs[: len(token_ids)],
-            prompt_logprobs=self._unsent_prompt_logprobs(state, chunk, given),
+            prompt_logprobs=self._unsent_prompt_logprobs(state, chunk, given) if given.prompt_logprobs else (),
             finish_reason=reason,
             num_cached_tokens=state.num_cached_tokens,
             num_preemptions=state.num_preemptions,
@@ -380,13 +380,12 @@ class Scheduler:
 
 def _append(state: RequestState, tokens: Sequence[int]) -> FinishReason | None:
     """Append tokens up to one that ends the request; the rest is dropped."""
-    request = state.request
+    request, known = state.request, state.token_ids
     for token in tokens:
-        state.token_ids.append(token)
-        num_tokens = len(state.token_ids)
-        if token in request.stop_ids and num_tokens - request.num_prompt_tokens > request.sampling.min_tokens:
+        known.append(token)
+        if token in request.stop_ids and len(known) - request.num_prompt_tokens > request.sampling.min_tokens:
             return "stop"
-        if num_tokens >= state.token_limit:
+        if len(known) >= state.token_limit:
             return "length"
     return None
 
@@ -476,7 +475,7 @@ class _Planner:
         for index, num_uncomputed in enumerate(all_uncomputed):
             if index >= len(running):  # only the request at `index` or later ones can have been preempted
                 break
-            if num_uncomputed:
+            if num_uncomputed and not (num_uncomputed == 1 and self._schedule_decode(running[index])):
                 self._schedule(running[index], num_uncomputed)
 
     def _num_uncomputed(self, state: RequestState) -> int:
@@ -484,6 +483,33 @@ class _Planner:
         if self._drafter is not None and state.num_pending and self._drafter.is_drafting(state):
             return 0
         return state.num_uncomputed
+
+    def _schedule_decode(self, state: RequestState) -> bool:
+        """Schedule the token of a decoding request that has a page for it and needs nothing else, as most do. False: it does not.
+
+        The same as `_schedule`, in a third of its time.
+        """
+        start, slot = state.num_computed_tokens, state.slot
+        num_pages = len(state.pages)
+        if (
+            self._drafter is not None
+            or self._tokens_left <= 0
+            or slot is None
+            or start >= num_pages * self._queues.pages.page_size
+            or state.num_pages_sent != num_pages
+            or state.first_image != len(state.image_keys)
+        ):
+            return False
+        samples = start + 1 == len(state.token_ids) + state.num_pending
+        self.chunks.append(
+            Chunk(state.request.id, slot, start, 1, (), (), start >= state.num_start_tokens, (), samples)
+        )
+        self.requests.append((state, state.num_preemptions))
+        self._num_decoding -= 1
+        self._tokens_left -= 1
+        state.num_computed_tokens = start + 1
+        state.num_pending += samples
+        return True
 
     def _schedule(self, state: RequestState, num_uncomputed: int) -> None:
         """Schedule a chunk of a running request; it may be preempted instead if there are no pages."""
