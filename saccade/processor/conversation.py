@@ -96,6 +96,10 @@ _Render = Callable[..., str]
 """`ChatTemplate.render` with the tools of the conversation."""
 
 
+class _RefusedByTemplateError(jinja2.TemplateError):
+    """The template called `raise_exception`; the text is its own."""
+
+
 class _GenerationTag(Extension):
     """Ignores the `{% generation %}` tags of some templates: assistant turns are found without them."""
 
@@ -142,15 +146,18 @@ class ChatTemplate:
                 documents=None,
                 **self._tokens,
             )
-        except jinja2.TemplateError as error:
+        except _RefusedByTemplateError as error:
             raise RequestError(f"the chat template refuses this conversation: {error}") from error
         except TypeError as error:
             raise RequestError(
-                f"the chat template cannot render this conversation: {error}. "
-                "A template for text alone takes no images: use a checkpoint made by saccade init"
+                "the chat template cannot render this conversation. A template for text alone takes no images: use a checkpoint made by saccade init"
             ) from error
-        except (ArithmeticError, LookupError, ValueError, AttributeError, RecursionError) as error:
-            raise RequestError(f"the checkpoint's chat template fails on this conversation: {error!r}") from error
+        except (
+            jinja2.TemplateError, ArithmeticError, LookupError, ValueError, AttributeError, RecursionError,
+        ) as error:  # fmt: skip
+            raise RequestError(
+                f"the checkpoint's chat template fails on this conversation ({type(error).__name__})"
+            ) from error
 
 
 def render_prompt(
@@ -448,7 +455,7 @@ def read_template(folder: Path) -> str:
 
 
 def _raise_from_template(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _RefusedByTemplateError(message)
 
 
 def _read_text(path: Path) -> str | None:

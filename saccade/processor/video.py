@@ -30,7 +30,7 @@ def sampled_frames(data: bytes, fps: float, budget: MediaBudget) -> list[Pixels]
         with av.open(io.BytesIO(data), format=_demuxer(data)) as container:
             frames = list(_sample(container, fps, budget))
     except av.FFmpegError as error:
-        raise ImageError(f"the video cannot be decoded: {error.strerror}. Re-encode it as MP4 (H.264)") from error
+        raise ImageError("the video cannot be decoded. Re-encode it as MP4 (H.264)") from error
     if not frames:
         raise ImageError("the video has no frames. Send the whole file")
     return frames
