@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: help quickstart test pytest test-gpu lint format docs clean chromium
 
 help:
-	@echo "make quickstart   the whole flow at toy size"
+	@echo "make quickstart   data, training, evaluation and a server, on this machine"
 	@echo "make test         format, lint, types and all tests"
 	@echo "make test-gpu     all tests that need a GPU"
 	@echo "make lint         format check, lint and types"
@@ -23,9 +23,20 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
-quickstart: $(READY)
-	@rm -rf quickstart
-	@$(BIN)/saccade quickstart
+# The quickstart has an environment of its own, without what only developers need.
+QUICKSTART_VENV := .venv-quickstart
+QUICKSTART_READY := $(QUICKSTART_VENV)/.ready
+
+$(QUICKSTART_READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "saccade needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
+	$(PYTHON) -m venv $(QUICKSTART_VENV)
+	$(QUICKSTART_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(QUICKSTART_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[quickstart]'
+	@touch $(QUICKSTART_READY)
+
+# Resumes what an earlier one has made in ./quickstart; make quickstart ARGS=--no-serve and the like pass options on.
+quickstart: $(QUICKSTART_READY)
+	@$(QUICKSTART_VENV)/bin/saccade quickstart $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check

@@ -1,6 +1,5 @@
 """The command line as a user meets it: help, answers, and one line with exit status 2 for what is wrong."""
 
-import dataclasses
 import json
 import shutil
 import signal
@@ -16,11 +15,10 @@ from PIL import Image
 import saccade
 from saccade.cli import app
 from saccade.config import load_config, override_config, write_config
-from saccade.data.toy import toy_sample, write_toy_shards
+from saccade.data.toy import write_toy_shards
 from saccade.errors import DataError, UserError
 from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size
-from saccade.quickstart import held_out_questions, recipe
 from saccade.train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("restore_the_logger")
@@ -412,7 +410,8 @@ def test_chat_asks_for_a_question_behind_the_image(command, checkpoint, picture)
 @pytest.fixture
 def tiny_recipe(checkpoint, tmp_path):
     path = tmp_path / "recipe.toml"
-    write_config(recipe(tmp_path / "shards", checkpoint, tmp_path / "run", num_steps=100), path)
+    overrides = [f"run={tmp_path / 'run'}", f"model.folder={checkpoint}", "stages.learn.steps=100"]
+    write_config(load_config(TrainConfig, Path(__file__).parents[1] / "recipes" / "tiny.toml", overrides), path)
     return path
 
 
@@ -447,48 +446,25 @@ def test_plan_names_the_checkpoint_folder_that_a_recipe_lacks(command, tiny_reci
     assert_refused(ended, "nowhere: no such folder")
 
 
-# ------------------------------------------------------------------ quickstart
+# ------------------------------------------------------------------ recipes
 
 
-def test_quickstart_makes_data_trains_asks_and_ends_with_the_next_step(command, tmp_path):
-    ended = command("quickstart", "--folder", tmp_path / "first", "--steps", 12)
-    assert ended.status == 0
-    assert "step 12/12  100.0%  loss" in ended.err, "progress is shown"
-    lines = ended.out.splitlines()
-    assert [line[:2] for line in lines if line[:1].isdigit()] == ["1.", "2.", "3.", "4."]
-    shown = [line for line in lines if "image-" in line and "  answer: " in line]
-    assert [line.split("  expected: ")[1] for line in shown] == [
-        question.truth for question in held_out_questions()[:3]
-    ]
-    assert sum("of 64 answers match exactly" in line for line in lines) == 1
-    assert lines[-1].strip().startswith("saccade ")
-    [chat] = [line.split('"') for line in lines if line.startswith(f"   saccade chat {tmp_path}")]
-    words = [*chat[0].split()[1:], chat[1], "--max-tokens", 1, "--device", "cpu"]
-    assert command(*words).status == 0
+def test_recipes_are_listed_and_copied(command, tmp_path):
+    listed = json.loads(command("recipes", "list", "--json").out)
+    assert {"tiny.toml", "smollm2-vlm.toml"} <= listed.keys()
+    assert all(name in command("recipes", "list").out for name in listed)
+    assert command("recipes", "copy", "tiny", tmp_path).status == 0
+    assert command("recipes", "copy", "tiny.toml", tmp_path / "mine.toml").status == 0
+    original = (Path(__file__).parents[1] / "recipes" / "tiny.toml").read_text()
+    assert (tmp_path / "tiny.toml").read_text() == (tmp_path / "mine.toml").read_text() == original
 
 
-def test_quickstart_learns_as_the_tiny_recipe_does(tmp_path):
-    [short] = recipe(tmp_path, tmp_path, tmp_path, num_steps=100).stages
-    [whole] = load_config(TrainConfig, Path(__file__).parents[1] / "recipes" / "tiny.toml").stages
-    for name in ("optimizer", "schedule", "clip_norm"):
-        assert getattr(short, name) == getattr(whole, name)
-    assert dataclasses.replace(short.data, sources=whole.data.sources) == whole.data
-
-
-def test_quickstart_asks_about_images_that_are_not_trained_on():
-    trained = {toy_sample(number).members["png"] for number in range(2000)}
-    assert not trained & {question.image for question in held_out_questions()}
-
-
-def test_quickstart_refuses_a_folder_that_holds_something(command, tmp_path):
-    (tmp_path / "thesis.txt").write_text("chapter 1")
-    assert_refused(command("quickstart", "--folder", tmp_path), "is not empty", "saccade quickstart --folder")
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_quickstart_refuses_a_file(command, tmp_path):
-    (tmp_path / "file").write_text("x")
-    assert_refused(command("quickstart", "--folder", tmp_path / "file"), "file")
+def test_recipes_copy_refuses_an_unknown_name_and_an_existing_file(command, tmp_path):
+    assert_refused(command("recipes", "copy", "huge", tmp_path), "no recipe 'huge'", "tiny.toml")
+    (tmp_path / "tiny.toml").write_text("mine")
+    assert_refused(command("recipes", "copy", "tiny", tmp_path), "exists", "saccade recipes copy tiny FILE")
+    assert (tmp_path / "tiny.toml").read_text() == "mine"
+    assert_refused(command("recipes", "copy", "tiny", tmp_path / "no" / "folder.toml"), "No such file")
 
 
 def test_toy_shards_are_not_added_to_a_folder_that_has_some(tmp_path):

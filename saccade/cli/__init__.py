@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from saccade import __version__
-from saccade.cli import bench, data, evaluate, model, serve, train
+from saccade.cli import bench, data, evaluate, model, recipes, serve, train
 from saccade.errors import UserError
+from saccade.extras import missing_extra
 
 app = typer.Typer(
     name="saccade",
@@ -23,6 +24,7 @@ app = typer.Typer(
 for command in (model.quickstart, model.init, train.train, train.plan, evaluate.evaluate, model.chat, serve.serve):
     app.command()(command)
 app.add_typer(data.app, name="data")
+app.add_typer(recipes.app, name="recipes")
 app.add_typer(serve.keys, name="keys")
 app.add_typer(bench.app, name="bench")
 
@@ -30,7 +32,7 @@ app.add_typer(bench.app, name="bench")
 def main() -> None:
     """Run the command line.
 
-    Exit status 2 and one line for a user error, 130 after Ctrl-C, 141 when the reader of a pipe is gone, as the shell has it for
+    Exit status 2 and one line for a user error or an extra that is not installed, 130 after Ctrl-C, 141 when the reader of a pipe is gone, as the shell has it for
     a program that a signal ended. Anything else is a bug and keeps its traceback.
     """
     try:
@@ -38,6 +40,12 @@ def main() -> None:
     except UserError as error:
         print(f"saccade: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+        if remedy := missing_extra(error.name, command):
+            print(f"saccade: {remedy}", file=sys.stderr)  # noqa: T201
+            sys.exit(2)
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as ended:  # click turns a broken pipe into exit status 1

@@ -1,6 +1,6 @@
 """Options and progress bars shared by several commands."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated, Any
@@ -26,6 +26,18 @@ WorkersOption = Annotated[
     int | None,
     typer.Option("--workers", min=1, help="Worker processes; one per core for large inputs if not given."),
 ]
+
+
+def check_modules(command: str, modules: Sequence[str]) -> None:
+    """Refuse a command whose extra is not installed before it does anything."""
+    from importlib.util import find_spec
+
+    from saccade.errors import ConfigError
+    from saccade.extras import missing_extra
+
+    for name in modules:
+        if find_spec(name) is None:
+            raise ConfigError(missing_extra(name, command))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from saccade.cli.hub import checkpoint_folder
 from saccade.cli.options import DeviceOption, DtypeOption
 from saccade.errors import ConfigError
 
@@ -13,7 +14,7 @@ keys = typer.Typer(help="API keys of a server.", no_args_is_help=True)
 
 
 def serve(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder, or ORG/NAME of the Hugging Face Hub.")],
     host: Annotated[
         str, typer.Option(help="Address to listen on; other than loopback needs --api-keys.")
     ] = "127.0.0.1",
@@ -65,7 +66,7 @@ def serve(
         set_up_logging(as_json=True, verbose=logging.getLogger("saccade").level == logging.DEBUG)
     engine = EngineConfig(core_process=True, max_length=max_model_len, max_requests=max_requests)
     run(
-        checkpoint,
+        checkpoint_folder(checkpoint),
         override_config(config, overrides["serve"], "--set serve"),
         override_config(engine, overrides["engine"], "--set engine"),
         device=device,

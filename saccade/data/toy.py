@@ -53,7 +53,18 @@ def _draw(shape: str, colour: str, rng: random.Random, side: int) -> bytes:
     picture = Image.new("RGB", (side, side), tuple(channel + rng.randint(-8, 8) for channel in BACKGROUND))
     radius = rng.randint(side // 4, side // 3)
     x, y = (side // 2 + rng.randint(-side // 8, side // 8) for _ in range(2))
-    pen, fill = ImageDraw.Draw(picture), tuple(max(0, min(255, c + rng.randint(-12, 12))) for c in COLOURS[colour])
+    draw_shape(ImageDraw.Draw(picture), shape, colour, (x, y), radius, rng)
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+def draw_shape(
+    pen: ImageDraw.ImageDraw, shape: str, colour: str, centre: tuple[int, int], radius: int, rng: random.Random
+) -> None:
+    """Draw one shape in a random shade of its colour."""
+    fill = tuple(max(0, min(255, c + rng.randint(-12, 12))) for c in COLOURS[colour])
+    x, y = centre
     box, thin = (x - radius, y - radius, x + radius, y + radius), radius * 2 // 5
     if shape == "ring":
         pen.ellipse(box, outline=fill, width=radius // 2)
@@ -63,6 +74,3 @@ def _draw(shape: str, colour: str, rng: random.Random, side: int) -> bytes:
         pen.rectangle((x - radius, y - thin, x + radius, y + thin), fill=fill)
         if shape == "cross":
             pen.rectangle((x - thin, y - radius, x + thin, y + radius), fill=fill)
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return file.getvalue()

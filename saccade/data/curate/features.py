@@ -17,6 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -212,7 +213,7 @@ def measure_features(
 ) -> int:
     """Measure the shards that have no features yet; returns the number of shards measured.
 
-    `num_workers` None is one process per core; with one, this process does the work itself. With `ray_address` the processes
+    `num_workers` None is one process per core; with one, or without Daft, this process does the work itself. With `ray_address` the processes
     are those of that cluster, whose machines must see the shards and the index under the same paths. A shard that cannot be
     read does not keep the others from being measured; the error is raised at the end.
     """
@@ -222,7 +223,8 @@ def measure_features(
     _LOG.info("%s: measuring %d of %d shards", index.path, len(missing), len(index.shards))
     done = [entry for shard, entry in enumerate(index.entries) if shard not in set(missing)]
     num_done, num_samples, num_bytes = len(done), sum(e.num_samples for e in done), sum(e.num_bytes for e in done)
-    is_local = not ray_address and (num_workers == 1 or len(missing) == 1)
+    has_daft = num_workers is not None or find_spec("daft") is not None
+    is_local = not ray_address and (num_workers == 1 or len(missing) == 1 or not has_daft)
     results = _measure_here(index, missing) if is_local else _measure_by_daft(index, missing, num_workers, ray_address)
     errors = []
     for shard, error in results:

@@ -1,0 +1,57 @@
+"""`saccade recipes`: the training recipes that come with the package."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saccade.cli.options import JsonOption
+from saccade.errors import ConfigError
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+app = typer.Typer(help="Training recipes that come with the package.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_(as_json: JsonOption = False) -> None:
+    """List the recipes: name and first line."""
+    about = {path.name: _first_sentence(path) for path in _recipes()}
+    if as_json:
+        typer.echo(json.dumps(about))
+        return
+    width = max(map(len, about))
+    for name, text in about.items():
+        typer.echo(f"{name:<{width}}  {text}")
+
+
+@app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="A recipe of saccade recipes list, with or without .toml.")],
+    to: Annotated[Path, typer.Argument(help="File or folder to write.")] = Path(),
+) -> None:
+    """Copy a recipe, to change it and train with it."""
+    known = {path.name: path for path in _recipes()}
+    source = known.get(name) or known.get(f"{name}.toml")
+    if source is None:
+        raise ConfigError(f"no recipe {name!r}. Recipes: {', '.join(known)}")
+    target = to / source.name if to.is_dir() else to
+    if target.exists():
+        raise ConfigError(f"{target} exists. Name another file: saccade recipes copy {name} FILE")
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise ConfigError(f"{target}: {error.strerror}. Name a file in a folder that can be written") from error
+    typer.echo(f"{target}  next: saccade train {target}")
+
+
+def _recipes() -> list[Path]:
+    return sorted(path for path in RECIPES.iterdir() if path.suffix in (".toml", ".sh"))
+
+
+def _first_sentence(path: Path) -> str:
+    """The first comment of a recipe, up to its first full stop or colon."""
+    lines = (line.removeprefix("#").strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return next(line for line in lines if line and not line.startswith("!")).rstrip(":.,")

@@ -1,0 +1,45 @@
+"""Optional dependencies: which extra of the package has a module that is not installed."""
+
+from __future__ import annotations
+
+_EXTRA_OF_MODULE = {
+    "aiohttp": "data",
+    "av": "video",
+    "daft": "data",
+    "fastapi": "serve",
+    "fsspec": "train",
+    "gguf": "train",
+    "httptools": "serve",
+    "huggingface_hub": "hub",
+    "llguidance": "structured",
+    "opentelemetry": "otel",
+    "orjson": "serve",
+    "prometheus_client": "serve",
+    "pyarrow": "train",
+    "pydantic": "serve",
+    "ray": "ray",
+    "starlette": "serve",
+    "tensorboard": "tensorboard",
+    "uvicorn": "serve",
+    "uvloop": "serve",
+    "wandb": "wandb",
+    "xxhash": "train",
+}
+_EXTRA_OF_COMMAND = {"data": "data", "train": "train", "evaluate": "eval", "serve": "serve", "quickstart": "quickstart"}
+_IN_EXTRA_OF_COMMAND = {"data", "train", "eval", "serve"}
+"""Extras that are contained in that of a command; a module of another extra is named by its own."""
+
+
+def missing_extra(module: str | None, command: str | None = None) -> str | None:
+    """One line that says which extra to install for a module; None for a module that no extra has.
+
+    `command`: the command that was run. Several extras have pyarrow; the command's own is named.
+    """
+    name = (module or "").partition(".")[0]
+    extra = _EXTRA_OF_MODULE.get(name)
+    if extra is None:
+        return None
+    if extra in _IN_EXTRA_OF_COMMAND:
+        extra = _EXTRA_OF_COMMAND.get(command or "", extra)
+    what = f"saccade {command} needs {name}" if command else f"{name} is needed here"
+    return f"{what}, which is not installed. Install it: pip install 'saccade[{extra}]'"

@@ -1,0 +1,123 @@
+"""`saccade quickstart`: the whole flow in real processes, killed and continued, at the smallest size."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from saccade.data.index import open_index
+from saccade.data.scenes import scene_sample
+from saccade.errors import ConfigError, DataError
+from saccade.quickstart.flow import make_data, prepare, tasks_of
+from saccade.quickstart.journal import Journal
+from saccade.quickstart.plan import QuickstartConfig, train_command
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SMALL = ["--scenes", "40", "--steps", "12", "--device", "cpu"]
+STEPS = ["data", "prepare", "init", "train", "evaluate"]
+
+
+def saccade(*words):
+    return [sys.executable, "-m", "saccade", *map(str, words)]
+
+
+def kill_while_training(folder):
+    """Start the quickstart, and end it with SIGKILL once training has begun."""
+    with subprocess.Popen(saccade("quickstart", "--dir", folder, *SMALL), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as first:  # fmt: skip
+        for line in first.stderr:
+            if "step 01/12" in line:
+                break
+        first.send_signal(signal.SIGKILL)
+        first.stderr.read()  # ends when the training process has ended too
+
+
+def test_killed_while_training_it_continues_and_serves_and_the_third_time_does_nothing(tmp_path):
+    folder = tmp_path / "quickstart"
+    kill_while_training(folder)
+    made = json.loads((folder / "quickstart.json").read_text())
+    assert list(made["steps"]) == STEPS[:3]
+    drawn = (folder / "raw" / "train" / "000000.png").stat().st_mtime_ns
+
+    ended = subprocess.run(saccade("quickstart", "--dir", folder, *SMALL, "--json"), capture_output=True, text=True, check=False)  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert list(report["steps"]) == STEPS
+    assert ended.stderr.count("(done before)") == 3
+    assert (folder / "raw" / "train" / "000000.png").stat().st_mtime_ns == drawn
+    assert re.search(r'stage "learn": step [1-9]', ended.stderr), (
+        "training continues from the state it saved at its end"
+    )
+    assert set(report["steps"]["evaluate"]["scores"]) == {"vqa", "captioning"}
+    assert set(report["steps"]["evaluate"]["scores"]["vqa"]) == {"trained", "image-shuffled", "untrained"}
+    assert Path(report["steps"]["train"]["checkpoint"]).name == "step-00000012"
+    assert isinstance(report["served"]["answer"], str)
+    assert Path(report["served"]["image"]).is_file()
+    assert "   saccade chat " in ended.stderr
+
+    before, began = (folder / "quickstart.json").read_bytes(), time.monotonic()
+    again = subprocess.run(saccade("quickstart", "--dir", folder, *SMALL, "--no-serve"), capture_output=True, text=True, check=False)  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("(done before)") == 5
+    assert "vqa_accuracy" in again.stdout, "the table is shown again"
+    assert (folder / "quickstart.json").read_bytes() == before
+    assert time.monotonic() - began < 30
+
+
+def test_real_images_with_captions_are_prepared_and_split(tmp_path):
+    data = tmp_path / "photos"
+    data.mkdir()
+    for number in range(0, 160, 2):  # scenes with captions, as files
+        sample = scene_sample(number)
+        (data / f"{sample.key}.png").write_bytes(sample.members["png"])
+        (data / f"{sample.key}.txt").write_bytes(sample.members["txt"])
+    config = QuickstartConfig(folder=tmp_path / "out", recipes=RECIPES, data=data)
+    assert str(data) in make_data(config, print)["lines"][0]
+    report = prepare(config, print)
+    sizes = len(open_index(str(config.training))), len(open_index(str(config.held_out)))
+    assert sum(sizes) == report["kept"] <= report["samples"] == 80
+    assert min(sizes) > 0
+    assert tasks_of(config.held_out) == ["captioning"]
+    missing = QuickstartConfig(folder=tmp_path / "out", recipes=RECIPES, data=tmp_path / "nowhere")
+    with pytest.raises(DataError, match="no such folder"):
+        make_data(missing, print)
+
+
+def test_the_recipe_is_the_tiny_one_and_with_a_text_model_that_of_smollm2(tmp_path):
+    tiny = train_command(QuickstartConfig(folder=tmp_path, recipes=RECIPES))
+    smol = train_command(QuickstartConfig(folder=tmp_path, recipes=RECIPES, text_model=tmp_path / "smol.gguf"))
+    assert Path(tiny[1]).name == "tiny.toml"
+    assert Path(smol[1]).name == "smollm2-vlm.toml"
+    from saccade.config import load_config
+    from saccade.train import TrainConfig
+
+    for words in (tiny, smol):
+        config = load_config(TrainConfig, Path(words[1]), words[words.index("--set") + 1 :: 2])
+        assert config.run == tmp_path / "run"
+        assert {source.path for stage in config.stages for source in stage.data.sources} == {
+            str(tmp_path / "shards" / "train")
+        }
+
+
+def test_a_folder_of_something_else_or_of_other_options_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("chapter 1")
+    with pytest.raises(ConfigError, match=r"is not empty.*saccade quickstart --dir"):
+        Journal.open(tmp_path, {})
+    with pytest.raises(ConfigError, match="is not empty"):
+        Journal.open(tmp_path / "thesis.txt", {})
+    Journal.open(tmp_path / "mine", {"steps": 5}).finish("data", {"lines": ["x"]})
+    assert Journal.open(tmp_path / "mine", {"steps": 5}).steps == {"data": {"lines": ["x"]}}
+    with pytest.raises(ConfigError, match=r"other options.*steps 5"):
+        Journal.open(tmp_path / "mine", {"steps": 6})
+
+
+def test_a_text_model_without_a_gpu_is_refused(command, tmp_path):
+    if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+        pytest.skip("there is a GPU")
+    ended = command("quickstart", "--dir", tmp_path / "x", "--text-model", tmp_path / "y.gguf")
+    assert ended.status == 2
+    assert "needs a GPU" in ended.err

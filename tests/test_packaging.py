@@ -1,0 +1,154 @@
+"""What is installed: contents of the wheel and the sdist, and what works without the extras."""
+
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from saccade.data.toy import write_toy_shards
+from saccade.extras import missing_extra
+from saccade.model.initialize import initialize_random, named_size
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def tracked():
+    """The files of the repository; skips where there is no git."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+
+
+@pytest.fixture(scope="module")
+def built(tracked, tmp_path_factory):
+    """The wheel and the sdist, built from a copy of the repository."""
+    pytest.importorskip("setuptools", "77")
+    source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in tracked:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            (source / name).symlink_to((ROOT / name).readlink())
+        else:
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    build = f"from setuptools import build_meta as b; b.build_sdist({str(dist)!r}); b.build_wheel({str(dist)!r})"
+    ended = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    [wheel], [sdist] = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def test_the_wheel_has_all_modules_recipes_the_page_and_the_marker_of_types(built, tracked):
+    names = set(zipfile.ZipFile(built[0]).namelist())
+    expected = {name for name in tracked if name.startswith("saccade/") and not (ROOT / name).is_symlink()}
+    expected |= {f"saccade/{name}" for name in tracked if name.startswith("recipes/")}
+    assert {"saccade/py.typed", "saccade/recipes/tiny.toml", "saccade/serve/page/index.html"} <= expected
+    assert expected <= names, sorted(expected - names)
+    assert {name.partition("/")[0] for name in names - expected} == {"saccade-" + _version() + ".dist-info"}
+
+
+def test_the_sdist_has_every_file_of_the_repository(built, tracked):
+    with tarfile.open(built[1]) as archive:
+        members = {member.name.partition("/")[2]: member for member in archive.getmembers()}
+    missing = [name for name in tracked if name not in members]
+    assert not missing
+    assert members["recipes/tiny.toml"].size > 0
+    assert not [name for name in members if "__pycache__" in name]
+
+
+def _version():
+    import saccade
+
+    return saccade.__version__
+
+
+# ------------------------------------------------------------------ extras
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+OPTIONAL = ["pyarrow", "daft", "aiohttp", "fsspec", "xxhash", "gguf", "fastapi", "uvicorn", "uvloop", "httptools", "orjson", "prometheus_client", "starlette", "llguidance", "huggingface_hub", "av"]  # fmt: skip
+"""What a plain installation lacks. torch brings fsspec, but nothing of ours may rely on it."""
+
+_BLOCKER = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r} and not sys._getframe(2).f_globals.get("__name__", "").startswith("torch"):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocker())
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in {blocked!r} else find(name, package)
+sys.argv = ["saccade", *{words!r}]
+from saccade.cli import main
+main()
+"""
+
+
+def run_without(modules, *words):
+    """`saccade ...` in a process where the modules cannot be imported."""
+    code = _BLOCKER.format(blocked=set(modules), words=[str(word) for word in words])
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a tiny checkpoint and a shard folder."""
+    folder = tmp_path_factory.mktemp("made")
+    initialize_random(folder / "tiny", named_size("tiny"), dtype=torch.float32)
+    write_toy_shards(folder / "shards", first=0, count=2)
+    return folder
+
+
+def test_chat_works_without_any_extra(made):
+    ended = run_without(OPTIONAL, "chat", made / "tiny", "hi", "--max-tokens", 2, "--device", "cpu")
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["data", "prepare", "x", "-o", "y"], "data"),
+        (["data", "inspect", "x"], "data"),
+        (["train", "recipes/tiny.toml"], "train"),
+        (["evaluate", "{made}/tiny", "--tasks", "vqa", "--data", "{made}/shards", "-o", "{made}/results"], "eval"),
+        (["serve", "x"], "serve"),
+        (["quickstart", "--dir", "{made}/quickstart"], "quickstart"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)
+def test_a_command_without_its_extra_says_which_to_install(made, words, extra):
+    ended = run_without(OPTIONAL, *[word.format(made=made) for word in words])
+    assert ended.returncode == 2, ended.stderr
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("saccade: ")
+    assert f"pip install 'saccade[{extra}]'" in line
+    assert extra in EXTRAS
+    assert ended.stdout == ""
+
+
+def test_the_public_api_names_the_extra_it_lacks():
+    code = _BLOCKER.format(blocked={"pyarrow"}, words=["--version"]).rpartition("from saccade.cli")[0]
+    code += "from saccade.train import train"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "pip install 'saccade[train]'" in ended.stderr.splitlines()[-1]
+
+
+def test_every_extra_that_a_message_names_exists():
+    from saccade import extras
+
+    named = {*extras._EXTRA_OF_MODULE.values(), *extras._EXTRA_OF_COMMAND.values()}
+    assert named <= EXTRAS.keys()
+    assert missing_extra("numpy") is None
+    assert missing_extra("pyarrow.compute", "data").endswith("pip install 'saccade[data]'")
+
+
+def test_the_extras_are_those_users_guess():
+    assert {"data", "train", "eval", "serve", "hub", "quickstart", "dev", "all"} <= EXTRAS.keys()
