@@ -4,6 +4,7 @@ import errno
 import platform
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -173,12 +174,23 @@ def ask(image):
 
 
 @needs_a_sandbox
+def seccomp_of(pid):
+    status = dict(re.findall(r"(\w+):\s+(\S+)", Path(f"/proc/{pid}/status").read_text()))
+    return status["NoNewPrivs"], status["Seccomp"]
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_media_workers_are_sealed(checkpoint):
     with Preprocessor(checkpoint, num_workers=1, processed_image_cache_bytes=0) as preprocessor:
         preprocessor.submit([{"role": "user", "content": "x"}]).result(TIMEOUT_S)
         for pid in (*preprocessor.worker_pids, *preprocessor._backend.text_pids):
-            status = dict(re.findall(r"(\w+):\s+(\S+)", Path(f"/proc/{pid}/status").read_text()))
-            assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+            wait_until(lambda pid=pid: seccomp_of(pid) == ("1", "2"))  # an image worker may still be starting
             limits = Path(f"/proc/{pid}/limits").read_text()
             for name in ("Max cpu time", "Max file size", "Max data size", "Max core file size", "Max open files"):
                 assert re.search(rf"{name} +\d+ +\d+", limits), name

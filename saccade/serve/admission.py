@@ -75,7 +75,7 @@ class Refusal:
     retry_after_s: float
 
 
-class Ticket:
+class AdmittedRequest:
     """One admitted request: what it counts for until it is closed."""
 
     __slots__ = ("demand", "is_open", "is_preprocessing", "num_image_tokens", "num_pages")
@@ -170,50 +170,50 @@ class Admission:
 
     # -------------------------------------------------------------- count
 
-    def admit(self, demand: Demand) -> Ticket:
+    def admit(self, demand: Demand) -> AdmittedRequest:
         """Count a request."""
-        ticket = Ticket(demand, *self._estimate(demand))
+        admitted = AdmittedRequest(demand, *self._estimate(demand))
         self.num_open += 1
         self.num_preprocessing += 1
         self.num_completions += demand.num_completions
-        self.num_pages += ticket.num_pages
-        self.num_image_tokens += ticket.num_image_tokens
+        self.num_pages += admitted.num_pages
+        self.num_image_tokens += admitted.num_image_tokens
         self.num_media_bytes += demand.num_media_bytes
-        return ticket
+        return admitted
 
     def refuse(self, refusal: Refusal) -> None:
         """Count a refused request."""
         self.num_refused[refusal.bound] += 1
 
-    def preprocessed(self, ticket: Ticket, num_image_tokens: int) -> None:
+    def preprocessed(self, admitted: AdmittedRequest, num_image_tokens: int) -> None:
         """The prompt of a request is ready: its media are decoded, and its image tokens known."""
-        if not ticket.is_open or not ticket.is_preprocessing:
+        if not admitted.is_open or not admitted.is_preprocessing:
             return
-        self._end_preprocessing(ticket)
-        self.num_image_tokens += num_image_tokens - ticket.num_image_tokens
-        ticket.num_image_tokens = num_image_tokens
-        if ticket.demand.num_images:
-            per_image = num_image_tokens / ticket.demand.num_images
+        self._end_preprocessing(admitted)
+        self.num_image_tokens += num_image_tokens - admitted.num_image_tokens
+        admitted.num_image_tokens = num_image_tokens
+        if admitted.demand.num_images:
+            per_image = num_image_tokens / admitted.demand.num_images
             self._tokens_per_image += _WEIGHT * (per_image - self._tokens_per_image)
 
-    def close(self, ticket: Ticket, now: float, *, num_output_tokens: int | None = None) -> None:
+    def close(self, admitted: AdmittedRequest, now: float, *, num_output_tokens: int | None = None) -> None:
         """A request has ended; with the number of its output tokens, if it ran to its end."""
-        if not ticket.is_open:
+        if not admitted.is_open:
             return
-        if ticket.is_preprocessing:
-            self._end_preprocessing(ticket)
-        ticket.is_open = False
+        if admitted.is_preprocessing:
+            self._end_preprocessing(admitted)
+        admitted.is_open = False
         self.num_open -= 1
-        self.num_completions -= ticket.demand.num_completions
-        self.num_pages -= ticket.num_pages
-        self.num_image_tokens -= ticket.num_image_tokens
+        self.num_completions -= admitted.demand.num_completions
+        self.num_pages -= admitted.num_pages
+        self.num_image_tokens -= admitted.num_image_tokens
         if num_output_tokens is not None:
-            self._endings.append((now, ticket.demand.num_completions))
-            self._num_ended += ticket.demand.num_completions
-            each = num_output_tokens / ticket.demand.num_completions
+            self._endings.append((now, admitted.demand.num_completions))
+            self._num_ended += admitted.demand.num_completions
+            each = num_output_tokens / admitted.demand.num_completions
             self._output_tokens += _WEIGHT * (each - self._output_tokens)
 
-    def _end_preprocessing(self, ticket: Ticket) -> None:
-        ticket.is_preprocessing = False
+    def _end_preprocessing(self, admitted: AdmittedRequest) -> None:
+        admitted.is_preprocessing = False
         self.num_preprocessing -= 1
-        self.num_media_bytes -= ticket.demand.num_media_bytes
+        self.num_media_bytes -= admitted.demand.num_media_bytes

@@ -20,7 +20,7 @@ from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import SamplingParams
 from saccade.errors import UserError
 from saccade.processor import Processor
-from saccade.serve.admission import Admission, AdmissionLimits, Demand, Refusal, Ticket
+from saccade.serve.admission import Admission, AdmissionLimits, AdmittedRequest, Demand, Refusal
 from saccade.serve.config import ServeConfig
 from saccade.serve.errors import ApiError, bad_request
 from saccade.serve.generation import DeltaHub, Generation
@@ -195,7 +195,7 @@ class Service:
         for prompt in prompts:
             check_length(prompt.num_tokens * _BYTES_PER_TOKEN, engine.max_length)
         demand = self._demand(prompts, samplings)
-        ticket, num_charged = self._admit(demand, key)
+        admitted, num_charged = self._admit(demand, key)
         record.is_streamed, record.max_tokens = streams, demand.max_tokens
         record.num_images = demand.num_images
         salt = _salt(key, cache_salt)
@@ -210,7 +210,7 @@ class Service:
 
         def end(ended: Generation) -> None:
             self.generations.discard(ended)
-            self._close(ticket, record, key, num_charged)
+            self._close(admitted, record, key, num_charged)
 
         generation = Generation(
             engine,
@@ -221,10 +221,10 @@ class Service:
         )
         try:
             futures = [prompt.preprocess(engine, salt) for prompt in prompts]
-            self._watch_preprocessing(ticket, futures)
+            self._watch_preprocessing(admitted, futures)
             generation.start(futures, samplings, options, streams=streams)
         except UserError as error:
-            self._close(ticket, record, key, num_charged)
+            self._close(admitted, record, key, num_charged)
             if engine.wait_until_stopped(0):
                 raise self.supervisor.refusal() from error
             raise bad_request(str(error)) from error
@@ -246,8 +246,8 @@ class Service:
             num_media_bytes=sum(prompt.num_media_bytes for prompt in prompts),
         )
 
-    def _admit(self, demand: Demand, key: ApiKey | None) -> tuple[Ticket, int]:
-        """The ticket of the request, and the tokens its key was charged."""
+    def _admit(self, demand: Demand, key: ApiKey | None) -> tuple[AdmittedRequest, int]:
+        """The admitted of the request, and the tokens its key was charged."""
         admission, now = self.admission, time.monotonic()
         assert admission is not None, "there is an engine"
         if (refusal := admission.refusal(demand, now)) is not None:
@@ -262,24 +262,24 @@ class Service:
             )
         return admission.admit(demand), num_tokens
 
-    def _watch_preprocessing(self, ticket: Ticket, prompts: Sequence[Future[TokenPrompt]]) -> None:
+    def _watch_preprocessing(self, admitted: AdmittedRequest, prompts: Sequence[Future[TokenPrompt]]) -> None:
         """Count the request as preprocessed when its last prompt is ready."""
         loop, waiting = asyncio.get_running_loop(), list(prompts)
 
         def done(prompt: Future[TokenPrompt]) -> None:
             waiting.remove(prompt)
             if not waiting and self._admission is not None:
-                self._admission.preprocessed(ticket, sum(map(_num_image_tokens, prompts)))
+                self._admission.preprocessed(admitted, sum(map(_num_image_tokens, prompts)))
 
         for prompt in prompts:
             prompt.add_done_callback(partial(_post, loop, done))
 
-    def _close(self, ticket: Ticket, record: RequestRecord, key: ApiKey | None, num_charged: int) -> None:
+    def _close(self, admitted: AdmittedRequest, record: RequestRecord, key: ApiKey | None, num_charged: int) -> None:
         """Count a request that has ended."""
         assert self._admission is not None, "it was admitted"
         is_whole = record.ending in ("stop", "length")
         self._admission.close(
-            ticket, time.monotonic(), num_output_tokens=record.num_output_tokens if is_whole else None
+            admitted, time.monotonic(), num_output_tokens=record.num_output_tokens if is_whole else None
         )
         if key is not None:
             num_used = record.num_prompt_tokens + record.num_output_tokens

@@ -25,9 +25,9 @@ def test_what_arrives_at_an_idle_server_is_admitted_whatever_it_asks_for():
     huge = demand(num_completions=50, num_prompt_tokens=10**9, num_images=10**3, num_media_bytes=10**9)
     admission = Admission(LIMITS)
     assert admission.refusal(huge, 0.0) is None
-    ticket = admission.admit(huge)
+    admitted = admission.admit(huge)
     assert admission.refusal(demand(), 0.0).bound == "queue"
-    admission.close(ticket, 1.0, num_output_tokens=5)
+    admission.close(admitted, 1.0, num_output_tokens=5)
     assert admission.refusal(demand(), 1.0) is None
 
 
@@ -49,9 +49,9 @@ def test_each_stage_has_a_bound_and_says_which_it_is():
 
 def test_media_count_until_they_are_preprocessed_and_images_are_learnt():
     admission = Admission(LIMITS)
-    ticket = admission.admit(demand(num_images=2, num_media_bytes=9_000))
+    admitted = admission.admit(demand(num_images=2, num_media_bytes=9_000))
     assert admission.refusal(demand(num_images=1, num_media_bytes=2_000), 0.0).bound == "media"
-    admission.preprocessed(ticket, 40)
+    admission.preprocessed(admitted, 40)
     assert (admission.num_image_tokens, admission.num_media_bytes, admission.num_preprocessing) == (40, 0, 0)
     assert admission.refusal(demand(num_images=1, num_media_bytes=2_000), 0.0) is None
 
@@ -60,12 +60,12 @@ def test_a_queue_that_would_take_too_long_is_full_before_its_places_are():
     slow = Admission(LIMITS)
     for second in range(0, 30, 2):  # one completion in two seconds
         slow.close(slow.admit(demand()), float(second), num_output_tokens=64)
-    tickets = [slow.admit(demand()) for _ in range(7)]
+    all_admitted = [slow.admit(demand()) for _ in range(7)]
     refusal = slow.refusal(demand(), 30.0)
     assert refusal.bound == "wait"
     assert 1 <= refusal.retry_after_s <= 60
     assert slow.is_full(30.0) == refusal
-    slow.close(tickets[0], 30.5, num_output_tokens=64)
+    slow.close(all_admitted[0], 30.5, num_output_tokens=64)
     assert slow.refusal(demand(), 30.5) is None
 
 
@@ -80,15 +80,15 @@ def test_nothing_is_counted_any_more_when_all_have_ended():
             if admission.refusal(wanted, now) is None:
                 open_tickets.append(admission.admit(wanted))
         elif open_tickets:
-            ticket = open_tickets.pop(rng.randrange(len(open_tickets)))
+            admitted = open_tickets.pop(rng.randrange(len(open_tickets)))
             if rng.random() < 0.8:
-                admission.preprocessed(ticket, rng.randint(0, 500))
-            admission.close(ticket, now, num_output_tokens=rng.choice([None, 10, 500]))
-            admission.close(ticket, now)
+                admission.preprocessed(admitted, rng.randint(0, 500))
+            admission.close(admitted, now, num_output_tokens=rng.choice([None, 10, 500]))
+            admission.close(admitted, now)
         assert admission.num_open == len(open_tickets)
         assert admission.num_completions <= LIMITS.max_running + LIMITS.max_queued
-    for ticket in open_tickets:
-        admission.close(ticket, now)
+    for admitted in open_tickets:
+        admission.close(admitted, now)
     counts = ("num_open", "num_preprocessing", "num_completions", "num_pages", "num_image_tokens", "num_media_bytes")
     assert [getattr(admission, name) for name in counts] == [0] * 6
 
