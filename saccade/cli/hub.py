@@ -27,5 +27,6 @@ def checkpoint_folder(name: str | Path) -> Path:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{name}: no such folder, and the Hugging Face Hub has not given it ({reason}). "
-            "Check the name and the connection; for a private or gated model: hf auth login"
+            f"Check the name and the connection; for a private or gated model: hf auth login. To copy it by hand: "
+            f"hf download {name} --local-dir {folder.name}"
         ) from error

@@ -25,9 +25,7 @@ class Journal:
         path = folder / FILE
         if not path.is_file():
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise ConfigError(
-                    f"{folder} is not empty. Remove it or choose another: saccade quickstart --dir NAME"
-                )
+                raise ConfigError(f"{folder} is not empty. Remove it or choose another: saccade quickstart --dir NAME")
             return Journal(folder, settings, {})
         saved = json.loads(path.read_text(encoding="utf-8"))
         changed = [name for name, value in settings.items() if saved["settings"].get(name) != value]

@@ -36,9 +36,14 @@ def start(words: Sequence[str], *, stdout: int | None, stderr: IO[bytes] | None 
             if os.getppid() != parent:
                 os._exit(1)
 
-    return subprocess.Popen(
-        [sys.executable, "-m", "saccade", *words], stdout=stdout, stderr=stderr, env=environment, text=True, preexec_fn=end_with_parent
-    )  # noqa: S603 - our own command  # fmt: skip
+    return subprocess.Popen(  # noqa: S603  our own command
+        [sys.executable, "-m", "saccade", *words],
+        stdout=stdout,
+        stderr=stderr,
+        env=environment,
+        text=True,
+        preexec_fn=end_with_parent,
+    )
 
 
 def run(words: Sequence[str]) -> str:
