@@ -39,6 +39,8 @@ OPTIONS = (
 )  # fmt: skip
 _ALLOWED_CODES = {"engine_stopped", "engine_restarting", "loading", "cancelled", "overloaded", "invalid_request"}
 """Codes with which a request may fail while parts are killed. `invalid_request`: an image on which two workers in a row were killed."""
+_RESTART_S = 30.0
+"""Within this time killed processes are there again."""
 _SURPLUS = {"num_processes": 0, "num_fds": 8, "num_threads": 8, "num_memory_files": 256}
 """What a server may hold more at the end: the engine keeps the shared memory of up to 256 images."""
 _RETRY_S = 1.0
@@ -272,7 +274,7 @@ async def measure(server: ServerProcess, options: argparse.Namespace, say: Calla
         chaos.watch_memory(options.requests),
     )
     seconds = time.perf_counter() - began
-    idle, after, result = await wait_until_idle(server.url), await _settled(server), chaos.result
+    idle, after, result = await wait_until_idle(server.url), await _settled(server, before.num_processes), chaos.result
     log = server.log_path.read_text(errors="replace")
     slope = 0.0
     if len(result.rss_kib) > 2:
@@ -293,10 +295,13 @@ async def measure(server: ServerProcess, options: argparse.Namespace, say: Calla
     }  # fmt: skip
 
 
-async def _settled(server: ServerProcess) -> Holdings:
-    """What the server holds when nothing is going on."""
+async def _settled(server: ServerProcess, num_processes: int = 0) -> Holdings:
+    """What the server holds when nothing is going on, and killed processes have been started again."""
     await wait_until_idle(server.url)
     await asyncio.sleep(1.0)
+    deadline = time.perf_counter() + _RESTART_S
+    while server.holdings().num_processes < num_processes and time.perf_counter() < deadline:
+        await asyncio.sleep(0.2)
     return server.holdings()
 
 
