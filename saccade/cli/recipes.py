@@ -17,7 +17,7 @@ app = typer.Typer(help="Training recipes that come with the package.", no_args_i
 
 @app.command("list")
 def list_(as_json: JsonOption = False) -> None:
-    """List the recipes: name and first line."""
+    """List the recipes and what each is for."""
     about = {path.name: _first_sentence(path) for path in _recipes()}
     if as_json:
         typer.echo(json.dumps(about))
@@ -52,6 +52,7 @@ def _recipes() -> list[Path]:
 
 
 def _first_sentence(path: Path) -> str:
-    """The first comment of a recipe, up to its first full stop or colon."""
-    lines = (line.removeprefix("#").strip() for line in path.read_text(encoding="utf-8").splitlines())
-    return next(line for line in lines if line and not line.startswith("!")).rstrip(":.,")
+    """The first sentence of the comment that a recipe begins with."""
+    lines = [line.removeprefix("#").strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    comment = " ".join(line for line in lines[:4] if line and not line.startswith("!"))
+    return comment.partition(". ")[0].rstrip(".")

@@ -58,6 +58,9 @@ def serve(
         if section not in overrides:
             raise ConfigError(f"--set {setting}: use serve.KEY=VALUE or engine.KEY=VALUE. See docs/serving.md")
         overrides[section].append(rest)
+    folder = checkpoint_folder(checkpoint)
+    if model_name is None and folder != Path(checkpoint):
+        model_name = checkpoint  # downloaded: the folder is named by a hash
     config = ServeConfig(
         host=host, port=port, api_keys=api_keys, no_auth=no_auth, model_name=model_name, max_queued_requests=max_queued,
         admin_port=admin_port, allow_remote_media=tuple(allow_remote_media or ()),
@@ -66,7 +69,7 @@ def serve(
         set_up_logging(as_json=True, verbose=logging.getLogger("saccade").level == logging.DEBUG)
     engine = EngineConfig(core_process=True, max_length=max_model_len, max_requests=max_requests)
     run(
-        checkpoint_folder(checkpoint),
+        folder,
         override_config(config, overrides["serve"], "--set serve"),
         override_config(engine, overrides["engine"], "--set engine"),
         device=device,

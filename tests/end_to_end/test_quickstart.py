@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from saccade.quickstart.flow import make_data, prepare, tasks_of
-from saccade.quickstart.journal import Journal
-from saccade.quickstart.plan import QuickstartConfig, train_command
 
 from saccade.data.index import open_index
 from saccade.data.scenes import scene_sample
 from saccade.errors import ConfigError, DataError
+from saccade.quickstart.flow import make_data, prepare, tasks_of
+from saccade.quickstart.journal import Journal
+from saccade.quickstart.plan import QuickstartConfig, train_command
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = ["--scenes", "40", "--steps", "12", "--device", "cpu"]

@@ -1,0 +1,106 @@
+"""Checkpoints by name from the Hugging Face Hub, through a hub of our own on loopback."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from saccade.model.initialize import initialize_random, named_size
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """The address of a hub that has the model acme/tiny, with a file that must not be downloaded."""
+    folder = tmp_path / "published"
+    initialize_random(folder, named_size("tiny"), dtype=torch.float32)
+    (folder / "modeling.py").write_text("raise SystemExit('remote code')")
+    served = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(with_body=True)
+
+        def do_HEAD(self):
+            self.answer(with_body=False)
+
+        def answer(self, *, with_body):
+            path = self.path.partition("?")[0]
+            if path.startswith("/api/models/acme/tiny"):
+                siblings = [{"rfilename": file.name, "size": file.stat().st_size} for file in sorted(folder.iterdir())]
+                if "/tree/" in path:
+                    body = json.dumps([{"type": "file", "path": file["rfilename"], "size": file["size"], "oid": "0" * 40} for file in siblings])  # fmt: skip
+                else:
+                    body = json.dumps({"id": "acme/tiny", "modelId": "acme/tiny", "sha": COMMIT, "private": False, "siblings": siblings})  # fmt: skip
+                return self.reply(body.encode(), {"Content-Type": "application/json"}, with_body)
+            file = folder / path.rpartition("/")[2]
+            if not path.startswith(f"/acme/tiny/resolve/{COMMIT}/") or not file.is_file():
+                self.send_response(404)
+                self.send_header("X-Error-Code", "RepoNotFound")
+                self.send_header("Content-Length", "0")
+                return self.end_headers()
+            if with_body:
+                served.append(file.name)
+            tag = hashlib.sha256(file.read_bytes()).hexdigest()
+            return self.reply(file.read_bytes(), {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}, with_body)
+
+        def reply(self, body, headers, with_body):
+            self.send_response(200)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if with_body:
+                self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", served
+        server.shutdown()
+
+
+def chat(name, folder, address):
+    """`saccade chat NAME hi` with the hub at an address and an empty cache."""
+    import os
+
+    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    words = [sys.executable, "-m", "saccade", "chat", name, "hi", "--max-tokens", "2", "--device", "cpu"]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_name_of_the_hub_is_downloaded_without_its_code_and_answers(hub, tmp_path):
+    address, served = hub
+    ended = chat("acme/tiny", tmp_path, address)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= set(served)
+    assert "modeling.py" not in served
+    before = len(served)
+    assert chat("acme/tiny", tmp_path, address).stdout == ended.stdout
+    assert len(served) == before, "the second time it is in the cache"
+
+
+def test_a_name_that_the_hub_does_not_have_is_one_line(hub, tmp_path):
+    ended = chat("acme/nothing", tmp_path, hub[0])
+    assert ended.returncode == 2
+    [line] = ended.stderr.strip().splitlines()
+    assert line.startswith("saccade: acme/nothing: no such folder, and the Hugging Face Hub")
+
+
+def test_without_the_extra_it_says_how_to_get_the_checkpoint():
+    blocked = "import sys; sys.modules['huggingface_hub'] = None; sys.argv = ['saccade', 'chat', 'acme/tiny', 'hi']"
+    code = f"{blocked}\nfrom saccade.cli import main\nmain()"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)  # fmt: skip
+    assert ended.returncode == 2
+    [line] = ended.stderr.strip().splitlines()
+    assert "pip install 'saccade[hub]'" in line
+    assert "hf download acme/tiny --local-dir tiny" in line
