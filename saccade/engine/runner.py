@@ -431,6 +431,9 @@ class Runner:
 
     def _head(self, hidden_SD: Tensor) -> Tensor:
         """[S, V] logits, overwritten by the next step."""
+        if self.device.type == "cpu":
+            logits_SV: Tensor = self.model.head(hidden_SD)
+            return logits_SV
         return torch.mm(hidden_SD, self.model.head.weight.t(), out=self._logits[: len(hidden_SD)])
 
     def _sample_chunks(self, forward: _Forward, masks: GrammarMasks | None) -> _SampledChunks:

@@ -9,8 +9,8 @@ Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs,
 
 x, residual, W [N, D], bias [N] and the outputs share one dtype: bf16, fp16 or fp32. Rounding is that of the unfused layers:
 s, the normalised row before and after its weight, and the gated row are rounded to x's dtype; norm, activation and every sum are
-fp32; out is rounded once, after the bias. Forward only: with gradients, or for more tokens, `rms_norm`, `swiglu` and
-torch's matmul are used.
+fp32; out is rounded once, after the bias. Forward only: with gradients, for more tokens, or with a prepacked weight, `rms_norm`,
+`swiglu` and `linear` are used.
 
 Memory-bound: the N * D elements of W are read once. A program computes BLOCK_N outputs and loops over the inputs in tiles of
 BLOCK_K. Every program computes the normalised or gated rows itself: T * D elements from the cache, and two barriers for the norm,
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
+from saccade.kernels.linear import linear
 from saccade.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from saccade.kernels.swiglu import swiglu, swiglu_reference
 
@@ -300,6 +301,7 @@ def _is_small(operation: str, x: Tensor, weight: Tensor, *others: Tensor | None)
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and len(weight) > 0
         and weight.shape[1] > 0
+        and not weight.is_mkldnn
         and all(tensor.dtype == x.dtype and tensor.stride(-1) == 1 for tensor in tensors)
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
     )
@@ -312,7 +314,7 @@ def small_linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) 
     """x W' + bias."""
     _check("small_linear", x_TD, weight_ND, bias_N, num_inputs=x_TD.shape[1])
     if not _is_small("small_linear", x_TD, weight_ND, bias_N):
-        return F.linear(x_TD, weight_ND, bias_N)
+        return linear(x_TD, weight_ND, bias_N)
     if launch.choose_path("small_linear", *launch.available_paths(x_TD, "triton")) == "triton":
         return _run(x_TD, weight_ND, bias_N)[0]
     return small_linear_reference(x_TD, weight_ND, bias_N)
@@ -336,7 +338,7 @@ def norm_linear(
         )
     if not _is_small("norm_linear", x_TD, weight_ND, bias_N, residual_TD, norm_weight_D):
         normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
-        return F.linear(normalized_TD, weight_ND, bias_N), total_TD
+        return linear(normalized_TD, weight_ND, bias_N), total_TD
     if launch.choose_path("norm_linear", *launch.available_paths(x_TD, "triton")) == "triton":
         if len(x_TD) > _FUSED_TOKENS["norm"]:
             normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
@@ -356,7 +358,7 @@ def gated_linear(gate_up_T2I: Tensor, weight_DI: Tensor, bias_D: Tensor | None =
     """(silu(gate) * up) W' + bias of rows that hold gate, then up."""
     _check("gated_linear", gate_up_T2I, weight_DI, bias_D, num_inputs=gate_up_T2I.shape[1] / 2)
     if not _is_small("gated_linear", gate_up_T2I, weight_DI, bias_D):
-        return F.linear(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)
+        return linear(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)
     if launch.choose_path("gated_linear", *launch.available_paths(gate_up_T2I, "triton")) == "triton":
         if len(gate_up_T2I) > _FUSED_TOKENS["gate"]:
             return _run(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)[0]
