@@ -6,6 +6,9 @@ import logging
 import os
 import sys
 
+# Before torch is imported, and for all processes that tests start: threads of several that wait for each other slow all down.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 from commands import Ended
@@ -19,7 +22,6 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 resolve_device("cpu")  # before anything multiplies: it keeps oneDNN off instructions this machine only announces
-torch.set_num_threads(1)  # the suite runs one process per core
 
 
 def pytest_collection_modifyitems(items):

@@ -101,12 +101,16 @@ def test_a_user_error_is_one_line_and_exit_status_2_in_the_shell(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+HEEDS_CTRL_C = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from saccade.cli import main; main()"
+)
+"""As in a terminal, also where the test run was started in the background: its children ignore SIGINT."""
+
+
 @pytest.mark.parametrize(("ending", "status"), [("ctrl-c", 130), ("closed pipe", 141)])
 def test_an_interrupted_chat_ends_without_a_traceback(checkpoint, ending, status):
-    words = ["chat", str(checkpoint), "hello", "--max-tokens", "50000"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "saccade", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as chat:
+    command = [sys.executable, "-c", HEEDS_CTRL_C, "chat", str(checkpoint), "hello", "--max-tokens", "50000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as chat:
         assert chat.stdout.read(1)
         if ending == "ctrl-c":
             chat.send_signal(signal.SIGINT)

@@ -1,8 +1,15 @@
 """One server for all tests of the package, on a tiny checkpoint and a free port."""
 
+from importlib.util import find_spec
+
 import pytest
-from model.hugging_face import SHAPES, make_checkpoint
-from serve.running import RunningServer
+
+NEEDED = ("aiohttp", "fastapi", "httpx", "openai", "opentelemetry", "orjson", "prometheus_client", "uvicorn", "yaml")
+if missing := [name for name in NEEDED if find_spec(name) is None]:
+    pytest.skip(f"tests of the server need {', '.join(missing)}: pip install -e '.[dev]'", allow_module_level=True)
+
+from model.hugging_face import SHAPES, make_checkpoint  # noqa: E402
+from serve.running import RunningServer  # noqa: E402
 
 
 @pytest.fixture(scope="session")
