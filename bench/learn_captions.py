@@ -21,7 +21,6 @@ import torch
 
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.sample import TextRules, description, images
-from saccade.kernels.linear_cross_entropy import linear_cross_entropy
 from saccade.log import set_up_logging
 from saccade.model import generate, load_model
 from saccade.model.initialize import initialize_from_text
@@ -96,14 +95,11 @@ def caption_losses(model: VLM, processor: Processor, pairs: list[tuple[bytes, st
 
 
 def _loss(model: VLM, inputs: ModelInputs) -> float:
-    labels, moved = next_token_labels(inputs), inputs.to(model.head.weight.device)
+    labels, moved = next_token_labels(inputs), inputs.to(model.device)
     hidden = model.hidden_states(moved)
     learned = count_labels(labels)
-    return float(
-        linear_cross_entropy(
-            hidden, model.head.weight, labels.to(hidden.device), count=float(learned), num_labels=learned
-        )
-    )
+    loss = model.head.cross_entropy(hidden, labels.to(hidden.device), count=float(learned), num_labels=learned)
+    return float(loss)
 
 
 def describe(model: VLM, processor: Processor, photos: list[bytes]) -> list[str]:

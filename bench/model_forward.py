@@ -49,8 +49,7 @@ def random_model(config: ModelConfig) -> VLM:
     with torch.device("meta"):
         model = VLM(config)
     model = model.to(torch.bfloat16).to_empty(device="cuda")
-    if config.tied_head:
-        model.head.weight = model.language.embed_tokens.weight
+    model.tie_head()
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 and name.endswith("weight"):

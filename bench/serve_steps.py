@@ -22,6 +22,7 @@ from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.engine.runner import PixelScale
 from saccade.model.initialize import named_size
+from saccade.model.linear import merge_storage
 from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
 
 
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--host", action="store_true")
     options = parser.parse_args()
     model = random_model(named_size(options.size)).eval().requires_grad_(False)
+    merge_storage(model)
     config = EngineConfig(prefix_cache=False, max_requests=256, max_length=8192)
     scale = PixelScale(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
     core = EngineCore(make_runner(model, config, pixels=scale))

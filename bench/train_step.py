@@ -23,7 +23,7 @@ import torch
 from bench.workloads import IMAGE_PAD, VISION_END, VISION_START, WORKLOADS, packed_sequence
 from saccade.model.config import ModelConfig
 from saccade.model.initialize import named_size
-from saccade.model.layers import FeedForward
+from saccade.model.linear import Linear
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
 from saccade.train.batches import MicroBatch
@@ -44,14 +44,13 @@ def random_model(config: ModelConfig) -> VLM:
     with torch.device("meta"):
         model = VLM(config)
     model = model.to(torch.bfloat16).to_empty(device="cuda")
-    if config.tied_head:
-        model.head.weight = model.language.embed_tokens.weight
+    model.tie_head()
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         is_scale = parameter.ndim == 1 and name.endswith("weight")
         parameter.data.fill_(1.0) if is_scale else parameter.data.normal_(0.0, 0.02)
     for module in model.modules():
-        if isinstance(module, FeedForward):
+        if isinstance(module, Linear):
             module.zero_padding()
     return model.train()
 

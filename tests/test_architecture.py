@@ -123,3 +123,35 @@ def test_files_named_in_the_documents_exist():
     for document in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text()):
             assert (ROOT / target).exists(), f"{document} links to {target}"
+
+
+STORAGE = {
+    "model/linear.py", "model/lora_linear.py", "model/prepacked_linear.py",  # the storage forms
+    "model/weights.py", "train/weights.py",  # loading and export
+    "train/optimizer.py",
+}  # fmt: skip
+"""Modules that may read the weight of a projection."""
+
+
+def weights_read(path):
+    """What has a `weight` read in a module, except for embeddings, norms (`self.weight` in their own file) and weights of data sources."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and re.fullmatch(
+            r"weight(_bits|_scale|_packed|_zero_point)?|lora_[AB]", node.attr
+        ):
+            owner = ast.unparse(node.value)
+            is_norm = path.name == "layers.py" and owner == "self"
+            is_source = owner in ("source", "one") or path.parent.name in ("data", "curate", "kernels")
+            if not (is_norm or is_source or owner.endswith("embed_tokens")):
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {owner}.{node.attr}"
+
+
+def test_only_storage_forms_loading_export_and_the_optimizer_read_the_weight_of_a_projection():
+    """Everyone else says what is computed, so that a weight may be stored in any form."""
+    readers = [path for path in MODULES if str(path.relative_to(ROOT / "saccade")) not in STORAGE]
+    assert not (found := [read for path in readers for read in weights_read(path)]), found
+
+
+def test_no_projection_is_a_layer_of_torch():
+    found = [path for path in MODULES if re.search(r"\bnn\.(Linear|Conv\dd)\(", path.read_text())]
+    assert not found, found

@@ -61,11 +61,13 @@ class Case:
         N, K = copies[0].shape
         self.shape = f"{name} {num_tokens} x {K} -> {N}"
         new = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-        self.x = new(num_tokens, 2 * K if self.layer.kind == "gated" else K)
+        self.x, self.up = new(num_tokens, K), None
+        if self.layer.kind == "gated":
+            self.x, self.up = new(num_tokens, 2 * K).chunk(2, dim=1)
         self.residual = new(num_tokens, K) if self.layer.kind == "norm of sum" else None
         self.norm = (new(K), EPS) if self.layer.kind.startswith("norm") else None
         self.bias = new(N) if self.layer.has_bias else None
-        sizes = [x.nbytes for x in (copies[0], self.x, self.residual, self.bias) if x is not None]
+        sizes = [x.nbytes for x in (copies[0], self.x, self.up, self.residual, self.bias) if x is not None]
         self.work = Work(sum(sizes) + 2 * num_tokens * N)
         self.expected = self.reference(copies[0])
 
@@ -79,7 +81,7 @@ class Case:
     def rows(self) -> Tensor:
         """What the weight is multiplied with: the elementwise work as launches of its own."""
         if self.norm is None:
-            return swiglu(*self.x.chunk(2, dim=1)) if self.layer.kind == "gated" else self.x
+            return self.x if self.up is None else swiglu(self.x, self.up)
         if self.residual is None:
             return rms_norm(self.x, *self.norm)
         return add_rms_norm(self.x, self.residual, *self.norm)[0]
@@ -87,8 +89,8 @@ class Case:
     def fused(self, weight: Tensor, tiles: Tiles | None = None, overlaps: bool | None = None) -> Tensor:
         """One launch."""
         return module._run(
-            self.x, weight, self.bias, residual=self.residual, norm=self.norm, is_gated=self.layer.kind == "gated",
-            tiles=tiles, overlaps=overlaps,
+            self.x, weight, self.bias, residual=self.residual, norm=self.norm, up=self.up, tiles=tiles,
+            overlaps=overlaps,
         )[0]  # fmt: skip
 
     def apart(self, weight: Tensor, tiles: Tiles | None = None) -> Tensor:

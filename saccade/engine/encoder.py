@@ -91,7 +91,7 @@ class Encoder:
         """`budgets`: ascending, see `patch_budgets`. Batches that fit one are padded to it, and captured on a GPU; others run eagerly."""
         self._model, self._config = model, model.config.vision
         self._pixel_mean, self._pixel_std = pixel_mean, pixel_std
-        self._device = model.head.weight.device
+        self._device = model.device
         self._budgets = budgets
         self._graphs: CudaGraphs[int] | None = None
         if budgets:

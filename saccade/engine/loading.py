@@ -17,7 +17,7 @@ from saccade.engine.sampler import penalty_bytes
 from saccade.engine.warmup import compile_kernels
 from saccade.errors import ConfigError
 from saccade.fork_server import keep_freed_memory
-from saccade.model.merge import merge_projections
+from saccade.model.prepacked_linear import prepack_storage
 from saccade.model.vlm import VLM
 from saccade.model.weights import load_model
 
@@ -45,8 +45,8 @@ def load_runner(
 
 
 def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runner:
-    """A runner of a loaded model, whose projections are merged in place."""
-    merge_projections(model)
+    """A runner of a loaded model, whose weights are prepacked in place on a CPU."""
+    prepack_storage(model)
     context_length = model.config.language.max_positions
     if config.max_length is not None and config.max_length > context_length:
         raise ConfigError(
@@ -68,11 +68,10 @@ def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runn
 
 def _check_num_pages(model: VLM, config: EngineConfig, num_pages: int) -> None:
     """Refuse a KV cache that cannot fit, before an allocator fails."""
-    weight = model.head.weight
-    num_bytes = num_pages * bytes_per_page(model.config.language, config.page_size, config.kv_format, weight.dtype)
-    if weight.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(weight.device)
-        available = free + torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+    num_bytes = num_pages * bytes_per_page(model.config.language, config.page_size, config.kv_format, model.dtype)
+    if model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+        available = free + torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
     else:
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > available:
@@ -85,20 +84,20 @@ def _check_num_pages(model: VLM, config: EngineConfig, num_pages: int) -> None:
 
 def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, max_length: int) -> int:
     """Profile the largest step with a KV cache of one page; the memory it leaves free is for pages."""
-    weight, language = model.head.weight, model.config.language
-    page_bytes = bytes_per_page(language, config.page_size, config.kv_format, weight.dtype)
+    device, language = model.device, model.config.language
+    page_bytes = bytes_per_page(language, config.page_size, config.kv_format, model.dtype)
     most = config.max_requests * pages_for(max_length, config.page_size)
-    if weight.device.type != "cuda":
+    if device.type != "cuda":
         most = min(most, pages_for(max(max_length, _CPU_CACHE_TOKENS), config.page_size))
         return max(1, min(most, _CPU_CACHE_BYTES // page_bytes))
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(weight.device)
+    torch.cuda.reset_peak_memory_stats(device)
     eager = dataclasses.replace(config, cuda_graphs=False)
     runner = Runner(model, eager, pixels=pixels, num_pages=1, max_length=max_length)
     runner.profile_largest_step()
-    free, total = torch.cuda.mem_get_info(weight.device)
-    outside = total - free - torch.cuda.memory_reserved(weight.device)  # other processes, and CUDA itself
-    peak = torch.cuda.max_memory_allocated(weight.device)
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)  # other processes, and CUDA itself
+    peak = torch.cuda.max_memory_allocated(device)
     del runner
     torch.cuda.empty_cache()
     available = int(total * config.gpu_memory_utilization) - outside - peak - _spare_bytes(config, language.vocab_size)

@@ -131,9 +131,8 @@ class Runner:
     def __init__(
         self, model: VLM, config: EngineConfig, *, pixels: PixelScale, num_pages: int, max_length: int
     ) -> None:
-        """The model's projections must be merged (`model/merge.py`)."""
         self.model, self.config = model, config
-        self.device, self.dtype = model.head.weight.device, model.head.weight.dtype
+        self.device, self.dtype = model.device, model.dtype
         language = model.config.language
         self.max_length = max_length
         uses_graphs = config.cuda_graphs and self.device.type == "cuda"
@@ -431,10 +430,7 @@ class Runner:
 
     def _head(self, hidden_SD: Tensor) -> Tensor:
         """[S, V] logits, overwritten by the next step."""
-        if self.device.type == "cpu":
-            logits_SV: Tensor = self.model.head(hidden_SD)
-            return logits_SV
-        return torch.mm(hidden_SD, self.model.head.weight.t(), out=self._logits[: len(hidden_SD)])
+        return self.model.head.forward_into(hidden_SD, self._logits[: len(hidden_SD)])
 
     def _sample_chunks(self, forward: _Forward, masks: GrammarMasks | None) -> _SampledChunks:
         sampling = [chunk for chunk in forward.chunks if chunk.samples]

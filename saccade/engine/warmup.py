@@ -22,7 +22,7 @@ from saccade.engine.runner import PixelScale, Runner
 from saccade.kernels import launch
 from saccade.model.config import ModelConfig
 from saccade.model.families import load_model_config
-from saccade.model.merge import merge_projections
+from saccade.model.linear import merge_storage
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config
 
@@ -71,7 +71,7 @@ def small_runner(
     model_config = _with_few_layers(model_config)
     with torch.device(device):
         model = VLM(model_config).to(dtype).eval().requires_grad_(False)
-    merge_projections(model)
+    merge_storage(model)
     max_length = config.max_length or model_config.language.max_positions
     small = dataclasses.replace(config, encoder_cache_tokens=1024)
     grey = PixelScale(mean=(0.5,) * 3, std=(0.5,) * 3)

@@ -5,7 +5,7 @@ Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs,
 
     small_linear:  out = x W' + bias
     norm_linear:   out = rms_norm(s) W' + bias,  s = x + residual (or x itself);   returns (out, s)
-    gated_linear:  out = swiglu(gate, up) W' + bias,  [gate, up] the halves of each row of gate_up [T, 2 I]
+    gated_linear:  out = swiglu(gate, up) W' + bias,  gate and up [T, I], with any row strides
 
 x, residual, W [N, D], bias [N] and the outputs share one dtype: bf16, fp16 or fp32. Rounding is that of the unfused layers:
 s, the normalised row before and after its weight, and the gated row are rounded to x's dtype; norm, activation and every sum are
@@ -59,9 +59,9 @@ def norm_linear_reference(
     return F.linear(normalized_TD, weight_ND, bias_N), total_TD
 
 
-def gated_linear_reference(gate_up_T2I: Tensor, weight_DI: Tensor, bias_D: Tensor | None = None) -> Tensor:
+def gated_linear_reference(gate_TI: Tensor, up_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None = None) -> Tensor:
     """The third."""
-    return F.linear(swiglu_reference(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)
+    return F.linear(swiglu_reference(gate_TI, up_TI), weight_DI, bias_D)
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def _linear_kernel(
     VECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """BLOCK_N outputs of all tokens; TOKENS is num_tokens rounded up. VECTOR: elements in 16 bytes.
+    """BLOCK_N outputs of all tokens; TOKENS is num_tokens rounded up. VECTOR: elements in 16 bytes. IS_GATED: `residual` is up.
 
     DEPTH tiles of W are in flight. The loops are unrolled by DEPTH, after which the tuple of tiles is in order again: no tile is
     moved between registers.
@@ -206,8 +206,8 @@ def _linear_kernel(
                 index = tl.minimum(t, num_tokens - 1).to(tl.int64)
                 rows = x + index * x_stride + tl.zeros([1, 1], tl.int32)
                 row = _load(rows, at, K, IS_EVEN, "evict_last")
+                other_rows = residual + index * residual_stride + tl.zeros([1, 1], tl.int32)
                 if HAS_RESIDUAL:
-                    other_rows = residual + index * residual_stride + tl.zeros([1, 1], tl.int32)
                     row += _load(other_rows, at, K, IS_EVEN, "evict_last")
                 row = row.to(tl.float32)
                 if HAS_NORM:
@@ -216,7 +216,7 @@ def _linear_kernel(
                     row = ((row * own_rstd).to(dtype).to(tl.float32) * scale).to(dtype).to(tl.float32)
                 if IS_GATED:
                     # y = gate sigmoid(gate) up, rounded
-                    up = _load(rows + K, at, K, IS_EVEN, "evict_last").to(tl.float32)
+                    up = _load(other_rows, at, K, IS_EVEN, "evict_last").to(tl.float32)
                     row = (row * tl.sigmoid(row) * up).to(dtype).to(tl.float32)
                 # Here too: after one iteration over the tokens their sums are in order again.
                 sums = sums[1:] + (sums[0] + _sum_of_vectors(w * row, VECTOR),)  # noqa: RUF005
@@ -268,24 +268,25 @@ def _run(
     *,
     residual: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
-    is_gated: bool = False,
+    up: Tensor | None = None,
     tiles: Tiles | None = None,
     overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: (out, x or its sum with `residual`). `tiles` and `overlaps`: by default from the table and the device."""
+    """Launch the kernel: (out, x or its sum with `residual`). With `up`, x is the gate. `tiles` and `overlaps`: by default from the
+    table and the device."""
     (N, K), num_tokens = weight_NK.shape, len(x)
     tiles = tiles or _tiles_for(N, K)
     overlaps = launch.can_overlap(x.device) if overlaps is None else overlaps
     out_TN = x.new_empty((num_tokens, N))
     total = x if residual is None else x.new_empty(x.shape)
-    others = x if residual is None else residual
+    others = next((other for other in (residual, up) if other is not None), x)
     norm_weight, eps = norm if norm is not None else (weight_NK, 0.0)
     halves = x.element_size() // 2
     early = {"launch_pdl": True} if overlaps else {}
     _linear_kernel[(triton.cdiv(N, tiles.block_n),)](
         x, others, norm_weight, weight_NK, out_TN if bias_N is None else bias_N, out_TN, total, x.stride(0),
         others.stride(0), weight_NK.stride(0), num_tokens, N, eps, K=K, HAS_NORM=norm is not None,
-        HAS_RESIDUAL=residual is not None, IS_GATED=is_gated, HAS_BIAS=bias_N is not None,
+        HAS_RESIDUAL=residual is not None, IS_GATED=up is not None, HAS_BIAS=bias_N is not None,
         TOKENS=triton.next_power_of_2(num_tokens), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k // halves, DEPTH=tiles.depth,
         VECTOR=8 // halves, OVERLAP=overlaps, num_warps=tiles.num_warps, **early,
     )  # fmt: skip
@@ -354,19 +355,21 @@ def _norm(x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: 
     return add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
 
 
-def gated_linear(gate_up_T2I: Tensor, weight_DI: Tensor, bias_D: Tensor | None = None) -> Tensor:
-    """(silu(gate) * up) W' + bias of rows that hold gate, then up."""
-    _check("gated_linear", gate_up_T2I, weight_DI, bias_D, num_inputs=gate_up_T2I.shape[1] / 2)
-    if not _is_small("gated_linear", gate_up_T2I, weight_DI, bias_D):
-        return linear(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)
-    if launch.choose_path("gated_linear", *launch.available_paths(gate_up_T2I, "triton")) == "triton":
-        if len(gate_up_T2I) > _FUSED_TOKENS["gate"]:
-            return _run(swiglu(*gate_up_T2I.chunk(2, dim=1)), weight_DI, bias_D)[0]
-        return _run(gate_up_T2I, weight_DI, bias_D, is_gated=True)[0]
-    return gated_linear_reference(gate_up_T2I, weight_DI, bias_D)
+def gated_linear(gate_TI: Tensor, up_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None = None) -> Tensor:
+    """(silu(gate) * up) W' + bias."""
+    _check("gated_linear", gate_TI, weight_DI, bias_D, num_inputs=gate_TI.shape[1])
+    if up_TI.shape != gate_TI.shape:
+        raise ValueError(f"gated_linear: gate {tuple(gate_TI.shape)} and up {tuple(up_TI.shape)} do not fit")
+    if not _is_small("gated_linear", gate_TI, weight_DI, bias_D, up_TI):
+        return linear(swiglu(gate_TI, up_TI), weight_DI, bias_D)
+    if launch.choose_path("gated_linear", *launch.available_paths(gate_TI, "triton")) == "triton":
+        if len(gate_TI) > _FUSED_TOKENS["gate"]:
+            return _run(swiglu(gate_TI, up_TI), weight_DI, bias_D)[0]
+        return _run(gate_TI, weight_DI, bias_D, up=up_TI)[0]
+    return gated_linear_reference(gate_TI, up_TI, weight_DI, bias_D)
 
 
-def _check(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, num_inputs: float) -> None:
+def _check(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, num_inputs: int) -> None:
     is_fit = x.dim() == weight.dim() == 2 and weight.shape[1] == num_inputs
     if not is_fit or (bias is not None and bias.shape != weight.shape[:1]):
         bias_shape = None if bias is None else tuple(bias.shape)

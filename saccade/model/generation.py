@@ -71,7 +71,7 @@ def stream(
     samplings = [sampling] * inputs.num_conversations if isinstance(sampling, Sampling) else list(sampling)
     assert len(samplings) == inputs.num_conversations, "one sampling for all conversations, or one for each"
     _check_length(model, inputs.max_seqlen + max_new_tokens)
-    inputs = inputs.to(model.head.weight.device)
+    inputs = inputs.to(model.device)
     cache = _cache_for(model, inputs, capacity=inputs.max_seqlen + max_new_tokens)
     generators = [torch.Generator().manual_seed(one.seed) for one in samplings]
     last = inputs.cu_seqlens[1:].long() - 1
@@ -104,15 +104,15 @@ def _check_length(model: VLM, num_tokens: int) -> None:
 
 
 def _cache_for(model: VLM, inputs: ModelInputs, capacity: int) -> KVCache:
-    language, weight = model.config.language, model.head.weight
+    language = model.config.language
     return KVCache(
         num_layers=language.num_layers,
         num_conversations=inputs.num_conversations,
         capacity=capacity,
         num_kv_heads=language.num_kv_heads,
         head_dim=language.head_dim,
-        device=weight.device,
-        dtype=weight.dtype,
+        device=model.device,
+        dtype=model.dtype,
     )
 
 

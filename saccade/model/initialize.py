@@ -25,7 +25,7 @@ from saccade.errors import CheckpointError, ConfigError
 from saccade.model.config import LanguageConfig, ModelConfig
 from saccade.model.families import qwen2_5_vl, text_family
 from saccade.model.gguf import GGUFModel, added_token
-from saccade.model.layers import checkpoint_shapes
+from saccade.model.linear import checkpoint_shapes
 from saccade.model.vlm import VLM
 from saccade.model.weights import CheckpointWriter, read_tensors, tensor_files, tensor_shapes
 from saccade.processor.conversation import read_template, token_text

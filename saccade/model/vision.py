@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from saccade.kernels.attention import attention
 from saccade.kernels.rope import CosSin, rope, vision_cos_sin
 from saccade.model.config import VisionConfig
 from saccade.model.layers import FeedForward, RMSNorm
+from saccade.model.linear import Input, Linear, PatchLinear, add_update
 
 Integers = NDArray[np.int64]
 Numbers = TypeVar("Numbers", NDArray[np.int32], Tensor)
@@ -193,13 +193,13 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
-        self.proj = nn.Conv3d(config.in_channels, config.hidden_size, kernel, stride=kernel, bias=False)
+        patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
+        self.proj = PatchLinear(patch, config.hidden_size)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[P, channels * frames * side * side] normalised pixels to [P, D]."""
-        weight = self.proj.weight
-        return F.linear(pixels.to(weight.dtype), weight.flatten(1))
+        features_PD: Tensor = self.proj(pixels)
+        return features_PD
 
 
 class VisionAttention(nn.Module):
@@ -208,10 +208,10 @@ class VisionAttention(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_PD: Tensor, cos_sin: CosSin, segments: Segments) -> Tensor:
+    def forward(self, x_PD: Input, cos_sin: CosSin, segments: Segments) -> Tensor:
         """[P, D] to [P, D]."""
         q_PHK, k_PHK, v_PHK = self.qkv(x_PD).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
         q_PHK, k_PHK = rope(q_PHK, k_PHK, cos_sin)
@@ -233,12 +233,15 @@ class VisionBlock(nn.Module):
         self.norm2 = RMSNorm(config.hidden_size, NORM_EPS)
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size, bias=True)
 
-    def forward(self, x_PD: Tensor, cos_sin: CosSin, segments: Segments) -> Tensor:
-        """[P, D] to [P, D]."""
-        attn_out_PD = self.attn(self.norm1(x_PD), cos_sin, segments)
-        normed_PD, x_PD = self.norm2.add_norm(attn_out_PD, x_PD)
-        out: Tensor = x_PD + self.mlp(normed_PD)
-        return out
+    def forward(
+        self, x_PD: Tensor, update_PD: Tensor | None, cos_sin: CosSin, segments: Segments
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream x + update to itself, see `add_update`."""
+        normed = self.norm1.of_sum(x_PD, update_PD)
+        attn_out_PD = self.attn(normed.input, cos_sin, segments)
+        normed = self.norm2.of_sum(attn_out_PD, normed.total)
+        mlp_out_PD = self.mlp(normed.input)
+        return add_update(normed.total, mlp_out_PD)
 
 
 class VisionTower(nn.Module):
@@ -253,11 +256,12 @@ class VisionTower(nn.Module):
     def forward(self, pixels: Tensor, inputs: TowerInputs) -> Tensor:
         """[P, patch_dim] normalised pixels in reading order to [P, D] features in window order."""
         x_PD = _reorder(self.patch_embed(pixels), inputs.token_order, self.config.patches_per_token)
+        update_PD: Tensor | None = None
         cos_sin = vision_cos_sin(inputs.positions, self.config.head_dim)
         for layer, block in enumerate(self.blocks):
             is_full = layer in self.config.full_attention_layers
-            x_PD = block(x_PD, cos_sin, inputs.images if is_full else inputs.windows)
-        return x_PD
+            x_PD, update_PD = block(x_PD, update_PD, cos_sin, inputs.images if is_full else inputs.windows)
+        return x_PD if update_PD is None else x_PD + update_PD
 
 
 def _reorder(x_PD: Tensor, token_order: Tensor, patches_per_token: int) -> Tensor:
@@ -273,7 +277,7 @@ class PatchMerger(nn.Module):
         self.merged_size = config.hidden_size * config.patches_per_token
         self.ln_q = RMSNorm(config.hidden_size, NORM_EPS)
         self.mlp = nn.Sequential(
-            nn.Linear(self.merged_size, self.merged_size), nn.GELU(), nn.Linear(self.merged_size, out_size)
+            Linear(self.merged_size, self.merged_size), nn.GELU(), Linear(self.merged_size, out_size)
         )
 
     def forward(self, x_PD: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from saccade.kernels.rope import CosSin, mrope_cos_sin
 from saccade.model.attention import AttentionContext, PackedAttention
 from saccade.model.config import ModelConfig
 from saccade.model.language import LanguageModel
+from saccade.model.linear import Linear
 from saccade.model.vision import PatchMerger, TowerInputs, VisionTower, window_layout
 from saccade.processor.inputs import ModelInputs
 
@@ -23,9 +24,23 @@ class VLM(nn.Module):
         self.vision = VisionTower(config.vision)
         self.projector = PatchMerger(config.vision, config.language.hidden_size)
         self.language = LanguageModel(config.language)
-        self.head = nn.Linear(config.language.hidden_size, config.language.vocab_size, bias=False)
-        if config.tied_head:
-            self.head.weight = self.language.embed_tokens.weight
+        self.head = Linear(config.language.hidden_size, config.language.vocab_size, bias=False)
+        self.tie_head()
+
+    def tie_head(self) -> None:
+        """Share the embedding with a tied head, again after parameters were replaced."""
+        if self.config.tied_head:
+            self.head.tie(self.language.embed_tokens)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.language.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype: of activations, embedding and norms."""
+        return self.language.embed_tokens.weight.dtype
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """[T, V]: logits of every packed token."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from saccade.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from saccade.errors import CheckpointError
 from saccade.model.families import family_of, load_model_config
-from saccade.model.layers import checkpoint_shapes
+from saccade.model.linear import checkpoint_shapes, merge_storage
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config, read_json
 
@@ -70,7 +70,8 @@ def load_model(
     check_finite({name: model.get_parameter(names[name]) for name in names}, folder)
     if model.config.tied_head:
         _check_tied_copy(files, model, family.name_on_disk("head.weight"), folder)
-        model.head.weight = model.language.embed_tokens.weight
+        model.tie_head()
+    merge_storage(model)
     return model.eval()
 
 
@@ -210,7 +211,7 @@ def _check_tied_copy(files: dict[str, Path], model: VLM, head_name: str, folder:
 
 
 def _set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
-    """Set a parameter, zero-padded to its shape in memory (`FeedForward`)."""
+    """Set a parameter, zero-padded to its shape in memory (`Linear`)."""
     module_name, _, parameter_name = name.rpartition(".")
     module = model.get_submodule(module_name)
     shape = getattr(module, parameter_name).shape

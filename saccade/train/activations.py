@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from saccade.errors import ConfigError
 from saccade.model.config import ModelConfig
-from saccade.model.layers import ALIGNMENT
+from saccade.model.linear import ALIGNMENT
 from saccade.train.config import Recompute
 
 
@@ -191,5 +191,5 @@ def input_bytes(config: ModelConfig, size: MicroBatchSize) -> int:
 
 
 def _aligned(size: int) -> int:
-    """The padded size of `FeedForward`."""
+    """The padded size of an aligned `Linear`."""
     return -(-size // ALIGNMENT) * ALIGNMENT

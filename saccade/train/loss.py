@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.kernels.linear_cross_entropy import linear_cross_entropy
 from saccade.model.config import VisionConfig
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
@@ -75,11 +74,11 @@ class ModelWithLoss(nn.Module):
         partition `labels`, and tokens without a label are dropped before the matmul.
         """
         hidden_TD = self._hidden_states(inputs)
-        weight_VD = self.model.head.weight
-        loss = linear_cross_entropy(hidden_TD, weight_VD, labels, count=count, num_labels=num_loss_tokens)
+        head = self.model.head
+        loss = head.cross_entropy(hidden_TD, labels, count=count, num_labels=num_loss_tokens)
         with torch.no_grad():
             sums = [
-                linear_cross_entropy(hidden_TD.detach(), weight_VD.detach(), part, count=1.0, num_labels=num_labels)
+                head.cross_entropy(hidden_TD.detach(), part, count=1.0, num_labels=num_labels)
                 for part, num_labels in by_source
             ]
         return loss, torch.stack(sums) if sums else loss.new_zeros(0)
@@ -90,7 +89,7 @@ class ModelWithLoss(nn.Module):
         hidden_TD = self._hidden_states(inputs)
         total = torch.zeros(3, dtype=torch.float64, device=labels.device)
         for index in torch.split((labels != IGNORED).nonzero()[:, 0], _LOGITS_CHUNK):
-            logits_CV = F.linear(hidden_TD[index], self.model.head.weight).float()
+            logits_CV = self.model.head(hidden_TD[index]).float()
             loss = F.cross_entropy(logits_CV, labels[index], reduction="sum")
             correct = (logits_CV.argmax(1) == labels[index]).sum()
             total += torch.stack([loss.double(), correct.double(), total.new_tensor(len(index))])

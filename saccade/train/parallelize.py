@@ -131,8 +131,7 @@ def build_model(folder: Path, stage: StageConfig, strategy: Strategy, dtype: str
 def _allocate(module: ModelWithLoss, device: torch.device | str) -> None:
     """Allocate every parameter, and tie the head to the embedding again."""
     module.to_empty(device=device)
-    if module.model.config.tied_head:
-        module.model.head.weight = module.model.language.embed_tokens.weight
+    module.model.tie_head()
 
 
 def choose_strategy(config: ParallelConfig, world: World) -> Strategy:
@@ -214,7 +213,7 @@ def recompute(blocks: nn.ModuleList, extent: Recompute, *, is_random: bool = Fal
         feed_forward: Any = block.mlp
         module: Any = {"none": None, "selective": feed_forward, "full": block}[extent]
         if module is not None:
-            feed_forward.fuse_down_proj = False
+            feed_forward.saves_activation = True
             module.forward = functools.partial(
                 checkpoint, module.forward, use_reentrant=False, preserve_rng_state=is_random
             )

@@ -28,6 +28,7 @@ from saccade.device import DTYPE_NAMES
 from saccade.errors import CheckpointError
 from saccade.files import atomic_write
 from saccade.model.families import family_of, load_model_config
+from saccade.model.lora_linear import LoraLinear
 from saccade.model.vlm import VLM
 from saccade.model.weights import (
     PROCESSOR_FILES,
@@ -39,7 +40,7 @@ from saccade.model.weights import (
 )
 from saccade.processor.folder import read_config
 from saccade.train.dtensor import copy_full_tensor
-from saccade.train.lora import LoraLinear, base_shapes, initial_adapters, lora_layers, lora_parameters, merge_lora
+from saccade.train.lora import base_shapes, initial_adapters, lora_layers, lora_parameters, merge_lora
 from saccade.world import World
 
 # ------------------------------------------------------------------ load

@@ -53,10 +53,10 @@ def expect_norm_linear(x, residual, norm_weight, weight, bias, dtype):
     return actual
 
 
-def expect_gated_linear(gate_up, weight, bias, dtype):
+def expect_gated_linear(gate, up, weight, bias, dtype):
     with launch.forced("triton"):
-        actual = gated_linear(gate_up, weight, bias)
-    activated = swiglu_reference(*gate_up.float().chunk(2, dim=1)).to(dtype)  # rounded once, as `swiglu` rounds
+        actual = gated_linear(gate, up, weight, bias)
+    activated = swiglu_reference(gate.float(), up.float()).to(dtype)  # rounded once, as `swiglu` rounds
     assert_close("out", actual, product(activated, weight, bias), BOUNDS[dtype])
     return actual
 
@@ -64,7 +64,8 @@ def expect_gated_linear(gate_up, weight, bias, dtype):
 def expect_layers(x, residual, norm_weight, weight, bias, dtype):
     expect_linear(x, weight, bias, dtype)
     expect_norm_linear(x, residual, norm_weight, weight, bias, dtype)
-    expect_gated_linear(torch.cat([x, residual], dim=1), weight, bias, dtype)
+    expect_gated_linear(x, residual, weight, bias, dtype)
+    expect_gated_linear(*torch.cat([x, residual], dim=1).chunk(2, dim=1), weight, bias, dtype)
 
 
 @pytest.mark.parametrize("num_tokens", range(1, MAX_TOKENS + 1))
@@ -91,7 +92,7 @@ def test_the_references_are_the_layers_one_after_the_other(device):
     ):
         assert_close("out", actual, expected, 1e-6)
     expected = swiglu_linear(x, residual, weight, bias)
-    assert_close("out", gated_linear_reference(torch.cat([x, residual], dim=1), weight, bias), expected, 1e-6)
+    assert_close("out", gated_linear_reference(x, residual, weight, bias), expected, 1e-6)
     assert torch.equal(small_linear_reference(x, weight, bias), F.linear(x, weight, bias))
 
 
@@ -128,12 +129,12 @@ def test_any_tiles_give_the_same_layer(tiles, num_inputs, device, dtype, monkeyp
 def test_rows_apart_equal_copies(device, dtype):
     _, _, norm_weight, weight, bias = inputs(1, (9, 48), device, dtype)
     wide = torch.randn(5, 4 * 48 + 1, device=device).to(dtype)
-    x, residual, gate_up = wide[:, 48:96], wide[:, 97:145], wide[:, 96:192]
+    x, residual, gate, up = wide[:, 48:96], wide[:, 97:145], wide[:, 96:144], wide[:, 144:192]
     wide_weight = torch.cat([weight, weight], dim=1)[:, :48]
     for w in (weight, wide_weight):
         assert torch.equal(expect_linear(x, w, bias, dtype)[0], expect_linear(x.clone(), w, bias, dtype)[0])
         expect_norm_linear(x, residual, norm_weight, w, bias, dtype)
-        expect_gated_linear(gate_up, w, bias, dtype)
+        expect_gated_linear(gate, up, w, bias, dtype)
 
 
 def test_a_token_does_not_depend_on_the_others(device, dtype, monkeypatch):
@@ -144,7 +145,7 @@ def test_a_token_does_not_depend_on_the_others(device, dtype, monkeypatch):
 
     def layers(rows):
         with launch.forced("triton"):
-            gated = gated_linear(torch.cat([x, residual], dim=1)[rows], weight, bias)
+            gated = gated_linear(x[rows], residual[rows], weight, bias)
             plain = small_linear.small_linear(x[rows], weight, bias)
             return gated, plain, *norm_linear(x[rows], residual[rows], norm_weight, EPS, weight, bias)
 
@@ -160,11 +161,10 @@ def test_a_token_does_not_depend_on_the_others(device, dtype, monkeypatch):
 
 def test_the_activation_rounds_as_the_kernel_of_its_own_does(device, dtype, monkeypatch):
     x, residual, _, weight, bias = inputs(3, (9, 512), device, dtype)
-    gate_up = 3 * torch.cat([x, residual], dim=1)
     results = []
     for fused_tokens in (0, MAX_TOKENS):
         monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": 0, "gate": fused_tokens})
-        results.append(expect_gated_linear(gate_up, weight, bias, dtype))
+        results.append(expect_gated_linear(3 * x, 3 * residual, weight, bias, dtype))
     assert_close("out", results[1], results[0].float(), 1e-6 if dtype == torch.float32 else BOUNDS[dtype] / 4)
 
 
@@ -175,11 +175,11 @@ def test_more_tokens_and_training_are_served_in_parts(device):
     x, residual, norm_weight, weight, bias = (t.requires_grad_() for t in inputs(2, (7, 64), device, dtype))
     with launch.forced("triton"):
         out, total = norm_linear(x, residual, norm_weight, EPS, weight, bias)
-        (out.sum() + gated_linear(torch.cat([x, residual], dim=1), weight, bias).sum() + total.sum()).backward()
+        (out.sum() + gated_linear(x, residual, weight, bias).sum() + total.sum()).backward()
     leaves = (x, residual, norm_weight, weight, bias)
     actual = [leaf.grad for leaf in leaves]
     out, total = norm_linear_reference(x, residual, norm_weight, EPS, weight, bias)
-    loss = out.sum() + gated_linear_reference(torch.cat([x, residual], dim=1), weight, bias).sum() + total.sum()
+    loss = out.sum() + gated_linear_reference(x, residual, weight, bias).sum() + total.sum()
     for name, a, e in zip(
         ("x", "residual", "norm", "weight", "bias"), actual, torch.autograd.grad(loss, leaves), strict=True
     ):
@@ -209,8 +209,8 @@ def test_shapes_that_do_not_fit_are_refused(device):
         lambda: small_linear.small_linear(x, weight, bias[1:]),
         lambda: norm_linear(x, residual[:1], norm_weight, EPS, weight),
         lambda: norm_linear(x, None, norm_weight[1:], EPS, weight),
-        lambda: gated_linear(x, weight),
-        lambda: gated_linear(torch.cat([x, residual, x[:, :1]], dim=1), weight),
+        lambda: gated_linear(x, residual[:, 1:], weight),
+        lambda: gated_linear(x[:, 1:], residual[:, 1:], weight),
     ):
         with pytest.raises(ValueError, match="do not fit"):
             wrong()
@@ -244,7 +244,7 @@ def test_a_chain_of_layers_started_early_gives_what_layers_one_by_one_give(devic
         for _ in range(6):
             out = wait(small_linear.small_linear(rms_norm(out, norm_weight, EPS), first, bias))
             middle, total = wait(norm_linear(out, total, norm_weight, EPS, gate_up))
-            out = wait(gated_linear(middle, down))
+            out = wait(gated_linear(*middle.chunk(2, dim=1), down))
         return out, total
 
     def synchronized(result):

@@ -16,18 +16,12 @@ from saccade.errors import CheckpointError, ConfigError
 from saccade.model import load_model
 from saccade.model.families.qwen2_5_vl import name_on_disk
 from saccade.model.initialize import initialize_random, named_size
+from saccade.model.linear import Linear
+from saccade.model.lora_linear import GROUP_SIZE, LoraLinear, compute_weight, stored_weight
 from saccade.processor import Processor
 from saccade.train.checkpoint import newest_state, stored_names
 from saccade.train.config import LoraConfig, TrainConfig
-from saccade.train.lora import (
-    GROUP_SIZE,
-    LoraLinear,
-    compute_weight,
-    lora_layers,
-    lora_parameters,
-    stored_weight,
-    target_layers,
-)
+from saccade.train.lora import lora_layers, lora_parameters, target_layers
 from saccade.train.loss import count_labels, next_token_labels
 from saccade.train.metrics import Flops, training_flops
 from saccade.train.optimizer import build_optimizer
@@ -300,7 +294,7 @@ def test_peft_reads_the_adapter_beside_the_original_model(run_root, checkpoint, 
 
 
 def layer_of(linear, dtype=torch.float32, **settings):
-    layer = LoraLinear(linear, LoraConfig(rank=4, alpha=8.0, **settings), dtype).eval()
+    layer = LoraLinear(linear, rank=4, alpha=8.0, dtype=dtype, **settings).eval()
     torch.nn.init.normal_(layer.lora_A, std=0.1)
     torch.nn.init.normal_(layer.lora_B, std=0.1)
     return layer
@@ -311,7 +305,7 @@ def layer_of(linear, dtype=torch.float32, **settings):
 @pytest.mark.parametrize("num_inputs", [128, 104])
 def test_the_layer_and_its_gradients_follow_the_formula(quantization, dtype, num_inputs):
     torch.manual_seed(0)
-    layer = layer_of(nn.Linear(num_inputs, 72).to(dtype), dtype, quantize_base=quantization)
+    layer = layer_of(Linear(num_inputs, 72).to(dtype), dtype, quantization=quantization)
     held = [layer.weight] if quantization == "none" else [layer.weight_bits, layer.weight_scale]
     weight = compute_weight(held, quantization, num_inputs).float()
     x = torch.randn(2, 5, num_inputs, dtype=dtype, requires_grad=True)
@@ -330,7 +324,7 @@ def test_the_layer_and_its_gradients_follow_the_formula(quantization, dtype, num
 
 def test_dropout_applies_to_the_adapters_only():
     torch.manual_seed(0)
-    layer, x = layer_of(nn.Linear(128, 72), dropout=0.5), torch.randn(64, 128, requires_grad=True)
+    layer, x = layer_of(Linear(128, 72), dropout=0.5), torch.randn(64, 128, requires_grad=True)
     nn.init.zeros_(layer.lora_B)
     assert torch.equal(layer.train()(x), layer.eval()(x))
     nn.init.normal_(layer.lora_B)
@@ -354,7 +348,7 @@ def test_a_frozen_weight_takes_a_quarter_or_half_of_its_memory(quantization, sha
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 def test_backward_saves_only_the_input(quantization):
-    layer, kept = layer_of(nn.Linear(512, 768), quantize_base=quantization), []
+    layer, kept = layer_of(Linear(512, 768), quantization=quantization), []
     x = torch.randn(32, 512, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         layer(x)

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from saccade.model.initialize import initialize_random, named_size
-from saccade.model.layers import checkpoint_shapes
+from saccade.model.linear import checkpoint_shapes
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
 from saccade.train.metrics import (

@@ -1,0 +1,128 @@
+"""Projections: one forward for training and inference, storage that callers do not see."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from saccade.model import load_model
+from saccade.model.initialize import initialize_random, named_size
+from saccade.model.layers import FeedForward, RMSNorm
+from saccade.model.linear import Linear, checkpoint_shapes, merge_storage, project, projections
+from saccade.model.prepacked_linear import prepack_storage
+
+
+class Attention(nn.Module):
+    merged_projections = (("q", "k"),)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = Linear(16, 24), Linear(16, 8)
+
+
+@pytest.fixture
+def merged():
+    torch.manual_seed(0)
+    module = Attention()
+    before = copy.deepcopy(module)
+    merge_storage(module)
+    return module, before
+
+
+def test_parts_of_merged_storage_keep_their_names_and_values(merged):
+    module, before = merged
+    for (name, part), (expected_name, expected) in zip(
+        module.named_parameters(), before.named_parameters(), strict=True
+    ):
+        assert name == expected_name
+        assert torch.equal(part, expected)
+    storages = {parameter.untyped_storage().data_ptr() for parameter in (module.q.weight, module.k.weight)}
+    assert len(storages) == 1, "no second copy"
+
+
+def test_merged_projections_compute_what_their_parts_compute(merged):
+    module, before = merged
+    x = torch.randn(5, 16)
+    with torch.no_grad():
+        for actual, expected in zip(project(x, module.q, module.k), project(x, before.q, before.k), strict=True):
+            assert torch.allclose(actual, expected, atol=1e-6)
+
+
+def test_merged_projections_can_be_trained(merged):
+    module, before = merged
+    x = torch.randn(5, 16)
+    for one in (module, before):
+        sum(y.square().sum() for y in project(x, one.q, one.k)).backward()
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter -= 0.01 * parameter.grad
+    with torch.no_grad():
+        for actual, expected in zip(project(x, module.q, module.k), project(x, before.q, before.k), strict=True):
+            assert torch.allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda module: module.to(torch.float64).to(torch.float32),
+        lambda module: copy.deepcopy(module),
+        lambda module: setattr(module.q, "weight", nn.Parameter(module.q.weight.detach().clone())) or module,
+    ],
+    ids=["moved", "copied", "set"],
+)
+def test_a_part_whose_weight_is_replaced_is_read_from_then_on(merged, replace):
+    module = replace(merged[0])
+    with torch.no_grad():
+        module.q.weight.zero_()
+        q, k = project(torch.randn(5, 16), module.q, module.k)
+    assert torch.equal(q, module.q.bias.expand_as(q))
+    assert k.any()
+
+
+def test_prepacked_projections_compute_what_plain_ones_compute(merged):
+    module, before = merged
+    prepack_storage(module)
+    x = torch.randn(5, 16)
+    with torch.no_grad():
+        expected = project(x, before.q, before.k)
+        for actual in (project(x, module.q, module.k), (module.q(x), module.k(x))):
+            assert all(torch.allclose(a, e, atol=1e-6) for a, e in zip(actual, expected, strict=True))
+    assert not list(module.parameters()), "the plain weights are gone"
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 700])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_the_norm_of_a_sum_is_the_same_left_to_the_projection_or_computed_before(num_rows, has_residual):
+    torch.manual_seed(0)
+    norm, mlp = RMSNorm(16, 1e-6), FeedForward(16, 20, bias=True)
+    nn.init.normal_(norm.weight)
+    x, residual = torch.randn(num_rows, 16), torch.randn(num_rows, 16) if has_residual else None
+    with_gradients = norm.of_sum(x, residual)
+    assert isinstance(with_gradients.input, torch.Tensor)
+    expected = mlp(with_gradients.input)
+    for _ in ("apart", "merged"):
+        with torch.no_grad():
+            left = norm.of_sum(x, residual)
+            assert torch.allclose(mlp(left.input), expected, atol=1e-5)
+            assert torch.equal(left.total, with_gradients.total)
+        merge_storage(mlp)
+
+
+def test_padding_is_in_memory_alone():
+    mlp = FeedForward(16, 20, bias=True)
+    assert (mlp.up_proj.out_features, mlp.down_proj.in_features) == (24, 24)
+    shapes = checkpoint_shapes(mlp)
+    assert shapes["up_proj.weight"] == (20, 16)
+    assert shapes["up_proj.bias"] == (20,)
+    assert shapes["down_proj.weight"] == (16, 20)
+
+
+def test_a_loaded_model_is_merged_and_holds_each_weight_once(tmp_path):
+    initialize_random(tmp_path / "model", named_size("tiny"))
+    model = load_model(tmp_path / "model", device="cpu")
+    total = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
+    assert total == sum(p.nbytes for p in model.parameters())
+    layer = model.language.layers[0]
+    assert len({p.weight.untyped_storage().data_ptr() for p in (layer.self_attn.q_proj, layer.self_attn.v_proj)}) == 1
+    assert {"vision.patch_embed.proj", "projector.mlp.0", "head"} <= {name for name, _ in projections(model)}
