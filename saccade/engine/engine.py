@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import logging
 import os
@@ -230,6 +231,7 @@ class Engine:
             opened.callback(engine.close)
             preprocessor.wait_until_ready()  # its workers started while the weights were loaded
             opened.pop_all()
+        gc.freeze()  # until it is closed: a full collection over all that torch has imported would hold up outputs for 0.1 s
         return engine
 
     # -------------------------------------------------------------- submit requests
@@ -600,6 +602,7 @@ class Engine:
         self._inbox.put(partial(self._fail_all, Failure("running", "the engine was closed", "engine_stopped")))
         self._inbox.put(None)
         self._thread.join()
+        gc.unfreeze()
 
     def __enter__(self) -> Engine:
         return self

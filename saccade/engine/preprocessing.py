@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from PIL import Image
 
+from saccade.engine.encoder_cache import salted
 from saccade.engine.preprocessing_worker import (
     MAX_WORKER_BYTES,
     ImageTask,
@@ -132,7 +133,7 @@ class Preprocessor:
         """Guards the fields below."""
         self._cache = ProcessedImageCache(processed_image_cache_bytes)
         self._in_progress: dict[bytes, Future[ProcessedImage]] = {}
-        """By digest of the task."""
+        """By salted digest of the task."""
         self._unfinished: set[Future[TokenPrompt]] = set()
         self._is_closed = False
         self._num_prompts = self._num_processed = self._num_cache_hits = self._num_shared = 0
@@ -283,7 +284,7 @@ class Preprocessor:
             task = self._read(item, budget)
         except Exception as error:  # reported when all are done, so that of two bad images the first is named
             return _failed(error)
-        digest = task.digest(salt)
+        digest = salted(salt, task.digest)
         with self._lock:
             if image := self._cache.get(digest):
                 self._num_cache_hits += 1
@@ -336,7 +337,7 @@ class Preprocessor:
             with self._lock:
                 self._decode_times.observe(image.decode_s)
                 self._preprocess_times.observe(image.preprocess_s)
-                image = self._cache.put(digest, image)
+                self._cache.put(digest, image)
                 self._num_processed += 1
         except BaseException as error:
             with self._lock:

@@ -193,9 +193,10 @@ class ImageTask:
         """All but the data of the sources, as JSON."""
         return {"kind": self.kind, "fps": self.fps, "sources": [source.describe() for source in self.sources]}
 
-    def digest(self, salt: bytes) -> bytes:
-        """sha256 of the task and the salt of its request: the key of the processed-image cache."""
-        digest = hashlib.sha256(json.dumps([salt.hex(), self.describe()]).encode())
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """sha256 of all that the result depends on but the settings."""
+        digest = hashlib.sha256(json.dumps(self.describe()).encode())
         for source in self.sources:
             digest.update(byte_view(source.data))
         return digest.digest()
@@ -241,15 +242,15 @@ class PromptProcessor:
         return self._processor.tokenize(messages, not continue_final_message, continue_final_message, tools)
 
     def process(self, task: ImageTask) -> ProcessedImage:
-        """Decode, resize, patchify and hash. Errors name the frame, but not the image."""
+        """Decode, resize and patchify. Errors name the frame, but not the image."""
         visual, num_pixels, decode_s, preprocess_s = self.patchify(task)
-        key = image_key(self.metadata.of(task.kind), visual.grid, visual.span.time_step, visual.patches)
+        key = image_key(self.metadata.of(task.kind), task)
         return ProcessedImage(
             key, visual.grid, visual.span.time_step, visual.patches, num_pixels, decode_s, preprocess_s
         )
 
     def patchify(self, task: ImageTask) -> Patchified:
-        """All of `process` but the hash. The patches are read-only."""
+        """All of `process` but the key. The patches are read-only."""
         started_at = time.perf_counter()
         frames = self._frames(task, MediaBudget(self._config.limits))
         decoded_at = time.perf_counter()
@@ -309,14 +310,12 @@ class PromptProcessor:
         return load_image(_encoded(source), budget.limits, budget)
 
 
-def image_key(metadata: VisualMetadata, grid: tuple[int, int, int], time_step: float, patches: Pixels) -> bytes:
-    """sha256 of the patches, their grid and the settings they were made with: equal for equal image features.
+def image_key(metadata: VisualMetadata, task: ImageTask) -> bytes:
+    """sha256 of an image as sent and of the settings it is preprocessed with: equal keys have equal features.
 
-    Computed in the process that uses it as a key.
+    Computed in the engine's process, never by a worker.
     """
-    digest = hashlib.sha256(json.dumps([metadata.settings, grid, time_step]).encode())
-    digest.update(byte_view(patches))
-    return digest.digest()
+    return hashlib.sha256(metadata.settings.encode() + task.digest).digest()
 
 
 def _encoded(source: Source) -> str | bytes:
@@ -510,8 +509,7 @@ class _ImageJob(Job[Mailbox, ProcessedImage]):
         times = [check_seconds(message.get(name)) for name in ("decode_s", "preprocess_s")]
         patches = worker.channel.read_outbox((math.prod(grid), metadata.patch_dim), np.uint8)
         worker.channel.free_if_large()
-        key = image_key(metadata, grid, time_step, patches)
-        return ProcessedImage(key, grid, time_step, patches, num_pixels, *times)
+        return ProcessedImage(image_key(metadata, self._task), grid, time_step, patches, num_pixels, *times)
 
     def error(self, reason: str) -> ImageError:
         return ImageError(

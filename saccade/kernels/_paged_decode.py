@@ -35,11 +35,13 @@ def _plan_kernel(
     ends = tl.cumsum(num_tiles, 0)
     total = tl.sum(num_tiles, 0)
     per_program = tl.maximum(tl.cdiv(total, NUM_PROGRAMS), MIN_TILES)
-    # A range begins in the request after those that end before it; past the last tile it is empty.
+    # A range begins in the request after those that end before it; past the last tile it is empty, and begins behind the last request
+    # that has tiles: the program before it would otherwise read the lengths of all padding, one after another.
+    num_used = tl.max(tl.where(num_tiles > 0, r + 1, 0), 0)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     first = tl.minimum(p * per_program, total)
     is_before = ends[None, :] <= first[:, None]
-    request = tl.minimum(tl.sum(is_before.to(tl.int32), 1), num_requests)
+    request = tl.minimum(tl.sum(is_before.to(tl.int32), 1), num_used)
     tile = first - tl.max(tl.where(is_before, ends[None, :], 0), 1)
     tl.store(ranges + 2 * p, request, mask=p <= NUM_PROGRAMS)
     tl.store(ranges + 2 * p + 1, tile, mask=p <= NUM_PROGRAMS)
@@ -164,18 +166,17 @@ def _combine_decode_kernel(
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Combine the partial results of one request, BLOCK_H heads and BLOCK_D channels; zeros for one without context."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     request = tl.program_id(0)
     token = tl.load(cu_seqlens_q + request).to(tl.int64)
-    if tl.load(cu_seqlens_q + request + 1) <= token:
-        return
+    next_token = tl.load(cu_seqlens_q + request + 1)
     per_program = tl.load(cu_tiles)
     begin = tl.load(cu_tiles + 1 + request)
     end = tl.load(cu_tiles + 2 + request)
     first = begin // per_program
     last = (end - 1) // per_program
-    if (end > begin) & (first == last):  # one program had it whole
+    if OVERLAP:  # what is read above was written before the first half began
+        tl.extra.cuda.gdc_wait()
+    if (next_token <= token) | ((end > begin) & (first == last)):  # padding, or one program had it whole
         return
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -294,10 +295,11 @@ def decode(
         HAS_ROWS=pages.rows is not None, OVERLAP=overlaps, LARGEST=pages.largest, num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages,
     )  # fmt: skip
-    # Few requests have many partial results each, which many programs combine at once; of many requests most have none.
-    block_h, block_s, block_d = min(8, triton.next_power_of_2(H)), 2, block_k
+    # A program reads all partial results of its rows at once: a loop over them would wait for memory in every pass. Few requests have
+    # many partial results each; of many requests most have none, unless most of them are padding.
+    block_h, block_s, block_d = 1, 16 if plan.num_decode > _MANY_REQUESTS else 32, block_k
     if plan.num_decode <= _FEW_REQUESTS:
-        block_h, block_s, block_d = 1, 128 if plan.num_decode <= 4 else 32, min(block_k, 32)
+        block_s, block_d = 128 if plan.num_decode <= 4 else 32, min(block_k, 32)
     early = {"launch_pdl": True} if overlaps else {}
     _combine_decode_kernel[plan.num_decode, triton.cdiv(H, block_h), triton.cdiv(K, block_d)](
         partial_out, partial_lse, cu_seqlens_q, plan.cu_tiles, out_THK, *out_THK.stride()[:2], H=H, K=K, OVERLAP=overlaps,
