@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test pytest test-gpu lint format docs clean chromium
+.PHONY: help quickstart test test-all pytest test-gpu lint format docs clean chromium
 
 help:
 	@echo "make quickstart   data, training, evaluation and a server, on this machine"
 	@echo "make test         format, lint, types and all tests"
+	@echo "make test-all     the same, and long variants of tests (marked slow)"
 	@echo "make test-gpu     all tests that need a GPU"
 	@echo "make lint         format check, lint and types"
 	@echo "make format       rewrite files in the project style"
@@ -16,11 +18,12 @@ help:
 	@echo "make clean        remove the environment and caches"
 
 # torch comes first and pinned: pip then takes a CPU wheel where one is at hand, and nothing later pulls another build.
+# Without --no-compile pip compiles every module of every package for 40 s; most are never imported, the others are compiled then.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "saccade needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
 # The quickstart has an environment of its own, without what only developers need.
@@ -55,8 +58,14 @@ chromium:
 	&& DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium >/dev/null; } \
 	|| echo "chromium cannot be installed here: the tests of the page are skipped"
 
+# Three workers on two cores, since many tests wait for processes and timeouts.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
 pytest: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+test-all: $(READY) chromium
+	$(PYTEST) -m ''
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

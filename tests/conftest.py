@@ -8,6 +8,7 @@ import sys
 
 # Before torch is imported, and for all processes that tests start: threads of several that wait for each other slow all down.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # they would compile every module again
 
 import pytest
 import torch

@@ -2,24 +2,22 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import torch
+from commands import run_forked
 
 from saccade.model.initialize import initialize_random, named_size
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-@pytest.fixture
-def hub(tmp_path):
-    """The address of a hub that has the model acme/tiny, with a file that must not be downloaded."""
-    folder = tmp_path / "published"
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """The address of a hub that has the model acme/tiny, with a file that must not be downloaded, and the files it has served."""
+    folder = tmp_path_factory.mktemp("hub") / "published"
     initialize_random(folder, named_size("tiny"), dtype=torch.float32)
     (folder / "modeling.py").write_text("raise SystemExit('remote code')")
     served = []
@@ -68,39 +66,40 @@ def hub(tmp_path):
         server.shutdown()
 
 
-def chat(name, folder, address):
-    """`saccade chat NAME hi` with the hub at an address and an empty cache."""
-    import os
-
-    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
-    words = [sys.executable, "-m", "saccade", "chat", name, "hi", "--max-tokens", "2", "--device", "cpu"]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+_CHAT = "import sys; sys.argv = ['saccade', 'chat', '{}', 'hi', '--max-tokens', '2', '--device', 'cpu']; from saccade.cli import main; main()"
+_WITHOUT_EXTRA = "import sys; sys.modules['huggingface_hub'] = None\n"
 
 
-def test_a_name_of_the_hub_is_downloaded_without_its_code_and_answers(hub, tmp_path):
-    address, served = hub
-    ended = chat("acme/tiny", tmp_path, address)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout
+@pytest.fixture(scope="module")
+def chats(hub, tmp_path_factory):
+    """How `saccade chat NAME hi` ends, first with an empty cache: a name that the hub has, twice, one that it has not, and without the extra."""
+    folder = tmp_path_factory.mktemp("chats")
+    tiny, nothing = _CHAT.format("acme/tiny"), _CHAT.format("acme/nothing")
+    environment = {"HF_ENDPOINT": hub[0], "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    return run_forked([tiny, tiny, nothing, _WITHOUT_EXTRA + tiny], folder, **environment)
+
+
+def test_a_name_of_the_hub_is_downloaded_once_without_its_code_and_answers(hub, chats):
+    first, again, *_ = chats
+    _, served = hub
+    assert first.status == 0, first.err
+    assert first.out
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= set(served)
     assert "modeling.py" not in served
-    before = len(served)
-    assert chat("acme/tiny", tmp_path, address).stdout == ended.stdout
-    assert len(served) == before, "the second time it is in the cache"
+    assert again.out == first.out
+    assert len(served) == len(set(served)), "the second time it is in the cache"
 
 
-def test_a_name_that_the_hub_does_not_have_is_one_line(hub, tmp_path):
-    ended = chat("acme/nothing", tmp_path, hub[0])
-    assert ended.returncode == 2
-    [line] = ended.stderr.strip().splitlines()
+def test_a_name_that_the_hub_does_not_have_is_one_line(chats):
+    ended = chats[2]
+    assert ended.status == 2
+    [line] = ended.err.strip().splitlines()
     assert line.startswith("saccade: acme/nothing: no such folder, and the Hugging Face Hub")
 
 
-def test_without_the_extra_it_says_how_to_get_the_checkpoint():
-    blocked = "import sys; sys.modules['huggingface_hub'] = None; sys.argv = ['saccade', 'chat', 'acme/tiny', 'hi']"
-    code = f"{blocked}\nfrom saccade.cli import main\nmain()"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)  # fmt: skip
-    assert ended.returncode == 2
-    [line] = ended.stderr.strip().splitlines()
+def test_without_the_extra_it_says_how_to_get_the_checkpoint(chats):
+    ended = chats[3]
+    assert ended.status == 2
+    [line] = ended.err.strip().splitlines()
     assert "pip install 'saccade[hub]'" in line
     assert "hf download acme/tiny --local-dir tiny" in line

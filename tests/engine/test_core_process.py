@@ -30,8 +30,8 @@ def engine_of(folder, **settings):
 @pytest.fixture(scope="module")
 def engine(folder):
     with engine_of(folder) as engine:
-        pid = engine._core.pid
         yield engine
+        pid = engine._core.pid
     assert not Path(f"/proc/{pid}").exists(), "the process ends with the engine"
 
 
@@ -144,28 +144,27 @@ def test_a_checkpoint_that_cannot_be_loaded_raises_what_it_raises_here(folder, t
         engine_of(broken)
 
 
-def test_every_open_request_fails_when_the_process_is_killed_and_a_new_core_serves_again(folder):
-    with engine_of(folder) as engine:
-        completions, ended = [], threading.Semaphore(0)
+def test_every_open_request_fails_when_the_process_is_killed_and_a_new_core_serves_again(engine):
+    completions, ended = [], threading.Semaphore(0)
 
-        def on_delta(delta):
-            if delta.completion is not None:
-                completions.append(delta.completion)
-                ended.release()
+    def on_delta(delta):
+        if delta.completion is not None:
+            completions.append(delta.completion)
+            ended.release()
 
-        for _ in range(3):
-            prompt = engine.preprocess(CONVERSATIONS[1])
-            engine.submit(prompt, SamplingParams(max_tokens=200, ignore_eos=True), on_delta)
-        pid = engine._core.pid
-        os.kill(pid, signal.SIGKILL)
-        for _ in range(3):
-            assert ended.acquire(timeout=TIMEOUT_S), "a request never ended"
-        assert {(one.finish_reason, one.failure.kind) for one in completions} == {("failed", "engine_stopped")}
-        with pytest.raises(RequestError, match="restart the engine"):
-            engine.generate(CONVERSATIONS[0])
-        assert engine.wait_until_stopped(TIMEOUT_S)
-        engine.restart()
-        assert engine.core_pid not in (None, pid)
-        [completion] = engine.generate(CONVERSATIONS[1], SamplingParams(max_tokens=3, ignore_eos=True))
-        assert completion.finish_reason == "length"
-        assert completion.timings.preprocessed_s < completion.timings.first_token_s < TIMEOUT_S
+    for _ in range(3):
+        prompt = engine.preprocess(CONVERSATIONS[1])
+        engine.submit(prompt, SamplingParams(max_tokens=200, ignore_eos=True), on_delta)
+    pid = engine._core.pid
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(3):
+        assert ended.acquire(timeout=TIMEOUT_S), "a request never ended"
+    assert {(one.finish_reason, one.failure.kind) for one in completions} == {("failed", "engine_stopped")}
+    with pytest.raises(RequestError, match="restart the engine"):
+        engine.generate(CONVERSATIONS[0])
+    assert engine.wait_until_stopped(TIMEOUT_S)
+    engine.restart()
+    assert engine.core_pid not in (None, pid)
+    [completion] = engine.generate(CONVERSATIONS[1], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert completion.finish_reason == "length"
+    assert completion.timings.preprocessed_s < completion.timings.first_token_s < TIMEOUT_S
