@@ -20,13 +20,10 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from saccade.errors import ConfigError, ImageError
-
-Pixels = NDArray[np.uint8]
-"""[height, width, 3] RGB."""
+from saccade.processor.pillow_resize import Pixels, pillow_resize
 
 Resize = Callable[[Pixels, int, int], Pixels]
 """(pixels, height, width) -> pixels of that size: bicubic, antialiased when shrinking."""
@@ -387,11 +384,6 @@ def _to_rgb(image: Image.Image) -> Pixels:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))  # RGB to RGB copies
-
-
-def pillow_resize(pixels: Pixels, height: int, width: int) -> Pixels:
-    """Bit-identical to Hugging Face's processor."""
-    return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
 
 
 def image_patches(

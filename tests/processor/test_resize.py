@@ -11,7 +11,8 @@ from PIL import Image
 
 from saccade.errors import ConfigError, ImageError
 from saccade.processor import Processor
-from saccade.processor.image import ImageSettings, image_patches, pillow_resize
+from saccade.processor.image import ImageSettings, image_patches
+from saccade.processor.pillow_resize import pillow_resize, resize_in_strips
 from saccade.processor.processor import torch_resize
 
 BOUND = 2
@@ -66,6 +67,21 @@ def test_the_fast_resize_is_within_two_steps_of_pillow(picture, size):
 def test_the_bound_holds_for_any_two_sizes(sizes, picture, seed):
     width, height, new_width, new_height = sizes
     assert furthest(picture(width, height, seed), new_height, new_width)[0] <= BOUND
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(sizes=st.tuples(*[st.integers(1, 200)] * 4), num_strips=st.integers(2, 5), seed=st.integers(0, 10**6))
+def test_strips_have_the_pixels_of_the_whole_image(sizes, num_strips, seed):
+    width, height, new_width, new_height = sizes
+    pixels = print_page(width, height, seed)
+    whole = np.asarray(Image.fromarray(pixels).resize((new_width, new_height), Image.Resampling.BICUBIC))
+    assert np.array_equal(resize_in_strips(pixels, new_height, new_width, num_strips), whole)
+
+
+def test_a_large_image_has_the_pixels_of_pillow():
+    pixels = photo(1000, 700, seed=1)
+    whole = np.asarray(Image.fromarray(pixels).resize((560, 448), Image.Resampling.BICUBIC))
+    assert np.array_equal(pillow_resize(pixels, 448, 560), whole)
 
 
 def test_the_bound_is_tight_enough_to_notice_another_kernel():
