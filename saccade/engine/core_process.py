@@ -8,6 +8,7 @@ beside the frame. If the front end dies, the kernel kills the core process. If t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import gc
@@ -345,6 +346,7 @@ def serve(connection: Connection) -> None:
     core = EngineCore(runner, grammars=grammars)
     gc.collect()
     gc.freeze()  # a full collection over all that torch has imported would take 0.1 s between two steps
+    atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
     connection.send({"info": dataclasses.asdict(core.info)})
     inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), name="saccade-core-reader", daemon=True).start()

@@ -12,6 +12,7 @@ detokenizes these, looks for stop strings and calls back.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import gc
@@ -232,6 +233,7 @@ class Engine:
             preprocessor.wait_until_ready()  # its workers started while the weights were loaded
             opened.pop_all()
         gc.freeze()  # until it is closed: a full collection over all that torch has imported would hold up outputs for 0.1 s
+        atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
         return engine
 
     # -------------------------------------------------------------- submit requests
