@@ -18,8 +18,9 @@ class Ended:
 
 
 _FORK_EACH = """
-import json, os, sys
-import torch
+import importlib, json, os, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 for case in json.load(sys.stdin):
     if (pid := os.fork()) == 0:
         for number, name in ((1, "out"), (2, "err")):
@@ -31,13 +32,13 @@ for case in json.load(sys.stdin):
 """
 
 
-def run_forked(codes, folder: Path, **environment: str) -> list[Ended]:
-    """Run each Python code in a process of its own, one after another, forked from one that has imported torch: that takes longest."""
+def run_forked(codes, folder: Path, modules=("torch",), **environment: str) -> list[Ended]:
+    """Run each Python code in a process of its own, one after another, forked from one that has imported the modules."""
     cases = [
         {"code": code, "out": str(folder / f"{i}.out"), "err": str(folder / f"{i}.err")} for i, code in enumerate(codes)
     ]
     run = subprocess.run(
-        [sys.executable, "-c", _FORK_EACH], input=json.dumps(cases), cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", _FORK_EACH, *modules], input=json.dumps(cases), cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     statuses = map(int, run.stdout.split())

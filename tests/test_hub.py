@@ -67,6 +67,7 @@ def hub(tmp_path_factory):
 
 
 _CHAT = "import sys; sys.argv = ['saccade', 'chat', '{}', 'hi', '--max-tokens', '2', '--device', 'cpu']; from saccade.cli import main; main()"
+_MODULES = ("huggingface_hub", "saccade.engine.engine", "saccade.engine.loading", "saccade.engine.runner")
 _WITHOUT_EXTRA = "import sys; sys.modules['huggingface_hub'] = None\n"
 
 
@@ -76,7 +77,7 @@ def chats(hub, tmp_path_factory):
     folder = tmp_path_factory.mktemp("chats")
     tiny, nothing = _CHAT.format("acme/tiny"), _CHAT.format("acme/nothing")
     environment = {"HF_ENDPOINT": hub[0], "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
-    return run_forked([tiny, tiny, nothing, _WITHOUT_EXTRA + tiny], folder, **environment)
+    return run_forked([tiny, tiny, nothing, _WITHOUT_EXTRA + tiny], folder, _MODULES, **environment)
 
 
 def test_a_name_of_the_hub_is_downloaded_once_without_its_code_and_answers(hub, chats):

@@ -92,6 +92,7 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name in {blocked!r} else find(name, package)
 """
 _COMMAND = """
+sys.modules["torch._dynamo"] = None  # the compiler is for training: importing it would double the start
 sys.argv = {words!r}
 from saccade.cli import main
 main()

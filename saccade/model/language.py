@@ -5,6 +5,7 @@ Legend: T tokens, D hidden size, H query heads, G key/value heads, K head dim.
 Parameter names are those on disk (`q_proj`, `input_layernorm`, ...), as LoRA targets and quantization configs use them.
 """
 
+import torch
 from torch import Tensor, nn
 
 from saccade.model.attention import AttentionContext
@@ -70,7 +71,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = _embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
@@ -83,3 +84,11 @@ class LanguageModel(nn.Module):
         for i, layer in enumerate(self.layers, start=1):
             x_TD, update_TD = layer(x_TD, update_TD, attend, select_S if i == len(self.layers) else None)
         return self.norm.of_sum(x_TD, update_TD).normed
+
+
+def _embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
+    """An embedding, not initialized on the meta device: there `normal_` imports torch's compiler, which takes more than a second."""
+    weight_VD = torch.empty(vocab_size, hidden_size)
+    if not weight_VD.is_meta:
+        nn.init.normal_(weight_VD)
+    return nn.Embedding.from_pretrained(weight_VD, freeze=False)
