@@ -103,6 +103,7 @@ def _limit_resources(limits: ResourceLimits) -> None:
     _set_limit(resource.RLIMIT_CPU, limits.cpu_s)
     _set_limit(resource.RLIMIT_NOFILE, limits.open_files)
     _set_limit(resource.RLIMIT_FSIZE, limits.file_bytes)
+    sys.dont_write_bytecode = True  # cut off by that limit, the bytecode of a module would stay broken
 
 
 def _set_limit(kind: int, value: int) -> None:

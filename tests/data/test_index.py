@@ -455,6 +455,7 @@ def test_a_full_disk_while_indexing_is_one_clear_error(tmp_path):
 import resource, sys
 from saccade.data.index import build_index
 from saccade.errors import DataError
+sys.dont_write_bytecode = True  # it would be cut off, and stay
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, 1_000))  # a write beyond fails, as on a full disk
 try:
     build_index(sys.argv[1], num_workers=1)

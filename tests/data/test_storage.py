@@ -181,6 +181,7 @@ def test_processes_share_one_cache_folder(tmp_path, content):
 
 FULL = """
 import resource, sys
+sys.dont_write_bytecode = True  # it would be cut off, and stay
 resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))  # a write beyond fails, as on a full disk
 from saccade.data.storage import Storage, StorageConfig
 storage = Storage(StorageConfig(cache_folder=sys.argv[2], max_cache_bytes=200_000, chunk_bytes=20_000))

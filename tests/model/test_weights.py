@@ -150,7 +150,7 @@ def test_two_tensors_for_one_parameter_are_refused(own):
 
 
 def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(tmp_path):
-    command = f"ulimit -f 1; exec {sys.executable} -m saccade init {tmp_path}/full --size tiny"
+    command = f"ulimit -f 1; exec {sys.executable} -B -m saccade init {tmp_path}/full --size tiny"
     run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert run.returncode == 2, run.stderr
     assert "Is the disk full?" in run.stderr
