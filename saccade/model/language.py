@@ -91,4 +91,4 @@ def _embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
     weight_VD = torch.empty(vocab_size, hidden_size)
     if not weight_VD.is_meta:
         nn.init.normal_(weight_VD)
-    return nn.Embedding.from_pretrained(weight_VD, freeze=False)
+    return nn.Embedding(vocab_size, hidden_size, _weight=weight_VD)
