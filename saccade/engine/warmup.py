@@ -21,8 +21,10 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.runner import PixelScale, Runner
 from saccade.kernels import launch
 from saccade.model.config import ModelConfig
-from saccade.model.families import load_model_config
+from saccade.model.families import VISION_LANGUAGE, load_model_config
 from saccade.model.linear import merge_storage
+from saccade.model.quantization import QuantizationConfig, parse_quantization
+from saccade.model.quantized_linear import QuantizedLinear, quantize_storage
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config
 
@@ -55,7 +57,11 @@ def _compile(folder: str | Path, config: EngineConfig, device: torch.device, dty
         raw = read_config(Path(folder))
         stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
         runner = small_runner(
-            load_model_config(folder), config, device=device, dtype=resolve_dtype(dtype or stored) or torch.bfloat16
+            load_model_config(folder),
+            config,
+            device=device,
+            dtype=resolve_dtype(dtype or stored) or torch.bfloat16,
+            quantization=parse_quantization(raw),
         )
         with launch.compile_only(min(_MAX_THREADS, len(os.sched_getaffinity(0)))):
             runner.compile_kernels()
@@ -65,12 +71,18 @@ def _compile(folder: str | Path, config: EngineConfig, device: torch.device, dty
 
 
 def small_runner(
-    model_config: ModelConfig, config: EngineConfig, *, device: torch.device, dtype: torch.dtype
-) -> Runner:
+    model_config: ModelConfig, config: EngineConfig, *, device: torch.device, dtype: torch.dtype,
+    quantization: QuantizationConfig | None = None,
+) -> Runner:  # fmt: skip
     """A runner of a randomly initialized model of these widths, with few layers."""
     model_config = _with_few_layers(model_config)
     with torch.device(device):
         model = VLM(model_config).to(dtype).eval().requires_grad_(False)
+    if quantization is not None:
+        quantize_storage(model, quantization, VISION_LANGUAGE[model_config.family])
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                module.to_empty(device=device).to(dtype)
     merge_storage(model)
     max_length = config.max_length or model_config.language.max_positions
     small = dataclasses.replace(config, encoder_cache_tokens=1024)

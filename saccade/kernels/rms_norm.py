@@ -7,7 +7,8 @@ x [..., D] and weight [D] in any float dtype, y like x. The mean and the divisio
 before the product with the weight (as Hugging Face does, so that bf16 logits agree).
 
 `add_rms_norm` returns (y, s) with s = x + residual in x's dtype and y of s: the two halves of a pre-norm block in one pass.
-`rms_norm_quant` returns y in 8 bits with one fp32 scale per row, as `quant_linear.quantize_activation` would make it of y.
+`rms_norm_quant` returns y in 8 bits with one fp32 scale per row, as `quant_linear.quantize_activation` would make it of y;
+`add_rms_norm_quant` does so after a residual sum.
 
 Saved for backward: x (or s) and 1 / sqrt(...) per row. With g = weight * dy, h = x * rstd and means over D:
 
@@ -47,6 +48,14 @@ def rms_norm_quant_reference(x: Tensor, weight: Tensor, eps: float, dtype: torch
     rows_ND = rms_norm_reference(x, weight, eps).reshape(-1, x.shape[-1])
     quantized, scale = quantize_activation_reference(rows_ND, dtype)
     return quantized.view(x.shape), scale.view(x.shape[:-1])
+
+
+def add_rms_norm_quant_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the sum, and the sum."""
+    total = x + residual
+    return *rms_norm_quant_reference(total, weight, eps, dtype), total
 
 
 @triton.jit
@@ -276,6 +285,20 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if _path("add_rms_norm", x, weight) == "triton":
         return _AddRmsNorm.apply(x, residual, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
     return add_rms_norm_reference(x, residual, weight, eps)
+
+
+def add_rms_norm_quant(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(`rms_norm_quant` of x + residual: values and scales, x + residual)."""
+    if dtype not in LARGEST or x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(
+            f"add_rms_norm_quant: x {x.dtype} {tuple(x.shape)}, residual {residual.dtype} {tuple(residual.shape)} to {dtype}"
+        )
+    if _path("add_rms_norm_quant", x, weight) == "triton":
+        quantized, total, scale = _forward(x.detach(), residual.detach(), weight.detach(), eps, dtype)
+        return quantized, scale.view(x.shape[:-1]), total.view(x.shape)
+    return add_rms_norm_quant_reference(x, residual, weight, eps, dtype)
 
 
 def rms_norm_quant(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

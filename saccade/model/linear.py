@@ -11,7 +11,7 @@ A caller says what is computed. The module owns the storage of its weight and ch
     linear.cross_entropy(x, labels, ...)     the loss of a head, without its logits
 
 Storage forms are subclasses of `Projection`: `Linear` (plain, here), `PrepackedLinear` (inference on a CPU, `prepacked_linear.py`) and
-`LoraLinear` (training, `lora_linear.py`). A form implements `linear`; everything else then works unfused, and a form overrides what it has a fused kernel for.
+`LoraLinear` (training, `lora_linear.py`), `Linear8bit` and `Linear4bit` (`quantized_linear.py`). A form implements `linear`; everything else then works unfused, and a form overrides what it has a fused kernel for.
 
 Projections that read the same input can be stored as one matrix (`merge_storage`): one larger product computes all of their outputs
 where no gradients are needed. The parts keep their names and are views of it, so that loading, saving and training do not change.
@@ -144,6 +144,14 @@ class Projection(nn.Module):
         """Sum of the cross entropy of x W' over the labels that are not -100, divided by `count`."""
         return F.cross_entropy(self.linear(x_TD).float(), labels_T, reduction="sum") / count
 
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor on disk."""
+        raise NotImplementedError
+
+    def load_tensor(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
+        """Take one tensor of a checkpoint. `dtype`: the compute dtype (None: as stored)."""
+        raise NotImplementedError
+
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self | None:
         """One projection with the outputs of all parts, whose storage becomes theirs. None: this form cannot be merged."""
@@ -236,6 +244,15 @@ class Linear(Projection):
         shapes: dict[str, tuple[int, ...]] = {"weight": sizes if self.weight.dim() == 2 else tuple(self.weight.shape)}
         return shapes if self.bias is None else shapes | {"bias": sizes[:1]}
 
+    def load_tensor(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
+        """Take one tensor of a checkpoint, converted to `dtype` (None: as stored) and zero-padded."""
+        shape = self.get_parameter(name).shape
+        padding = [
+            size for have, want in zip(tensor.shape[::-1], shape[::-1], strict=True) for size in (0, want - have)
+        ]
+        value = tensor if dtype is None else tensor.to(dtype)
+        setattr(self, name, nn.Parameter(F.pad(value, padding) if any(padding) else value))
+
     def tie(self, embedding: nn.Embedding) -> None:
         """Share the weight of the embedding."""
         self.weight = cast(nn.Parameter, embedding.weight)
@@ -272,19 +289,13 @@ class Linear(Projection):
         return linear_cross_entropy(x_TD, self.weight, labels_T, count=count, num_labels=num_labels)
 
     @classmethod
-    @torch.no_grad()
     def merge(cls, parts: Sequence[Self]) -> Self | None:
         """See `Projection`."""
         if len({(part.bias is None, part.weight.dtype, part.weight.device) for part in parts}) > 1:
             return None
         with torch.device("meta"):
             whole = cls(parts[0].in_features, sum(p.out_features for p in parts), bias=parts[0].bias is not None)
-        for name, _ in list(whole.named_parameters()):
-            tensors = [part.get_parameter(name).detach() for part in parts]
-            setattr(whole, name, nn.Parameter(torch.cat(tensors), requires_grad=False))
-        for name, parameter in whole.named_parameters():
-            for part, rows in zip(parts, torch.split(parameter, [part.out_features for part in parts]), strict=True):
-                setattr(part, name, nn.Parameter(rows, requires_grad=part.get_parameter(name).requires_grad))
+        share_rows(whole, parts)
         return whole
 
 
@@ -305,6 +316,20 @@ class PatchLinear(Linear):
 
 
 # ------------------------------------------------------------------ the projections of a model
+
+
+@torch.no_grad()
+def share_rows(whole: Projection, parts: Sequence[Projection]) -> None:
+    """Give `whole` the concatenated parameters of all parts, and make theirs views of it. Scales of inputs are common to all."""
+    for name, _ in list(whole.named_parameters()):
+        if name == "input_scale":
+            setattr(whole, name, parts[0].get_parameter(name))
+            continue
+        rows = [part.get_parameter(name) for part in parts]
+        merged = torch.cat([row.detach() for row in rows])
+        setattr(whole, name, nn.Parameter(merged, requires_grad=False))
+        for part, own, view in zip(parts, rows, torch.split(merged, [len(row) for row in rows]), strict=True):
+            setattr(part, name, nn.Parameter(view, requires_grad=own.requires_grad))
 
 
 def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
@@ -330,9 +355,9 @@ def merge_storage(model: nn.Module) -> None:
 
 
 def checkpoint_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter on disk: without the padding of `Linear`."""
+    """Shape of every parameter on disk: without the padding that projections have in memory."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for prefix, module in projections(model):
-        own = {f"{prefix}.{name}": shape for name, shape in getattr(module, "checkpoint_shapes", dict)().items()}
-        shapes |= {name: shape for name, shape in own.items() if name in shapes}
+        own = {f"{prefix}.{name}": shape for name, shape in module.checkpoint_shapes().items()}
+        shapes |= {name: shape for name, shape in own.items() if name in shapes}  # a tied head is the embedding
     return shapes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,6 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from saccade.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from saccade.errors import CheckpointError
 from saccade.model.families import family_of, load_model_config
-from saccade.model.linear import checkpoint_shapes, merge_storage
+from saccade.model.linear import Projection, checkpoint_shapes, merge_storage
+from saccade.model.quantization import QuantizationConfig, parse_quantization
+from saccade.model.quantized_linear import QuantizedLinear, quantize_storage
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config, read_json
 
@@ -61,18 +63,32 @@ def load_model(
     """Load the model of a checkpoint folder, in eval mode. `dtype` None keeps the stored one."""
     folder, device, dtype = Path(folder), resolve_device(device), resolve_dtype(dtype)
     family = family_of(folder)
-    with torch.device("meta"):
-        model = VLM(load_model_config(folder))
+    model, quantization = meta_model(folder)
     files = tensor_files(folder)
-    names = _match(tensor_shapes(files, any_dtype=dtype is not None), model, family, folder)
+    shapes = tensor_shapes(files, any_dtype=dtype is not None, is_quantized=quantization is not None)
+    names = _match(shapes, model, family, folder)
     for name, tensor in read_tensors(files, names, device):
-        _set_parameter(model, names[name], tensor if dtype is None else tensor.to(dtype))
-    check_finite({name: model.get_parameter(names[name]) for name in names}, folder)
+        _load_tensor(model, names[name], tensor, dtype)
+    parameters = {name: model.get_parameter(names[name]) for name in names}
+    check_finite({name: tensor for name, tensor in parameters.items() if tensor.is_floating_point()}, folder)
     if model.config.tied_head:
         _check_tied_copy(files, model, family.name_on_disk("head.weight"), folder)
         model.tie_head()
     merge_storage(model)
     return model.eval()
+
+
+def meta_model(folder: Path) -> tuple[VLM, QuantizationConfig | None]:
+    """The model of a checkpoint folder on the meta device, its projections in the form they are stored in."""
+    try:
+        quantization = parse_quantization(read_config(folder))
+        with torch.device("meta"):
+            model = VLM(load_model_config(folder))
+        if quantization is not None:
+            quantize_storage(model, quantization, family_of(folder))
+    except CheckpointError as error:
+        raise CheckpointError(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
+    return model, quantization
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -95,8 +111,11 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def tensor_shapes(files: dict[str, Path], *, any_dtype: bool) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor, from the headers. Without `any_dtype` all must have one floating-point dtype."""
+def tensor_shapes(files: dict[str, Path], *, any_dtype: bool, is_quantized: bool = False) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor, from the headers. Without `any_dtype` all must have one floating-point dtype.
+
+    `is_quantized`: there may be tensors of quantized layers, whose scales have shapes of one kind: [1], or [outputs, scales].
+    """
     headers = {file: _read_header(file) for file in sorted(set(files.values()))}
     folder = next((file.parent for file in headers), None)
     misplaced = [
@@ -107,16 +126,36 @@ def tensor_shapes(files: dict[str, Path], *, any_dtype: bool) -> dict[str, tuple
             f"{folder}: shards hold tensors that the index does not list there: {', '.join(misplaced[:8])}. Use their own index"
         )
     found = {name: entry for header in headers.values() for name, entry in header.items()}
-    dtypes = {entry.dtype for entry in found.values()}
+    if is_quantized:
+        found = {name: _without_variants(name, entry) for name, entry in found.items() if not name.endswith(_UNREAD)}
+    dtypes = {entry.dtype for name, entry in found.items() if not (is_quantized and _is_quantized(name, entry))}
     if not dtypes <= {"F32", "F16", "BF16"}:
         raise CheckpointError(
-            f"{folder}: tensors are stored as {', '.join(sorted(dtypes))}; only F32, F16 and BF16 are read"
+            f"{folder}: tensors are stored as {', '.join(sorted(dtypes))}; only F32, F16 and BF16 are read. "
+            "Quantized checkpoints can be served, not trained or converted: use the original one"
         )
     if len(dtypes) > 1 and not any_dtype:
         raise CheckpointError(
             f"{folder}: tensors are stored as {', '.join(sorted(dtypes))} together. Choose one with dtype (--dtype bf16)"
         )
     return {name: entry.shape for name, entry in found.items()}
+
+
+_UNREAD = (".weight_shape", ".input_zero_point")
+"""Tensors of quantized layers with nothing that their other tensors and `config.json` do not say."""
+
+
+def _is_quantized(name: str, entry: StoredTensor) -> bool:
+    """Whether a tensor has a dtype of its own: scales, zero points, and values of few bits."""
+    is_scale = name.endswith(("_scale", "_zero_point", ".weight_packed"))
+    return is_scale or (name.endswith(".weight") and entry.dtype in ("I8", "F8_E4M3"))
+
+
+def _without_variants(name: str, entry: StoredTensor) -> StoredTensor:
+    """A scale of a tensor may be stored as [], [1] or [1, 1], scales of outputs as [N] or [N, 1]."""
+    if name.endswith("_scale") and math.prod(entry.shape) == 1:
+        return entry._replace(shape=(1,))
+    return entry._replace(shape=(*entry.shape, 1)) if name.endswith("_scale") and len(entry.shape) == 1 else entry
 
 
 def read_tensors(files: dict[str, Path], names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -210,13 +249,14 @@ def _check_tied_copy(files: dict[str, Path], model: VLM, head_name: str, folder:
             )
 
 
-def _set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
-    """Set a parameter, zero-padded to its shape in memory (`Linear`)."""
+def _load_tensor(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
+    """Set a parameter. Projections bring it into their storage form."""
     module_name, _, parameter_name = name.rpartition(".")
     module = model.get_submodule(module_name)
-    shape = getattr(module, parameter_name).shape
-    padding = [size for have, want in zip(value.shape[::-1], shape[::-1], strict=True) for size in (0, want - have)]
-    setattr(module, parameter_name, nn.Parameter(F.pad(value, padding) if any(padding) else value))
+    if isinstance(module, Projection):
+        module.load_tensor(parameter_name, tensor, dtype)
+    else:
+        setattr(module, parameter_name, nn.Parameter(tensor if dtype is None else tensor.to(dtype)))
 
 
 # ------------------------------------------------------------------ writing
@@ -226,6 +266,8 @@ def save_model(model: VLM, folder: str | Path, *, like: str | Path, max_shard_by
     """Write a checkpoint folder: the model's weights, and the config and processor files of the folder `like`."""
     like = Path(like)
     raw, family = read_config(like), family_of(like)
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        raise CheckpointError("a quantized model cannot be saved. Copy its folder, or save the original model")
     if load_model_config(like) != model.config:
         raise CheckpointError(
             f"{like}/config.json describes another model than the one to be saved. Use the folder it was loaded from"

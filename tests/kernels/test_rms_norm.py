@@ -5,6 +5,8 @@ from closeness import BOUNDS, assert_close, perturbed
 from saccade.kernels import launch
 from saccade.kernels.rms_norm import (
     add_rms_norm,
+    add_rms_norm_quant,
+    add_rms_norm_quant_reference,
     add_rms_norm_reference,
     rms_norm,
     rms_norm_quant,
@@ -103,6 +105,19 @@ def test_eight_bits_equal_the_norm_then_quantized(eight_bits, shape, device, dty
     difference = (quantized.float() - expected.float()).abs() * scale.unsqueeze(-1)
     assert (difference <= step.unsqueeze(-1) * 1.01).all()
     assert (quantized.float() == expected.float()).float().mean() > 0.98
+
+
+def test_eight_bits_of_a_sum_equal_the_sum_then_eight_bits(device, dtype):
+    x, residual = (torch.randn(7, 129, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(129, device=device).to(dtype)
+    with launch.forced("triton"):
+        *actual, total = add_rms_norm_quant(x, residual, weight, EPS, torch.int8)
+        expected = rms_norm_quant(x + residual, weight, EPS, torch.int8)
+    assert torch.equal(total, x + residual)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    quantized, scale, total = add_rms_norm_quant_reference(x, residual, weight, EPS, torch.int8)
+    assert_close("out", actual[0] * actual[1][:, None], quantized * scale[:, None], 0.02)
+    assert torch.equal(total, x + residual)
 
 
 def test_a_weight_of_another_size_is_refused(device):

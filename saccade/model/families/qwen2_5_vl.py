@@ -8,7 +8,6 @@ write, or `model.visual.` / `model.language_model.`.
 from collections.abc import Mapping
 from typing import Any
 
-from saccade.errors import CheckpointError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.families.config_fields import (
     integer,
@@ -65,10 +64,6 @@ def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str | None:
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Parse `config.json`. Unsupported settings are refused."""
     text, vision = section(raw, "text_config") or raw, section(raw, "vision_config")
-    if "quantization_config" in raw:
-        raise CheckpointError(
-            "config.json: quantization_config: compressed checkpoints are not supported yet. Use the original one"
-        )
     language = _parse_language(text)
     refuse_unless(text, "hidden_act", "silu")
     refuse_unless(text, "use_sliding_window", False)

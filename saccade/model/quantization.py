@@ -1,0 +1,127 @@
+"""The `quantization_config` of a checkpoint folder, as the `compressed-tensors` format defines it: which layers are stored how.
+
+    int8   `int-quantized`: weights with one scale per output or tensor, tokens quantized on the fly (W8A8)
+    fp8    `float-quantized`: the same in float8_e4m3fn; activations may have one scale from calibration instead
+    int4   `pack-quantized`: weights with one scale (and zero point) per output or group of inputs, 16-bit activations (W4A16)
+
+A group of layers is named by its targets: the class `Linear`, names of layers, or regular expressions after `re:`; layers of `ignore` are
+plain. Everything else the format can say is refused by name.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from saccade.errors import CheckpointError
+
+_FORMATS = {"int8": "int-quantized", "fp8": "float-quantized", "int4": "pack-quantized"}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a layer is stored."""
+
+    form: Literal["int8", "fp8", "int4"]
+    group_size: int | None = None
+    """int4: inputs per scale. None: one scale per output."""
+    is_symmetric: bool = True
+    """int4: whether zero is stored as 0; otherwise a group has a zero point."""
+    has_tensor_scale: bool = False
+    """int8 and fp8: one weight scale for the layer instead of one per output."""
+    has_input_scale: bool = False
+    """int8 and fp8: activations have a scale from calibration, instead of one per token."""
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """The storage of every layer."""
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    """Targets and scheme; the first match decides."""
+    ignore: tuple[str, ...]
+    """Layers that are plain."""
+
+    def scheme(self, names: Sequence[str]) -> Scheme | None:
+        """Of a linear layer with these names (on disk, in `transformers`). None: it is plain."""
+        if any(_matches(target, names) for target in self.ignore):
+            return None
+        for targets, scheme in self.groups:
+            if any(target == "Linear" or _matches(target, names) for target in targets):
+                return scheme
+        return None
+
+
+def _matches(target: str, names: Iterable[str]) -> bool:
+    if target.startswith("re:"):
+        return any(re.match(target[3:], name) for name in names)
+    return target in names
+
+
+def parse_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
+    """Of a `config.json`; None if its model is not quantized. What is not supported is refused."""
+    config = raw.get("quantization_config")
+    if config is None:
+        return None
+    if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
+        method = config.get("quant_method") if isinstance(config, dict) else config
+        raise _refused(f"quant_method {method!r}", "only 'compressed-tensors' is")
+    for name in ("kv_cache_scheme", "transform_config", "moe_sparsity_config"):
+        if config.get(name):
+            raise _refused(name)
+    if (sparsity := config.get("sparsity_config")) and sparsity.get("format") != "dense":
+        raise _refused("sparsity_config")
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise _refused(f"config_groups {groups!r}", "name the layers and their scheme")
+    parsed = tuple(_parse_group(name, group, config.get("format")) for name, group in groups.items())
+    return QuantizationConfig(parsed, tuple(config.get("ignore") or ()))
+
+
+def _parse_group(name: str, group: Any, default_format: Any) -> tuple[tuple[str, ...], Scheme]:
+    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+        raise _refused(f"config group {name!r} without weights")
+    if group.get("output_activations"):
+        raise _refused(f"output_activations of {name!r}")
+    scheme = _parse_scheme(name, group["weights"], group.get("input_activations"))
+    stored = group.get("format") or default_format
+    if stored not in (_FORMATS[scheme.form], "mixed-precision", "naive-quantized"):
+        raise _refused(
+            f"format {stored!r} of {name!r}", f"{scheme.form} layers are read from {_FORMATS[scheme.form]!r}"
+        )
+    return tuple(group.get("targets") or ()), scheme
+
+
+def _parse_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Scheme:
+    kind, strategy = (weights.get("type", "int"), weights.get("num_bits")), weights.get("strategy")
+    is_symmetric = bool(weights.get("symmetric", True))
+    if weights.get("actorder") == "group":
+        raise _refused(f"actorder 'group' of {name!r}", "quantize with actorder 'weight', or without")
+    if kind == ("int", 4) and inputs is None and strategy in ("group", "channel"):
+        return Scheme("int4", weights.get("group_size") if strategy == "group" else None, is_symmetric)
+    if kind in (("int", 8), ("float", 8)) and inputs is not None and is_symmetric and strategy in ("channel", "tensor"):
+        has_input_scale = _has_input_scale(name, kind, inputs)
+        form: Literal["int8", "fp8"] = "int8" if kind[0] == "int" else "fp8"
+        return Scheme(form, has_tensor_scale=strategy == "tensor", has_input_scale=has_input_scale)
+    shown = f"{kind[0]}{kind[1]} weights per {strategy}{'' if is_symmetric else ', asymmetric'}"
+    activations = "16-bit activations" if inputs is None else f"{inputs.get('num_bits')}-bit activations"
+    raise _refused(
+        f"{shown} with {activations} ({name!r})", "int8 and fp8 with 8-bit activations, and int4 with 16-bit ones are"
+    )
+
+
+def _has_input_scale(name: str, kind: tuple[str, int], inputs: Mapping[str, Any]) -> bool:
+    """Whether activations have one scale from calibration; else every token has its own."""
+    if (inputs.get("type", "int"), inputs.get("num_bits")) == kind and inputs.get("symmetric", True):
+        if inputs.get("dynamic") is True and inputs.get("strategy") == "token":
+            return False
+        if inputs.get("dynamic") is False and inputs.get("strategy") == "tensor":
+            return True
+    raise _refused(
+        f"activations of {name!r}: {inputs.get('num_bits')} bits {inputs.get('type')} per {inputs.get('strategy')}",
+        "8 bits of the weights' type, symmetric, per token (dynamic) or per tensor are",
+    )
+
+
+def _refused(what: str, supported: str = "use a checkpoint without it") -> CheckpointError:
+    return CheckpointError(f"config.json: quantization_config: {what} is not supported; {supported}")

@@ -1,0 +1,254 @@
+"""Projections on quantized weights (`kernels/quant_linear.py`), as a checkpoint folder stores them: for inference.
+
+Legend: T tokens, D inputs, N outputs, Z scales per output.
+
+    Linear8bit   int8 or float8_e4m3fn weights; activations in the same 8 bits, quantized by the kernel of the norm before where there is one
+    Linear4bit   int4 weights in groups; 16-bit activations
+
+There is no dequantized copy: a weight takes the bytes of its tensors on disk. Layers that read the same input are merged like plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saccade.errors import CheckpointError
+from saccade.kernels.quant_linear import (
+    LARGEST,
+    interleave_int4,
+    linear_w4a16,
+    matmul_w8a8,
+    pack_int4,
+    quantize_activation,
+    unpack_int4,
+)
+from saccade.kernels.rms_norm import add_rms_norm_quant, rms_norm_quant
+from saccade.model.linear import Input, Linear, NormedSum, Projection, share_rows
+from saccade.model.quantization import QuantizationConfig, Scheme
+
+_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_INPUTS = 128
+"""The 4-bit kernels read whole blocks of inputs."""
+
+
+class QuantizedLinear(Projection):
+    """What both forms share: loading, merging, no gradients."""
+
+    scheme: Scheme
+
+    def __init__(self, in_features: int, out_features: int, *, padding: tuple[int, int], bias: bool) -> None:
+        """`padding`: outputs and inputs that are in memory alone (see `Linear`)."""
+        super().__init__(in_features, out_features)
+        self._stored = (out_features - padding[0], in_features - padding[1])
+        self.bias = nn.Parameter(torch.empty(out_features, device="meta"), requires_grad=False) if bias else None
+
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor on disk."""
+        return {} if self.bias is None else {"bias": self._stored[:1]}
+
+    def load_tensor(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
+        """Take one tensor of the checkpoint. `dtype`: of the bias; scales and weights stay as stored."""
+        if name == "bias" and dtype is not None:
+            tensor = tensor.to(dtype)
+        setattr(self, name, nn.Parameter(self._in_memory(name, tensor), requires_grad=False))
+
+    def _in_memory(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor as the kernels read it, with padding."""
+        raise NotImplementedError
+
+    def _pad(self, tensor: Tensor, num_columns: int, *, value: float = 0.0) -> Tensor:
+        """[stored outputs, columns] or [stored outputs], padded to all outputs and `num_columns`."""
+        missing_rows = self.out_features - len(tensor)
+        columns = (0, num_columns - tensor.shape[1]) if tensor.dim() == 2 else ()
+        return F.pad(tensor, (*columns, 0, missing_rows), value=value) if missing_rows or any(columns) else tensor
+
+    @classmethod
+    def merge(cls, parts: Sequence[Self]) -> Self | None:
+        """See `Projection`."""
+        first = parts[0]
+        if any(part.scheme != first.scheme or (part.bias is None) != (first.bias is None) for part in parts):
+            return None
+        whole = cls._like(parts)
+        if whole is not None:
+            share_rows(whole, parts)
+        return whole
+
+    @classmethod
+    def _like(cls, parts: Sequence[Self]) -> Self | None:
+        raise NotImplementedError
+
+
+class Linear8bit(QuantizedLinear):
+    """int8 or fp8 weights and activations (W8A8)."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        *,
+        padding: tuple[int, int] = (0, 0),
+        bias: bool = True,
+    ) -> None:
+        super().__init__(in_features, out_features, padding=padding, bias=bias)
+        self.scheme, self.dtype = scheme, _DTYPES[scheme.form]
+        with torch.device("meta"):
+            # fp8 is held as int8: `module.to(dtype)` must not convert it.
+            self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.int8), requires_grad=False)
+            self.weight_scale = nn.Parameter(torch.empty(out_features, 1), requires_grad=False)
+            self.input_scale = None
+            if scheme.has_input_scale:
+                self.input_scale = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `QuantizedLinear`."""
+        scale = (1,) if self.scheme.has_tensor_scale else (self._stored[0], 1)
+        shapes: dict[str, tuple[int, ...]] = {"weight": self._stored, "weight_scale": scale}
+        if self.scheme.has_input_scale:
+            shapes["input_scale"] = (1,)
+        return shapes | super().checkpoint_shapes()
+
+    def _in_memory(self, name: str, tensor: Tensor) -> Tensor:
+        if name == "input_scale":
+            return tensor.reshape(1).float()
+        if name == "weight_scale":
+            scale_N1 = tensor.reshape(-1, 1).expand(self._stored[0], 1).contiguous()
+            return self._pad(scale_N1, 1)
+        if name == "weight":
+            if tensor.dtype != self.dtype:
+                raise CheckpointError(f"a weight of {self.scheme.form} is stored as {tensor.dtype}")
+            return self._pad(tensor.view(torch.int8), self.in_features)
+        return self._pad(tensor, 0)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """See `Projection`."""
+        x_TD = x.flatten(0, -2)
+        out_TN = self._matmul(*self._quantize(x_TD), x.dtype)
+        return out_TN.view(*x.shape[:-1], self.out_features)
+
+    def forward(self, x: Input) -> Tensor:
+        """See `Projection`. The kernel of the norm quantizes what it normalises."""
+        if not isinstance(x, NormedSum) or self.input_scale is not None:
+            return super().forward(x)
+        if x.residual_TD is None:
+            quantized, scale_T = rms_norm_quant(x.x_TD, x.weight_D, x.eps, self.dtype)
+        else:
+            quantized, scale_T, x.total = add_rms_norm_quant(x.x_TD, x.residual_TD, x.weight_D, x.eps, self.dtype)
+        return self._matmul(quantized, scale_T, x.x_TD.dtype)
+
+    def _quantize(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        if self.input_scale is None:
+            return quantize_activation(x_TD, self.dtype)
+        largest = LARGEST[self.dtype]
+        scaled = (x_TD.float() / self.input_scale).clamp(-largest, largest)
+        rounded = scaled.round() if self.dtype == torch.int8 else scaled
+        return rounded.to(self.dtype), self.input_scale.repeat(len(x_TD))
+
+    def _matmul(self, x8_TD: Tensor, x_scale_T: Tensor, dtype: torch.dtype) -> Tensor:
+        weight_ND = self.weight.view(self.dtype)
+        return matmul_w8a8(x8_TD, x_scale_T, weight_ND, self.weight_scale, self.bias, out_dtype=dtype)
+
+    @classmethod
+    def _like(cls, parts: Sequence[Self]) -> Self | None:
+        scales = [part.input_scale for part in parts]
+        if any(scale is not None and not torch.equal(scale, scales[0]) for scale in scales):  # type: ignore[arg-type]
+            return None
+        outputs = sum(part.out_features for part in parts)
+        return cls(parts[0].in_features, outputs, parts[0].scheme, bias=parts[0].bias is not None)
+
+
+class Linear4bit(QuantizedLinear):
+    """int4 weights in groups of inputs, 16-bit activations (W4A16)."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        *,
+        padding: tuple[int, int] = (0, 0),
+        bias: bool = True,
+    ) -> None:
+        super().__init__(in_features, out_features, padding=padding, bias=bias)
+        self.scheme = scheme
+        self._num_inputs = -(-in_features // _INPUTS) * _INPUTS
+        """With the padding of the kernels."""
+        self._group = scheme.group_size or self._num_inputs
+        if self._group % _INPUTS and self._group not in (16, 32, 64):
+            raise CheckpointError(f"config.json: quantization_config: groups of {self._group} inputs are not supported; 16, 32, 64 and multiples of {_INPUTS} are")  # fmt: skip
+        if scheme.group_size is not None and (self._num_inputs % self._group or self._stored[1] % self._group):
+            raise CheckpointError(f"config.json: quantization_config: {self._stored[1]} inputs of a layer are no whole groups of {self._group}; keep it in 16 bits")  # fmt: skip
+        num_scales = self._num_inputs // self._group
+        with torch.device("meta"):
+            words = torch.empty(out_features, self._num_inputs // 8, dtype=torch.int32)
+            self.weight_packed = nn.Parameter(words, requires_grad=False)
+            self.weight_scale = nn.Parameter(torch.empty(out_features, num_scales), requires_grad=False)
+            self.weight_zero_point = None
+            if not scheme.is_symmetric:
+                zeros = torch.empty(-(-out_features // 8), num_scales, dtype=torch.int32)
+                self.weight_zero_point = nn.Parameter(zeros, requires_grad=False)
+
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `QuantizedLinear`."""
+        outputs, inputs = self._stored
+        num_scales = 1 if self.scheme.group_size is None else inputs // self._group
+        shapes: dict[str, tuple[int, ...]] = {
+            "weight_packed": (outputs, -(-inputs // 8)),
+            "weight_scale": (outputs, num_scales),
+        }
+        if not self.scheme.is_symmetric:
+            shapes["weight_zero_point"] = (-(-outputs // 8), num_scales)
+        return shapes | super().checkpoint_shapes()
+
+    def _in_memory(self, name: str, tensor: Tensor) -> Tensor:
+        if name == "weight_packed":
+            values = unpack_int4(tensor, self._stored[1])
+            return interleave_int4(pack_int4(self._pad(values, self._num_inputs)))
+        if name == "weight_scale":
+            return self._pad(tensor, self._num_inputs // self._group)
+        if name == "weight_zero_point":
+            values_NZ = unpack_int4(tensor.T, self._stored[0]).T
+            return pack_int4(self._pad(values_NZ, self._num_inputs // self._group).T).T.contiguous()
+        return self._pad(tensor, 0)
+
+    def linear(self, x: Tensor) -> Tensor:
+        """See `Projection`."""
+        x_TD = x.flatten(0, -2)
+        if self._num_inputs != self.in_features:
+            x_TD = F.pad(x_TD, (0, self._num_inputs - self.in_features))
+        out_TN = linear_w4a16(x_TD, self.weight_packed, self.weight_scale, self.weight_zero_point, self.bias)
+        return out_TN.view(*x.shape[:-1], self.out_features)
+
+    @classmethod
+    def _like(cls, parts: Sequence[Self]) -> Self | None:
+        if not parts[0].scheme.is_symmetric and any(part.out_features % 8 for part in parts):
+            return None  # zero points of eight outputs share a word
+        outputs = sum(part.out_features for part in parts)
+        return cls(parts[0].in_features, outputs, parts[0].scheme, bias=parts[0].bias is not None)
+
+
+def quantize_storage(model: nn.Module, config: QuantizationConfig, family: Any) -> None:
+    """Replace the projections of a model on the meta device that are stored quantized. A tied head is the embedding, and plain."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for prefix, parent in list(model.named_modules()):
+        for child, layer in list(parent.named_children()):
+            if type(layer) is not Linear or id(layer.weight) in embeddings:
+                continue
+            scheme = config.scheme(_names(f"{prefix}.{child}" if prefix else child, family))
+            if scheme is not None:
+                form = Linear4bit if scheme.form == "int4" else Linear8bit
+                padding = (layer.num_padding_outputs, layer.num_padding_inputs)
+                sizes = (layer.in_features, layer.out_features)
+                setattr(parent, child, form(*sizes, scheme, padding=padding, bias=layer.bias is not None))
+
+
+def _names(name: str, family: Any) -> list[str]:
+    """All names that a configuration may use for a layer."""
+    weight = f"{name}.weight"
+    names = (family.name_on_disk(weight), family.name_in_transformers(weight))
+    return [one.removesuffix(".weight") for one in names]
