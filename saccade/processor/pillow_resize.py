@@ -53,11 +53,11 @@ def _resize_columns(pixels: Pixels, new_width: int, num_strips: int) -> Pixels:
     height, width = pixels.shape[:2]
     if width == new_width:
         return pixels
-    image, out = Image.fromarray(pixels), np.empty((height, new_width, 3), dtype=np.uint8)
+    out = np.empty((height, new_width, 3), dtype=np.uint8)
 
     def resize(start: int, end: int) -> None:
-        strip = image.resize((new_width, end - start), Image.Resampling.BICUBIC, box=(0, start, width, end))
-        out[start:end] = np.asarray(strip)
+        strip = Image.fromarray(pixels[start:end])  # with a `box` of the whole image, Pillow would make both passes
+        out[start:end] = np.asarray(strip.resize((new_width, end - start), Image.Resampling.BICUBIC))
 
     _for_strips(resize, height, num_strips)
     return out
@@ -68,11 +68,11 @@ def _resize_rows(pixels: Pixels, new_height: int, num_strips: int) -> Pixels:
     height, width = pixels.shape[:2]
     if height == new_height:
         return pixels
-    image, out = Image.fromarray(pixels), np.empty((new_height, width, 3), dtype=np.uint8)
+    out = np.empty((new_height, width, 3), dtype=np.uint8)
 
     def resize(start: int, end: int) -> None:
-        strip = image.resize((end - start, new_height), Image.Resampling.BICUBIC, box=(start, 0, end, height))
-        out[:, start:end] = np.asarray(strip)
+        strip = Image.fromarray(np.ascontiguousarray(pixels[:, start:end]))
+        out[:, start:end] = np.asarray(strip.resize((end - start, new_height), Image.Resampling.BICUBIC))
 
     _for_strips(resize, width, num_strips)
     return out
