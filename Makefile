@@ -9,8 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make quickstart   data, training, evaluation and a server, on this machine"
-	@echo "make test         format, lint, types and all tests"
-	@echo "make test-all     the same, and long variants of tests (marked slow)"
+	@echo "make test         format, lint, types and tests"
+	@echo "make test-all     all tests, with long variants of some (marked slow)"
 	@echo "make test-gpu     all tests that need a GPU"
 	@echo "make lint         format check, lint and types"
 	@echo "make format       rewrite files in the project style"
