@@ -184,7 +184,7 @@ def test_the_seed_decides_the_weights(command, tmp_path):
         (["--text", "x", "--set", "a=1"], ["--set and --tokenizer go with --size or --config"]),
         (["--text", "x", "--tokenizer", "y"], ["--set and --tokenizer go with --size or --config"]),
         (["--size", "huge"], ["unknown size 'huge'. Sizes: tiny, 3b, 7b, 32b, 72b"]),
-        (["--text", "x", "--tower", "huge"], ["unknown vision tower 'huge'. Towers: tiny, 90m, 670m"]),
+        (["--text", "x", "--tower", "huge"], ["unknown vision tower 'huge'. Towers: tiny, 22m, 90m, 670m"]),
         (["--text", "nowhere"], ["nowhere: no such folder"]),
         (["--text", "nowhere.gguf"], ["nowhere.gguf"]),
         (["--config", "nowhere.toml"], ["nowhere.toml: no such file"]),

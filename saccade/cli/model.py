@@ -92,7 +92,7 @@ def init(
         Path | None, typer.Option(help="A text model to build on: a checkpoint folder (Qwen2, Llama) or a GGUF file.")
     ] = None,
     tower: Annotated[
-        str | None, typer.Option(help="With --text, the new vision tower: tiny, 90m, 670m.", show_default="90m")
+        str | None, typer.Option(help="With --text, the new vision tower: tiny, 22m, 90m, 670m.", show_default="90m")
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="With --size or --config: section.key=value, may be repeated.")

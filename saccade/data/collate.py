@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
+from saccade.data.augment import AugmentConfig, augment, generator, has_sides
 from saccade.data.batch_sampler import SampleRef
 from saccade.data.header import upright_size
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.sample import Sample, TextRules, conversations, images
 from saccade.data.storage import StorageConfig
 from saccade.errors import DataError, StorageError, UserError
-from saccade.processor.image import MediaLimits, Pixels
+from saccade.processor.conversation import Message
+from saccade.processor.image import MediaLimits, Pixels, load_image
 from saccade.processor.inputs import ModelInputs
 from saccade.processor.processor import Processor, ResizeName
 
@@ -95,6 +99,10 @@ class CollatorConfig:
     """In the order of `SampleRef.source`."""
     storage: StorageConfig
     """How shards are read."""
+    augment: AugmentConfig | None = None
+    """How images are changed; None: not at all."""
+    seed: int = 0
+    """Of the random numbers of augmentation."""
 
     def to_json(self) -> dict[str, Any]:
         """For a message to another process."""
@@ -104,11 +112,14 @@ class CollatorConfig:
     def from_json(content: dict[str, Any]) -> CollatorConfig:
         """The config in the other process."""
         sources = [source | {"rules": TextRules(**source["rules"])} for source in content["sources"]]
+        changes = content["augment"]
         return CollatorConfig(
             checkpoint=content["checkpoint"],
             resize=content["resize"],
             sources=tuple(CollatorSource(**source) for source in sources),
             storage=StorageConfig(**content["storage"]),
+            augment=None if changes is None else AugmentConfig(**changes),
+            seed=content["seed"],
         )
 
 
@@ -119,6 +130,7 @@ class Collator:
         self._processor = Processor.load(config.checkpoint, resize=config.resize)
         self._sources, self._storage = config.sources, config.storage
         self._indexes = [_open(source, config.storage) for source in config.sources]
+        self._augment_config, self._seed = config.augment, config.seed
         settings = self._processor.images
         self._empty = ModelInputs.empty(patch_dim=settings.patch_dim, pixel_mean=settings.mean, pixel_std=settings.std)
 
@@ -137,7 +149,7 @@ class Collator:
             source, index = self._sources[ref.source], self._indexes[ref.source]
             try:
                 sample = self._read(index, ref)
-                inputs = self._preprocess(sample, ref, source.rules, into[num_patches:])
+                inputs = self._preprocess(sample, ref, source, into[num_patches:])
             except StorageError:
                 raise
             except Exception as error:  # bad content must not end the run; past max_bad_share the stream does
@@ -172,15 +184,38 @@ class Collator:
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 16.0)
 
-    def _preprocess(self, sample: Sample, ref: SampleRef, rules: TextRules, into: Pixels) -> ModelInputs:
-        variants = conversations(sample, rules)
-        inputs = self._processor.preprocess(variants[ref.epoch % len(variants)], into=into)
+    def _preprocess(self, sample: Sample, ref: SampleRef, source: CollatorSource, into: Pixels) -> ModelInputs:
+        variants = conversations(sample, source.rules)
+        messages = variants[ref.epoch % len(variants)]
+        if self._augment_config is not None:
+            name = sample_id(source.name, self._indexes[ref.source], ref)
+            messages = self._augmented(messages, self._augment_config, generator(self._seed, name, ref.epoch))
+        inputs = self._processor.preprocess(messages, into=into)
         if (inputs.num_tokens, len(inputs.patches)) != (ref.tokens, ref.patches):
             raise DataError(
                 f"sample {sample.key} has {inputs.num_tokens} tokens and {len(inputs.patches)} patches, its lengths file says "
                 f"{ref.tokens} and {ref.patches}. The file is stale: remove the folder's index/lengths-* and start again"
             )
         return inputs
+
+    def _augmented(self, messages: list[Message], config: AugmentConfig, rng: random.Random) -> list[Message]:
+        """The conversation with its images changed, at the size that the processor gives them."""
+        can_flip = not has_sides(messages)
+
+        def changed(part: dict[str, Any]) -> dict[str, Any]:
+            if part["type"] != "image":
+                return part
+            pixels = load_image(part["image"], self._processor.limits)
+            height, width = self._processor.images.resized(*pixels.shape[:2])
+            image = Image.fromarray(pixels)
+            return part | {"image": augment(image, (width, height), config, rng, can_flip=can_flip)}
+
+        return [
+            message
+            if isinstance(message["content"], str)
+            else {**message, "content": [*map(changed, message["content"])]}
+            for message in messages
+        ]
 
 
 def sample_id(source: str, index: ShardIndex, ref: SampleRef) -> str:

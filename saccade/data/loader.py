@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, get_args
 
+from saccade.data.augment import AugmentConfig
 from saccade.data.batch_sampler import BatchSampler, BatchSpec, Position, SampleRef
 from saccade.data.collate import (
     BadSample,
@@ -128,6 +129,7 @@ def open_stream(
     num_ranks: int = 1,
     state: Mapping[str, Any] | None = None,
     resize: ResizeName = "torch",
+    augment: AugmentConfig | None = None,
     num_workers: int = 2,
     prefetch: int = 2,
     max_bad_share: float = 0.01,
@@ -148,7 +150,7 @@ def open_stream(
     `num_epochs` may differ from those it was saved with; data, order and `packing_buffer_size` must be the same.
 
     `resize` "torch" is within 2/255 of "pillow", which gives Hugging Face's pixels, at less than half of the cost of an image.
-    `num_workers` processes collate sequences, 0 does it in this process; `prefetch` batches are kept ready. On first use the index
+    `augment` changes images at random, as a function of `seed`, sample and epoch alone. `num_workers` processes collate sequences, 0 does it in this process; `prefetch` batches are kept ready. On first use the index
     and the lengths of a folder are built by `num_workers` processes: open the stream on one rank before the others, or run
     `saccade data measure` before the job.
 
@@ -182,6 +184,8 @@ def open_stream(
             for s in sources
         ),
         storage=storage,
+        augment=augment,
+        seed=seed,
     )
     position = Position() if state is None else sampler.restore(state)
     if rank == 0:

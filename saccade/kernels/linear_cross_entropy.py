@@ -6,7 +6,8 @@ Legend: T tokens, D hidden size, V vocabulary (of this rank, when it is sharded)
     logits = cap(hidden weight^T),  cap(x) = softcap * tanh(x / softcap) or x
     loss   = sum_t (lse_t - logits[t, labels[t]] + z_loss * lse_t^2) / count,      lse_t = log sum_v exp(logits[t, v])
 
-over the tokens whose label is not `ignore_index`. hidden [T, D] and weight [V, D] in one float dtype, labels [T] integers,
+over the tokens whose label is not `ignore_index`. With `label_smoothing` e the target logit is (1 - e) logits[t, labels[t]] +
+e * mean_v logits[t, v], for which the loss kernel reads each row once more, from L2. hidden [T, D] and weight [V, D] in one float dtype, labels [T] integers,
 `count` a number or a tensor on the device (usually the labelled tokens of the global batch); the loss is a fp32 scalar.
 
 The gradients are computed in the forward pass, chunk by chunk: logits (matmul), loss and d loss / d logits written over them
@@ -58,6 +59,7 @@ def linear_cross_entropy_reference(
     ignore_index: int = -100,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
     num_labels: int | None = None,
     max_bytes: int = CHUNK_BYTES,
     group: dist.ProcessGroup | None = None,
@@ -74,6 +76,8 @@ def linear_cross_entropy_reference(
         logits = softcap * torch.tanh(logits / softcap)
     is_here = (labels >= 0) & (labels < len(weight_VD))
     target = logits.gather(1, labels.clamp(0, len(weight_VD) - 1).unsqueeze(1)).squeeze(1) * is_here
+    if label_smoothing:
+        target = (1 - label_smoothing) * target + label_smoothing * logits.mean(1)
     peak = logits.detach().amax(1)
     if group is not None:
         dist.all_reduce(peak, dist.ReduceOp.MAX, group)
@@ -144,6 +148,19 @@ def _max_and_sum(
 
 
 @triton.jit
+def _mean_logit(
+    row: tl.tensor, V: tl.tensor, softcap: tl.tensor, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """mean_v x[v] of one row."""
+    column = tl.arange(0, BLOCK)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, V, BLOCK, num_stages=3):
+        x = _load_logits(row, start + column, V, softcap, CAPPED)
+        sums += tl.where(start + column < V, x, 0.0)
+    return tl.sum(sums, 0) / V
+
+
+@triton.jit
 def _write_gradient(
     row: tl.tensor,
     V: tl.tensor,
@@ -152,10 +169,15 @@ def _write_gradient(
     is_labelled: tl.tensor,
     softcap: tl.tensor,
     z_loss: tl.tensor,
+    smoothing: tl.tensor,
     CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """d loss / d logits of one row, over the logits: p (1 + 2 z lse) - [v = label], times 1 - tanh^2 under a cap."""
+    """d loss / d logits of one row, over the logits: p (1 + 2 z lse) - target, times 1 - tanh^2 under a cap.
+
+    The target is [v = label]; SMOOTHED: (1 - smoothing) [v = label] + smoothing / V.
+    """
     LOG2_E: tl.constexpr = 1.4426950408889634
     weight = tl.where(is_labelled, 1 + 2 * z_loss * lse, 0.0)
     hot = tl.where(is_labelled, label, -1).to(tl.int32)
@@ -163,6 +185,8 @@ def _write_gradient(
         column = start + tl.arange(0, BLOCK)
         x = _load_logits(row, column, V, softcap, CAPPED)
         gradient = tl.exp2(x * LOG2_E - lse * LOG2_E) * weight - tl.where(column == hot, 1.0, 0.0)
+        if SMOOTHED:
+            gradient += tl.where(is_labelled, tl.where(column == hot, smoothing, 0.0) - smoothing / V, 0.0)
         if CAPPED:
             tanh = tl.where(column < V, x / softcap, 0.0)
             gradient *= 1 - tanh * tanh
@@ -179,7 +203,9 @@ def _loss_kernel(
     ignore_index: tl.tensor,
     softcap: tl.tensor,
     z_loss: tl.tensor,
+    smoothing: tl.tensor,
     CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -191,10 +217,12 @@ def _loss_kernel(
     peak, total = _max_and_sum(row, V, softcap, CAPPED, BLOCK)
     lse = peak + tl.log(total)
     target = _load_logits(row, tl.where(is_labelled, label, 0).to(tl.int64), V, softcap, CAPPED)
+    if SMOOTHED:
+        target += smoothing * (_mean_logit(row, V, softcap, CAPPED, BLOCK) - target)
     tl.store(losses + t, tl.where(is_labelled, lse - target + z_loss * lse * lse, 0.0))
     if GRADIENT:
         tl.debug_barrier()  # the target is read by every thread before one of them overwrites it
-        _write_gradient(row, V, label, lse, is_labelled, softcap, z_loss, CAPPED, BLOCK)
+        _write_gradient(row, V, label, lse, is_labelled, softcap, z_loss, smoothing, CAPPED, SMOOTHED, BLOCK)
 
 
 @triton.jit(do_not_specialize=["ignore_index", "vocab_start"])
@@ -249,7 +277,9 @@ def _gradient_kernel(
         label != ignore_index,
         softcap,
         z_loss,
+        0.0,
         CAPPED,
+        False,
         BLOCK,
     )
 
@@ -284,6 +314,7 @@ def _losses_and_logit_gradients(
     ignore_index: int,
     softcap: float | None,
     z_loss: float,
+    label_smoothing: float,
     group: dist.ProcessGroup | None,
     vocab_start: int,
     want_gradient: bool,
@@ -299,8 +330,9 @@ def _losses_and_logit_gradients(
     cap, stride = softcap or 1.0, logits_CV.stride(0)
     if group is None:
         _loss_kernel[(C,)](
-            logits_CV, labels_C, losses_C, stride, V, ignore_index, cap, z_loss, GRADIENT=want_gradient, **shape
-        )
+            logits_CV, labels_C, losses_C, stride, V, ignore_index, cap, z_loss, label_smoothing,
+            SMOOTHED=label_smoothing > 0.0, GRADIENT=want_gradient, **shape,
+        )  # fmt: skip
         return losses_C
     peaks, totals, targets = logits_CV.new_empty((3, C), dtype=torch.float32)
     _statistics_kernel[(C,)](
@@ -336,6 +368,7 @@ def _loss_and_gradients(
     ignore_index: int,
     softcap: float | None,
     z_loss: float,
+    label_smoothing: float,
     num_labels: int | None,
     max_bytes: int,
     group: dist.ProcessGroup | None,
@@ -361,8 +394,8 @@ def _loss_and_gradients(
         torch.mm(hidden_CD, weight_VD.T, out=logits_CV)
         losses.append(
             _losses_and_logit_gradients(
-                logits_CV, labels[chunk], ignore_index=ignore_index, softcap=softcap, z_loss=z_loss, group=group,
-                vocab_start=vocab_start, want_gradient=want_hidden or want_weight,
+                logits_CV, labels[chunk], ignore_index=ignore_index, softcap=softcap, z_loss=z_loss,
+                label_smoothing=label_smoothing, group=group, vocab_start=vocab_start, want_gradient=want_hidden or want_weight,
             )
         )  # fmt: skip
         if grad_hidden is not None:
@@ -425,6 +458,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
     num_labels: int | None = None,
     max_bytes: int = CHUNK_BYTES,
     group: dist.ProcessGroup | None = None,
@@ -444,10 +478,13 @@ def linear_cross_entropy(
             f"linear_cross_entropy: hidden {tuple(hidden_TD.shape)} {hidden_TD.dtype}, weight {tuple(weight_VD.shape)} "
             f"{weight_VD.dtype} and labels {tuple(labels_T.shape)} do not fit"
         )
+    if label_smoothing and group is not None:
+        raise ValueError("linear_cross_entropy: labels of a sharded vocabulary cannot be smoothed")
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "softcap": softcap,
         "z_loss": z_loss,
+        "label_smoothing": label_smoothing,
         "num_labels": num_labels,
         "max_bytes": max_bytes,
         "group": group,

@@ -140,9 +140,18 @@ class Projection(nn.Module):
         """(silu(gate) * up) W' + bias. `saves_activation`: keep silu(gate) * up for backward instead of computing it again."""
         return self.linear(swiglu(gate, up))
 
-    def cross_entropy(self, x_TD: Tensor, labels_T: Tensor, *, count: Tensor | float, num_labels: int) -> Tensor:
+    def cross_entropy(
+        self,
+        x_TD: Tensor,
+        labels_T: Tensor,
+        *,
+        count: Tensor | float,
+        num_labels: int,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
         """Sum of the cross entropy of x W' over the labels that are not -100, divided by `count`."""
-        return F.cross_entropy(self.linear(x_TD).float(), labels_T, reduction="sum") / count
+        logits = self.linear(x_TD).float()
+        return F.cross_entropy(logits, labels_T, reduction="sum", label_smoothing=label_smoothing) / count
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor on disk."""
@@ -284,9 +293,19 @@ class Linear(Projection):
             return F.linear(swiglu(gate, up), self.weight, self.bias)
         return gated_linear(gate, up, self.weight, self.bias)
 
-    def cross_entropy(self, x_TD: Tensor, labels_T: Tensor, *, count: Tensor | float, num_labels: int) -> Tensor:
+    def cross_entropy(
+        self,
+        x_TD: Tensor,
+        labels_T: Tensor,
+        *,
+        count: Tensor | float,
+        num_labels: int,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
         """See `Projection`. `num_labels` is an upper bound on the labels that count."""
-        return linear_cross_entropy(x_TD, self.weight, labels_T, count=count, num_labels=num_labels)
+        return linear_cross_entropy(
+            x_TD, self.weight, labels_T, count=count, num_labels=num_labels, label_smoothing=label_smoothing
+        )
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self | None:

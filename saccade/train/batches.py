@@ -54,6 +54,7 @@ def open_stage_stream(
         num_ranks=num_ranks,
         state=state,
         resize=data.resize,
+        augment=data.augment,
         num_workers=data.num_workers,
         max_bad_share=data.max_bad_share,
         bad_log=config.run / "bad_samples.jsonl",
@@ -71,7 +72,7 @@ def open_validation_stream(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> Stream:
-    """The first `num_samples` samples of `sources`, packed like the data of the stage. No workers: they are few."""
+    """The first `num_samples` samples of `sources`, packed like the data of the stage, not augmented. No workers: they are few."""
     data = stage.data
     indexes = [open_index(source.path, config=data.storage) for source in sources]
     return open_stream(

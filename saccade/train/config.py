@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from saccade.config import encode
+from saccade.data.augment import AugmentConfig
 from saccade.data.sample import TextRules
 from saccade.data.storage import StorageConfig
 from saccade.errors import ConfigError
@@ -146,6 +147,8 @@ class DataConfig:
     """Worker processes per rank that decode images and pack sequences; 0 does it in the trainer process."""
     resize: Literal["pillow", "torch"] = "torch"
     """Image resize implementation: torch is five times as fast and within 2/255 of Hugging Face's pixels."""
+    augment: AugmentConfig | None = None
+    """Augmentation of the images if this section is present: against overfitting when few images are seen many times."""
     max_bad_share: float = 0.01
     """Fraction of bad samples above which the run stops, once a rank has seen at least 10 of them."""
     storage: StorageConfig = field(default_factory=StorageConfig)
@@ -224,6 +227,10 @@ class StageConfig:
     """Learning-rate schedule of the stage."""
     clip_norm: float = 1.0
     """Maximum gradient norm; larger gradients are scaled down to it. inf disables clipping."""
+    label_smoothing: float = 0.0
+    """Share of each target's probability that is spread over the vocabulary, such as 0.1; validation is not smoothed."""
+    ema_decay: float | None = None
+    """Decay of an exponential moving average of the trained weights, such as 0.999; it is validated, exported and handed to the next stage."""
     lora: LoraConfig | None = None
     """Train LoRA adapters instead of the parameters."""
     continue_optimizer: bool = False
@@ -235,6 +242,10 @@ class StageConfig:
         if sum(length is not None for length in (self.steps, self.epochs, self.tokens)) != 1:
             raise ConfigError(f"stage {self.name}: give exactly one of steps, epochs and tokens")
         _check_positive(self, "steps", "epochs", "tokens", "clip_norm")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ConfigError(f"stage {self.name}: label_smoothing is {self.label_smoothing}; give 0 or more and less than 1")  # fmt: skip
+        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
+            raise ConfigError(f"stage {self.name}: ema_decay is {self.ema_decay}; give a number between 0 and 1, such as 0.999")  # fmt: skip
         if self.epochs is not None and any(source.weight is not None for source in self.data.sources):
             raise ConfigError(f"stage {self.name}: a weighted mixture has no epochs. Give steps or tokens, or remove the weights")  # fmt: skip
         self._check_schedule()
@@ -346,9 +357,13 @@ class ValidationConfig:
     """Samples the model generates an output for, written to samples.jsonl; skipped for sharded models."""
     max_new_tokens: int = 64
     """Maximum number of generated tokens."""
+    export_best: bool = False
+    """Export the checkpoint with the lowest validation loss of the run to checkpoints/best."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "every", "num_samples", "max_new_tokens")
+        if self.export_best and not self.sources:
+            raise ConfigError("validation.export_best needs validation.sources. Name held-out shards")
         if self.num_generations < 0:
             raise ConfigError(f"num_generations is {self.num_generations}; give 0 or more")
         if self.sources and self.every is None:

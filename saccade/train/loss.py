@@ -54,9 +54,10 @@ def empty_micro_batch(config: VisionConfig) -> ModelInputs:
 class ModelWithLoss(nn.Module):
     """The model and its loss: one call per micro-batch, so that FSDP or DDP around it sees one forward and one backward."""
 
-    def __init__(self, model: VLM) -> None:
+    def __init__(self, model: VLM, *, label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.model = model
+        self._label_smoothing = label_smoothing
         self.encode_dummy_image = True
         """Whether micro-batches without images run a dummy image through the vision tower."""
 
@@ -75,7 +76,9 @@ class ModelWithLoss(nn.Module):
         """
         hidden_TD = self._hidden_states(inputs)
         head = self.model.head
-        loss = head.cross_entropy(hidden_TD, labels, count=count, num_labels=num_loss_tokens)
+        loss = head.cross_entropy(
+            hidden_TD, labels, count=count, num_labels=num_loss_tokens, label_smoothing=self._label_smoothing
+        )
         with torch.no_grad():
             sums = [
                 head.cross_entropy(hidden_TD.detach(), part, count=1.0, num_labels=num_labels)

@@ -50,7 +50,7 @@ STREAMED_BYTES = GIB
 ACCUMULATED_BYTES = 4
 """Bytes per element of an accumulated gradient; see `train_state.py`."""
 
-PERSISTENT = ("parameters", "masters", "moments")
+PERSISTENT = ("parameters", "masters", "moments", "averages")
 COMPONENTS = (
     *PERSISTENT, "gradients", "gathered parameters", "activations of the vision tower", "activations of the decoder", "loss",
     "workspace", "micro-batch", "context and fragmentation",
@@ -156,6 +156,8 @@ class Planner:
     """Optimizer and parameter groups."""
     lora: LoraConfig | None = None
     """LoRA, if the stage uses it."""
+    has_average: bool = False
+    """Whether an average of the trained weights is kept."""
 
     def plan(self, size: MicroBatchSize, recompute: tuple[Recompute, Recompute] | None = None) -> MemoryPlan:
         """Peak memory for a micro-batch. `recompute`: of vision tower and decoder, overriding `parallel`."""
@@ -223,6 +225,7 @@ class Planner:
             "parameters": list(named.values()),
             "masters": [x for name, x in optimizer.masters.items() if x is not named[name]],
             "moments": [x for state in optimizer.state().values() for x in state.values()],
+            "averages": list(optimizer.masters.values()) if self.has_average else [],
         }
         num_bytes = {part: sum(x.nbytes for x in tensors) // self._num_shards for part, tensors in persistent.items()}
         return _Weights(num_bytes, _sizes(named), _block_training(named, self.lora))

@@ -104,7 +104,7 @@ def parallelize(
     strategy = choose_strategy(config, world)
     is_sharded = strategy in ("fsdp", "hsdp")
     model = build_model(folder, stage, strategy, dtype)
-    module = ModelWithLoss(model)
+    module = ModelWithLoss(model, label_smoothing=stage.label_smoothing)
     module.encode_dummy_image = is_sharded or _is_trained(model.vision) or _is_trained(model.projector)
     if config.compile:
         _compile(model)

@@ -7,7 +7,8 @@ the middle of this stage or at the end of the previous one makes little differen
 same code path. What is loaded:
 
                             same stage      next stage
-    weights                 all             all
+    weights                 all             all; their average, where the previous stage kept one
+    average of the weights  all             starts from the weights
     optimizer state         all             with `continue_optimizer`: of parameters trained in both
     step of the schedule    yes             starts at 0
     data position           yes             starts at 0
@@ -220,7 +221,13 @@ def _run_stage(
         config.model.folder, stage, config.parallel, world, dtype=config.model.dtype, seed=config.seed
     )
     optimizer = build_optimizer(parallel.model.named_parameters(), stage.optimizer)
-    state = TrainState(parallel, optimizer, world, reduce_each_micro_batch=config.parallel.reduce_each_micro_batch)
+    state = TrainState(
+        parallel,
+        optimizer,
+        world,
+        reduce_each_micro_batch=config.parallel.reduce_each_micro_batch,
+        ema_decay=stage.ema_decay,
+    )
     guard = Guard(config.guard)
     progress = _load_state(newest_state(saver.folder, world), number, stage, state, guard, world, config.seed)
     strategy = "single device" if parallel.strategy == "none" else f"{parallel.strategy} on {world.size} ranks"
@@ -254,10 +261,12 @@ def _load_state(
     if saved is None:
         seed_everything(seed + world.rank)
         return Progress(stage=number)
-    state.load_weights(saved)
-    progress = Progress(**{field.name: saved.progress[field.name] for field in dataclasses.fields(Progress)})
+    names = [field.name for field in dataclasses.fields(Progress) if field.name in saved.progress]
+    progress = Progress(**{name: saved.progress[name] for name in names})
+    state.load_weights(saved, averaged=progress.stage != number)
     if progress.stage == number:
         state.load_optimizer(saved, num_steps=saved.progress["optimizer_steps"])
+        state.load_average(saved)
         guard.load_state_dict(saved.progress["guard"])
         restore_random_state(saved, world, seed)
         progress.is_stage_done = False
@@ -265,7 +274,13 @@ def _load_state(
     if stage.continue_optimizer:
         state.load_optimizer(saved, num_steps=saved.progress["optimizer_steps"], only_shared=True)
     seed_everything(seed + world.rank)
-    return Progress(stage=number, step=progress.step, samples=progress.samples, tokens=progress.tokens)
+    return Progress(
+        stage=number,
+        step=progress.step,
+        samples=progress.samples,
+        tokens=progress.tokens,
+        best_loss=progress.best_loss,
+    )
 
 
 def _trained_parts(state: TrainState) -> set[str]:

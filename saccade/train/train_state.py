@@ -14,6 +14,8 @@ step (the loss needs the number of loss tokens of all ranks), the rest at its en
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +29,7 @@ from saccade.train.checkpoint import SavedState, load_tensors, stored_names
 from saccade.train.metrics import Work
 from saccade.train.optimizer import Optimizer, total_norm
 from saccade.train.parallelize import ParallelModel
+from saccade.train.weight_average import WeightAverage
 from saccade.world import World
 
 LOSS_TOKENS = Work._fields.index("loss_tokens")
@@ -55,6 +58,8 @@ class Progress:
     """Whether the stage has finished."""
     data: dict[str, int | str] | None = None
     """State of the data stream; None at its start."""
+    best_loss: float | None = None
+    """Lowest validation loss of the run; None before the first validation."""
 
     def advance(self, work: Work, data: dict[str, int | str], *, is_warmup: bool) -> None:
         """Count one step."""
@@ -106,8 +111,15 @@ class TrainState:
     """Model and optimizer of a stage: backward passes, optimizer steps, saving and loading."""
 
     def __init__(
-        self, parallel: ParallelModel, optimizer: Optimizer, world: World, *, reduce_each_micro_batch: bool = True
+        self,
+        parallel: ParallelModel,
+        optimizer: Optimizer,
+        world: World,
+        *,
+        reduce_each_micro_batch: bool = True,
+        ema_decay: float | None = None,
     ) -> None:
+        """`ema_decay`: keep an average of the trained weights."""
         self.parallel, self.optimizer, self._world = parallel, optimizer, world
         self._reduce_each_micro_batch = reduce_each_micro_batch
         self._parameters = dict(parallel.model.named_parameters())
@@ -118,6 +130,7 @@ class TrainState:
         self._low_precision = [parameter for parameter in trained if parameter.dtype != torch.float32]
         self._accumulates_in_fp32 = False
         self._has_gradients = False
+        self._average = None if ema_decay is None else WeightAverage(optimizer.masters, ema_decay)
 
     # -------------------------------------------------------------- a step
 
@@ -163,8 +176,10 @@ class TrainState:
         ]
 
     def step(self, lr_factor: float, grad_scale: float) -> None:
-        """Run the optimizer and drop the gradients."""
+        """Run the optimizer, average the weights, and drop the gradients."""
         self.optimizer.step(lr_factor, grad_scale)
+        if self._average is not None:
+            self._average.update(self.optimizer.masters)
         self._zero_grad()
 
     def drop_gradients(self) -> None:
@@ -183,12 +198,26 @@ class TrainState:
         masters = self.optimizer.masters
         return {name: masters.get(name, parameter.detach()) for name, parameter in self._parameters.items()}
 
+    def weights_to_export(self) -> dict[str, Tensor]:
+        """`weights`, averaged where an average is kept."""
+        return self.weights() | ({} if self._average is None else self._average.tensors)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model has its averaged weights until the end of this context; without an average it stays as it is."""
+        return contextlib.nullcontext() if self._average is None else self._average.in_place_of(self._parameters)
+
     def tensors(self) -> dict[str, Tensor]:
-        """Everything to save, by name: changed parameters and optimizer state. No copies."""
+        """Everything to save, by name: changed parameters, optimizer state and averages. No copies."""
         weights = {f"parameter/{name}": tensor for name, tensor in self.weights().items() if name in self.trained}
-        return weights | {
-            name: tensor for state in self._optimizer_tensors().values() for name, tensor in state.items()
-        }
+        optimizer = {name: tensor for state in self._optimizer_tensors().values() for name, tensor in state.items()}
+        return weights | optimizer | self._average_tensors()
+
+    def _average_tensors(self) -> dict[str, Tensor]:
+        """Averages, under the names they are saved as."""
+        if self._average is None:
+            return {}
+        averages = {f"average/{name}": tensor for name, tensor in self._average.tensors.items()}
+        return averages | {"average_updates": self._average.num_updates}
 
     def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Optimizer state of each parameter, under the names it is saved as."""
@@ -197,17 +226,28 @@ class TrainState:
             for name, tensors in self.optimizer.state().items()
         }
 
-    def load_weights(self, state: SavedState) -> None:
-        """Load every parameter stored in a saved state."""
-        stored = {name.removeprefix("parameter/") for name in stored_names(state) if name.startswith("parameter/")}
+    def load_weights(self, state: SavedState, *, averaged: bool = False) -> None:
+        """Load every parameter stored in a saved state; `averaged`: its average instead, where the state has one.
+
+        An average that this stage keeps starts again from these weights.
+        """
+        names = stored_names(state)
+        stored = {name.removeprefix("parameter/") for name in names if name.startswith("parameter/")}
         if unknown := sorted(stored - self._parameters.keys()):
             raise CheckpointError(
                 f"{state.path}: {', '.join(unknown[:4])} are not in this model. Use another run folder: --set run=NAME"
             )
         weights = self.weights()
-        load_tensors(state, {f"parameter/{name}": weights[name] for name in stored}, self._world)
+        kinds = {name: "average" if averaged and f"average/{name}" in names else "parameter" for name in stored}
+        load_tensors(state, {f"{kinds[name]}/{name}": weights[name] for name in stored}, self._world)
         self.optimizer.write_parameters()
         self.trained |= stored
+        if self._average is not None:
+            self._average.restart(self.optimizer.masters)
+
+    def load_average(self, state: SavedState) -> None:
+        """Load the average of this stage, if it keeps one."""
+        load_tensors(state, self._average_tensors(), self._world)
 
     def load_optimizer(self, state: SavedState, *, num_steps: int, only_shared: bool = False) -> None:
         """Load the optimizer state, either all of it or only that of parameters trained both then and now."""

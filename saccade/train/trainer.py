@@ -244,6 +244,7 @@ class Trainer:
             return
         self._state.load_weights(state)
         self._state.load_optimizer(state, num_steps=state.progress["optimizer_steps"])
+        self._state.load_average(state)
         logger.warning("rolled back weights and optimizer to step %d; the data continues", state.step)
 
     # -------------------------------------------------------------- logging, saving, validation
@@ -299,21 +300,25 @@ class Trainer:
             raise CheckpointError(failure or "another rank could not save the state; its log says why")
 
     def _export(self) -> None:
-        out = self._config.run / "checkpoints" / f"step-{self._progress.step:08d}"
+        out = self._write_checkpoint(f"step-{self._progress.step:08d}")
+        if self._on_export is not None:
+            if self._world.is_main:
+                self._on_export(out, self._progress.step)
+            self._world.barrier(timeout_s=EXPORT_TIMEOUT_S)
+
+    def _write_checkpoint(self, name: str) -> Path:
+        out = self._config.run / "checkpoints" / name
         export_checkpoint(
             out,
             self._state.parallel.model,
-            self._state.weights(),
+            self._state.weights_to_export(),
             like=self._config.model.folder,
             dtype=DTYPES[self._config.checkpoint.export_dtype],
             world=self._world,
             only_adapter=self._stage.lora is not None and self._stage.lora.export == "adapter",
         )
         logger.info("exported %s", out)
-        if self._on_export is not None:
-            if self._world.is_main:
-                self._on_export(out, self._progress.step)
-            self._world.barrier(timeout_s=EXPORT_TIMEOUT_S)
+        return out
 
     def _run_validation(self, *, is_last: bool = False) -> bool:
         """Validate if it is due; False if a stop request interrupted it."""
@@ -322,15 +327,26 @@ class Trainer:
             return True
         logger.info("step %d: validation", self._progress.step)
         model = self._state.parallel.module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._state.averaged():
             scores = self._validate(model, self._progress.step)
         model.train()
         if scores is None:
             logger.info("step %d: validation interrupted, no scores", self._progress.step)
             return False
         self._metrics_log.add_validation(self._progress.step, scores)
+        self._keep_best(scores)
         self._metrics_log.seconds_since_last()  # validation does not count as time of a step
         return True
+
+    def _keep_best(self, scores: Mapping[str, float]) -> None:
+        """Remember the lowest validation loss of the run, and export its checkpoint if configured."""
+        loss, best = scores.get("loss"), self._progress.best_loss
+        if loss is None or (best is not None and loss >= best):
+            return
+        self._progress.best_loss = loss
+        if self._config.validation.export_best:
+            logger.info("step %d: validation loss %.4f is the lowest", self._progress.step, loss)
+            self._write_checkpoint("best")
 
     def _collect_garbage(self) -> None:
         if self._progress.step % self._config.gc_every == 0:

@@ -63,6 +63,17 @@ def test_softcap_and_z_loss_equal_the_reference(options, device, dtype):
     expect_equal(*inputs(20, 16, 129, device, dtype), dtype, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "z_loss": 0.1}], ids=str)
+def test_smoothed_labels_equal_the_reference_and_torch(options, device, dtype, monkeypatch):
+    monkeypatch.setattr(module, "_LOSS_BLOCK", 64)
+    hidden, weight, labels = inputs(20, 16, 129, device, dtype)
+    (_, expected) = expect_equal(hidden, weight, labels, dtype, label_smoothing=0.1, **options)
+    if not options:
+        logits = hidden.float() @ weight.float().T
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+        assert expected[0].item() == pytest.approx(loss.item() / 3.0, rel=1e-5)
+
+
 def test_ignored_tokens_never_enter_the_matmul(device, dtype):
     """NaN in a row that is not learned stays there."""
     hidden, weight, labels = inputs(33, 16, 64, device, dtype, ignored=0.5)

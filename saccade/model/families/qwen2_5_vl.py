@@ -166,6 +166,7 @@ def _tower(num_layers: int, hidden_size: int, num_heads: int, intermediate_size:
 
 TOWERS = {
     "tiny": _tower(2, 64, 2, 128, every=2),
+    "22m": _tower(12, 384, 6, 1024, every=3),
     "90m": _tower(12, 768, 12, 2048, every=3),
     "670m": _tower(32, 1280, 16, 3420, every=8),
 }
