@@ -274,6 +274,7 @@ async def measure(server: ServerProcess, options: argparse.Namespace, say: Calla
         chaos.watch_memory(options.requests),
     )
     seconds = time.perf_counter() - began
+    await chaos.run_clients(options.clients, chaos.result.num_ended + 25)  # what starts on demand is there again
     idle, after, result = await wait_until_idle(server.url), await _settled(server, before.num_processes), chaos.result
     log = server.log_path.read_text(errors="replace")
     slope = 0.0

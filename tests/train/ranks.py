@@ -32,8 +32,9 @@ def no_validation(model, step):
 
 
 def kill_rank_1_once(model, step):
-    """Like a node that fails: only in the first attempt of the run."""
+    """Like a node that fails: only in the first attempt of the run, when the state of step 5 is complete."""
     if step == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        wait_for_state_5()
         os.kill(os.getpid(), signal.SIGKILL)
     return {}
 
