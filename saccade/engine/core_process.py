@@ -320,6 +320,8 @@ class CoreProcess:
 
 def serve(connection: Connection) -> None:
     """Load a core as the first frame specifies, then serve until the connection ends."""
+    import torch._dynamo  # noqa: F401  the profiler needs it: imported on demand, it would stall requests for a second
+
     from saccade.engine.core import EngineCore
     from saccade.engine.engine import grammars_of
     from saccade.engine.loading import load_runner

@@ -126,10 +126,19 @@ def test_flushed_caches_are_empty(engine):
 
 
 def test_a_live_core_writes_a_profile(engine, tmp_path):
-    thread = threading.Thread(target=engine.generate, args=(CONVERSATIONS[1], SamplingParams(max_tokens=30)))
+    is_written = threading.Event()
+
+    def keep_the_core_busy():
+        while not is_written.is_set():
+            engine.generate(CONVERSATIONS[1], SamplingParams(max_tokens=30))
+
+    thread = threading.Thread(target=keep_the_core_busy)
     thread.start()
-    assert engine.profile(tmp_path / "trace.json", seconds=0.2)
-    thread.join()
+    try:
+        assert engine.profile(tmp_path / "trace.json", seconds=0.2)
+    finally:
+        is_written.set()
+        thread.join()
     assert "aten::" in (tmp_path / "trace.json").read_text()
     assert engine.generate(CONVERSATIONS[0], SamplingParams(max_tokens=2))[0].failure is None
 
