@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.device import to_device
 from saccade.engine.config import KVFormat
-from saccade.kernels.paged_attention import DecodePlan, paged_attention, write_pages
+from saccade.kernels.paged_attention import DecodePlan, GatherPlan, paged_attention, write_pages
 from saccade.kernels.rope import CosSin
 from saccade.model.config import LanguageConfig
 
@@ -81,16 +81,29 @@ class PagedAttention:
     max_context: int
     decode_plan: DecodePlan | None
     """How decode divides its work, the same for all layers; made in each layer if not given."""
+    gather_plan: GatherPlan | None = None
+    """On a CPU: where tokens are stored and pages are read, the same for all layers."""
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         """See `AttentionContext`. `q` and `k` are rotated in place."""
         keys, values = self.cache.entries[layer]
         key_scales, value_scales = (None, None) if self.cache.scales is None else self.cache.scales[layer]
-        write_pages(q_THK, k_TGK, v_TGK, self.angles, self.slot_mapping, keys, values, key_scales, value_scales)
+        write_pages(
+            q_THK,
+            k_TGK,
+            v_TGK,
+            self.angles,
+            self.slot_mapping,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            self.gather_plan,
+        )
         return paged_attention(
             q_THK, keys, values, self.page_table, self.cu_seqlens, self.context_lengths, max_seqlen_q=self.max_new,
             num_decode=self.num_decode, max_context_length=self.max_context, table_rows_R=self.slots,
-            decode_plan=self.decode_plan, key_scales_NGP=key_scales, value_scales_NGP=value_scales,
+            decode_plan=self.decode_plan, gather_plan=self.gather_plan, key_scales_NGP=key_scales, value_scales_NGP=value_scales,
         )  # fmt: skip
 
 

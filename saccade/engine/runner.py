@@ -60,7 +60,7 @@ from saccade.engine.step_inputs import (
     table_width,
 )
 from saccade.errors import RequestError
-from saccade.kernels.paged_attention import plan_decode
+from saccade.kernels.paged_attention import plan_decode, plan_gather
 from saccade.kernels.sampler import NON_FINITE
 from saccade.model.vlm import VLM
 
@@ -422,9 +422,17 @@ class Runner:
         if num_decode and self.device.type == "cuda":
             keys = self.cache.entries[0, 0]
             plan = plan_decode(inputs.cu_seqlens, inputs.context_lengths, keys, num_decode=num_decode)
+        cos_sin = self.model.cos_sin(inputs.positions)
+        gather_plan = None
+        if self.device.type == "cpu":
+            gather_plan = plan_gather(
+                cos_sin, inputs.slot_mapping, self._page_table[inputs.slots], inputs.cu_seqlens, inputs.context_lengths,
+                num_slots=self.cache.num_slots, page_size=self.cache.page_size,
+                num_kv_heads=self.model.config.language.num_kv_heads,
+            )  # fmt: skip
         attend = PagedAttention(
-            self.cache, self.model.cos_sin(inputs.positions), inputs.slot_mapping, self._page_table, inputs.slots,
-            inputs.cu_seqlens, inputs.context_lengths, num_decode, max_new, max_context, plan,
+            self.cache, cos_sin, inputs.slot_mapping, self._page_table, inputs.slots,
+            inputs.cu_seqlens, inputs.context_lengths, num_decode, max_new, max_context, plan, gather_plan,
         )  # fmt: skip
         return self.model.forward_layers(x_TD, attend, index_S)
 

@@ -37,20 +37,20 @@ Prefill of few tokens over a long context is split among programs in the same wa
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.kernels import launch
 from saccade.kernels._paged_decode import DecodePlan, decode, plan_decode
+from saccade.kernels._paged_gather import GatherPlan, attend_gathered, plan_gather, rotate_in_place, write_rows
 from saccade.kernels._paged_prefill import prefill, schedule_prefill
 from saccade.kernels._paged_tile import QUANTIZED_MAX, Pages
-from saccade.kernels.attention import attention, attention_reference
+from saccade.kernels.attention import attention_reference
 from saccade.kernels.launch import tl, triton
 from saccade.kernels.rope import CosSin, rope_reference
 
 __all__ = [
-    "QUANTIZED_MAX", "DecodePlan", "paged_attention", "paged_attention_reference", "plan_decode", "write_pages",
-    "write_pages_reference",
+    "QUANTIZED_MAX", "DecodePlan", "GatherPlan", "paged_attention", "paged_attention_reference", "plan_decode",
+    "plan_gather", "write_pages", "write_pages_reference",
 ]  # fmt: skip
 
 
@@ -136,63 +136,6 @@ def _gather_pages(pages_NGPK: Tensor, scales_NGP: Tensor | None, pages: Tensor) 
     if scales_NGP is not None:
         rows = rows * scales_NGP[pages].unsqueeze(-1)
     return rows.transpose(1, 2).flatten(0, 1)
-
-
-def _attend_gathered(
-    q_THK: Tensor,
-    key_pages_NGPK: Tensor,
-    value_pages_NGPK: Tensor,
-    page_table_RW: Tensor,
-    cu_seqlens_q: Tensor,
-    context_lengths_R: Tensor,
-    *,
-    key_scales_NGP: Tensor | None = None,
-    value_scales_NGP: Tensor | None = None,
-) -> Tensor:
-    """CPU path: decode requests in one batch on their gathered pages; prefill requests one by one."""
-    page_size, out_THK = key_pages_NGPK.shape[2], torch.zeros_like(q_THK)
-    starts, lengths = cu_seqlens_q.tolist(), context_lengths_R.tolist()
-    decoding = [r for r, length in enumerate(lengths) if starts[r + 1] - starts[r] == 1 and length > 0]
-
-    def gathered(pages: Tensor, scales: Tensor | None, table: Tensor) -> Tensor:
-        """[requests, G, tokens, K]"""
-        G = pages.shape[1]
-        indices = (table.unsqueeze(1) * G + torch.arange(G).unsqueeze(1)).flatten()  # requests, heads, pages
-        rows = pages.flatten(0, 1).index_select(0, indices)
-        if scales is not None:
-            rows = (rows.float() * scales.flatten(0, 1).index_select(0, indices).unsqueeze(-1)).to(q_THK.dtype)
-        return rows.view(len(table), G, -1, rows.shape[-1])
-
-    if decoding:
-        own = context_lengths_R[decoding]
-        table = page_table_RW[decoding, : -(-max(lengths[r] for r in decoding) // page_size)].long()
-        is_own = torch.arange(table.shape[1] * page_size) < own.unsqueeze(1)
-        table = table.masked_fill(~is_own[:, ::page_size], 0)
-        k, v = (
-            gathered(pages, scales, table)
-            for pages, scales in ((key_pages_NGPK, key_scales_NGP), (value_pages_NGPK, value_scales_NGP))
-        )
-        # Slots after a request's last token may hold NaN, and 0 * NaN is NaN.
-        others = (~is_own).nonzero(as_tuple=True)
-        for x in (k, v):
-            x[others[0], :, others[1]] = 0.0
-        rows = cu_seqlens_q[:-1][decoding].long()
-        # Query heads that share keys become tokens: keys are then read once.
-        q = q_THK[rows].view(len(rows), k.shape[1], -1, q_THK.shape[2])
-        out_THK[rows] = F.scaled_dot_product_attention(q, k, v, attn_mask=is_own[:, None, None]).flatten(1, 2)
-    for r, (start, end) in enumerate(pairwise(starts)):
-        if end - start < 2 or lengths[r] == 0:
-            continue
-        table = page_table_RW[r : r + 1, : -(-lengths[r] // page_size)].long()
-        k, v = (
-            gathered(pages, scales, table)[0, :, : lengths[r]].transpose(0, 1)
-            for pages, scales in ((key_pages_NGPK, key_scales_NGP), (value_pages_NGPK, value_scales_NGP))
-        )
-        out_THK[start:end] = attention(
-            q_THK[start:end], k, v, torch.tensor([0, end - start], dtype=torch.int32),
-            torch.tensor([0, lengths[r]], dtype=torch.int32), max_seqlen_q=end - start, max_seqlen_k=lengths[r], causal=True,
-        )  # fmt: skip
-    return out_THK
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -339,8 +282,11 @@ def write_pages(
     value_pages_NGPK: Tensor,
     key_scales_NGP: Tensor | None = None,
     value_scales_NGP: Tensor | None = None,
+    gather_plan: GatherPlan | None = None,
 ) -> None:
-    """Rotate `q` and `k` in place and store `k` and `v` in the cache at `slots_T`, see the top of this file."""
+    """Rotate `q` and `k` in place and store `k` and `v` in the cache at `slots_T`, see the top of this file. `gather_plan`: as for
+    `paged_attention`; an 8-bit cache is written without it.
+    """
     _check_pages("write_pages", q_THK, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
     if k_TGK.shape != v_TGK.shape or k_TGK.shape != (len(q_THK), key_pages_NGPK.shape[1], q_THK.shape[2]):
         raise ValueError(
@@ -348,7 +294,16 @@ def write_pages(
         )
     if any(x.stride(-1) != 1 for x in (q_THK, k_TGK, v_TGK, *table)) or table[0].stride() != table[1].stride():
         raise ValueError("write_pages: the channels of q, k, v and of the angle table must be contiguous")
-    path = launch.choose_path("write_pages", *launch.available_paths(q_THK, "triton"))
+    has_plan = gather_plan is not None and key_scales_NGP is None
+    paths: tuple[launch.Path, ...] = ("library", "triton") if has_plan else ("triton",)
+    path = launch.choose_path("write_pages", *launch.available_paths(q_THK, *paths))
+    if path == "library":
+        assert gather_plan is not None, "chosen with a plan alone"
+        rotate_in_place(q_THK, gather_plan)
+        rotate_in_place(k_TGK, gather_plan)
+        write_rows(k_TGK, key_pages_NGPK, gather_plan)
+        write_rows(v_TGK, value_pages_NGPK, gather_plan)
+        return
     write = _write if path == "triton" else write_pages_reference
     write(q_THK, k_TGK, v_TGK, table, slots_T, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
 
@@ -366,6 +321,7 @@ def paged_attention(
     max_context_length: int | None = None,
     table_rows_R: Tensor | None = None,
     decode_plan: DecodePlan | None = None,
+    gather_plan: GatherPlan | None = None,
     key_scales_NGP: Tensor | None = None,
     value_scales_NGP: Tensor | None = None,
 ) -> Tensor:
@@ -374,7 +330,7 @@ def paged_attention(
     `max_seqlen_q` bounds the new tokens of a request (1 selects decode), `max_context_length` its keys (W * P if not given).
     The first `num_decode` requests have one new token each, or none; they are decoded beside the prefill of the others, in a
     launch of their own: one decode of 4000 tokens beside a prefill of 640 takes 28 us a layer instead of 99 (H200). `decode_plan` is
-    theirs, made by `plan_decode` if not given. `table_rows_R`: the row of `page_table` that each request has, if not its own
+    theirs, made by `plan_decode` if not given; on a CPU `gather_plan` is that of all requests. `table_rows_R`: the row of `page_table` that each request has, if not its own
     index. Bounds and shapes determine the grid: in a captured CUDA graph they are fixed.
     """
     _check_pages("paged_attention", q_THK, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
@@ -394,10 +350,28 @@ def paged_attention(
     own_table_RW = page_table_RW if table_rows_R is None else page_table_RW[table_rows_R.long()]
     tensors = (q_THK, key_pages_NGPK, value_pages_NGPK, own_table_RW, cu_seqlens_q, context_lengths_R)
     if path == "library":
-        return _attend_gathered(*tensors, key_scales_NGP=key_scales_NGP, value_scales_NGP=value_scales_NGP)
+        plan = gather_plan or _plan_without_writing(*tensors)
+        return attend_gathered(q_THK, key_pages_NGPK, value_pages_NGPK, plan, key_scales_NGP, value_scales_NGP)
     return paged_attention_reference(
         *tensors, max_seqlen_q=max_seqlen_q, key_scales_NGP=key_scales_NGP, value_scales_NGP=value_scales_NGP
     )
+
+
+def _plan_without_writing(
+    q_THK: Tensor,
+    key_pages_NGPK: Tensor,
+    value_pages_NGPK: Tensor,
+    page_table_RW: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lengths_R: Tensor,
+) -> GatherPlan:
+    """A plan for attention alone."""
+    del value_pages_NGPK
+    nothing = q_THK.new_zeros((0, q_THK.shape[2] // 2))
+    return plan_gather(
+        (nothing, nothing), torch.zeros(0, dtype=torch.int64), page_table_RW, cu_seqlens_q, context_lengths_R,
+        num_slots=0, page_size=key_pages_NGPK.shape[2], num_kv_heads=key_pages_NGPK.shape[1],
+    )  # fmt: skip
 
 
 def _attend(

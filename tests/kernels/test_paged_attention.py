@@ -396,3 +396,37 @@ def test_captured_ranges_combine_in_every_replay(context):
             graph.replay()
         for out in outs:
             assert_close("out", out, expected_of(case), BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_padding", [0, 2])
+def test_a_plan_of_a_cpu_step_writes_and_reads_as_the_references_do(num_padding, dtype):
+    """Two layers with one plan: decode, a whole prompt, and a chunk; padding is rotated and not stored."""
+    new, context, (H, G, K), page_size = [1, 7, 1, 4], [20, 7, 3, 30], (4, 2, 64), 8
+    case = make_case(new, context, (H, G, K), "cpu", dtype, page_size)
+    _, keys, values, table, starts, lengths = case.tensors
+    ends = [
+        table[r, p // page_size] * page_size + p % page_size
+        for r in range(4)
+        for p in range(context[r] - new[r], context[r])
+    ]
+    num_slots = len(keys) * page_size
+    slots = torch.tensor([*map(int, ends), *[num_slots] * num_padding])
+    angles = torch.randn(len(slots), K // 2)
+    cos_sin = angles.cos(), angles.sin()
+    plan = module.plan_gather(
+        cos_sin, slots, table, starts, lengths, num_slots=num_slots, page_size=page_size, num_kv_heads=G
+    )
+    for _ in range(2):
+        q, k, v = (torch.randn(len(slots), heads, K).to(dtype) for heads in (H, G, G))
+        expected = [x.clone() for x in (q, k, v)]
+        caches = [(keys.clone(), values.clone()) for _ in range(2)]
+        write_pages_reference(*expected, cos_sin, slots, *caches[0])
+        write_pages(q, k, v, cos_sin, slots, *caches[1], gather_plan=plan)
+        for actual, wanted in zip((q, k, *caches[1]), (*expected[:2], *caches[0]), strict=True):
+            assert_close("written", actual.nan_to_num(), wanted.nan_to_num(), BOUNDS[dtype])
+        out = paged_attention(q, *caches[1], table, starts, lengths, max_seqlen_q=7, gather_plan=plan)
+        wanted = paged_attention_reference(
+            expected[0].float(), *(x.float() for x in caches[0]), table, starts, lengths, max_seqlen_q=7
+        )
+        assert_close("out", out, wanted, BOUNDS[dtype])
