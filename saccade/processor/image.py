@@ -23,7 +23,8 @@ import numpy as np
 from PIL import Image
 
 from saccade.errors import ConfigError, ImageError
-from saccade.processor.pillow_resize import Pixels, pillow_resize
+from saccade.processor.pillow_resize import Pixels as Pixels
+from saccade.processor.pillow_resize import pillow_resize
 
 Resize = Callable[[Pixels, int, int], Pixels]
 """(pixels, height, width) -> pixels of that size: bicubic, antialiased when shrinking."""

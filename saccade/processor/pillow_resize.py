@@ -37,7 +37,8 @@ def pillow_resize(pixels: Pixels, height: int, width: int) -> Pixels:
 
 def resize_in_strips(pixels: Pixels, height: int, width: int, num_strips: int) -> Pixels:
     """`pillow_resize` by `num_strips` threads."""
-    if rows_first(*pixels.shape[:2], height, width):
+    old_height, old_width = pixels.shape[:2]
+    if rows_first(old_height, old_width, height, width):
         return _resize_columns(_resize_rows(pixels, height, num_strips), width, num_strips)
     return _resize_rows(_resize_columns(pixels, width, num_strips), height, num_strips)
 
