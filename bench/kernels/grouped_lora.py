@@ -1,0 +1,53 @@
+"""Adapters chosen per token on the layers of a 3B decoder: 8 adapters of rank 16 and 64 among the tokens of a step.
+
+Beside it: one adapter for all tokens in two plain products (what a single adapter costs at least).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from bench.kernels.timing import Row, Work, compare, graph_ms, main, through
+from saccade.kernels.grouped_lora import grouped_lora
+
+LAYERS = {
+    "qkv": (2048, (2048, 256, 256)),
+    "o": (2048, (2048,)),
+    "gate up": (2048, (11008, 11008)),
+    "down": (11008, (2048,)),
+}
+NUM_ADAPTERS = 8
+
+
+def rows() -> Iterator[Row]:
+    """Decode of 1, 64 and 256 requests, and a prefill of 4096 tokens."""
+    for rank in (16, 64):
+        for name, (num_inputs, sizes) in LAYERS.items():
+            new = {"device": "cuda", "dtype": torch.bfloat16}
+            lora_A = torch.randn(NUM_ADAPTERS, len(sizes), rank, num_inputs, **new)
+            lora_B = torch.randn(NUM_ADAPTERS, sum(sizes), rank, **new)
+            scale = torch.ones(NUM_ADAPTERS, device="cuda")
+            for num_tokens in (1, 64, 256, 4096):
+                x, y = torch.randn(num_tokens, num_inputs, **new), torch.randn(num_tokens, sum(sizes), **new)
+                slot = torch.arange(num_tokens, device="cuda") * NUM_ADAPTERS // max(NUM_ADAPTERS, num_tokens)
+                slot = (slot % NUM_ADAPTERS + 1).int()
+
+                def one_adapter(x: Tensor, y: Tensor, lora_A: Tensor = lora_A, lora_B: Tensor = lora_B) -> Tensor:
+                    return torch.addmm(y, x @ lora_A[0, 0].T, lora_B[0].T)
+
+                def grouped(
+                    x: Tensor, y: Tensor, lora_A: Tensor = lora_A, lora_B: Tensor = lora_B, slot: Tensor = slot,
+                    scale: Tensor = scale, sizes: tuple[int, ...] = sizes,
+                ) -> Tensor:  # fmt: skip
+                    return through("triton", grouped_lora)(y, x, lora_A, lora_B, scale, slot, sizes)
+
+                used = min(num_tokens, NUM_ADAPTERS) / NUM_ADAPTERS
+                work = Work(int(used * (lora_A.nbytes + lora_B.nbytes)) + x.nbytes + 2 * y.nbytes)
+                shape = f"{name} {num_tokens} x {num_inputs} -> {sum(sizes)}, rank {rank}"
+                paths = {"triton": grouped, "one adapter, torch": one_adapter}
+                yield from compare("grouped_lora", shape, paths, (x, y), work, clock=graph_ms)
+
+
+if __name__ == "__main__":
+    main(rows)

@@ -1,0 +1,116 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from closeness import BOUNDS, assert_close, perturbed
+
+from saccade.kernels import grouped_lora as module
+from saccade.kernels import launch
+from saccade.kernels.grouped_lora import grouped_lora, grouped_lora_reference
+
+NUM_ADAPTERS = 5
+
+
+def inputs(num_tokens, num_inputs, part_sizes, device, dtype, rank=16):
+    """y, x, A, B, scales and slots: some tokens have no adapter, the others any of them."""
+    parts, outputs = len(part_sizes), sum(part_sizes)
+    y, x = (torch.randn(num_tokens, size, device=device).to(dtype) for size in (outputs, num_inputs))
+    lora_A = (torch.randn(NUM_ADAPTERS, parts, rank, num_inputs, device=device) / num_inputs**0.5).to(dtype)
+    lora_B = torch.randn(NUM_ADAPTERS, outputs, rank, device=device).to(dtype) / 4
+    scale = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.25], device=device)
+    slot = torch.randint(0, NUM_ADAPTERS + 1, (num_tokens,), device=device, dtype=torch.int32)
+    return y, x, lora_A, lora_B, scale, slot, part_sizes
+
+
+def expect(y, *rest, dtype):
+    expected = grouped_lora_reference(y.clone(), *rest)
+    with launch.forced("triton"):
+        actual = grouped_lora(y, *rest)
+    assert actual is y
+    assert_close("out", actual, expected.float(), BOUNDS[dtype])
+    return actual, expected
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 16, 129])
+@pytest.mark.parametrize("part_sizes", [(33,), (40, 24), (144, 16, 16)], ids=str)
+def test_every_token_gets_its_own_adapter(num_tokens, part_sizes, device, dtype):
+    expect(*inputs(num_tokens, 200, part_sizes, device, dtype), dtype=dtype)
+
+
+def test_the_reference_is_one_adapter_at_a_time(device):
+    y, x, lora_A, lora_B, scale, slot, sizes = inputs(9, 24, (10, 6), device, torch.float32)
+    actual = grouped_lora_reference(y.clone(), x, lora_A, lora_B, scale, slot, sizes)
+    for token, number in enumerate(slot.tolist()):
+        expected = y[token].clone()
+        if number:
+            A, B = lora_A[number - 1], lora_B[number - 1]
+            updates = [F.linear(F.linear(x[token], A[0]), B[:10]), F.linear(F.linear(x[token], A[1]), B[10:])]
+            expected += scale[number - 1] * torch.cat(updates)
+        assert torch.allclose(actual[token], expected, atol=1e-5)
+
+
+def test_tokens_without_an_adapter_stay_as_they_are(device, dtype):
+    y, x, lora_A, lora_B, scale, slot, sizes = inputs(40, 64, (32,), device, dtype)
+    before = y.clone()
+    for slots in (torch.zeros_like(slot), slot):
+        with launch.forced("triton"):
+            grouped_lora(y, x, lora_A, lora_B, scale, slots, sizes)
+        assert torch.equal(y[slots == 0], before[slots == 0])
+
+
+def test_the_adapters_of_others_do_not_matter(device, dtype):
+    y, x, lora_A, lora_B, scale, slot, sizes = inputs(30, 64, (32, 16), device, dtype)
+    lora_A[2], lora_B[2] = float("nan"), float("nan")
+    kept = (slot != 3).nonzero()[:, 0]
+    expect(y[kept], x[kept], lora_A, lora_B, scale, slot[kept], sizes, dtype=dtype)
+
+
+@pytest.mark.parametrize("rank", [16, 32, 64])
+def test_any_rank_many_splits_and_rows_apart(rank, device, dtype, monkeypatch):
+    monkeypatch.setattr(module, "_num_splits", lambda *_: 3)
+    y, x, *rest = inputs(20, 900, (48,), device, dtype, rank=rank)
+    wide_y, wide_x = torch.cat([y, y], dim=1), torch.cat([x, x], dim=1)
+    expect(wide_y[:, 48:], wide_x[:, 900:], *rest, dtype=dtype)
+    assert torch.equal(wide_y[:, :48], y)
+
+
+def test_large_steps_have_large_tiles(device):
+    monkeypatched = module._LARGE_T * 4 + 3
+    expect(*inputs(monkeypatched, 48, (16,), device, torch.float32), dtype=torch.float32)
+
+
+def test_no_tokens_are_no_work(device):
+    assert grouped_lora(*inputs(0, 16, (8,), device, torch.float32)).shape == (0, 8)
+
+
+def test_shapes_that_do_not_fit_are_refused(device):
+    y, x, lora_A, lora_B, scale, slot, sizes = inputs(3, 32, (16,), device, torch.float32)
+    for wrong in (
+        (y, x[:, 1:], lora_A, lora_B, scale, slot, sizes),
+        (y, x, lora_A, lora_B[:, 1:], scale, slot, sizes),
+        (y, x, lora_A, lora_B, scale, slot, (8, 8)),
+        (y, x, lora_A, lora_B, scale, slot[1:], sizes),
+        (y, x, lora_A[:, :, :8], lora_B[:, :, :8], scale, slot, sizes),
+    ):
+        with pytest.raises(ValueError, match="do not fit"):
+            grouped_lora(*wrong)
+
+
+def test_an_error_of_twice_the_bound_is_noticed(device, dtype):
+    actual, expected = expect(*inputs(12, 64, (32,), device, dtype), dtype=dtype)
+    with pytest.raises(AssertionError, match="out"):
+        assert_close("out", perturbed(actual, BOUNDS[dtype]), expected, BOUNDS[dtype])
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_the_slots(device):
+    y, x, lora_A, lora_B, scale, slot, sizes = inputs(64, 2048, (2048, 256, 256), device, torch.bfloat16)
+    out = torch.empty_like(y)
+    grouped_lora(out.copy_(y), x, lora_A, lora_B, scale, slot, sizes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_lora(out.copy_(y), x, lora_A, lora_B, scale, slot, sizes)
+    for _ in range(3):
+        slot.copy_(torch.randint_like(slot, 0, NUM_ADAPTERS + 1))
+        graph.replay()
+        expected = grouped_lora_reference(y.clone(), x, lora_A, lora_B, scale, slot, sizes)
+        assert_close("out", out, expected.float(), BOUNDS[torch.bfloat16])
