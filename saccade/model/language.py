@@ -28,14 +28,14 @@ class SelfAttention(nn.Module):
         self.v_proj = Linear(config.hidden_size, kv_size)
         self.o_proj = Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x_TD: Input, attend: AttentionContext) -> Tensor:
-        """[T, D] to [T, D]."""
+    def forward(self, x_TD: Input, attend: AttentionContext, adapter_T: Tensor | None = None) -> Tensor:
+        """[T, D] to [T, D]. `adapter_T`: the adapter of each token."""
         q_THK, k_TGK, v_TGK = (
             x.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
-            for x in project(x_TD, self.q_proj, self.k_proj, self.v_proj)
+            for x in project(x_TD, self.q_proj, self.k_proj, self.v_proj, adapter_T=adapter_T)
         )
-        out: Tensor = self.o_proj(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1))
-        return out
+        [out_TD] = project(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1), self.o_proj, adapter_T=adapter_T)
+        return out_TD
 
 
 class DecoderLayer(nn.Module):
@@ -49,20 +49,23 @@ class DecoderLayer(nn.Module):
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size, bias=False)
 
     def forward(
-        self, x_TD: Tensor, update_TD: Tensor | None, attend: AttentionContext, select_S: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream x + update to itself, see `add_update`. `select_S`: tokens to return (None: all).
+        self, x_TD: Tensor, update_TD: Tensor | None, attend: AttentionContext, select_S: Tensor | None = None,
+        adapter_T: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The residual stream x + update to itself, see `add_update`. `select_S`: tokens to return (None: all); `adapter_T`: the adapter
+        of each token.
 
         Without gradients each sum, norm and activation runs in the kernel of the matrix product behind it: for few tokens a layer is
         five kernels and attention.
         """
         normed = self.input_layernorm.of_sum(x_TD, update_TD)
-        attn_out_TD = self.self_attn(normed.input, attend)
+        attn_out_TD = self.self_attn(normed.input, attend, adapter_T)
         x_TD = normed.total
         if select_S is not None:
             attn_out_TD, x_TD = attn_out_TD.index_select(0, select_S), x_TD.index_select(0, select_S)
+            adapter_T = None if adapter_T is None else adapter_T.index_select(0, select_S)
         normed = self.post_attention_layernorm.of_sum(attn_out_TD, x_TD)
-        mlp_out_TD = self.mlp(normed.input)
+        mlp_out_TD = self.mlp(normed.input, adapter_T)
         return add_update(normed.total, mlp_out_TD)
 
 
@@ -75,14 +78,16 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, x_TD: Tensor, attend: AttentionContext, select_S: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, attend: AttentionContext, select_S: Tensor | None = None, adapter_T: Tensor | None = None
+    ) -> Tensor:
         """[T, D] embeddings to [S, D] normalised hidden states of the tokens `select_S` (None: all).
 
         The MLP of the last layer runs on the selected tokens alone: of a prompt only the last is sampled from.
         """
         update_TD: Tensor | None = None
         for i, layer in enumerate(self.layers, start=1):
-            x_TD, update_TD = layer(x_TD, update_TD, attend, select_S if i == len(self.layers) else None)
+            x_TD, update_TD = layer(x_TD, update_TD, attend, select_S if i == len(self.layers) else None, adapter_T)
         return self.norm.of_sum(x_TD, update_TD).normed
 
 

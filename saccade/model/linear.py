@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -112,6 +112,13 @@ Input = Tensor | NormedSum
 # ------------------------------------------------------------------ the seam
 
 
+class Adapters(Protocol):
+    """Adapters beside the projections of one input."""
+
+    def add(self, y_TN: Tensor, x_TD: Tensor, adapter_T: Tensor) -> Tensor:
+        """Add each row's adapter to the outputs, in place; `adapter_T` [T] int32 is 0 for rows without one."""
+
+
 class Projection(nn.Module):
     """A linear map with any storage form of its weight."""
 
@@ -121,8 +128,15 @@ class Projection(nn.Module):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
+        self.adapters: Adapters | None = None
+        """LoRA adapters chosen per row (`adapters.py`); one object for all projections of an input."""
         self._whole: tuple[Projection] | None = None
         """The projection whose storage this one is a part of. In a tuple: it is no submodule, and its weight no further parameter."""
+
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """Outputs and inputs in a checkpoint."""
+        return self.out_features, self.in_features
 
     def linear(self, x: Tensor) -> Tensor:
         """[..., D] to [..., N]: x W' + bias."""
@@ -136,8 +150,15 @@ class Projection(nn.Module):
         """The outputs, in the memory of `out` where that costs nothing: CUDA graphs of all sizes then share one."""
         return out.copy_(self.linear(x))
 
-    def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
+    def gated(
+        self, gate: Tensor, up: Tensor, *, saves_activation: bool = False, adapter_T: Tensor | None = None
+    ) -> Tensor:
         """(silu(gate) * up) W' + bias. `saves_activation`: keep silu(gate) * up for backward instead of computing it again."""
+        if adapter_T is not None:
+            return project(swiglu(gate, up), self, adapter_T=adapter_T)[0]
+        return self._gated(gate, up, saves_activation)
+
+    def _gated(self, gate: Tensor, up: Tensor, saves_activation: bool) -> Tensor:
         return self.linear(swiglu(gate, up))
 
     def cross_entropy(
@@ -185,14 +206,37 @@ class Projection(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-def project(x: Input, *parts: Projection) -> tuple[Tensor, ...]:
-    """The outputs of several projections of one input: one product where they are stored as one matrix and no gradients are needed."""
-    whole = parts[0]._whole
-    if whole is not None and not is_differentiable() and all(part._whole is whole for part in parts):
-        out: Tensor = whole[0](x)
+def project(x: Input, *parts: Projection, adapter_T: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The outputs of one or several projections of one input: one product where they are stored as one matrix and no gradients are needed.
+
+    `adapter_T`: the adapter of each row, see `Adapters`.
+    """
+    if adapter_T is not None and parts[0].adapters is not None:
+        return _project_adapted(x, parts, parts[0].adapters, adapter_T)
+    whole = _whole_of(parts)
+    if whole is not None:
+        out: Tensor = whole(x)
         return torch.split(out, [part.out_features for part in parts], dim=-1)
+    if len(parts) == 1:
+        return (parts[0](x),)
     rows = x.normed if isinstance(x, NormedSum) else x
     return tuple(part(rows) for part in parts)
+
+
+def _whole_of(parts: Sequence[Projection]) -> Projection | None:
+    """The projection that computes all parts, where gradients are not needed."""
+    shared = parts[0]._whole
+    if shared is None or is_differentiable() or any(part._whole is not shared for part in parts):
+        return None
+    return shared[0] if sum(part.out_features for part in parts) == shared[0].out_features else None
+
+
+def _project_adapted(
+    x: Input, parts: Sequence[Projection], adapters: Adapters, adapter_T: Tensor
+) -> tuple[Tensor, ...]:
+    rows, whole = x.normed if isinstance(x, NormedSum) else x, _whole_of(parts)
+    out = torch.cat([part.linear(rows) for part in parts], dim=-1) if whole is None else whole.linear(rows)
+    return torch.split(adapters.add(out, rows, adapter_T), [part.out_features for part in parts], dim=-1)
 
 
 def add_update(x_TD: Tensor, update_TD: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -247,9 +291,14 @@ class Linear(Projection):
         if self.num_padding_inputs:
             self.weight[:, -self.num_padding_inputs :].zero_()
 
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """See `Projection`."""
+        return self.out_features - self.num_padding_outputs, self.in_features - self.num_padding_inputs
+
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter on disk."""
-        sizes = (self.out_features - self.num_padding_outputs, self.in_features - self.num_padding_inputs)
+        sizes = self.stored_shape
         shapes: dict[str, tuple[int, ...]] = {"weight": sizes if self.weight.dim() == 2 else tuple(self.weight.shape)}
         return shapes if self.bias is None else shapes | {"bias": sizes[:1]}
 
@@ -283,8 +332,7 @@ class Linear(Projection):
         """See `Projection`."""
         return super().forward_into(x, out) if self.bias is not None else torch.mm(x, self.weight.t(), out=out)
 
-    def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
-        """See `Projection`."""
+    def _gated(self, gate: Tensor, up: Tensor, saves_activation: bool) -> Tensor:
         if torch.is_grad_enabled():
             if saves_activation:
                 return F.linear(swiglu(gate, up), self.weight, self.bias)

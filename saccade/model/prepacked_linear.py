@@ -16,8 +16,14 @@ class PrepackedLinear(Projection):
 
     def __init__(self, layer: Linear) -> None:
         super().__init__(layer.in_features, layer.out_features)
+        self._stored_shape = layer.stored_shape
         self.weight = nn.Parameter(prepack(layer.weight), requires_grad=False)
         self.bias = layer.bias
+
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """See `Projection`."""
+        return self._stored_shape
 
     def linear(self, x: Tensor) -> Tensor:
         """See `Projection`."""
@@ -31,9 +37,14 @@ class PrepackedLinear(Projection):
 class PrepackedPart(Projection):
     """Some outputs of a prepacked weight. Alone it costs a product of all of them; `project` computes them together."""
 
-    def __init__(self, whole: tuple[PrepackedLinear], in_features: int, first: int, out_features: int) -> None:
-        super().__init__(in_features, out_features)
-        self._whole, self._first = whole, first
+    def __init__(self, whole: tuple[PrepackedLinear], layer: Linear, first: int) -> None:
+        super().__init__(layer.in_features, layer.out_features)
+        self._whole, self._first, self._stored_shape = whole, first, layer.stored_shape
+
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """See `Projection`."""
+        return self._stored_shape
 
     def linear(self, x: Tensor) -> Tensor:
         """See `Projection`."""
@@ -61,5 +72,5 @@ def _prepack_merged(module: nn.Module, names: Sequence[str]) -> None:
     whole, first = (PrepackedLinear(shared[0]),), 0
     for name in names:
         layer: Any = module.get_submodule(name)
-        setattr(module, name, PrepackedPart(whole, layer.in_features, first, layer.out_features))
+        setattr(module, name, PrepackedPart(whole, layer, first))
         first += layer.out_features

@@ -47,6 +47,11 @@ class QuantizedLinear(Projection):
         self._stored = (out_features - padding[0], in_features - padding[1])
         self.bias = nn.Parameter(torch.empty(out_features, device="meta"), requires_grad=False) if bias else None
 
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """See `Projection`."""
+        return self._stored
+
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor on disk."""
         return {} if self.bias is None else {"bias": self._stored[:1]}

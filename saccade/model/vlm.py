@@ -84,9 +84,14 @@ class VLM(nn.Module):
         features_MD: Tensor = self.projector(self.vision(pixels, inputs))
         return features_MD[inputs.reading_order.long()]
 
-    def forward_layers(self, x_TD: Tensor, attend: AttentionContext, select_S: Tensor | None = None) -> Tensor:
-        """Run the decoder on embedded tokens: [T, D] to [T, D] hidden states, or [S, D] of the tokens `select_S`."""
-        hidden_SD: Tensor = self.language(x_TD, attend, select_S)
+    def forward_layers(
+        self, x_TD: Tensor, attend: AttentionContext, select_S: Tensor | None = None, adapter_T: Tensor | None = None
+    ) -> Tensor:
+        """Run the decoder on embedded tokens: [T, D] to [T, D] hidden states, or [S, D] of the tokens `select_S`.
+
+        `adapter_T` [T] int32: the adapter slot of each token from 1, 0 for the base model (`adapters.py`).
+        """
+        hidden_SD: Tensor = self.language(x_TD, attend, select_S, adapter_T)
         return hidden_SD
 
     def cos_sin(self, positions_3T: Tensor) -> CosSin:

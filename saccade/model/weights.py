@@ -192,6 +192,11 @@ def check_finite(tensors: Mapping[str, Tensor], folder: str | Path) -> None:
         )
 
 
+def tensor_names(file: Path) -> list[str]:
+    """Names of the tensors of a safetensors file."""
+    return list(_read_header(file))
+
+
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     """All tensors of a file. Only its header is read."""
     with _open(file) as opened:
