@@ -65,6 +65,10 @@ class EngineConfig:
     """Seconds a worker may take for one image, text, 32 video frames or 8 MiB of a video file; then it is killed and replaced."""
     max_images_per_request: int = 64
     """Maximum images and videos of a request."""
+    max_adapters: int = 0
+    """LoRA adapters that can be loaded at once, each in a slot of device memory. 0: none."""
+    max_adapter_rank: int = 16
+    """Maximum rank of an adapter. A slot of rank 16 takes 60 MB for a 3B model."""
 
     def __new__(cls, **settings: Any) -> EngineConfig:
         """Refuse renamed settings with a message that names the new one."""
@@ -89,6 +93,8 @@ class EngineConfig:
         self._check_whole("processed_image_cache_bytes", least=0)
         self._check_whole("max_images_per_request", least=0)
         self._check_whole("max_draft_tokens", least=0)
+        self._check_whole("max_adapters", least=0)
+        self._check_whole("max_adapter_rank", least=1)
         if self.num_workers is not None:
             self._check_whole("num_workers", least=0)
         if self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128):

@@ -16,10 +16,11 @@ import heapq
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from saccade.engine.adapters import AdapterEntry, AdapterTable
 from saccade.engine.config import EngineConfig
 from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_PREFILL, prefill_beside_decode
 from saccade.engine.encoder_cache import EncoderCache
@@ -28,13 +29,14 @@ from saccade.engine.pages import PagePool
 from saccade.engine.profiler import CoreProfiler
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.prompt_lookup import PromptLookup
-from saccade.engine.request import Failure, FinishReason, Request, RequestOutput
+from saccade.engine.request import Failure, FailureKind, FinishReason, Request, RequestOutput
 from saccade.engine.runner import DeviceError, Runner, StepForward, StepHandle
 from saccade.engine.scheduler import Limits, Scheduler
 from saccade.engine.step import EncodeResult, StepPlan, StepResult
 from saccade.engine.step_budget import MIN_TOKENS, StepBudget
 from saccade.engine.time_histogram import TimeHistogram
 from saccade.errors import RequestError, UserError
+from saccade.model.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,28 @@ class FlushCaches:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AddAdapter:
+    """Message: load a LoRA adapter under a name. Answered by an output with `reply_id`: `stop`, or `failed` with the reason."""
+
+    name: str
+    """What requests call it."""
+    folder: str
+    """In PEFT's layout."""
+    reply_id: str
+    """Id of the answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveAdapter:
+    """Message: take no new requests for an adapter; its slot is free when those that run have ended. Answered at once."""
+
+    name: str
+    """Which one."""
+    reply_id: str
+    """Id of the answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartProfile:
     """Message: profile the core's thread and the device from now on."""
 
@@ -98,8 +122,18 @@ class GrammarCompiled:
     """Which one."""
 
 
-Message = AddRequest | EndRequest | FlushCaches | StartProfile | StopProfile
+@dataclass(frozen=True, kw_only=True)
+class AdapterRead:
+    """Message of the core to itself: the folder of an adapter is read, or is broken."""
+
+    reply_id: str
+    """Of the message that asked for it."""
+
+
+Message = AddRequest | EndRequest | FlushCaches | StartProfile | StopProfile | AddAdapter | RemoveAdapter
 """What a front end sends."""
+OwnMessage = GrammarCompiled | AdapterRead
+"""What the core sends itself from another thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +225,11 @@ class EngineCore:
         self._grammars = grammars
         self._grammar_states: dict[str, GrammarState] = {}
         self._compiling: dict[str, tuple[AddRequest, Future[GrammarState]]] = {}
-        self.post: Callable[[GrammarCompiled], None] = lambda message: None
+        self._adapters = AdapterTable(config.max_adapters)
+        self._adapter_of_request: dict[str, AdapterEntry] = {}
+        self._reading: dict[str, tuple[AdapterEntry, Future[Adapter]]] = {}  # adapters, by reply id
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="saccade-adapters")  # its thread starts with the first
+        self.post: Callable[[OwnMessage], None] = lambda message: None
         """Sends a message to this core from another thread; set by the loop that runs it."""
         self._profiler = CoreProfiler()
         self._deadlines: list[tuple[float, str, str]] = []  # a heap: time, request id, kind
@@ -211,12 +249,14 @@ class EngineCore:
 
     # -------------------------------------------------------------- messages
 
-    def handle(self, message: Message | GrammarCompiled) -> list[RequestOutput]:
+    def handle(self, message: Message | OwnMessage) -> list[RequestOutput]:
         """Take a message; returns the last output of a request that ends by it."""
         if isinstance(message, EndRequest):
             return self._finish(self._end(message))
         if isinstance(message, GrammarCompiled):
             return self._add_compiled(message.request_id)
+        if isinstance(message, AddAdapter | AdapterRead | RemoveAdapter):
+            return self._change_adapters(message)
         if not isinstance(message, AddRequest):
             self._administer(message)
             return []
@@ -232,6 +272,41 @@ class EngineCore:
             self._profiler.start()
         else:
             self._profiler.stop(Path(message.path))
+
+    # -------------------------------------------------------------- adapters
+
+    def _change_adapters(self, message: AddAdapter | AdapterRead | RemoveAdapter) -> list[RequestOutput]:
+        try:
+            if isinstance(message, AddAdapter):
+                self._read_adapter(message)
+                return []
+            if isinstance(message, RemoveAdapter):
+                self._adapters.remove(self._adapters.find(message.name))
+            else:
+                self._place_adapter(message.reply_id)
+        except UserError as error:
+            return [_adapter_failed(message.reply_id, str(error), "invalid_request")]
+        except Exception as error:
+            logger.warning("an adapter was not loaded: %r", error, exc_info=error)
+            return [_adapter_failed(message.reply_id, "the adapter could not be loaded", "internal_error")]
+        return [RequestOutput(request_id=message.reply_id, finish_reason="stop")]
+
+    def _read_adapter(self, message: AddAdapter) -> None:
+        """Read and check the folder off this thread; requests are served meanwhile."""
+        entry = self._adapters.reserve(message.name)
+        reading = self._reader.submit(self._runner.read_adapter, message.folder)
+        self._reading[message.reply_id] = entry, reading
+        reading.add_done_callback(lambda _: self.post(AdapterRead(reply_id=message.reply_id)))
+
+    def _place_adapter(self, reply_id: str) -> None:
+        entry, reading = self._reading.pop(reply_id)
+        try:
+            adapter = reading.result()
+            self._runner.set_adapter(entry.slot, adapter)
+        except BaseException:
+            self._adapters.remove(entry)
+            raise
+        self._adapters.activate(entry, adapter.digest)
 
     @property
     def _is_full(self) -> bool:
@@ -281,8 +356,14 @@ class EngineCore:
         try:
             if self._is_full:
                 raise _RefusedError(_FULL)
+            entry = None if request.adapter is None else self._adapters.find(request.adapter)
+            if entry is not None:
+                request = replace(request, salt=entry.salt(request.salt))
             self.scheduler.add(request)
-            self._runner.register(request, prompt)
+            if entry is not None:
+                self._adapters.acquire(entry)
+                self._adapter_of_request[request.id] = entry
+            self._runner.register(request, prompt, None if entry is None else entry.slot)
             self._num_added += 1
             self._added_at[request.id] = self._clock()
         except _RefusedError as refused:
@@ -494,6 +575,8 @@ class EngineCore:
         self._runner.unregister(request_id)
         self._added_at.pop(request_id, None)
         self._grammar_states.pop(request_id, None)
+        if (entry := self._adapter_of_request.pop(request_id, None)) is not None:
+            self._adapters.release(entry)
         if self._lookup is not None:
             self._lookup.forget(request_id)
 
@@ -520,6 +603,7 @@ class EngineCore:
     def close(self) -> None:
         """Free the device memory. The core cannot be used any more."""
         self._in_flight = None
+        self._reader.shutdown(wait=False, cancel_futures=True)
         self._runner.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -536,6 +620,7 @@ class EngineCore:
         else:
             assert self.scheduler.is_idle_clean(), "no request is open, but pages are owned"
             assert self._runner.num_registered == 0, "no request is open, but inputs are kept"
+        self._adapters.check()
         self._is_checked = True
 
 
@@ -543,6 +628,10 @@ class _RefusedError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
+
+
+def _adapter_failed(reply_id: str, message: str, kind: FailureKind) -> RequestOutput:
+    return RequestOutput(request_id=reply_id, finish_reason="failed", failure=Failure("waiting", message, kind))
 
 
 def limits_of(config: EngineConfig, max_length: int) -> Limits:

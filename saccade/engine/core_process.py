@@ -30,11 +30,13 @@ import numpy as np
 from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
 from saccade.engine.core import (
+    AddAdapter,
     AddRequest,
     CoreInfo,
     EndRequest,
     FlushCaches,
     Message,
+    RemoveAdapter,
     StartProfile,
     Statistics,
     StopProfile,
@@ -111,8 +113,8 @@ class Connection:
         self._socket.close()
 
 
-_ADMINISTRATION: dict[str, type[FlushCaches | StartProfile | StopProfile]] = {
-    kind.__name__: kind for kind in (FlushCaches, StartProfile, StopProfile)
+_ADMINISTRATION: dict[str, type[FlushCaches | StartProfile | StopProfile | AddAdapter | RemoveAdapter]] = {
+    kind.__name__: kind for kind in (FlushCaches, StartProfile, StopProfile, AddAdapter, RemoveAdapter)
 }
 
 

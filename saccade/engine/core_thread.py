@@ -7,12 +7,12 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from saccade.engine.core import EngineCore, GrammarCompiled, Message, Statistics
+from saccade.engine.core import EngineCore, Message, OwnMessage, Statistics
 from saccade.engine.request import Failure, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-Inbox = queue.SimpleQueue[Message | GrammarCompiled | None]
+Inbox = queue.SimpleQueue[Message | OwnMessage | None]
 OnOutputs = Callable[[Sequence[RequestOutput]], None]
 OnStop = Callable[[Failure], None]
 """Called once, when the core has stopped by itself: no request it has gets another output."""

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -36,12 +36,14 @@ import torch
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core import (
+    AddAdapter,
     AddRequest,
     CoreInfo,
     EndRequest,
     EngineCore,
     FlushCaches,
     Message,
+    RemoveAdapter,
     StartProfile,
     Statistics,
     StopProfile,
@@ -65,7 +67,8 @@ from saccade.engine.request import (
 )
 from saccade.engine.runner import PixelScale
 from saccade.engine.sampler import check_sampling
-from saccade.errors import ConfigError, RequestError
+from saccade.errors import ConfigError, RequestError, UserError
+from saccade.model.adapters import adapter_rank
 from saccade.model.families import family_of, load_model_config
 from saccade.processor import Processor
 from saccade.processor.image import MediaLimits
@@ -112,8 +115,12 @@ class RequestOptions:
     """Fail the request (`timeout`) if it has not started so long after it was preprocessed."""
     timeout_s: float | None = None
     """Fail the request (`timeout`) if it has not ended by then."""
+    adapter: str | None = None
+    """Serve it with this LoRA adapter."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.adapter, str | None):
+            raise RequestError(f"adapter is {self.adapter!r}; use the name of one")
         priority, salt = getattr(self, "priority"), getattr(self, "salt")  # noqa: B009  of any type, whatever is annotated
         if not isinstance(priority, Integral) or abs(int(priority)) > _MAX_PRIORITY:
             raise RequestError(f"priority is {priority!r}; use a whole number from {-_MAX_PRIORITY} to {_MAX_PRIORITY}")
@@ -154,7 +161,10 @@ class Engine:
         """The checkpoint's tokenizer, chat template and image processor."""
         self._preprocessor = preprocessor
         self._numbers = itertools.count()
-        self._open: dict[str, _OpenRequest] = {}
+        self._open: dict[str, _OpenRequest | _OpenAnswer] = {}
+        self._adapters: dict[str, Path] = {}
+        self.refused_adapters: dict[str, str] = {}
+        """Adapters given to `load` that could not be loaded, and why."""
         self._lock = threading.Lock()
         self._failure: Failure | None = None
         self._is_closed = False
@@ -199,9 +209,14 @@ class Engine:
         dtype: str | torch.dtype | None = "auto",
         config: EngineConfig | None = None,
         limits: MediaLimits | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> Engine:
-        """Load a checkpoint folder. `dtype` auto or None: as stored. `limits` bound the images of a request."""
-        folder, config = Path(folder), config or EngineConfig()
+        """Load a checkpoint folder. `dtype` auto or None: as stored. `limits` bound the images of a request.
+
+        `adapters`: PEFT folders by the name that requests use. A broken one is refused alone, see `refused_adapters`; slots for more are in
+        `config`.
+        """
+        folder, config = Path(folder), _with_slots(config or EngineConfig(), adapters or {})
         dtype = None if dtype == "auto" else dtype
         family_of(folder)  # the true reason first, for a model of another kind
         processor = Processor.load(folder, limits=limits)
@@ -230,6 +245,7 @@ class Engine:
             engine = Engine(connect, processor, preprocessor)
             opened.pop_all()  # the engine closes them
             opened.callback(engine.close)
+            engine._add_first(adapters or {})
             preprocessor.wait_until_ready()  # its workers started while the weights were loaded
             opened.pop_all()
         gc.freeze()  # until it is closed: a full collection over all that torch has imported would hold up outputs for 0.1 s
@@ -245,6 +261,7 @@ class Engine:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        adapter: str | None = None,
         queue_timeout_s: float | None = None,
         timeout_s: float | None = None,
         progress: bool = False,
@@ -254,7 +271,8 @@ class Engine:
         """Generate completions of one or several conversations, in order; with `n` above 1, n consecutive ones for each.
 
         `sampling`: parameters (or a dict of them) for all conversations, or one for each. A request that cannot be served has the
-        finish reason `failed` and says why in `failure`; the others are not affected. `progress` shows a progress bar.
+        finish reason `failed` and says why in `failure`; the others are not affected. `adapter` names the LoRA adapter of all of them.
+        `progress` shows a progress bar.
         `queue_timeout_s` and `timeout_s` limit how long a request may wait and take after preprocessing.
         `continue_final_message` continues a final assistant message instead of starting a new one. `tools` are functions that the model
         may call, in OpenAI's format; its calls are part of the text.
@@ -270,7 +288,7 @@ class Engine:
             partial(self.preprocess, messages, continue_final_message=continue_final_message, tools=tools, salt=salt)
             for messages in batch
         ]
-        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
+        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s, adapter)
         return self._generate(submits, sampling, options, progress)
 
     def generate_tokens(
@@ -280,6 +298,7 @@ class Engine:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        adapter: str | None = None,
         queue_timeout_s: float | None = None,
         timeout_s: float | None = None,
         progress: bool = False,
@@ -289,7 +308,7 @@ class Engine:
         if not all(isinstance(prompt, tuple | list) and len(prompt) == 2 for prompt in prompts):
             raise RequestError("prompts is a list of pairs (token ids, images), such as [([1, 2, 3], [])]")
         submits = [partial(self.preprocess_tokens, token_ids, images, salt=salt) for token_ids, images in prompts]
-        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
+        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s, adapter)
         return self._generate(submits, sampling, options, progress)
 
     def preprocess(
@@ -350,6 +369,7 @@ class Engine:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        adapter: str | None = None,
         queue_timeout_s: float | None = None,
         timeout_s: float | None = None,
         continue_final_message: bool = False,
@@ -359,7 +379,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[CompletionDelta] = asyncio.Queue()
         [sampling] = _sampling_of_each(sampling, 1)
-        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
+        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s, adapter)
         self._check_request(sampling)
         prompt = self.preprocess(messages, continue_final_message=continue_final_message, tools=tools, salt=salt)
 
@@ -386,12 +406,13 @@ class Engine:
         *,
         priority: int = 0,
         salt: bytes = b"",
+        adapter: str | None = None,
         queue_timeout_s: float | None = None,
         timeout_s: float | None = None,
     ) -> str:
         """Submit token ids with one placeholder per image; returns the request's id. `on_delta` gets every delta."""
         [one] = _sampling_of_each(sampling, 1)
-        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s)
+        options = RequestOptions(priority, salt, queue_timeout_s, timeout_s, adapter)
         self._check_request(one)
         return self.submit(self.preprocess_tokens(token_ids, images, salt=salt), one, on_delta, options)
 
@@ -434,10 +455,53 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """Cancel a request in any state; its last delta has the finish reason `cancelled`. No effect if it has ended."""
         opened = self._open.get(request_id)
-        if opened is not None:
+        if isinstance(opened, _OpenRequest):
             opened.is_cancelled.set()
             opened.prompt.cancel()  # ends preprocessing
             self._core.send(EndRequest(request_id=request_id, reason="cancelled"))
+
+    # -------------------------------------------------------------- adapters
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Folders of the adapters that requests can name."""
+        with self._lock:
+            return dict(self._adapters)
+
+    def add_adapter(self, name: str, folder: str | Path, *, timeout_s: float | None = None) -> None:
+        """Load a LoRA adapter from a PEFT folder while requests are served. RequestError: it is refused, and says why."""
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"the name of an adapter is {name!r}; use a text")
+        folder = Path(folder).absolute()
+        self._change_adapters(lambda reply_id: AddAdapter(name=name, folder=str(folder), reply_id=reply_id), timeout_s)
+        with self._lock:
+            self._adapters[name] = folder
+            self.refused_adapters.pop(name, None)
+
+    def remove_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Take no new requests for an adapter. Requests that run with it continue; then its slot is free."""
+        self._change_adapters(lambda reply_id: RemoveAdapter(name=name, reply_id=reply_id), timeout_s)
+        with self._lock:
+            self._adapters.pop(name, None)
+
+    def _change_adapters(self, message: Callable[[str], Message], timeout_s: float | None) -> None:
+        """Send a message about adapters and wait for its answer."""
+        answer: Future[None] = Future()
+        reply_id = f"adapter-{next(self._numbers)}"
+        with self._lock:
+            self._check_open()
+            self._open[reply_id] = _OpenAnswer(self, reply_id, answer)
+        self._core.send(message(reply_id))
+        answer.result(timeout_s)
+
+    def _add_first(self, adapters: Mapping[str, str | Path]) -> None:
+        """Load adapters at the start. Those that are broken are named in the log, and the others are served."""
+        for name, folder in adapters.items():
+            try:
+                self.add_adapter(name, folder)
+            except RequestError as error:
+                self.refused_adapters[name] = str(error)
+                logger.error("adapter %s is refused: %s", name, error)
 
     # -------------------------------------------------------------- administration
 
@@ -571,6 +635,8 @@ class Engine:
         with self._lock:
             self._failure = None
             self._has_stopped.clear()
+            adapters, self._adapters = self._adapters, {}
+        self._add_first(adapters)
 
     @property
     def num_pages(self) -> int:
@@ -615,6 +681,23 @@ class Engine:
         self.close()
 
 
+class _OpenAnswer:
+    """What the core is asked and has not answered yet."""
+
+    def __init__(self, engine: Engine, reply_id: str, answer: Future[None]) -> None:
+        self._engine, self._id, self._answer = engine, reply_id, answer
+
+    def on_output(self, output: RequestOutput) -> None:
+        self.end_early("stop", output.failure)
+
+    def end_early(self, reason: FinishReason, failure: Failure | None) -> None:
+        self._engine._forget(self._id)
+        if failure is None:
+            self._answer.set_result(None)
+        else:
+            self._answer.set_exception(RequestError(failure.message))
+
+
 class _OpenRequest:
     """A request from `submit` to its last delta. Only the front end's thread uses it, except for `is_cancelled`."""
 
@@ -653,6 +736,7 @@ class _OpenRequest:
             stop_ids=stop_ids,
             seed=self.seed,
             priority=options.priority,
+            adapter=options.adapter,
             salt=options.salt,
             queue_timeout_s=options.queue_timeout_s,
             timeout_s=options.timeout_s,
@@ -755,6 +839,15 @@ def grammars_of(folder: Path, processor: Processor) -> Grammars:
 def _set_completion(future: Future[Completion], delta: CompletionDelta) -> None:
     if delta.completion is not None:
         future.set_result(delta.completion)
+
+
+def _with_slots(config: EngineConfig, adapters: Mapping[str, str | Path]) -> EngineConfig:
+    """The configuration with room for these adapters."""
+    ranks = [config.max_adapter_rank]
+    for folder in adapters.values():
+        with contextlib.suppress(UserError):  # a broken one is refused later, alone
+            ranks.append(adapter_rank(folder))
+    return replace(config, max_adapters=max(config.max_adapters, len(adapters)), max_adapter_rank=max(ranks))
 
 
 def _sampling_of_each(sampling: Any, count: int) -> list[SamplingParams]:

@@ -216,6 +216,8 @@ class Request:
     """Of its samples."""
     priority: int = 0
     """Lower is scheduled earlier; waiting makes up for it."""
+    adapter: str | None = None
+    """Name of the LoRA adapter it is served with; None: the base model."""
     salt: bytes = b""
     """Requests share cached prefixes and images only with those of equal salt: tenant, adapter and weights."""
     queue_timeout_s: float | None = None

@@ -59,9 +59,11 @@ from saccade.engine.step_inputs import (
     split,
     table_width,
 )
-from saccade.errors import RequestError
+from saccade.errors import CheckpointError, RequestError
 from saccade.kernels.paged_attention import plan_decode, plan_gather
 from saccade.kernels.sampler import NON_FINITE
+from saccade.model.adapters import Adapter, AdapterBank, load_adapter
+from saccade.model.families import VISION_LANGUAGE
 from saccade.model.vlm import VLM
 
 logger = logging.getLogger(__name__)
@@ -156,6 +158,14 @@ class Runner:
             self._page_table = torch.zeros(config.max_requests, max_pages, dtype=torch.int32, device=self.device)
             # All steps share one memory for logits, captured or not.
             self._logits = torch.empty(self._max_samples, language.vocab_size, dtype=self.dtype, device=self.device)
+            self.adapters: AdapterBank | None = None
+            if config.max_adapters:
+                self.adapters = AdapterBank(
+                    model, num_slots=config.max_adapters, max_rank=config.max_adapter_rank, dtype=self.dtype,
+                    device=self.device,
+                )  # fmt: skip
+            # By slot of the runner: the slot of its request's adapter from 1, 0 for the base model.
+            self._adapter_of_slot = torch.zeros(config.max_requests, dtype=torch.int32, device=self.device)
         with self._on(self._encoder_stream):
             budgets = patch_budgets(config.max_encoder_patches, model.config.vision.patches_per_token)
             self._encoder = Encoder(
@@ -226,9 +236,25 @@ class Runner:
 
     # -------------------------------------------------------------- requests
 
-    def register(self, request: Request, prompt: TokenPrompt) -> None:
-        """Keep the inputs of a request."""
-        self._requests[request.id] = RequestInputs(request, prompt)
+    def register(self, request: Request, prompt: TokenPrompt, adapter_slot: int | None = None) -> None:
+        """Keep the inputs of a request. `adapter_slot`: of its adapter, from 0."""
+        self._requests[request.id] = RequestInputs(request, prompt, adapter_slot)
+
+    def read_adapter(self, folder: str) -> Adapter:
+        """Read and check an adapter folder, on any thread."""
+        assert self.adapters is not None, "a slot was reserved"
+        adapter = load_adapter(folder, self.adapters.shapes, VISION_LANGUAGE[self.model.config.family])
+        if adapter.rank > self.adapters.max_rank:
+            raise CheckpointError(
+                f"{folder}: its rank is {adapter.rank}, the engine's max_adapter_rank {self.adapters.max_rank}. Raise it"
+            )
+        return adapter
+
+    def set_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Fill a slot, from 0, behind the steps in flight."""
+        assert self.adapters is not None, "a slot was reserved"
+        with self.on_stream():
+            self.adapters.set(slot, adapter)
 
     def unregister(self, request_id: str) -> None:
         """Drop the inputs of an ended request."""
@@ -313,11 +339,21 @@ class Runner:
             self._builder.start_slot(start.slot, inputs)
             with self.on_stream():
                 self.sampler.set_request(start.slot, inputs.request, start.output_token_ids)
+        if self.adapters is not None and plan.started:
+            self._start_adapters(plan)
         new_pages = self._builder.append_pages(plan.chunks)
         if new_pages is not None:
             with self.on_stream():  # behind the steps in flight, which may read the rows of requests that have ended
                 index, pages = to_device(new_pages, self.device)
                 self._page_table.view(-1)[index] = pages
+
+    def _start_adapters(self, plan: StepPlan) -> None:
+        """Note the adapters of requests that start."""
+        adapters = [self._requests[start.request_id].adapter_slot for start in plan.started]
+        values = [[start.slot for start in plan.started], [0 if slot is None else slot + 1 for slot in adapters]]
+        with self.on_stream():  # behind the steps in flight
+            slots, numbers = to_device(np.array(values, np.int32), self.device)
+            self._adapter_of_slot[slots.long()] = numbers
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, target) pages, one by one where that fails. A failed copy fails the request that reads the target, alone."""
@@ -374,6 +410,7 @@ class Runner:
             max_new=max(chunk.num_tokens for chunk in ordered),
             max_context=max(chunk.end for chunk in ordered),
             has_images=any(chunk.images for chunk in prefill),
+            has_adapters=any(self._requests[chunk.request_id].adapter_slot is not None for chunk in ordered),
         )
         if not needs_all:
             return _Forward(ordered, self._head(hidden), [])
@@ -394,6 +431,7 @@ class Runner:
             max_new=1 if is_decode else size.num_tokens,
             max_context=self.max_length,
             has_images=not is_decode,
+            has_adapters=self.adapters is not None,
         )
         return self._head(hidden_SD)
 
@@ -410,6 +448,7 @@ class Runner:
         max_new: int,
         max_context: int,
         has_images: bool,
+        has_adapters: bool = False,
     ) -> Tensor:
         """[S, D]: input of the head, at the given token indices (None: at all)."""
         is_last_token = inputs.last_token_slots < self.config.max_requests
@@ -434,7 +473,14 @@ class Runner:
             self.cache, cos_sin, inputs.slot_mapping, self._page_table, inputs.slots,
             inputs.cu_seqlens, inputs.context_lengths, num_decode, max_new, max_context, plan, gather_plan,
         )  # fmt: skip
-        return self.model.forward_layers(x_TD, attend, index_S)
+        adapter_T = self._adapter_of_token(inputs) if has_adapters else None
+        return self.model.forward_layers(x_TD, attend, index_S, adapter_T)
+
+    def _adapter_of_token(self, inputs: StepInputs[Tensor]) -> Tensor:
+        """[T]: the slot of each token's adapter from 1, 0 for the base model. Padding has any."""
+        token = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=self.device)
+        request = torch.searchsorted(inputs.cu_seqlens[1:], token, right=True).clamp_(max=len(inputs.slots) - 1)
+        return self._adapter_of_slot[inputs.slots[request]]
 
     def _head(self, hidden_SD: Tensor) -> Tensor:
         """[S, V] logits, overwritten by the next step."""

@@ -88,10 +88,10 @@ def _aligned(length: int) -> int:
 class RequestInputs:
     """What the runner keeps of an open request: its inputs, and its known tokens as of the start of its slot."""
 
-    __slots__ = ("first_output_position", "prompt", "request", "token_ids")
+    __slots__ = ("adapter_slot", "first_output_position", "prompt", "request", "token_ids")
 
-    def __init__(self, request: Request, prompt: TokenPrompt) -> None:
-        self.request, self.prompt = request, prompt
+    def __init__(self, request: Request, prompt: TokenPrompt, adapter_slot: int | None = None) -> None:
+        self.request, self.prompt, self.adapter_slot = request, prompt, adapter_slot
         self.token_ids: Ints = np.array(prompt.token_ids, np.int32)
         self.first_output_position = int(prompt.positions[:, -1].max()) + 1
 

@@ -36,7 +36,7 @@ def grouped_lora_reference(
     part_sizes: Sequence[int],
 ) -> Tensor:
     """The formula above, adapter by adapter."""
-    for slot in slot_T.unique().tolist():
+    for slot in torch.unique(slot_T).tolist():
         if slot == 0:
             continue
         rows, s = (slot_T == slot).nonzero()[:, 0], slot - 1
@@ -160,7 +160,8 @@ _PROGRAMS_PER_SM = 2
 
 
 def _num_splits(num_programs: int, num_inputs: int, num_sms: int) -> int:
-    return max(1, min(_PROGRAMS_PER_SM * num_sms // num_programs, triton.cdiv(num_inputs, 2 * _BLOCK_D)))
+    most = -(-num_inputs // (2 * _BLOCK_D))
+    return max(1, min(_PROGRAMS_PER_SM * num_sms // num_programs, most))
 
 
 def _run(

@@ -9,6 +9,7 @@ with different adapters share every step (`kernels/grouped_lora.py`).
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class Adapter:
     """What B A x is multiplied with."""
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     """A [R, D] and B [N, R] by name of the projection."""
+    digest: bytes
+    """sha256 of its files."""
 
 
 # ------------------------------------------------------------------ read a folder
@@ -56,8 +59,6 @@ class Adapter:
 def load_adapter(folder: str | Path, shapes: Mapping[str, tuple[int, int]], family: Any) -> Adapter:
     """Read a PEFT folder for a model whose projections have these `shapes`: outputs and inputs by name. What is not supported is refused."""
     folder = Path(folder)
-    if not (folder / CONFIG_FILE).is_file():
-        raise CheckpointError(f"{folder}: no {CONFIG_FILE}. An adapter is a folder that PEFT or `saccade train` wrote")
     rank, scale = _read_config(folder)
     if not (folder / WEIGHTS_FILE).is_file():
         raise CheckpointError(
@@ -73,11 +74,26 @@ def load_adapter(folder: str | Path, shapes: Mapping[str, tuple[int, int]], fami
     matrices = {layer: _pair(folder, layer, tensors, shapes, rank) for layer in layers}
     if not matrices:
         raise CheckpointError(f"{folder}: {WEIGHTS_FILE} has no tensors. Save the adapter again")
-    return Adapter(rank, scale, matrices)
+    return Adapter(rank, scale, matrices, _digest(folder))
+
+
+def _digest(folder: Path) -> bytes:
+    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
+    with (folder / WEIGHTS_FILE).open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.digest()
+
+
+def adapter_rank(folder: str | Path) -> int:
+    """The rank of an adapter folder."""
+    return _read_config(Path(folder))[0]
 
 
 def _read_config(folder: Path) -> tuple[int, float]:
     """Rank and scale. Settings we would have to ignore are refused by name."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{folder}: no {CONFIG_FILE}. An adapter is a folder that PEFT or `saccade train` wrote")
     raw = read_json(folder / CONFIG_FILE)
     if raw.get("peft_type") != "LORA":
         raise CheckpointError(f"{folder}: peft_type is {raw.get('peft_type')!r}; only LORA adapters are served")
