@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.kernels.rope import CosSin
+from saccade.kernels.rope import CosSin, whole_heads
 
 
 class _Decode(NamedTuple):
@@ -43,10 +43,8 @@ class _Prefill(NamedTuple):
 class GatherPlan(NamedTuple):
     """What the layers of a step share."""
 
-    cos: Tensor
-    """[T, 1, K], for both halves of a head."""
-    sin: Tensor
-    """[T, 1, K], negative in the first half."""
+    angles: CosSin
+    """Of whole heads, see `rope.whole_heads`."""
     rows: Tensor
     """[stored tokens * G]: where keys and values go, in pages viewed as [N * G * P, K]."""
     stored: Tensor | None
@@ -67,7 +65,6 @@ def plan_gather(
     num_kv_heads: int,
 ) -> GatherPlan:
     """The plan of a step. `page_table_RW` has a row for each request; `num_slots` is the size of the cache in tokens."""
-    cos, sin = table
     stored = None
     if len(slots_T) and not 0 <= int(slots_T.min()) <= int(slots_T.max()) < num_slots:
         stored = ((slots_T >= 0) & (slots_T < num_slots)).nonzero().squeeze(1)
@@ -96,8 +93,7 @@ def plan_gather(
 
     single = [(r, start) for r, start, end in new if end - start == 1]
     return GatherPlan(
-        cos=torch.cat([cos, cos], -1).unsqueeze(1),
-        sin=torch.cat([-sin, sin], -1).unsqueeze(1),
+        angles=whole_heads(table),
         rows=rows.flatten(),
         stored=stored,
         decode=decode([r for r, _ in single], [token for _, token in single]) if single else None,
@@ -109,16 +105,6 @@ def write_rows(x_TGK: Tensor, pages_NGPK: Tensor, plan: GatherPlan) -> None:
     """Store keys or values that are rotated already."""
     rows = x_TGK if plan.stored is None else x_TGK[plan.stored]
     pages_NGPK.view(-1, x_TGK.shape[-1]).index_copy_(0, plan.rows, rows.reshape(-1, x_TGK.shape[-1]))
-
-
-def rotate_in_place(x_THK: Tensor, plan: GatherPlan) -> None:
-    """RoPE, see rope.py: x cos + swapped(x) (-sin, sin)."""
-    half = x_THK.shape[-1] // 2
-    swapped = torch.cat([x_THK[..., half:], x_THK[..., :half]], -1)
-    if x_THK.dtype == torch.float32:
-        x_THK.mul_(plan.cos).addcmul_(swapped, plan.sin)
-    else:
-        x_THK.copy_((x_THK.float() * plan.cos).addcmul_(swapped.float(), plan.sin))
 
 
 def attend_gathered(

@@ -41,12 +41,12 @@ from torch import Tensor
 
 from saccade.kernels import launch
 from saccade.kernels._paged_decode import DecodePlan, decode, plan_decode
-from saccade.kernels._paged_gather import GatherPlan, attend_gathered, plan_gather, rotate_in_place, write_rows
+from saccade.kernels._paged_gather import GatherPlan, attend_gathered, plan_gather, write_rows
 from saccade.kernels._paged_prefill import prefill, schedule_prefill
 from saccade.kernels._paged_tile import QUANTIZED_MAX, Pages
 from saccade.kernels.attention import attention_reference
 from saccade.kernels.launch import tl, triton
-from saccade.kernels.rope import CosSin, rope_reference
+from saccade.kernels.rope import CosSin, rope_reference, rotate_whole
 
 __all__ = [
     "QUANTIZED_MAX", "DecodePlan", "GatherPlan", "paged_attention", "paged_attention_reference", "plan_decode",
@@ -299,8 +299,8 @@ def write_pages(
     path = launch.choose_path("write_pages", *launch.available_paths(q_THK, *paths))
     if path == "library":
         assert gather_plan is not None, "chosen with a plan alone"
-        rotate_in_place(q_THK, gather_plan)
-        rotate_in_place(k_TGK, gather_plan)
+        for x in (q_THK, k_TGK):
+            x.copy_(rotate_whole(x, gather_plan.angles))
         write_rows(k_TGK, key_pages_NGPK, gather_plan)
         write_rows(v_TGK, value_pages_NGPK, gather_plan)
         return

@@ -83,6 +83,20 @@ def rope_reference(q_THK: Tensor, k_THK: Tensor, table: CosSin) -> tuple[Tensor,
     return rotate(q_THK), rotate(k_THK)
 
 
+def whole_heads(table: CosSin) -> CosSin:
+    """The table for both halves of a head, [T, 1, K]; sin is negative in the first, so that the rotation is x cos + swapped x sin."""
+    cos, sin = table
+    return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
+
+
+def rotate_whole(x_THK: Tensor, signed: CosSin) -> Tensor:
+    """The rotation without gradients, on a CPU: half of the reference's passes over memory."""
+    cos, sin = signed
+    half = x_THK.shape[-1] // 2
+    swapped = torch.cat([x_THK[..., half:], x_THK[..., :half]], -1)
+    return (x_THK.float() * cos).addcmul_(swapped.float(), sin).to(x_THK.dtype)
+
+
 @triton.jit
 def _rotate_heads(
     x: tl.tensor,
@@ -228,4 +242,7 @@ def rope(q_THK: Tensor, k_THK: Tensor, table: CosSin) -> tuple[Tensor, Tensor]:
     _check("rope", q_THK, k_THK, table)
     if launch.choose_path("rope", *launch.available_paths(q_THK, "triton")) == "triton":
         return _Rope.apply(q_THK, k_THK, *table)  # type: ignore[no-untyped-call, no-any-return]
+    if not torch.is_grad_enabled():
+        signed = whole_heads(table)
+        return rotate_whole(q_THK, signed), rotate_whole(k_THK, signed)
     return rope_reference(q_THK, k_THK, table)

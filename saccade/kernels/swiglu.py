@@ -174,6 +174,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     _check("swiglu", gate, up)
     if launch.choose_path("swiglu", *launch.available_paths(gate, "triton")) == "triton":
         return _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call, no-any-return]
+    if not torch.is_grad_enabled():
+        return F.silu(gate).mul_(
+            up
+        )  # as the reference, in one piece of memory: a third of its time for 220 rows of 2432 (two cores)
     return swiglu_reference(gate, up)
 
 

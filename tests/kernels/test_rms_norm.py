@@ -156,3 +156,12 @@ def test_offsets_beyond_32_bits(device):
         (expected_d_x,) = torch.autograd.grad(expected, last, d_y[-8:])
     assert torch.equal(y[-8:], expected)
     assert torch.equal(d_x[-8:], expected_d_x)
+
+
+def test_without_gradients_a_cpu_gives_the_norm_of_the_reference():
+    x, residual, weight = torch.randn(7, 129), torch.randn(7, 129), torch.randn(129)
+    with torch.no_grad():
+        normed, total = add_rms_norm(x, residual, weight, 1e-6)
+        assert torch.equal(total, x + residual)
+        assert_close("sum", normed, rms_norm_reference(total, weight, 1e-6), BOUNDS[torch.float32])
+        assert_close("alone", rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6), BOUNDS[torch.float32])

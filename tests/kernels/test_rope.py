@@ -88,3 +88,13 @@ def test_offsets_beyond_32_bits(device):
         turned, _ = rope(q, k, (angles.cos(), angles.sin()))
     expected, _ = rope_reference(q[-8:].float(), k[-8:].float(), (angles[-8:].cos(), angles[-8:].sin()))
     assert_close("q", turned[-8:], expected, BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rotation_of_whole_heads_on_a_cpu_equals_the_reference(dtype):
+    q, k, angles = torch.randn(7, 3, 64).to(dtype), torch.randn(7, 2, 64).to(dtype), torch.randn(7, 32)
+    table = angles.cos(), angles.sin()
+    with torch.no_grad():
+        for actual, expected in zip(rope(q, k, table), rope_reference(q, k, table), strict=True):
+            assert actual.dtype == dtype
+            assert_close("rotated", actual, expected, BOUNDS[dtype])
