@@ -27,30 +27,43 @@ class EngineModel:
     can_score = True
     can_embed = False
 
-    def __init__(self, folder: Path, *, device: str = "auto", dtype: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, device: str = "auto", dtype: str | None = None, adapter: Path | None = None
+    ) -> None:
+        """`adapter`: a LoRA adapter that it is evaluated with."""
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"{folder}: no checkpoint folder (config.json), no results folder and no URL. Check the path"
             )
         self._folder, self._device, self._dtype = folder, device, dtype
+        self._adapter_folder, self._adapter = adapter, None if adapter is None else "adapter"
         self._lock = threading.Lock()
 
     def describe(self) -> dict[str, Any]:
         """The folder, and a hash of its config and of the beginning and the end of its weights."""
         digest = hashlib.sha256((self._folder / "config.json").read_bytes())
-        for path in sorted(self._folder.glob("*.safetensors")):
+        adapter = [] if self._adapter_folder is None else sorted(self._adapter_folder.glob("adapter_*"))
+        for path in [*sorted(self._folder.glob("*.safetensors")), *adapter]:
             size = path.stat().st_size
             with path.open("rb") as file:
                 digest.update(f"{path.name} {size}".encode() + file.read(_HASHED_BYTES))
                 file.seek(max(0, size - _HASHED_BYTES))
                 digest.update(file.read())
-        return {"checkpoint": str(self._folder.resolve()), "weights": digest.hexdigest()[:16], "dtype": self._dtype}
+        found = {"checkpoint": str(self._folder.resolve()), "weights": digest.hexdigest()[:16], "dtype": self._dtype}
+        return found if self._adapter_folder is None else found | {"adapter": str(self._adapter_folder.resolve())}
 
     @functools.cached_property
     def _loaded(self) -> Engine:
         from saccade.engine import Engine
 
-        return Engine.load(self._folder, device=self._device, dtype=self._dtype)
+        if self._adapter_folder is None:
+            return Engine.load(self._folder, device=self._device, dtype=self._dtype)
+        adapters = {"adapter": self._adapter_folder}
+        engine = Engine.load(self._folder, device=self._device, dtype=self._dtype, adapters=adapters)
+        if engine.refused_adapters:
+            engine.close()
+            raise CheckpointError(engine.refused_adapters["adapter"])
+        return engine
 
     @property
     def _engine(self) -> Engine:
@@ -59,7 +72,7 @@ class EngineModel:
 
     def generate(self, conversation: Conversation, decoding: Decoding) -> Answer:
         """Generate one answer."""
-        [completion] = self._engine.generate([conversation], _sampling(decoding))
+        [completion] = self._engine.generate([conversation], _sampling(decoding), adapter=self._adapter)
         _check(completion)
         return Answer(
             text=completion.text,
@@ -81,7 +94,8 @@ class EngineModel:
             for text in continuations
         ]
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        completions = self._engine.generate_tokens([(token_ids, images) for token_ids in prompts], sampling)
+        pairs = [(token_ids, images) for token_ids in prompts]
+        completions = self._engine.generate_tokens(pairs, sampling, adapter=self._adapter)
         return [
             _likelihood(completion, len(token_ids) - num_prompt)
             for completion, token_ids in zip(completions, prompts, strict=True)
@@ -95,7 +109,8 @@ class EngineModel:
         """Yield the number of new tokens of every delta."""
         deltas: queue.SimpleQueue[CompletionDelta] = queue.SimpleQueue()
         token_ids = self._engine.processor.tokenize(conversation, add_generation_prompt=True)
-        request_id = self._engine.submit_tokens(token_ids, _images(conversation), _sampling(decoding), deltas.put)
+        images, sampling = _images(conversation), _sampling(decoding)
+        request_id = self._engine.submit_tokens(token_ids, images, sampling, deltas.put, adapter=self._adapter)
         try:
             while True:
                 delta = deltas.get()

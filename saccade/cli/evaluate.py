@@ -73,6 +73,9 @@ def evaluate(
     load_rate: Annotated[float | None, typer.Option(help="With --efficiency: requests per second instead.")] = None,
     load_image: Annotated[int, typer.Option(min=0, help="With --efficiency: side of the images in pixels.")] = 336,
     load_output: Annotated[int, typer.Option(min=1, help="With --efficiency: tokens of each answer.")] = 64,
+    adapter: Annotated[
+        Path | None, typer.Option(help="LoRA adapter folder: evaluate the checkpoint with it, unmerged.")
+    ] = None,
     served_model: Annotated[str | None, typer.Option("--model", help="Of a URL: the model's name there.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Of a URL: the key.")] = None,
     device: DeviceOption = "auto",
@@ -93,8 +96,9 @@ def evaluate(
         seed=seed,
     )
 
-    def open_model(target: str) -> Any:
-        return _open_model(target, served_model, api_key, str(device), dtype)
+    def open_model(target: str, *, is_compared: bool = False) -> Any:
+        own = None if is_compared else adapter
+        return _open_model(target, served_model, api_key, str(device), dtype, own)
 
     if Results.is_results(Path(model)):
         results = [_results_folder(model)]
@@ -110,7 +114,7 @@ def evaluate(
             check_training_data(training_data)
         config = _config(
             tasks, data, out, limit=limit, images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed,
-            concurrency=concurrency, meteor_jar=meteor_jar, name=name or _name(model),
+            concurrency=concurrency, meteor_jar=meteor_jar, name=name or _name(str(adapter or model)),
         )  # fmt: skip
         results = _evaluate_all(model, config, compare or [], shuffle_images, open_model, load if efficiency else None)
         _note_contamination(results, model, training_data or [], is_on=contamination)
@@ -132,7 +136,7 @@ def _evaluate_all(
     config: "EvaluationConfig",
     others: list[str],
     shuffle_images: bool,
-    open_model: "Callable[[str], Any]",
+    open_model: "Callable[..., Any]",
     load: Any,
 ) -> "list[Results]":
     """Results of the model, of itself with other images, and of the models it is compared with."""
@@ -141,7 +145,10 @@ def _evaluate_all(
     from saccade.evaluate.results import Results
 
     baselines = config.out / "baselines"
-    compared = [_results_folder(other) if Results.is_results(Path(other)) else open_model(other) for other in others]
+    compared = [
+        _results_folder(other) if Results.is_results(Path(other)) else open_model(other, is_compared=True)
+        for other in others
+    ]
     with open_model(target) as model, _progress() as advance:
         results = [_run(model, config, advance)]
         if load is not None:
@@ -286,15 +293,19 @@ def _name(target: str) -> str:
     return f"{path.parent.parent.name}/{path.name}" if path.parent.name == "checkpoints" else path.name
 
 
-def _open_model(target: str, served_model: str | None, api_key: str | None, device: str, dtype: str | None) -> Any:
+def _open_model(
+    target: str, served_model: str | None, api_key: str | None, device: str, dtype: str | None, adapter: Path | None
+) -> Any:
     """A context manager that gives the model of a URL or of a checkpoint folder."""
     if _is_url(target):
         from saccade.evaluate.openai_client import OpenAIModel
 
+        if adapter is not None:
+            raise ConfigError("--adapter is for a checkpoint folder. Of a server, name the adapter with --model")
         return OpenAIModel(target, model=served_model, api_key=api_key)
     from saccade.cli.engine_model import EngineModel
 
-    return EngineModel(Path(target), device=device, dtype=dtype)
+    return EngineModel(Path(target), device=device, dtype=dtype, adapter=adapter)
 
 
 @contextmanager

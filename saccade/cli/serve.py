@@ -24,6 +24,10 @@ def serve(
     model_name: Annotated[
         str | None, typer.Option(help="Name of the model in requests.", show_default="the folder's name")
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FOLDER: serve a LoRA adapter as a model of this name; may be repeated."),
+    ] = None,
     allow_remote_media: Annotated[
         list[str] | None,
         typer.Option(help="Fetch images and videos by URL from this host (host:port if private); may be repeated."),
@@ -74,10 +78,24 @@ def serve(
         override_config(engine, overrides["engine"], "--set engine"),
         device=device,
         dtype=dtype,
+        adapters=_adapters(adapter or [], config.model_name or folder.resolve().name),
         on_listening=lambda url, *admin: typer.echo(
             f"{url}  loading {checkpoint}" + "".join(f"\n{other}  admin" for other in admin)
         ),
     )
+
+
+def _adapters(named: list[str], model_name: str) -> dict[str, Path]:
+    """Folders by name."""
+    found: dict[str, Path] = {}
+    for one in named:
+        name, _, path = one.partition("=")
+        if not name or not path:
+            raise ConfigError(f"--adapter {one}: use NAME=FOLDER")
+        if name in found or name == model_name:
+            raise ConfigError(f"--adapter {one}: the name {name!r} is taken. Choose another one")
+        found[name] = Path(path)
+    return found
 
 
 @keys.command("create")

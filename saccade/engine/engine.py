@@ -216,7 +216,7 @@ class Engine:
         `adapters`: PEFT folders by the name that requests use. A broken one is refused alone, see `refused_adapters`; slots for more are in
         `config`.
         """
-        folder, config = Path(folder), _with_slots(config or EngineConfig(), adapters or {})
+        folder, config = Path(folder), with_slots(config or EngineConfig(), adapters or {})
         dtype = None if dtype == "auto" else dtype
         family_of(folder)  # the true reason first, for a model of another kind
         processor = Processor.load(folder, limits=limits)
@@ -841,8 +841,8 @@ def _set_completion(future: Future[Completion], delta: CompletionDelta) -> None:
         future.set_result(delta.completion)
 
 
-def _with_slots(config: EngineConfig, adapters: Mapping[str, str | Path]) -> EngineConfig:
-    """The configuration with room for these adapters."""
+def with_slots(config: EngineConfig, adapters: Mapping[str, str | Path]) -> EngineConfig:
+    """The configuration with a slot for each of these adapters."""
     ranks = [config.max_adapter_rank]
     for folder in adapters.values():
         with contextlib.suppress(UserError):  # a broken one is refused later, alone

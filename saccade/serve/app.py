@@ -41,7 +41,10 @@ def create_app(service: Service, keys: KeyRing | None) -> Gate:
         app.include_router(route.router(service))
     app.include_router(page.router())
     _answer_errors(app)
-    document = functools.cache(partial(describe, app, model_name=service.model_name, has_keys=keys is not None))
+    has_one_model = service.engine_config.max_adapters == 0
+    document = functools.cache(
+        partial(describe, app, model_name=service.model_name if has_one_model else None, has_keys=keys is not None)
+    )
     app.openapi = document  # type: ignore[method-assign]
     served = {route.path for route in app.routes if isinstance(route, Route)}
 

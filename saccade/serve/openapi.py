@@ -30,7 +30,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def describe(app: FastAPI, *, model_name: str | None, has_keys: bool) -> dict[str, Any]:
-    """The OpenAPI document, true to behaviour: invalid requests are 400 and not 422, one model is served, and keys are needed."""
+    """The OpenAPI document, true to behaviour: invalid requests are 400 and not 422, the model is named if there is only one, and keys are needed."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for path in document["paths"].values():
         for operation in path.values():

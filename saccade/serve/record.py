@@ -46,6 +46,8 @@ class RequestRecord:
     """From the first token to the last, of the longest completion."""
     token_gaps_s: array[float] = field(default_factory=lambda: array("d"))
     """Time between consecutive deltas of a streamed completion."""
+    adapter: str | None = None
+    """Name of the LoRA adapter; None: the base model."""
     user: str | None = None
     traceparent: str | None = None
     """Trace that the request belongs to, in W3C form."""
@@ -77,7 +79,8 @@ class RequestRecord:
             "ms_per_token": None if self.ms_per_token is None else round(self.ms_per_token, 2),
             "total_ms": round(self.duration_s * 1e3, 1),
         }
-        return fields if self.user is None else fields | {"user": self.user}
+        named = {"adapter": self.adapter, "user": self.user}
+        return fields | {name: value for name, value in named.items() if value is not None}
 
 
 Observer = Callable[[RequestRecord], None]

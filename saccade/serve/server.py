@@ -13,14 +13,14 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import uvicorn
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.engine import Engine, default_num_workers
+from saccade.engine.engine import Engine, default_num_workers, with_slots
 from saccade.errors import ConfigError, UserError
 from saccade.model.families import family_of
 from saccade.processor import MediaLimits
@@ -53,17 +53,21 @@ def serve(
     device: str = "auto",
     dtype: str | None = None,
     limits: MediaLimits | None = None,
+    adapters: Mapping[str, Path] | None = None,
     on_listening: Callable[..., None] = lambda *urls: None,
 ) -> None:
     """Serve a checkpoint until a signal. `on_listening` is called with the URL, and that of the admin routes if they are served; the
-    model may still be loading then."""
+    model may still be loading then. `adapters`: PEFT folders, served as models of these names."""
     family_of(checkpoint)  # a wrong folder is an error before anything starts
     keys = None if config.api_keys is None else KeyRing(config.api_keys)
     engine_config, limits = with_media_workers(engine_config), limits or public_limits()
     remote_media = None
     if config.allow_remote_media:
         remote_media = RemoteMedia(config.allow_remote_media, limits=limits, timeout_s=config.remote_media_timeout_s)
-    load = partial(Engine.load, checkpoint, device=device, dtype=dtype, config=engine_config, limits=limits)
+    engine_config = with_slots(engine_config, adapters or {})
+    load = partial(
+        Engine.load, checkpoint, device=device, dtype=dtype, config=engine_config, limits=limits, adapters=adapters
+    )
     supervisor = Supervisor(load, max_restarts=config.max_restarts, backoff_s=config.restart_backoff_s)
     service = Service(
         config=config,

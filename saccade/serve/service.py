@@ -142,15 +142,22 @@ class Service:
             max_wait_s=config.queue_timeout_s / 2,
         )
 
-    def check_model(self, name: str) -> None:
-        """Refuse a request for another model."""
-        if name != self.model_name:
-            raise ApiError(
-                404,
-                f"the model {name[:100]!r} is not served here; use {self.model_name!r}",
-                code="model_not_found",
-                param="model",
-            )
+    @property
+    def adapter_names(self) -> list[str]:
+        """LoRA adapters that are served as models of their own."""
+        engine = self.supervisor.loaded_engine
+        return [] if engine is None else list(engine.adapters)
+
+    def check_model(self, name: str) -> str | None:
+        """The adapter that a model's name stands for; None: the base model. A request for another model is refused."""
+        if name == self.model_name:
+            return None
+        if name in (adapters := self.adapter_names):
+            return name
+        known = ", ".join(repr(one) for one in [self.model_name, *adapters][:16])
+        raise ApiError(
+            404, f"the model {name[:100]!r} is not served here; use {known}", code="model_not_found", param="model"
+        )
 
     async def fetch_media(self, conversation: Sequence[dict[str, Any]]) -> None:
         """Fetch what the conversation names by URL, where that is allowed."""
@@ -187,6 +194,7 @@ class Service:
         samplings: Sequence[SamplingParams],
         *,
         streams: bool,
+        adapter: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> Generation:
@@ -197,13 +205,14 @@ class Service:
         demand = self._demand(prompts, samplings)
         admitted, num_charged = self._admit(demand, key)
         record.is_streamed, record.max_tokens = streams, demand.max_tokens
-        record.num_images = demand.num_images
+        record.num_images, record.adapter = demand.num_images, adapter
         salt = _salt(key, cache_salt)
         options = RequestOptions(
             priority=priority or 0,
             salt=salt,
             queue_timeout_s=self.config.queue_timeout_s,
             timeout_s=self.config.request_timeout_s,
+            adapter=adapter,
         )
         if self._hub is None:
             self._hub = DeltaHub(asyncio.get_running_loop())

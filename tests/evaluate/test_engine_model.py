@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from engine.making_adapters import write_adapters
+from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.cli.engine_model import EngineModel
 from saccade.data.toy import toy_sample
@@ -83,3 +85,23 @@ def test_a_checkpoint_is_recognized_by_its_weights_and_loaded_when_it_is_asked(c
     EngineModel(checkpoint).close()  # never loaded
     with pytest.raises(CheckpointError, match="no checkpoint folder"):
         EngineModel(tmp_path / "nothing")
+
+
+def test_a_checkpoint_is_evaluated_with_an_adapter(tmp_path):
+    base = make_checkpoint(tmp_path / "base", SHAPES[1])
+    [(name, folder)] = write_adapters(
+        base, tmp_path, mlp={"r": 4, "target_modules": r".*language_model.*(q_proj|up_proj)"}
+    ).items()
+    with EngineModel(folder.with_name(f"{name}-merged"), device="cpu") as merged:
+        expected = merged.log_likelihoods(conversation(1), ["red", "square"])
+        answer = merged.generate(conversation(1), Decoding(max_tokens=6))
+    with EngineModel(base, device="cpu", adapter=folder) as model:
+        assert model.generate(conversation(1), Decoding(max_tokens=6)).text == answer.text
+        found = model.log_likelihoods(conversation(1), ["red", "square"])
+        assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+        assert model.describe()["adapter"] == str(folder)
+    with (
+        EngineModel(base, device="cpu", adapter=tmp_path) as model,
+        pytest.raises(CheckpointError, match="adapter_config"),
+    ):
+        model.generate(conversation(1), Decoding())

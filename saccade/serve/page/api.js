@@ -42,10 +42,10 @@ async function refusal(response) {
   return new RequestFailure(message, response.status, response.headers.get("Retry-After"));
 }
 
-/** The name of the first model served. */
-export async function modelName() {
+/** The names of all models served: the base model, then its adapters. */
+export async function modelNames() {
   const models = await (await request("v1/models")).json();
-  return models.data[0].id;
+  return models.data.map((model) => model.id);
 }
 
 /** Whether the server takes requests now. */

@@ -1,6 +1,6 @@
 // Wires the page together: views, the composer, and whether the server is there.
 
-import { isReady, modelName } from "./api.js";
+import { isReady, modelNames } from "./api.js";
 import { ask, clear, editLast, isBusy, setModel, setUpChat, stop } from "./chat.js";
 import { find } from "./dom.js";
 import { setUpImages, takeImages } from "./images.js";
@@ -68,6 +68,7 @@ function setUpComposer() {
     if (event.key === "Escape" && isBusy()) stop();
   });
   find("stop").addEventListener("click", stop);
+  find("model-choice").addEventListener("change", (event) => setModel(event.target.value));
   find("new-chat").addEventListener("click", () => {
     clear();
     location.hash = "#chat";
@@ -95,9 +96,7 @@ async function connect() {
   const ready = await isReady();
   setHealth(ready ? "ready" : "down", ready ? "ready" : "not ready");
   try {
-    const name = await modelName();
-    setModel(name);
-    find("model-name").textContent = name;
+    showModels(await modelNames());
   } catch (error) {
     find("model-name").textContent = error.status === 401 ? "needs an API key" : "not connected";
     if (error.status === 401 && find("settings").hidden && !connect.hasAsked) {
@@ -105,6 +104,17 @@ async function connect() {
       askForKey();
     }
   }
+}
+
+/** A name, or a choice of several. What was chosen stays chosen while it is served. */
+function showModels(names) {
+  const choice = find("model-choice");
+  const chosen = names.includes(choice.value) ? choice.value : names[0];
+  choice.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
+  choice.hidden = names.length < 2;
+  find("model-name").hidden = names.length > 1;
+  find("model-name").textContent = chosen;
+  setModel(chosen);
 }
 
 function setHealth(state, text) {

@@ -20,6 +20,8 @@ class Model(Wire):
     """saccade"""
     max_model_len: int | None
     """Maximum tokens of prompt and output together; null while the model is being loaded."""
+    parent: str | None
+    """Of a LoRA adapter, the model it adapts; null for that model itself."""
 
 
 class ModelList(Wire):

@@ -1,4 +1,4 @@
-"""Admin routes, on a port of their own: status, log level, drain, caches, a profile of the live core."""
+"""Admin routes, on a port of their own: status, log level, drain, caches, adapters, a profile of the live core."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +15,8 @@ import orjson
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from saccade.serve.errors import ApiError
+from saccade.errors import UserError
+from saccade.serve.errors import ApiError, bad_request
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.openapi import errors
 from saccade.serve.protocol.common import Wire
@@ -34,6 +37,15 @@ class ProfileRequest(Wire):
 
     seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
     """Duration. The trace grows with it: about 10 MB per second under load."""
+
+
+class AdapterRequest(Wire):
+    """A LoRA adapter to serve."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    """The model that requests name."""
+    folder: Annotated[str, Field(min_length=1, max_length=4096)]
+    """Its folder on the server, in PEFT's layout."""
 
 
 class Done(Wire):
@@ -75,6 +87,21 @@ def router(service: Service) -> APIRouter:
         service.supervisor.engine.flush_caches()
         return done()
 
+    @routes.post("/adapters", response_model=Done, responses=_ERRORS, summary="Serve a LoRA adapter as a model")
+    async def add_adapter(body: AdapterRequest) -> Response:
+        if body.name == service.model_name:
+            raise bad_request("name is that of the base model; choose another one", param="name")
+        await _change_adapters(partial(service.supervisor.engine.add_adapter, body.name, body.folder))
+        return done()
+
+    @routes.delete(
+        "/adapters/{name:path}", response_model=Done, responses=_ERRORS,
+        summary="Take no new requests for an adapter; those that run end as usual",
+    )  # fmt: skip
+    async def remove_adapter(name: str) -> Response:
+        await _change_adapters(partial(service.supervisor.engine.remove_adapter, name))
+        return done()
+
     @routes.post("/profile", responses=_ERRORS, summary="Profile the live core", response_model=dict[str, Any])
     async def profile(body: ProfileRequest) -> Response:
         engine = service.supervisor.engine
@@ -92,6 +119,14 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
+async def _change_adapters(change: Callable[[], None]) -> None:
+    """Load or remove an adapter, off the event loop."""
+    try:
+        await asyncio.to_thread(change)
+    except UserError as error:
+        raise bad_request(str(error)) from error
+
+
 def _status(service: Service) -> dict[str, Any]:
     supervisor, engine, admission = service.supervisor, service.supervisor.loaded_engine, service.admission
     found: dict[str, Any] = {
@@ -107,6 +142,8 @@ def _status(service: Service) -> dict[str, Any]:
             "worker_pids": engine.worker_pids,
             "max_length": engine.max_length,
             "num_pages": engine.num_pages,
+            "adapters": {name: str(folder) for name, folder in engine.adapters.items()},
+            "refused_adapters": engine.refused_adapters,
             "statistics": dataclasses.asdict(engine.statistics),
         }
     if admission is not None:

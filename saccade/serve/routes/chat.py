@@ -46,8 +46,8 @@ def router(service: Service) -> APIRouter:
         summary="Answer a conversation",
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        service.check_model(body.model)
-        generation, tool_names = await _start(service, body, request)
+        adapter = service.check_model(body.model)
+        generation, tool_names = await _start(service, body, request, adapter)
         answer = _Answer(service, body, request.state.record, tool_names)
         if body.stream:
             return EventStream(generation, answer.chunks(generation))
@@ -58,7 +58,9 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-async def _start(service: Service, body: ChatRequest, request: Request) -> tuple[Generation, frozenset[str]]:
+async def _start(
+    service: Service, body: ChatRequest, request: Request, adapter: str | None
+) -> tuple[Generation, frozenset[str]]:
     """Check what the schema cannot, and hand the request to the engine; returns the names of tools it may call too."""
     if len(body.messages) > service.config.max_messages:
         raise bad_request(f"messages has more than {service.config.max_messages} entries", param="messages")
@@ -86,6 +88,7 @@ async def _start(service: Service, body: ChatRequest, request: Request) -> tuple
         [prompt_input(conversation, continue_final_message=continues, tools=choice.tools)],
         samplings,
         streams=body.stream or False,
+        adapter=adapter,
         priority=body.priority,
         cache_salt=body.cache_salt,
     )
@@ -118,7 +121,7 @@ class _Answer:
             "id": record.id.replace("req-", "chatcmpl-"),
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": body.model,
             "system_fingerprint": service.fingerprint,
         }
 

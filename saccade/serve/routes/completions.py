@@ -38,7 +38,7 @@ def router(service: Service) -> APIRouter:
         summary="Continue a text",
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        service.check_model(body.model)
+        adapter = service.check_model(body.model)
         samplings = samplings_of(
             body,
             max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
@@ -59,6 +59,7 @@ def router(service: Service) -> APIRouter:
             [_prompt_input(ids) for ids in token_ids],
             samplings,
             streams=body.stream or False,
+            adapter=adapter,
             priority=body.priority,
             cache_salt=body.cache_salt,
         )
@@ -100,7 +101,7 @@ class _Answer:
             "id": record.id.replace("req-", "cmpl-"),
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": body.model,
             "system_fingerprint": service.fingerprint,
         }
 

@@ -1,4 +1,4 @@
-"""`/v1/models`: the one model that is served."""
+"""`/v1/models`: the model that is served, and its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ def router(service: Service) -> APIRouter:
     """The list, and one entry by name."""
     routes = APIRouter(tags=["models"])
 
-    def model() -> dict[str, Any]:
+    def model(adapter: str | None = None) -> dict[str, Any]:
         engine = service.supervisor.loaded_engine
         return {
-            "id": service.model_name,
+            "id": adapter or service.model_name,
             "object": "model",
             "created": service.created,
             "owned_by": "saccade",
             "max_model_len": None if engine is None else engine.max_length,
+            "parent": None if adapter is None else service.model_name,
         }
 
-    @routes.get("/v1/models", response_model=ModelList, responses=errors(401, 429), summary="List the served model")
+    @routes.get("/v1/models", response_model=ModelList, responses=errors(401, 429), summary="List the served models")
     async def list_models() -> Response:
-        return Response(orjson.dumps({"object": "list", "data": [model()]}), media_type="application/json")
+        models = [model(), *(model(name) for name in service.adapter_names)]
+        return Response(orjson.dumps({"object": "list", "data": models}), media_type="application/json")
 
     @routes.get("/v1/models/{name:path}", response_model=Model, responses=errors(401, 404, 429), summary="One model")
     async def get_model(name: str) -> Response:
-        service.check_model(name)
-        return Response(orjson.dumps(model()), media_type="application/json")
+        return Response(orjson.dumps(model(service.check_model(name))), media_type="application/json")
 
     return routes

@@ -35,8 +35,8 @@ def router(service: Service) -> APIRouter:
         summary="Answer a conversation (newer API)",
     )
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        service.check_model(body.model)
-        generation = await _start(service, body, request)
+        adapter = service.check_model(body.model)
+        generation = await _start(service, body, request, adapter)
         answer = _Answer(service, body, request.state.record)
         if body.stream:
             return EventStream(generation, answer.events(generation))
@@ -47,7 +47,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-async def _start(service: Service, body: ResponsesRequest, request: Request) -> Generation:
+async def _start(service: Service, body: ResponsesRequest, request: Request, adapter: str | None) -> Generation:
     if not isinstance(body.input, str) and len(body.input) > service.config.max_messages:
         raise bad_request(f"input has more than {service.config.max_messages} entries", param="input")
     samplings = samplings_of(
@@ -60,8 +60,9 @@ async def _start(service: Service, body: ResponsesRequest, request: Request) -> 
     conversation = _conversation(body, allows_remote=service.remote_media is not None)
     await service.fetch_media(conversation)
     return service.start(
-        request, [prompt_input(conversation)], samplings, streams=body.stream or False, priority=body.priority
-    )
+        request, [prompt_input(conversation)], samplings, streams=body.stream or False, adapter=adapter,
+        priority=body.priority,
+    )  # fmt: skip
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
@@ -114,7 +115,7 @@ class _Answer:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": service.model_name,
+            "model": body.model,
             "output": [],
             "parallel_tool_calls": False,
             "previous_response_id": None,

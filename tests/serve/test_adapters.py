@@ -1,0 +1,117 @@
+"""LoRA adapters over HTTP: models of their own, added and removed on the admin port while requests run."""
+
+import threading
+
+import httpx
+import pytest
+from engine.making_adapters import write_adapters
+from model.hugging_face import SHAPES, make_checkpoint
+from serve.running import TIMEOUT_S, RunningServer
+
+from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.serve.keys import create_key
+
+CONVERSATION = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("base") / "tiny", SHAPES[1])
+
+
+@pytest.fixture(scope="module")
+def folders(base, tmp_path_factory):
+    return write_adapters(base, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def expected(base, folders):
+    """Texts of eight tokens by model."""
+    config = EngineConfig(num_workers=0, num_pages=200, max_length=800)
+    with Engine.load(base, device="cpu", config=config, adapters=folders) as engine:
+        names = {"tiny": None} | {name: name for name in folders}
+        return {
+            name: engine.generate(CONVERSATION, SamplingParams(max_tokens=8), adapter=adapter)[0].text
+            for name, adapter in names.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def server(base, folders, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    keys = folder / "keys.json"
+    key, admin = create_key(keys, name="alice"), create_key(keys, name="root", scope="admin")
+    options = ["--api-keys", keys, "--admin-port", 0, "--adapter", f"mlp={folders['mlp']}"]
+    with RunningServer(base, folder, *options, settings=["engine.max_adapters=2"], key=key) as running:
+        running.admin = httpx.Client(
+            base_url=running.admin_url, headers={"authorization": f"Bearer {admin}"}, timeout=TIMEOUT_S
+        )
+        with running.admin:
+            yield running
+
+
+def models(server):
+    return {model["id"]: model["parent"] for model in server.http.get("/v1/models").json()["data"]}
+
+
+def text(response):
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def test_an_adapter_is_a_model(server, expected):
+    assert models(server) == {"tiny": None, "mlp": "tiny"}
+    assert server.http.get("/v1/models/mlp").json()["id"] == "mlp"
+    for name in ("tiny", "mlp"):
+        answer = server.chat(model=name)
+        assert text(answer) == expected[name]
+        assert answer.json()["model"] == name
+    chunks = server.chunks(model="mlp")
+    assert chunks[0]["model"] == "mlp"
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == expected["mlp"]
+    missing = server.chat(model="everything")
+    assert missing.status_code == 404
+    assert "use 'tiny', 'mlp'" in missing.json()["error"]["message"]
+    assert '"adapter": "mlp"' in server.log or "adapter mlp" in server.log
+
+
+def test_adapters_are_added_and_removed_under_load(server, folders, expected):
+    done, failed = threading.Event(), []
+
+    def load(name):
+        while not done.is_set():
+            if text(server.chat(model=name)) != expected[name]:
+                failed.append(name)
+
+    threads = [threading.Thread(target=load, args=(name,)) for name in ("tiny", "mlp")]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            body = {"name": "everything", "folder": str(folders["everything"])}
+            assert server.admin.post("/admin/adapters", json=body).json() == {"status": "ready"}
+            assert text(server.chat(model="everything")) == expected["everything"]
+            assert "everything" in models(server)
+            assert server.admin.delete("/admin/adapters/everything").json() == {"status": "ready"}
+            assert "everything" not in models(server)
+            assert server.chat(model="everything").status_code == 404
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not failed
+
+
+def test_what_cannot_be_served_is_refused_with_a_reason(server, folders, tmp_path):
+    for body, message in (
+        ({"name": "x", "folder": str(tmp_path)}, "adapter_config.json"),
+        ({"name": "mlp", "folder": str(folders["mlp"])}, "already"),
+        ({"name": "tiny", "folder": str(folders["mlp"])}, "base model"),
+        ({"name": "", "folder": str(folders["mlp"])}, "name"),
+    ):
+        answer = server.admin.post("/admin/adapters", json=body)
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
+    assert server.admin.delete("/admin/adapters/nothing").status_code == 400
+    assert server.admin.get("/admin/status").json()["adapters"].keys() == {"mlp"}
+    assert server.http.post("/admin/adapters", json={}).status_code == 404
