@@ -1,9 +1,9 @@
 """Take the pictures of the page in docs/images from a running server.
 
-    saccade quickstart && saccade serve quickstart/run/checkpoints/step-00000800 --model-name toy-vlm
-    python -m bench.page_screenshots http://127.0.0.1:8000 quickstart/image-1.png quickstart/image-2.png
+    saccade quickstart --no-serve && saccade serve quickstart/run/checkpoints/step-00001000 --model-name quickstart
+    python -m bench.page_screenshots http://127.0.0.1:8000 quickstart/held-out.png --question 'What shape is purple?'
 
-The answers are the server's own. While the status view is photographed, a few clients ask at random times.
+`held-out.png` is a scene of the held-out set. The answers are the server's own. While the status view is photographed, a few clients ask at random times.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("images", nargs="+", type=Path)
+    parser.add_argument("--question", default=QUESTIONS[0], help="asked about the first image")
+    parser.add_argument("--views", nargs="*", default=[*VIEWS, "status"], choices=[*VIEWS, "status"])
     parser.add_argument("--output", type=Path, default=Path("docs/images"))
     parser.add_argument("--load-s", type=float, default=90.0, help="seconds of load before the status view is taken")
     args = parser.parse_args()
@@ -47,16 +49,17 @@ def main() -> None:
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, view in VIEWS.items():
-            page = browser.new_context(**view).new_page()
+        for name in (view for view in VIEWS if view in args.views):
+            page = browser.new_context(**VIEWS[name]).new_page()
             page.goto(args.url)
-            talk(page, args.images[0])
+            talk(page, args.images[0], args.question)
             save(page, args.output / f"page-{name}.png")
-        status(browser, args)
+        if "status" in args.views:
+            status(browser, args)
         browser.close()
 
 
-def talk(page: Any, image: Path) -> None:
+def talk(page: Any, image: Path, question: str) -> None:
     """Ask about an image with greedy decoding; where there is space for them, the settings stay open."""
     page.click("#open-settings")
     page.fill("#temperature", "0")
@@ -64,7 +67,7 @@ def talk(page: Any, image: Path) -> None:
         page.click("#close-settings")
     page.set_input_files("#files", image)
     page.wait_for_selector("#thumbs img")
-    page.fill("#prompt", QUESTIONS[0])
+    page.fill("#prompt", question)
     page.click("#send")
     page.wait_for_selector(".message.assistant:not(.busy)")
     page.mouse.move(5, 400)
