@@ -95,15 +95,14 @@ def transformers_step(config: ModelConfig, *, liger: bool) -> Callable[[ModelInp
     """What a user of transformers gets: padded batch, SDPA, gradient checkpointing, fused AdamW in bf16."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    from saccade.model.families.qwen2_5_vl import describe_config
+    from saccade.model.families import family_named
 
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen2_5_vl
 
         apply_liger_kernel_to_qwen2_5_vl()
     token_ids = {"image": IMAGE_PAD, "video": IMAGE_PAD + 1, "vision_start": VISION_START, "vision_end": VISION_END}
-    described = describe_config(config, token_ids=token_ids, eos_id=151645, dtype="bfloat16")
-    described.pop("model_type")
+    described = family_named("qwen2_5_vl").describe_config(config, token_ids)
     with torch.device("cuda"):
         kind = Qwen2_5_VLConfig(**described)
         model = Qwen2_5_VLForConditionalGeneration._from_config(kind, dtype=torch.bfloat16, attn_implementation="sdpa")

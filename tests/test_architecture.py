@@ -155,3 +155,30 @@ def test_only_storage_forms_loading_export_and_the_optimizer_read_the_weight_of_
 def test_no_projection_is_a_layer_of_torch():
     found = [path for path in MODULES if re.search(r"\bnn\.(Linear|Conv\dd)\(", path.read_text())]
     assert not found, found
+
+
+def test_no_module_outside_the_families_folders_names_a_family():
+    """Model, processor, engine, trainer and planner ask the family; a new one touches its own files alone."""
+    from saccade.model.families import VISION_LANGUAGE
+
+    names = [r"qwen[\d._]*[-_ ]?vl", r"llava[-_ ]?(next|onevision)"]
+    names += [
+        re.escape(name) for one in VISION_LANGUAGE.values() for name in (one.model_type, one.name, one.architecture)
+    ]
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in MODULES
+        if path.parent.name != "families"
+        for match in re.finditer("|".join(names), path.read_text(), re.IGNORECASE)
+    ]
+    assert not found, found
+
+
+def test_every_family_has_both_of_its_sides():
+    from saccade.model.families import VISION_LANGUAGE
+    from saccade.processor import families
+
+    assert set(VISION_LANGUAGE) == set(families._FAMILIES)
+    for model_type in VISION_LANGUAGE:
+        for package in ("model", "processor"):
+            assert (ROOT / "saccade" / package / "families" / f"{model_type}.py").is_file()

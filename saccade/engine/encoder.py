@@ -1,13 +1,13 @@
 """Vision encoder of the engine: all images of a step in one forward pass.
 
-    round up to a patch budget -> window layout -> fill host memory -> copy -> run the encoder as a CUDA graph
+    round up to a patch budget -> layout -> fill host memory -> copy -> run the encoder as a CUDA graph
 
 Launched from Python, the encoder is some 400 kernels, which take longer to launch than to run for an image or two. So it is captured
 as CUDA graphs for fixed patch budgets. Batches are filled up to the budget with *padding*: blank images, windowed and
 computed like any other, whose features are not read. The lists of windows and images are filled up with empty ones. Images attend
 only to themselves, so padding does not change their features.
 
-Legend: P patches, M image tokens (merged patches), D decoder width.
+Legend: P patches, M image tokens (merged patches), F features of an image token.
 """
 
 from __future__ import annotations
@@ -23,13 +23,9 @@ from torch import Tensor
 from saccade.device import to_device
 from saccade.engine.cuda_graphs import CudaGraphs
 from saccade.engine.prompt import PromptImage
-from saccade.model.config import VisionConfig
-from saccade.model.vision import LayoutSizes, WindowLayout, window_layout
+from saccade.model.vision import TowerLayout
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import normalize_patches
-
-Grid = tuple[int, int, int]
-"""Frame pairs, rows and columns of patches."""
 
 _SMALLEST_BUDGET = 64
 """In tokens. Smaller batches take as long."""
@@ -49,39 +45,6 @@ def patch_budgets(max_patches: int, patches_per_token: int) -> tuple[int, ...]:
     return tuple(tokens * patches_per_token for tokens in budgets)
 
 
-def budget_sizes(budget: int, config: VisionConfig) -> LayoutSizes:
-    """Capacity of a captured budget: four times the number of full windows, one image per 64 patches, and a few more.
-
-    An empty window or image costs next to nothing: a program of the attention kernel that exits at once.
-    """
-    max_window = config.window_tokens**2 * config.patches_per_token
-    return LayoutSizes(
-        num_tokens=budget // config.patches_per_token,
-        num_patches=budget,
-        num_images=budget // 64 + 8,
-        num_windows=4 * -(-budget // max_window) + 32,
-        max_image=budget,
-        max_window=max_window,
-    )
-
-
-def padded_layout(grids: Sequence[Grid], budget: int, config: VisionConfig) -> WindowLayout | None:
-    """The window layout of the images followed by padding up to the budget. None: too many small images for a graph."""
-    missing = budget - sum(frames * rows * columns for frames, rows, columns in grids)
-    layout = window_layout([*grids, *_padding(missing // config.patches_per_token, config)], config)
-    sizes, capacity = layout.sizes, budget_sizes(budget, config)
-    fits = sizes.num_images <= capacity.num_images and sizes.num_windows <= capacity.num_windows
-    return layout if fits else None
-
-
-def _padding(num_tokens: int, config: VisionConfig) -> list[Grid]:
-    """Blank images of this many tokens in total: a strip of full windows, and a strip of single tokens."""
-    merge, side = config.merge_size, config.merge_size * config.window_tokens
-    num_windows, num_rest = divmod(num_tokens, config.window_tokens**2)
-    grids = [(1, side, side * num_windows), (1, merge, merge * num_rest)]
-    return [grid for grid in grids if grid[2]]
-
-
 class Encoder:
     """The vision encoder and its CUDA graphs."""
 
@@ -89,13 +52,13 @@ class Encoder:
         self, model: VLM, *, pixel_mean: Sequence[float], pixel_std: Sequence[float], budgets: Sequence[int] = ()
     ) -> None:
         """`budgets`: ascending, see `patch_budgets`. Batches that fit one are padded to it, and captured on a GPU; others run eagerly."""
-        self._model, self._config = model, model.config.vision
+        self._model, self._tower, self._config = model, model.vision, model.config.vision
         self._pixel_mean, self._pixel_std = pixel_mean, pixel_std
         self._device = model.device
         self._budgets = budgets
         self._graphs: CudaGraphs[int] | None = None
         if budgets:
-            num_ints = budget_sizes(budgets[-1], self._config).total
+            num_ints = self._tower.budget_sizes(budgets[-1]).total
             pixel_shape = (budgets[-1], self._config.patch_dim)
             self._pixels = torch.zeros(pixel_shape, dtype=torch.uint8, device=self._device)
             self._ints = torch.zeros(num_ints, dtype=torch.int32, device=self._device)
@@ -126,7 +89,7 @@ class Encoder:
 
     @torch.inference_mode()
     def encode(self, images: Sequence[PromptImage]) -> Tensor:
-        """[M, D]: features of all images, in order. Copy them at once: the next call may overwrite them.
+        """[M, F]: features of all images, in order. Copy them at once: the next call may overwrite them.
 
         All work is queued on the current stream, which must always be the same one and not the default.
         """
@@ -134,12 +97,12 @@ class Encoder:
         num_patches = sum(len(image.patches) for image in images)
         index = bisect_left(self._budgets, num_patches)
         budget = self._budgets[index] if index < len(self._budgets) else None
-        layout = None if budget is None else padded_layout(grids, budget, self._config)
+        layout = None if budget is None else self._tower.padded_layout(grids, budget)
         if budget is None or layout is None:
             return self._encode_eager(images)
         self._upload(images, num_patches, layout, budget)
-        features_MD = self._forward(budget) if self._graphs is None else self._graphs.run(budget)
-        return features_MD[: num_patches // self._config.patches_per_token]
+        features_MF = self._forward(budget) if self._graphs is None else self._graphs.run(budget)
+        return features_MF[: num_patches // self._config.patches_per_token]
 
     def _encode_eager(self, images: Sequence[PromptImage]) -> Tensor:
         if self._device.type == "cpu":
@@ -151,9 +114,9 @@ class Encoder:
         pixels = normalize_patches(patches, self._pixel_mean, self._pixel_std)
         return self._model.encode_images(pixels, torch.tensor([image.grid for image in images]))
 
-    def _upload(self, images: Sequence[PromptImage], num_patches: int, layout: WindowLayout, budget: int) -> None:
+    def _upload(self, images: Sequence[PromptImage], num_patches: int, layout: TowerLayout, budget: int) -> None:
         """Write pixels and layout into the buffers that `_forward` reads. Padding pixels are zero."""
-        sizes = budget_sizes(budget, self._config)
+        sizes = self._tower.budget_sizes(budget)
         staging = self._staging[0]
         self._staging.reverse()
         staging.wait()
@@ -165,7 +128,7 @@ class Encoder:
     def _forward(self, budget: int) -> Tensor:
         """Features of the contents of the device buffers. Capturable: its control flow depends on the budget only."""
         pixels = normalize_patches(self._pixels[:budget], self._pixel_mean, self._pixel_std)
-        return self._model.encode_patches(pixels, budget_sizes(budget, self._config).inputs(self._ints))
+        return self._model.encode_patches(pixels, self._tower.budget_sizes(budget).inputs(self._ints))
 
 
 def _groups(images: Sequence[PromptImage]) -> Iterator[list[PromptImage]]:

@@ -9,9 +9,10 @@ once, and a slow one occupies a single worker. A request without images touches 
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -46,11 +47,9 @@ from saccade.processor.image import (
     load_image,
     read_encoded,
 )
-from saccade.processor.positions import VisionSpan
+from saccade.processor.parts import VisualKind, expand_placeholders, feature_spans
 from saccade.processor.processor import (
     ResizeName,
-    VisualKind,
-    expand_placeholders,
     prefix_errors,
     split_visuals,
     visual_kind,
@@ -417,20 +416,25 @@ def _token_prompt(
     metadata: ProcessorMetadata,
 ) -> TokenPrompt:
     indices = _placeholders(token_ids, kinds, metadata)
-    spans = []
-    for image, kind in zip(images, kinds, strict=True):
-        (pairs, rows, columns), merge_size = image.grid, metadata.of(kind).merge_size
-        spans.append(VisionSpan(pairs, rows // merge_size, columns // merge_size, image.time_step))
-    expanded, positions, starts = expand_placeholders(token_ids, indices, spans)
-    prompt_images = [
-        PromptImage(
-            span=ImageSpan(key=image.key, start=start, num_tokens=span.length, num_patches=len(image.patches)),
-            grid=image.grid,
-            patches=image.patches,
-        )
-        for image, span, start in zip(images, spans, starts, strict=True)
-    ]
+    expanded, positions, starts = expand_placeholders(token_ids, indices, [image.parts for image in images])
+    prompt_images: list[PromptImage] = []
+    for image in images:
+        prompt_images += _prompt_images(image, starts[len(prompt_images) :])
     return TokenPrompt(token_ids=expanded, positions=positions, images=tuple(prompt_images))
+
+
+def _prompt_images(image: ProcessedImage, starts: Sequence[int]) -> Iterator[PromptImage]:
+    """Each span of features of an image or video, with its first token and its patches."""
+    spans, first = feature_spans(image.parts), 0
+    for number, (span, start) in enumerate(zip(spans, starts, strict=False)):
+        patches = image.patches if len(spans) == 1 else image.patches[first : first + span.num_patches]
+        key = image.key if len(spans) == 1 else hashlib.sha256(image.key + number.to_bytes(4)).digest()
+        yield PromptImage(
+            span=ImageSpan(key=key, start=start, num_tokens=span.length, num_patches=span.num_patches),
+            grid=span.grid,
+            patches=patches,
+        )
+        first += span.num_patches
 
 
 def _placeholders(token_ids: Sequence[int], kinds: Sequence[VisualKind], metadata: ProcessorMetadata) -> list[int]:

@@ -38,8 +38,19 @@ from saccade.engine.processed_images import ProcessedImage
 from saccade.errors import ImageError, RequestError
 from saccade.fork_server import ForkServer, RunWorker, encode_error, keep_freed_memory, receive, send
 from saccade.processor.conversation import Message
-from saccade.processor.image import FORMATS, ImageSettings, MediaBudget, MediaLimits, Pixels, load_image, read_encoded
-from saccade.processor.processor import Processor, ResizeName, Visual, VisualKind, prefix_errors
+from saccade.processor.families import VisionRules, load_rules
+from saccade.processor.image import (
+    FORMATS,
+    Grid,
+    ImageSettings,
+    MediaBudget,
+    MediaLimits,
+    Pixels,
+    load_image,
+    read_encoded,
+)
+from saccade.processor.parts import Part, Visual, VisualKind, feature_spans
+from saccade.processor.processor import Processor, ResizeName, prefix_errors
 from saccade.processor.tools import Tool
 from saccade.processor.video import import_all_of_av, sampled_frames
 from saccade.sandbox import ResourceLimits, missing_features, seal
@@ -64,8 +75,8 @@ _KEPT_HEAP_BYTES = 2**27
 """Freed memory a worker keeps."""
 _MAX_TOKENS = 2**24
 """Maximum tokens of a conversation."""
-_MAX_TIME_STEP = 2.0**20
-"""Maximum positions between two frame pairs of a video."""
+_MAX_TEXT_TOKENS = 64
+"""Maximum tokens of a text between the features of a video."""
 _MAX_SECONDS = 1e6
 """Maximum of a duration that a worker reports."""
 _MAX_MESSAGE_BYTES = 2**20
@@ -110,23 +121,12 @@ class VisualMetadata:
 
     token_id: int
     """Their placeholder."""
-    merge_size: int
-    """Patches merged into a token, per side."""
     patch_dim: int
     """Bytes of a patch."""
-    frames_per_patch: int
-    """Frames in one patch."""
-    max_patches: int
-    """Maximum patches of one frame."""
-    max_frames: int
-    """Maximum frames of a video file."""
+    max_bytes: int
+    """Maximum size of the patches of one image or video."""
     settings: str
     """What else the patches depend on; part of the image key."""
-
-    @property
-    def max_bytes(self) -> int:
-        """Maximum size of the patches of one image or video."""
-        return math.ceil(self.max_frames / self.frames_per_patch) * self.max_patches * self.patch_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,8 @@ class ProcessorMetadata:
     """Of videos."""
     vocab_size: int
     """Number of token ids."""
+    control_ids: list[int]
+    """Token ids that no text has."""
 
     def of(self, kind: VisualKind) -> VisualMetadata:
         """Of images or of videos."""
@@ -148,7 +150,7 @@ class ProcessorMetadata:
     def from_json(content: dict[str, Any]) -> ProcessorMetadata:
         """Inverse of `dataclasses.asdict`."""
         image, video = VisualMetadata(**content["image"]), VisualMetadata(**content["video"])
-        return ProcessorMetadata(image=image, video=video, vocab_size=content["vocab_size"])
+        return ProcessorMetadata(**content | {"image": image, "video": video})
 
 
 @dataclass(frozen=True)
@@ -221,15 +223,12 @@ class PromptProcessor:
     def __init__(self, config: PreprocessingConfig) -> None:
         self._processor = Processor.load(config.folder, limits=config.limits, resize=config.resize)
         self._config = config
-        self._settings: dict[VisualKind, ImageSettings] = {
-            "image": self._processor.images,
-            "video": self._processor.videos,
-        }
-        vision = self._processor.vision
+        rules, tokenizer = self._processor.rules, self._processor.tokenizer
         self.metadata = ProcessorMetadata(
-            image=self._visual_metadata("image", vision.image_id),
-            video=self._visual_metadata("video", vision.video_id),
-            vocab_size=self._processor.tokenizer.vocab_size,
+            image=self._visual_metadata("image", rules.image_id, rules.images),
+            video=self._visual_metadata("video", rules.video_id, rules.videos),
+            vocab_size=tokenizer.vocab_size,
+            control_ids=sorted(tokenizer.control_ids.values()),
         )
 
     def tokenize(
@@ -245,9 +244,7 @@ class PromptProcessor:
         """Decode, resize and patchify. Errors name the frame, but not the image."""
         visual, num_pixels, decode_s, preprocess_s = self.patchify(task)
         key = image_key(self.metadata.of(task.kind), task)
-        return ProcessedImage(
-            key, visual.grid, visual.span.time_step, visual.patches, num_pixels, decode_s, preprocess_s
-        )
+        return ProcessedImage(key, visual.parts, visual.patches, num_pixels, decode_s, preprocess_s)
 
     def patchify(self, task: ImageTask) -> Patchified:
         """All of `process` but the key. The patches are read-only."""
@@ -259,7 +256,7 @@ class PromptProcessor:
         else:
             visual = self._processor.patchify_video(frames, task.fps)
         visual.patches.flags.writeable = False
-        if not _is_possible(visual.grid, visual.span.time_step, task, self.metadata.of(task.kind)):
+        if not _is_possible(visual.grid, task, self._processor.rules, self._config.limits):
             raise ImageError(
                 f"a {task.kind} of grid {visual.grid} at {task.fps:g} frames per second cannot be computed. Use another fps"
             )
@@ -281,15 +278,12 @@ class PromptProcessor:
             codecs.lookup(encoding)
         datetime.now().astimezone()
 
-    def _visual_metadata(self, kind: VisualKind, token_id: int) -> VisualMetadata:
-        settings, limits = self._settings[kind], self._config.limits
+    def _visual_metadata(self, kind: VisualKind, token_id: int, settings: ImageSettings) -> VisualMetadata:
+        max_patches = self._processor.rules.max_patches(kind, self._config.limits)
         return VisualMetadata(
             token_id=token_id,
-            merge_size=settings.merge_size,
             patch_dim=settings.patch_dim,
-            frames_per_patch=settings.temporal_patch_size,
-            max_patches=_max_patches(settings, min(limits.max_aspect_ratio, limits.max_side)),
-            max_frames=limits.max_frames,
+            max_bytes=max_patches * settings.patch_dim,
             settings=json.dumps([kind, repr(settings), self._config.resize]),
         )
 
@@ -323,23 +317,11 @@ def _encoded(source: Source) -> str | bytes:
     return data.decode() if source.form in ("image_url", "video_url") else data
 
 
-def _max_patches(settings: ImageSettings, max_aspect_ratio: float) -> int:
-    """An upper bound for `ImageSettings.resized`: the pixel limit, and one cell more on each side of the longest strip."""
-    cells = settings.max_pixels / settings.cell**2
-    return math.ceil(cells + 2 * math.sqrt(cells * max_aspect_ratio) + 2) * settings.merge_size**2
-
-
-def _is_possible(grid: tuple[int, int, int], time_step: float, task: ImageTask, metadata: VisualMetadata) -> bool:
+def _is_possible(grid: Grid, task: ImageTask, rules: VisionRules, limits: MediaLimits) -> bool:
     """Whether preprocessing the task can have this result."""
-    pairs, rows, columns = grid
-    num_frames = metadata.max_frames if task.is_video_file else len(task.sources)
-    max_pairs = math.ceil(num_frames / metadata.frames_per_patch)
-    return (
-        (0 < pairs <= max_pairs if task.is_video_file else pairs == max_pairs)
-        and 0 < rows * columns <= metadata.max_patches
-        and rows % metadata.merge_size == columns % metadata.merge_size == 0
-        and 0 < time_step <= _MAX_TIME_STEP
-    )
+    num_frames = len(task.sources)
+    frames = range(1, limits.max_frames + 1) if task.is_video_file else range(num_frames, num_frames + 1)
+    return rules.is_possible(task.kind, grid, task.fps, frames, limits)
 
 
 # ------------------------------------------------------------------ engine's process
@@ -379,12 +361,17 @@ class ProcessBackend:
 
     def __init__(self, config: PreprocessingConfig, num_workers: int, timeout_s: float) -> None:
         """Starts the workers without waiting for them."""
-        self._timeout_s = timeout_s
+        self._config, self._timeout_s = config, timeout_s
         fork_server = ForkServer(initialize, config.to_json())
         self._text = WorkerPool(fork_server, 1, Mailbox, max_message_bytes=_MAX_MESSAGE_BYTES)
         self._images = WorkerPool(fork_server, num_workers, Mailbox, max_message_bytes=_MAX_MESSAGE_BYTES)
         self.metadata: Future[ProcessorMetadata] = Future()
         self._images.metadata.add_done_callback(self._set_metadata)
+
+    @functools.cached_property
+    def _checks(self) -> ImageChecks:
+        """Read from the folder by this process: workers are not trusted."""
+        return ImageChecks(load_rules(self._config.folder), self._config.limits, self.metadata)
 
     @property
     def num_crashes(self) -> int:
@@ -410,7 +397,7 @@ class ProcessBackend:
     def process(self, task: ImageTask) -> Future[ProcessedImage]:
         """As `PromptProcessor.process`."""
         size = task.num_bytes / _BYTES_PER_TIMEOUT if task.is_video_file else len(task.sources) / _FRAMES_PER_TIMEOUT
-        return self._images.submit(_ImageJob(task, self.metadata, self._timeout_s * math.ceil(size)))
+        return self._images.submit(_ImageJob(task, self._checks, self._timeout_s * math.ceil(size)))
 
     def close(self) -> None:
         """Kill the workers."""
@@ -492,9 +479,9 @@ class _ImageJob(Job[Mailbox, ProcessedImage]):
 
     max_crashes = 2
 
-    def __init__(self, task: ImageTask, metadata: Future[ProcessorMetadata], timeout_s: float) -> None:
+    def __init__(self, task: ImageTask, checks: ImageChecks, timeout_s: float) -> None:
         super().__init__()
-        self._task, self._metadata, self.timeout_s = task, metadata, timeout_s
+        self._task, self._checks, self.timeout_s = task, checks, timeout_s
 
     def send(self, worker: Worker[Mailbox]) -> None:
         offset = 0
@@ -503,13 +490,14 @@ class _ImageJob(Job[Mailbox, ProcessedImage]):
         send(worker.connection, {"image": self._task.describe()})
 
     def receive(self, message: dict[str, Any], worker: Worker[Mailbox]) -> ProcessedImage:
-        metadata = self._metadata.result().of(self._task.kind)
-        grid, time_step = check_image(message, self._task, metadata)
+        metadata = self._checks.metadata.result().of(self._task.kind)
+        parts = self._checks.parts(message, self._task)
         num_pixels = _count(message.get("num_pixels"), 2**53)
         times = [check_seconds(message.get(name)) for name in ("decode_s", "preprocess_s")]
-        patches = worker.channel.read_outbox((math.prod(grid), metadata.patch_dim), np.uint8)
+        num_patches = sum(span.num_patches for span in feature_spans(parts))
+        patches = worker.channel.read_outbox((num_patches, metadata.patch_dim), np.uint8)
         worker.channel.free_if_large()
-        return ProcessedImage(image_key(metadata, self._task), grid, time_step, patches, num_pixels, *times)
+        return ProcessedImage(image_key(metadata, self._task), parts, patches, num_pixels, *times)
 
     def error(self, reason: str) -> ImageError:
         return ImageError(
@@ -538,17 +526,35 @@ def check_seconds(value: object) -> float:
     return value
 
 
-def check_image(
-    message: dict[str, Any], task: ImageTask, metadata: VisualMetadata
-) -> tuple[tuple[int, int, int], float]:
-    """Grid and time step of a worker's message. Raises `WorkerLostError` unless the task can have this result."""
-    grid, time_step = message.get("grid"), message.get("time_step")
-    if not isinstance(grid, list) or len(grid) != 3 or not isinstance(time_step, float):
-        raise WorkerLostError("it sent no grid or time step")
-    pairs, rows, columns = (_count(number, _MAX_TOKENS) for number in grid)
-    if not _is_possible((pairs, rows, columns), time_step, task, metadata):
-        raise WorkerLostError(f"it sent the grid {grid} and time step {time_step}, which no such {task.kind} has")
-    return (pairs, rows, columns), time_step
+class ImageChecks(NamedTuple):
+    """Checks of what workers say about images."""
+
+    rules: VisionRules
+    limits: MediaLimits
+    metadata: Future[ProcessorMetadata]
+
+    def parts(self, message: dict[str, Any], task: ImageTask) -> tuple[Part, ...]:
+        """The tokens of a task's result. Raises `WorkerLostError` unless the task can have it."""
+        found, texts = message.get("grid"), message.get("texts")
+        if not isinstance(found, list) or len(found) != 3:
+            raise WorkerLostError("it sent no grid")
+        first, second, third = (_count(number, _MAX_TOKENS) for number in found)
+        grid = first, second, third
+        if not _is_possible(grid, task, self.rules, self.limits):
+            raise WorkerLostError(f"it sent the grid {found}, which no such {task.kind} has")
+        if not isinstance(texts, list) or len(texts) != self.rules.num_texts(task.kind, grid):
+            raise WorkerLostError(f"it sent other texts than a {task.kind} of grid {found} has")
+        return self.rules.parts(task.kind, grid, task.fps, [self._text(text) for text in texts])
+
+    def _text(self, token_ids: object) -> list[int]:
+        """Token ids of a text: few, and none of them a control token."""
+        metadata = self.metadata.result()
+        if not isinstance(token_ids, list) or len(token_ids) > _MAX_TEXT_TOKENS:
+            raise WorkerLostError("it sent something else than a text")
+        ids = [_count(token_id, metadata.vocab_size - 1) for token_id in token_ids]
+        if not set(metadata.control_ids).isdisjoint(ids):
+            raise WorkerLostError("it sent a control token as text")
+        return ids
 
 
 # ------------------------------------------------------------------ worker processes
@@ -599,7 +605,7 @@ def _reply(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcessor
     mailbox.outbox.write(visual.patches, 0)
     return {
         "grid": visual.grid,
-        "time_step": visual.span.time_step,
+        "texts": visual.texts,
         "num_pixels": num_pixels,
         "decode_s": decode_s,
         "preprocess_s": preprocess_s,

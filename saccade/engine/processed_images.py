@@ -1,6 +1,6 @@
 """Cache of processed images in host memory, so that an image that is sent again is not decoded again.
 
-    digest of the image as sent, salted  ->  grid and patches
+    digest of the image as sent, salted  ->  tokens and patches
 
 Least recently used entries are evicted.
 """
@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from saccade.processor.image import Pixels
+from saccade.processor.parts import Part
 
 _ENTRY_BYTES = 2048
 """Size of an entry besides its patches."""
@@ -22,12 +23,10 @@ class ProcessedImage:
 
     key: bytes
     """sha256 of the image as sent and of the preprocessing settings: equal keys have equal features."""
-    grid: tuple[int, int, int]
-    """Frame pairs, rows and columns of patches."""
-    time_step: float
-    """Positions between two frame pairs."""
+    parts: tuple[Part, ...]
+    """The tokens that replace its placeholder."""
     patches: Pixels
-    """[patches, patch_dim], read-only."""
+    """[patches, patch_dim], read-only: those of its spans, in order."""
     num_pixels: int = 0
     """Decoded pixels of all frames, before resizing."""
     decode_s: float = 0.0

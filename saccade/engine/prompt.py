@@ -8,16 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saccade.engine.request import ImageSpan
+from saccade.processor.image import Grid
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptImage:
-    """An image (or video) of one prompt."""
+    """An image of one prompt, or a part of a video that is encoded apart from the rest."""
 
     span: ImageSpan
     """Its key and its tokens in this prompt."""
-    grid: tuple[int, int, int]
-    """Frame pairs, rows and columns of patches."""
+    grid: Grid
+    """How its patches are arranged, for the vision tower."""
     patches: NDArray[np.uint8]
     """[patches, patch_dim], read-only: prompts with the same image share it."""
 

@@ -63,7 +63,8 @@ from saccade.errors import CheckpointError, RequestError
 from saccade.kernels.paged_attention import plan_decode, plan_gather
 from saccade.kernels.sampler import NON_FINITE
 from saccade.model.adapters import Adapter, AdapterBank, load_adapter
-from saccade.model.families import VISION_LANGUAGE
+from saccade.model.families import family_named
+from saccade.model.language import LayerFeatures
 from saccade.model.vlm import VLM
 
 logger = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class Runner:
                 dtype=self.dtype, device=self.device,
             )  # fmt: skip
             self._num_features = config.encoder_cache_tokens // ENCODER_SLOT_TOKENS * ENCODER_SLOT_TOKENS
-            shape = (self._num_features + 1, language.hidden_size)  # the last row is read for tokens without features
+            shape = (self._num_features + 1, model.feature_size)  # the last row is read for tokens without features
             self._features = torch.zeros(shape, dtype=self.dtype, device=self.device)
             self._last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int64, device=self.device)
             self.sampler = Sampler(vocab_size=language.vocab_size, num_slots=config.max_requests, device=self.device)
@@ -243,7 +244,7 @@ class Runner:
     def read_adapter(self, folder: str) -> Adapter:
         """Read and check an adapter folder, on any thread."""
         assert self.adapters is not None, "a slot was reserved"
-        adapter = load_adapter(folder, self.adapters.shapes, VISION_LANGUAGE[self.model.config.family])
+        adapter = load_adapter(folder, self.adapters.shapes, family_named(self.model.config.family))
         if adapter.rank > self.adapters.max_rank:
             raise CheckpointError(
                 f"{folder}: its rank is {adapter.rank}, the engine's max_adapter_rank {self.adapters.max_rank}. Raise it"
@@ -454,9 +455,13 @@ class Runner:
         is_last_token = inputs.last_token_slots < self.config.max_requests
         token_ids = torch.where(is_last_token, self._last_tokens[inputs.last_token_slots], inputs.token_ids)
         x_TD: Tensor = self.model.language.embed_tokens(token_ids)
+        features: LayerFeatures | None = None
         if has_images:
             is_feature = inputs.feature_index < self._num_features
-            x_TD = torch.where(is_feature[:, None], self._features.index_select(0, inputs.feature_index), x_TD)
+            embedded_TD, later_LTD = self.model.split_features(self._features.index_select(0, inputs.feature_index))
+            x_TD = torch.where(is_feature[:, None], embedded_TD, x_TD)
+            if later_LTD is not None:  # the last row of the cache is zero
+                features = LayerFeatures(later_LTD)
         plan = None
         if num_decode and self.device.type == "cuda":
             keys = self.cache.entries[0, 0]
@@ -474,7 +479,7 @@ class Runner:
             inputs.cu_seqlens, inputs.context_lengths, num_decode, max_new, max_context, plan, gather_plan,
         )  # fmt: skip
         adapter_T = self._adapter_of_token(inputs) if has_adapters else None
-        return self.model.forward_layers(x_TD, attend, index_S, adapter_T)
+        return self.model.forward_layers(x_TD, attend, index_S, adapter_T, features)
 
     def _adapter_of_token(self, inputs: StepInputs[Tensor]) -> Tensor:
         """[T]: the slot of each token's adapter from 1, 0 for the base model. Padding has any."""
@@ -586,11 +591,11 @@ class Runner:
         if is_read and self._encoder_stream is not None and self._stream is not None:
             self._encoder_stream.wait_stream(self._stream)  # a step in flight reads the features that are overwritten
         inputs = [self._image(image) for image in images]
-        features_MD = self._encoder.encode(inputs)
+        features_MF = self._encoder.encode(inputs)
         index = [
             feature_index(image.slots, 0, found.span.num_tokens) for image, found in zip(images, inputs, strict=True)
         ]
-        self._features.index_copy_(0, to_device(np.concatenate(index), self.device), features_MD.to(self.dtype))
+        self._features.index_copy_(0, to_device(np.concatenate(index), self.device), features_MF.to(self.dtype))
         self._encodings.append(_Encoding(tuple([image.key for image in images]), frozenset(slots), self._event()))
 
     def _image(self, image: ImageToEncode) -> PromptImage:
@@ -682,9 +687,9 @@ class Runner:
         config, vision = self.config, self.model.config.vision
         with self.on_stream():
             if config.max_encoder_patches >= 4 * vision.patches_per_token:
-                side = vision.merge_size * 2 * max(1, int(config.max_encoder_patches**0.5) // (2 * vision.merge_size))
-                pixels = torch.zeros(side * side, vision.patch_dim, device=self.device)
-                self.model.encode_images(pixels, torch.tensor([[1, side, side]]))
+                grid, num_patches = self.model.vision.square_grid(config.max_encoder_patches)
+                pixels = torch.zeros(num_patches, vision.patch_dim, device=self.device)
+                self.model.encode_images(pixels, torch.tensor([grid]))
             num_tokens = min(config.max_step_tokens, self.max_length)
             sizes = InputSizes(num_tokens, 1, 1)
             inputs = split(self._next_host(sizes), sizes)

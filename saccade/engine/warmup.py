@@ -21,7 +21,7 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.runner import PixelScale, Runner
 from saccade.kernels import launch
 from saccade.model.config import ModelConfig
-from saccade.model.families import VISION_LANGUAGE, load_model_config
+from saccade.model.families import family_named, load_model_config
 from saccade.model.linear import merge_storage
 from saccade.model.quantization import QuantizationConfig, parse_quantization
 from saccade.model.quantized_linear import QuantizedLinear, quantize_storage
@@ -79,7 +79,7 @@ def small_runner(
     with torch.device(device):
         model = VLM(model_config).to(dtype).eval().requires_grad_(False)
     if quantization is not None:
-        quantize_storage(model, quantization, VISION_LANGUAGE[model_config.family])
+        quantize_storage(model, quantization, family_named(model_config.family))
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
                 module.to_empty(device=device).to(dtype)
@@ -91,17 +91,11 @@ def small_runner(
 
 
 def _with_few_layers(config: ModelConfig) -> ModelConfig:
-    """The same widths with two decoder layers (the first has no residual to add) and one encoder layer of each kind.
+    """The same widths with two decoder layers (the first has no residual to add) and encoder layers of each kind.
 
     The vocabulary keeps its remainder by 16, which kernels are specialized for.
     """
-    kinds = [layer in config.vision.full_attention_layers for layer in range(config.vision.num_layers)]
-    is_full = sorted(set(kinds))
-    vision = dataclasses.replace(
-        config.vision,
-        num_layers=len(is_full),
-        full_attention_layers=tuple(index for index, full in enumerate(is_full) if full),
-    )
+    vision = config.vision.with_few_layers()
     vocab_size = min(config.language.vocab_size, _VOCABULARY + config.language.vocab_size % 16)
     language = dataclasses.replace(
         config.language, num_layers=min(2, config.language.num_layers), vocab_size=vocab_size

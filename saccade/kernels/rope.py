@@ -34,34 +34,44 @@ def _table(angles_TF: Tensor) -> CosSin:
     return angles_TF.cos(), angles_TF.sin()
 
 
-def frequencies(sections: Sequence[int], theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def frequencies(
+    sections: Sequence[int], theta: float, device: torch.device, is_interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """[F] theta^(-i / F) for i in 0..F-1, in fp32; [F] the axis whose section holds each, in int64.
+
+    `is_interleaved`: the axes take turns, height and width until their share is used up, and time has all others.
 
     Computed on the host and cached: on a GPU they would be six launches before every step.
     """
     if torch.compiler.is_compiling():
-        return _frequencies(tuple(sections), theta, device)
-    return _cached_frequencies(tuple(sections), theta, device)
+        return _frequencies(tuple(sections), theta, device, is_interleaved)
+    return _cached_frequencies(tuple(sections), theta, device, is_interleaved)
 
 
-def _frequencies(sections: tuple[int, ...], theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def _frequencies(
+    sections: tuple[int, ...], theta: float, device: torch.device, is_interleaved: bool
+) -> tuple[Tensor, Tensor]:
     num_frequencies = sum(sections)
     with torch.inference_mode(False):
         exponents = torch.arange(num_frequencies, dtype=torch.float32, device="cpu") / num_frequencies
-        axis_F = torch.tensor([axis for axis, count in enumerate(sections) for _ in range(count)], device="cpu")
-        return (1.0 / theta**exponents).to(device), axis_F.to(device)
+        axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+        if is_interleaved:
+            axes = [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(num_frequencies)]
+        return (1.0 / theta**exponents).to(device), torch.tensor(axes, device="cpu").to(device)
 
 
 _cached_frequencies = functools.cache(_frequencies)
 
 
-def mrope_cos_sin(positions_AT: Tensor, theta: float, sections: Sequence[int]) -> CosSin:
-    """M-RoPE: frequency f uses the position of the axis (time, height, width) whose section holds f.
+def mrope_cos_sin(
+    positions_AT: Tensor, theta: float, sections: Sequence[int], *, is_interleaved: bool = False
+) -> CosSin:
+    """M-RoPE: frequency f uses the position of the axis (time, height, width) whose section holds f, or whose turn it is.
 
     `sections` sums to F. Plain text has the same position on all three axes, which makes this ordinary 1-D RoPE.
     """
     assert len(sections) == positions_AT.shape[0], "one section per position axis"
-    inverse_F, axis_F = frequencies(sections, theta, positions_AT.device)
+    inverse_F, axis_F = frequencies(sections, theta, positions_AT.device, is_interleaved)
     return _table(positions_AT.t().index_select(1, axis_F) * inverse_F)
 
 

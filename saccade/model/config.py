@@ -1,6 +1,9 @@
 """Model sizes. The families parse them from `config.json`."""
 
-from dataclasses import dataclass, fields
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
 
 from saccade.errors import ConfigError
 
@@ -9,7 +12,7 @@ def _check_positive(config: object) -> None:
     """Check that every number is above 0."""
     for field in fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
-        if isinstance(value, int | float) and value <= 0:
+        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise ConfigError(f"{field.name} is {value}; it must be above 0")
 
 
@@ -35,10 +38,14 @@ class VisionConfig:
     """Colour channels."""
     merge_size: int = 2
     """Patches merged into one token, per side."""
-    window_size: int = 112
-    """Side of an attention window in pixels."""
+    window_size: int | None = 112
+    """Side of an attention window in pixels; None: every block attends over the whole image."""
     tokens_per_second: int = 4
-    """Time positions per second of video."""
+    """Time positions per second of video, in families whose positions follow its clock."""
+    num_position_embeddings: int | None = None
+    """Learned position embeddings, a square that is interpolated to each image; None: there are none."""
+    feature_layers: tuple[int, ...] = ()
+    """Blocks whose output is projected too: the first of them enters the decoder behind its first layer, and so on."""
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -48,7 +55,7 @@ class VisionConfig:
             raise ConfigError(
                 f"vision hidden size {self.hidden_size} must be a multiple of 4 x {self.num_heads} heads (2-D RoPE)"
             )
-        if self.window_size % (self.patch_size * self.merge_size):
+        if self.window_size is not None and self.window_size % (self.patch_size * self.merge_size):
             raise ConfigError(
                 f"vision window of {self.window_size} pixels must be a multiple of the token size, {self.patch_size * self.merge_size} pixels"
             )
@@ -56,6 +63,13 @@ class VisionConfig:
             raise ConfigError(
                 f"full-attention layers {self.full_attention_layers} must be among the {self.num_layers} vision layers"
             )
+        if any(not 0 <= layer < self.num_layers for layer in self.feature_layers):
+            raise ConfigError(f"feature layers {self.feature_layers} must be among the {self.num_layers} vision layers")
+        if (
+            self.num_position_embeddings is not None
+            and math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings
+        ):
+            raise ConfigError(f"{self.num_position_embeddings} position embeddings are no square")
 
     @property
     def head_dim(self) -> int:
@@ -63,14 +77,29 @@ class VisionConfig:
         return self.hidden_size // self.num_heads
 
     @property
-    def window_tokens(self) -> int:
+    def window_tokens(self) -> int | None:
         """Side of a window in tokens (merged patches)."""
-        return self.window_size // self.patch_size // self.merge_size
+        return None if self.window_size is None else self.window_size // self.patch_size // self.merge_size
 
     @property
     def patch_dim(self) -> int:
         """Pixel values of one patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    def with_few_layers(self) -> VisionConfig:
+        """The same widths with one layer of each kind of attention, and as many feature layers."""
+        is_full = sorted({layer in self.full_attention_layers for layer in range(self.num_layers)})
+        return replace(
+            self,
+            num_layers=max(len(is_full), len(self.feature_layers)),
+            full_attention_layers=tuple(index for index, full in enumerate(is_full) if full),
+            feature_layers=tuple(range(len(self.feature_layers))),
+        )
+
+    @property
+    def feature_sets(self) -> int:
+        """Features of a token: one for its embedding, and one for each of the feature layers."""
+        return 1 + len(self.feature_layers)
 
     @property
     def patches_per_token(self) -> int:
@@ -89,7 +118,7 @@ class LanguageConfig:
     num_layers: int
     """Decoder layers."""
     num_heads: int
-    """Query heads; the head dim is hidden_size / num_heads."""
+    """Query heads."""
     num_kv_heads: int
     """Key and value heads, each shared by num_heads / num_kv_heads query heads."""
     intermediate_size: int
@@ -102,10 +131,18 @@ class LanguageConfig:
     """Added to the mean square in each norm."""
     max_positions: int
     """Maximum sequence length."""
+    rope_interleaved: bool = False
+    """Whether the frequencies of time, height and width alternate instead of forming sections."""
+    qkv_bias: bool = True
+    """Whether queries, keys and values have biases."""
+    qk_norm: bool = False
+    """Whether each head's queries and keys are normalised."""
+    explicit_head_dim: int | None = None
+    """Width of one head; None: hidden_size / num_heads."""
 
     def __post_init__(self) -> None:
         _check_positive(self)
-        if self.hidden_size % (2 * self.num_heads):
+        if self.explicit_head_dim is None and self.hidden_size % (2 * self.num_heads):
             raise ConfigError(f"hidden size {self.hidden_size} must be a multiple of 2 x {self.num_heads} heads")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly")
@@ -117,7 +154,7 @@ class LanguageConfig:
     @property
     def head_dim(self) -> int:
         """Width of one head."""
-        return self.hidden_size // self.num_heads
+        return self.explicit_head_dim or self.hidden_size // self.num_heads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,8 @@ def stream(
     last = inputs.cu_seqlens[1:].long() - 1
     next_position = inputs.positions[:, last].amax(0) + 1
     attend = CachedAttention(cache, model.cos_sin(inputs.positions), inputs.cu_seqlens)
-    hidden = model.forward_layers(model.embed(inputs), attend)[last]
+    x_TD, features = model.embed(inputs)
+    hidden = model.forward_layers(x_TD, attend, features=features)[last]
     is_running = [True] * inputs.num_conversations
     one_each = torch.arange(inputs.num_conversations + 1, dtype=torch.int32, device=hidden.device)
     for step in range(max_new_tokens):

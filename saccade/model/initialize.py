@@ -23,22 +23,15 @@ from torch import Tensor
 from saccade.device import DTYPE_NAMES
 from saccade.errors import CheckpointError, ConfigError
 from saccade.model.config import LanguageConfig, ModelConfig
-from saccade.model.families import qwen2_5_vl, text_family
+from saccade.model.families import DEFAULT_FAMILY, family_named, text_family
+from saccade.model.families import named_size as named_size
+from saccade.model.families.family import Family
 from saccade.model.gguf import GGUFModel, added_token
 from saccade.model.linear import checkpoint_shapes
 from saccade.model.vlm import VLM
 from saccade.model.weights import CheckpointWriter, read_tensors, tensor_files, tensor_shapes
 from saccade.processor.conversation import read_template, token_text
 from saccade.processor.folder import read_config, read_json
-from saccade.processor.image import ImageSettings
-
-VISION_TOKENS = {
-    "image": "<|image_pad|>",
-    "video": "<|video_pad|>",
-    "vision_start": "<|vision_start|>",
-    "vision_end": "<|vision_end|>",
-}
-"""Control tokens of images and videos, by their names in `config.json`."""
 
 _VOCAB_MULTIPLE = 64
 """A grown vocabulary is padded to a multiple of this, for aligned matrix products."""
@@ -56,9 +49,9 @@ _FLATTEN_IMAGES = """\
 {%- set written = namespace(text='') -%}
 {%- for part in message.content -%}
 {%- if part.type == 'image' -%}
-{%- set written.text = written.text + '<|vision_start|><|image_pad|><|vision_end|>' -%}
+{%- set written.text = written.text + 'IMAGE_TEXT' -%}
 {%- elif part.type == 'video' -%}
-{%- set written.text = written.text + '<|vision_start|><|video_pad|><|vision_end|>' -%}
+{%- set written.text = written.text + 'VIDEO_TEXT' -%}
 {%- else -%}
 {%- set written.text = written.text + part.text -%}
 {%- endif -%}
@@ -68,7 +61,7 @@ _FLATTEN_IMAGES = """\
 {%- endfor -%}
 {%- set messages = flat.messages -%}
 """
-"""Prepended to a text template: parts become one text with placeholders."""
+"""Prepended to a text template: parts become one text with placeholders, which are the family's."""
 
 _CHATML = (
     "{% set known = namespace(tools='') %}"
@@ -118,13 +111,6 @@ class TextModel:
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
 
 
-def named_size(name: str) -> ModelConfig:
-    """The config of a named size."""
-    if name not in qwen2_5_vl.SIZES:
-        raise ConfigError(f"unknown size {name!r}. Sizes: {', '.join(qwen2_5_vl.SIZES)}")
-    return qwen2_5_vl.SIZES[name]
-
-
 def initialize_random(
     folder: str | Path,
     config: ModelConfig,
@@ -136,10 +122,8 @@ def initialize_random(
     on_tensor: Callable[[str], None] | None = None,
 ) -> ModelConfig:
     """Make a checkpoint folder with random weights. Without `tokenizer_from` it has a byte tokenizer."""
-    if config.family != qwen2_5_vl.MODEL_TYPE:
-        raise ConfigError(f"family {config.family!r} is not supported. Use {qwen2_5_vl.MODEL_TYPE}")
     text_files = _text_files(tokenizer_from) if tokenizer_from else byte_tokenizer()
-    text_files, token_ids, num_tokens = with_vision_tokens(text_files)
+    text_files, token_ids, num_tokens = with_vision_tokens(text_files, family_named(config.family))
     if num_tokens > config.language.vocab_size:
         raise ConfigError(
             f"the tokenizer has {num_tokens} tokens, the model an embedding of {config.language.vocab_size}. Raise language.vocab_size"
@@ -169,18 +153,19 @@ def initialize_from_text(
     on_tensor: Callable[[str], None] | None = None,
 ) -> ModelConfig:
     """Make a checkpoint folder from a text model (a Qwen2 or Llama folder, or a GGUF file) and a new vision tower."""
-    if tower not in qwen2_5_vl.TOWERS:
-        raise ConfigError(f"unknown vision tower {tower!r}. Towers: {', '.join(qwen2_5_vl.TOWERS)}")
+    family = DEFAULT_FAMILY
+    if tower not in family.towers:
+        raise ConfigError(f"unknown vision tower {tower!r}. Towers: {', '.join(family.towers)}")
     source = _open_gguf(text) if text.suffix.lower() == ".gguf" else _open_folder(text)
-    text_files, token_ids, num_tokens = with_vision_tokens(source.text_files)
+    text_files, token_ids, num_tokens = with_vision_tokens(source.text_files, family)
     rows = source.config.vocab_size
     if num_tokens > rows:
         rows = -(-num_tokens // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
     config = ModelConfig(
-        vision=qwen2_5_vl.TOWERS[tower],
+        vision=family.towers[tower],
         language=replace(source.config, vocab_size=rows),
         tied_head=source.tied_head,
-        family=qwen2_5_vl.MODEL_TYPE,
+        family=family.model_type,
     )
     _check_text_tensors(source, config, text)
     tensors = _all_tensors(config, source, seed)
@@ -272,21 +257,22 @@ def byte_tokenizer() -> TextFiles:
     return TextFiles(tokenizer, _CHATML, (len(vocab) + control.index("<|im_end|>"),), "<|im_end|>")
 
 
-def with_vision_tokens(text_files: TextFiles) -> tuple[TextFiles, dict[str, int], int]:
-    """Add the vision tokens to tokenizer and template; also returns their ids and the number of tokens."""
+def with_vision_tokens(text_files: TextFiles, family: Family = DEFAULT_FAMILY) -> tuple[TextFiles, dict[str, int], int]:
+    """Add the family's vision tokens to tokenizer and template; also returns their ids and the number of tokens."""
     added = list(text_files.tokenizer.get("added_tokens", []))
     known = {token["content"]: token["id"] for token in added}
     num_tokens = 1 + max([*text_files.tokenizer["model"]["vocab"].values(), *known.values()])
-    for token in VISION_TOKENS.values():
+    for token in family.vision_tokens.values():
         if token not in known:
             known[token] = num_tokens
             added.append(added_token(token, num_tokens, special=True))
             num_tokens += 1
-    template = (
-        text_files.template if VISION_TOKENS["image"] in text_files.template else _FLATTEN_IMAGES + text_files.template
-    )
+    template = text_files.template
+    if family.vision_tokens["image"] not in template:
+        flatten = _FLATTEN_IMAGES.replace("IMAGE_TEXT", family.image_text).replace("VIDEO_TEXT", family.video_text)
+        template = flatten + template
     grown = replace(text_files, tokenizer=text_files.tokenizer | {"added_tokens": added}, template=template)
-    return grown, {name: known[token] for name, token in VISION_TOKENS.items()}, num_tokens
+    return grown, {name: known[token] for name, token in family.vision_tokens.items()}, num_tokens
 
 
 # ------------------------------------------------------------------ writing
@@ -303,11 +289,12 @@ def _write(
     max_shard_bytes: int,
     on_tensor: Callable[[str], None] | None,
 ) -> None:
+    family = family_named(config.family)
     with CheckpointWriter(folder, max_shard_bytes=max_shard_bytes) as writer:
         writer.check_space(sum(math.prod(shape) for shape in _parameter_shapes(config).values()) * dtype.itemsize)
         _write_description(writer, config, text_files, token_ids, dtype)
         for name, tensor in tensors:
-            writer.add(qwen2_5_vl.name_on_disk(name), tensor.to(dtype))
+            writer.add(family.name_on_disk(name), tensor.to(dtype))
             if on_tensor:
                 on_tensor(name)
 
@@ -316,19 +303,23 @@ def _write_description(
     writer: CheckpointWriter, config: ModelConfig, text_files: TextFiles, token_ids: dict[str, int], dtype: torch.dtype
 ) -> None:
     """Write all files of the folder except the weights."""
-    images = ImageSettings(patch_size=config.vision.patch_size, merge_size=config.vision.merge_size)
+    family = family_named(config.family)
     eos = list(text_files.eos_ids) if len(text_files.eos_ids) > 1 else text_files.eos_ids[0]
-    described = qwen2_5_vl.describe_config(
-        config, token_ids=token_ids, eos_id=text_files.eos_ids[0], dtype=DTYPE_NAMES[dtype]
-    )
-    writer.write_json("config.json", described)
+    general = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "torch_dtype": DTYPE_NAMES[dtype],
+        "bos_token_id": None,
+        "eos_token_id": text_files.eos_ids[0],
+    }
+    writer.write_json("config.json", general | family.describe_config(config, token_ids))
     writer.write_json("generation_config.json", {"eos_token_id": eos, "do_sample": False})
     writer.write_json("tokenizer.json", text_files.tokenizer)
     writer.write_json(
         "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "processor_class": "Qwen2_5_VLProcessor",
+            "processor_class": family.processor_class,
             "bos_token": text_files.bos_token,
             "eos_token": text_files.eos_token,
             "pad_token": text_files.eos_token,
@@ -337,27 +328,15 @@ def _write_description(
         },
     )
     writer.write_text("chat_template.jinja", text_files.template)
-    writer.write_json(
-        "preprocessor_config.json",
-        {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2_5_VLProcessor",
-            "min_pixels": images.min_pixels,
-            "max_pixels": images.max_pixels,
-            "patch_size": images.patch_size,
-            "temporal_patch_size": config.vision.temporal_patch_size,
-            "merge_size": images.merge_size,
-            "image_mean": list(images.mean),
-            "image_std": list(images.std),
-        },
-    )
+    for name, content in family.describe_processor(config).items():
+        writer.write_json(name, content)
 
 
 def _check_text_tensors(text: TextModel, config: ModelConfig, source: Path) -> None:
     """Check that the text model has exactly the tensors of the decoder; else one error with everything that is wrong."""
     own = replace(config, language=text.config)  # before the vision tokens are added to its embedding
     expected = {n: s for n, s in _parameter_shapes(own).items() if n.startswith(("language.", "head."))}
-    found = {qwen2_5_vl.name_in_model(stored): (stored, shape) for stored, shape in text.shapes.items()}
+    found = {DEFAULT_FAMILY.name_in_model(stored): (stored, shape) for stored, shape in text.shapes.items()}
     wrong = [
         *(f"missing {name}" for name in expected if name not in found and not _is_qkv_bias(name)),
         *(f"surplus {stored}" for name, (stored, _) in found.items() if name not in expected),
@@ -378,7 +357,7 @@ def _all_tensors(config: ModelConfig, text: TextModel | None, seed: int) -> Iter
     """Yield every parameter: the text model's, and random ones for the rest."""
     remaining = _parameter_shapes(config)
     for stored_name, tensor in text.tensors() if text else ():
-        name = qwen2_5_vl.name_in_model(stored_name)
+        name = DEFAULT_FAMILY.name_in_model(stored_name)
         assert name is not None, "checked by _check_text_tensors"
         yield name, _fit_rows(tensor, remaining.pop(name))
     names = list(remaining)

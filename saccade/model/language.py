@@ -5,28 +5,31 @@ Legend: T tokens, D hidden size, H query heads, G key/value heads, K head dim.
 Parameter names are those on disk (`q_proj`, `input_layernorm`, ...), as LoRA targets and quantization configs use them.
 """
 
-import torch
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from saccade.model.attention import AttentionContext
 from saccade.model.config import LanguageConfig
-from saccade.model.layers import FeedForward, RMSNorm
+from saccade.model.layers import FeedForward, RMSNorm, make_embedding
 from saccade.model.linear import Input, Linear, add_update, project
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; queries, keys and values have biases, the output has none."""
+    """Grouped-query attention; queries, keys and values may have biases, the output has none."""
 
     merged_projections = (("q_proj", "k_proj", "v_proj"),)
 
     def __init__(self, config: LanguageConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, config.hidden_size)
-        self.k_proj = Linear(config.hidden_size, kv_size)
-        self.v_proj = Linear(config.hidden_size, kv_size)
-        self.o_proj = Linear(config.hidden_size, config.hidden_size, bias=False)
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x_TD: Input, attend: AttentionContext, adapter_T: Tensor | None = None) -> Tensor:
         """[T, D] to [T, D]. `adapter_T`: the adapter of each token."""
@@ -34,6 +37,8 @@ class SelfAttention(nn.Module):
             x.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
             for x in project(x_TD, self.q_proj, self.k_proj, self.v_proj, adapter_T=adapter_T)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
         [out_TD] = project(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1), self.o_proj, adapter_T=adapter_T)
         return out_TD
 
@@ -69,31 +74,52 @@ class DecoderLayer(nn.Module):
         return add_update(normed.total, mlp_out_TD)
 
 
+@dataclass(frozen=True)
+class LayerFeatures:
+    """Image features that are added to the residual stream behind the first decoder layers (DeepStack)."""
+
+    features: Tensor
+    """[layers, M, D] in order of the tokens that `index` lists, or [layers, T, D] of all tokens."""
+    index: Tensor | None = None
+    """[M]: tokens that have features; None: all, with features of zero where there is no image."""
+
+    def add(self, layer: int, x_TD: Tensor, select_S: Tensor | None) -> Tensor:
+        """Behind a layer, to its tokens `select_S` (None: all)."""
+        if layer >= len(self.features):
+            return x_TD
+        features = self.features[layer].to(x_TD.dtype)
+        if self.index is None:
+            return x_TD + (features if select_S is None else features.index_select(0, select_S))
+        assert select_S is None, "tokens are selected where features are given for all of them"
+        return x_TD.index_add(0, self.index, features)
+
+
 class LanguageModel(nn.Module):
     """The decoder: token embeddings (image features already in them) to hidden states."""
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__()
-        self.embed_tokens = _embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = make_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, x_TD: Tensor, attend: AttentionContext, select_S: Tensor | None = None, adapter_T: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        attend: AttentionContext,
+        select_S: Tensor | None = None,
+        adapter_T: Tensor | None = None,
+        features: LayerFeatures | None = None,
     ) -> Tensor:
         """[T, D] embeddings to [S, D] normalised hidden states of the tokens `select_S` (None: all).
 
-        The MLP of the last layer runs on the selected tokens alone: of a prompt only the last is sampled from.
+        The MLP of the last layer runs on the selected tokens alone: of a prompt only the last is sampled from. `features`: added
+        behind the first layers.
         """
         update_TD: Tensor | None = None
-        for i, layer in enumerate(self.layers, start=1):
-            x_TD, update_TD = layer(x_TD, update_TD, attend, select_S if i == len(self.layers) else None, adapter_T)
+        for i, layer in enumerate(self.layers):
+            select = select_S if i == len(self.layers) - 1 else None
+            x_TD, update_TD = layer(x_TD, update_TD, attend, select, adapter_T)
+            if features is not None:
+                x_TD = features.add(i, x_TD, select)
         return self.norm.of_sum(x_TD, update_TD).normed
-
-
-def _embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
-    """An embedding, not initialized on the meta device: there `normal_` imports torch's compiler, which takes more than a second."""
-    weight_VD = torch.empty(vocab_size, hidden_size)
-    if not weight_VD.is_meta:
-        nn.init.normal_(weight_VD)
-    return nn.Embedding(vocab_size, hidden_size, _weight=weight_VD)

@@ -1,6 +1,7 @@
-"""RMSNorm and the MLP, used by vision tower and decoder."""
+"""Norms and MLPs, used by vision towers and decoder."""
 
 from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,25 @@ class RMSNorm(nn.Module):
     def of_sum(self, x: Tensor, residual: Tensor | None) -> NormedSum:
         """The norm of x + residual as the input of projections, and the sum."""
         return NormedSum(x, residual, self.weight, self.eps)
+
+
+class ComputedNorm(NamedTuple):
+    """A norm that is computed already, as the input of projections, and what it is the norm of. See `NormedSum`."""
+
+    input: Tensor
+    total: Tensor
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer normalisation with a learned weight and bias."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor | None) -> ComputedNorm:
+        """The norm of x + residual as the input of projections, and the sum."""
+        total = x if residual is None else x + residual
+        return ComputedNorm(self(total), total)
 
 
 _CHUNK_ROWS = 640
@@ -71,3 +91,31 @@ class FeedForward(nn.Module):
     def _forward(self, x: Input, adapter_T: Tensor | None = None) -> Tensor:
         gate, up = project(x, self.gate_proj, self.up_proj, adapter_T=adapter_T)
         return self.down_proj.gated(gate, up, saves_activation=self.saves_activation, adapter_T=adapter_T)
+
+
+class PlainFeedForward(nn.Module):
+    """Two linear layers around an activation. Subclasses name the layers as on disk, in `names`."""
+
+    names: ClassVar[tuple[str, str]]
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.saves_activation = False
+        """As of `FeedForward`; the activation is always saved."""
+        self._activation = activation
+        self.add_module(self.names[0], Linear(hidden_size, intermediate_size, aligns_out=True))
+        self.add_module(self.names[1], Linear(intermediate_size, hidden_size, aligns_in=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        first, second = (self.get_submodule(name) for name in self.names)
+        out: Tensor = second(self._activation(first(x)))
+        return out
+
+
+def make_embedding(num_rows: int, size: int) -> nn.Embedding:
+    """An embedding, not initialized on the meta device: there `normal_` imports torch's compiler, which takes more than a second."""
+    weight_ND = torch.empty(num_rows, size)
+    if not weight_ND.is_meta:
+        nn.init.normal_(weight_ND)
+    return nn.Embedding(num_rows, size, _weight=weight_ND)

@@ -369,17 +369,17 @@ class Linear(Projection):
 class PatchLinear(Linear):
     """The patch embedding: a linear map of patches whose weight has the shape of a convolution, as on disk."""
 
-    def __init__(self, patch_shape: tuple[int, ...], out_features: int) -> None:
+    def __init__(self, patch_shape: tuple[int, ...], out_features: int, *, bias: bool = False) -> None:
         """`patch_shape`: channels, frames, rows, columns."""
         self._patch_shape = patch_shape
-        super().__init__(math.prod(patch_shape), out_features, bias=False)
+        super().__init__(math.prod(patch_shape), out_features, bias=bias)
 
     def _weight_shape(self) -> tuple[int, ...]:
         return self.out_features, *self._patch_shape
 
     def linear(self, x: Tensor) -> Tensor:
         """Pixels in any float dtype to features in the weight's."""
-        return F.linear(x.to(self.weight.dtype), self.weight.flatten(1))
+        return F.linear(x.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
 # ------------------------------------------------------------------ the projections of a model

@@ -1,15 +1,19 @@
-"""The vision tower (patch embedding, vision blocks) and the patch merger that projects its output to the decoder.
+"""The vision tower over grids of patches (patch embedding, vision blocks), its layouts, and the patch merger that projects its output.
 
 Legend: P patches of all images, packed, D hidden size, H heads, K head dim.
 
-Most blocks attend within windows of 8 x 8 patches, a few over the whole image. Patches are permuted to window order before the
-first block, so that windows are contiguous segments, and features back to reading order after the merger. The permutation depends
-on the image grids alone: `window_layout` computes it on the host. `TowerInputs` is the layout on the device; with it the tower
-needs no synchronisation, so that a CUDA graph can capture it.
+A family says which norm, MLP and embeddings the blocks have (`families/`). Every block attends over whole images, or most within windows of
+8 x 8 patches; then patches are permuted to window order before the first block, so that windows are contiguous segments, and features back to
+reading order after the merger. The permutation depends on the image grids alone: `tower_layout` computes it on the host. `TowerInputs` is
+the layout on the device; with it the tower needs no synchronisation, so that a CUDA graph can capture it.
+
+All that depends on the meaning of a grid is asked of the tower: `layout`, `padded_layout`, `budget_sizes`, `square_grid`, `attention_pairs`.
+A tower of another kind (tiles with a class token, as in CLIP) implements the same methods and nothing else changes.
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -22,14 +26,17 @@ from saccade.device import to_device
 from saccade.kernels.attention import attention
 from saccade.kernels.rope import CosSin, rope, vision_cos_sin
 from saccade.model.config import VisionConfig
-from saccade.model.layers import FeedForward, RMSNorm
+from saccade.model.layers import LayerNorm, RMSNorm, make_embedding
 from saccade.model.linear import Input, Linear, PatchLinear, add_update
+from saccade.processor.image import Grid
 
 Integers = NDArray[np.int64]
 Numbers = TypeVar("Numbers", NDArray[np.int32], Tensor)
 
 NORM_EPS = 1e-6
 """Epsilon of all norms of the tower."""
+_PADDING_TOKENS = 8
+"""Side of a padding image in tokens, without windows."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +63,12 @@ class TowerInputs:
     """Images; each frame pair of a video is one."""
     windows: Segments
     """Windows."""
+    grid_sizes: Tensor | None = None
+    """[2, patches]: rows and columns of each patch's image, for position embeddings that are interpolated."""
 
 
 class LayoutSizes(NamedTuple):
-    """Sizes of a layout in a flat int32 buffer. A layout may be padded to larger sizes (`WindowLayout.write`)."""
+    """Sizes of a layout in a flat int32 buffer. A layout may be padded to larger sizes (`TowerLayout.write`)."""
 
     num_tokens: int
     num_patches: int
@@ -69,11 +78,14 @@ class LayoutSizes(NamedTuple):
     """Bound on the patches of an image."""
     max_window: int
     """Bound on the patches of a window."""
+    has_grid_sizes: bool = False
+    """Whether the rows and columns of each patch's image are in it."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Length of each part: two permutations, positions, two `cu_seqlens`."""
-        return self.num_tokens, self.num_tokens, 2 * self.num_patches, self.num_images + 1, self.num_windows + 1
+        """Length of each part: two permutations, positions, two `cu_seqlens`, and grid sizes if there are any."""
+        lengths = self.num_tokens, self.num_tokens, 2 * self.num_patches, self.num_images + 1, self.num_windows + 1
+        return (*lengths, 2 * self.num_patches) if self.has_grid_sizes else lengths
 
     @property
     def total(self) -> int:
@@ -90,13 +102,14 @@ class LayoutSizes(NamedTuple):
 
     def inputs(self, buffer: Tensor) -> TowerInputs:
         """Views of a buffer that a layout was written to."""
-        token_order, reading_order, positions, images, windows = self.split(buffer)
+        token_order, reading_order, positions, images, windows, *grid_sizes = self.split(buffer)
         return TowerInputs(
             token_order=token_order,
             reading_order=reading_order,
             positions=positions.view(2, -1),
             images=Segments(images, self.max_image),
             windows=Segments(windows, self.max_window),
+            grid_sizes=grid_sizes[0].view(2, -1) if grid_sizes else None,
         )
 
 
@@ -106,7 +119,7 @@ def _aligned(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class WindowLayout:
+class TowerLayout:
     """Permutation and segments of packed images for window attention; a token is a group of merged patches."""
 
     token_order: Integers
@@ -119,6 +132,8 @@ class WindowLayout:
     """Patches of each window."""
     image_lengths: Integers
     """Patches of each image (of each frame pair of a video)."""
+    grid_sizes: Integers | None = None
+    """[2, patches]: rows and columns of each patch's image."""
 
     @property
     def sizes(self) -> LayoutSizes:
@@ -129,12 +144,13 @@ class WindowLayout:
             num_images=len(self.image_lengths),
             num_windows=len(self.window_lengths),
             max_image=int(self.image_lengths.max()),
-            max_window=int(self.window_lengths.max()),
+            max_window=int(self.window_lengths.max(initial=0)),
+            has_grid_sizes=self.grid_sizes is not None,
         )
 
     def write(self, buffer: NDArray[np.int32], sizes: LayoutSizes) -> None:
         """Write the layout to a buffer, padded with empty images and windows to `sizes`; tokens and patches must agree."""
-        token_order, reading_order, positions, images, windows = sizes.split(buffer)
+        token_order, reading_order, positions, images, windows, *grid_sizes = sizes.split(buffer)
         token_order[:] = self.token_order
         reading_order[:] = self.reading_order
         positions[:] = self.positions.reshape(-1)
@@ -142,6 +158,9 @@ class WindowLayout:
             ends[0] = 0
             ends[1 : len(lengths) + 1] = np.cumsum(lengths)
             ends[len(lengths) + 1 :] = ends[len(lengths)]
+        for part in grid_sizes:
+            assert self.grid_sizes is not None, "a layout with grid sizes has them"
+            part[:] = self.grid_sizes.reshape(-1)
 
     def to(self, device: torch.device) -> TowerInputs:
         """Copy the layout to the device, asynchronously."""
@@ -151,11 +170,11 @@ class WindowLayout:
         return sizes.inputs(to_device(buffer, device))
 
 
-def window_layout(grids: Sequence[tuple[int, int, int]], config: VisionConfig) -> WindowLayout:
+def tower_layout(grids: Sequence[Grid], config: VisionConfig) -> TowerLayout:
     """The layout of packed images."""
     layouts = [_grid_layout(grid, config.merge_size, config.window_tokens) for grid in grids]
     starts = np.cumsum([0, *(len(layout.token_order) for layout in layouts)])
-    return WindowLayout(
+    return TowerLayout(
         token_order=np.concatenate(
             [layout.token_order + start for layout, start in zip(layouts, starts, strict=False)]
         ),
@@ -165,36 +184,91 @@ def window_layout(grids: Sequence[tuple[int, int, int]], config: VisionConfig) -
         positions=np.concatenate([layout.positions for layout in layouts], axis=1),
         window_lengths=np.concatenate([layout.window_lengths for layout in layouts]),
         image_lengths=np.concatenate([layout.image_lengths for layout in layouts]),
+        grid_sizes=None if config.num_position_embeddings is None else _grid_sizes(grids),
     )
+
+
+def _grid_sizes(grids: Sequence[Grid]) -> Integers:
+    lengths = [frames * rows * columns for frames, rows, columns in grids]
+    return np.repeat(np.array([grid[1:] for grid in grids]).T, lengths, axis=1)
 
 
 @functools.lru_cache(maxsize=4096)
-def _grid_layout(grid: tuple[int, int, int], merge: int, window: int) -> WindowLayout:
+def _grid_layout(grid: Grid, merge: int, window: int | None) -> TowerLayout:
     """The layout of one image or video, cached: computing one of 24 x 24 tokens takes 0.1 ms."""
     frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     frame, row, column = (axis.reshape(-1) for axis in np.indices((frames, rows, columns)))
-    windows_across, windows_down = -(-columns // window), -(-rows // window)
-    window_of_token = (frame * windows_down + row // window) * windows_across + column // window
-    token_order = np.argsort(window_of_token, kind="stable")
+    if window is None:
+        window_lengths, token_order = np.zeros(0, np.int64), np.arange(frames * rows * columns)
+    else:
+        windows_across, windows_down = -(-columns // window), -(-rows // window)
+        window_of_token = (frame * windows_down + row // window) * windows_across + column // window
+        window_lengths, token_order = (
+            np.bincount(window_of_token) * merge**2,
+            np.argsort(window_of_token, kind="stable"),
+        )
     inside_row, inside_column = (axis.reshape(-1) for axis in np.indices((merge, merge)))
     patch_rows = row[token_order, None] * merge + inside_row
     patch_columns = column[token_order, None] * merge + inside_column
-    return WindowLayout(
+    return TowerLayout(
         token_order=token_order,
         reading_order=np.argsort(token_order),
         positions=np.stack([patch_rows.reshape(-1), patch_columns.reshape(-1)]),
-        window_lengths=np.bincount(window_of_token) * merge**2,
+        window_lengths=window_lengths,
         image_lengths=np.full(frames, rows * columns * merge**2),
     )
+
+
+# ------------------------------------------------------------------ layouts of a fixed size
+
+
+def budget_sizes(budget: int, config: VisionConfig) -> LayoutSizes:
+    """Capacity of a layout for up to `budget` patches: four times the number of full windows, one image per 64 patches, and a few more.
+
+    An empty window or image costs next to nothing: a program of the attention kernel that exits at once.
+    """
+    max_window = 0 if config.window_tokens is None else config.window_tokens**2 * config.patches_per_token
+    return LayoutSizes(
+        num_tokens=budget // config.patches_per_token,
+        num_patches=budget,
+        num_images=budget // 64 + 8,
+        num_windows=4 * -(-budget // max_window) + 32 if max_window else 0,
+        max_image=budget,
+        max_window=max_window,
+        has_grid_sizes=config.num_position_embeddings is not None,
+    )
+
+
+def padded_layout(grids: Sequence[Grid], budget: int, config: VisionConfig) -> TowerLayout | None:
+    """The layout of the images followed by padding up to the budget. None: too many small images."""
+    missing = budget - sum(frames * rows * columns for frames, rows, columns in grids)
+    layout = tower_layout([*grids, *_padding(missing // config.patches_per_token, config)], config)
+    sizes, capacity = layout.sizes, budget_sizes(budget, config)
+    fits = sizes.num_images <= capacity.num_images and sizes.num_windows <= capacity.num_windows
+    return layout if fits else None
+
+
+def _padding(num_tokens: int, config: VisionConfig) -> list[Grid]:
+    """Blank images of this many tokens in total: a strip of full windows, and a strip of single tokens."""
+    merge, window = config.merge_size, config.window_tokens or _PADDING_TOKENS
+    side = merge * window
+    num_windows, num_rest = divmod(num_tokens, window**2)
+    rest = [(1, merge, merge * num_rest)] if num_rest else []
+    if config.window_tokens is None:  # attention is over whole images, so they are small
+        return [(1, side, side)] * num_windows + rest
+    return [(1, side, side * num_windows)] * bool(num_windows) + rest
+
+
+# ------------------------------------------------------------------ modules
 
 
 class PatchEmbedding(nn.Module):
     """Linear projection of each patch; the weight has the shape of a convolution, as on disk."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, *, bias: bool) -> None:
         super().__init__()
         patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-        self.proj = PatchLinear(patch, config.hidden_size)
+        self.proj = PatchLinear(patch, config.hidden_size, bias=bias)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[P, channels * frames * side * side] normalised pixels to [P, D]."""
@@ -226,12 +300,12 @@ class VisionAttention(nn.Module):
 class VisionBlock(nn.Module):
     """Pre-norm transformer block: attention, then the MLP, each with a residual connection."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, norm: type[RMSNorm | LayerNorm], mlp: nn.Module) -> None:
         super().__init__()
-        self.norm1 = RMSNorm(config.hidden_size, NORM_EPS)
+        self.norm1 = norm(config.hidden_size, NORM_EPS)
         self.attn = VisionAttention(config)
-        self.norm2 = RMSNorm(config.hidden_size, NORM_EPS)
-        self.mlp = FeedForward(config.hidden_size, config.intermediate_size, bias=True)
+        self.norm2 = norm(config.hidden_size, NORM_EPS)
+        self.mlp = mlp
 
     def forward(
         self, x_PD: Tensor, update_PD: Tensor | None, cos_sin: CosSin, segments: Segments
@@ -247,21 +321,88 @@ class VisionBlock(nn.Module):
 class VisionTower(nn.Module):
     """Packed pixels of images of any sizes to patch features in window order."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(
+        self, config: VisionConfig, block: Callable[[VisionConfig], VisionBlock], *, patch_bias: bool = False
+    ) -> None:
+        """`block` makes a block of the family's kind."""
         super().__init__()
         self.config = config
-        self.patch_embed = PatchEmbedding(config)
-        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
+        self.patch_embed = PatchEmbedding(config, bias=patch_bias)
+        self.pos_embed: nn.Embedding | None = None
+        if config.num_position_embeddings is not None:
+            self.pos_embed = make_embedding(config.num_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.num_layers))
 
-    def forward(self, pixels: Tensor, inputs: TowerInputs) -> Tensor:
-        """[P, patch_dim] normalised pixels in reading order to [P, D] features in window order."""
-        x_PD = _reorder(self.patch_embed(pixels), inputs.token_order, self.config.patches_per_token)
+    def forward(self, pixels: Tensor, inputs: TowerInputs) -> list[Tensor]:
+        """[P, patch_dim] normalised pixels in reading order to [P, D] features in window order: of the last block and the feature layers."""
+        config = self.config
+        x_PD = self.patch_embed(pixels)
+        if config.window_size is not None:
+            x_PD = _reorder(x_PD, inputs.token_order, config.patches_per_token)
+        if self.pos_embed is not None:
+            x_PD = x_PD + self._position_embeddings(inputs).to(x_PD.dtype)
         update_PD: Tensor | None = None
-        cos_sin = vision_cos_sin(inputs.positions, self.config.head_dim)
+        outputs: list[Tensor] = []
+        cos_sin = vision_cos_sin(inputs.positions, config.head_dim)
         for layer, block in enumerate(self.blocks):
-            is_full = layer in self.config.full_attention_layers
+            is_full = layer in config.full_attention_layers or config.window_size is None
             x_PD, update_PD = block(x_PD, update_PD, cos_sin, inputs.images if is_full else inputs.windows)
-        return x_PD if update_PD is None else x_PD + update_PD
+            if layer in config.feature_layers:
+                x_PD, update_PD = x_PD if update_PD is None else x_PD + update_PD, None
+                outputs.append(x_PD)
+        return [x_PD if update_PD is None else x_PD + update_PD, *outputs]
+
+    def _position_embeddings(self, inputs: TowerInputs) -> Tensor:
+        """[P, D]: the square of learned embeddings, interpolated bilinearly to each image with the corners aligned."""
+        assert self.pos_embed is not None, "checked by the caller"
+        assert inputs.grid_sizes is not None, "a layout for position embeddings has them"
+        side = math.isqrt(self.pos_embed.num_embeddings)
+        source_2P = inputs.positions * (side - 1) / (inputs.grid_sizes - 1).clamp(min=1)
+        low_2P = source_2P.floor()
+        near_2P, far_2P = low_2P.long(), (low_2P.long() + 1).clamp(max=side - 1)
+        share_2P = source_2P - low_2P
+        index = torch.stack(
+            [row * side + column for row in (near_2P[0], far_2P[0]) for column in (near_2P[1], far_2P[1])]
+        )
+        weight = torch.stack(
+            [row * column for row in (1 - share_2P[0], share_2P[0]) for column in (1 - share_2P[1], share_2P[1])]
+        )
+        embeddings_PD: Tensor = (self.pos_embed(index) * weight[..., None]).sum(0)
+        return embeddings_PD
+
+    # -------------------------------------------------------------- what a grid means
+
+    def layout(self, grids: Sequence[Grid]) -> TowerLayout:
+        """The layout of packed images."""
+        return tower_layout(grids, self.config)
+
+    def padded_layout(self, grids: Sequence[Grid], budget: int) -> TowerLayout | None:
+        """The layout of the images followed by padding up to the budget. None: too many small images."""
+        return padded_layout(grids, budget, self.config)
+
+    def budget_sizes(self, budget: int) -> LayoutSizes:
+        """Sizes of a padded layout."""
+        return budget_sizes(budget, self.config)
+
+    def square_grid(self, max_patches: int) -> tuple[Grid, int]:
+        """The largest square image of an even number of tokens per side within so many patches, but at least two tokens; its patches."""
+        merge = self.config.merge_size
+        side = merge * 2 * (math.isqrt(max_patches) // (2 * merge))
+        grid = (1, side, side) if side else (1, merge, 2 * merge)
+        return grid, math.prod(grid)
+
+    def num_patches(self, grids: Sequence[Sequence[int]]) -> int:
+        """Patches of all images."""
+        return sum(map(math.prod, grids))
+
+    def attention_pairs(self, grids: Sequence[Sequence[int]]) -> int:
+        """Pairs of patches that attend to each other, over all blocks."""
+        frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
+        if self.config.window_size is None:
+            return sum(n * n for n in frames) * self.config.num_layers
+        num_full = len(self.config.full_attention_layers)
+        window = (self.config.window_size // self.config.patch_size) ** 2
+        return sum(n * n for n in frames) * num_full + sum(frames) * window * (self.config.num_layers - num_full)
 
 
 def _reorder(x_PD: Tensor, token_order: Tensor, patches_per_token: int) -> Tensor:
@@ -272,15 +413,16 @@ def _reorder(x_PD: Tensor, token_order: Tensor, patches_per_token: int) -> Tenso
 class PatchMerger(nn.Module):
     """The projector: [patches, vision width] to [tokens, decoder width]; the patches of a token are adjacent."""
 
-    def __init__(self, config: VisionConfig, out_size: int) -> None:
+    def __init__(self, config: VisionConfig, out_size: int, norm: type[RMSNorm | LayerNorm]) -> None:
         super().__init__()
         self.merged_size = config.hidden_size * config.patches_per_token
-        self.ln_q = RMSNorm(config.hidden_size, NORM_EPS)
+        self.ln_q = norm(config.hidden_size, NORM_EPS)
         self.mlp = nn.Sequential(
             Linear(self.merged_size, self.merged_size), nn.GELU(), Linear(self.merged_size, out_size)
         )
 
-    def forward(self, x_PD: Tensor) -> Tensor:
-        """Normalise each patch, concatenate the patches of a token, project."""
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """Normalise each patch of the tower's last output, concatenate the patches of a token, project."""
+        [x_PD] = outputs
         out: Tensor = self.mlp(self.ln_q(x_PD).view(-1, self.merged_size))
         return out

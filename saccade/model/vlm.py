@@ -1,6 +1,6 @@
 """The model: embed text, encode images, merge both, run the decoder.
 
-Legend: T tokens, P patches, M image tokens (merged patches), D decoder width, V vocabulary.
+Legend: T tokens, P patches, M image tokens (merged patches), D decoder width, F features of an image token, L layers, V vocabulary.
 """
 
 import torch
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from saccade.kernels.rope import CosSin, mrope_cos_sin
 from saccade.model.attention import AttentionContext, PackedAttention
 from saccade.model.config import ModelConfig
-from saccade.model.language import LanguageModel
+from saccade.model.families import family_named
+from saccade.model.language import LanguageModel, LayerFeatures
 from saccade.model.linear import Linear
-from saccade.model.vision import PatchMerger, TowerInputs, VisionTower, window_layout
+from saccade.model.vision import TowerInputs
 from saccade.processor.inputs import ModelInputs
 
 
@@ -21,8 +22,9 @@ class VLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.vision = VisionTower(config.vision)
-        self.projector = PatchMerger(config.vision, config.language.hidden_size)
+        family = family_named(config.family)
+        self.vision = family.make_tower(config.vision)
+        self.projector = family.make_projector(config.vision, config.language.hidden_size)
         self.language = LanguageModel(config.language)
         self.head = Linear(config.language.hidden_size, config.language.vocab_size, bias=False)
         self.tie_head()
@@ -53,47 +55,69 @@ class VLM(nn.Module):
         `encode_dummy_image`: inputs without images run one blank image through the vision tower and add zero times its features,
         so that every rank of a sharded model runs the same modules.
         """
-        x_TD = self.embed(inputs)
+        x_TD, features = self.embed(inputs)
         if encode_dummy_image and inputs.image_grids.shape[0] == 0:
             x_TD = x_TD + 0.0 * self._dummy_image_features(x_TD).sum()
         attend = PackedAttention(self.cos_sin(inputs.positions), inputs.cu_seqlens, inputs.max_seqlen)
-        return self.forward_layers(x_TD, attend)
+        return self.forward_layers(x_TD, attend, features=features)
 
     def _dummy_image_features(self, like: Tensor) -> Tensor:
         """[2, D]: features of one grey image of two tokens. (`torch.compile` specializes on a length of one.)"""
-        config = self.config.vision
-        grid = torch.tensor([[1, config.merge_size, 2 * config.merge_size]])
-        pixels = torch.zeros(2 * config.patches_per_token, config.patch_dim, device=like.device)
-        return self.encode_images(pixels, grid).to(like.dtype)
+        grid, num_patches = self.vision.square_grid(0)
+        pixels = torch.zeros(num_patches, self.config.vision.patch_dim, device=like.device)
+        return self.encode_images(pixels, torch.tensor([grid])).to(like.dtype)
 
-    def embed(self, inputs: ModelInputs) -> Tensor:
-        """[T, D]: token embeddings, with image features in place of the placeholders."""
+    def embed(self, inputs: ModelInputs) -> tuple[Tensor, LayerFeatures | None]:
+        """[T, D]: token embeddings, with image features in place of the placeholders; and features for the first layers, if there are any."""
         x_TD: Tensor = self.language.embed_tokens(inputs.token_ids)
         if inputs.image_grids.shape[0] == 0:
-            return x_TD
-        features_MD = self.encode_images(inputs.normalized_patches(), inputs.image_grids)
-        return x_TD.index_copy(0, inputs.image_token_index, features_MD.to(x_TD.dtype))
+            return x_TD, None
+        features_MF = self.encode_images(inputs.normalized_patches(), inputs.image_grids)
+        features_MD, later_LMD = self.split_features(features_MF)
+        x_TD = x_TD.index_copy(0, inputs.image_token_index, features_MD.to(x_TD.dtype))
+        return x_TD, None if later_LMD is None else LayerFeatures(later_LMD, inputs.image_token_index)
+
+    def split_features(self, features_MF: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[M, D] features for the embedding, and [L, M, D] for the first layers (None: the family has none)."""
+        if self.feature_size == self.config.language.hidden_size:
+            return features_MF, None
+        sets = features_MF.unflatten(1, (-1, self.config.language.hidden_size))  # type: ignore[no-untyped-call]
+        return sets[:, 0], sets[:, 1:].transpose(0, 1)
+
+    @property
+    def feature_size(self) -> int:
+        """F: features of an image token, those for the embedding and those for the first layers."""
+        return self.config.language.hidden_size * self.config.vision.feature_sets
 
     def encode_images(self, pixels: Tensor, image_grids: Tensor) -> Tensor:
-        """[M, D]: features of all images in reading order. `pixels` [P, patch_dim] normalised, `image_grids` on the CPU."""
-        layout = window_layout([(t, h, w) for t, h, w in image_grids.tolist()], self.config.vision)
+        """[M, F]: features of all images in reading order. `pixels` [P, patch_dim] normalised, `image_grids` on the CPU."""
+        layout = self.vision.layout([(t, h, w) for t, h, w in image_grids.tolist()])
         return self.encode_patches(pixels, layout.to(pixels.device))
 
     def encode_patches(self, pixels: Tensor, inputs: TowerInputs) -> Tensor:
-        """`encode_images` with the window layout already on the device: no synchronisation, no copies, so a CUDA graph can capture it."""
-        features_MD: Tensor = self.projector(self.vision(pixels, inputs))
-        return features_MD[inputs.reading_order.long()]
+        """`encode_images` with the layout already on the device: no synchronisation, no copies, so a CUDA graph can capture it."""
+        features_MF: Tensor = self.projector(self.vision(pixels, inputs))
+        return features_MF if self.config.vision.window_size is None else features_MF[inputs.reading_order.long()]
 
     def forward_layers(
-        self, x_TD: Tensor, attend: AttentionContext, select_S: Tensor | None = None, adapter_T: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        attend: AttentionContext,
+        select_S: Tensor | None = None,
+        adapter_T: Tensor | None = None,
+        features: LayerFeatures | None = None,
     ) -> Tensor:
         """Run the decoder on embedded tokens: [T, D] to [T, D] hidden states, or [S, D] of the tokens `select_S`.
 
-        `adapter_T` [T] int32: the adapter slot of each token from 1, 0 for the base model (`adapters.py`).
+        `adapter_T` [T] int32: the adapter slot of each token from 1, 0 for the base model (`adapters.py`). `features`: image features
+        that enter the first layers.
         """
-        hidden_SD: Tensor = self.language(x_TD, attend, select_S, adapter_T)
+        hidden_SD: Tensor = self.language(x_TD, attend, select_S, adapter_T, features)
         return hidden_SD
 
     def cos_sin(self, positions_3T: Tensor) -> CosSin:
         """RoPE cos and sin of each token, shared by all layers."""
-        return mrope_cos_sin(positions_3T, self.config.language.rope_theta, self.config.language.rope_sections)
+        language = self.config.language
+        return mrope_cos_sin(
+            positions_3T, language.rope_theta, language.rope_sections, is_interleaved=language.rope_interleaved
+        )

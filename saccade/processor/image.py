@@ -32,6 +32,9 @@ Resize = Callable[[Pixels, int, int], Pixels]
 ImageSource = str | Path | bytes | Image.Image
 """A path, a data URL, encoded bytes, or a PIL image."""
 
+Grid = tuple[int, int, int]
+"""How the patches of an image or video are arranged; only the rules of its family read it (`families`)."""
+
 IMAGE_FORMS = "a path, bytes, BytesIO, a data URL, a PIL image or a uint8 array [height, width, 3]"
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -389,20 +392,27 @@ def _to_rgb(image: Image.Image) -> Pixels:
 
 def image_patches(
     pixels: Pixels, settings: ImageSettings, resize: Resize = pillow_resize, into: Pixels | None = None
-) -> tuple[Pixels, tuple[int, int, int]]:
+) -> tuple[Pixels, Grid]:
     """[patches, patch_dim] uint8 and the grid of one image."""
     return video_patches([pixels], settings, resize, into)
 
 
 def video_patches(
-    frames: Sequence[Pixels], settings: ImageSettings, resize: Resize = pillow_resize, into: Pixels | None = None
-) -> tuple[Pixels, tuple[int, int, int]]:
+    frames: Sequence[Pixels],
+    settings: ImageSettings,
+    resize: Resize = pillow_resize,
+    into: Pixels | None = None,
+    size: tuple[int, int] | None = None,
+) -> tuple[Pixels, Grid]:
     """[patches, patch_dim] uint8 and the grid of frames of one size; the last frame is repeated to fill the last frame pair.
 
-    The patches are written to the first rows of `into`, or to new memory.
+    The patches are written to the first rows of `into`, or to new memory. `size`: height and width to resize to (None: those of
+    `settings.resized`).
     """
     height, width = frames[0].shape[:2]
-    size, grid = settings.resized(height, width), settings.grid(height, width, len(frames))
+    size = size or settings.resized(height, width)
+    num_pairs = math.ceil(len(frames) / settings.temporal_patch_size)
+    grid = num_pairs, size[0] // settings.patch_size, size[1] // settings.patch_size
     num_patches = math.prod(grid)
     if into is None:
         into = np.empty((num_patches, settings.patch_dim), dtype=np.uint8)

@@ -14,16 +14,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from saccade.errors import CheckpointError, ConfigError, ImageError, RequestError
@@ -41,6 +38,7 @@ from saccade.processor.conversation import (
     render_prompt,
     token_text,
 )
+from saccade.processor.families import VisionRules, load_rules
 from saccade.processor.folder import read_config, read_json
 from saccade.processor.image import (
     ImageSettings,
@@ -49,21 +47,17 @@ from saccade.processor.image import (
     Pixels,
     Resize,
     check_size,
-    image_patches,
     load_image,
     read_encoded,
-    video_patches,
 )
 from saccade.processor.inputs import ModelInputs
+from saccade.processor.parts import Visual, VisualKind, expand_placeholders, repeat_placeholders
 from saccade.processor.pillow_resize import pillow_resize, rows_first
-from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.tools import Tool
 from saccade.processor.video import sampled_frames
 
 ResizeName = Literal["pillow", "torch"]
-VisualKind = Literal["image", "video"]
-_Value = TypeVar("_Value")
 
 
 def torch_resize(pixels: Pixels, height: int, width: int) -> Pixels:
@@ -84,30 +78,6 @@ def _interpolate(x_1CHW: Tensor, height: int, width: int) -> Tensor:
 _RESIZES: dict[str, Resize] = {"pillow": pillow_resize, "torch": torch_resize}
 
 
-@dataclass(frozen=True, kw_only=True)
-class VisionTokens:
-    """The model's placeholder tokens and time scale."""
-
-    image_id: int
-    """Placeholder token of an image."""
-    video_id: int
-    """Placeholder token of a video."""
-    tokens_per_second: float
-    """Time positions per second of video."""
-
-
-@dataclass(frozen=True)
-class Visual:
-    """A preprocessed image or video."""
-
-    patches: Pixels
-    """[patches, patch_dim]"""
-    grid: tuple[int, int, int]
-    """Frame pairs, rows and columns of patches."""
-    span: VisionSpan
-    """Its tokens."""
-
-
 class Processor:
     """Tokenizer, chat template and image preprocessing of one checkpoint folder."""
 
@@ -116,9 +86,7 @@ class Processor:
         *,
         tokenizer: Tokenizer,
         template: ChatTemplate,
-        images: ImageSettings,
-        videos: ImageSettings,
-        vision: VisionTokens,
+        rules: VisionRules,
         eos_ids: frozenset[int],
         limits: MediaLimits,
         resize: ResizeName = "pillow",
@@ -127,9 +95,8 @@ class Processor:
             raise ConfigError(f"resize is {resize!r}. Use one of {', '.join(get_args(ResizeName))}")
         self.tokenizer = tokenizer
         self.template = template
-        self.images = images
-        self.videos = videos
-        self.vision = vision
+        self.rules = rules
+        """How images and videos become patches and tokens."""
         self.eos_ids = eos_ids
         """Tokens that end a turn, from `generation_config.json`."""
         self.limits = limits
@@ -140,27 +107,10 @@ class Processor:
         """Read tokenizer, template and image settings of a checkpoint folder."""
         folder = Path(folder)
         config = read_config(folder)
-        vision = config.get("vision_config") or {}
-        images = _read_image_settings(folder)
-        videos = _image_settings(
-            _preprocessor_config(folder, "video_preprocessor_config.json", "video_processor"), images
-        )
-        for settings in (images, videos):
-            _check_same_patches(settings, vision, folder)
-        if (images.mean, images.std) != (videos.mean, videos.std):
-            raise CheckpointError(
-                f"{folder}: images and videos have different image_mean or image_std; one of each is supported"
-            )
         return Processor(
+            rules=load_rules(folder),
             tokenizer=Tokenizer.load(folder),
             template=ChatTemplate.load(folder),
-            images=images,
-            videos=videos,
-            vision=VisionTokens(
-                image_id=_required_id(config, "image_token_id", folder),
-                video_id=_required_id(config, "video_token_id", folder),
-                tokens_per_second=float(vision.get("tokens_per_second", 4)),
-            ),
             eos_ids=_eos_ids(folder, config),
             limits=limits or MediaLimits(),
             resize=resize,
@@ -172,11 +122,21 @@ class Processor:
         folder = Path(folder)
         if not (folder / "tokenizer.json").is_file():
             raise CheckpointError(f"{folder}: no tokenizer.json. A checkpoint folder needs a fast tokenizer")
-        tokens = read_json(folder / "tokenizer_config.json")
+        tokens, rules = read_json(folder / "tokenizer_config.json"), load_rules(folder)
         texts = [read_template(folder), token_text(tokens, "bos_token"), token_text(tokens, "eos_token")]
-        decisive = [texts, repr(_read_image_settings(folder)), read_config(folder).get("image_token_id")]
+        decisive = [texts, repr(rules.images), rules.image_id]
         digest = hashlib.sha256(json.dumps(decisive).encode() + (folder / "tokenizer.json").read_bytes())
         return digest.hexdigest()[:16]
+
+    @property
+    def images(self) -> ImageSettings:
+        """Settings of images."""
+        return self.rules.images
+
+    @property
+    def videos(self) -> ImageSettings:
+        """Settings of videos."""
+        return self.rules.videos
 
     def __call__(
         self,
@@ -255,17 +215,19 @@ class Processor:
 
     def patchify_image(self, pixels: Pixels, into: Pixels | None = None) -> Visual:
         """Resize and patchify a decoded image."""
-        patches, grid = image_patches(pixels, self.images, self._resize, into)
-        return Visual(patches, grid, self._span(grid, self.images, time_step=1.0))
+        return self._patchify("image", [pixels], 1.0, into)
 
     def patchify_video(self, frames: Sequence[Pixels], fps: float, into: Pixels | None = None) -> Visual:
         """Resize and patchify the decoded frames of a video, `fps` of them per second."""
         if len(sizes := {frame.shape for frame in frames}) > 1:
             shapes = ", ".join(f"{width}x{height}" for height, width, _ in sorted(sizes))
             raise ImageError(f"the frames have different sizes: {shapes}. Give frames of one size")
-        patches, grid = video_patches(frames, self.videos, self._resize, into)
-        seconds = self.videos.temporal_patch_size / fps
-        return Visual(patches, grid, self._span(grid, self.videos, time_step=self.vision.tokens_per_second * seconds))
+        return self._patchify("video", frames, fps, into)
+
+    def _patchify(self, kind: VisualKind, frames: Sequence[Pixels], fps: float, into: Pixels | None) -> Visual:
+        patches, grid = self.rules.patchify(kind, frames, self._resize, into)
+        texts = [self.tokenizer.encode_text(text) for text in self.rules.texts(kind, len(frames), fps)]
+        return Visual(patches, grid, texts, self.rules.parts(kind, grid, fps, texts))
 
     def measure(self, messages: Sequence[Message], image_sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Number of tokens and patches that `preprocess` would return. No image is read: `image_sizes` are their upright widths
@@ -277,10 +239,12 @@ class Processor:
             )
         for size in image_sizes:
             check_size(size, self.limits)
-        grids = [self.images.grid(height, width) for width, height in image_sizes]
-        num_image_tokens = sum(self._span(grid, self.images, time_step=1.0).length for grid in grids)
-        texts = (piece for piece in prompt.pieces if piece.control_id != self.vision.image_id)
-        return num_image_tokens + sum(len(self._ids(piece)) for piece in texts), sum(map(math.prod, grids))
+        grids = [self.rules.image_grid(height, width) for width, height in image_sizes]
+        parts = [self.rules.parts("image", grid, 1.0, ()) for grid in grids]
+        num_image_tokens = sum(part.length for of_image in parts for part in of_image)
+        texts = (piece for piece in prompt.pieces if piece.control_id != self.rules.image_id)
+        num_patches = sum(map(self.rules.num_patches, grids))
+        return num_image_tokens + sum(len(self._ids(piece)) for piece in texts), num_patches
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated tokens, special tokens left out."""
@@ -306,7 +270,7 @@ class Processor:
 
     def _check_placeholders(self, prompt: Prompt) -> None:
         """Check that the template wrote one placeholder per image and video, in order."""
-        names = {self.vision.image_id: "image", self.vision.video_id: "video"}
+        names = {self.rules.image_id: "image", self.rules.video_id: "video"}
         written = [names[piece.control_id] for piece in prompt.pieces if piece.control_id in names]
         given = [visual_kind(item) for item in prompt.visuals]
         if written == given:
@@ -323,11 +287,6 @@ class Processor:
             )
         raise RequestError(f"the chat template writes placeholders for {written} where the conversation has {given}")
 
-    @staticmethod
-    def _span(grid: tuple[int, int, int], settings: ImageSettings, time_step: float) -> VisionSpan:
-        frames, rows, columns = grid
-        return VisionSpan(frames, rows // settings.merge_size, columns // settings.merge_size, time_step)
-
     def _concatenate(self, visuals: Sequence[Visual]) -> Pixels:
         if len(visuals) == 1:
             return visuals[0].patches
@@ -343,7 +302,7 @@ class Processor:
         loss_mask: list[bool] = []
         placeholders: list[int] = []
         for piece in pieces:
-            is_placeholder = piece.control_id in (self.vision.image_id, self.vision.video_id)
+            is_placeholder = piece.control_id in (self.rules.image_id, self.rules.video_id)
             if is_placeholder:
                 placeholders.append(len(token_ids))
             ids = self._ids(piece)
@@ -354,15 +313,16 @@ class Processor:
     def _assemble(self, pieces: Sequence[Piece], visuals: Sequence[Visual], patches: Pixels) -> ModelInputs:
         """Model inputs of one conversation."""
         compact, loss_mask, placeholders = self._tokens(pieces)
-        spans = [visual.span for visual in visuals]
-        token_ids, positions, starts = expand_placeholders(compact, placeholders, spans)
+        parts = [visual.parts for visual in visuals]
+        spans = [span for visual in visuals for span in visual.spans]
+        token_ids, positions, starts = expand_placeholders(compact, placeholders, parts)
         image_tokens = (range(start, start + span.length) for start, span in zip(starts, spans, strict=True))
-        grids = torch.tensor([visual.grid for visual in visuals], dtype=torch.int64).reshape(-1, 3)
+        grids = torch.tensor([span.grid for span in spans], dtype=torch.int64).reshape(-1, 3)
         return ModelInputs(
             token_ids=_tensor(token_ids, np.int64),
             cu_seqlens=_tensor([0, len(token_ids)], np.int32),
             positions=torch.from_numpy(positions),
-            loss_mask=_tensor(_repeat_placeholders(loss_mask, placeholders, spans), np.bool_),
+            loss_mask=_tensor(repeat_placeholders(loss_mask, placeholders, parts), np.bool_),
             patches=torch.from_numpy(patches),
             image_grids=grids,
             image_token_index=_tensor([*chain.from_iterable(image_tokens)], np.int64),
@@ -383,38 +343,6 @@ def split_visuals(messages: Sequence[Message]) -> tuple[list[Message], list[Visu
     return list(checked), visuals
 
 
-def expand_placeholders(
-    token_ids: Sequence[int], placeholders: Sequence[int], spans: Sequence[VisionSpan]
-) -> tuple[list[int], NDArray[np.int64], list[int]]:
-    """Repeat each placeholder token for all tokens of its image or video.
-
-    Returns the token ids, their positions [3, tokens], and the index of the first token of each image or video.
-    """
-    starts: list[int] = []
-    all_spans: list[TextSpan | VisionSpan] = []
-    end, shift = 0, 0
-    for index, span in zip(placeholders, spans, strict=True):
-        all_spans += [TextSpan(index - end), span]
-        starts.append(index + shift)
-        end, shift = index + 1, shift + span.length - 1
-    all_spans.append(TextSpan(len(token_ids) - end))
-    return _repeat_placeholders(token_ids, placeholders, spans), mrope_positions(all_spans), starts
-
-
-def _repeat_placeholders(
-    values: Sequence[_Value], placeholders: Sequence[int], spans: Sequence[VisionSpan]
-) -> list[_Value]:
-    """One value per token, from one value per token with single placeholders."""
-    repeated: list[_Value] = []
-    end = 0
-    for index, span in zip(placeholders, spans, strict=True):
-        repeated += values[end:index]
-        repeated += [values[index]] * span.length
-        end = index + 1
-    repeated += values[end:]
-    return repeated
-
-
 def visual_kind(item: VisualItem) -> VisualKind:
     """`image` or `video`."""
     return "image" if isinstance(item, ImageItem) else "video"
@@ -431,64 +359,6 @@ def prefix_errors(what: str) -> Iterator[None]:
 
 def _tensor(values: Sequence[int | bool], dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(np.array(values, dtype))  # ten times as fast as torch.tensor for 500 values
-
-
-def _preprocessor_config(folder: Path, file: str, section: str) -> dict[str, Any]:
-    """The settings from their own file, or from a section of `processor_config.json`; both are Hugging Face layouts."""
-    return read_json(folder / file) or read_json(folder / "processor_config.json").get(section) or {}
-
-
-def _read_image_settings(folder: Path) -> ImageSettings:
-    return _image_settings(_preprocessor_config(folder, "preprocessor_config.json", "image_processor"), ImageSettings())
-
-
-def _image_settings(config: Mapping[str, Any], default: ImageSettings) -> ImageSettings:
-    """Parse the supported fields; unsupported values that would change the pixels are refused."""
-    supported = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
-    for name, value in supported.items():
-        if config.get(name, value) != value:
-            raise CheckpointError(f"preprocessor_config.json: {name} is {config[name]!r}; only {value!r} is supported")
-    factor = config.get("rescale_factor", 1 / 255)
-    if not isinstance(factor, float) or abs(factor - 1 / 255) > 1e-9:
-        raise CheckpointError(f"preprocessor_config.json: rescale_factor is {factor!r}; only 1/255 is supported")
-    size = config.get("size") or {}
-    try:
-        return ImageSettings(
-            patch_size=config.get("patch_size", default.patch_size),
-            merge_size=config.get("merge_size", default.merge_size),
-            temporal_patch_size=config.get("temporal_patch_size", default.temporal_patch_size),
-            min_pixels=config.get("min_pixels") or size.get("shortest_edge") or default.min_pixels,
-            max_pixels=config.get("max_pixels") or size.get("longest_edge") or default.max_pixels,
-            mean=tuple(config.get("image_mean", default.mean)),
-            std=tuple(config.get("image_std", default.std)),
-        )
-    except (TypeError, AttributeError) as error:
-        raise CheckpointError(f"preprocessor_config.json: {error}. Copy it from the original again") from error
-    except ConfigError as error:
-        raise CheckpointError(f"preprocessor_config.json: {error}") from error
-
-
-def _check_same_patches(images: ImageSettings, vision: Mapping[str, Any], folder: Path) -> None:
-    """Check that the processor and the vision tower agree on the patches."""
-    for ours, theirs in (
-        ("patch_size", "patch_size"),
-        ("temporal_patch_size",) * 2,
-        ("merge_size", "spatial_merge_size"),
-    ):
-        if theirs in vision and vision[theirs] != getattr(images, ours):
-            raise CheckpointError(
-                f"{folder}: {ours} is {getattr(images, ours)} in preprocessor_config.json, {vision[theirs]} in config.json. "
-                "Take both files from the same model"
-            )
-
-
-def _required_id(config: Mapping[str, Any], name: str, folder: Path) -> int:
-    value = config.get(name)
-    if not isinstance(value, int):
-        raise CheckpointError(
-            f"{folder}/config.json has no {name} (model_type {config.get('model_type')!r}): not a supported vision-language model. Make one with saccade init"
-        )
-    return value
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:

@@ -77,6 +77,10 @@ class BlockTraining(NamedTuple):
     """Values per token that its LoRA adapters save in addition."""
     splits_down: bool = False
     """Whether the down projection has a LoRA adapter."""
+    is_gated: bool = True
+    """Whether its MLP has a gate; else it saves the input of its activation, a factor of its gradient, and its output."""
+    num_statistics: int = 1
+    """fp32 values per token that each norm saves: one of RMSNorm, two of LayerNorm."""
 
 
 def vision_block(
@@ -85,14 +89,14 @@ def vision_block(
     """One vision block. `element`: bytes of an element in the compute dtype."""
     vision = config.vision
     width, inner = vision.hidden_size * element, _aligned(vision.intermediate_size) * element
-    is_full = layer in vision.full_attention_layers
+    is_full = layer in vision.full_attention_layers or vision.window_size is None
     sizes = {
         "stream": 2 * width,
         "norms": width * ("qkv" in training.layers),
         "qkv": 3 * width,
         "q and k": 2 * width,
         "attended": width * (is_full or "proj" in training.layers),
-        "statistics": 4 * (2 + is_full * vision.num_heads),
+        "statistics": 4 * (2 * training.num_statistics + is_full * vision.num_heads),
     }
     return _block(sizes, size.patches, (width, inner), training, recompute, element)
 
@@ -103,13 +107,15 @@ def decoder_layer(
     """One decoder layer."""
     language = config.language
     width, inner = language.hidden_size * element, _aligned(language.intermediate_size) * element
+    queries, keys = (heads * language.head_dim * element for heads in (language.num_heads, language.num_kv_heads))
+    head_norms = (language.num_heads + language.num_kv_heads) * language.qk_norm
     sizes = {
         "stream": 2 * width,
         "norms": width * (not {"q_proj", "k_proj", "v_proj"}.isdisjoint(training.layers)),
-        "q and k": width + language.num_kv_heads * language.head_dim * element,
-        "v": language.num_kv_heads * language.head_dim * element,
-        "attended": width,
-        "statistics": 4 * (2 + language.num_heads),
+        "q and k": (queries + keys) * (1 + language.qk_norm),
+        "v": keys,
+        "attended": queries,
+        "statistics": 4 * (2 + language.num_heads + head_norms),
     }
     return _block(sizes, size.tokens, (width, inner), training, recompute, element)
 
@@ -126,10 +132,12 @@ def _block(
     width, inner = widths
     if not training.has_gradients:
         return NOTHING
-    reads_norm = recompute == "selective" or not {"gate_proj", "up_proj"}.isdisjoint(training.layers)
+    reads_norm = recompute == "selective" or not {"gate_proj", "up_proj", "fc1", "linear_fc1"}.isdisjoint(
+        training.layers
+    )
     saved = dict(sizes) | {
         "norms": sizes["norms"] + width * reads_norm,
-        "gate and up": 2 * inner,
+        "gate and up": (2 if training.is_gated else 3) * inner,
         "activated": inner * training.splits_down,
         "low rank": training.low_rank * element,
     }
@@ -161,16 +169,17 @@ def projector(config: ModelConfig, size: MicroBatchSize, training: BlockTraining
     """The projector's norm, two linear layers, and the image features."""
     if not training.has_gradients:
         return NOTHING
-    width = config.vision.hidden_size * element * size.patches
+    width, num_sets = config.vision.hidden_size * element * size.patches, config.vision.feature_sets
     features = size.patches // config.vision.patches_per_token * config.language.hidden_size * element
+    first, second = (not names.isdisjoint(training.layers) for names in ({"0", "linear_fc1"}, {"2", "linear_fc2"}))
     saved = {
         "stream": width,
-        "norms": width * ("0" in training.layers),
-        "hidden": width * (1 + ("2" in training.layers)),
+        "norms": width * first,
+        "hidden": width * (1 + second),
         "features": features,
-        "statistics": 4 * size.patches,
+        "statistics": 4 * training.num_statistics * size.patches,
     }
-    return BlockMemory({name: bytes_ for name, bytes_ in saved.items() if bytes_}, 0, 3 * width)
+    return BlockMemory({name: bytes_ * num_sets for name, bytes_ in saved.items() if bytes_}, 0, 3 * width)
 
 
 def final_norm(config: ModelConfig, size: MicroBatchSize, training: BlockTraining, element: int) -> BlockMemory:

@@ -243,6 +243,8 @@ class Planner:
         """The blocks in forward order."""
         config, element, training = self.config, self._element, self._weights.training
         needs = {"vision.patch_embed": patch_embedding(config, size, training["vision.patch_embed"], element)}
+        if "vision.pos_embed" in self._weights.sizes:
+            needs["vision.pos_embed"] = NOTHING
         for number in range(config.vision.num_layers):
             name = f"vision.blocks.{number}"
             needs[name] = vision_block(config, size, number, training[name], vision, element)
@@ -366,6 +368,10 @@ def _block_training(named: Mapping[str, Tensor], lora: LoraConfig | None) -> dic
             trained_names[_block_of(name)].append(name)
     drops = lora is not None and lora.dropout > 0.0
     found: dict[str, BlockTraining] = {}
+    gated = {_block_of(name) for name in named if ".gate_proj." in name}
+    layer_normed = {
+        _block_of(name) for name in named if name.endswith(("norm1.bias", "ln_q.bias", "projector.norm.bias"))
+    }
     has_gradients = False
     for block, names in trained_names.items():
         has_gradients = has_gradients or bool(names)
@@ -376,6 +382,8 @@ def _block_training(named: Mapping[str, Tensor], lora: LoraConfig | None) -> dic
             # With dropout each layer saves its own input, and a mask of one byte per element.
             low_rank=sum(a.shape[0] + (a.shape[1] * 3 // 2 if drops else 0) for a in low_rank),
             splits_down=any(name.endswith("down_proj.lora_A") for name in names) and not drops,
+            is_gated=block in gated,
+            num_statistics=2 if block in layer_normed else 1,
         )
     return found
 

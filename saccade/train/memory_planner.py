@@ -26,7 +26,7 @@ from saccade.model.initialize import named_size
 from saccade.train.activations import MicroBatchSize
 from saccade.train.config import Recompute, StageConfig, TrainConfig
 from saccade.train.memory import GIB, MemoryPlan, Planner
-from saccade.train.metrics import forward_flops, training_flops
+from saccade.train.metrics import forward_flops, num_mlp_matrices, small_images, training_flops
 from saccade.world import World
 
 logger = logging.getLogger(__name__)
@@ -137,27 +137,27 @@ def _scaled(size: MicroBatchSize, tokens: int) -> MicroBatchSize:
 
 def _extra_compute(planner: Planner, size: MicroBatchSize, vision: Recompute, language: Recompute) -> float:
     config = planner.config
-    grids = [(max(1, size.patches // 64), 8, 8)] if size.patches else []
+    grids = small_images(config, size.patches)
     forward = forward_flops(config, [1] * size.tokens, grids, size.num_loss_tokens)
     trained = {
         "embedding" if name == "language.embed_tokens" else name.split(".")[0] for name in planner.trained_blocks
     }
     step = sum(training_flops(forward, trained, tied_head=config.tied_head))
-    kv_share = config.language.num_kv_heads / config.language.num_heads
-    tower = _recomputed_fraction(vision, config.vision.hidden_size, config.vision.intermediate_size, 4.0)
-    decoder = _recomputed_fraction(
-        language, config.language.hidden_size, config.language.intermediate_size, 2.0 + 2.0 * kv_share
+    decoder_attention = 2.0 * (config.language.num_heads + config.language.num_kv_heads) * config.language.head_dim
+    tower = _recomputed_fraction(
+        vision, 4.0 * config.vision.hidden_size, config.vision.intermediate_size, num_mlp_matrices(config)
     )
+    decoder = _recomputed_fraction(language, decoder_attention, config.language.intermediate_size, 3)
     return (forward.vision * tower + forward.language * decoder) / step
 
 
-def _recomputed_fraction(extent: Recompute, width: int, inner: int, attention_widths: float) -> float:
+def _recomputed_fraction(extent: Recompute, attention: float, inner: int, num_matrices: int) -> float:
     """Fraction of a block that is recomputed: never the down projection, of which backward needs only the input.
 
-    `attention_widths`: total size of the attention matrices, in units of width squared.
+    `attention`: total size of the attention matrices, `inner`: of each of the MLP's, in units of the width.
     """
-    total = attention_widths * width + 3 * inner
-    return {"none": 0, "selective": 2 * inner, "full": total - inner}[extent] / total
+    total = attention + num_matrices * inner
+    return {"none": 0, "selective": (num_matrices - 1) * inner, "full": total - inner}[extent] / total
 
 
 # ------------------------------------------------------------------ report

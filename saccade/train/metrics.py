@@ -2,7 +2,8 @@
 
 Work is counted from shapes on the host, before a micro-batch is copied to the device (`micro_batch_work`); it is additive over
 micro-batches and ranks. Model FLOPs are those of the matmuls: decoder, head (loss tokens only: others are dropped before it),
-vision tower and projector, and attention, 4 n^2 d with the causal half counted once, vision blocks over full images or windows.
+vision tower and projector, counted from the projections the model has, and attention, 4 n^2 d with the causal half counted once, vision
+blocks over full images or windows.
 Training costs up to three times the forward pass: a frozen part needs no weight gradients, and no activation gradients unless
 something before it is trained. Activation checkpointing is not counted.
 
@@ -10,6 +11,7 @@ MFU is those FLOPs over time and the device's peak: `mfu` with vision tower and 
 steps and gives one record per interval; the first steps of a process (compilation, allocation, caches) are excluded from times.
 """
 
+import functools
 import logging
 import math
 import time
@@ -20,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade.model.config import ModelConfig
+from saccade.model.linear import checkpoint_shapes, projections
+from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
 from saccade.train.trackers import Trackers
 from saccade.world import World
@@ -57,25 +61,46 @@ def forward_flops(
     num_head_tokens: int | None = None,
 ) -> Flops:
     """Forward pass over a packed sequence. Without `num_head_tokens`, every token goes through the head."""
-    vision, language = config.vision, config.language
+    language, model = config.language, _meta_model(config)
     num_tokens = sum(conversation_lengths)
     num_head_tokens = num_tokens if num_head_tokens is None else num_head_tokens
-    frames = [rows * columns for count, rows, columns in image_grids for _ in range(count)]
-    patches, num_full = sum(frames), len(vision.full_attention_layers)
-    embedding = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * vision.hidden_size
-    block = 4 * vision.hidden_size**2 + 3 * vision.hidden_size * vision.intermediate_size
-    window = (vision.window_size // vision.patch_size) ** 2
-    keys = sum(n * n for n in frames) * num_full + patches * window * (vision.num_layers - num_full)
-    merged = vision.hidden_size * vision.patches_per_token
-    kv_size = language.num_kv_heads * language.head_dim
-    layer = language.hidden_size * (2 * language.hidden_size + 2 * kv_size + 3 * language.intermediate_size)
+    patches, weights = model.vision.num_patches(image_grids), _num_weights(config)
     pairs = sum(n * n for n in conversation_lengths) / 2
+    attention = 4 * pairs * language.num_heads * language.head_dim
     return Flops(
-        vision=2 * patches * (embedding + block * vision.num_layers) + 4 * keys * vision.hidden_size,
-        projector=2 * patches / vision.patches_per_token * merged * (merged + language.hidden_size),
-        language=(2 * num_tokens * layer + 4 * pairs * language.hidden_size) * language.num_layers,
+        vision=2 * patches * weights["vision"]
+        + 4 * model.vision.attention_pairs(image_grids) * config.vision.hidden_size,
+        projector=2 * patches / config.vision.patches_per_token * weights["projector"],
+        language=2 * num_tokens * weights["language"] + attention * language.num_layers,
         head=2 * num_head_tokens * language.hidden_size * language.vocab_size,
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _meta_model(config: ModelConfig) -> VLM:
+    with torch.device("meta"):
+        return VLM(config)
+
+
+def small_images(config: ModelConfig, num_patches: int) -> list[tuple[int, int, int]]:
+    """Grids of images of up to 64 patches each, of about so many patches in total."""
+    grid, size = _meta_model(config).vision.square_grid(64)
+    return [grid] * max(1, num_patches // size) if num_patches else []
+
+
+def num_mlp_matrices(config: ModelConfig) -> int:
+    """Projections of the MLP of a vision block: three with a gate, else two."""
+    return len(list(projections(_meta_model(config).vision.blocks[0].mlp)))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=8)
+def _num_weights(config: ModelConfig) -> dict[str, int]:
+    """Weights of the projections of each part. Every one of them costs two FLOPs per patch (vision) or token (all others)."""
+    model, total = _meta_model(config), {"vision": 0, "projector": 0, "language": 0, "head": 0}
+    shapes = checkpoint_shapes(model)
+    for name, _ in projections(model):
+        total[name.partition(".")[0]] += math.prod(shapes.get(f"{name}.weight", ()))
+    return total
 
 
 def training_flops(forward: Flops, trained_parts: Iterable[str], *, tied_head: bool) -> Flops:

@@ -86,7 +86,7 @@ def checkpoint_names(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dic
     family = family_of(folder)
     on_disk = tensor_shapes(tensor_files(folder), any_dtype=True)
     found = {name: (family.name_in_model(name), shape) for name, shape in on_disk.items()}
-    names = {disk: ours for disk, (ours, shape) in found.items() if ours in shapes and shape == shapes[ours]}
+    names = {disk: ours for disk, (ours, shape) in found.items() if ours is not None and shapes.get(ours) == shape}
     if missing := sorted(shapes.keys() - set(names.values())):
         shown = ", ".join(family.name_on_disk(name) for name in missing[:4])
         raise CheckpointError(

@@ -10,12 +10,13 @@ import torch
 from closeness import assert_close
 from model.hugging_face import SHAPES, make_checkpoint
 
-from saccade.engine.encoder import Encoder, budget_sizes, padded_layout, patch_budgets
+from saccade.engine.encoder import Encoder, patch_budgets
 from saccade.engine.prompt import PromptImage
 from saccade.engine.request import ImageSpan
 from saccade.kernels import launch
 from saccade.model import load_model
 from saccade.model.config import VisionConfig
+from saccade.model.vision import budget_sizes, padded_layout
 from saccade.processor.inputs import normalize_patches
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)

@@ -149,7 +149,7 @@ def test_tokens_with_images_complete_as_the_conversation_does(engine, folder):
     ]
     [expected] = engine.generate([messages], SamplingParams(max_tokens=8))
     ids = processor([messages], add_generation_prompt=True).token_ids.tolist()
-    pad = processor.vision.image_id
+    pad = processor.rules.image_id
     once = [token for i, token in enumerate(ids) if token != pad or ids[i - 1] != pad]
     [completion] = engine.generate_tokens([(once, [image])], SamplingParams(max_tokens=8))
     assert completion.token_ids == expected.token_ids

@@ -2,6 +2,7 @@
 
 import base64
 import concurrent.futures
+import dataclasses
 import functools
 import io
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from PIL import Image
 
 from saccade.engine import preprocessing_worker
 from saccade.engine.preprocessing import Preprocessor, _ReadAhead
-from saccade.engine.preprocessing_worker import ImageTask, Mailbox, Source, VisualMetadata
+from saccade.engine.preprocessing_worker import ImageTask, Mailbox, ProcessorMetadata, Source, VisualMetadata
 from saccade.errors import CheckpointError, ImageError, RequestError, UserError
 from saccade.fork_server import receive, receive_with_fds, send
 from saccade.model.initialize import initialize_random, named_size
@@ -233,7 +234,7 @@ def test_an_image_can_be_a_file(preprocessor, processor, tmp_path):
 
 
 def test_placeholders_among_tokens_are_expanded_in_place(preprocessor, processor):
-    image_id = processor.vision.image_id
+    image_id = processor.rules.image_id
     images = [noise(120, 60, 11), noise(60, 200, 12)]
     prompt = preprocessor.submit_tokens([5, image_id, 6, 7, image_id], images).result(TIMEOUT_S)
     lengths = [image.span.num_tokens for image in prompt.images]
@@ -514,7 +515,7 @@ def test_a_final_assistant_message_can_be_continued(preprocessor, processor):
 
 
 def test_placeholders_and_images_must_pair_up(preprocessor, processor):
-    image_id, video_id = processor.vision.image_id, processor.vision.video_id
+    image_id, video_id = processor.rules.image_id, processor.rules.video_id
     for token_ids, images in (
         ([1, 2], [PICTURE]),
         ([image_id], []),
@@ -636,7 +637,7 @@ def test_workers_killed_while_idle_are_not_held_against_the_next_prompt(two_work
 
 
 def test_a_stuck_worker_is_replaced_within_the_timeout(checkpoint, processor):
-    image_id = processor.vision.image_id
+    image_id = processor.rules.image_id
     with Preprocessor(checkpoint, num_workers=1, processed_image_cache_bytes=0, timeout_s=1.0) as preprocessor:
         preprocessor.wait_until_ready()
         wait_for(lambda: preprocessor._backend.text_pids, "no text worker")
@@ -724,26 +725,38 @@ def test_workers_outlive_the_thread_that_created_the_preprocessor(checkpoint):
 # ------------------------------------------------------------------ compromised workers
 
 
-METADATA = VisualMetadata(
-    token_id=9, merge_size=2, patch_dim=6, frames_per_patch=2, max_patches=64, max_frames=8, settings=""
-)
+LIMITS = MediaLimits(max_frames=8, max_aspect_ratio=4.0)
 TASK = ImageTask("image", [Source("image_file", b"encoded")])
-MESSAGE = {"grid": [1, 4, 6], "time_step": 1.0}
+MESSAGE = {"grid": [1, 4, 6], "texts": []}
 
 
-def test_messages_of_a_worker_are_validated():
-    assert preprocessing_worker.check_image(MESSAGE, TASK, METADATA) == ((1, 4, 6), 1.0)
+def checks(rules):
+    visual = VisualMetadata(token_id=9, patch_dim=6, max_bytes=1 << 20, settings="")
+    metadata = ProcessorMetadata(image=visual, video=visual, vocab_size=100, control_ids=[9, 10])
+    known = Future()
+    known.set_result(metadata)
+    return preprocessing_worker.ImageChecks(rules, LIMITS, known)
+
+
+def test_messages_of_a_worker_are_validated(processor):
+    small = dataclasses.replace(processor.images, max_pixels=64 * 14 * 14)
+    check = checks(dataclasses.replace(processor.rules, images=small))
+    [part] = check.parts(MESSAGE, TASK)
+    assert (part.grid, part.num_patches, part.length) == ((1, 4, 6), 24, 6)
     wrong = {
         "grid": [
             None, 24, [4, 6], [1, 4, 6, 1], [2, 4, 6], [0, 4, 6], [1, 3, 6], [1, 4, -6], [1, 0, 6], [1, 4, "6"], [1, 4, 6.0],
-            [1, 4, True], [1, 2**20, 2**20], [1, 8, 10], {"0": 1},
+            [1, 4, True], [1, 2**20, 2**20], [1, 14, 12], {"0": 1},
         ],
-        "time_step": [None, 1, "1.0", 0.0, -1.0, 1e300, float("inf"), float("nan")],
+        "texts": [None, "", [[1]], [[]], {}],
     }  # fmt: skip
     for name, values in wrong.items():
         for value in values:
             with pytest.raises(WorkerLostError):
-                preprocessing_worker.check_image(MESSAGE | {name: value}, TASK, METADATA)
+                check.parts(MESSAGE | {name: value}, TASK)
+    for fps in (1e-300, 1e-7):
+        with pytest.raises(WorkerLostError):
+            check.parts({"grid": [1, 4, 6], "texts": []}, ImageTask("video", TASK.sources, fps))
     assert preprocessing_worker.check_seconds(0.25) == 0.25
     for value in (None, 1, "0.25", -0.1, 1e300, float("inf"), float("nan")):
         with pytest.raises(WorkerLostError):

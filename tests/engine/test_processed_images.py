@@ -14,7 +14,7 @@ def processed(name, num_patches=1, fill=0):
     """An image whose key is its name."""
     patches = np.full((num_patches, PATCH_DIM), fill, dtype=np.uint8)
     patches.flags.writeable = False
-    return ProcessedImage(name.encode(), (1, 1, num_patches), 1.0, patches)
+    return ProcessedImage(name.encode(), (), patches)
 
 
 def test_an_image_is_found_by_its_digest():

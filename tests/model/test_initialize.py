@@ -80,7 +80,7 @@ def test_an_embedding_that_is_too_small_grows_by_the_mean_of_its_rows_to_an_alig
     assert config.language.vocab_size == 320
     embedding = load_model(tmp_path / "vlm", device="cpu").language.embed_tokens.weight
     assert torch.allclose(embedding[280:], embedding[:280].mean(0).expand(40, -1), atol=1e-6)
-    assert Processor.load(tmp_path / "vlm").vision.image_id == 280
+    assert Processor.load(tmp_path / "vlm").rules.image_id == 280
 
 
 def test_random_weights_depend_on_seed_and_name_alone(tmp_path):

@@ -77,7 +77,7 @@ def test_a_video_gives_the_same_logits_and_words_at_the_published_positions(orac
     assert ours.image_grids[0, 0] == 3, "five frames are three frame pairs"
     assert (ids == oracle.tokenizer.convert_tokens_to_ids(VIDEO)).sum() == ours.image_token_index.shape[0]
     first, last = int(ours.image_token_index[0]), int(ours.image_token_index[-1])
-    times = [first + int(processor.vision.tokens_per_second * 2 / 1.5 * pair) for pair in range(3)]
+    times = [first + int(processor.rules.tokens_per_second * 2 / 1.5 * pair) for pair in range(3)]
     video = [(time, first + row, first + column) for time in times for row in range(3) for column in range(5)]
     assert ours.positions[:, first : last + 1].T.tolist() == [list(token) for token in video]
     assert times[-1] > first + 4, "the largest position is a time"

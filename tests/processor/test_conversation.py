@@ -67,9 +67,7 @@ def with_template(processor, source):
     return Processor(
         tokenizer=processor.tokenizer,
         template=ChatTemplate(source),
-        images=processor.images,
-        videos=processor.videos,
-        vision=processor.vision,
+        rules=processor.rules,
         eos_ids=processor.eos_ids,
         limits=processor.limits,
     )
@@ -216,7 +214,7 @@ def test_images_stand_where_hugging_face_puts_their_placeholder(processor, check
     template = (checkpoint / "chat_template.jinja").read_text()
     expected = reference_ids(checkpoint / "tokenizer.json", template, messages, True)
     ids = processor.preprocess(messages, True).token_ids.tolist()
-    image_id, collapsed = processor.vision.image_id, []
+    image_id, collapsed = processor.rules.image_id, []
     for token_id in ids:
         if not (token_id == image_id and collapsed and collapsed[-1] == image_id):
             collapsed.append(token_id)

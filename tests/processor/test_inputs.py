@@ -119,7 +119,7 @@ def test_text_alone_has_no_patches(processor):
 
 
 def test_a_videos_time_runs_with_its_frame_rate(processor):
-    per_second = processor.vision.tokens_per_second
+    per_second = processor.rules.tokens_per_second
     for fps in (0.5, 1, 2, 4):
         row = processor.preprocess(ask(video(6, 56, 56, fps=fps)))
         times = row.positions[0, row.image_token_index].unique()
@@ -132,8 +132,8 @@ def test_an_image_takes_as_many_tokens_as_its_grid_has_cells(processor):
     row = processor.preprocess(ask(image(120, 300)))
     assert row.image_grids.tolist() == [list(processor.images.grid(300, 120))]
     assert len(row.image_token_index) == row.image_grids.prod() // 4
-    assert (row.token_ids[row.image_token_index] == processor.vision.image_id).all()
-    assert (row.token_ids == processor.vision.image_id).sum() == len(row.image_token_index)
+    assert (row.token_ids[row.image_token_index] == processor.rules.image_id).all()
+    assert (row.token_ids == processor.rules.image_id).sum() == len(row.image_token_index)
 
 
 # ------------------------------------------------------------------ devices and pixels

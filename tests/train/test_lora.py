@@ -14,7 +14,7 @@ from train.running import losses, read_recipe, run_together, write_recipe, write
 from saccade.config import load_config
 from saccade.errors import CheckpointError, ConfigError
 from saccade.model import load_model
-from saccade.model.families.qwen2_5_vl import name_on_disk
+from saccade.model.families import DEFAULT_FAMILY
 from saccade.model.initialize import initialize_random, named_size
 from saccade.model.linear import Linear
 from saccade.model.lora_linear import GROUP_SIZE, LoraLinear, compute_weight, stored_weight
@@ -235,7 +235,7 @@ def test_qlora_adapters_are_merged_into_the_original_weights(run_root, checkpoin
     model = trained_model(run_root, "int4", checkpoint, tmp_path)
     start, merged = (load_file(folder / "model.safetensors") for folder in (checkpoint, exported(run_root, "int4")))
     for name, layer in lora_layers(model).items():
-        stored = name_on_disk(f"{name}.weight")
+        stored = DEFAULT_FAMILY.name_on_disk(f"{name}.weight")
         N, D = start[stored].shape
         learned = layer.scale * (layer.lora_B @ layer.lora_A)[:N, :D]
         assert learned.abs().max() > 1e-3
@@ -388,7 +388,7 @@ def test_parts_may_have_their_own_learning_rates(checkpoint, tmp_path):
 def test_a_frozen_tower_builds_no_graph(checkpoint, tmp_path):
     parallel, _ = built(checkpoint, tmp_path, "stages.0.lora={rank=4}", "parallel.recompute_language=full")
     inputs = Processor.load(checkpoint)(conversations())
-    assert not parallel.model.embed(inputs).requires_grad
+    assert not parallel.model.embed(inputs)[0].requires_grad
     _, gradients = loss_and_gradients(parallel, inputs)
     assert gradients.keys() == lora_parameters(parallel.model).keys()
 

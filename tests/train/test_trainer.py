@@ -168,8 +168,8 @@ def test_a_run_that_never_recovers_gives_up(recipe, tmp_path):
 def test_a_parameter_that_the_loss_does_not_reach_is_named_in_the_first_step(recipe, monkeypatch):
     from saccade.model.vision import PatchMerger
 
-    def cut(self, x_PD):
-        return self.mlp(self.ln_q(x_PD.detach()).view(-1, self.merged_size))
+    def cut(self, outputs):
+        return self.mlp(self.ln_q(outputs[0].detach()).view(-1, self.merged_size))
 
     monkeypatch.setattr(PatchMerger, "forward", cut)
     with pytest.raises(

@@ -1,7 +1,6 @@
-"""Model families: names and sizes of their checkpoints, one file per family.
+"""Model families: names, modules and sizes, one file per family. `family.py` is the seam.
 
-A vision-language family module has `SIZES`, `parse_config`, `describe_config`, `name_on_disk`, `name_in_model` and
-`name_in_transformers`. A text family module (a decoder for `saccade init --text`) has `parse_text_config`.
+A vision-language family module has `FAMILY`. A text family module (a decoder for `saccade init --text`) has `parse_text_config`.
 """
 
 from pathlib import Path
@@ -9,15 +8,27 @@ from types import ModuleType
 
 from saccade.errors import CheckpointError, ConfigError
 from saccade.model.config import ModelConfig
-from saccade.model.families import llama, qwen2, qwen2_5_vl
+from saccade.model.families import llama, qwen2, qwen2_5_vl, qwen2_vl, qwen3_vl
+from saccade.model.families.family import Family
 from saccade.processor.folder import read_config
 
-VISION_LANGUAGE: dict[str, ModuleType] = {qwen2_5_vl.MODEL_TYPE: qwen2_5_vl}
+DEFAULT_FAMILY = qwen2_5_vl.FAMILY
+"""Whose sizes need no family name, and which text models are extended to."""
+VISION_LANGUAGE: dict[str, Family] = {
+    family.model_type: family for family in (DEFAULT_FAMILY, qwen2_vl.FAMILY, qwen3_vl.FAMILY)
+}
 TEXT: dict[str, ModuleType] = {qwen2.MODEL_TYPE: qwen2, llama.MODEL_TYPE: llama}
 
 
-def family_of(folder: str | Path) -> ModuleType:
-    """The family module of a checkpoint folder, by the `model_type` of its `config.json`."""
+def family_named(model_type: str) -> Family:
+    """The family of a model config."""
+    if model_type not in VISION_LANGUAGE:
+        raise ConfigError(f"family {model_type!r} is not supported. Use one of {', '.join(VISION_LANGUAGE)}")
+    return VISION_LANGUAGE[model_type]
+
+
+def family_of(folder: str | Path) -> Family:
+    """The family of a checkpoint folder, by the `model_type` of its `config.json`."""
     model_type = read_config(Path(folder)).get("model_type")
     if model_type in VISION_LANGUAGE:
         return VISION_LANGUAGE[str(model_type)]
@@ -33,10 +44,25 @@ def family_of(folder: str | Path) -> ModuleType:
 def load_model_config(folder: str | Path) -> ModelConfig:
     """The sizes of a checkpoint folder's model."""
     try:
-        config: ModelConfig = family_of(folder).parse_config(read_config(Path(folder)))
+        return family_of(folder).parse_config(read_config(Path(folder)))
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
-    return config
+
+
+def named_size(name: str) -> ModelConfig:
+    """The config of a named size: `SIZE` of the default family, or `FAMILY/SIZE`."""
+    sizes = named_sizes()
+    if name not in sizes:
+        raise ConfigError(f"unknown size {name!r}. Sizes: {', '.join(sizes)}")
+    return sizes[name]
+
+
+def named_sizes() -> dict[str, ModelConfig]:
+    """All named sizes."""
+    others = [family for family in VISION_LANGUAGE.values() if family is not DEFAULT_FAMILY]
+    return {**DEFAULT_FAMILY.sizes} | {
+        f"{family.model_type}/{name}": size for family in others for name, size in family.sizes.items()
+    }
 
 
 def text_family(model_type: object) -> ModuleType:

@@ -1,0 +1,95 @@
+"""What a model family says about itself: the seam between the model and everything that must not know a family's name.
+
+Its other side is `saccade.processor.families`: how images and videos become patches, tokens and positions. A family is one file in
+each folder. The model asks for the tower and the projector; loading and export for names; `saccade init` for sizes and files; trainer
+and planner count the modules that were built.
+
+    checkpoint       `parse_config`, `describe_config`, `describe_processor`, the prefixes of tensor names
+    tower            `make_tower`: pixels and a layout to the outputs of its blocks; see `vision.py` for what else is asked of a tower
+    projector        `make_projector`: these outputs to features of D for the embedding, and of D for each layer they enter later
+    decoder          `LanguageConfig`: RoPE sections (plain, interleaved; one section is 1-D RoPE), biases, norms, head dim
+    training         parts to freeze are the modules `vision`, `projector`, `language`, `head` of every family; a tower has `blocks`
+
+A family with a CLIP or SigLIP tower and an MLP (LLaVA-NeXT, LLaVA-OneVision) has a tower class of its own with the methods of
+`VisionTower`: its grid is (tiles, height, width), `layout` gives one segment per tile, and its output leaves out the class token. Its
+projector gathers the tiles into rows, drops the padding and appends the newline embedding, by an index in the layout. A sliding
+window is a field of `LanguageConfig` that the attention contexts pass on; the kernels take it already.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from saccade.model.config import ModelConfig, VisionConfig
+from saccade.model.vision import VisionTower
+
+CHATML_VISION_TOKENS = {
+    "image": "<|image_pad|>",
+    "video": "<|video_pad|>",
+    "vision_start": "<|vision_start|>",
+    "vision_end": "<|vision_end|>",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family."""
+
+    model_type: str
+    """`model_type` of `config.json`."""
+    name: str
+    """Its published name."""
+    architecture: str
+    """Its class in `transformers`."""
+    processor_class: str
+    """Its processor in `transformers`."""
+    parse_config: Callable[[Mapping[str, Any]], ModelConfig]
+    """`config.json` to sizes. Unsupported settings are refused."""
+    describe_config: Callable[[ModelConfig, Mapping[str, int]], dict[str, Any]]
+    """Sizes and ids of the vision tokens to the fields of a new `config.json` that are the family's own."""
+    describe_processor: Callable[[ModelConfig], dict[str, dict[str, Any]]]
+    """The files that describe images and videos to `transformers`, by name."""
+    make_tower: Callable[[VisionConfig], VisionTower]
+    """The vision tower."""
+    make_projector: Callable[[VisionConfig, int], nn.Module]
+    """The projector to a decoder of this width."""
+    disk_prefixes: Mapping[str, str]
+    """Prefix on disk, as published, by prefix in the model; longer ones come first."""
+    transformers_prefixes: Mapping[str, str]
+    """Prefix in `transformers`, which is also written by it, by prefix in the model; longer ones come first."""
+    sizes: Mapping[str, ModelConfig]
+    """Models by name; tiny is for tests and laptops, the others are the published shapes."""
+    towers: Mapping[str, VisionConfig]
+    """Vision towers for text models, by name."""
+    vision_tokens: Mapping[str, str]
+    """Control tokens of images and videos, by their names in `config.json`."""
+    image_text: str = "<|vision_start|><|image_pad|><|vision_end|>"
+    """What a chat template writes for an image."""
+    video_text: str = "<|vision_start|><|video_pad|><|vision_end|>"
+    """What a chat template writes for a video."""
+    tool_calls: Literal["hermes"] = "hermes"
+    """Format in which its models call tools."""
+
+    def name_on_disk(self, name: str) -> str:
+        """Parameter name to name on disk."""
+        return _replace_prefix(name, self.disk_prefixes) or name
+
+    def name_in_transformers(self, name: str) -> str:
+        """Module or parameter name to its name in `transformers`, which adapters use."""
+        return _replace_prefix(name, self.transformers_prefixes) or name
+
+    def name_in_model(self, name: str) -> str | None:
+        """Name on disk to parameter name; None if unknown."""
+        for prefixes in (self.transformers_prefixes, self.disk_prefixes):  # the longer ones
+            if found := _replace_prefix(name, {disk: ours for ours, disk in prefixes.items()}):
+                return found
+        return None
+
+
+def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str | None:
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return None

@@ -1,0 +1,109 @@
+"""How each model family turns images and videos into patches, tokens and positions: one file per family, no torch.
+
+    image or frames -> grid -> patches               (`resize`, `patchify`)
+    grid -> parts, which replace the placeholder     (`texts`, `parts`)
+    parts -> positions                               (`positions.py`)
+
+`VisionRules` is the seam; the model's side of it is `saccade.model.families`. Nothing outside a family reads a *grid*: three integers
+that say how the patches of one image are arranged, frame pairs x rows x columns in the families that are here. Everything else asks for
+numbers of patches and tokens.
+
+A family with tiles (LLaVA-NeXT, LLaVA-OneVision) fits like this: its grid is (tiles, height, width) of the original image, from which
+its rules derive the tiles that are cut, the tokens that remain without the padding and the newline tokens, and its tower the features;
+an image of any shape stays one `FeatureSpan`. With 1-D RoPE its span is one of text length (`positions.py`). Where an image's tiles depend
+on how many images the conversation has, that number is an argument of `image_grid`, and it must be a part of the image's key
+(`VisualMetadata.settings` in the engine), because caches are keyed by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from saccade.errors import CheckpointError
+from saccade.processor.families import qwen2_5_vl, qwen2_vl, qwen3_vl
+from saccade.processor.folder import read_config
+from saccade.processor.image import Grid, ImageSettings, MediaLimits, Pixels, Resize
+from saccade.processor.parts import Part, VisualKind
+
+
+class VisionRules(Protocol):
+    """The images and videos of one checkpoint."""
+
+    @property
+    def images(self) -> ImageSettings:
+        """Settings of images. Mean and deviation are those of videos too."""
+        ...
+
+    @property
+    def videos(self) -> ImageSettings:
+        """Settings of videos."""
+        ...
+
+    @property
+    def image_id(self) -> int:
+        """Placeholder token of an image."""
+        ...
+
+    @property
+    def video_id(self) -> int:
+        """Placeholder token of a video."""
+        ...
+
+    def image_grid(self, height: int, width: int) -> Grid:
+        """The grid of an image of this size. No pixel is read."""
+        ...
+
+    def num_patches(self, grid: Grid) -> int:
+        """Patches of a grid."""
+        ...
+
+    def patchify(
+        self, kind: VisualKind, frames: Sequence[Pixels], resize: Resize, into: Pixels | None = None
+    ) -> tuple[Pixels, Grid]:
+        """[patches, patch_dim] uint8 and the grid of an image (one frame) or a video, in the first rows of `into` or in new memory."""
+        ...
+
+    def num_texts(self, kind: VisualKind, grid: Grid) -> int:
+        """Texts that the model gets between the features of an image or video."""
+        ...
+
+    def texts(self, kind: VisualKind, num_frames: int, fps: float) -> list[str]:
+        """These texts, such as the times of frames."""
+        ...
+
+    def parts(self, kind: VisualKind, grid: Grid, fps: float, texts: Sequence[Sequence[int]]) -> tuple[Part, ...]:
+        """What replaces the placeholder. `texts`: those of `texts`, tokenised. `fps`: frames per second of a video."""
+        ...
+
+    def max_patches(self, kind: VisualKind, limits: MediaLimits) -> int:
+        """Upper bound on the patches of an image or video within the limits."""
+        ...
+
+    def is_possible(self, kind: VisualKind, grid: Grid, fps: float, num_frames: range, limits: MediaLimits) -> bool:
+        """Whether an image or video of so many frames can have this grid, and positions that are not too far apart.
+
+        The engine asks this about what a worker process sent: nothing else about a grid may be trusted.
+        """
+        ...
+
+
+_FAMILIES: dict[str, type[qwen2_vl.Rules]] = {
+    qwen2_vl.MODEL_TYPE: qwen2_vl.Rules,
+    qwen2_5_vl.MODEL_TYPE: qwen2_5_vl.Rules,
+    qwen3_vl.MODEL_TYPE: qwen3_vl.Rules,
+}
+
+
+def load_rules(folder: str | Path) -> VisionRules:
+    """The rules of a checkpoint folder, from its JSON files."""
+    folder = Path(folder)
+    config: dict[str, Any] = read_config(folder)
+    model_type = config.get("model_type")
+    if model_type not in _FAMILIES:
+        raise CheckpointError(
+            f"{folder}/config.json: model_type {model_type!r} is not a supported vision-language model ({', '.join(_FAMILIES)}). "
+            "Make one with saccade init"
+        )
+    return _FAMILIES[str(model_type)].load(folder, config)

@@ -1,0 +1,130 @@
+"""Qwen3-VL: images as in Qwen2-VL; each frame pair of a video is an image of its own behind its time in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from saccade.processor.families import qwen2_vl
+from saccade.processor.families.settings import read_settings, required_id
+from saccade.processor.folder import read_json
+from saccade.processor.image import Grid, ImageSettings, MediaLimits, Pixels, Resize, video_patches
+from saccade.processor.parts import Part, TextTokens, VisualKind
+
+MODEL_TYPE = "qwen3_vl"
+
+_VIDEO_PIXELS = 128 * 32 * 32, 768 * 32 * 32
+"""Default pixels of all frames of a video, at least and at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules(qwen2_vl.Rules):
+    """See `VisionRules`."""
+
+    vision_start_id: int
+    """Control token before a frame pair."""
+    vision_end_id: int
+    """Control token behind a frame pair."""
+
+    @classmethod
+    def fields(cls, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What the files of a checkpoint folder say."""
+        images, videos = read_settings(folder, config, ImageSettings())
+        if not _has_video_settings(folder):
+            videos = replace(images, min_pixels=_VIDEO_PIXELS[0], max_pixels=_VIDEO_PIXELS[1])
+        markers = {
+            f"{name}_id": required_id(config, f"{name}_token_id", folder) for name in ("vision_start", "vision_end")
+        }
+        return super().fields(folder, config) | {"videos": videos} | markers
+
+    # -------------------------------------------------------------- patches
+
+    def patchify(
+        self, kind: VisualKind, frames: Sequence[Pixels], resize: Resize, into: Pixels | None = None
+    ) -> tuple[Pixels, Grid]:
+        """See `VisionRules`."""
+        if kind == "image":
+            return super().patchify(kind, frames, resize, into)
+        height, width = frames[0].shape[:2]
+        size = resized_video(len(frames), height, width, self.videos)
+        return video_patches(frames, self.videos, resize, into, size)
+
+    def max_patches(self, kind: VisualKind, limits: MediaLimits) -> int:
+        """See `VisionRules`. The share of a frame shrinks with their number, but not below one token."""
+        if kind == "image":
+            return super().max_patches(kind, limits)
+        return math.ceil(limits.max_frames / self.videos.temporal_patch_size) * self._max_pair_patches(
+            limits.max_frames, limits
+        )
+
+    def _max_pair_patches(self, num_frames: int, limits: MediaLimits) -> int:
+        """Upper bound on the patches of each frame pair, of so many frames."""
+        counted = max(self.videos.temporal_patch_size, num_frames - 1)  # the count is rounded to even, up or down
+        share = replace(
+            self.videos, min_pixels=1, max_pixels=max(self.videos.cell**2, self.videos.max_pixels // counted)
+        )
+        return replace(self, videos=share)._max_frame_patches("video", limits)
+
+    # -------------------------------------------------------------- tokens
+
+    def num_texts(self, kind: VisualKind, grid: Grid) -> int:
+        """See `VisionRules`."""
+        return 0 if kind == "image" else grid[0]
+
+    def texts(self, kind: VisualKind, num_frames: int, fps: float) -> list[str]:
+        """The time of each frame pair of a video: the mean of its first and last frame's."""
+        if kind == "image":
+            return []
+        depth = self.videos.temporal_patch_size
+        pairs = [(first, min(first + depth, num_frames) - 1) for first in range(0, num_frames, depth)]
+        return [f"<{(first / fps + last / fps) / 2:.1f} seconds>" for first, last in pairs]
+
+    def parts(self, kind: VisualKind, grid: Grid, fps: float, texts: Sequence[Sequence[int]]) -> tuple[Part, ...]:
+        """See `VisionRules`."""
+        if kind == "image":
+            return super().parts(kind, grid, fps, texts)
+        pair = self.span(kind, (1, *grid[1:]), 1.0)
+        around = [
+            (TextTokens((*text, self.vision_start_id)), pair, TextTokens((self.vision_end_id,))) for text in texts
+        ]
+        return tuple(part for parts in around for part in parts)
+
+    def is_possible(self, kind: VisualKind, grid: Grid, fps: float, num_frames: range, limits: MediaLimits) -> bool:
+        """See `VisionRules`."""
+        if kind == "image":
+            return super().is_possible(kind, grid, fps, num_frames, limits)
+        (frames, rows, columns), depth, merge = grid, self.videos.temporal_patch_size, self.videos.merge_size
+        return (
+            math.ceil(num_frames[0] / depth) <= frames <= math.ceil(num_frames[-1] / depth)
+            and 0 < rows * columns <= self._max_pair_patches(frames * depth - depth + 1, limits)
+            and rows % merge == columns % merge == 0
+        )
+
+
+def resized_video(num_frames: int, height: int, width: int, settings: ImageSettings) -> tuple[int, int]:
+    """Height and width of every frame: multiples of a token's side, with the pixels of all frames within the limits."""
+    cell, depth = settings.cell, settings.temporal_patch_size
+    num_frames = max(num_frames, depth)
+    if min(height, width) < cell:
+        scale = max(cell / height, cell / width)
+        height, width = int(height * scale), int(width * scale)
+    rows, columns = round(height / cell), round(width / cell)
+    num_pixels = round(num_frames / depth) * depth * rows * columns * cell**2
+    if num_pixels > settings.max_pixels:
+        shrink = math.sqrt(num_frames * height * width / settings.max_pixels)
+        rows = max(1, math.floor(height / shrink / cell))
+        columns = max(1, math.floor(width / shrink / cell))
+    elif num_pixels < settings.min_pixels:
+        grow = math.sqrt(settings.min_pixels / (num_frames * height * width))
+        rows, columns = math.ceil(height * grow / cell), math.ceil(width * grow / cell)
+    return rows * cell, columns * cell
+
+
+def _has_video_settings(folder: Path) -> bool:
+    return bool(
+        read_json(folder / "video_preprocessor_config.json")
+        or read_json(folder / "processor_config.json").get("video_processor")
+    )
