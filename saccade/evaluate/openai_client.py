@@ -101,7 +101,7 @@ class OpenAIModel:
         usage = self._complete(conversation, one_token).get("usage") or {}
         likelihoods = []
         for continuation in continuations:
-            messages = [*conversation, {"role": "assistant", "content": continuation}]
+            messages = [*conversation, {"role": "assistant", "content": continuation.strip()}]
             options = {"prompt_logprobs": 0, "continue_final_message": True, "add_generation_prompt": False}
             content = self._complete(messages, one_token, **options)
             scored = _field(content, "prompt_logprobs")[int(_field(usage, "prompt_tokens")) :]

@@ -42,6 +42,37 @@ def token_text(token_id: int, processor: Processor) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], processor: Processor) -> list[dict[str, Any] | None]:
+    """Of a prompt, as vLLM reports them: by token id, the prompt's own token first."""
+
+    def entry(one: TokenLogprobs) -> dict[str, Any]:
+        return {
+            str(token_id): {"logprob": max(logprob, _MIN_LOGPROB), "decoded_token": token_text(token_id, processor)}
+            for token_id, logprob in [*one.top, (one.token_id, one.logprob)]
+        }
+
+    return [None if one is None else _first(str(one.token_id), entry(one)) for one in logprobs]
+
+
+def _first(key: str, entries: dict[str, Any]) -> dict[str, Any]:
+    return {key: entries[key]} | entries
+
+
+def echoed_logprobs(
+    token_ids: Sequence[int],
+    prompt: Sequence[TokenLogprobs | None],
+    logprobs: Sequence[TokenLogprobs],
+    processor: Processor,
+) -> dict[str, Any]:
+    """Of a prompt and its completion, in one list. The first token has none."""
+    first = token_text(token_ids[0], processor)
+    rest = completion_logprobs(
+        [one for one in (*prompt, *logprobs) if one is not None], processor=processor, offset=len(first)
+    )
+    nothing = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    return {name: [value, *rest[name]] for name, value in nothing.items()}
+
+
 def completion_logprobs(logprobs: Sequence[TokenLogprobs], *, processor: Processor, offset: int) -> dict[str, Any]:
     """Of a text completion or one of its chunks, whose text begins at `offset`."""
     tokens = [token_text(one.token_id, processor) for one in logprobs]

@@ -25,6 +25,7 @@ def samplings_of(
     max_tokens: int,
     max_completions: int,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     response_format: ResponseFormat | None = None,
     tool_grammar: StructuredOutput | None = None,
 ) -> list[SamplingParams]:
@@ -34,6 +35,10 @@ def samplings_of(
         raise bad_request(f"n is {num_completions}; this server makes up to {max_completions} completions", param="n")
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options is only allowed with stream", param="stream_options")
+    if prompt_logprobs is not None and (request.stream or num_completions > 1):
+        raise bad_request(
+            "prompt_logprobs and echo need stream false and n 1", param="stream" if request.stream else "n"
+        )
     fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
     if request.stop is not None:
         fields["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
@@ -45,7 +50,13 @@ def samplings_of(
         fields["seed"] = request.seed % 2**63
     try:
         structured = structured_of(response_format, request.structured_outputs, tool_grammar)
-        one = SamplingParams(**_DEFAULTS | fields, max_tokens=max_tokens, logprobs=logprobs, structured=structured)
+        one = SamplingParams(
+            **_DEFAULTS | fields,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured=structured,
+        )
     except ConfigError as error:
         raise bad_request(str(error)) from error
     if num_completions == 1 or one.seed is None:

@@ -431,7 +431,7 @@ FIELDS = {
 REFUSED_FIELDS = (
     "functions", "function_call", "audio", "prediction", "web_search_options", "reasoning_effort", "verbosity", "prompt_cache_key", "best_of", "suffix",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search", "length_penalty", "chat_template", "chat_template_kwargs",
-    "mm_processor_kwargs", "documents", "prompt_logprobs", "allowed_token_ids", "bad_words", "lora", "truncate_prompt_tokens", "metadata",
+    "mm_processor_kwargs", "documents", "allowed_token_ids", "bad_words", "lora", "truncate_prompt_tokens", "metadata",
     "trust_remote_code", "eval", "exec", "$where", "constructor",
 )  # fmt: skip
 MESSAGES = {
@@ -601,7 +601,10 @@ def endpoint_cases():
             f"completions of {str(prompt)[:30]}", post("/v1/completions", model="tiny", prompt=prompt, max_tokens=2)
         )
     for fields in (
-        {"echo": True},
+        {"echo": True, "stream": True},
+        {"echo": True, "logprobs": 1, "n": 2},
+        {"prompt_logprobs": 21},
+        {"prompt_logprobs": 0, "stream": True},
         {"best_of": 2},
         {"suffix": "x"},
         {"logprobs": 21},

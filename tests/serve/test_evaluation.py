@@ -36,7 +36,21 @@ def test_answers_and_scores_over_http_are_those_in_process(server, checkpoint, t
     assert over_http.scores == in_process.scores
 
 
-def test_the_server_gives_no_log_likelihoods_and_that_is_found_out(server):
-    with OpenAIModel(server.url) as served:
-        assert not served.can_score
+def test_log_likelihoods_over_http_are_those_in_process(server, checkpoint, tasks, tmp_path):
+    data = tasks[1].data
+    scored = (TaskConfig(task="perplexity", data=data, limit=2), TaskConfig(task="retrieval", data=data, limit=2))
+    with OpenAIModel(server.url) as served, EngineModel(checkpoint, device="cpu") as engine:
+        assert served.can_score
         assert not served.can_embed
+        image = {"type": "image", "image": next(iter(read_examples(data))).images[0].read()}
+        conversation = [{"role": "user", "content": [image, {"type": "text", "text": "what is it?"}]}]
+        answers = ["a shape", " on a wall ", "é"]
+        ours, theirs = (model.log_likelihoods(conversation, answers) for model in (engine, served))
+        assert [one.num_tokens for one in theirs] == [one.num_tokens for one in ours]
+        assert [one.logprob for one in theirs] == pytest.approx([one.logprob for one in ours], abs=1e-3)
+        assert len({one.logprob for one in ours}) == 3
+        over_http = evaluate(served, EvaluationConfig(out=tmp_path / "http", tasks=scored))
+        in_process = evaluate(engine, EvaluationConfig(out=tmp_path / "engine", tasks=scored))
+    for task, name in (("perplexity", "logprob"), ("retrieval", "logprobs")):
+        records = zip(over_http.records(task), in_process.records(task), strict=True)
+        assert all(theirs[name] == pytest.approx(ours[name], abs=1e-3) for theirs, ours in records)

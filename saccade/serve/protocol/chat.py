@@ -9,7 +9,16 @@ from pydantic import Field
 from saccade.engine.request import MAX_LOGPROBS
 from saccade.processor.conversation import MAX_FPS, MIN_FPS
 from saccade.processor.tools import MAX_TOOLS
-from saccade.serve.protocol.common import UNSUPPORTED, Items, JsonObject, OnlyFalse, SamplingFields, Usage, Wire
+from saccade.serve.protocol.common import (
+    UNSUPPORTED,
+    Items,
+    JsonObject,
+    OnlyFalse,
+    PromptLogprobs,
+    SamplingFields,
+    Usage,
+    Wire,
+)
 
 Fps = Annotated[float, Field(ge=MIN_FPS, le=MAX_FPS)]
 
@@ -255,6 +264,8 @@ class ChatRequest(SamplingFields):
     """Return the log-probability of each output token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """And of this many most likely tokens; only with `logprobs`."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Return the log-probability of each token of the prompt, and of this many most likely ones. Without `stream`, and with `n` 1."""
     response_format: ResponseFormat | None = None
     """The form of the answer."""
     continue_final_message: bool | None = None
@@ -356,3 +367,5 @@ class ChatCompletion(Wire):
     """Changes with the model and the version of the server."""
     service_tier: None
     """Always null."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """If requested."""

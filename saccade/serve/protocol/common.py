@@ -126,13 +126,25 @@ UNSUPPORTED = {
     "chat_template_kwargs": "the template of the checkpoint takes no arguments from clients",
     "mm_processor_kwargs": "images are processed as the checkpoint says; resize them before sending",
     "documents": "put them into the messages",
-    "prompt_logprobs": "log-probabilities of the prompt are not served; use saccade.engine",
     "allowed_token_ids": "use logit_bias or structured_outputs",
     "bad_words": "use logit_bias",
     "lora": "adapters are not served",
     "truncate_prompt_tokens": "shorten the prompt before sending it",
 }
 """Fields of OpenAI's and vLLM's API that are refused, with the reason."""
+
+
+class PromptLogprob(Wire):
+    """A token of the prompt, or a likely one in its place."""
+
+    logprob: float
+    """Its log-probability."""
+    decoded_token: str
+    """Its text."""
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id; the prompt's own token comes first. null for the first token, which nothing precedes."""
 
 
 class PromptTokensDetails(Wire):

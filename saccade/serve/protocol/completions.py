@@ -8,7 +8,7 @@ from pydantic import Field
 
 from saccade.engine.request import MAX_COMPLETIONS, MAX_LOGPROBS
 from saccade.serve.protocol.chat import ResponseFormat
-from saccade.serve.protocol.common import Items, OnlyFalse, SamplingFields, TokenId, Usage, Wire
+from saccade.serve.protocol.common import Items, PromptLogprobs, SamplingFields, TokenId, Usage, Wire
 
 TokenIds = Annotated[Items[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -30,8 +30,10 @@ class CompletionRequest(SamplingFields):
     """Maximum output tokens. Default 16."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Return log-probabilities of each output token and of this many most likely ones."""
-    echo: OnlyFalse | None = None
-    """The prompt is not repeated."""
+    echo: bool | None = None
+    """Repeat the prompt before the completion; with `logprobs` those of its tokens too. Without `stream`."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Return the log-probability of each token of the prompt, and of this many most likely ones. Without `stream`, and with `n` 1."""
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     """One candidate per completion."""
     suffix: None = None
@@ -45,9 +47,9 @@ class CompletionLogprobs(Wire):
 
     tokens: list[str]
     """Text of each token."""
-    token_logprobs: list[float]
-    """Of each token."""
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """Of each token; null for the first token of a repeated prompt."""
+    top_logprobs: list[dict[str, float] | None]
     """The most likely tokens at each position, by text."""
     text_offset: list[int]
     """Where each token begins in the text, in characters."""
@@ -64,6 +66,8 @@ class CompletionChoice(Wire):
     """If requested."""
     finish_reason: Literal["stop", "length"]
     """Why it ended."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """If requested."""
 
 
 class TextCompletion(Wire):

@@ -162,6 +162,7 @@ class ResponsesRequest(Wire):
 
 
 RESPONSES_UNSUPPORTED = UNSUPPORTED | {
+    "prompt_logprobs": "use /v1/chat/completions",
     "previous_response_id": "nothing is stored; send the whole conversation as input",
     "conversation": "nothing is stored; send the whole conversation as input",
     "tool_choice": "use tools with /v1/chat/completions",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from saccade.serve.conversation import conversation_of, prompt_input
 from saccade.serve.errors import ApiError, bad_request
 from saccade.serve.generation import ChoiceDelta, Generation, cancelled_on_disconnect, error_of
 from saccade.serve.json_route import JsonRoute
-from saccade.serve.logprobs import chat_logprobs
+from saccade.serve.logprobs import chat_logprobs, prompt_logprobs
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
 from saccade.serve.protocol.chat import ChatCompletion, ChatRequest
 from saccade.serve.record import RequestRecord
@@ -53,7 +54,11 @@ def router(service: Service) -> APIRouter:
             return EventStream(generation, answer.chunks(generation))
         async with cancelled_on_disconnect(generation, request.receive):
             completions = await generation.wait()
-        return Response(orjson.dumps(answer.whole(completions)), media_type="application/json")
+        if body.prompt_logprobs is not None:  # one entry per token of the prompt: not on the event loop
+            content = await asyncio.to_thread(answer.whole, completions)
+        else:
+            content = answer.whole(completions)
+        return Response(orjson.dumps(content), media_type="application/json")
 
     return routes
 
@@ -77,6 +82,7 @@ async def _start(
         max_tokens=body.max_completion_tokens or body.max_tokens or service.supervisor.engine.max_length,
         max_completions=service.config.max_completions,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
         response_format=body.response_format,
         tool_grammar=choice.structured,
     )
@@ -127,10 +133,13 @@ class _Answer:
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The answer at once."""
+        scored = completions[0].prompt_logprobs
+        extra = {} if scored is None else {"prompt_logprobs": prompt_logprobs(scored, self._service.processor)}
         return self._fields | {
             "choices": [self._choice(index, completion) for index, completion in enumerate(completions)],
             "usage": usage_of(self._record),
             "service_tier": None,
+            **extra,
         }
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from saccade.engine.request import Completion
 from saccade.serve.errors import bad_request
 from saccade.serve.generation import Generation, cancelled_on_disconnect, error_of
 from saccade.serve.json_route import JsonRoute
-from saccade.serve.logprobs import completion_logprobs
+from saccade.serve.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
 from saccade.serve.protocol.completions import CompletionRequest, TextCompletion
 from saccade.serve.record import RequestRecord
@@ -44,6 +44,7 @@ def router(service: Service) -> APIRouter:
             max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
             max_completions=service.config.max_completions,
             logprobs=body.logprobs,
+            prompt_logprobs=_num_prompt_logprobs(body),
             response_format=body.response_format,
         )
         prompts = _prompts(body)
@@ -63,14 +64,26 @@ def router(service: Service) -> APIRouter:
             priority=body.priority,
             cache_salt=body.cache_salt,
         )
-        answer = _Answer(service, body, request.state.record)
+        answer = _Answer(service, body, request.state.record, token_ids)
         if body.stream:
             return EventStream(generation, answer.chunks(generation))
         async with cancelled_on_disconnect(generation, request.receive):
             completions = await generation.wait()
-        return Response(orjson.dumps(answer.whole(completions)), media_type="application/json")
+        if samplings[0].prompt_logprobs is not None:  # one entry per token of the prompt: not on the event loop
+            content = await asyncio.to_thread(answer.whole, completions)
+        else:
+            content = answer.whole(completions)
+        return Response(orjson.dumps(content), media_type="application/json")
 
     return routes
+
+
+def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """Likely tokens to report in place of each token of the prompt; None: no log-probabilities."""
+    if body.echo and body.stream:
+        raise bad_request("echo needs stream false", param="stream")
+    asked = [number for number in (body.prompt_logprobs, body.logprobs if body.echo else None) if number is not None]
+    return max(asked, default=None)
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
@@ -94,8 +107,11 @@ def _prompt_input(token_ids: list[int]) -> PromptInput:
 class _Answer:
     """Puts completions into the shape of the API."""
 
-    def __init__(self, service: Service, body: CompletionRequest, record: RequestRecord) -> None:
-        self._body, self._record = body, record
+    def __init__(
+        self, service: Service, body: CompletionRequest, record: RequestRecord, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        """`prompts`: token ids of each prompt."""
+        self._body, self._record, self._prompts, self._processor = body, record, prompts, service.processor
         self._logprobs = partial(completion_logprobs, processor=service.processor)
         self._fields = {
             "id": record.id.replace("req-", "cmpl-"),
@@ -107,10 +123,20 @@ class _Answer:
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The answer at once."""
-        choices = [
-            self._choice(index, one.text, one.logprobs, 0, one.finish_reason) for index, one in enumerate(completions)
-        ]
+        choices = [self._whole_choice(index, one) for index, one in enumerate(completions)]
         return self._fields | {"choices": choices, "usage": usage_of(self._record)}
+
+    def _whole_choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        choice = self._choice(index, completion.text, completion.logprobs, 0, completion.finish_reason)
+        scored = completion.prompt_logprobs
+        if self._body.prompt_logprobs is not None and scored is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(scored, self._processor)
+        if self._body.echo:
+            prompt = self._prompts[index // (self._body.n or 1)]
+            choice["text"] = self._processor.tokenizer.decode(prompt, skip_special=False) + completion.text
+            if choice["logprobs"] is not None and scored is not None:
+                choice["logprobs"] = echoed_logprobs(prompt, scored, completion.logprobs or (), self._processor)
+        return choice
 
     def _choice(self, index: int, text: str, logprobs: Any, offset: int, finish_reason: str | None) -> dict[str, Any]:
         has_logprobs = self._body.logprobs is not None and logprobs is not None
