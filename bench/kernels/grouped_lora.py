@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels.timing import Row, Work, compare, graph_ms, main, through
-from saccade.kernels.grouped_lora import grouped_lora
+from saccade.kernels.grouped_lora import TokenGroups, group_tokens, grouped_lora
 
 LAYERS = {
     "qkv": (2048, (2048, 256, 256)),
@@ -31,16 +31,16 @@ def rows() -> Iterator[Row]:
             for num_tokens in (1, 64, 256, 4096):
                 x, y = torch.randn(num_tokens, num_inputs, **new), torch.randn(num_tokens, sum(sizes), **new)
                 slot = torch.arange(num_tokens, device="cuda") * NUM_ADAPTERS // max(NUM_ADAPTERS, num_tokens)
-                slot = (slot % NUM_ADAPTERS + 1).int()
+                groups = group_tokens((slot % NUM_ADAPTERS + 1).int())
 
                 def one_adapter(x: Tensor, y: Tensor, lora_A: Tensor = lora_A, lora_B: Tensor = lora_B) -> Tensor:
                     return torch.addmm(y, x @ lora_A[0, 0].T, lora_B[0].T)
 
                 def grouped(
-                    x: Tensor, y: Tensor, lora_A: Tensor = lora_A, lora_B: Tensor = lora_B, slot: Tensor = slot,
+                    x: Tensor, y: Tensor, lora_A: Tensor = lora_A, lora_B: Tensor = lora_B, groups: TokenGroups = groups,
                     scale: Tensor = scale, sizes: tuple[int, ...] = sizes,
                 ) -> Tensor:  # fmt: skip
-                    return through("triton", grouped_lora)(y, x, lora_A, lora_B, scale, slot, sizes)
+                    return through("triton", grouped_lora)(y, x, lora_A, lora_B, scale, groups, sizes)
 
                 used = min(num_tokens, NUM_ADAPTERS) / NUM_ADAPTERS
                 work = Work(int(used * (lora_A.nbytes + lora_B.nbytes)) + x.nbytes + 2 * y.nbytes)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from saccade.errors import CheckpointError
 from saccade.kernels.grouped_lora import grouped_lora
-from saccade.model.linear import Projection, projections
+from saccade.model.linear import Projection, RowAdapters, projections
 from saccade.model.weights import check_finite, read_tensors, tensor_names
 from saccade.processor.folder import read_json
 
@@ -169,9 +169,9 @@ class AdapterStack:
         self._A = torch.zeros(slots, len(parts), rank, parts[0].in_features, dtype=dtype, device=device)
         self._B = torch.zeros(slots, sum(self.part_sizes), rank, dtype=dtype, device=device)
 
-    def add(self, y_TN: Tensor, x_TD: Tensor, adapter_T: Tensor) -> Tensor:
+    def add(self, y_TN: Tensor, x_TD: Tensor, chosen: RowAdapters) -> Tensor:
         """Add each row's adapter to the outputs of the projections, in place."""
-        return grouped_lora(y_TN, x_TD, self._A, self._B, self._scale_S, adapter_T, self.part_sizes)
+        return grouped_lora(y_TN, x_TD, self._A, self._B, self._scale_S, chosen.groups, self.part_sizes)
 
     def set(self, slot: int, part: int, matrices: tuple[Tensor, Tensor] | None) -> None:
         """Fill a slot of one projection, from 0; None: it has no adapter."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from saccade.model.attention import AttentionContext
 from saccade.model.config import LanguageConfig
 from saccade.model.layers import FeedForward, RMSNorm, make_embedding
-from saccade.model.linear import Input, Linear, add_update, project
+from saccade.model.linear import Input, Linear, RowAdapters, add_update, project
 
 
 class SelfAttention(nn.Module):
@@ -31,15 +31,15 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x_TD: Input, attend: AttentionContext, adapter_T: Tensor | None = None) -> Tensor:
-        """[T, D] to [T, D]. `adapter_T`: the adapter of each token."""
+    def forward(self, x_TD: Input, attend: AttentionContext, chosen: RowAdapters | None = None) -> Tensor:
+        """[T, D] to [T, D]. `chosen`: the adapter of each token."""
         q_THK, k_TGK, v_TGK = (
             x.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
-            for x in project(x_TD, self.q_proj, self.k_proj, self.v_proj, adapter_T=adapter_T)
+            for x in project(x_TD, self.q_proj, self.k_proj, self.v_proj, chosen=chosen)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_THK, k_TGK = self.q_norm(q_THK), self.k_norm(k_TGK)
-        [out_TD] = project(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1), self.o_proj, adapter_T=adapter_T)
+        [out_TD] = project(attend(self.layer, q_THK, k_TGK, v_TGK).flatten(1), self.o_proj, chosen=chosen)
         return out_TD
 
 
@@ -55,22 +55,22 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x_TD: Tensor, update_TD: Tensor | None, attend: AttentionContext, select_S: Tensor | None = None,
-        adapter_T: Tensor | None = None,
+        chosen: RowAdapters | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The residual stream x + update to itself, see `add_update`. `select_S`: tokens to return (None: all); `adapter_T`: the adapter
+        """The residual stream x + update to itself, see `add_update`. `select_S`: tokens to return (None: all); `chosen`: the adapter
         of each token.
 
         Without gradients each sum, norm and activation runs in the kernel of the matrix product behind it: for few tokens a layer is
         five kernels and attention.
         """
         normed = self.input_layernorm.of_sum(x_TD, update_TD)
-        attn_out_TD = self.self_attn(normed.input, attend, adapter_T)
+        attn_out_TD = self.self_attn(normed.input, attend, chosen)
         x_TD = normed.total
         if select_S is not None:
             attn_out_TD, x_TD = attn_out_TD.index_select(0, select_S), x_TD.index_select(0, select_S)
-            adapter_T = None if adapter_T is None else adapter_T.index_select(0, select_S)
+            chosen = None if chosen is None else chosen.select(select_S)
         normed = self.post_attention_layernorm.of_sum(attn_out_TD, x_TD)
-        mlp_out_TD = self.mlp(normed.input, adapter_T)
+        mlp_out_TD = self.mlp(normed.input, chosen)
         return add_update(normed.total, mlp_out_TD)
 
 
@@ -117,9 +117,10 @@ class LanguageModel(nn.Module):
         behind the first layers.
         """
         update_TD: Tensor | None = None
+        chosen = None if adapter_T is None else RowAdapters(adapter_T)
         for i, layer in enumerate(self.layers):
             select = select_S if i == len(self.layers) - 1 else None
-            x_TD, update_TD = layer(x_TD, update_TD, attend, select, adapter_T)
+            x_TD, update_TD = layer(x_TD, update_TD, attend, select, chosen)
             if features is not None:
                 x_TD = features.add(i, x_TD, select)
         return self.norm.of_sum(x_TD, update_TD).normed

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.kernels.rms_norm import rms_norm
-from saccade.model.linear import Input, Linear, NormedSum, project
+from saccade.model.linear import Input, Linear, NormedSum, RowAdapters, project
 
 
 class RMSNorm(nn.Module):
@@ -78,19 +78,19 @@ class FeedForward(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, bias=bias, aligns_out=True)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, aligns_in=True)
 
-    def forward(self, x: Input, adapter_T: Tensor | None = None) -> Tensor:
-        """[..., hidden] to [..., hidden]. `adapter_T`: the adapter of each row."""
-        if adapter_T is not None:
-            return self._forward(x, adapter_T)
+    def forward(self, x: Input, chosen: RowAdapters | None = None) -> Tensor:
+        """[..., hidden] to [..., hidden]. `chosen`: the adapter of each row."""
+        if chosen is not None:
+            return self._forward(x, chosen)
         if x.is_cpu and not torch.is_grad_enabled():
             if isinstance(x, NormedSum):
                 return in_row_chunks(self._forward, x)
             return in_row_chunks(self._forward, x.flatten(0, -2)).view(x.shape)
         return self._forward(x)
 
-    def _forward(self, x: Input, adapter_T: Tensor | None = None) -> Tensor:
-        gate, up = project(x, self.gate_proj, self.up_proj, adapter_T=adapter_T)
-        return self.down_proj.gated(gate, up, saves_activation=self.saves_activation, adapter_T=adapter_T)
+    def _forward(self, x: Input, chosen: RowAdapters | None = None) -> Tensor:
+        gate, up = project(x, self.gate_proj, self.up_proj, chosen=chosen)
+        return self.down_proj.gated(gate, up, saves_activation=self.saves_activation, chosen=chosen)
 
 
 class PlainFeedForward(nn.Module):

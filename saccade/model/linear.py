@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from saccade.kernels.grouped_lora import group_tokens
 from saccade.kernels.linear_cross_entropy import linear_cross_entropy
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm
 from saccade.kernels.small_linear import gated_linear, norm_linear, small_linear
@@ -112,11 +113,22 @@ Input = Tensor | NormedSum
 # ------------------------------------------------------------------ the seam
 
 
+class RowAdapters:
+    """The adapter of each row of an input: slots from 1, 0 for the base model."""
+
+    def __init__(self, slot_T: Tensor) -> None:
+        self._slot_T, self.groups = slot_T, group_tokens(slot_T)
+
+    def select(self, index_S: Tensor) -> RowAdapters:
+        """Of some of the rows."""
+        return RowAdapters(self._slot_T.index_select(0, index_S))
+
+
 class Adapters(Protocol):
     """Adapters beside the projections of one input."""
 
-    def add(self, y_TN: Tensor, x_TD: Tensor, adapter_T: Tensor) -> Tensor:
-        """Add each row's adapter to the outputs, in place; `adapter_T` [T] int32 is 0 for rows without one."""
+    def add(self, y_TN: Tensor, x_TD: Tensor, chosen: RowAdapters) -> Tensor:
+        """Add each row's adapter to the outputs, in place."""
 
 
 class Projection(nn.Module):
@@ -151,11 +163,11 @@ class Projection(nn.Module):
         return out.copy_(self.linear(x))
 
     def gated(
-        self, gate: Tensor, up: Tensor, *, saves_activation: bool = False, adapter_T: Tensor | None = None
+        self, gate: Tensor, up: Tensor, *, saves_activation: bool = False, chosen: RowAdapters | None = None
     ) -> Tensor:
         """(silu(gate) * up) W' + bias. `saves_activation`: keep silu(gate) * up for backward instead of computing it again."""
-        if adapter_T is not None:
-            return project(swiglu(gate, up), self, adapter_T=adapter_T)[0]
+        if chosen is not None:
+            return project(swiglu(gate, up), self, chosen=chosen)[0]
         return self._gated(gate, up, saves_activation)
 
     def _gated(self, gate: Tensor, up: Tensor, saves_activation: bool) -> Tensor:
@@ -206,13 +218,13 @@ class Projection(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-def project(x: Input, *parts: Projection, adapter_T: Tensor | None = None) -> tuple[Tensor, ...]:
+def project(x: Input, *parts: Projection, chosen: RowAdapters | None = None) -> tuple[Tensor, ...]:
     """The outputs of one or several projections of one input: one product where they are stored as one matrix and no gradients are needed.
 
-    `adapter_T`: the adapter of each row, see `Adapters`.
+    `chosen`: the adapter of each row.
     """
-    if adapter_T is not None and parts[0].adapters is not None:
-        return _project_adapted(x, parts, parts[0].adapters, adapter_T)
+    if chosen is not None and parts[0].adapters is not None:
+        return _project_adapted(x, parts, parts[0].adapters, chosen)
     whole = _whole_of(parts)
     if whole is not None:
         out: Tensor = whole(x)
@@ -232,11 +244,11 @@ def _whole_of(parts: Sequence[Projection]) -> Projection | None:
 
 
 def _project_adapted(
-    x: Input, parts: Sequence[Projection], adapters: Adapters, adapter_T: Tensor
+    x: Input, parts: Sequence[Projection], adapters: Adapters, chosen: RowAdapters
 ) -> tuple[Tensor, ...]:
     rows, whole = x.normed if isinstance(x, NormedSum) else x, _whole_of(parts)
     out = torch.cat([part.linear(rows) for part in parts], dim=-1) if whole is None else whole.linear(rows)
-    return torch.split(adapters.add(out, rows, adapter_T), [part.out_features for part in parts], dim=-1)
+    return torch.split(adapters.add(out, rows, chosen), [part.out_features for part in parts], dim=-1)
 
 
 def add_update(x_TD: Tensor, update_TD: Tensor) -> tuple[Tensor, Tensor | None]:

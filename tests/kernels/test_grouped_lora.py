@@ -5,7 +5,7 @@ from closeness import BOUNDS, assert_close, perturbed
 
 from saccade.kernels import grouped_lora as module
 from saccade.kernels import launch
-from saccade.kernels.grouped_lora import grouped_lora, grouped_lora_reference
+from saccade.kernels.grouped_lora import group_tokens, grouped_lora, grouped_lora_reference
 
 NUM_ADAPTERS = 5
 
@@ -18,7 +18,7 @@ def inputs(num_tokens, num_inputs, part_sizes, device, dtype, rank=16):
     lora_B = torch.randn(NUM_ADAPTERS, outputs, rank, device=device).to(dtype) / 4
     scale = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.25], device=device)
     slot = torch.randint(0, NUM_ADAPTERS + 1, (num_tokens,), device=device, dtype=torch.int32)
-    return y, x, lora_A, lora_B, scale, slot, part_sizes
+    return y, x, lora_A, lora_B, scale, group_tokens(slot), part_sizes
 
 
 def expect(y, *rest, dtype):
@@ -37,9 +37,9 @@ def test_every_token_gets_its_own_adapter(num_tokens, part_sizes, device, dtype)
 
 
 def test_the_reference_is_one_adapter_at_a_time(device):
-    y, x, lora_A, lora_B, scale, slot, sizes = inputs(9, 24, (10, 6), device, torch.float32)
-    actual = grouped_lora_reference(y.clone(), x, lora_A, lora_B, scale, slot, sizes)
-    for token, number in enumerate(slot.tolist()):
+    y, x, lora_A, lora_B, scale, groups, sizes = inputs(9, 24, (10, 6), device, torch.float32)
+    actual = grouped_lora_reference(y.clone(), x, lora_A, lora_B, scale, groups, sizes)
+    for token, number in zip(groups.order.tolist(), groups.slots.tolist(), strict=True):
         expected = y[token].clone()
         if number:
             A, B = lora_A[number - 1], lora_B[number - 1]
@@ -49,19 +49,21 @@ def test_the_reference_is_one_adapter_at_a_time(device):
 
 
 def test_tokens_without_an_adapter_stay_as_they_are(device, dtype):
-    y, x, lora_A, lora_B, scale, slot, sizes = inputs(40, 64, (32,), device, dtype)
+    y, x, lora_A, lora_B, scale, groups, sizes = inputs(40, 64, (32,), device, dtype)
     before = y.clone()
-    for slots in (torch.zeros_like(slot), slot):
+    for one in (group_tokens(torch.zeros_like(groups.slots)), groups):
         with launch.forced("triton"):
-            grouped_lora(y, x, lora_A, lora_B, scale, slots, sizes)
-        assert torch.equal(y[slots == 0], before[slots == 0])
+            grouped_lora(y, x, lora_A, lora_B, scale, one, sizes)
+        unchanged = one.order[one.slots == 0].long()
+        assert len(unchanged) > 0
+        assert torch.equal(y[unchanged], before[unchanged])
 
 
 def test_the_adapters_of_others_do_not_matter(device, dtype):
-    y, x, lora_A, lora_B, scale, slot, sizes = inputs(30, 64, (32, 16), device, dtype)
+    y, x, lora_A, lora_B, scale, groups, sizes = inputs(30, 64, (32, 16), device, dtype)
     lora_A[2], lora_B[2] = float("nan"), float("nan")
-    kept = (slot != 3).nonzero()[:, 0]
-    expect(y[kept], x[kept], lora_A, lora_B, scale, slot[kept], sizes, dtype=dtype)
+    without = group_tokens(torch.where(groups.slots == 3, 1, groups.slots))
+    expect(y, x, lora_A, lora_B, scale, without, sizes, dtype=dtype)
 
 
 @pytest.mark.parametrize("rank", [16, 32, 64])
@@ -83,13 +85,13 @@ def test_no_tokens_are_no_work(device):
 
 
 def test_shapes_that_do_not_fit_are_refused(device):
-    y, x, lora_A, lora_B, scale, slot, sizes = inputs(3, 32, (16,), device, torch.float32)
+    y, x, lora_A, lora_B, scale, groups, sizes = inputs(3, 32, (16,), device, torch.float32)
     for wrong in (
-        (y, x[:, 1:], lora_A, lora_B, scale, slot, sizes),
-        (y, x, lora_A, lora_B[:, 1:], scale, slot, sizes),
-        (y, x, lora_A, lora_B, scale, slot, (8, 8)),
-        (y, x, lora_A, lora_B, scale, slot[1:], sizes),
-        (y, x, lora_A[:, :, :8], lora_B[:, :, :8], scale, slot, sizes),
+        (y, x[:, 1:], lora_A, lora_B, scale, groups, sizes),
+        (y, x, lora_A, lora_B[:, 1:], scale, groups, sizes),
+        (y, x, lora_A, lora_B, scale, groups, (8, 8)),
+        (y, x, lora_A, lora_B, scale, group_tokens(groups.slots[1:]), sizes),
+        (y, x, lora_A[:, :, :8], lora_B[:, :, :8], scale, groups, sizes),
     ):
         with pytest.raises(ValueError, match="do not fit"):
             grouped_lora(*wrong)
@@ -103,14 +105,17 @@ def test_an_error_of_twice_the_bound_is_noticed(device, dtype):
 
 @pytest.mark.gpu
 def test_a_captured_graph_follows_the_slots(device):
-    y, x, lora_A, lora_B, scale, slot, sizes = inputs(64, 2048, (2048, 256, 256), device, torch.bfloat16)
+    y, x, lora_A, lora_B, scale, groups, sizes = inputs(64, 2048, (2048, 256, 256), device, torch.bfloat16)
     out = torch.empty_like(y)
-    grouped_lora(out.copy_(y), x, lora_A, lora_B, scale, slot, sizes)
+    grouped_lora(out.copy_(y), x, lora_A, lora_B, scale, groups, sizes)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        grouped_lora(out.copy_(y), x, lora_A, lora_B, scale, slot, sizes)
+        grouped_lora(out.copy_(y), x, lora_A, lora_B, scale, groups, sizes)
     for _ in range(3):
-        slot.copy_(torch.randint_like(slot, 0, NUM_ADAPTERS + 1))
+        for static, new in zip(
+            groups, group_tokens(torch.randint_like(groups.slots, 0, NUM_ADAPTERS + 1)), strict=True
+        ):
+            static.copy_(new)
         graph.replay()
-        expected = grouped_lora_reference(y.clone(), x, lora_A, lora_B, scale, slot, sizes)
+        expected = grouped_lora_reference(y.clone(), x, lora_A, lora_B, scale, groups, sizes)
         assert_close("out", out, expected.float(), BOUNDS[torch.bfloat16])
