@@ -1,19 +1,38 @@
 """The oracle: checkpoints made by `transformers`, and what its processor and model say about a conversation."""
 
+import json
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from saccade.model.initialize import TextFiles, byte_tokenizer, with_vision_tokens
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+
+CLASSES = {
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+}
 
 
 @dataclass(frozen=True)
@@ -31,10 +50,33 @@ class Shape:
     vision_depth: int = 3
     full_attention: tuple[int, ...] = (1,)
     extra: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the vision config."""
+    family: str = "qwen2_5_vl"
+    width: int | None = None
+    """Hidden size, where heads do not fill it."""
 
     @property
     def hidden_size(self) -> int:
-        return self.heads * self.head_dim
+        return self.width or self.heads * self.head_dim
+
+    def vision_config(self) -> dict[str, Any]:
+        """As the family calls it."""
+        width = self.vision_heads * self.vision_head_dim
+        common = {"depth": self.vision_depth, "num_heads": self.vision_heads}
+        if self.family == "qwen2_vl":
+            own = {"embed_dim": width, "hidden_size": self.hidden_size, "mlp_ratio": 2}
+        else:
+            own = {"hidden_size": width, "intermediate_size": 100, "out_hidden_size": self.hidden_size}
+        if self.family == "qwen2_5_vl":
+            own |= {"fullatt_block_indexes": list(self.full_attention), "tokens_per_second": 2}
+        return common | own | self.extra
+
+    def image_processor(self) -> Qwen2VLImageProcessorPil:
+        if self.family != "qwen3_vl":
+            return Qwen2VLImageProcessorPil()
+        half = [0.5, 0.5, 0.5]
+        size = {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 400}
+        return Qwen2VLImageProcessorPil(patch_size=16, image_mean=half, image_std=half, size=size)
 
 
 SHAPES = [
@@ -45,6 +87,24 @@ SHAPES = [
     Shape("gqa2-d80-untied", 2, 1, 80, (10, 15, 15), False, 2, 64),
     Shape("gqa2-d128-tied", 2, 1, 128, (16, 24, 24), True, 1, 80, extra={"window_size": 56}),
 ]
+
+OTHER_SHAPES = [
+    Shape("qwen2-vl-tied", 4, 2, 64, (8, 12, 12), True, 2, 64, family="qwen2_vl"),
+    Shape("qwen2-vl-untied-mlp3", 3, 1, 80, (10, 15, 15), False, 3, 40, family="qwen2_vl", extra={"mlp_ratio": 3}),
+    Shape("qwen2-vl-deep-tied", 7, 1, 64, (8, 12, 12), True, 1, 80, vision_depth=5, family="qwen2_vl"),
+    Shape("qwen2-vl-wide-heads-untied", 2, 2, 128, (16, 24, 24), False, 4, 20, vision_depth=1, family="qwen2_vl"),
+    Shape("qwen3-vl-tied", 4, 2, 64, (12, 10, 10), True, 2, 32, family="qwen3_vl", extra={"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 49}),
+    Shape("qwen3-vl-untied-wide-heads", 4, 1, 64, (12, 10, 10), False, 3, 24, family="qwen3_vl", width=144, extra={"deepstack_visual_indexes": [1], "num_position_embeddings": 2304}),
+    Shape("qwen3-vl-more-features-than-layers", 3, 3, 80, (16, 12, 12), False, 1, 64, vision_depth=4, family="qwen3_vl", width=200, extra={"deepstack_visual_indexes": [0, 1, 3], "num_position_embeddings": 16}),
+    Shape("qwen3-vl-no-deepstack-tied", 2, 1, 128, (24, 20, 20), True, 2, 80, family="qwen3_vl", extra={"deepstack_visual_indexes": [], "num_position_embeddings": 100}),
+]  # fmt: skip
+"""The families beside the first, four shapes each."""
+
+FAMILIES = [
+    pytest.param(shape, id=shape.name, marks=[pytest.mark.slow] * (number % 4 > 1))
+    for number, shape in enumerate(OTHER_SHAPES)
+]
+"""These shapes as parameters of tests; two of each family are slow variants."""
 
 
 def words() -> tuple[TextFiles, dict[str, int]]:
@@ -59,7 +119,8 @@ def make_checkpoint(
     """A checkpoint folder written by `transformers`; no weight, bias or norm is left at a value that hides mistakes."""
     spoken, token_ids = words()
     eos = spoken.eos_ids[0]
-    config = Qwen2_5_VLConfig(
+    config_class, model_class = CLASSES[shape.family]
+    config = config_class(
         text_config={
             "vocab_size": 320,
             "hidden_size": shape.hidden_size,
@@ -72,37 +133,27 @@ def make_checkpoint(
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(shape.sections)},
             "bos_token_id": None,
             "eos_token_id": eos,
+            **({"head_dim": shape.head_dim} if shape.family == "qwen3_vl" else {}),
         },
-        vision_config={
-            "depth": shape.vision_depth,
-            "hidden_size": shape.vision_heads * shape.vision_head_dim,
-            "intermediate_size": 100,
-            "num_heads": shape.vision_heads,
-            "out_hidden_size": shape.hidden_size,
-            "fullatt_block_indexes": list(shape.full_attention),
-            "tokens_per_second": 2,
-            **shape.extra,
-        },
+        vision_config=shape.vision_config(),
         tie_word_embeddings=shape.tied,
         **{f"{name}_token_id": token_id for name, token_id in token_ids.items()},
     )
     torch.manual_seed(len(shape.name) + shape.heads)
-    model = Qwen2_5_VLForConditionalGeneration(config).eval()
+    model = model_class(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = 0.1 if parameter.ndim == 1 else 0.08
-            centre = 1.0 if "norm" in name or "ln_q" in name else 0.0
+            centre = 1.0 if ("norm" in name or "ln_q" in name) and name.endswith("weight") else 0.0
             parameter.copy_(centre + spread * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer_for(spoken, folder).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(spoken.template)
-    Qwen2VLImageProcessorPil().save_pretrained(folder)
+    shape.image_processor().save_pretrained(folder)
     return folder
 
 
 def tokenizer_for(spoken: TextFiles, folder: Path) -> PreTrainedTokenizerFast:
-    import json
-
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(spoken.tokenizer))
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>")
@@ -117,11 +168,21 @@ class Oracle:
         self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
 
     @cached_property
-    def model(self) -> Qwen2_5_VLForConditionalGeneration:
-        return Qwen2_5_VLForConditionalGeneration.from_pretrained(self.folder, dtype=self.dtype).eval()
+    def model(self) -> PreTrainedModel:
+        family = json.loads((self.folder / "config.json").read_text())["model_type"]
+        return CLASSES[family][1].from_pretrained(self.folder, dtype=self.dtype).eval()
 
-    def inputs(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> dict[str, torch.Tensor]:
-        """Input ids, pixels and grids of a conversation with images, as its processor prepares them."""
+    def inputs(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        video: tuple[Any, float] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Input ids, pixels and grids of a conversation with images, as its processor prepares them.
+
+        `video`: grid and frame rate of a video whose frames have times.
+        """
         template = (self.folder / "chat_template.jinja").read_text()
         text = self.tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -132,6 +193,8 @@ class Oracle:
             prepared = dict(self.images(pictures, return_tensors="pt"))
             for grid in prepared["image_grid_thw"]:
                 text = text.replace(IMAGE, "<|held|>" * (int(grid.prod()) // 4), 1)
+        if video is not None:
+            text = text.replace(VIDEO, _timed_frames(*video), 1)
         ids = self.tokenizer(text.replace("<|held|>", IMAGE), add_special_tokens=False, return_tensors="pt")[
             "input_ids"
         ]
@@ -162,6 +225,17 @@ class Oracle:
             pad_token_id=0,
         )
         return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def _timed_frames(grid: torch.Tensor, fps: float) -> str:
+    """What the processor of Qwen3-VL writes for a video. (Making the processor itself needs torchvision.)"""
+    sizes = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    markers = {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>", "video_token": VIDEO}
+    times = partial(Qwen3VLProcessor._calculate_timestamps, None)
+    metadata = SimpleNamespace(fps=fps, frames_indices=list(range(2 * int(grid[0, 0]) - 1)))
+    processor = SimpleNamespace(video_processor=sizes, _calculate_timestamps=times, **markers)
+    found = {"video_grid_thw": grid, "video_metadata": [metadata]}
+    return Qwen3VLProcessor.replace_video_token(processor, found, 0)
 
 
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from closeness import assert_close
-from model.hugging_face import CONVERSATIONS, SHAPES, VIDEO, Oracle, make_checkpoint, picture
+from model.hugging_face import CONVERSATIONS, FAMILIES, SHAPES, VIDEO, Oracle, make_checkpoint, picture
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from saccade.model import generate, load_model
 from saccade.processor import Processor
@@ -12,7 +13,7 @@ FP32_BOUND = 1e-4
 BF16_BOUND = 2e-2
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: shape.name)
+@pytest.fixture(scope="module", params=[*SHAPES, *FAMILIES], ids=lambda shape: shape.name)
 def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("hf") / "checkpoint", request.param)
 
@@ -56,16 +57,16 @@ def test_greedy_continuations_of_32_tokens_are_identical(name, oracle, model, pr
     assert tokens == oracle.continuation(theirs, 32)
 
 
+VIDEO_FRAMES = [picture(140, 84, seed) for seed in range(5)]
+VIDEO_PARTS = [{"type": "video", "video": VIDEO_FRAMES, "fps": 1.5}, {"type": "text", "text": "What happens?"}]
+VIDEO_MESSAGES = [{"role": "user", "content": VIDEO_PARTS}]
+
+
 def test_a_video_gives_the_same_logits_and_words_at_the_published_positions(oracle, model, processor):
     """Text starts at the largest position of any axis plus one; `transformers` gets the positions, as its own rule changes."""
-    frames = [picture(140, 84, seed) for seed in range(5)]
-    messages = [
-        {
-            "role": "user",
-            "content": [{"type": "video", "video": frames, "fps": 1.5}, {"type": "text", "text": "What happens?"}],
-        }
-    ]
-    ours = processor([messages], add_generation_prompt=True)
+    if processor.rules.num_texts("video", (1, 2, 2)):
+        pytest.skip("frames are images of their own: the test below")
+    ours = processor([VIDEO_MESSAGES], add_generation_prompt=True)
     ids = ours.token_ids[None]
     theirs = {
         "input_ids": ids,
@@ -77,13 +78,14 @@ def test_a_video_gives_the_same_logits_and_words_at_the_published_positions(orac
     assert ours.image_grids[0, 0] == 3, "five frames are three frame pairs"
     assert (ids == oracle.tokenizer.convert_tokens_to_ids(VIDEO)).sum() == ours.image_token_index.shape[0]
     first, last = int(ours.image_token_index[0]), int(ours.image_token_index[-1])
-    times = [first + int(processor.rules.tokens_per_second * 2 / 1.5 * pair) for pair in range(3)]
+    times = [first + int(processor.rules.time_step("video", 1.5) * pair) for pair in range(3)]
     video = [(time, first + row, first + column) for time in times for row in range(3) for column in range(5)]
     assert ours.positions[:, first : last + 1].T.tolist() == [list(token) for token in video]
-    assert times[-1] > first + 4, "the largest position is a time"
+    largest = int(ours.positions[:, last].max())
+    assert largest == max(times[-1], first + 4)
     [tokens] = generate(model, ours, max_new_tokens=32)
     positions = torch.cat([ours.positions[:, : last + 1], torch.zeros(3, ids.shape[1] - last - 1 + 32).long()], dim=1)
-    positions[:, last + 1 :] = torch.arange(positions.shape[1] - last - 1) + times[-1] + 1
+    positions[:, last + 1 :] = torch.arange(positions.shape[1] - last - 1) + largest + 1
     assert torch.equal(ours.positions, positions[:, : ids.shape[1]])
     theirs["input_ids"] = torch.cat([ids, torch.tensor([tokens])], dim=1)
     theirs |= {"mm_token_type_ids": oracle.token_types(theirs["input_ids"]), "position_ids": positions[:, None]}
@@ -91,6 +93,32 @@ def test_a_video_gives_the_same_logits_and_words_at_the_published_positions(orac
     with torch.no_grad():
         assert_close("logits", model(ours), expected[: ids.shape[1]], FP32_BOUND)
     assert tokens == expected[ids.shape[1] - 1 : -1].argmax(-1).tolist()
+
+
+def test_frames_with_times_give_the_same_tokens_positions_logits_and_words(oracle, model, processor):
+    if not processor.rules.num_texts("video", (1, 2, 2)):
+        pytest.skip("the test above")
+    ours = processor([VIDEO_MESSAGES], add_generation_prompt=True)
+    ids, pairs = ours.token_ids[None], ours.image_grids
+    grid = torch.tensor([[len(pairs), *pairs[0, 1:]]])
+    assert pairs.tolist() == [[1, *grid[0, 1:].tolist()]] * 3
+    height, width = smart_resize(5, 84, 140, 2, 32, processor.videos.min_pixels, processor.videos.max_pixels)
+    assert grid.tolist() == [[3, height // 16, width // 16]]
+    assert (
+        ids[0].tolist()
+        == oracle.inputs(VIDEO_MESSAGES, add_generation_prompt=True, video=(grid, 1.5))["input_ids"][0].tolist()
+    )
+    theirs = {
+        "input_ids": ids,
+        "mm_token_type_ids": oracle.token_types(ids),
+        "pixel_values_videos": ours.normalized_patches(),
+        "video_grid_thw": grid,
+    }
+    assert torch.equal(ours.positions, oracle.positions(theirs))
+    with torch.no_grad():
+        assert_close("logits", model(ours), oracle.logits(theirs), FP32_BOUND)
+    [tokens] = generate(model, ours, max_new_tokens=32)
+    assert tokens == oracle.continuation(theirs, 32)
 
 
 @pytest.mark.parametrize("name", ["text-only", "644x364", "multi-turn"])

@@ -1,0 +1,77 @@
+"""The engine gives the tokens of `transformers` for every family: chunked prefill, small caches, preemption, images and videos."""
+
+import random
+
+import pytest
+from engine.tiny import make_core, plain, request_of, run_all
+from model.hugging_face import CONVERSATIONS, FAMILIES, SHAPES, Oracle, make_checkpoint, picture
+
+from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.model import generate, load_model
+from saccade.processor import Processor
+
+NUM_TOKENS = 32
+SETTINGS = EngineConfig(
+    page_size=4, num_pages=180, max_length=720, max_requests=3, max_step_tokens=48, max_encoder_patches=64, encoder_cache_tokens=512,
+    num_workers=0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[SHAPES[0], *FAMILIES], ids=lambda shape: shape.name)
+def folder(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("families") / "checkpoint", request.param)
+
+
+def test_32_greedy_tokens_are_those_of_transformers(folder):
+    """All conversations at once in a KV cache for two of them: requests are chunked, preempted and continued."""
+    oracle = Oracle(folder)
+    conversations = [CONVERSATIONS[name] for name in ("text-only", "1100x60", "multi-image", "28x28", "multi-turn")]
+    expected = [
+        oracle.continuation(oracle.inputs(messages, add_generation_prompt=True), NUM_TOKENS)
+        for messages in conversations
+    ]
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    with Engine.load(folder, device="cpu", config=SETTINGS) as engine:
+        first = [completion.token_ids for completion in engine.generate(conversations, sampling)]
+        again = [completion.token_ids for completion in engine.generate(conversations[::-1], sampling)]
+    assert first == expected
+    assert again[::-1] == expected, "with images and prefixes that are cached"
+
+
+def test_a_video_gets_the_tokens_of_plain_generation(folder):
+    """Its frames may be images of their own, and are then cached and computed apart."""
+    frames = [picture(140, 84, seed) for seed in range(5)]
+    parts = [{"type": "video", "video": frames, "fps": 1.5}, {"type": "text", "text": "What happens?"}]
+    messages = [{"role": "user", "content": [*parts, {"type": "image", "image": picture(90, 60)}]}]
+    inputs = Processor.load(folder)([messages], add_generation_prompt=True)
+    expected = generate(load_model(folder, device="cpu"), inputs, max_new_tokens=NUM_TOKENS)
+    with Engine.load(folder, device="cpu", config=SETTINGS) as engine:
+        for _ in range(2):
+            [completion] = engine.generate([messages], SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+            assert [completion.token_ids] == expected
+            assert completion.num_prompt_tokens == inputs.num_tokens
+
+
+def test_padded_steps_and_encodings_give_the_same_tokens(folder):
+    """As captured CUDA graphs run them."""
+    from engine.test_engine_equals_generate import EagerGraphs
+
+    from saccade.engine.encoder import Encoder, patch_budgets
+
+    prompts, expected = plain(folder, 1, 8, 8)
+    core, processor = make_core(folder, SETTINGS), Processor.load(folder)
+    runner = core._runner
+    runner._graphs = EagerGraphs(runner)
+    runner._encoder = Encoder(
+        runner.model, pixel_mean=processor.images.mean, pixel_std=processor.images.std, budgets=patch_budgets(1024, 4)
+    )
+    requests = [
+        (request_of(f"r{i}", prompt, SamplingParams(max_tokens=len(expected[i]), ignore_eos=True)), prompt)
+        for i, prompt in enumerate(prompts)
+    ]
+    random.Random(0).shuffle(requests)
+    found = {
+        request.id: one.token_ids
+        for (request, _), one in zip(requests, run_all(core, requests, at_once=3), strict=True)
+    }
+    assert [found[f"r{i}"] for i in range(len(prompts))] == expected
