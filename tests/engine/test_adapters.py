@@ -112,6 +112,21 @@ def test_adapters_are_served_by_a_core_in_a_process_of_its_own(base, folders, ex
         assert_equal(engine.generate(CONVERSATIONS[0], GREEDY, adapter="mlp")[0], expected["mlp"][0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_cuda_graphs_follow_the_adapters_of_their_requests(base, folders, expected, dtype):
+    """In fp32 the log-probabilities are those of the merged models; in bf16 every request gets an answer."""
+    with Engine.load(base, device="cuda", dtype=dtype, config=CONFIG, adapters=folders) as engine:
+        for _ in range(2):
+            running = [(name, submit(engine, CONVERSATIONS[1], name)) for name in expected]
+            for name, result in running:
+                completion, wanted = result(), expected[name][1]
+                assert completion.failure is None
+                if dtype == "fp32":
+                    difference = completion.logprobs[0].logprob - wanted.logprobs[0].logprob
+                    assert abs(difference) < 1e-3, name
+
+
 def test_cached_prefixes_are_never_shared_between_adapters(base, folders):
     with Engine.load(base, device="cpu", config=CONFIG, adapters=folders) as engine:
         for name in (None, *folders):

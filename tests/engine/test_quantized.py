@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from engine.making_adapters import write_adapters
 from engine.tiny import make_core, plain, request_of, run_all
 from model.compressed import write_quantized
 from model.hugging_face import SHAPES, make_checkpoint
 
+from saccade.engine import Engine
 from saccade.engine.config import EngineConfig
 from saccade.engine.request import SamplingParams
 from saccade.engine.warmup import small_runner
@@ -62,3 +64,22 @@ def test_the_model_that_compiles_kernels_has_the_same_storage_forms(source, tmp_
     forms = {type(module) for _, module in projections(runner.model.language)}
     assert forms == {Linear8bit}
     runner.profile_largest_step()
+
+
+def test_adapters_are_served_on_quantized_weights(source, tmp_path):
+    """Beside them, not merged: the same as on the decompressed weights."""
+    folder = write_quantized(source, tmp_path / "model", "W4A16", change=lambda weights: _groups_of(64, weights))
+    [adapter] = write_adapters(
+        source, tmp_path / "adapters", one={"r": 8, "target_modules": r".*language_model.*_proj"}
+    ).values()
+    config = EngineConfig(num_workers=0, num_pages=40, page_size=8, max_length=200)
+    found = []
+    for base in (folder, folder.with_name("model-plain")):
+        with Engine.load(base, device="cpu", config=config, adapters={"one": adapter}) as engine:
+            sampling = SamplingParams(max_tokens=6, logprobs=1, ignore_eos=True)
+            for name in ("one", None):
+                found += engine.generate([{"role": "user", "content": "hello"}], sampling, adapter=name)
+    for actual, expected in zip(found[:2], found[2:], strict=True):
+        assert actual.token_ids == expected.token_ids
+        assert all(abs(a.logprob - e.logprob) < 1e-4 for a, e in zip(actual.logprobs, expected.logprobs, strict=True))
+    assert found[0].token_ids != found[1].token_ids

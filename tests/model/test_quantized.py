@@ -87,6 +87,15 @@ def test_logits_are_those_of_the_decompressed_weights(folder, inputs):
     assert found < (1e-5 if "W4" in folder.name else 0.05 if "FP8" in folder.name else BOUND)
 
 
+@pytest.mark.gpu
+def test_a_gpu_computes_what_a_cpu_computes(folder, inputs):
+    """In bf16, and with its own kernels for each form."""
+    quantized = load_model(folder, device="cuda", dtype="bf16")
+    with torch.no_grad():
+        expected = load_model(folder, device="cpu")(inputs)
+        assert error(quantized(inputs.to("cuda")).float().cpu(), expected) < 0.06
+
+
 def test_a_weight_takes_the_bytes_it_has_on_disk(folder):
     model = load_model(folder, device="cpu")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
