@@ -352,3 +352,20 @@ def test_a_phone_shows_everything_without_scrolling_sideways(browser, server):
         page.click("#tab-status")
         page.wait_for_selector("#tiles li")
         assert page.evaluate(wide)
+
+
+def test_adapters_are_a_choice(browser, server):
+    names = ["tiny", "receipts", "charts"]
+    models = {"object": "list", "data": [{"id": name, "object": "model"} for name in names]}
+    with open_page(browser, "about:blank") as page:
+        page.route("**/v1/models", lambda route: route.fulfill(json=models))
+        answer_with(page, canned("Yes."))
+        page.goto(server.url)
+        page.wait_for_selector("#model-choice:visible")
+        assert page.locator("#model-choice option").all_inner_texts() == names
+        assert page.locator("#model-name").is_hidden()
+        assert page.evaluate(UNNAMED) == []
+        page.select_option("#model-choice", "receipts")
+        with page.expect_request("**/v1/chat/completions") as asked:
+            ask(page, "Which one?")
+        assert asked.value.post_data_json["model"] == "receipts"
