@@ -68,6 +68,10 @@ class FeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)). In memory the intermediate size is aligned."""
 
     merged_projections = (("gate_proj", "up_proj"),)
+    input_layers: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+    """Layers that read its input."""
+    num_saved: ClassVar[int] = 2
+    """Tensors of the intermediate size that are saved for backward: gate and up."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
         super().__init__()
@@ -97,6 +101,13 @@ class PlainFeedForward(nn.Module):
     """Two linear layers around an activation. Subclasses name the layers as on disk, in `names`."""
 
     names: ClassVar[tuple[str, str]]
+    num_saved: ClassVar[int] = 2
+    """Tensors of the intermediate size that are saved for backward: input and output of the activation."""
+
+    @property
+    def input_layers(self) -> tuple[str, ...]:
+        """Layers that read its input."""
+        return self.names[:1]
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

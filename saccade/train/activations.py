@@ -77,8 +77,10 @@ class BlockTraining(NamedTuple):
     """Values per token that its LoRA adapters save in addition."""
     splits_down: bool = False
     """Whether the down projection has a LoRA adapter."""
-    is_gated: bool = True
-    """Whether its MLP has a gate; else it saves the input of its activation, a factor of its gradient, and its output."""
+    reads_mlp_input: bool = False
+    """Whether a layer that reads the input of its MLP saves it."""
+    mlp_tensors: int = 2
+    """Tensors of the intermediate size that its MLP saves."""
     num_statistics: int = 1
     """fp32 values per token that each norm saves: one of RMSNorm, two of LayerNorm."""
 
@@ -132,12 +134,10 @@ def _block(
     width, inner = widths
     if not training.has_gradients:
         return NOTHING
-    reads_norm = recompute == "selective" or not {"gate_proj", "up_proj", "fc1", "linear_fc1"}.isdisjoint(
-        training.layers
-    )
+    reads_norm = recompute == "selective" or training.reads_mlp_input
     saved = dict(sizes) | {
         "norms": sizes["norms"] + width * reads_norm,
-        "gate and up": (2 if training.is_gated else 3) * inner,
+        "gate and up": training.mlp_tensors * inner,
         "activated": inner * training.splits_down,
         "low rank": training.low_rank * element,
     }
@@ -171,7 +171,9 @@ def projector(config: ModelConfig, size: MicroBatchSize, training: BlockTraining
         return NOTHING
     width, num_sets = config.vision.hidden_size * element * size.patches, config.vision.feature_sets
     features = size.patches // config.vision.patches_per_token * config.language.hidden_size * element
-    first, second = (not names.isdisjoint(training.layers) for names in ({"0", "linear_fc1"}, {"2", "linear_fc2"}))
+    first, second = (
+        any(name in training.layers for name in names) for names in (("0", "linear_fc1"), ("2", "linear_fc2"))
+    )
     saved = {
         "stream": width,
         "norms": width * first,
@@ -179,7 +181,9 @@ def projector(config: ModelConfig, size: MicroBatchSize, training: BlockTraining
         "features": features,
         "statistics": 4 * training.num_statistics * size.patches,
     }
-    return BlockMemory({name: bytes_ * num_sets for name, bytes_ in saved.items() if bytes_}, 0, 3 * width)
+    # The outputs of feature layers are the streams of the blocks behind them.
+    total = {name: bytes_ * (1 if name == "stream" else num_sets) for name, bytes_ in saved.items() if bytes_}
+    return BlockMemory(total, 0, 3 * width)
 
 
 def final_norm(config: ModelConfig, size: MicroBatchSize, training: BlockTraining, element: int) -> BlockMemory:

@@ -18,6 +18,7 @@ from torch import Tensor
 from saccade.device import DTYPES
 from saccade.kernels.linear_cross_entropy import CHUNK_BYTES
 from saccade.model.config import ModelConfig
+from saccade.model.layers import LayerNorm
 from saccade.model.vlm import VLM
 from saccade.train.activations import (
     NOTHING,
@@ -228,7 +229,7 @@ class Planner:
             "averages": list(optimizer.masters.values()) if self.has_average else [],
         }
         num_bytes = {part: sum(x.nbytes for x in tensors) // self._num_shards for part, tensors in persistent.items()}
-        return _Weights(num_bytes, _sizes(named), _block_training(named, self.lora))
+        return _Weights(num_bytes, _sizes(named), _block_training(model, named, self.lora))
 
     def _persistent(self) -> Mapping[str, int]:
         if self._is_sharded and self.parallel.offload:
@@ -360,7 +361,7 @@ def _sizes(named: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def _block_training(named: Mapping[str, Tensor], lora: LoraConfig | None) -> dict[str, BlockTraining]:
+def _block_training(model: VLM, named: Mapping[str, Tensor], lora: LoraConfig | None) -> dict[str, BlockTraining]:
     """What is trained in and before every block. Parameters are in forward order: vision tower, projector, decoder."""
     trained_names: dict[str, list[str]] = {_block_of(name): [] for name in named}
     for name, parameter in named.items():
@@ -368,21 +369,22 @@ def _block_training(named: Mapping[str, Tensor], lora: LoraConfig | None) -> dic
             trained_names[_block_of(name)].append(name)
     drops = lora is not None and lora.dropout > 0.0
     found: dict[str, BlockTraining] = {}
-    gated = {_block_of(name) for name in named if ".gate_proj." in name}
-    layer_normed = {
-        _block_of(name) for name in named if name.endswith(("norm1.bias", "ln_q.bias", "projector.norm.bias"))
-    }
+    modules = dict(model.named_modules())
+    layer_normed = {_block_of(f"{name}.weight") for name, module in modules.items() if isinstance(module, LayerNorm)}
     has_gradients = False
     for block, names in trained_names.items():
         has_gradients = has_gradients or bool(names)
         low_rank = [named[name] for name in names if name.endswith(".lora_A")]
+        layers = {name.split(".")[-2] for name in names if named[name].ndim > 1 and not drops}
+        mlp: Any = modules.get(f"{block}.mlp")
         found[block] = BlockTraining(
-            layers={name.split(".")[-2] for name in names if named[name].ndim > 1 and not drops},
+            layers=layers,
             has_gradients=has_gradients,
             # With dropout each layer saves its own input, and a mask of one byte per element.
             low_rank=sum(a.shape[0] + (a.shape[1] * 3 // 2 if drops else 0) for a in low_rank),
             splits_down=any(name.endswith("down_proj.lora_A") for name in names) and not drops,
-            is_gated=block in gated,
+            reads_mlp_input=hasattr(mlp, "input_layers") and not layers.isdisjoint(mlp.input_layers),
+            mlp_tensors=getattr(mlp, "num_saved", 0),
             num_statistics=2 if block in layer_normed else 1,
         )
     return found

@@ -29,6 +29,7 @@ SMALL = replace(
     language=replace(TINY.language, num_layers=3),
 )
 """Windows and whole images, and an intermediate size that is rounded up in memory."""
+OTHERS = [named_size(name) for name in ("qwen2_vl/tiny", "qwen3_vl/tiny")]
 
 UNIFORM = MicroBatchSize(tokens=16384, patches=36864, loss_tokens=16383)
 SELECTIVE = ParallelConfig(recompute_vision="selective", recompute_language="selective")
@@ -42,10 +43,13 @@ def kernels_that_compute_nothing(monkeypatch):
 
 @pytest.fixture(scope="module")
 def row(tmp_path_factory):
+    return row_of(SMALL, tmp_path_factory.mktemp("plan"))
+
+
+def row_of(config, folder):
     """Two conversations with pictures larger than a window."""
-    folder = tmp_path_factory.mktemp("plan") / "checkpoint"
-    initialize_random(folder, SMALL, dtype=torch.float32)
-    processor = Processor.load(folder)
+    initialize_random(folder / "checkpoint", config, dtype=torch.float32)
+    processor = Processor.load(folder / "checkpoint")
 
     def conversation(size, answer):
         parts = [{"type": "image", "image": Image.new("RGB", size, "red")}, {"type": "text", "text": "What?"}]
@@ -54,10 +58,10 @@ def row(tmp_path_factory):
     return processor([conversation((168, 112), "a red one"), conversation((112, 140), "red")])
 
 
-def kept_bytes(row, dtype, parallel, optimizer, lora):
+def kept_bytes(row, dtype, parallel, optimizer, lora, config=SMALL):
     """Bytes of the floating-point tensors that autograd saves in the forward pass, each storage once; parameters are not among
     them, nor the angles, which belong to the row."""
-    model = VLM(SMALL).to(dtype)
+    model = VLM(config).to(dtype)
     if lora is None:
         freeze(model.named_parameters(), optimizer)
     else:
@@ -71,7 +75,8 @@ def kept_bytes(row, dtype, parallel, optimizer, lora):
 
     def note(x):
         storage = x.untyped_storage()
-        is_table = x.shape[-1] == SMALL.language.head_dim // 2 and x.dtype == torch.float32
+        widths = {config.language.head_dim // 2, config.vision.head_dim // 2}
+        is_table = x.ndim == 2 and x.shape[1] in widths and x.dtype == torch.float32
         if x.is_floating_point() and storage.data_ptr() not in parameters and not is_table:
             saved[storage.data_ptr()] = (storage.nbytes(), x)  # held, so that no other tensor takes its place
         return x
@@ -113,6 +118,23 @@ def test_the_plan_counts_the_bytes_autograd_saves(row, dtype, vision, language, 
     kept = kept_bytes(row, compute, parallel, optimizer, lora)
     # Before the first low-rank matrices nothing learns, and the norm there keeps nothing: a stream that the plan still counts.
     assert sum(planned.tensors.values()) == (kept if lora is None else pytest.approx(kept, rel=0.03))
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=lambda config: config.family)
+@pytest.mark.usefixtures("kernels_that_compute_nothing")
+def test_the_plan_of_other_families_is_close_to_what_autograd_saves(config, tmp_path):
+    row = row_of(config, tmp_path)
+    size = MicroBatchSize(
+        tokens=row.num_tokens, patches=len(row.patches), loss_tokens=count_labels(next_token_labels(row))
+    )
+    for vision, language, lrs in (("none", "none", {}), ("selective", "full", {}), ("none", "none", {"vision": 0})):
+        parallel, optimizer = (
+            ParallelConfig(recompute_vision=vision, recompute_language=language),
+            OptimizerConfig(lrs=lrs),
+        )
+        planned = plan(config, size, dtype="fp32", parallel=parallel, optimizer=optimizer)
+        kept = kept_bytes(row, torch.float32, parallel, optimizer, None, config)
+        assert sum(planned.tensors.values()) == pytest.approx(kept, rel=0.05), (vision, language, lrs)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.errors import ConfigError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.families.config_fields import (
     integer,
@@ -47,6 +48,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 class _FeedForward(PlainFeedForward):
     names = ("fc1", "fc2")
+    num_saved = 3  # and the sigmoid
 
 
 def _block(config: VisionConfig) -> VisionBlock:
@@ -85,6 +87,7 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
 
 def patch_fields(raw: Mapping[str, Any], patch_size: int) -> dict[str, Any]:
     """The sizes of a patch and of a token."""
+    refuse_unless(section(raw, "rope_parameters"), "rope_theta", 10000.0)
     return {
         "patch_size": integer(raw, "patch_size", patch_size),
         "temporal_patch_size": integer(raw, "temporal_patch_size", 2),
@@ -160,10 +163,19 @@ def _describe_config(config: ModelConfig, token_ids: Mapping[str, int]) -> dict[
             "embed_dim": vision.hidden_size,
             "hidden_size": config.language.hidden_size,
             "num_heads": vision.num_heads,
-            "mlp_ratio": vision.intermediate_size / vision.hidden_size,
+            "mlp_ratio": _mlp_ratio(vision),
             **describe_patches(vision),
         },
     }
+
+
+def _mlp_ratio(vision: VisionConfig) -> int:
+    ratio, rest = divmod(vision.intermediate_size, vision.hidden_size)
+    if rest:
+        raise ConfigError(
+            f"vision intermediate size {vision.intermediate_size} must be a multiple of the hidden size {vision.hidden_size} in this family"
+        )
+    return ratio
 
 
 def describe_images(config: ModelConfig, images: ImageSettings, processor_class: str) -> dict[str, Any]:

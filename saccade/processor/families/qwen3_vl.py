@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.processor.families import qwen2_vl
-from saccade.processor.families.settings import read_settings, required_id
-from saccade.processor.folder import read_json
+from saccade.processor.families.settings import preprocessor_config, read_settings, required_id
 from saccade.processor.image import Grid, ImageSettings, MediaLimits, Pixels, Resize, video_patches
 from saccade.processor.parts import Part, TextTokens, VisualKind
 
@@ -28,17 +27,21 @@ class Rules(qwen2_vl.Rules):
     """Control token before a frame pair."""
     vision_end_id: int
     """Control token behind a frame pair."""
+    max_frame_tokens: int | None
+    """Tokens of a frame where the checkpoint limits them (`cap_pixels_per_frame`)."""
 
     @classmethod
     def fields(cls, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         """What the files of a checkpoint folder say."""
         images, videos = read_settings(folder, config, ImageSettings())
-        if not _has_video_settings(folder):
+        described = preprocessor_config(folder, "video_preprocessor_config.json", "video_processor")
+        if not described:
             videos = replace(images, min_pixels=_VIDEO_PIXELS[0], max_pixels=_VIDEO_PIXELS[1])
+        limit = described.get("max_video_tokens", 768) if described.get("cap_pixels_per_frame") else None
         markers = {
             f"{name}_id": required_id(config, f"{name}_token_id", folder) for name in ("vision_start", "vision_end")
         }
-        return super().fields(folder, config) | {"videos": videos} | markers
+        return super().fields(folder, config) | markers | {"videos": videos, "max_frame_tokens": limit}
 
     # -------------------------------------------------------------- patches
 
@@ -49,8 +52,16 @@ class Rules(qwen2_vl.Rules):
         if kind == "image":
             return super().patchify(kind, frames, resize, into)
         height, width = frames[0].shape[:2]
-        size = resized_video(len(frames), height, width, self.videos)
+        size = resized_video(len(frames), height, width, self._limited(len(frames)))
         return video_patches(frames, self.videos, resize, into, size)
+
+    def _limited(self, num_frames: int) -> ImageSettings:
+        """The settings of a video of so many frames."""
+        if self.max_frame_tokens is None:
+            return self.videos
+        share = min(self.max_frame_tokens * self.videos.cell**2, self.videos.max_pixels // num_frames)
+        limit = num_frames * max(share, int(self.videos.min_pixels * 1.05))
+        return replace(self.videos, min_pixels=min(self.videos.min_pixels, limit), max_pixels=limit)
 
     def max_patches(self, kind: VisualKind, limits: MediaLimits) -> int:
         """See `VisionRules`. The share of a frame shrinks with their number, but not below one token."""
@@ -63,9 +74,8 @@ class Rules(qwen2_vl.Rules):
     def _max_pair_patches(self, num_frames: int, limits: MediaLimits) -> int:
         """Upper bound on the patches of each frame pair, of so many frames."""
         counted = max(self.videos.temporal_patch_size, num_frames - 1)  # the count is rounded to even, up or down
-        share = replace(
-            self.videos, min_pixels=1, max_pixels=max(self.videos.cell**2, self.videos.max_pixels // counted)
-        )
+        total = max(self.videos.max_pixels, self._limited(num_frames).max_pixels)
+        share = replace(self.videos, min_pixels=1, max_pixels=max(self.videos.cell**2, total // counted))
         return replace(self, videos=share)._max_frame_patches("video", limits)
 
     # -------------------------------------------------------------- tokens
@@ -121,10 +131,3 @@ def resized_video(num_frames: int, height: int, width: int, settings: ImageSetti
         grow = math.sqrt(settings.min_pixels / (num_frames * height * width))
         rows, columns = math.ceil(height * grow / cell), math.ceil(width * grow / cell)
     return rows * cell, columns * cell
-
-
-def _has_video_settings(folder: Path) -> bool:
-    return bool(
-        read_json(folder / "video_preprocessor_config.json")
-        or read_json(folder / "processor_config.json").get("video_processor")
-    )

@@ -16,8 +16,8 @@ def read_settings(
 ) -> tuple[ImageSettings, ImageSettings]:
     """Settings of images and of videos. `images`: the family's defaults, which those of images are for videos."""
     vision = config.get("vision_config") or {}
-    images = _parse(_preprocessor_config(folder, "preprocessor_config.json", "image_processor"), images)
-    videos = _parse(_preprocessor_config(folder, "video_preprocessor_config.json", "video_processor"), images)
+    images = _parse(preprocessor_config(folder, "preprocessor_config.json", "image_processor"), images)
+    videos = _parse(preprocessor_config(folder, "video_preprocessor_config.json", "video_processor"), images)
     for settings in (images, videos):
         _check_same_patches(settings, vision, folder)
     if (images.mean, images.std) != (videos.mean, videos.std):
@@ -37,7 +37,7 @@ def required_id(config: Mapping[str, Any], name: str, folder: Path) -> int:
     return value
 
 
-def _preprocessor_config(folder: Path, file: str, section: str) -> dict[str, Any]:
+def preprocessor_config(folder: Path, file: str, section: str) -> dict[str, Any]:
     """The settings from their own file, or from a section of `processor_config.json`; both are Hugging Face layouts."""
     return read_json(folder / file) or read_json(folder / "processor_config.json").get(section) or {}
 
