@@ -500,3 +500,20 @@ def test_every_user_error_is_caught_by_main():
 )
 def test_bench_serve_checks_its_options_first(command, options, said):
     assert_refused(command("bench", "serve", *options), said)
+
+
+# ------------------------------------------------------------------ models
+
+
+def test_models_lists_families_and_sizes_that_init_takes(command, tmp_path):
+    ended = command("models")
+    assert ended.status == 0
+    assert "Qwen3-VL (model_type qwen3_vl)" in ended.out
+    assert "3b (3.8B)" in ended.out
+    described = json.loads(command("models", "--json").out)
+    assert [one["family"] for one in described["families"]] == ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"]
+    size = next(iter(described["families"][2]["sizes"]))
+    assert command("init", tmp_path / "new", "--size", size).out.startswith(f"{tmp_path / 'new'}: qwen3_vl, ")
+    ended = command("init", tmp_path / "odd", "--size", size, "--set", "language.qkv_bias=true")
+    assert ended.status == 2
+    assert "family qwen3_vl has no language.qkv_bias = True" in ended.err

@@ -21,7 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (model.quickstart, model.init, train.train, train.plan, evaluate.evaluate, model.chat, serve.serve):
+_COMMANDS = (
+    model.quickstart, model.models, model.init, train.train, train.plan, evaluate.evaluate, model.chat, serve.serve,
+)  # fmt: skip
+for command in _COMMANDS:
     app.command()(command)
 app.add_typer(data.app, name="data")
 app.add_typer(recipes.app, name="recipes")

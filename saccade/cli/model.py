@@ -1,4 +1,4 @@
-"""`saccade quickstart`, `init` and `chat`."""
+"""`saccade quickstart`, `models`, `init` and `chat`."""
 
 import json
 import os
@@ -84,9 +84,50 @@ def _has_gpu() -> bool:
     return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd"))
 
 
+def models(as_json: JsonOption = False) -> None:
+    """List the model families, their sizes, and what is supported."""
+    import torch
+
+    from saccade.model.families import TEXT, VISION_LANGUAGE, size_name
+    from saccade.model.vlm import VLM
+
+    def num_parameters(config: Any) -> int:
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in VLM(config).parameters())
+
+    described: list[dict[str, Any]] = [
+        {
+            "family": family.model_type,
+            "name": family.name,
+            "summary": family.summary,
+            "tool_calls": family.tool_calls,
+            "sizes": {size_name(family, size): num_parameters(config) for size, config in family.sizes.items()},
+            "towers": list(family.towers),
+        }
+        for family in VISION_LANGUAGE.values()
+    ]
+    if as_json:
+        typer.echo(json.dumps({"families": described, "text_models": list(TEXT)}))
+        return
+    for one in described:
+        sizes = ", ".join(f"{size} ({_amount(count)})" for size, count in one["sizes"].items())
+        typer.echo(f"{one['name']} (model_type {one['family']})\n  {one['summary']}\n  sizes for init: {sizes}")
+    typer.echo(
+        "Every family: checkpoint folders of Hugging Face as they are, images and videos, full and LoRA training, serving with adapters, "
+        f"int8, fp8 and int4 folders.\nText models to build on (saccade init --text): {', '.join(TEXT)}, as folders or GGUF files"
+    )
+
+
+def _amount(count: int) -> str:
+    return f"{count / 1e9:.2g}B" if count >= 1e8 else f"{count / 1e6:.2g}M"
+
+
 def init(
     out: Annotated[Path, typer.Argument(help="Checkpoint folder to make.")],
-    size: Annotated[str | None, typer.Option(help="A named size with random weights: tiny, 3b, 7b, 32b, 72b.")] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="A named size with random weights, such as tiny or 3b; saccade models lists them."),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with custom sizes, random weights.")] = None,
     text: Annotated[
         Path | None, typer.Option(help="A text model to build on: a checkpoint folder (Qwen2, Llama) or a GGUF file.")

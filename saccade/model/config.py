@@ -38,8 +38,10 @@ class VisionConfig:
     """Colour channels."""
     merge_size: int = 2
     """Patches merged into one token, per side."""
-    window_size: int | None = 112
-    """Side of an attention window in pixels; None: every block attends over the whole image."""
+    has_windows: bool = True
+    """Whether blocks attend within windows, except for those of `full_attention_layers`; else all attend over the whole image."""
+    window_size: int = 112
+    """Side of an attention window in pixels."""
     tokens_per_second: int = 4
     """Time positions per second of video, in families whose positions follow its clock."""
     num_position_embeddings: int | None = None
@@ -55,7 +57,7 @@ class VisionConfig:
             raise ConfigError(
                 f"vision hidden size {self.hidden_size} must be a multiple of 4 x {self.num_heads} heads (2-D RoPE)"
             )
-        if self.window_size is not None and self.window_size % (self.patch_size * self.merge_size):
+        if self.has_windows and self.window_size % (self.patch_size * self.merge_size):
             raise ConfigError(
                 f"vision window of {self.window_size} pixels must be a multiple of the token size, {self.patch_size * self.merge_size} pixels"
             )
@@ -65,6 +67,8 @@ class VisionConfig:
             )
         if any(not 0 <= layer < self.num_layers for layer in self.feature_layers):
             raise ConfigError(f"feature layers {self.feature_layers} must be among the {self.num_layers} vision layers")
+        if list(self.feature_layers) != sorted(set(self.feature_layers)):
+            raise ConfigError(f"feature layers {self.feature_layers} must ascend")
         if (
             self.num_position_embeddings is not None
             and math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings
@@ -79,7 +83,7 @@ class VisionConfig:
     @property
     def window_tokens(self) -> int | None:
         """Side of a window in tokens (merged patches)."""
-        return None if self.window_size is None else self.window_size // self.patch_size // self.merge_size
+        return self.window_size // self.patch_size // self.merge_size if self.has_windows else None
 
     @property
     def patch_dim(self) -> int:

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +312,9 @@ def _write_description(
         "bos_token_id": None,
         "eos_token_id": text_files.eos_ids[0],
     }
-    writer.write_json("config.json", general | family.describe_config(config, token_ids))
+    described = general | family.describe_config(config, token_ids)
+    _check_described(described, config)
+    writer.write_json("config.json", described)
     writer.write_json("generation_config.json", {"eos_token_id": eos, "do_sample": False})
     writer.write_json("tokenizer.json", text_files.tokenizer)
     writer.write_json(
@@ -330,6 +332,19 @@ def _write_description(
     writer.write_text("chat_template.jinja", text_files.template)
     for name, content in family.describe_processor(config).items():
         writer.write_json(name, content)
+
+
+def _check_described(described: dict[str, Any], config: ModelConfig) -> None:
+    """Refuse sizes that the family's `config.json` cannot say: the folder would load as another model."""
+    read = family_named(config.family).parse_config(described)
+    wrong = [
+        f"{part}.{field.name} = {getattr(ours, field.name)!r} (it would be {getattr(theirs, field.name)!r})"
+        for part, ours, theirs in (("vision", config.vision, read.vision), ("language", config.language, read.language))
+        for field in fields(ours)
+        if getattr(ours, field.name) != getattr(theirs, field.name)
+    ]
+    if wrong:
+        raise ConfigError(f"family {config.family} has no {', '.join(wrong)}. Leave it out, or choose another family")
 
 
 def _check_text_tensors(text: TextModel, config: ModelConfig, source: Path) -> None:

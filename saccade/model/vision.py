@@ -337,7 +337,7 @@ class VisionTower(nn.Module):
         """[P, patch_dim] normalised pixels in reading order to [P, D] features in window order: of the last block and the feature layers."""
         config = self.config
         x_PD = self.patch_embed(pixels)
-        if config.window_size is not None:
+        if config.has_windows:
             x_PD = _reorder(x_PD, inputs.token_order, config.patches_per_token)
         if self.pos_embed is not None:
             x_PD = x_PD + self._position_embeddings(inputs).to(x_PD.dtype)
@@ -345,7 +345,7 @@ class VisionTower(nn.Module):
         outputs: list[Tensor] = []
         cos_sin = vision_cos_sin(inputs.positions, config.head_dim)
         for layer, block in enumerate(self.blocks):
-            is_full = layer in config.full_attention_layers or config.window_size is None
+            is_full = layer in config.full_attention_layers or not config.has_windows
             x_PD, update_PD = block(x_PD, update_PD, cos_sin, inputs.images if is_full else inputs.windows)
             if layer in config.feature_layers:
                 x_PD, update_PD = x_PD if update_PD is None else x_PD + update_PD, None
@@ -398,7 +398,7 @@ class VisionTower(nn.Module):
     def attention_pairs(self, grids: Sequence[Sequence[int]]) -> int:
         """Pairs of patches that attend to each other, over all blocks."""
         frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
-        if self.config.window_size is None:
+        if not self.config.has_windows:
             return sum(n * n for n in frames) * self.config.num_layers
         num_full = len(self.config.full_attention_layers)
         window = (self.config.window_size // self.config.patch_size) ** 2

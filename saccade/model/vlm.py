@@ -97,7 +97,7 @@ class VLM(nn.Module):
     def encode_patches(self, pixels: Tensor, inputs: TowerInputs) -> Tensor:
         """`encode_images` with the layout already on the device: no synchronisation, no copies, so a CUDA graph can capture it."""
         features_MF: Tensor = self.projector(self.vision(pixels, inputs))
-        return features_MF if self.config.vision.window_size is None else features_MF[inputs.reading_order.long()]
+        return features_MF[inputs.reading_order.long()] if self.config.vision.has_windows else features_MF
 
     def forward_layers(
         self,

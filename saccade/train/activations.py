@@ -91,7 +91,7 @@ def vision_block(
     """One vision block. `element`: bytes of an element in the compute dtype."""
     vision = config.vision
     width, inner = vision.hidden_size * element, _aligned(vision.intermediate_size) * element
-    is_full = layer in vision.full_attention_layers or vision.window_size is None
+    is_full = layer in vision.full_attention_layers or not vision.has_windows
     sizes = {
         "stream": 2 * width,
         "norms": width * ("qkv" in training.layers),

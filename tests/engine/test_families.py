@@ -63,7 +63,10 @@ def test_padded_steps_and_encodings_give_the_same_tokens(folder):
     runner = core._runner
     runner._graphs = EagerGraphs(runner)
     runner._encoder = Encoder(
-        runner.model, pixel_mean=processor.images.mean, pixel_std=processor.images.std, budgets=patch_budgets(1024, 4)
+        runner.model,
+        pixel_mean=processor.images.mean,
+        pixel_std=processor.images.std,
+        budgets=patch_budgets(1024, runner.model.config.vision.patches_per_token),
     )
     requests = [
         (request_of(f"r{i}", prompt, SamplingParams(max_tokens=len(expected[i]), ignore_eos=True)), prompt)

@@ -157,6 +157,6 @@ def plain(folder, seed: int, count: int, max_tokens: int):
         inputs = processor([messages], add_generation_prompt=True)
         num_tokens = rng.randint(1, max_tokens)
         [tokens] = generate(model, inputs, max_new_tokens=num_tokens)
-        prompts.append(prompt_of(inputs))
+        prompts.append(prompt_of(inputs, model.config.vision.merge_size))
         outputs.append(tokens)
     return prompts, outputs

@@ -72,11 +72,12 @@ class Shape:
         return common | own | self.extra
 
     def image_processor(self) -> Qwen2VLImageProcessorPil:
+        merge = self.extra.get("spatial_merge_size", 2)
         if self.family != "qwen3_vl":
-            return Qwen2VLImageProcessorPil()
+            return Qwen2VLImageProcessorPil(merge_size=merge)
         half = [0.5, 0.5, 0.5]
         size = {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 400}
-        return Qwen2VLImageProcessorPil(patch_size=16, image_mean=half, image_std=half, size=size)
+        return Qwen2VLImageProcessorPil(patch_size=16, merge_size=merge, image_mean=half, image_std=half, size=size)
 
 
 SHAPES = [
@@ -91,12 +92,12 @@ SHAPES = [
 OTHER_SHAPES = [
     Shape("qwen2-vl-tied", 4, 2, 64, (8, 12, 12), True, 2, 64, family="qwen2_vl"),
     Shape("qwen2-vl-untied-mlp3", 3, 1, 80, (10, 15, 15), False, 3, 40, family="qwen2_vl", extra={"mlp_ratio": 3}),
-    Shape("qwen2-vl-deep-tied", 7, 1, 64, (8, 12, 12), True, 1, 80, vision_depth=5, family="qwen2_vl"),
+    Shape("qwen2-vl-deep-tied-merge3", 7, 1, 64, (8, 12, 12), True, 1, 80, vision_depth=5, family="qwen2_vl", extra={"spatial_merge_size": 3}),
     Shape("qwen2-vl-wide-heads-untied", 2, 2, 128, (16, 24, 24), False, 4, 20, vision_depth=1, family="qwen2_vl"),
     Shape("qwen3-vl-tied", 4, 2, 64, (12, 10, 10), True, 2, 32, family="qwen3_vl", extra={"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 49}),
     Shape("qwen3-vl-untied-wide-heads", 4, 1, 64, (12, 10, 10), False, 3, 24, family="qwen3_vl", width=144, extra={"deepstack_visual_indexes": [1], "num_position_embeddings": 2304}),
-    Shape("qwen3-vl-more-features-than-layers", 3, 3, 80, (16, 12, 12), False, 1, 64, vision_depth=4, family="qwen3_vl", width=200, extra={"deepstack_visual_indexes": [0, 1, 3], "num_position_embeddings": 16}),
-    Shape("qwen3-vl-no-deepstack-tied", 2, 1, 128, (24, 20, 20), True, 2, 80, family="qwen3_vl", extra={"deepstack_visual_indexes": [], "num_position_embeddings": 100}),
+    Shape("qwen3-vl-more-features-than-layers-merge1", 3, 3, 80, (16, 12, 12), False, 1, 64, vision_depth=4, family="qwen3_vl", width=200, extra={"deepstack_visual_indexes": [0, 1, 3], "num_position_embeddings": 16, "spatial_merge_size": 1}),
+    Shape("qwen3-vl-no-deepstack-tied", 2, 1, 128, (64, 32, 32), True, 2, 80, family="qwen3_vl", extra={"deepstack_visual_indexes": [], "num_position_embeddings": 100}),
 ]  # fmt: skip
 """The families beside the first, four shapes each."""
 
@@ -192,9 +193,9 @@ class Oracle:
         if pictures:
             prepared = dict(self.images(pictures, return_tensors="pt"))
             for grid in prepared["image_grid_thw"]:
-                text = text.replace(IMAGE, "<|held|>" * (int(grid.prod()) // 4), 1)
+                text = text.replace(IMAGE, "<|held|>" * (int(grid.prod()) // self.images.merge_size**2), 1)
         if video is not None:
-            text = text.replace(VIDEO, _timed_frames(*video), 1)
+            text = text.replace(VIDEO, _timed_frames(*video, self.images.merge_size), 1)
         ids = self.tokenizer(text.replace("<|held|>", IMAGE), add_special_tokens=False, return_tensors="pt")[
             "input_ids"
         ]
@@ -227,9 +228,9 @@ class Oracle:
         return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def _timed_frames(grid: torch.Tensor, fps: float) -> str:
+def _timed_frames(grid: torch.Tensor, fps: float, merge_size: int) -> str:
     """What the processor of Qwen3-VL writes for a video. (Making the processor itself needs torchvision.)"""
-    sizes = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    sizes = SimpleNamespace(merge_size=merge_size, temporal_patch_size=2)
     markers = {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>", "video_token": VIDEO}
     times = partial(Qwen3VLProcessor._calculate_timestamps, None)
     metadata = SimpleNamespace(fps=fps, frames_indices=list(range(2 * int(grid[0, 0]) - 1)))

@@ -79,10 +79,11 @@ def test_a_video_gives_the_same_logits_and_words_at_the_published_positions(orac
     assert (ids == oracle.tokenizer.convert_tokens_to_ids(VIDEO)).sum() == ours.image_token_index.shape[0]
     first, last = int(ours.image_token_index[0]), int(ours.image_token_index[-1])
     times = [first + int(processor.rules.time_step("video", 1.5) * pair) for pair in range(3)]
-    video = [(time, first + row, first + column) for time in times for row in range(3) for column in range(5)]
+    _, rows, columns = (ours.image_grids[0] // processor.videos.merge_size).tolist()
+    video = [(time, first + row, first + column) for time in times for row in range(rows) for column in range(columns)]
     assert ours.positions[:, first : last + 1].T.tolist() == [list(token) for token in video]
     largest = int(ours.positions[:, last].max())
-    assert largest == max(times[-1], first + 4)
+    assert largest == max(times[-1], first + max(rows, columns) - 1)
     [tokens] = generate(model, ours, max_new_tokens=32)
     positions = torch.cat([ours.positions[:, : last + 1], torch.zeros(3, ids.shape[1] - last - 1 + 32).long()], dim=1)
     positions[:, last + 1 :] = torch.arange(positions.shape[1] - last - 1) + largest + 1
@@ -102,7 +103,9 @@ def test_frames_with_times_give_the_same_tokens_positions_logits_and_words(oracl
     ids, pairs = ours.token_ids[None], ours.image_grids
     grid = torch.tensor([[len(pairs), *pairs[0, 1:]]])
     assert pairs.tolist() == [[1, *grid[0, 1:].tolist()]] * 3
-    height, width = smart_resize(5, 84, 140, 2, 32, processor.videos.min_pixels, processor.videos.max_pixels)
+    height, width = smart_resize(
+        5, 84, 140, 2, processor.videos.cell, processor.videos.min_pixels, processor.videos.max_pixels
+    )
     assert grid.tolist() == [[3, height // 16, width // 16]]
     assert (
         ids[0].tolist()

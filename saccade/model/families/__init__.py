@@ -59,10 +59,13 @@ def named_size(name: str) -> ModelConfig:
 
 def named_sizes() -> dict[str, ModelConfig]:
     """All named sizes."""
-    others = [family for family in VISION_LANGUAGE.values() if family is not DEFAULT_FAMILY]
-    return {**DEFAULT_FAMILY.sizes} | {
-        f"{family.model_type}/{name}": size for family in others for name, size in family.sizes.items()
-    }
+    families = VISION_LANGUAGE.values()
+    return {size_name(family, name): size for family in families for name, size in family.sizes.items()}
+
+
+def size_name(family: Family, size: str) -> str:
+    """The name of a size for `named_size`."""
+    return size if family is DEFAULT_FAMILY else f"{family.model_type}/{size}"
 
 
 def text_family(model_type: object) -> ModuleType:

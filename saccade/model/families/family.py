@@ -41,6 +41,8 @@ class Family:
     """`model_type` of `config.json`."""
     name: str
     """Its published name."""
+    summary: str
+    """What sets it apart, in a line."""
     architecture: str
     """Its class in `transformers`."""
     processor_class: str

@@ -97,6 +97,7 @@ def _size(tower: VisionConfig, language: LanguageConfig, *, tied: bool) -> Model
 FAMILY = Family(
     model_type=MODEL_TYPE,
     name="Qwen2.5-VL",
+    summary="tower of window attention with RMSNorm and a gated MLP; M-RoPE; positions of a video follow its clock",
     architecture="Qwen2_5_VLForConditionalGeneration",
     processor_class="Qwen2_5_VLProcessor",
     parse_config=parse_config,

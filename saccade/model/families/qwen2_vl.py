@@ -80,7 +80,7 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
         num_heads=integer(raw, "num_heads", 16),
         intermediate_size=int(width * number(raw, "mlp_ratio", 4)),
         full_attention_layers=(),
-        window_size=None,
+        has_windows=False,
         **patch_fields(raw, patch_size=14),
     )
 
@@ -226,7 +226,7 @@ def _tower(num_layers: int, hidden_size: int, num_heads: int) -> VisionConfig:
         num_heads=num_heads,
         intermediate_size=4 * hidden_size,
         full_attention_layers=(),
-        window_size=None,
+        has_windows=False,
     )
 
 
@@ -240,6 +240,7 @@ def _size(tower: str, language: LanguageConfig, *, tied: bool) -> ModelConfig:
 FAMILY = Family(
     model_type=MODEL_TYPE,
     name="Qwen2-VL",
+    summary="tower of full attention with LayerNorm and a plain MLP; M-RoPE; frames of a video one position apart",
     architecture="Qwen2VLForConditionalGeneration",
     processor_class="Qwen2VLProcessor",
     parse_config=parse_config,

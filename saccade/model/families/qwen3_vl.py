@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from saccade.errors import CheckpointError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.families.config_fields import integer, integers, number, refuse_unless, rope_parameters, section
 from saccade.model.families.family import CHATML_VISION_TOKENS, Family
@@ -101,7 +102,7 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
         num_heads=integer(raw, "num_heads", 16),
         intermediate_size=integer(raw, "intermediate_size", 4304),
         full_attention_layers=(),
-        window_size=None,
+        has_windows=False,
         num_position_embeddings=integer(raw, "num_position_embeddings", 2304),
         feature_layers=integers(raw, "deepstack_visual_indexes", (8, 16, 24)),
         **patch_fields(raw, patch_size=16),
@@ -112,7 +113,7 @@ def _parse_language(raw: Mapping[str, Any]) -> LanguageConfig:
     refuse_unless(raw, "hidden_act", "silu")
     refuse_unless(raw, "attention_bias", False)
     rope = rope_parameters({"rope_theta": 5e5} | dict(raw))
-    num_heads = integer(raw, "num_attention_heads")
+    num_heads, head_dim = integer(raw, "num_attention_heads"), integer(raw, "head_dim", 128)
     return LanguageConfig(
         vocab_size=integer(raw, "vocab_size"),
         hidden_size=integer(raw, "hidden_size"),
@@ -121,14 +122,22 @@ def _parse_language(raw: Mapping[str, Any]) -> LanguageConfig:
         num_kv_heads=integer(raw, "num_key_value_heads", num_heads),
         intermediate_size=integer(raw, "intermediate_size"),
         rope_theta=number(rope, "rope_theta", 5e5),
-        rope_sections=integers(rope, "mrope_section", (24, 20, 20)),
+        rope_sections=_sections(integers(rope, "mrope_section", (24, 20, 20)), head_dim // 2),
         rope_interleaved=True,
         norm_eps=number(raw, "rms_norm_eps", 1e-6),
         max_positions=integer(raw, "max_position_embeddings", 128000),
         qkv_bias=False,
         qk_norm=True,
-        explicit_head_dim=integer(raw, "head_dim", 128),
+        explicit_head_dim=head_dim,
     )
+
+
+def _sections(stated: tuple[int, ...], num_frequencies: int) -> tuple[int, int, int]:
+    """Frequencies of time, height and width. Height and width take turns until their section or the frequencies end, time has the rest."""
+    if len(stated) != 3:
+        raise CheckpointError(f"config.json: mrope_section is {list(stated)}, not three numbers")
+    height, width = (len(range(axis, min(3 * stated[axis], num_frequencies), 3)) for axis in (1, 2))
+    return num_frequencies - height - width, height, width
 
 
 def _describe_config(config: ModelConfig, token_ids: Mapping[str, int]) -> dict[str, Any]:
@@ -206,7 +215,7 @@ def _tower(
         intermediate_size=intermediate_size,
         full_attention_layers=(),
         patch_size=16,
-        window_size=None,
+        has_windows=False,
         num_position_embeddings=2304,
         feature_layers=layers,
     )
@@ -245,6 +254,7 @@ def _size(
 FAMILY = Family(
     model_type=MODEL_TYPE,
     name="Qwen3-VL",
+    summary="learned positions in the tower, features into the first decoder layers; interleaved M-RoPE; times of frames as text",
     architecture="Qwen3VLForConditionalGeneration",
     processor_class="Qwen3VLProcessor",
     parse_config=parse_config,
