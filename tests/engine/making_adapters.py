@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model.hugging_face import Oracle
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen2_5_VLForConditionalGeneration
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "everything": {"r": 8, "lora_alpha": 16, "target_modules": r".*language_model.*_proj"},
@@ -20,9 +20,7 @@ def write_adapters(base: Path, folder: Path, **settings: dict[str, Any]) -> dict
     found = {}
     for seed, (name, options) in enumerate((settings or SETTINGS).items()):
         torch.manual_seed(seed)
-        model = get_peft_model(
-            Qwen2_5_VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32), LoraConfig(**options)
-        )
+        model = get_peft_model(Oracle(base).model, LoraConfig(**options))
         for parameter_name, parameter in model.named_parameters():
             if "lora_" in parameter_name:
                 torch.nn.init.normal_(parameter, std=0.15)

@@ -1,8 +1,10 @@
 """The engine gives the tokens of `transformers` for every family: chunked prefill, small caches, preemption, images and videos."""
 
+import dataclasses
 import random
 
 import pytest
+from engine.making_adapters import write_adapters
 from engine.tiny import make_core, plain, request_of, run_all
 from model.hugging_face import CONVERSATIONS, FAMILIES, SHAPES, Oracle, make_checkpoint, picture
 
@@ -50,6 +52,23 @@ def test_a_video_gets_the_tokens_of_plain_generation(folder):
             [completion] = engine.generate([messages], SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
             assert [completion.token_ids] == expected
             assert completion.num_prompt_tokens == inputs.num_tokens
+
+
+def test_an_adapter_that_is_served_is_the_adapter_merged(folder, tmp_path):
+    options = {"r": 4, "lora_alpha": 6, "target_modules": r".*language_model.*_proj"}
+    adapters = write_adapters(folder, tmp_path, everything=options)
+    conversations = [CONVERSATIONS["28x28"], CONVERSATIONS["text-only"]]
+    sampling = SamplingParams(max_tokens=8, logprobs=1, ignore_eos=True)
+    with Engine.load(tmp_path / "everything-merged", device="cpu", config=SETTINGS) as engine:
+        expected = engine.generate(conversations, sampling)
+    config = dataclasses.replace(SETTINGS, max_adapters=1)
+    with Engine.load(folder, device="cpu", config=config, adapters=adapters) as engine:
+        served = engine.generate(conversations, sampling, adapter="everything")
+    for ours, theirs in zip(served, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert [one.logprob for one in ours.logprobs] == pytest.approx(
+            [one.logprob for one in theirs.logprobs], abs=1e-4
+        )
 
 
 def test_padded_steps_and_encodings_give_the_same_tokens(folder):

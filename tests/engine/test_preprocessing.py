@@ -27,6 +27,7 @@ from saccade.errors import CheckpointError, ImageError, RequestError, UserError
 from saccade.fork_server import receive, receive_with_fds, send
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import MediaLimits, Processor
+from saccade.processor.families import load_rules
 from saccade.shared_memory import SharedMemory
 from saccade.worker_pool import WorkerLostError
 
@@ -761,6 +762,45 @@ def test_messages_of_a_worker_are_validated(processor):
     for value in (None, 1, "0.25", -0.1, 1e300, float("inf"), float("nan")):
         with pytest.raises(WorkerLostError):
             preprocessing_worker.check_seconds(value)
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory):
+    """A checkpoint of a family that writes the times of a video's frames."""
+    folder = tmp_path_factory.mktemp("timed") / "checkpoint"
+    initialize_random(folder, named_size("qwen3_vl/tiny"), dtype=torch.float32)
+    return folder
+
+
+def test_texts_of_a_worker_have_no_control_tokens(timed):
+    check = checks(load_rules(timed))
+    task = ImageTask("video", [Source("image_file", b"encoded")] * 3, 2.0)
+    message = {"grid": [2, 4, 6], "texts": [[1, 2], [3]]}
+    assert [part.length for part in check.parts(message, task)] == [3, 6, 1, 2, 6, 1]
+    for texts in (
+        [[1], [9]],
+        [[1], [10, 2]],
+        [[1]],
+        [[1], [2], [3]],
+        [[1], [100]],
+        [[1], [-1]],
+        [[1], ["2"]],
+        [[1], [2] * 65],
+    ):
+        with pytest.raises(WorkerLostError):
+            check.parts(message | {"texts": texts}, task)
+
+
+def test_a_video_with_times_of_a_worker_process_is_that_of_the_processor(timed):
+    frames = [noise(90, 60, seed) for seed in range(3)]
+    messages = ask({"type": "video", "video": frames, "fps": 0.7}, "When?", noise(64, 64))
+    inputs = Processor.load(timed)([messages], add_generation_prompt=True)
+    with Preprocessor(timed, num_workers=1, processed_image_cache_bytes=CACHE_BYTES) as preprocessor:
+        prompt, again = (preprocessor.submit(messages).result(TIMEOUT_S) for _ in range(2))
+    assert_equal(prompt, inputs)
+    keys = [image.span.key for image in prompt.images]
+    assert len(set(keys)) == 3
+    assert keys == [image.span.key for image in again.images]
 
 
 def test_an_outbox_that_is_too_short_is_refused():

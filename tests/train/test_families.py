@@ -1,13 +1,16 @@
-"""One training step of every family: loss and gradients are those of `transformers`."""
+"""Every family in training: loss and gradients of a step are those of `transformers`, and runs train it."""
 
 import pytest
 import torch
 from closeness import assert_close
 from model.hugging_face import CONVERSATIONS, FAMILIES, SHAPES, Oracle, make_checkpoint
+from train.running import read_recipe, write_recipe, write_shards
 
-from saccade.model.families import family_of
-from saccade.model.weights import load_model
+from saccade.model import generate, load_model
+from saccade.model.families import DEFAULT_FAMILY, VISION_LANGUAGE, family_of, named_size
+from saccade.model.initialize import initialize_random
 from saccade.processor import Processor
+from saccade.train import train
 from saccade.train.loss import ModelWithLoss, count_labels, next_token_labels
 
 BOUND = 1e-4
@@ -34,3 +37,29 @@ def test_loss_and_gradients_of_a_step_are_those_of_transformers(folder):
         theirs = gradients[family.name_in_transformers(name)]
         expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad  # features for layers there are not
         assert_close(name, parameter.grad[tuple(slice(size) for size in theirs.shape)], expected, BOUND)
+
+
+@pytest.mark.parametrize("family", VISION_LANGUAGE)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["parallel.recompute_vision=selective", "parallel.recompute_language=full"],
+        ["stages.0.lora={rank=2, targets=['q_proj', 'down_proj', 'qkv', 'proj'], parts=['language', 'vision']}"],
+    ],
+    ids=["full", "lora"],
+)
+def test_a_run_trains_every_family_and_its_export_is_served(family, settings, tmp_path):
+    """With text-only sequences among them, which run the dummy image."""
+    size = named_size("tiny" if family == DEFAULT_FAMILY.model_type else f"{family}/tiny")
+    initialize_random(tmp_path / "checkpoint", size, dtype=torch.float32)
+    shards = write_shards(tmp_path / "shards", 16, text_every=3)
+    recipe = write_recipe(
+        tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=tmp_path / "checkpoint", shards=shards
+    )
+    train(read_recipe(recipe, "stages.0.steps=2", "stages.0.schedule.warmup_steps=1", *settings), device="cpu")
+    [exported] = (tmp_path / "run" / "checkpoints").iterdir()
+    before, after = (load_model(folder, device="cpu") for folder in (tmp_path / "checkpoint", exported))
+    changed = {name for name, value in after.named_parameters() if not torch.equal(value, before.get_parameter(name))}
+    assert {"vision", "language"} <= {name.partition(".")[0] for name in changed}
+    inputs = Processor.load(exported)([CONVERSATIONS["28x28"]], add_generation_prompt=True)
+    assert len(generate(after, inputs, max_new_tokens=2)[0]) == 2
