@@ -37,9 +37,7 @@ def main() -> None:
             words = [sys.executable, "-m", "saccade", "quickstart", "--dir", str(folder), "--seed", str(seed)]
             words += ["--steps", str(options.steps), "--no-serve", "--json"]
             if seed == options.seeds[0]:
-                print(
-                    f"seed {seed}: killed after {kill_half_way(words, folder):.0f} s of training and before", flush=True
-                )
+                print(f"seed {seed}: killed after {kill_half_way(words, folder):.0f} s", flush=True)
             for attempt in ("run", "again"):
                 wall_s, cpu_s = timed(words)
                 load = "/".join(f"{value:.1f}" for value in os.getloadavg())
