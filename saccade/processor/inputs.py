@@ -29,7 +29,8 @@ class ModelInputs:
     patches: Tensor
     """[P, channels * frames * side * side]: pixels, uint8 as decoded or float as normalised."""
     image_grids: Tensor
-    """[I, 3] int64, always on the CPU: frame pairs, rows and columns of patches of each image, in the order of appearance."""
+    """[I, 3] int64, always on the CPU: the grid of each image, or of each part of a video that is encoded apart, in the order of appearance.
+    Only the tower knows what it means."""
     image_token_index: Tensor
     """[M] int64: indices of the placeholder tokens, in the order of the patches."""
     pixel_mean: tuple[float, ...]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from model.hugging_face import CLASSES, CONVERSATIONS, Oracle
 
-from saccade.errors import ConfigError
+from saccade.errors import CheckpointError, ConfigError
 from saccade.model import load_model, save_model
 from saccade.model.families import DEFAULT_FAMILY, VISION_LANGUAGE, named_size, named_sizes
 from saccade.model.initialize import initialize_random
@@ -68,3 +68,54 @@ def test_config_json_says_the_sizes_back(family, tmp_path):
     for config in family.sizes.values():
         token_ids = {name: number for number, name in enumerate(family.vision_tokens)}
         assert family.parse_config(family.describe_config(config, token_ids)) == config
+
+
+PUBLISHED = {
+    "qwen2_vl/2b": {
+        "model_type": "qwen2_vl", "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 1536, "intermediate_size": 8960,
+        "max_position_embeddings": 32768, "max_window_layers": 28, "num_attention_heads": 12, "num_hidden_layers": 28,
+        "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+        "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": 1536, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2},
+    },
+    "qwen3_vl/4b": {
+        "model_type": "qwen3_vl", "tie_word_embeddings": True,
+        "text_config": {"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 9728, "max_position_embeddings": 262144, "model_type": "qwen3_vl_text", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}, "rope_theta": 5000000, "vocab_size": 151936},
+        "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1024, "in_channels": 3, "intermediate_size": 4096, "model_type": "qwen3_vl", "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2560, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    },
+}  # fmt: skip
+"""`config.json` as published: sparse, with the decoder at the top level in the older family."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_the_named_size(name):
+    raw = PUBLISHED[name]
+    config = VISION_LANGUAGE[raw["model_type"]].parse_config(raw)
+    assert config == named_size(name)
+
+
+def test_a_head_tied_in_the_text_config_alone_counts_where_transformers_counts_it():
+    tied_inside = {}
+    for name in PUBLISHED:
+        raw = PUBLISHED[name] | {"tie_word_embeddings": False}
+        raw["text_config"] = dict(raw.get("text_config", raw)) | {"tie_word_embeddings": True}
+        tied_inside[name] = VISION_LANGUAGE[raw["model_type"]].parse_config(raw).tied_head
+    assert tied_inside == {"qwen2_vl/2b": True, "qwen3_vl/4b": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change", "message"),
+    [
+        ("qwen2_vl/2b", "vision_config", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'quick_gelu'"),
+        ("qwen2_vl/2b", "vision_config", {"hidden_size": 1280}, "hidden_size is 1280; only 1536"),
+        ("qwen3_vl/4b", "text_config", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3_vl/4b", "vision_config", {"deepstack_visual_indexes": [11, 5]}, "must ascend"),
+        ("qwen3_vl/4b", "vision_config", {"num_position_embeddings": 2300}, "no square"),
+        ("qwen3_vl/4b", "vision_config", {"rope_parameters": {"rope_theta": 5000.0}}, "rope_theta is 5000.0"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_not_supported_are_refused(name, part, change, message):
+    raw = PUBLISHED[name]
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        VISION_LANGUAGE[raw["model_type"]].parse_config(raw | {part: raw[part] | change})
