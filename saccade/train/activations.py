@@ -78,7 +78,9 @@ class BlockTraining(NamedTuple):
     splits_down: bool = False
     """Whether the down projection has a LoRA adapter."""
     reads_mlp_input: bool = False
-    """Whether a layer that reads the input of its MLP saves it."""
+    """Whether a layer that reads the input of its MLP saves it; the projector is one MLP."""
+    reads_mlp_hidden: bool = False
+    """Whether the second layer of the projector saves its input."""
     mlp_tensors: int = 2
     """Tensors of the intermediate size that its MLP saves."""
     num_statistics: int = 1
@@ -171,13 +173,10 @@ def projector(config: ModelConfig, size: MicroBatchSize, training: BlockTraining
         return NOTHING
     width, num_sets = config.vision.hidden_size * element * size.patches, config.vision.feature_sets
     features = size.patches // config.vision.patches_per_token * config.language.hidden_size * element
-    first, second = (
-        any(name in training.layers for name in names) for names in (("0", "linear_fc1"), ("2", "linear_fc2"))
-    )
     saved = {
         "stream": width,
-        "norms": width * first,
-        "hidden": width * (1 + second),
+        "norms": width * training.reads_mlp_input,
+        "hidden": width * (1 + training.reads_mlp_hidden),
         "features": features,
         "statistics": 4 * training.num_statistics * size.patches,
     }

@@ -19,6 +19,7 @@ from saccade.device import DTYPES
 from saccade.kernels.linear_cross_entropy import CHUNK_BYTES
 from saccade.model.config import ModelConfig
 from saccade.model.layers import LayerNorm
+from saccade.model.linear import projections
 from saccade.model.vlm import VLM
 from saccade.train.activations import (
     NOTHING,
@@ -377,13 +378,16 @@ def _block_training(model: VLM, named: Mapping[str, Tensor], lora: LoraConfig | 
         low_rank = [named[name] for name in names if name.endswith(".lora_A")]
         layers = {name.split(".")[-2] for name in names if named[name].ndim > 1 and not drops}
         mlp: Any = modules.get(f"{block}.mlp")
+        in_order = [name.split(".")[-1] for name, _ in projections(model.projector)] if block == "projector" else []
+        first, second = in_order[:1], in_order[1:2]
         found[block] = BlockTraining(
             layers=layers,
             has_gradients=has_gradients,
             # With dropout each layer saves its own input, and a mask of one byte per element.
             low_rank=sum(a.shape[0] + (a.shape[1] * 3 // 2 if drops else 0) for a in low_rank),
             splits_down=any(name.endswith("down_proj.lora_A") for name in names) and not drops,
-            reads_mlp_input=hasattr(mlp, "input_layers") and not layers.isdisjoint(mlp.input_layers),
+            reads_mlp_input=not layers.isdisjoint(mlp.input_layers if hasattr(mlp, "input_layers") else first),
+            reads_mlp_hidden=not layers.isdisjoint(second),
             mlp_tensors=getattr(mlp, "num_saved", 0),
             num_statistics=2 if block in layer_normed else 1,
         )
