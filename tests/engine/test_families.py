@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 import pytest
+import torch
 from engine.making_adapters import write_adapters
 from engine.tiny import make_core, plain, request_of, run_all
 from model.hugging_face import CONVERSATIONS, FAMILIES, SHAPES, Oracle, make_checkpoint, picture
@@ -97,3 +98,15 @@ def test_padded_steps_and_encodings_give_the_same_tokens(folder):
         for (request, _), one in zip(requests, run_all(core, requests, at_once=3), strict=True)
     }
     assert [found[f"r{i}"] for i in range(len(prompts))] == expected
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_give_the_tokens_of_plain_generation_on_the_cpu(folder):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    prompts, expected = plain(folder, 1, 8, 8)
+    core = make_core(folder, dataclasses.replace(SETTINGS, max_step_tokens=128), device="cuda", dtype="fp32")
+    requests = [
+        (request_of(f"r{i}", prompt, SamplingParams(max_tokens=len(tokens), ignore_eos=True)), prompt)
+        for i, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True))
+    ]
+    assert [one.token_ids for one in run_all(core, requests, at_once=3)] == expected

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from closeness import assert_close
-from model.hugging_face import CONVERSATIONS, SHAPES, make_checkpoint
+from model.hugging_face import CONVERSATIONS, FAMILIES, SHAPES, make_checkpoint
 
 from saccade.model import generate, load_model
 from saccade.processor import Processor
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 3e-3}
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: shape.name)
+@pytest.fixture(scope="module", params=[*SHAPES, *FAMILIES], ids=lambda shape: shape.name)
 def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("hf") / "checkpoint", request.param)
 
