@@ -9,10 +9,11 @@ from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from compressed_tensors.quantization.quant_args import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_qparams
+from model.hugging_face import Oracle
 from safetensors.torch import save_file
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedModel
 
-_decompressed: dict[Path, Qwen2_5_VLForConditionalGeneration] = {}
+_decompressed: dict[Path, PreTrainedModel] = {}
 
 IGNORE = ("lm_head", "re:.*visual.*")
 
@@ -24,7 +25,7 @@ def write_quantized(
 
     `change`: of the preset's weights, such as another group size.
     """
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(source, dtype=torch.float32)
+    model = Oracle(source).model
     config = QuantizationConfig(config_groups={preset: ["Linear"]}, ignore=list(ignore))
     if change is not None:
         change(config.config_groups[preset].weights)
@@ -49,7 +50,7 @@ def write_quantized(
     return out
 
 
-def load_decompressed(folder: Path) -> Qwen2_5_VLForConditionalGeneration:
+def load_decompressed(folder: Path) -> PreTrainedModel:
     """The model of `transformers` that a folder was written from, with weights decompressed by the package and its rounding of activations."""
     return _decompressed[folder]
 

@@ -46,6 +46,22 @@ def test_what_is_saved_is_what_was_loaded(made, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("preset", ["W8A8", "W4A16"])
+def test_a_folder_of_quantized_weights_gives_the_logits_of_its_decompressed_weights(preset, family, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    from model.compressed import write_quantized
+
+    size = family.sizes["tiny"]
+    language = dataclasses.replace(size.language, intermediate_size=384, num_layers=1)
+    initialize_random(tmp_path / "source", dataclasses.replace(size, language=language, tied_head=False))
+    folder = write_quantized(tmp_path / "source", tmp_path / "quantized", preset)
+    plain = folder.with_name("quantized-plain")
+    inputs = Processor.load(folder)([CONVERSATIONS["28x28"]])
+    with torch.no_grad():
+        ours, expected = (load_model(one, device="cpu", dtype="fp32")(inputs) for one in (folder, plain))
+    assert float((ours - expected).norm() / expected.norm()) < 2e-2
+
+
 def test_names_on_disk_lead_back_to_the_parameters(family):
     for config in family.sizes.values():
         with torch.device("meta"):
