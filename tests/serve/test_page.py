@@ -231,7 +231,7 @@ def test_the_status_view_moves_with_the_load(page, server):
     assert page.locator("#status-line").text_content().startswith("Live")
     assert page.locator("#stages tr").count() == 5
     page.click("#tab-chat")
-    assert page.locator("#prompt").is_visible()
+    page.wait_for_selector("#prompt", state="visible")
 
 
 # ------------------------------------------------------------------ safe, accessible, on any screen
