@@ -59,7 +59,7 @@ chromium:
 	|| echo "chromium cannot be installed here: the tests of the page are skipped"
 
 # Three workers on two cores, since many tests wait for processes and timeouts.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 
 pytest: $(READY)
 	$(PYTEST)
