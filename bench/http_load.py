@@ -361,6 +361,9 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=336)
     parser.add_argument("--words", type=int, default=64)
     parser.add_argument("--output", type=int, default=64)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of images and words: another one for another run on the same server"
+    )
     parser.add_argument("--model")
     parser.add_argument("--api-key")
     parser.add_argument("--warmup", type=int, default=2)
@@ -370,7 +373,7 @@ def main() -> None:
     options = parser.parse_args()
     workload = Workload(
         num_requests=options.requests, images=options.images, side=options.side, num_words=options.words,
-        num_output=options.output,
+        num_output=options.output, seed=options.seed,
     )  # fmt: skip
     loads = [Load(concurrency=one) for one in options.concurrency] + [Load(rate=one) for one in options.rate]
     results = run(
