@@ -1,7 +1,7 @@
 """Paged attention on a CPU: gather the pages of the requests, then attend with torch's SDPA. Legend: see `paged_attention.py`.
 
 Where the tokens of a step are stored, which pages they read, and masks are the same in every layer: `plan_gather` computes them once. A
-layer is then a dozen operations, whatever the number of decoding requests; found anew in every layer they cost a quarter of a
+layer is then a dozen operations, whatever the number of decoding requests; found again in every layer they cost a quarter of a
 decode step of 8 requests.
 """
 

@@ -57,7 +57,7 @@ def _resize_columns(pixels: Pixels, new_width: int, num_strips: int) -> Pixels:
     out = np.empty((height, new_width, 3), dtype=np.uint8)
 
     def resize(start: int, end: int) -> None:
-        strip = Image.fromarray(pixels[start:end])  # with a `box` of the whole image, Pillow would make both passes
+        strip = Image.fromarray(pixels[start:end])  # with `box` instead, Pillow would make both passes
         out[start:end] = np.asarray(strip.resize((new_width, end - start), Image.Resampling.BICUBIC))
 
     _for_strips(resize, height, num_strips)

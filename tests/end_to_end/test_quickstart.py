@@ -117,7 +117,7 @@ def test_a_folder_of_something_else_or_of_other_options_is_refused(tmp_path):
 
 def test_a_text_model_without_a_gpu_is_refused(command, tmp_path):
     if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
-        pytest.skip("there is a GPU")
+        pytest.skip("a text model is refused only where there is no GPU")
     ended = command("quickstart", "--dir", tmp_path / "x", "--text-model", tmp_path / "y.gguf")
     assert ended.status == 2
     assert "needs a GPU" in ended.err

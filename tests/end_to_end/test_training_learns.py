@@ -1,6 +1,6 @@
 """From random weights to answers about pictures never seen: data, training, export, generation, in one go.
 
-Short, so only colours are asked for, in training too: nearly all right, where guessing gets one in eight. `bench/learn_toy.py` goes on to
+Short, so only colours are asked for, in training too: nearly all right, where guessing gets one in eight. `bench/learn_toy.py` continues to
 shapes.
 """
 

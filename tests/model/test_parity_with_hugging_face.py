@@ -65,7 +65,9 @@ VIDEO_MESSAGES = [{"role": "user", "content": VIDEO_PARTS}]
 def test_a_video_gives_the_same_logits_and_words_at_the_published_positions(oracle, model, processor):
     """Text starts at the largest position of any axis plus one; `transformers` gets the positions, as its own rule changes."""
     if processor.rules.num_texts("video", (1, 2, 2)):
-        pytest.skip("frames are images of their own: the test below")
+        pytest.skip(
+            "this family puts the times of frames into the text: test_frames_with_times_give_the_same_tokens_positions_logits_and_words"
+        )
     ours = processor([VIDEO_MESSAGES], add_generation_prompt=True)
     ids = ours.token_ids[None]
     theirs = {
@@ -98,7 +100,9 @@ def test_a_video_gives_the_same_logits_and_words_at_the_published_positions(orac
 
 def test_frames_with_times_give_the_same_tokens_positions_logits_and_words(oracle, model, processor):
     if not processor.rules.num_texts("video", (1, 2, 2)):
-        pytest.skip("the test above")
+        pytest.skip(
+            "this family has no times in the text: test_a_video_gives_the_same_logits_and_words_at_the_published_positions"
+        )
     ours = processor([VIDEO_MESSAGES], add_generation_prompt=True)
     ids, pairs = ours.token_ids[None], ours.image_grids
     grid = torch.tensor([[len(pairs), *pairs[0, 1:]]])
