@@ -50,6 +50,7 @@ from saccade.processor.image import (
 from saccade.processor.parts import VisualKind, expand_placeholders, feature_spans
 from saccade.processor.processor import (
     ResizeName,
+    count_images,
     prefix_errors,
     split_visuals,
     visual_kind,
@@ -265,10 +266,11 @@ class Preprocessor:
         try:
             if token_ids.done():
                 _placeholders(token_ids.result(), kinds, self._backend.metadata.result())  # fail before the images do
+            num_images = self._backend.counted_images(count_images(items))
             for item in items:
                 if future.cancelled():
                     break
-                images.append(self._image(item, budget, salt))
+                images.append(self._image(item, num_images, budget, salt))
         except BaseException as error:
             self._finish(future, error)
             return
@@ -277,10 +279,10 @@ class Preprocessor:
         else:
             self._assemble_when_done(future, token_ids, kinds, images)
 
-    def _image(self, item: VisualItem, budget: MediaBudget, salt: bytes) -> Future[ProcessedImage]:
+    def _image(self, item: VisualItem, num_images: int, budget: MediaBudget, salt: bytes) -> Future[ProcessedImage]:
         """The image from the cache, from another prompt's job, or from a new job."""
         try:
-            task = self._read(item, budget)
+            task = self._read(item, num_images, budget)
         except Exception as error:  # reported when all are done, so that of two bad images the first is named
             return _failed(error)
         digest = salted(salt, task.digest)
@@ -297,10 +299,10 @@ class Preprocessor:
         job.add_done_callback(partial(self._image_done, digest, cost, future))
         return future
 
-    def _read(self, item: VisualItem, budget: MediaBudget) -> ImageTask:
+    def _read(self, item: VisualItem, num_images: int, budget: MediaBudget) -> ImageTask:
         """Read the bytes of an image, of a video file, or of all frames of a video."""
         if isinstance(item, ImageItem):
-            return ImageTask("image", [self._read_source(item.source, budget)])
+            return ImageTask("image", [self._read_source(item.source, budget)], num_images=num_images)
         if isinstance(item, VideoFileItem):
             return ImageTask("video", [self._read_encoded(item.source, "video", budget)], item.fps)
         budget.add_frames(len(item.frames))

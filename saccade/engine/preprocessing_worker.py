@@ -180,6 +180,8 @@ class ImageTask:
     """One image, the frames of a video, or a video file."""
     fps: float = 1.0
     """Frames per second of a video."""
+    num_images: int = 1
+    """Images of the conversation, as far as the patches depend on it (`VisionRules.counted_images`)."""
 
     @property
     def is_video_file(self) -> bool:
@@ -193,7 +195,12 @@ class ImageTask:
 
     def describe(self) -> dict[str, Any]:
         """All but the data of the sources, as JSON."""
-        return {"kind": self.kind, "fps": self.fps, "sources": [source.describe() for source in self.sources]}
+        return {
+            "kind": self.kind,
+            "fps": self.fps,
+            "num_images": self.num_images,
+            "sources": [source.describe() for source in self.sources],
+        }
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -223,7 +230,8 @@ class PromptProcessor:
     def __init__(self, config: PreprocessingConfig) -> None:
         self._processor = Processor.load(config.folder, limits=config.limits, resize=config.resize)
         self._config = config
-        rules, tokenizer = self._processor.rules, self._processor.tokenizer
+        self.rules = rules = self._processor.rules
+        tokenizer = self._processor.tokenizer
         self.metadata = ProcessorMetadata(
             image=self._visual_metadata("image", rules.image_id, rules.images),
             video=self._visual_metadata("video", rules.video_id, rules.videos),
@@ -252,7 +260,7 @@ class PromptProcessor:
         frames = self._frames(task, MediaBudget(self._config.limits))
         decoded_at = time.perf_counter()
         if task.kind == "image":
-            visual = self._processor.patchify_image(frames[0])
+            visual = self._processor.patchify_image(frames[0], num_images=task.num_images)
         else:
             visual = self._processor.patchify_video(frames, task.fps)
         visual.patches.flags.writeable = False
@@ -321,7 +329,7 @@ def _is_possible(grid: Grid, task: ImageTask, rules: VisionRules, limits: MediaL
     """Whether preprocessing the task can have this result."""
     num_frames = len(task.sources)
     frames = range(1, limits.max_frames + 1) if task.is_video_file else range(num_frames, num_frames + 1)
-    return rules.is_possible(task.kind, grid, task.fps, frames, limits)
+    return rules.is_possible(task.kind, grid, task.fps, frames, limits, task.num_images)
 
 
 # ------------------------------------------------------------------ engine's process
@@ -349,6 +357,10 @@ class LocalBackend:
     def process(self, task: ImageTask) -> Future[ProcessedImage]:
         """As `PromptProcessor.process`."""
         return self._images.submit(self._processor.process, task)
+
+    def counted_images(self, num_images: int) -> int:
+        """As `VisionRules.counted_images`."""
+        return self._processor.rules.counted_images(num_images)
 
     def close(self) -> None:
         """Cancel what has not started."""
@@ -398,6 +410,10 @@ class ProcessBackend:
         """As `PromptProcessor.process`."""
         size = task.num_bytes / _BYTES_PER_TIMEOUT if task.is_video_file else len(task.sources) / _FRAMES_PER_TIMEOUT
         return self._images.submit(_ImageJob(task, self._checks, self._timeout_s * math.ceil(size)))
+
+    def counted_images(self, num_images: int) -> int:
+        """As `VisionRules.counted_images`."""
+        return self._checks.rules.counted_images(num_images)
 
     def close(self) -> None:
         """Kill the workers."""
@@ -601,7 +617,9 @@ def _reply(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcessor
         return {"num_tokens": len(token_ids)}
     task = request["image"]
     sources = _sources(task["sources"], mailbox.inbox)
-    visual, num_pixels, decode_s, preprocess_s = processor.patchify(ImageTask(task["kind"], sources, task["fps"]))
+    visual, num_pixels, decode_s, preprocess_s = processor.patchify(
+        ImageTask(task["kind"], sources, task["fps"], task["num_images"])
+    )
     mailbox.outbox.write(visual.patches, 0)
     return {
         "grid": visual.grid,

@@ -177,10 +177,11 @@ class Processor:
         prompt = self._render(messages, add_generation_prompt, continue_final_message, tools)
         budget = MediaBudget(self.limits)
         visuals: list[Visual] = []
-        used = 0
+        used, num_images = 0, count_images(prompt.visuals)
         for number, item in enumerate(prompt.visuals):
             with prefix_errors(f"{visual_kind(item)} {number + 1}"):
-                visuals.append(self.preprocess_visual(item, None if into is None else into[used:], budget))
+                memory = None if into is None else into[used:]
+                visuals.append(self.preprocess_visual(item, memory, budget, num_images))
             used += len(visuals[-1].patches)
         patches = self._concatenate(visuals) if into is None else into[:used]
         return self._assemble(prompt.pieces, visuals, patches)
@@ -196,12 +197,13 @@ class Processor:
         return self._tokens(self._render(messages, add_generation_prompt, continue_final_message, tools).pieces)[0]
 
     def preprocess_visual(
-        self, item: VisualItem, into: Pixels | None = None, budget: MediaBudget | None = None
+        self, item: VisualItem, into: Pixels | None = None, budget: MediaBudget | None = None, num_images: int = 1
     ) -> Visual:
-        """Decode, resize and patchify one image or video. `budget` counts it against the limits of its request."""
+        """Decode, resize and patchify one image or video. `budget` counts it against the limits of its request; `num_images`: images of
+        its conversation."""
         budget = budget or MediaBudget(self.limits)
         if isinstance(item, ImageItem):
-            return self.patchify_image(load_image(item.source, self.limits, budget), into)
+            return self.patchify_image(load_image(item.source, self.limits, budget), into, num_images)
         if isinstance(item, VideoFileItem):
             data = read_encoded(item.source, self.limits, "video")
             budget.add_bytes(len(data))
@@ -213,9 +215,9 @@ class Processor:
                 frames.append(load_image(source, self.limits, budget))
         return self.patchify_video(frames, item.fps, into)
 
-    def patchify_image(self, pixels: Pixels, into: Pixels | None = None) -> Visual:
-        """Resize and patchify a decoded image."""
-        return self._patchify("image", [pixels], 1.0, into)
+    def patchify_image(self, pixels: Pixels, into: Pixels | None = None, num_images: int = 1) -> Visual:
+        """Resize and patchify a decoded image of a conversation with so many images."""
+        return self._patchify("image", [pixels], 1.0, into, num_images)
 
     def patchify_video(self, frames: Sequence[Pixels], fps: float, into: Pixels | None = None) -> Visual:
         """Resize and patchify the decoded frames of a video, `fps` of them per second."""
@@ -224,8 +226,10 @@ class Processor:
             raise ImageError(f"the frames have different sizes: {shapes}. Give frames of one size")
         return self._patchify("video", frames, fps, into)
 
-    def _patchify(self, kind: VisualKind, frames: Sequence[Pixels], fps: float, into: Pixels | None) -> Visual:
-        patches, grid = self.rules.patchify(kind, frames, self._resize, into)
+    def _patchify(
+        self, kind: VisualKind, frames: Sequence[Pixels], fps: float, into: Pixels | None, num_images: int = 1
+    ) -> Visual:
+        patches, grid = self.rules.patchify(kind, frames, self._resize, into, num_images)
         texts = [self.tokenizer.encode_text(text) for text in self.rules.texts(kind, len(frames), fps)]
         return Visual(patches, grid, texts, self.rules.parts(kind, grid, fps, texts))
 
@@ -239,7 +243,7 @@ class Processor:
             )
         for size in image_sizes:
             check_size(size, self.limits)
-        grids = [self.rules.image_grid(height, width) for width, height in image_sizes]
+        grids = [self.rules.image_grid(height, width, len(image_sizes)) for width, height in image_sizes]
         parts = [self.rules.parts("image", grid, 1.0, ()) for grid in grids]
         num_image_tokens = sum(part.length for of_image in parts for part in of_image)
         texts = (piece for piece in prompt.pieces if piece.control_id != self.rules.image_id)
@@ -346,6 +350,11 @@ def split_visuals(messages: Sequence[Message]) -> tuple[list[Message], list[Visu
 def visual_kind(item: VisualItem) -> VisualKind:
     """`image` or `video`."""
     return "image" if isinstance(item, ImageItem) else "video"
+
+
+def count_images(items: Sequence[VisualItem]) -> int:
+    """Images of a conversation; videos are not counted."""
+    return sum(isinstance(item, ImageItem) for item in items)
 
 
 @contextlib.contextmanager

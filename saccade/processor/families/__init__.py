@@ -11,8 +11,8 @@ numbers of patches and tokens.
 A family with tiles (LLaVA-NeXT, LLaVA-OneVision) fits like this: its grid is (tiles, height, width) of the original image, from which
 its rules derive the tiles that are cut, the tokens that remain without the padding and the newline tokens, and its tower the features;
 an image of any shape stays one `FeatureSpan`. With 1-D RoPE its span is one of text length (`positions.py`). Where an image's tiles depend
-on how many images the conversation has, that number is an argument of `image_grid`, and it must be a part of the image's key
-(`VisualMetadata.settings` in the engine), because caches are keyed by it.
+on how many images the conversation has, that number is an argument of `image_grid` and `patchify`; as far as it matters
+(`counted_images`) it is a part of the image's key in the engine (`ImageTask.digest`), because caches are keyed by it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,13 @@ class VisionRules(Protocol):
         """Placeholder token of a video."""
         ...
 
-    def image_grid(self, height: int, width: int) -> Grid:
-        """The grid of an image of this size. No pixel is read."""
+    def counted_images(self, num_images: int) -> int:
+        """The number of images of a conversation as far as their patches depend on it: numbers that give an image the same patches
+        give the same result, 1 wherever it does not matter. It is a part of an image's key in caches."""
+        ...
+
+    def image_grid(self, height: int, width: int, num_images: int = 1) -> Grid:
+        """The grid of an image of this size in a conversation of so many images. No pixel is read."""
         ...
 
     def num_patches(self, grid: Grid) -> int:
@@ -60,9 +65,17 @@ class VisionRules(Protocol):
         ...
 
     def patchify(
-        self, kind: VisualKind, frames: Sequence[Pixels], resize: Resize, into: Pixels | None = None
+        self,
+        kind: VisualKind,
+        frames: Sequence[Pixels],
+        resize: Resize,
+        into: Pixels | None = None,
+        num_images: int = 1,
     ) -> tuple[Pixels, Grid]:
-        """[patches, patch_dim] uint8 and the grid of an image (one frame) or a video, in the first rows of `into` or in new memory."""
+        """[patches, patch_dim] uint8 and the grid of an image (one frame) or a video, in the first rows of `into` or in new memory.
+
+        `num_images`: images of the conversation.
+        """
         ...
 
     def num_texts(self, kind: VisualKind, grid: Grid) -> int:
@@ -81,7 +94,9 @@ class VisionRules(Protocol):
         """Upper bound on the patches of an image or video within the limits."""
         ...
 
-    def is_possible(self, kind: VisualKind, grid: Grid, fps: float, num_frames: range, limits: MediaLimits) -> bool:
+    def is_possible(
+        self, kind: VisualKind, grid: Grid, fps: float, num_frames: range, limits: MediaLimits, num_images: int = 1
+    ) -> bool:
         """Whether an image or video of so many frames can have this grid, and positions that are not too far apart.
 
         The engine asks this about what a worker process sent: nothing else about a grid may be trusted.

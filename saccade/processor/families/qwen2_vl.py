@@ -54,7 +54,11 @@ class Rules:
 
     # -------------------------------------------------------------- patches
 
-    def image_grid(self, height: int, width: int) -> Grid:
+    def counted_images(self, num_images: int) -> int:
+        """See `VisionRules`. An image is cut alike in any company."""
+        return 1
+
+    def image_grid(self, height: int, width: int, num_images: int = 1) -> Grid:
         """See `VisionRules`."""
         return self.images.grid(height, width)
 
@@ -63,7 +67,12 @@ class Rules:
         return math.prod(grid)
 
     def patchify(
-        self, kind: VisualKind, frames: Sequence[Pixels], resize: Resize, into: Pixels | None = None
+        self,
+        kind: VisualKind,
+        frames: Sequence[Pixels],
+        resize: Resize,
+        into: Pixels | None = None,
+        num_images: int = 1,
     ) -> tuple[Pixels, Grid]:
         """See `VisionRules`."""
         return video_patches(frames, self.settings(kind), resize, into)
@@ -102,7 +111,9 @@ class Rules:
         (frames, rows, columns), merge = grid, self.settings(kind).merge_size
         return FeatureSpan(grid, math.prod(grid), VisionSpan(frames, rows // merge, columns // merge, time_step))
 
-    def is_possible(self, kind: VisualKind, grid: Grid, fps: float, num_frames: range, limits: MediaLimits) -> bool:
+    def is_possible(
+        self, kind: VisualKind, grid: Grid, fps: float, num_frames: range, limits: MediaLimits, num_images: int = 1
+    ) -> bool:
         """See `VisionRules`."""
         settings, (frames, rows, columns) = self.settings(kind), grid
         depth, merge = settings.temporal_patch_size, settings.merge_size

@@ -46,11 +46,16 @@ class Rules(qwen2_vl.Rules):
     # -------------------------------------------------------------- patches
 
     def patchify(
-        self, kind: VisualKind, frames: Sequence[Pixels], resize: Resize, into: Pixels | None = None
+        self,
+        kind: VisualKind,
+        frames: Sequence[Pixels],
+        resize: Resize,
+        into: Pixels | None = None,
+        num_images: int = 1,
     ) -> tuple[Pixels, Grid]:
         """See `VisionRules`."""
         if kind == "image":
-            return super().patchify(kind, frames, resize, into)
+            return super().patchify(kind, frames, resize, into, num_images)
         height, width = frames[0].shape[:2]
         size = resized_video(len(frames), height, width, self._limited(len(frames)))
         return video_patches(frames, self.videos, resize, into, size)
@@ -102,10 +107,12 @@ class Rules(qwen2_vl.Rules):
         ]
         return tuple(part for parts in around for part in parts)
 
-    def is_possible(self, kind: VisualKind, grid: Grid, fps: float, num_frames: range, limits: MediaLimits) -> bool:
+    def is_possible(
+        self, kind: VisualKind, grid: Grid, fps: float, num_frames: range, limits: MediaLimits, num_images: int = 1
+    ) -> bool:
         """See `VisionRules`."""
         if kind == "image":
-            return super().is_possible(kind, grid, fps, num_frames, limits)
+            return super().is_possible(kind, grid, fps, num_frames, limits, num_images)
         (frames, rows, columns), depth, merge = grid, self.videos.temporal_patch_size, self.videos.merge_size
         return (
             math.ceil(num_frames[0] / depth) <= frames <= math.ceil(num_frames[-1] / depth)
