@@ -26,6 +26,7 @@ from saccade.processor.inputs import ModelInputs
 from saccade.train.config import SourceConfig, StageConfig, TrainConfig
 from saccade.train.loss import count_labels, empty_micro_batch, labels_by_source, next_token_labels
 from saccade.train.metrics import Work, micro_batch_work
+from saccade.train.objectives.objective import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,8 @@ class StepBatch:
     """The micro-batches on the device; can be iterated once."""
     work: Work
     """Tokens, samples and FLOPs."""
+    num_units: int
+    """This rank's share of the objective's normaliser."""
     loss_tokens_by_source: list[int]
     """Number of loss tokens of each source; empty if losses by source are not needed."""
     sample_ids: list[list[str]]
@@ -135,9 +138,15 @@ class BatchIterator:
     """Reads batches from a stream and copies them to the device."""
 
     def __init__(
-        self, stream: Stream, config: ModelConfig, trained_parts: Collection[str], device: torch.device
+        self,
+        stream: Stream,
+        config: ModelConfig,
+        trained_parts: Collection[str],
+        device: torch.device,
+        objective: Objective,
     ) -> None:
         """`trained_parts`: trainable parts of the model, for counting FLOPs."""
+        self._objective = objective
         self.source_names = stream.source_names
         self.wait_s = 0.0
         """Time the host waited for the last batch."""
@@ -161,11 +170,13 @@ class BatchIterator:
         work = sum_work(
             micro_batch_work(self._config, one.inputs, one.num_loss_tokens, self._trained_parts) for one in batches
         )
+        num_units = sum(self._objective.num_units(one.inputs, one.num_loss_tokens) for one in batches)
         batches += [self._empty_batch(with_sources)] * (batch.max_sequences_per_rank - len(batches))
         return StepBatch(
             num_micro_batches=len(batches),
             on_device=self._to_device(batches),
             work=work,
+            num_units=num_units,
             loss_tokens_by_source=[
                 sum(counts) for counts in zip(*([n for _, n in one.by_source] for one in batches), strict=True)
             ],

@@ -29,6 +29,7 @@ from saccade.data.augment import AugmentConfig
 from saccade.data.sample import TextRules
 from saccade.data.storage import StorageConfig
 from saccade.errors import ConfigError
+from saccade.train.objectives.config import ObjectiveConfig
 from saccade.train.parameter_groups import OptimizerConfig
 from saccade.train.schedule import ScheduleConfig
 from saccade.train.trackers import TrackersConfig
@@ -227,8 +228,8 @@ class StageConfig:
     """Learning-rate schedule of the stage."""
     clip_norm: float = 1.0
     """Maximum gradient norm; larger gradients are scaled down to it. inf disables clipping."""
-    label_smoothing: float = 0.0
-    """Share of each target's probability that is spread over the vocabulary, such as 0.1; validation is not smoothed."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What is optimized; cross entropy of the next token without this section."""
     ema_decay: float | None = None
     """Decay of an exponential moving average of the trained weights, such as 0.999; it is validated, exported and handed to the next stage."""
     lora: LoraConfig | None = None
@@ -236,14 +237,15 @@ class StageConfig:
     continue_optimizer: bool = False
     """Keep the optimizer state of the previous stage for parameters trained in both."""
 
+    RENAMED: ClassVar[dict[str, str]] = {"label_smoothing": "objective.label_smoothing"}
+    """Former keys."""
+
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "_").isidentifier():
             raise ConfigError(f"stage name {self.name!r} is invalid; use letters, digits, - and _")
         if sum(length is not None for length in (self.steps, self.epochs, self.tokens)) != 1:
             raise ConfigError(f"stage {self.name}: give exactly one of steps, epochs and tokens")
         _check_positive(self, "steps", "epochs", "tokens", "clip_norm")
-        if not 0.0 <= self.label_smoothing < 1.0:
-            raise ConfigError(f"stage {self.name}: label_smoothing is {self.label_smoothing}; give 0 or more and less than 1")  # fmt: skip
         if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
             raise ConfigError(f"stage {self.name}: ema_decay is {self.ema_decay}; give a number between 0 and 1, such as 0.999")  # fmt: skip
         if self.epochs is not None and any(source.weight is not None for source in self.data.sources):

@@ -1,10 +1,9 @@
-"""Next-token loss of a packed sequence, and the module that FSDP or DDP wraps.
+"""Labels of a packed sequence, and the module that FSDP or DDP wraps: a model with the objective of its stage.
 
-Legend: T tokens, D decoder width, S sources.
+Legend: T tokens, D decoder width, S sources, K metrics.
 
-Token t predicts token t + 1 if that is a loss token of the same conversation. The loss of a micro-batch is the sum over its loss tokens
-divided by `count`, the number of loss tokens of the whole step: micro-batches and ranks are then simply summed, however unevenly the
-tokens are distributed.
+Token t predicts token t + 1 if that is a loss token of the same conversation. What is optimized is up to the objective
+(`objectives/`); its loss is divided by the normaliser of the whole step, so micro-batches and ranks are simply summed.
 
 Sharded ranks run collectives in every block, so all of them must run the same blocks: a micro-batch without images encodes a
 dummy image, and a rank without data runs an empty micro-batch. Both contribute zeros.
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 from saccade.model.config import VisionConfig
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
+from saccade.train.objectives.cross_entropy import CrossEntropy
+from saccade.train.objectives.objective import Labelled, Objective
 
 IGNORED = -100
 """Label of a token without loss."""
@@ -54,10 +55,11 @@ def empty_micro_batch(config: VisionConfig) -> ModelInputs:
 class ModelWithLoss(nn.Module):
     """The model and its loss: one call per micro-batch, so that FSDP or DDP around it sees one forward and one backward."""
 
-    def __init__(self, model: VLM, *, label_smoothing: float = 0.0) -> None:
+    def __init__(self, model: VLM, objective: Objective | None = None) -> None:
+        """`objective`: cross entropy by default. It is no submodule: frozen models it holds are neither sharded nor saved."""
         super().__init__()
         self.model = model
-        self._label_smoothing = label_smoothing
+        self.objective = CrossEntropy() if objective is None else objective
         self.encode_dummy_image = True
         """Whether micro-batches without images run a dummy image through the vision tower."""
 
@@ -69,21 +71,20 @@ class ModelWithLoss(nn.Module):
         num_loss_tokens: int,
         by_source: Sequence[tuple[Tensor, int]] = (),
     ) -> tuple[Tensor, Tensor]:
-        """(loss of the micro-batch, fp32 loss sums [S] over the labels of each source in `by_source`).
+        """(loss of the micro-batch, fp32 sums [S + K]: cross entropy of each source in `by_source`, then the objective's metrics).
 
-        `count` is a scalar on the device. The sums cost one more pass of the head in total, without gradients: their labels
-        partition `labels`, and tokens without a label are dropped before the matmul.
+        `count` is the normaliser of the step, a scalar on the device. The sums by source cost one more pass of the head in total,
+        without gradients: their labels partition `labels`, and tokens without a label are dropped before the matmul.
         """
         hidden_TD = self._hidden_states(inputs)
-        head = self.model.head
-        loss = head.cross_entropy(
-            hidden_TD, labels, count=count, num_labels=num_loss_tokens, label_smoothing=self._label_smoothing
-        )
+        found = self.objective.loss(self.model, hidden_TD, Labelled(inputs, labels, num_loss_tokens), count)
         with torch.no_grad():
             sums = [
-                head.cross_entropy(hidden_TD.detach(), part, count=1.0, num_labels=num_labels)
+                self.model.head.cross_entropy(hidden_TD.detach(), part, count=1.0, num_labels=num_labels)
                 for part, num_labels in by_source
             ]
+        loss = found.total
+        sums += [found.metrics[name].float() for name in self.objective.metric_names]
         return loss, torch.stack(sums) if sums else loss.new_zeros(0)
 
     @torch.no_grad()

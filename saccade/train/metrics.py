@@ -158,7 +158,7 @@ class Step:
     number: int
     """Steps of the run so far, including this one."""
     loss: float
-    """Per loss token."""
+    """Per unit of the objective: per loss token, for cross entropy."""
     grad_norm: float
     """Before clipping."""
     seconds: float
@@ -169,6 +169,8 @@ class Step:
     """Of all ranks."""
     source_losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """(sum of the loss, number of loss tokens) by source."""
+    of_objective: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """(sum, number of units) of the objective's metrics."""
     is_skipped: bool = False
     """Whether the guard skipped it; its loss is excluded from averages."""
 
@@ -212,10 +214,6 @@ class Meter:
         assert self._steps, "a record needs at least one step"
         steps, number = self._steps, self._steps[-1].number
         good = [step for step in steps if not step.is_skipped]
-        sources: dict[str, list[tuple[float, float]]] = {}
-        for step in good:
-            for source, sum_and_count in step.source_losses.items():
-                sources.setdefault(source, []).append(sum_and_count)
         mean_s = self._timed_seconds / self._num_timed if self._num_timed else None
         record = {
             "step": number,
@@ -229,12 +227,10 @@ class Meter:
             "tokens": self.tokens,
             "samples": self.samples,
             "skipped": len(steps) - len(good),
-            "source_loss": {
-                source: sum(s for s, _ in pairs) / count
-                for source, pairs in sorted(sources.items())
-                if (count := sum(n for _, n in pairs)) > 0
-            },
+            "source_loss": _means([step.source_losses for step in good]),
         }
+        if of_objective := _means([step.of_objective for step in good]):
+            record["objective"] = of_objective
         self._steps, self._timed = [], []
         return record
 
@@ -313,6 +309,19 @@ def _mean(values: Sequence[float]) -> float | None:
     """The mean; None without values, or if it is not finite."""
     mean = sum(values) / len(values) if values else math.nan
     return mean if math.isfinite(mean) else None
+
+
+def _means(steps: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """The mean of every name over all steps that have it, from (sum, count) of each."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for step in steps:
+        for name, sum_and_count in step.items():
+            pairs.setdefault(name, []).append(sum_and_count)
+    return {
+        name: sum(s for s, _ in found) / count
+        for name, found in sorted(pairs.items())
+        if (count := sum(n for _, n in found)) > 0
+    }
 
 
 def device_memory_gib(device: torch.device) -> float | None:

@@ -58,6 +58,7 @@ from saccade.model.vlm import VLM
 from saccade.train.config import ParallelConfig, Recompute, StageConfig, Strategy
 from saccade.train.lora import add_lora, lora_layers, lora_parameters, quantized_sizes
 from saccade.train.loss import ModelWithLoss
+from saccade.train.objectives.build import build_objective
 from saccade.train.optimizer import freeze
 from saccade.train.parameter_groups import PARTS, OptimizerConfig, part_of
 from saccade.train.weights import load_weights, meta_model
@@ -104,7 +105,7 @@ def parallelize(
     strategy = choose_strategy(config, world)
     is_sharded = strategy in ("fsdp", "hsdp")
     model = build_model(folder, stage, strategy, dtype)
-    module = ModelWithLoss(model, label_smoothing=stage.label_smoothing)
+    module = ModelWithLoss(model, build_objective(stage.objective))
     module.encode_dummy_image = is_sharded or _is_trained(model.vision) or _is_trained(model.projector)
     if config.compile:
         _compile(model)

@@ -242,7 +242,9 @@ def _run_stage(
             stage=stage,
             progress=progress,
             state=state,
-            batches=BatchIterator(stream, parallel.model.config, _trained_parts(state), world.device),
+            batches=BatchIterator(
+                stream, parallel.model.config, _trained_parts(state), world.device, parallel.module.objective
+            ),
             guard=guard,
             saver=saver,
             metrics_log=MetricsLog(trackers, stage.name, config.log.every, world),

@@ -8,13 +8,14 @@ micro-batch is added.
 The metrics of a step travel over the ranks as one vector. Counters known before the forward pass are summed at the start of the
 step (the loss needs the number of loss tokens of all ranks), the rest at its end; then the host reads everything at once:
 
-    [ work | save failed | loss tokens by source | loss by source | loss | stop requested | gradient norm ]
-      `-- local_step_counters, summed at the start --'`-- summed at the end --------------'
+    [ work | normaliser | save failed | loss tokens by source | loss by source | metrics | loss | stop requested | gradient norm ]
+      `-- local_step_counters, summed at the start -----------'`-- summed at the end --------------------'
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -32,8 +33,8 @@ from saccade.train.parallelize import ParallelModel
 from saccade.train.weight_average import WeightAverage
 from saccade.world import World
 
-LOSS_TOKENS = Work._fields.index("loss_tokens")
-"""Index of the number of loss tokens in the vector."""
+NORMALIZER = len(Work._fields)
+"""Index of the objective's normaliser in the vector."""
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Progress:
 
 def local_step_counters(batch: StepBatch, *, save_failed: bool) -> NDArray[np.float64]:
     """The counters a rank contributes at the start of a step: the first half of the vector above."""
-    return np.array([*batch.work, save_failed, *batch.loss_tokens_by_source], dtype=np.float64)
+    return np.array([*batch.work, batch.num_units, save_failed, *batch.loss_tokens_by_source], dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class StepMetrics:
     """Metrics of a step, summed over the ranks."""
 
     loss: float
-    """Mean over the loss tokens."""
+    """The objective, a mean over its units: over the loss tokens, for cross entropy."""
     grad_norm: float
     """Before clipping."""
     work: Work
@@ -93,18 +94,22 @@ class StepMetrics:
     save_failed: bool
     """Whether any rank failed to save."""
     source_losses: dict[str, tuple[float, float]]
-    """(sum of the loss, number of loss tokens) by source; empty in steps that are not logged."""
+    """(sum of the cross entropy, number of loss tokens) by source; empty in steps that are not logged."""
+    of_objective: dict[str, tuple[float, float]]
+    """(sum, number of units) of the objective's metrics."""
 
     @staticmethod
-    def read(vector: list[float], source_names: list[str]) -> StepMetrics:
+    def read(vector: list[float], source_names: list[str], metric_names: Sequence[str]) -> StepMetrics:
         """Parse the vector above."""
         values = iter(vector)
         work = Work(*(next(values) for _ in Work._fields))
-        save_failed = next(values) > 0
-        *by_source, loss, must_stop, grad_norm = values
-        counts, sums = by_source[: len(by_source) // 2], by_source[len(by_source) // 2 :]
+        num_units, save_failed = next(values), next(values) > 0
+        *sums, loss, must_stop, grad_norm = values
+        num_sources = (len(sums) - len(metric_names)) // 2
+        counts, sums, metrics = sums[:num_sources], sums[num_sources : 2 * num_sources], sums[2 * num_sources :]
         source_losses = dict(zip(source_names, zip(sums, counts, strict=True), strict=False))
-        return StepMetrics(loss, grad_norm, work, must_stop > 0, save_failed, source_losses)
+        of_objective = {name: (value, num_units) for name, value in zip(metric_names, metrics, strict=True)}
+        return StepMetrics(loss, grad_norm, work, must_stop > 0, save_failed, source_losses, of_objective)
 
 
 class TrainState:
@@ -135,9 +140,9 @@ class TrainState:
     # -------------------------------------------------------------- a step
 
     def backward(self, batch: MicroBatch, count: Tensor, *, is_last_micro_batch: bool) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradients of a micro-batch; (its loss, its loss sums by source), on the device.
+        """Accumulate the gradients of a micro-batch; (its loss, its sums by source and metrics), on the device.
 
-        `count`: number of loss tokens of the whole step.
+        `count`: the objective's normaliser, of the whole step.
         """
         self._set_grad_dtype(is_last_micro_batch=is_last_micro_batch)
         self.parallel.sync_gradients(
@@ -145,11 +150,11 @@ class TrainState:
         )
         # FSDP and DDP average over the ranks, but the sum is needed: every rank's loss is multiplied by the world size.
         local_count = count / self._world.size
-        loss, by_source = self.parallel.wrapped(
+        loss, sums = self.parallel.wrapped(
             batch.inputs, batch.labels, local_count, batch.num_loss_tokens, batch.by_source
         )
         loss.backward()
-        return loss.detach() / self._world.size, by_source
+        return loss.detach() / self._world.size, sums
 
     def _set_grad_dtype(self, *, is_last_micro_batch: bool) -> None:
         """Switch gradients between fp32 and the parameters' dtype; see above."""

@@ -31,7 +31,7 @@ from saccade.train.loss import ModelWithLoss
 from saccade.train.metrics import MetricsLog, Step
 from saccade.train.process import Watchdog, manual_gc
 from saccade.train.profiling import StepProfiler
-from saccade.train.train_state import LOSS_TOKENS, Progress, StepMetrics, TrainState, local_step_counters
+from saccade.train.train_state import NORMALIZER, Progress, StepMetrics, TrainState, local_step_counters
 from saccade.train.weights import export_checkpoint
 from saccade.world import World
 
@@ -85,6 +85,7 @@ class Trainer:
         self._data_wait_s = 0.0
         self._first_stage_step = progress.stage_step
         self._lr_factor = 0.0
+        self._objective = state.parallel.module.objective
         self._has_checked_gradients = False
 
     def run(self) -> Ending:
@@ -106,7 +107,9 @@ class Trainer:
             if vector is None:
                 return Ending.STOPPED
             upcoming = self._next_batch(self._progress.stage_step + 1)
-            metrics = StepMetrics.read(vector.tolist(), self._batches.source_names)  # the one host sync of a step
+            metrics = StepMetrics.read(  # the one host sync of a step
+                vector.tolist(), self._batches.source_names, self._objective.metric_names
+            )
             decision = self._guard.check(metrics.loss, metrics.grad_norm)
             if decision.action is Action.ACCEPT:
                 self._optimizer_step(metrics)
@@ -155,19 +158,20 @@ class Trainer:
         device = self._world.device
         counters = local_step_counters(batch, save_failed=self._saver.failure is not None)
         totals = self._world.all_sum(to_device(counters, device))
-        count = totals[LOSS_TOKENS].clamp(min=1.0).float()
+        count = totals[NORMALIZER].clamp(min=1.0).float()
         losses: list[Tensor] = []
-        by_source = torch.zeros(len(batch.loss_tokens_by_source), device=device)
+        num_sums = len(batch.loss_tokens_by_source) + len(self._objective.metric_names)
+        sums = torch.zeros(num_sums, device=device)
         for number, micro_batch in enumerate(batch.on_device, start=1):
             if self._must_discard_step():
                 self._state.drop_gradients()
                 return losses, None
             is_last = number == batch.num_micro_batches
-            loss, sums = self._state.backward(micro_batch, count, is_last_micro_batch=is_last)
+            loss, own_sums = self._state.backward(micro_batch, count, is_last_micro_batch=is_last)
             losses.append(loss)
-            by_source += sums
+            sums += own_sums
         must_stop = to_device(np.array([self._stop_requested.is_set()], dtype=np.float64), device)
-        sums_and_loss = torch.cat([by_source, torch.stack(losses).sum()[None]]).double()
+        sums_and_loss = torch.cat([sums, torch.stack(losses).sum()[None]]).double()
         results = self._world.all_sum(torch.cat([sums_and_loss, must_stop]))
         return losses, torch.cat([totals, results, self._state.grad_norm().double()[None]])
 
@@ -258,6 +262,7 @@ class Trainer:
             data_wait_s=self._data_wait_s,
             work=metrics.work,
             source_losses=metrics.source_losses,
+            of_objective=metrics.of_objective,
             is_skipped=decision.action is not Action.ACCEPT,
         )
         self._metrics_log.add(step, {group.name: group.lr * self._lr_factor for group in self._state.optimizer.groups})

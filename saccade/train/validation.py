@@ -111,7 +111,7 @@ class HeldOutValidation:
         """None if a stop was requested on any rank, after the current batch."""
         total = torch.zeros(3, dtype=torch.float64, device=self._world.device)
         with self._open_stream() as stream:
-            batches = BatchIterator(stream, model.model.config, (), self._world.device)
+            batches = BatchIterator(stream, model.model.config, (), self._world.device, model.objective)
             while (batch := batches.next(with_sources=False)) is not None:
                 for micro_batch in batch.on_device:
                     total += model.score(micro_batch.inputs, micro_batch.labels)

@@ -123,7 +123,7 @@ def test_an_average_takes_four_bytes_per_trained_parameter_in_the_plan():
 
 @pytest.mark.parametrize("kept", [2, 4])
 def test_a_resumed_run_with_all_options_equals_an_uninterrupted_one(run_root, tmp_path, kept):
-    options = averaging(run_root, AUGMENT, "stages.0.label_smoothing=0.1", "validation.export_best=true")
+    options = averaging(run_root, AUGMENT, "stages.0.objective.label_smoothing=0.1", "validation.export_best=true")
     whole = run_root / "all-options"
     if not whole.exists():
         train(read_recipe(recipe(run_root, "all-options"), *options), device="cpu")
@@ -147,7 +147,7 @@ def test_smoothed_labels_change_the_loss_of_training_and_not_of_validation(run_r
     found = {}
     for smoothing in (0.0, 0.2):
         name = f"smoothed-{smoothing}"
-        config = averaging(run_root, *settings, f"stages.0.label_smoothing={smoothing}")
+        config = averaging(run_root, *settings, f"stages.0.objective.label_smoothing={smoothing}")
         train(read_recipe(recipe(run_root, name), *config), device="cpu")
         found[smoothing] = losses(run_root / name)[0], validations(run_root / name)[1]
     assert found[0.0][0] != pytest.approx(found[0.2][0], rel=1e-4)
@@ -175,7 +175,7 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(run_root):
     ("override", "words"),
     [
         ("stages.0.ema_decay=1.0", "ema_decay is 1.0"),
-        ("stages.0.label_smoothing=1.0", "label_smoothing is 1.0"),
+        ("stages.0.objective.label_smoothing=1.0", "label_smoothing is 1.0"),
         ("validation.export_best=true", "needs validation.sources"),
         ("stages.0.data.augment={crop_scale=[0.0, 1.0]}", "crop_scale is"),
     ],

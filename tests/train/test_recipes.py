@@ -33,6 +33,7 @@ OLD_KEYS = {
     "parallel.reduce_each_row=true": "reduce_each_micro_batch",
     "parallel.powersgd_start=10": "powersgd_start_step",
     "probe.every=10": "validation",
+    "stages.0.label_smoothing=0.1": "objective.label_smoothing",
 }
 
 
