@@ -83,6 +83,8 @@ class PagedAttention:
     """How decode divides its work, the same for all layers; made in each layer if not given."""
     gather_plan: GatherPlan | None = None
     """On a CPU: where tokens are stored and pages are read, the same for all layers."""
+    window: int | None = None
+    """Tokens before its own that a token attends to; None: all. Plans have the same."""
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         """See `AttentionContext`. `q` and `k` are rotated in place."""
@@ -104,6 +106,7 @@ class PagedAttention:
             q_THK, keys, values, self.page_table, self.cu_seqlens, self.context_lengths, max_seqlen_q=self.max_new,
             num_decode=self.num_decode, max_context_length=self.max_context, table_rows_R=self.slots,
             decode_plan=self.decode_plan, gather_plan=self.gather_plan, key_scales_NGP=key_scales, value_scales_NGP=value_scales,
+            window=self.window,
         )  # fmt: skip
 
 

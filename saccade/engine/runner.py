@@ -462,21 +462,21 @@ class Runner:
             x_TD = torch.where(is_feature[:, None], embedded_TD, x_TD)
             if later_LTD is not None:  # the last row of the cache is zero
                 features = LayerFeatures(later_LTD)
-        plan = None
+        plan, window = None, self.model.config.language.window
         if num_decode and self.device.type == "cuda":
             keys = self.cache.entries[0, 0]
-            plan = plan_decode(inputs.cu_seqlens, inputs.context_lengths, keys, num_decode=num_decode)
+            plan = plan_decode(inputs.cu_seqlens, inputs.context_lengths, keys, num_decode=num_decode, window=window)
         cos_sin = self.model.cos_sin(inputs.positions)
         gather_plan = None
         if self.device.type == "cpu":
             gather_plan = plan_gather(
                 cos_sin, inputs.slot_mapping, self._page_table[inputs.slots], inputs.cu_seqlens, inputs.context_lengths,
                 num_slots=self.cache.num_slots, page_size=self.cache.page_size,
-                num_kv_heads=self.model.config.language.num_kv_heads,
+                num_kv_heads=self.model.config.language.num_kv_heads, window=window,
             )  # fmt: skip
         attend = PagedAttention(
             self.cache, cos_sin, inputs.slot_mapping, self._page_table, inputs.slots,
-            inputs.cu_seqlens, inputs.context_lengths, num_decode, max_new, max_context, plan, gather_plan,
+            inputs.cu_seqlens, inputs.context_lengths, num_decode, max_new, max_context, plan, gather_plan, window,
         )  # fmt: skip
         adapter_T = self._adapter_of_token(inputs) if has_adapters else None
         return self.model.forward_layers(x_TD, attend, index_S, adapter_T, features)

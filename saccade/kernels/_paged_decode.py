@@ -23,6 +23,7 @@ def _plan_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """Where the ranges of BLOCK_P decode programs begin: see `plan_decode`. Every program adds up all tiles itself."""
     r = tl.arange(0, BLOCK_R)
@@ -32,6 +33,8 @@ def _plan_kernel(
     )
     length = tl.where(num_new > 0, tl.load(context_lengths + r, mask=is_request, other=0), 0)
     num_tiles = tl.cdiv(length, BLOCK_N)
+    if WINDOW is not None:
+        num_tiles -= tl.maximum(length - 1 - WINDOW, 0) // BLOCK_N
     ends = tl.cumsum(num_tiles, 0)
     total = tl.sum(num_tiles, 0)
     per_program = tl.maximum(tl.cdiv(total, NUM_PROGRAMS), MIN_TILES)
@@ -87,10 +90,12 @@ def _decode_kernel(
     HAS_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
     LARGEST: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """One program: a range of tiles of consecutive requests, for the RATIO heads that share a key head.
 
-    A request whose tiles are all in the range is finished here; the first and the last may leave a partial result each.
+    A request whose tiles are all in the range is finished here; the first and the last may leave a partial result each. With a WINDOW
+    the tiles of a request begin with the one that has the first key in it.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -118,9 +123,14 @@ def _decode_kernel(
         has_token = tl.load(cu_seqlens_q + request + 1) > token
         length = tl.where(has_token, tl.load(context_lengths + request), 0)
         num_tiles = tl.cdiv(length, BLOCK_N)
+        window_key = 0
+        if WINDOW is not None:
+            num_before = tl.maximum(length - 1 - WINDOW, 0) // BLOCK_N
+            num_tiles -= num_before
+            window_key = num_before * BLOCK_N
         begin = tl.where(request == first_request, first_tile, 0)
         end = tl.where(request == last_request, end_tile, num_tiles)
-        end_key = tl.minimum(end * BLOCK_N, length)
+        end_key = tl.minimum(window_key + end * BLOCK_N, length)
         row = token * 0 + request
         if HAS_ROWS:
             row = tl.load(table_rows + request).to(tl.int64)
@@ -132,11 +142,11 @@ def _decode_kernel(
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
             last_key = tl.zeros([BLOCK_M], tl.int32) + (length - 1)
-            for tile in range(begin * BLOCK_N, end_key, BLOCK_N):
+            for tile in range(window_key + begin * BLOCK_N, end_key, BLOCK_N):
                 best, total, acc = attend_tile(
                     q_block, keys, values, scales_k, scales_v, page_table + row * table_stride, tile + n, last_key, end_key,
                     in_head, best, total, acc, scale_log2, page_stride, token_stride, scale_page_stride,
-                    PAGE, K, BLOCK_K, LARGEST, MASKED=True,
+                    PAGE, K, BLOCK_K, LARGEST, MASKED=True, WINDOW=WINDOW,
                 )  # fmt: skip
             divisor = total * LARGEST if LARGEST > 0 else total
             acc = acc / divisor[:, None]
@@ -253,6 +263,8 @@ class DecodePlan(NamedTuple):
     """int32: tiles of a range, then the cumulative tiles of the requests, from 0."""
     tiles: DecodeTiles
     num_decode: int
+    window: int | None = None
+    """Keys to the left of a token that it attends to; None: all."""
 
 
 def plan_decode(
@@ -262,6 +274,7 @@ def plan_decode(
     *,
     num_decode: int,
     tiles: DecodeTiles | None = None,
+    window: int | None = None,
 ) -> DecodePlan:
     """Divide the keys of the first `num_decode` requests into equal ranges. Reads lengths on the device, once for all layers."""
     _, G, _, K = key_pages_NGPK.shape
@@ -273,9 +286,9 @@ def plan_decode(
     _plan_kernel[(triton.cdiv(num_programs + 1, block_p),)](
         cu_seqlens_q, context_lengths_R, ranges, cu_tiles, num_decode, NUM_PROGRAMS=num_programs,
         MIN_TILES=triton.cdiv(tiles.min_keys, tiles.block_n), BLOCK_N=tiles.block_n,
-        BLOCK_R=max(16, triton.next_power_of_2(num_decode)), BLOCK_P=block_p, num_warps=4,
+        BLOCK_R=max(16, triton.next_power_of_2(num_decode)), BLOCK_P=block_p, WINDOW=window, num_warps=4,
     )  # fmt: skip
-    return DecodePlan(ranges, cu_tiles, tiles, num_decode)
+    return DecodePlan(ranges, cu_tiles, tiles, num_decode, window)
 
 
 def decode(
@@ -292,7 +305,7 @@ def decode(
         q_THK, *pages.pointers, cu_seqlens_q, context_lengths_R, plan.ranges, out_THK, partial_out, partial_lse,
         K**-0.5 * LOG2_E, *q_THK.stride()[:2], *out_THK.stride()[:2], *pages.strides, H=H, RATIO=ratio, K=K, PAGE=page_size,
         BLOCK_M=max(16, triton.next_power_of_2(ratio)), BLOCK_N=plan.tiles.block_n, BLOCK_K=block_k,
-        HAS_ROWS=pages.rows is not None, OVERLAP=overlaps, LARGEST=pages.largest, num_warps=plan.tiles.num_warps,
+        HAS_ROWS=pages.rows is not None, OVERLAP=overlaps, LARGEST=pages.largest, WINDOW=plan.window, num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages,
     )  # fmt: skip
     # A program reads all partial results of its rows at once: a loop over them would wait for memory in every pass. Few requests have

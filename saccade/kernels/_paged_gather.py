@@ -25,7 +25,7 @@ class _Decode(NamedTuple):
     padding: Tensor
     """Rows of the gathered keys, [R * G * W * P, K], after the last token of their request."""
     mask: Tensor
-    """[R, 1, 1, W * P]: True at keys of the request."""
+    """[R, 1, 1, W * P]: True at keys of the request, within its window."""
 
 
 class _Prefill(NamedTuple):
@@ -63,8 +63,10 @@ def plan_gather(
     num_slots: int,
     page_size: int,
     num_kv_heads: int,
+    window: int | None = None,
 ) -> GatherPlan:
-    """The plan of a step. `page_table_RW` has a row for each request; `num_slots` is the size of the cache in tokens."""
+    """The plan of a step. `page_table_RW` has a row for each request; `num_slots` is the size of the cache in tokens. `window`: keys to
+    the left of a token that it attends to."""
     stored = None
     if len(slots_T) and not 0 <= int(slots_T.min()) <= int(slots_T.max()) < num_slots:
         stored = ((slots_T >= 0) & (slots_T < num_slots)).nonzero().squeeze(1)
@@ -81,7 +83,12 @@ def plan_gather(
     def prefill(r: int, start: int, end: int) -> _Prefill:
         pages = pages_of(page_table_RW[r : r + 1, : -(-lengths[r] // page_size)])
         num_before = lengths[r] - (end - start)
-        mask = torch.ones(end - start, lengths[r], dtype=torch.bool).tril(num_before) if num_before else None
+        is_cut = window is not None and lengths[r] > window + 1
+        mask = None
+        if num_before or is_cut:
+            mask = torch.ones(end - start, lengths[r], dtype=torch.bool).tril(num_before)
+        if window is not None and mask is not None:
+            mask = mask.triu(num_before - window)
         return _Prefill(start, end, lengths[r], pages, mask)
 
     def decode(requests: list[int], tokens: list[int]) -> _Decode:
@@ -89,7 +96,10 @@ def plan_gather(
         is_own = torch.arange(width * page_size) < context_lengths_R[requests].unsqueeze(1)
         own_table = page_table_RW[requests, :width].masked_fill(~is_own[:, ::page_size], 0)
         padding = (~is_own).unsqueeze(1).expand(-1, num_kv_heads, -1).flatten().nonzero().squeeze(1)
-        return _Decode(torch.tensor(tokens), pages_of(own_table), padding, is_own[:, None, None])
+        seen = is_own
+        if window is not None:
+            seen = is_own & (torch.arange(width * page_size) >= context_lengths_R[requests].unsqueeze(1) - 1 - window)
+        return _Decode(torch.tensor(tokens), pages_of(own_table), padding, seen[:, None, None])
 
     single = [(r, start) for r, start, end in new if end - start == 1]
     return GatherPlan(

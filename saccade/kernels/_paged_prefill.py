@@ -51,6 +51,7 @@ def _attend_kernel(
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
     LARGEST: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """One program: some query tokens of one request, the RATIO heads that share a key head, one split of the keys.
 
@@ -83,10 +84,13 @@ def _attend_kernel(
     # among as many splits as find min_split keys each.
     last_key = length - num_queries + query
     visible = tl.maximum(tl.minimum(length, length - num_queries + first_query + BLOCK_Q), 0)
-    num_tiles = tl.cdiv(visible, BLOCK_N)
-    num_used = tl.maximum(tl.minimum(visible // min_split, num_splits), 1)
-    first_key = split * num_tiles // num_used * BLOCK_N
-    end_key = tl.minimum((split + 1) * num_tiles // num_used * BLOCK_N, visible)
+    begin_tile = 0
+    if WINDOW is not None:  # keys before the window of the first query are not read
+        begin_tile = tl.maximum(length - num_queries + first_query - WINDOW, 0) // BLOCK_N
+    num_tiles = tl.cdiv(visible, BLOCK_N) - begin_tile
+    num_used = tl.maximum(tl.minimum((visible - begin_tile * BLOCK_N) // min_split, num_splits), 1)
+    first_key = (begin_tile + split * num_tiles // num_used) * BLOCK_N
+    end_key = tl.minimum((begin_tile + (split + 1) * num_tiles // num_used) * BLOCK_N, visible)
     partial_row = (token * H + head) * num_splits + split
     if SPLIT:  # noqa: SIM102 (decided when compiled)
         if split >= num_used:
@@ -111,17 +115,28 @@ def _attend_kernel(
     # Keys visible to every row come first, without a mask; then those past some row's last key or past the request's end.
     all_see = tl.minimum(end_key, length - num_queries + first_query + 1)
     first_masked = first_key + tl.maximum(all_see - first_key, 0) // BLOCK_N * BLOCK_N
-    for tile in range(first_key, first_masked, BLOCK_N):
+    first_full = first_key
+    if WINDOW is not None:  # and before them those that the window of some row has left
+        in_all_windows = length - num_queries + first_query + BLOCK_Q - 1 - WINDOW
+        first_full += tl.cdiv(tl.maximum(in_all_windows - first_key, 0), BLOCK_N) * BLOCK_N
+        first_full = tl.minimum(first_full, first_masked)
+        for tile in range(first_key, first_full, BLOCK_N):
+            best, total, acc = attend_tile(
+                q_block, keys, values, scales_k, scales_v, table_row, tile + n, last_key, end_key, in_head,
+                best, total, acc, scale_log2, page_stride, token_stride, scale_page_stride,
+                PAGE, K, BLOCK_K, LARGEST, MASKED=True, WINDOW=WINDOW,
+            )  # fmt: skip
+    for tile in range(first_full, first_masked, BLOCK_N):
         best, total, acc = attend_tile(
             q_block, keys, values, scales_k, scales_v, table_row, tile + n, last_key, end_key, in_head,
             best, total, acc, scale_log2, page_stride, token_stride, scale_page_stride,
-            PAGE, K, BLOCK_K, LARGEST, MASKED=False,
+            PAGE, K, BLOCK_K, LARGEST, MASKED=False, WINDOW=WINDOW,
         )  # fmt: skip
     for tile in range(first_masked, end_key, BLOCK_N):
         best, total, acc = attend_tile(
             q_block, keys, values, scales_k, scales_v, table_row, tile + n, last_key, end_key, in_head,
             best, total, acc, scale_log2, page_stride, token_stride, scale_page_stride,
-            PAGE, K, BLOCK_K, LARGEST, MASKED=True,
+            PAGE, K, BLOCK_K, LARGEST, MASKED=True, WINDOW=WINDOW,
         )  # fmt: skip
 
     divisor = tl.where(total > 0, total, 1.0)
@@ -232,8 +247,9 @@ def _num_query_blocks(num_tokens: int, num_requests: int, block_q: int) -> int:
 
 
 def prefill(
-    q_THK: Tensor, pages: Pages, cu_seqlens_q: Tensor, context_lengths_R: Tensor, out_THK: Tensor, schedule: Schedule
-) -> None:
+    q_THK: Tensor, pages: Pages, cu_seqlens_q: Tensor, context_lengths_R: Tensor, out_THK: Tensor, schedule: Schedule,
+    window: int | None = None,
+) -> None:  # fmt: skip
     """Write the rows of all new tokens, as `schedule` says. Where keys are split, it also writes zeros into rows of no request."""
     num_tokens, H, K = q_THK.shape
     num_requests, (_, G, page_size, _) = len(context_lengths_R), pages.keys.shape
@@ -250,7 +266,7 @@ def prefill(
         q_THK, *pages.pointers, cu_seqlens_q, context_lengths_R, out_THK, partial_out, partial_lse, num_requests, splits,
         schedule.min_split, K**-0.5 * LOG2_E, *q_THK.stride()[:2], *out_THK.stride()[:2], *pages.strides,
         H=H, RATIO=ratio, K=K, PAGE=page_size, BLOCK_M=schedule.block_m, BLOCK_N=schedule.block_n, BLOCK_K=block_k,
-        HAS_ROWS=pages.rows is not None, SPLIT=splits > 1, OVERLAP=overlaps, LARGEST=pages.largest,
+        HAS_ROWS=pages.rows is not None, SPLIT=splits > 1, OVERLAP=overlaps, LARGEST=pages.largest, WINDOW=window,
         num_warps=schedule.num_warps, num_stages=schedule.num_stages,
     )  # fmt: skip
     if splits > 1:

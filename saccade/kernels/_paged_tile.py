@@ -84,6 +84,7 @@ def attend_tile(
     BLOCK_K: tl.constexpr,
     LARGEST: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One tile of keys into the running maximum, sum and weighted values (online softmax, base 2)."""
     in_context = n < end_key
@@ -110,7 +111,10 @@ def attend_tile(
     else:
         scores *= scale_log2
     if MASKED:
-        scores = tl.where((n[None, :] <= last_key[:, None]) & in_context[None, :], scores, float("-inf"))
+        seen = (n[None, :] <= last_key[:, None]) & in_context[None, :]
+        if WINDOW is not None:
+            seen = seen & (n[None, :] >= last_key[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
 
     # p = 2^(scores - best'),  total' = total 2^(best - best') + sum p,  acc' = acc 2^(best - best') + p v
     new_best = tl.maximum(best, tl.max(scores, 1))

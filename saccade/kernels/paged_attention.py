@@ -13,6 +13,8 @@ s % P of page s // P. The keys 0 .. context_lengths[r] - 1 of request r are in p
 
     out[t] = sum_s softmax_s(K^-0.5 * q[t] . k[s]) v[s]      over the keys s of t's own request, s <= position of t
 
+With `window`, a token attends to that many keys to its left and its own, as in `attention.py`; tiles of keys before it are not read.
+
 `cu_seqlens_q` [R + 1] gives the cumulative starts of the requests' new tokens (int32); the last new token of a request is
 aligned with its last key, so decode (1 token), chunked prefill, and both mixed are one call. q and out are
 [T, H, K]; `page_table` [R, W] and `context_lengths` [R] are int32. A request without new tokens costs nothing, one without
@@ -102,6 +104,7 @@ def paged_attention_reference(
     decode_plan: DecodePlan | None = None,
     key_scales_NGP: Tensor | None = None,
     value_scales_NGP: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Packed attention on the gathered pages, one request at a time. Bounds and plan are unused."""
     del max_seqlen_q, num_decode, max_context_length, decode_plan
@@ -126,6 +129,7 @@ def paged_attention_reference(
             max_seqlen_q=end - start,
             max_seqlen_k=length,
             causal=True,
+            window=window,
         )
     return out_THK
 
@@ -324,6 +328,7 @@ def paged_attention(
     gather_plan: GatherPlan | None = None,
     key_scales_NGP: Tensor | None = None,
     value_scales_NGP: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Attention of every request's new tokens over its pages, see the top of this file.
 
@@ -331,7 +336,7 @@ def paged_attention(
     The first `num_decode` requests have one new token each, or none; they are decoded beside the prefill of the others, in a
     launch of their own: one decode of 4000 tokens beside a prefill of 640 takes 28 us a layer instead of 99 (H200). `decode_plan` is
     theirs, made by `plan_decode` if not given; on a CPU `gather_plan` is that of all requests. `table_rows_R`: the row of `page_table` that each request has, if not its own
-    index. Bounds and shapes determine the grid: in a captured CUDA graph they are fixed.
+    index. A plan has the same `window`. Bounds and shapes determine the grid: in a captured CUDA graph they are fixed.
     """
     _check_pages("paged_attention", q_THK, key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP)
     rows = page_table_RW if table_rows_R is None else table_rows_R
@@ -345,15 +350,19 @@ def paged_attention(
         pages = Pages(key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP, page_table_RW, table_rows_R)
         return _attend(
             q_THK, pages, cu_seqlens_q, context_lengths_R, max_seqlen_q=max_seqlen_q, num_decode=num_decode,
-            max_context_length=max_context_length, decode_plan=decode_plan,
+            max_context_length=max_context_length, decode_plan=decode_plan, window=window,
         )  # fmt: skip
     own_table_RW = page_table_RW if table_rows_R is None else page_table_RW[table_rows_R.long()]
     tensors = (q_THK, key_pages_NGPK, value_pages_NGPK, own_table_RW, cu_seqlens_q, context_lengths_R)
     if path == "library":
-        plan = gather_plan or _plan_without_writing(*tensors)
+        plan = gather_plan or _plan_without_writing(*tensors, window=window)
         return attend_gathered(q_THK, key_pages_NGPK, value_pages_NGPK, plan, key_scales_NGP, value_scales_NGP)
     return paged_attention_reference(
-        *tensors, max_seqlen_q=max_seqlen_q, key_scales_NGP=key_scales_NGP, value_scales_NGP=value_scales_NGP
+        *tensors,
+        max_seqlen_q=max_seqlen_q,
+        key_scales_NGP=key_scales_NGP,
+        value_scales_NGP=value_scales_NGP,
+        window=window,
     )
 
 
@@ -364,6 +373,7 @@ def _plan_without_writing(
     page_table_RW: Tensor,
     cu_seqlens_q: Tensor,
     context_lengths_R: Tensor,
+    window: int | None,
 ) -> GatherPlan:
     """A plan for attention alone."""
     del value_pages_NGPK
@@ -371,6 +381,7 @@ def _plan_without_writing(
     return plan_gather(
         (nothing, nothing), torch.zeros(0, dtype=torch.int64), page_table_RW, cu_seqlens_q, context_lengths_R,
         num_slots=0, page_size=key_pages_NGPK.shape[2], num_kv_heads=key_pages_NGPK.shape[1],
+        window=window,
     )  # fmt: skip
 
 
@@ -384,6 +395,7 @@ def _attend(
     num_decode: int,
     max_context_length: int | None,
     decode_plan: DecodePlan | None,
+    window: int | None,
 ) -> Tensor:
     """Prefill first: where it is split, it also writes rows of decode tokens, which decode overwrites."""
     num_requests = len(context_lengths_R)
@@ -403,9 +415,11 @@ def _attend(
             others = pages._replace(table=pages.table[num_decode:])
         else:
             others = pages._replace(rows=pages.rows[num_decode:])
-        prefill(q_THK, others, cu_seqlens_q[num_decode:], context_lengths_R[num_decode:], out_THK, schedule)
+        prefill(q_THK, others, cu_seqlens_q[num_decode:], context_lengths_R[num_decode:], out_THK, schedule, window)
     if num_decode > 0:
-        plan = decode_plan or plan_decode(cu_seqlens_q, context_lengths_R, pages.keys, num_decode=num_decode)
+        plan = decode_plan or plan_decode(
+            cu_seqlens_q, context_lengths_R, pages.keys, num_decode=num_decode, window=window
+        )
         decode(q_THK, pages, cu_seqlens_q, context_lengths_R, out_THK, plan)
     return out_THK
 

@@ -30,15 +30,16 @@ class AttentionContext(Protocol):
 class PackedAttention:
     """Causal attention within each conversation of a packed sequence."""
 
-    def __init__(self, cos_sin: CosSin, cu_seqlens: Tensor, max_seqlen: int) -> None:
-        self._cos_sin, self._cu_seqlens, self._max_seqlen = cos_sin, cu_seqlens, max_seqlen
+    def __init__(self, cos_sin: CosSin, cu_seqlens: Tensor, max_seqlen: int, window: int | None = None) -> None:
+        """`window`: tokens before its own that a token attends to; None: all."""
+        self._cos_sin, self._cu_seqlens, self._max_seqlen, self._window = cos_sin, cu_seqlens, max_seqlen, window
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         """See `AttentionContext`."""
         q_THK, k_TGK = rope(q_THK, k_TGK, self._cos_sin)
         return attention(
             q_THK, k_TGK, v_TGK, self._cu_seqlens, self._cu_seqlens,
-            max_seqlen_q=self._max_seqlen, max_seqlen_k=self._max_seqlen, causal=True,
+            max_seqlen_q=self._max_seqlen, max_seqlen_k=self._max_seqlen, causal=True, window=self._window,
         )  # fmt: skip
 
 
@@ -58,8 +59,8 @@ class KVCache:
 class CachedAttention:
     """Causal attention of new tokens to the cached and new tokens of their conversation; appends them to the cache."""
 
-    def __init__(self, cache: KVCache, cos_sin: CosSin, cu_seqlens: Tensor) -> None:
-        self._cache, self._cos_sin, self._cu_seqlens_q = cache, cos_sin, cu_seqlens
+    def __init__(self, cache: KVCache, cos_sin: CosSin, cu_seqlens: Tensor, window: int | None = None) -> None:
+        self._cache, self._cos_sin, self._cu_seqlens_q, self._window = cache, cos_sin, cu_seqlens, window
         new = [end - start for start, end in pairwise(cu_seqlens.tolist())]
         before, cache.lengths = cache.lengths, [old + n for old, n in zip(cache.lengths, new, strict=True)]
         device = cu_seqlens.device
@@ -75,7 +76,7 @@ class CachedAttention:
         keys[self._new_slots], values[self._new_slots] = k_TGK, v_TGK
         return attention(
             q_THK, keys[self._all_slots], values[self._all_slots], self._cu_seqlens_q, self._cu_seqlens_k,
-            max_seqlen_q=self._max_new, max_seqlen_k=self._max_all, causal=True,
+            max_seqlen_q=self._max_new, max_seqlen_k=self._max_all, causal=True, window=self._window,
         )  # fmt: skip
 
 

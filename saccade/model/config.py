@@ -130,7 +130,7 @@ class LanguageConfig:
     rope_theta: float
     """Base of the rotary frequencies."""
     rope_sections: tuple[int, ...]
-    """M-RoPE frequencies of time, height and width; they sum to half the head dim."""
+    """M-RoPE frequencies of time, height and width; they sum to half the head dim. With 1-D RoPE time has all."""
     norm_eps: float
     """Added to the mean square in each norm."""
     max_positions: int
@@ -143,6 +143,8 @@ class LanguageConfig:
     """Whether each head's queries and keys are normalised."""
     explicit_head_dim: int | None = None
     """Width of one head; None: hidden_size / num_heads."""
+    sliding_window: int | None = None
+    """Tokens that a token attends to: itself and those before it; None: all."""
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -159,6 +161,11 @@ class LanguageConfig:
     def head_dim(self) -> int:
         """Width of one head."""
         return self.explicit_head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window as the kernels count it: tokens before its own that a token attends to."""
+        return None if self.sliding_window is None else self.sliding_window - 1
 
 
 @dataclass(frozen=True, kw_only=True)

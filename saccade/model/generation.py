@@ -76,7 +76,8 @@ def stream(
     generators = [torch.Generator().manual_seed(one.seed) for one in samplings]
     last = inputs.cu_seqlens[1:].long() - 1
     next_position = inputs.positions[:, last].amax(0) + 1
-    attend = CachedAttention(cache, model.cos_sin(inputs.positions), inputs.cu_seqlens)
+    window = model.config.language.window
+    attend = CachedAttention(cache, model.cos_sin(inputs.positions), inputs.cu_seqlens, window)
     x_TD, features = model.embed(inputs)
     hidden = model.forward_layers(x_TD, attend, features=features)[last]
     is_running = [True] * inputs.num_conversations
@@ -90,7 +91,7 @@ def stream(
         is_running = [runs and token_id not in eos_ids for token_id, runs in zip(token_ids, is_running, strict=True)]
         if not any(is_running) or step + 1 == max_new_tokens:
             return
-        attend = CachedAttention(cache, model.cos_sin((next_position + step).expand(3, -1)), one_each)
+        attend = CachedAttention(cache, model.cos_sin((next_position + step).expand(3, -1)), one_each, window)
         hidden = model.forward_layers(
             model.language.embed_tokens(torch.tensor(token_ids, device=hidden.device)), attend
         )

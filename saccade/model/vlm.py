@@ -58,7 +58,9 @@ class VLM(nn.Module):
         x_TD, features = self.embed(inputs)
         if encode_dummy_image and inputs.image_grids.shape[0] == 0:
             x_TD = x_TD + 0.0 * self._dummy_image_features(x_TD).sum()
-        attend = PackedAttention(self.cos_sin(inputs.positions), inputs.cu_seqlens, inputs.max_seqlen)
+        attend = PackedAttention(
+            self.cos_sin(inputs.positions), inputs.cu_seqlens, inputs.max_seqlen, self.config.language.window
+        )
         return self.forward_layers(x_TD, attend, features=features)
 
     def _dummy_image_features(self, like: Tensor) -> Tensor:

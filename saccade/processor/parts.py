@@ -34,7 +34,8 @@ class FeatureSpan:
 
     grid: Grid
     num_patches: int
-    span: VisionSpan
+    span: VisionSpan | TextSpan
+    """Its positions; those of text in models with 1-D RoPE."""
 
     @property
     def length(self) -> int:

@@ -121,15 +121,15 @@ class Tiling:
         height, width = pixels.shape[:2]
         side = self.patches_per_side
         patches = into.reshape(-1, side, side, 3, self.patch_size, self.patch_size)
-        self._patchify(_resized(pixels, (self.tile_size, self.tile_size), resize), patches[:1])
+        self.patchify(_resized(pixels, (self.tile_size, self.tile_size), resize), patches[:1])
         resolution = self.resolution((height, width))
         fitted = _resized(pixels, fitted_size((height, width), resolution), resize)
         padded = np.zeros((*resolution, 3), np.uint8)
         top, left = ((length - used) // 2 for length, used in zip(resolution, fitted.shape, strict=False))
         padded[top : top + fitted.shape[0], left : left + fitted.shape[1]] = fitted
-        self._patchify(padded, patches[1:])
+        self.patchify(padded, patches[1:])
 
-    def _patchify(self, pixels: Pixels, patches: Pixels) -> None:
+    def patchify(self, pixels: Pixels, patches: Pixels) -> None:
         """Cut whole tiles into patches: [tiles, patch rows, patch columns, channels, rows, columns]."""
         tile, side, patch = self.tile_size, self.patches_per_side, self.patch_size
         down, across = pixels.shape[0] // tile, pixels.shape[1] // tile

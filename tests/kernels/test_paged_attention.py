@@ -142,6 +142,28 @@ def test_gathered_on_the_cpu_equals_the_reference(new, page_size, cache_dtype):
     assert_close("out", actual, expected_of(case), BOUNDS[torch.float32])
 
 
+@pytest.mark.parametrize("path", ["library", "triton"])
+@pytest.mark.parametrize("window", [0, 1, 20, 64, 128, 10**4])
+def test_a_sliding_window_equals_the_reference(window, path, device, one_dtype):
+    """Contexts shorter, as long and longer than the window; decode, whole prompts and chunks behind a cache."""
+    if path == "library" and device == "cuda":
+        pytest.skip("pages are gathered on a CPU alone: test_a_sliding_window_equals_the_reference[triton] runs here")
+    case = make_case([1, 1, 1, 33, 9, 70], [5, 129, 65, 33, 140, 70], (4, 2, 64), device, one_dtype, 8)
+    case.options.update({"window": window, "num_decode": 3})
+    with launch.forced(path):
+        assert_close("out", paged_attention(*case.tensors, **case.options), expected_of(case), BOUNDS[one_dtype])
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_splits_and_ranges_of_a_sliding_window_give_the_same(num_splits, device, one_dtype, monkeypatch):
+    monkeypatch.setattr(module, "schedule_prefill", lambda **sizes: many_splits(num_splits))
+    case = make_case([1] * 4 + [9, 17], [1000, 1, 16, 129, 300, 17], (2, 1, 64), device, one_dtype)
+    tiles = DecodeTiles(16, 2, 3, programs_per_sm=4 if device == "cuda" else 20, min_keys=16)
+    plan = plan_decode(*case.tensors[4:], case.tensors[1], num_decode=4, tiles=tiles, window=100)
+    case.options.update({"window": 100, "num_decode": 4, "decode_plan": plan})
+    expect_equal(case, one_dtype)
+
+
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 32, 64, 128])
 def test_every_page_size_gives_the_same(page_size, device, one_dtype):
     expect_equal(make_case([1, 3], [70, 129], (2, 1, 64), device, one_dtype, page_size), one_dtype)
