@@ -23,7 +23,7 @@ from torch import Tensor
 from saccade.device import to_device
 from saccade.engine.cuda_graphs import CudaGraphs
 from saccade.engine.prompt import PromptImage
-from saccade.model.vision import TowerLayout
+from saccade.model.vision import LayoutOnHost
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import normalize_patches
 
@@ -102,7 +102,7 @@ class Encoder:
             return self._encode_eager(images)
         self._upload(images, num_patches, layout, budget)
         features_MF = self._forward(budget) if self._graphs is None else self._graphs.run(budget)
-        return features_MF[: num_patches // self._config.patches_per_token]
+        return features_MF[: sum(image.span.num_tokens for image in images)]
 
     def _encode_eager(self, images: Sequence[PromptImage]) -> Tensor:
         if self._device.type == "cpu":
@@ -114,7 +114,7 @@ class Encoder:
         pixels = normalize_patches(patches, self._pixel_mean, self._pixel_std)
         return self._model.encode_images(pixels, torch.tensor([image.grid for image in images]))
 
-    def _upload(self, images: Sequence[PromptImage], num_patches: int, layout: TowerLayout, budget: int) -> None:
+    def _upload(self, images: Sequence[PromptImage], num_patches: int, layout: LayoutOnHost, budget: int) -> None:
         """Write pixels and layout into the buffers that `_forward` reads. Padding pixels are zero."""
         sizes = self._tower.budget_sizes(budget)
         staging = self._staging[0]

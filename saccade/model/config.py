@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from saccade.errors import ConfigError
+from saccade.processor.tiles import Tiling
 
 
 def _check_positive(config: object) -> None:
@@ -48,12 +49,29 @@ class VisionConfig:
     """Learned position embeddings, a square that is interpolated to each image; None: there are none."""
     feature_layers: tuple[int, ...] = ()
     """Blocks whose output is projected too: the first of them enters the decoder behind its first layer, and so on."""
+    norm_eps: float = 1e-6
+    """Added to the variance in each norm."""
+    tile_size: int | None = None
+    """Side of a tile in pixels, in families that cut images into tiles; each tile attends to itself. None: images are encoded whole."""
+    resolutions: tuple[tuple[int, int], ...] = ()
+    """Heights and widths in pixels that images are fitted to before they are cut into tiles."""
+    max_feature_tiles: int | None = None
+    """Images with more features than so many tiles have are interpolated to about as many; None: they are not."""
+    has_class_token: bool = False
+    """Whether each tile has a class token, which is not projected."""
+    selected_layers: tuple[int, ...] = ()
+    """Layers of a tower of tiles whose outputs are projected side by side: n is behind block n, counted from 1. Later blocks are not run."""
+
+    projector_bias: bool = True
+    """Whether the projector of a tower of tiles has biases."""
 
     def __post_init__(self) -> None:
         _check_positive(self)
         if self.in_channels != 3:
             raise ConfigError(f"vision in_channels is {self.in_channels}; only RGB is supported")
-        if self.hidden_size % (4 * self.num_heads):
+        if self.tile_size is not None:
+            self._check_tiles()
+        elif self.hidden_size % (4 * self.num_heads):
             raise ConfigError(
                 f"vision hidden size {self.hidden_size} must be a multiple of 4 x {self.num_heads} heads (2-D RoPE)"
             )
@@ -74,6 +92,26 @@ class VisionConfig:
             and math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings
         ):
             raise ConfigError(f"{self.num_position_embeddings} position embeddings are no square")
+
+    def _check_tiles(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ConfigError(f"vision hidden size {self.hidden_size} must be a multiple of {self.num_heads} heads")
+        if not self.selected_layers or any(not 0 <= layer <= self.num_layers for layer in self.selected_layers):
+            raise ConfigError(
+                f"selected layers {self.selected_layers} must be among the outputs 0 to {self.num_layers} of the vision layers"
+            )
+        _ = self.tiling  # checked by itself
+
+    @property
+    def tiling(self) -> Tiling:
+        """How images become tiles, in families that cut them."""
+        assert self.tile_size is not None, "asked of families with tiles"
+        return Tiling(tile_size=self.tile_size, patch_size=self.patch_size, resolutions=self.resolutions)
+
+    @property
+    def num_run_layers(self) -> int:
+        """Blocks that are run."""
+        return max(self.selected_layers) if self.selected_layers else self.num_layers
 
     @property
     def head_dim(self) -> int:
@@ -96,6 +134,7 @@ class VisionConfig:
         return replace(
             self,
             num_layers=max(len(is_full), len(self.feature_layers)),
+            selected_layers=(1,) * len(self.selected_layers),
             full_attention_layers=tuple(index for index, full in enumerate(is_full) if full),
             feature_layers=tuple(range(len(self.feature_layers))),
         )

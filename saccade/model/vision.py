@@ -7,15 +7,15 @@ A family says which norm, MLP and embeddings the blocks have (`families/`). Ever
 reading order after the merger. The permutation depends on the image grids alone: `tower_layout` computes it on the host. `TowerInputs` is
 the layout on the device; with it the tower needs no synchronisation, so that a CUDA graph can capture it.
 
-All that depends on the meaning of a grid is asked of the tower: `layout`, `padded_layout`, `budget_sizes`, `square_grid`, `attention_pairs`.
-A tower of another kind (tiles with a class token, as in CLIP) implements the same methods and nothing else changes.
+All that depends on the meaning of a grid is asked of the tower (`Tower`). The tower here is for grids of frame pairs x rows x columns; one for
+images in tiles is in `tile_tower.py`.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -90,14 +90,14 @@ class LayoutSizes(NamedTuple):
     @property
     def total(self) -> int:
         """Length of the buffer."""
-        return sum(map(_aligned, self.lengths))
+        return sum(map(aligned, self.lengths))
 
     def split(self, buffer: Numbers) -> list[Numbers]:
         """The parts of a buffer."""
         parts, start = [], 0
         for length in self.lengths:
             parts.append(buffer[start : start + length])
-            start += _aligned(length)
+            start += aligned(length)
         return parts
 
     def inputs(self, buffer: Tensor) -> TowerInputs:
@@ -113,7 +113,7 @@ class LayoutSizes(NamedTuple):
         )
 
 
-def _aligned(length: int) -> int:
+def aligned(length: int) -> int:
     """Align parts to 16 bytes: Triton specializes kernels on pointer alignment."""
     return -(-length // 4) * 4
 
@@ -267,7 +267,10 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, config: VisionConfig, *, bias: bool) -> None:
         super().__init__()
-        patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
+        frames = (
+            () if config.tile_size is not None else (config.temporal_patch_size,)
+        )  # a plain image has no such dim on disk
+        patch = (config.in_channels, *frames, config.patch_size, config.patch_size)
         self.proj = PatchLinear(patch, config.hidden_size, bias=bias)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -318,7 +321,71 @@ class VisionBlock(nn.Module):
         return add_update(normed.total, mlp_out_PD)
 
 
-class VisionTower(nn.Module):
+class LayoutOnHost(Protocol):
+    """The layout of packed images."""
+
+    def write(self, buffer: NDArray[np.int32], sizes: Any) -> None:
+        """Write the layout to a buffer of these sizes."""
+        ...
+
+    def to(self, device: torch.device) -> Any:
+        """Copy the layout to the device, asynchronously: the tower's inputs besides pixels."""
+        ...
+
+
+class BufferSizes(Protocol):
+    """Sizes of a layout in a flat int32 buffer."""
+
+    @property
+    def total(self) -> int:
+        """Length of the buffer."""
+        ...
+
+    def inputs(self, buffer: Tensor) -> Any:
+        """The tower's inputs, as views of a buffer that a layout was written to."""
+        ...
+
+
+class Tower(nn.Module):
+    """A vision tower: packed pixels and a layout to the outputs of its blocks. It alone knows what a grid means."""
+
+    config: VisionConfig
+    blocks: nn.ModuleList
+
+    def arrange(self, features: Tensor, inputs: Any) -> Tensor:
+        """The projector's output to the features of all image tokens, in their order."""
+        raise NotImplementedError
+
+    def layout(self, grids: Sequence[Grid]) -> LayoutOnHost:
+        """The layout of packed images."""
+        raise NotImplementedError
+
+    def padded_layout(self, grids: Sequence[Grid], budget: int) -> LayoutOnHost | None:
+        """The layout of the images followed by padding up to a budget of patches. None: it does not fit `budget_sizes`."""
+        raise NotImplementedError
+
+    def budget_sizes(self, budget: int) -> BufferSizes:
+        """Sizes of a padded layout."""
+        raise NotImplementedError
+
+    def square_grid(self, max_patches: int) -> tuple[Grid, int]:
+        """The largest square image within so many patches, or the smallest there is, of at least two tokens; and its patches."""
+        raise NotImplementedError
+
+    def num_patches(self, grids: Sequence[Sequence[int]]) -> int:
+        """Patches of all images."""
+        raise NotImplementedError
+
+    def attention_pairs(self, grids: Sequence[Sequence[int]]) -> int:
+        """Pairs of patches that attend to each other, over all blocks that are run."""
+        raise NotImplementedError
+
+    def unused_modules(self) -> list[nn.Module]:
+        """Modules that are in the checkpoint but not run; they are not trained."""
+        return []
+
+
+class VisionTower(Tower):
     """Packed pixels of images of any sizes to patch features in window order."""
 
     def __init__(
@@ -369,6 +436,10 @@ class VisionTower(nn.Module):
         )
         embeddings_PD: Tensor = (self.pos_embed(index) * weight[..., None]).sum(0)
         return embeddings_PD
+
+    def arrange(self, features: Tensor, inputs: TowerInputs) -> Tensor:
+        """See `Tower`: window order to reading order."""
+        return features[inputs.reading_order.long()] if self.config.has_windows else features
 
     # -------------------------------------------------------------- what a grid means
 

@@ -3,6 +3,8 @@
 Legend: T tokens, P patches, M image tokens (merged patches), D decoder width, F features of an image token, L layers, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,6 @@ from saccade.model.config import ModelConfig
 from saccade.model.families import family_named
 from saccade.model.language import LanguageModel, LayerFeatures
 from saccade.model.linear import Linear
-from saccade.model.vision import TowerInputs
 from saccade.processor.inputs import ModelInputs
 
 
@@ -96,10 +97,9 @@ class VLM(nn.Module):
         layout = self.vision.layout([(t, h, w) for t, h, w in image_grids.tolist()])
         return self.encode_patches(pixels, layout.to(pixels.device))
 
-    def encode_patches(self, pixels: Tensor, inputs: TowerInputs) -> Tensor:
+    def encode_patches(self, pixels: Tensor, inputs: Any) -> Tensor:
         """`encode_images` with the layout already on the device: no synchronisation, no copies, so a CUDA graph can capture it."""
-        features_MF: Tensor = self.projector(self.vision(pixels, inputs))
-        return features_MF[inputs.reading_order.long()] if self.config.vision.has_windows else features_MF
+        return self.vision.arrange(self.projector(self.vision(pixels, inputs)), inputs)
 
     def forward_layers(
         self,

@@ -24,6 +24,9 @@ from saccade.processor.image import Pixels, Resize
 Size = tuple[int, int]
 """Height and width."""
 
+_RATIO = 1.1
+"""Features are interpolated when there are so many times the maximum, per side."""
+
 
 def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
     """The resolution that keeps most pixels of an image, and of several the one with least padding."""
@@ -136,6 +139,33 @@ class Tiling:
         tiles = pixels.reshape(down, tile, across, tile, 3)[:, : side * patch, :, : side * patch]
         in_patches = tiles.reshape(down, side, patch, across, side, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
         patches[...] = in_patches.reshape(patches.shape)
+
+
+class KeptFeatures(NamedTuple):
+    """The features of an image's tiles that become tokens."""
+
+    source: Unpadded
+    """Those that are not padding."""
+    rows: int
+    """Rows they are interpolated to; those of `source` where they are not."""
+    columns: int
+    """Columns they are interpolated to."""
+
+    @property
+    def is_interpolated(self) -> bool:
+        """Whether there are fewer than of `source`."""
+        return (self.rows, self.columns) != (self.source.rows, self.source.columns)
+
+
+def kept_features(size: Size, tiling: Tiling, max_feature_tiles: int | None) -> KeptFeatures:
+    """The features of the tiles of an image of this size, interpolated to at most about so many tiles' worth."""
+    source = tiling.unpadded(size)
+    if max_feature_tiles is None:
+        return KeptFeatures(source, source.rows, source.columns)
+    ratio = math.sqrt(source.rows * source.columns / (max_feature_tiles * tiling.patches_per_tile))
+    if ratio <= _RATIO:
+        return KeptFeatures(source, source.rows, source.columns)
+    return KeptFeatures(source, max(1, int(source.rows // ratio)), max(1, int(source.columns // ratio)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -95,10 +95,11 @@ def num_mlp_matrices(config: ModelConfig) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _num_weights(config: ModelConfig) -> dict[str, int]:
-    """Weights of the projections of each part. Every one of them costs two FLOPs per patch (vision) or token (all others)."""
+    """Weights of the projections of each part that are run. Every one of them costs two FLOPs per patch (vision) or token (all others)."""
     model, total = _meta_model(config), {"vision": 0, "projector": 0, "language": 0, "head": 0}
     shapes = checkpoint_shapes(model)
-    for name, _ in projections(model):
+    unused = {inner for module in model.vision.unused_modules() for inner in module.modules()}
+    for name in (name for name, layer in projections(model) if layer not in unused):
         total[name.partition(".")[0]] += math.prod(shapes.get(f"{name}.weight", ()))
     return total
 

@@ -156,7 +156,8 @@ def choose_strategy(config: ParallelConfig, world: World) -> Strategy:
 
 
 def _freeze(model: VLM, optimizer: OptimizerConfig) -> None:
-    """Freeze parameters with a learning rate of 0; with LoRA, everything but the adapters. At least one must remain."""
+    """Freeze parameters with a learning rate of 0, and those that are not run; with LoRA, everything but the adapters. At least one must
+    remain."""
     if adapters := lora_parameters(model):
         model.requires_grad_(False)
         try:
@@ -165,6 +166,8 @@ def _freeze(model: VLM, optimizer: OptimizerConfig) -> None:
             raise ConfigError(f"{error}. In a stage with lora only the adapters are trained") from error
     else:
         freeze(model.named_parameters(), optimizer)
+    for module in model.vision.unused_modules():
+        module.requires_grad_(False)
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from torch import nn
 
 from saccade.model.config import ModelConfig, VisionConfig
-from saccade.model.vision import VisionTower
+from saccade.model.vision import Tower
 
 CHATML_VISION_TOKENS = {
     "image": "<|image_pad|>",
@@ -53,20 +53,22 @@ class Family:
     """Sizes and ids of the vision tokens to the fields of a new `config.json` that are the family's own."""
     describe_processor: Callable[[ModelConfig], dict[str, dict[str, Any]]]
     """The files that describe images and videos to `transformers`, by name."""
-    make_tower: Callable[[VisionConfig], VisionTower]
+    make_tower: Callable[[VisionConfig], Tower]
     """The vision tower."""
     make_projector: Callable[[VisionConfig, int], nn.Module]
     """The projector to a decoder of this width."""
     disk_prefixes: Mapping[str, str]
     """Prefix on disk, as published, by prefix in the model; longer ones come first."""
     transformers_prefixes: Mapping[str, str]
-    """Prefix in `transformers`, which is also written by it, by prefix in the model; longer ones come first."""
+    """Prefix in `transformers`, by prefix in the model; longer ones come first. Adapters have these names, and they are read too."""
     sizes: Mapping[str, ModelConfig]
     """Models by name; tiny is for tests and laptops, the others are the published shapes."""
     towers: Mapping[str, VisionConfig]
     """Vision towers for text models, by name."""
     vision_tokens: Mapping[str, str]
     """Control tokens of images and videos, by their names in `config.json`."""
+    other_prefixes: tuple[Mapping[str, str], ...] = ()
+    """Further prefixes that are read, as versions of `transformers` write them."""
     image_text: str = "<|vision_start|><|image_pad|><|vision_end|>"
     """What a chat template writes for an image."""
     video_text: str = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -84,7 +86,7 @@ class Family:
 
     def name_in_model(self, name: str) -> str | None:
         """Name on disk to parameter name; None if unknown."""
-        for prefixes in (self.transformers_prefixes, self.disk_prefixes):  # the longer ones
+        for prefixes in (self.transformers_prefixes, self.disk_prefixes, *self.other_prefixes):  # the longer ones first
             if found := _replace_prefix(name, {disk: ours for ours, disk in prefixes.items()}):
                 return found
         return None

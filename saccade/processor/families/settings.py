@@ -44,13 +44,7 @@ def preprocessor_config(folder: Path, file: str, section: str) -> dict[str, Any]
 
 def _parse(config: Mapping[str, Any], default: ImageSettings) -> ImageSettings:
     """Parse the supported fields; unsupported values that would change the pixels are refused."""
-    supported = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
-    for name, value in supported.items():
-        if config.get(name, value) != value:
-            raise CheckpointError(f"preprocessor_config.json: {name} is {config[name]!r}; only {value!r} is supported")
-    factor = config.get("rescale_factor", 1 / 255)
-    if not isinstance(factor, float) or abs(factor - 1 / 255) > 1e-9:
-        raise CheckpointError(f"preprocessor_config.json: rescale_factor is {factor!r}; only 1/255 is supported")
+    check_pixels(config)
     size = config.get("size") or {}
     try:
         return ImageSettings(
@@ -66,6 +60,17 @@ def _parse(config: Mapping[str, Any], default: ImageSettings) -> ImageSettings:
         raise CheckpointError(f"preprocessor_config.json: {error}. Copy it from the original again") from error
     except ConfigError as error:
         raise CheckpointError(f"preprocessor_config.json: {error}") from error
+
+
+def check_pixels(config: Mapping[str, Any]) -> None:
+    """Refuse settings of a preprocessor config that would change the pixels and are not supported. Null counts as missing."""
+    supported = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
+    for name, value in supported.items():
+        if config.get(name) not in (None, value):
+            raise CheckpointError(f"preprocessor_config.json: {name} is {config[name]!r}; only {value!r} is supported")
+    factor = config.get("rescale_factor", 1 / 255)
+    if not isinstance(factor, float) or abs(factor - 1 / 255) > 1e-9:
+        raise CheckpointError(f"preprocessor_config.json: rescale_factor is {factor!r}; only 1/255 is supported")
 
 
 def _check_same_patches(images: ImageSettings, vision: Mapping[str, Any], folder: Path) -> None:

@@ -1,0 +1,290 @@
+"""LLaVA-OneVision: a SigLIP tower over tiles, an MLP, and a Qwen2 decoder with 1-D RoPE.
+
+One image is a picture of the whole and tiles of it; several are a square each, with one newline embedding behind it; so are the frames of a
+video, pooled, with one newline behind all. Tensor names are read as published (`vision_tower.vision_model.`), as `transformers` writes them
+and as it calls them.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+
+from saccade.errors import CheckpointError
+from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
+from saccade.model.families.config_fields import integer, number, refuse_unless, rope_theta, section
+from saccade.model.families.family import Family
+from saccade.model.families.qwen2_vl import is_tied
+from saccade.model.tile_tower import NUM_TAPS, Gathered, TileProjector, TileTower, gather_tiles, interpolated
+from saccade.processor.families.llava_onevision import (
+    DEFAULT_ASPECT_RATIO,
+    DEFAULTS,
+    MODEL_TYPE,
+    max_feature_tiles,
+    pooled_side,
+)
+from saccade.processor.families.tile_settings import tower_tiling
+from saccade.processor.image import Grid
+
+VISION_TOKENS = {"image": "<image>", "video": "<video>"}
+
+_gelu = functools.partial(F.gelu, approximate="tanh")
+
+
+def _prefixes(tower: str, language: str, head: str, start: str = "") -> dict[str, str]:
+    return {
+        "vision.patch_embed.proj.": f"{start}{tower}embeddings.patch_embedding.",
+        "vision.pos_embed.": f"{start}{tower}embeddings.position_embedding.",
+        "vision.blocks.": f"{start}{tower}encoder.layers.",
+        "vision.post_norm.": f"{start}{tower}post_layernorm.",
+        "projector.image_newline": f"{start}image_newline",
+        "projector.": f"{start}multi_modal_projector.",
+        "language.": start + language,
+        "head.": head,
+    }
+
+
+# ------------------------------------------------------------------ features to tokens
+
+
+def gather(grid: Grid, config: VisionConfig) -> Gathered:
+    """The patches that each token of an image, of one of several images, or of a video is made of."""
+    tiles, *size = grid
+    if size == [0, 0]:
+        return _gather_video(tiles, config)
+    if tiles == 1:
+        return Gathered(np.arange(config.tiling.patches_per_tile + 1)[None])
+    return gather_tiles(grid, config)
+
+
+def _gather_video(num_frames: int, config: VisionConfig) -> Gathered:
+    """Pooled frames, and one newline."""
+    tiling = config.tiling
+    side, pooled = tiling.patches_per_side, pooled_side(tiling)
+    frame, shares = interpolated(np.arange(side**2).reshape(side, side), pooled, pooled)
+    frames = frame.reshape(NUM_TAPS, 1, -1) + np.arange(num_frames)[:, None] * side**2
+    newline = np.full((NUM_TAPS, 1), num_frames * side**2)
+    return Gathered(
+        np.concatenate([frames.reshape(NUM_TAPS, -1), newline], axis=1),
+        np.concatenate([np.tile(shares.reshape(NUM_TAPS, -1), num_frames), np.eye(NUM_TAPS, 1, dtype=np.float32)], axis=1),
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------ configuration
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Parse `config.json`. Unsupported settings are refused."""
+    refuse_unless(raw, "projector_hidden_act", "gelu")
+    refuse_unless(raw, "vision_feature_select_strategy", "full")
+    return ModelConfig(
+        vision=_parse_vision(raw), language=_parse_language(raw), tied_head=is_tied(raw), family=MODEL_TYPE
+    )
+
+
+_PUBLISHED_TOWER = {"hidden_size": 1152, "intermediate_size": 4304, "patch_size": 14, "num_hidden_layers": 26, "num_attention_heads": 16}  # fmt: skip
+"""Where `config.json` has no vision config."""
+
+
+def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
+    vision = section(raw, "vision_config") if raw.get("vision_config") is not None else _PUBLISHED_TOWER
+    refuse_unless(vision, "model_type", "siglip_vision_model")
+    refuse_unless(vision, "hidden_act", "gelu_pytorch_tanh")
+    num_layers, selected = integer(vision, "num_hidden_layers", 12), raw.get("vision_feature_layer", -1)
+    tiling = tower_tiling(raw, DEFAULTS)
+    return VisionConfig(
+        num_layers=num_layers,
+        hidden_size=integer(vision, "hidden_size", 768),
+        num_heads=integer(vision, "num_attention_heads", 12),
+        intermediate_size=integer(vision, "intermediate_size", 3072),
+        in_channels=integer(vision, "num_channels", 3),
+        norm_eps=number(vision, "layer_norm_eps", 1e-6),
+        max_feature_tiles=max_feature_tiles(raw.get("vision_aspect_ratio") or DEFAULT_ASPECT_RATIO),
+        selected_layers=selected_layers(selected, num_layers),
+        projector_bias=bool(raw.get("multimodal_projector_bias", True)),
+        **_tiles(tiling.tile_size, tiling.patch_size, tiling.resolutions),
+    )
+
+
+def _tiles(tile_size: int, patch_size: int, resolutions: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+    return {
+        "tile_size": tile_size,
+        "patch_size": patch_size,
+        "resolutions": resolutions,
+        "temporal_patch_size": 1,
+        "merge_size": 1,
+        "has_windows": False,
+        "full_attention_layers": (),
+    }
+
+
+def selected_layers(stated: Any, num_layers: int) -> tuple[int, ...]:
+    """`vision_feature_layer`, one or several, counted from the embeddings, which are 0; negative ones from the end."""
+    layers = stated if isinstance(stated, list | tuple) else [stated]
+    if not layers or not all(isinstance(layer, int) for layer in layers):
+        raise CheckpointError(f"config.json: vision_feature_layer is {stated!r}, not a layer or a list of them")
+    return tuple(layer + num_layers + 1 if layer < 0 else layer for layer in layers)
+
+
+def describe_layers(vision: VisionConfig) -> int | list[int]:
+    """The `vision_feature_layer` of a tower."""
+    layers = [layer - vision.num_layers - 1 for layer in vision.selected_layers]
+    return layers if len(layers) > 1 else layers[0]
+
+
+def _parse_language(raw: Mapping[str, Any]) -> LanguageConfig:
+    text = section(raw, "text_config")
+    refuse_unless(text, "model_type", "qwen2")
+    refuse_unless(text, "hidden_act", "silu")
+    refuse_unless(text, "use_sliding_window", False)
+    hidden_size, num_heads = integer(text, "hidden_size", 4096), integer(text, "num_attention_heads", 32)
+    return LanguageConfig(
+        vocab_size=integer(text, "vocab_size", 151936),
+        hidden_size=hidden_size,
+        num_layers=integer(text, "num_hidden_layers", 32),
+        num_heads=num_heads,
+        num_kv_heads=num_heads if text.get("num_key_value_heads", 32) is None else integer(text, "num_key_value_heads", 32),
+        intermediate_size=integer(text, "intermediate_size", 22016),
+        rope_theta=rope_theta(text),
+        rope_sections=(integer(text, "head_dim", hidden_size // max(1, num_heads)) // 2, 0, 0),
+        norm_eps=number(text, "rms_norm_eps", 1e-6),
+        max_positions=integer(text, "max_position_embeddings", 32768),
+        explicit_head_dim=text.get("head_dim"),
+    )  # fmt: skip
+
+
+def _describe_config(config: ModelConfig, token_ids: Mapping[str, int]) -> dict[str, Any]:
+    vision, language = config.vision, config.language
+    return {
+        **{f"{name}_token_index": token_ids[name] for name in VISION_TOKENS},
+        "image_grid_pinpoints": [list(size) for size in vision.resolutions],
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": vision.projector_bias,
+        "vision_aspect_ratio": f"anyres_max_{vision.max_feature_tiles}",
+        "vision_feature_layer": describe_layers(vision),
+        "vision_feature_select_strategy": "full",
+        "tie_word_embeddings": config.tied_head,
+        "text_config": {
+            "model_type": "qwen2",
+            "hidden_act": "silu",
+            "hidden_size": language.hidden_size,
+            "intermediate_size": language.intermediate_size,
+            "num_hidden_layers": language.num_layers,
+            "num_attention_heads": language.num_heads,
+            "num_key_value_heads": language.num_kv_heads,
+            "vocab_size": language.vocab_size,
+            "max_position_embeddings": language.max_positions,
+            "rms_norm_eps": language.norm_eps,
+            "rope_theta": language.rope_theta,
+            "tie_word_embeddings": config.tied_head,
+            "use_sliding_window": False,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_hidden_layers": vision.num_layers,
+            "hidden_size": vision.hidden_size,
+            "num_attention_heads": vision.num_heads,
+            "intermediate_size": vision.intermediate_size,
+            "num_channels": vision.in_channels,
+            "layer_norm_eps": vision.norm_eps,
+            "image_size": vision.tile_size,
+            "patch_size": vision.patch_size,
+            "vision_use_head": False,
+        },
+    }
+
+
+def _describe_processor(config: ModelConfig) -> dict[str, dict[str, Any]]:
+    vision = config.vision
+    pixels = {
+        "processor_class": FAMILY.processor_class,
+        "size": {"height": vision.tile_size, "width": vision.tile_size},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    tiles = {"image_grid_pinpoints": [list(size) for size in vision.resolutions], "do_pad": True}
+    return {
+        "preprocessor_config.json": {"image_processor_type": "LlavaOnevisionImageProcessor"} | pixels | tiles,
+        "video_preprocessor_config.json": {"video_processor_type": "LlavaOnevisionVideoProcessor"} | pixels,
+        "processor_config.json": {
+            "processor_class": FAMILY.processor_class,
+            "num_image_tokens": vision.tiling.patches_per_tile,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": f"anyres_max_{vision.max_feature_tiles}",
+            **{f"{name}_token": token for name, token in VISION_TOKENS.items()},
+        },
+    }
+
+
+# ------------------------------------------------------------------ sizes
+
+
+def _tower(
+    num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int, tile: int, tiles: int
+) -> VisionConfig:
+    """`tiles`: most tiles of a side."""
+    sides = range(tile, tiles * tile + 1, tile)
+    return VisionConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        intermediate_size=intermediate_size,
+        max_feature_tiles=9,
+        selected_layers=(num_layers,),
+        **_tiles(tile, 14, tuple((height, width) for height in sides for width in sides)),
+    )
+
+
+_TOWERS = {"tiny": _tower(2, 64, 2, 128, 56, 4), "400m": _tower(26, 1152, 16, 4304, 384, 6)}
+
+
+def _size(
+    tower: str, vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, *, tied: bool
+) -> ModelConfig:
+    language = LanguageConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        intermediate_size=intermediate,
+        rope_theta=1e6,
+        rope_sections=(hidden // heads // 2, 0, 0),
+        norm_eps=1e-6,
+        max_positions=32768,
+    )
+    return ModelConfig(vision=_TOWERS[tower], language=language, tied_head=tied, family=MODEL_TYPE)
+
+
+def _make_tower(config: VisionConfig) -> TileTower:
+    assert config.tile_size is not None, "this family has tiles"
+    return TileTower(config, _gelu, gather, smallest=(1, config.tile_size, config.tile_size))
+
+
+FAMILY = Family(
+    model_type=MODEL_TYPE,
+    name="LLaVA-OneVision",
+    summary="SigLIP tower over AnyRes tiles, interpolated when there are many; several images as a square each; pooled frames; 1-D RoPE",
+    architecture="LlavaOnevisionForConditionalGeneration",
+    processor_class="LlavaOnevisionProcessor",
+    parse_config=parse_config,
+    describe_config=_describe_config,
+    describe_processor=_describe_processor,
+    make_tower=_make_tower,
+    make_projector=TileProjector,
+    disk_prefixes=_prefixes("vision_tower.vision_model.", "language_model.model.", "language_model.lm_head."),
+    transformers_prefixes=_prefixes("vision_tower.", "language_model.", "lm_head.", start="model."),
+    other_prefixes=(_prefixes("vision_tower.", "language_model.model.", "language_model.lm_head."),),
+    sizes={
+        "tiny": _size("tiny", 320, 128, 2, 4, 2, 256, tied=True),
+        "0.5b": _size("400m", 152000, 896, 24, 14, 2, 4864, tied=True),
+        "7b": _size("400m", 152128, 3584, 28, 28, 4, 18944, tied=False),
+    },
+    towers=_TOWERS,
+    vision_tokens=VISION_TOKENS,
+    image_text="<image>",
+    video_text="<video>",
+)
