@@ -441,7 +441,7 @@ def _prompt_images(image: ProcessedImage, starts: Sequence[int]) -> Iterator[Pro
 
 def _placeholders(token_ids: Sequence[int], kinds: Sequence[VisualKind], metadata: ProcessorMetadata) -> list[int]:
     """Indices of the placeholders, one per image and video."""
-    kind_of: dict[int, VisualKind] = {metadata.image.token_id: "image", metadata.video.token_id: "video"}
+    kind_of: dict[int | None, VisualKind] = {metadata.image.token_id: "image", metadata.video.token_id: "video"}
     indices = [index for index, token_id in enumerate(token_ids) if token_id in kind_of]
     if [kind_of[token_ids[index]] for index in indices] != list(kinds):
         raise RequestError(

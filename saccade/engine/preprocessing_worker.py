@@ -119,8 +119,8 @@ class PreprocessingConfig:
 class VisualMetadata:
     """What the engine needs to know about images, or about videos, of a checkpoint."""
 
-    token_id: int
-    """Their placeholder."""
+    token_id: int | None
+    """Their placeholder; None if the model takes none of them."""
     patch_dim: int
     """Bytes of a patch."""
     max_bytes: int
@@ -286,7 +286,7 @@ class PromptProcessor:
             codecs.lookup(encoding)
         datetime.now().astimezone()
 
-    def _visual_metadata(self, kind: VisualKind, token_id: int, settings: ImageSettings) -> VisualMetadata:
+    def _visual_metadata(self, kind: VisualKind, token_id: int | None, settings: ImageSettings) -> VisualMetadata:
         max_patches = self._processor.rules.max_patches(kind, self._config.limits)
         return VisualMetadata(
             token_id=token_id,

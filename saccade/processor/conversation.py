@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,28 @@ class ChatTemplate:
         tokens = read_json(folder / "tokenizer_config.json")
         return ChatTemplate(read_template(folder), token_text(tokens, "bos_token"), token_text(tokens, "eos_token"))
 
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether content must be a list of parts: text that is a string would vanish."""
+        probe = "saccade"
+
+        def writes(content: str | list[dict[str, str]]) -> bool:
+            try:
+                return probe in self.render([{"role": "user", "content": content}], add_generation_prompt=False)
+            except RequestError:
+                return False
+
+        return not writes(probe) and writes([{"type": "text", "text": probe}])
+
+    def content_of(self, message: Message) -> str | list[dict[str, Any]]:
+        """The content of a checked message as the template takes it: parts, or one string where there is text alone."""
+        content = message["content"]
+        if self.takes_parts:
+            return [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if isinstance(content, str) or any(part["type"] != "text" for part in content):
+            return content  # type: ignore[no-any-return]
+        return "".join(part["text"] for part in content)
+
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Tool] | None = None
     ) -> str:
@@ -176,6 +198,7 @@ def render_prompt(
     Text is split at the start of each assistant turn, in training and in serving: generation starts there, so no token may cross it.
     """
     checked, visuals = check_messages(messages)
+    checked = [message | {"content": template.content_of(message)} for message in checked]
     checked_tools = None if tools is None else check_tools(tools)
     hide, restore = _stand_ins([checked, checked_tools], tokenizer.control_edges())
     hidden = _translate_text(checked, hide)
@@ -208,16 +231,25 @@ def render_prompt(
 def _render_prefill(messages: Sequence[Message], render: _Render) -> str:
     """The prompt up to the end of the final assistant message's text."""
     final = messages[-1]
-    if final["role"] != "assistant" or not isinstance(final["content"], str) or "tool_calls" in final:
+    text = _text_alone(final["content"])
+    if final["role"] != "assistant" or text is None or "tool_calls" in final:
         raise RequestError(
             "continue_final_message continues a final message with role assistant and text alone. Add one, or leave it out"
         )
-    prompt = render(messages[:-1], add_generation_prompt=True) + final["content"]
-    if not render(messages, add_generation_prompt=False).startswith(prompt):
+    before, rendered = render(messages[:-1], add_generation_prompt=True), render(messages, add_generation_prompt=False)
+    start = rendered.find(text, len(before))  # behind the generation prompt there may be a space
+    if not rendered.startswith(before) or start < 0 or rendered[len(before) : start].strip():
         raise RequestError(
             "the chat template changes the final message (white space at its ends?), so it cannot be continued. Strip it"
         )
-    return prompt
+    return rendered[: start + len(text)] if text else before
+
+
+def _text_alone(content: str | list[dict[str, Any]]) -> str | None:
+    """Content of one text; None if there is anything else."""
+    if isinstance(content, str):
+        return content
+    return content[0]["text"] if len(content) == 1 and content[0]["type"] == "text" else None
 
 
 def check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[VisualItem]]:
@@ -280,8 +312,6 @@ def _check_content(content: object, where: str) -> tuple[str | list[dict[str, An
         parts.append(placeholder)
         if visual:
             visuals.append(visual)
-    if not visuals:  # templates for text alone take a string
-        return "".join(part["text"] for part in parts), []
     return parts, visuals
 
 

@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -246,9 +246,9 @@ class Processor:
         grids = [self.rules.image_grid(height, width, len(image_sizes)) for width, height in image_sizes]
         parts = [self.rules.parts("image", grid, 1.0, ()) for grid in grids]
         num_image_tokens = sum(part.length for of_image in parts for part in of_image)
-        texts = (piece for piece in prompt.pieces if piece.control_id != self.rules.image_id)
         num_patches = sum(map(self.rules.num_patches, grids))
-        return num_image_tokens + sum(len(self._ids(piece)) for piece in texts), num_patches
+        token_ids, _, placeholders = self._tokens(prompt.pieces)
+        return num_image_tokens + len(token_ids) - len(placeholders), num_patches
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated tokens, special tokens left out."""
@@ -274,9 +274,13 @@ class Processor:
 
     def _check_placeholders(self, prompt: Prompt) -> None:
         """Check that the template wrote one placeholder per image and video, in order."""
-        names = {self.rules.image_id: "image", self.rules.video_id: "video"}
-        written = [names[piece.control_id] for piece in prompt.pieces if piece.control_id in names]
+        names: dict[int | None, VisualKind] = {self.rules.image_id: "image"}
         given = [visual_kind(item) for item in prompt.visuals]
+        if self.rules.video_id is not None:
+            names[self.rules.video_id] = "video"
+        elif "video" in given:
+            raise RequestError("this model takes images but no videos. Send frames of the video as images")
+        written = [names[piece.control_id] for piece in prompt.pieces if piece.control_id in names]
         if written == given:
             return
         if len(written) < len(given):
@@ -297,19 +301,30 @@ class Processor:
         none = np.zeros((0, self.images.patch_dim), dtype=np.uint8)
         return np.concatenate([none, *(visual.patches for visual in visuals)])
 
-    def _ids(self, piece: Piece) -> list[int]:
-        return self.tokenizer.encode_text(piece.text) if piece.control_id is None else [piece.control_id]
+    def _ids(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, list[int]]]:
+        """The tokens of each piece. Text between two control tokens is encoded as a whole."""
+        for is_text, group in groupby(pieces, key=lambda piece: piece.control_id is None):
+            together = list(group)
+            if is_text:
+                texts = [piece.text for piece in together]
+                encoded = self.tokenizer.encode_parts(texts, is_first=together[0] is pieces[0])
+                yield from zip(together, encoded, strict=True)
+            else:
+                yield from ((piece, [piece.control_id]) for piece in together if piece.control_id is not None)
 
     def _tokens(self, pieces: Sequence[Piece]) -> tuple[list[int], list[bool], list[int]]:
         """Token ids, their loss mask, and the index of each placeholder: one per image and video."""
-        token_ids: list[int] = []
-        loss_mask: list[bool] = []
+        prefix = self.tokenizer.prefix_ids
+        if prefix and pieces and pieces[0].control_id == prefix[0]:  # the template writes it itself
+            prefix = ()
+        token_ids = list(prefix)
+        loss_mask = [False] * len(prefix)
         placeholders: list[int] = []
-        for piece in pieces:
+        for piece, ids in self._ids(pieces):
             is_placeholder = piece.control_id in (self.rules.image_id, self.rules.video_id)
+            is_placeholder = is_placeholder and piece.control_id is not None
             if is_placeholder:
                 placeholders.append(len(token_ids))
-            ids = self._ids(piece)
             token_ids += ids
             loss_mask += [piece.in_loss and not is_placeholder] * len(ids)
         return token_ids, loss_mask, placeholders

@@ -3,12 +3,16 @@
 A *control token* (`<|im_start|>`, `<|image_pad|>`, ...) gets into a prompt only through the chat template or the processor.
 `encode_text` never produces one, whatever the text spells: it uses the vocabulary of `tokenizer.json` without the control tokens,
 which are kept in a table by name.
+
+SentencePiece tokenizers write a space before a text: before the first of a prompt alone, or before each one between control tokens,
+as `tokenizer.json` says. So text between two control tokens is encoded as a whole (`encode_parts`).
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,14 @@ class Tokenizer:
         # The library numbers added tokens itself: without the control tokens before them their ids are too low.
         self._true_ids = {self._text.token_to_id(token["content"]): token["id"] for token in text_tokens}
         self._all = tokenizers.Tokenizer.from_str(json.dumps(description))
+        self.prefix_ids = _prefix_ids(self._all)
+        """Tokens that `tokenizer.json` puts before every prompt, such as `<s>`."""
+        self._unknown_id = self._text.token_to_id(str(description["model"].get("unk_token")))
+        self._marker_id: int | None = None
+        """A token before a text that is not the first, where that makes a difference."""
+        if '"prepend_scheme": "first"' in json.dumps(description.get("pre_tokenizer")):
+            self._text.add_special_tokens([tokenizers.AddedToken(_MARKER, normalized=False, special=True)])
+            self._marker_id = self._text.token_to_id(_MARKER)
         self._byte_of = _byte_alphabet() if "ByteLevel" in json.dumps(description.get("decoder")) else {}
 
     @staticmethod
@@ -68,15 +80,45 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Encode text. The result has no control token, even if the text spells one."""
+        return self.encode_parts([text])[0]
+
+    def encode_parts(self, texts: Sequence[str], *, is_first: bool = True) -> list[list[int]]:
+        """Encode adjacent texts as one text: the tokens of each. `is_first`: nothing is before them.
+
+        Where a token would belong to two of them, they are encoded apart.
+        """
+        ids, offsets = self._encode("".join(texts), is_first, has_offsets=len(texts) > 1)
+        parts, first, end = [], 0, 0
+        for number, text in enumerate(texts[:-1]):
+            end += len(text)
+            last = bisect_right(offsets, end, lo=first, key=lambda offset: offset[1])
+            if last < len(ids) and offsets[last][0] < end:
+                apart = self.encode_parts(texts[: number + 1], is_first=is_first)
+                return apart + self.encode_parts(texts[number + 1 :], is_first=False)
+            parts.append(ids[first:last])
+            first = last
+        return [*parts, ids[first:]]
+
+    def _encode(self, text: str, is_first: bool, has_offsets: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens, and where each begins and ends if asked for."""
+        marker = "" if is_first or self._marker_id is None else _MARKER
+        if self._marker_id is not None and _MARKER in text:
+            raise RequestError("the text has the Unicode noncharacters U+FDD0 U+FDD1 U+FDD0. Remove them")
         try:
-            found = self._text.encode(text, add_special_tokens=False).ids
+            found = self._text.encode(marker + text, add_special_tokens=False)
         except TypeError as error:  # half of a surrogate pair
             raise RequestError("the text is not valid Unicode (half of a surrogate pair). Remove it") from error
-        ids = [self._true_ids.get(token_id, token_id) for token_id in found]
+        skipped = 1 if marker else 0
+        ids = [self._true_ids.get(token_id, token_id) for token_id in found.ids[skipped:]]
         if not self._control_names.keys().isdisjoint(ids):
-            spelled = ", ".join(self._control_names[i] for i in ids if i in self._control_names)
-            raise RequestError(f"the text spells {spelled}, which this tokenizer cannot keep as text. Remove it")
-        return ids
+            spelled = {self._control_names[i] for i in ids if i in self._control_names and i != self._unknown_id}
+            if spelled:
+                raise RequestError(
+                    f"the text spells {', '.join(sorted(spelled))}, which this tokenizer cannot keep as text. Remove it"
+                )
+        if not has_offsets:
+            return ids, []
+        return ids, [(start - len(marker), end - len(marker)) for start, end in found.offsets[skipped:]]
 
     def split_control(self, text: str) -> list[tuple[str, int | None]]:
         """Split *trusted* text at its control tokens: (piece, id of the control token or None for text)."""
@@ -113,6 +155,17 @@ class Tokenizer:
         if match := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
             return bytes.fromhex(match[1])
         return bytes(token.replace("\u2581", " ").encode())
+
+
+_MARKER = "\ufdd0\ufdd1\ufdd0"
+"""Noncharacters, which are never part of text."""
+
+
+def _prefix_ids(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """What the post-processor puts before a text."""
+    encoded = tokenizer.encode("a")
+    added = list(encoded.special_tokens_mask)
+    return tuple(encoded.ids[: added.index(0)] if 0 in added else ())
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -47,8 +47,8 @@ class VisionRules(Protocol):
         ...
 
     @property
-    def video_id(self) -> int:
-        """Placeholder token of a video."""
+    def video_id(self) -> int | None:
+        """Placeholder token of a video; None if the model takes no videos."""
         ...
 
     def counted_images(self, num_images: int) -> int:
