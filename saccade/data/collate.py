@@ -27,7 +27,7 @@ from saccade.data.augment import AugmentConfig, augment, generator, has_sides
 from saccade.data.batch_sampler import SampleRef
 from saccade.data.header import upright_size
 from saccade.data.index import ShardIndex, open_index
-from saccade.data.sample import Sample, TextRules, conversations, images
+from saccade.data.sample import Sample, TextRules, images, training_conversations
 from saccade.data.storage import StorageConfig
 from saccade.errors import DataError, StorageError, UserError
 from saccade.processor.conversation import Message
@@ -48,7 +48,7 @@ class PackedSequence:
     inputs: ModelInputs
     """Patches are uint8; `normalized_patches` is left to the device. A sequence whose samples are all bad has no tokens."""
     sample_ids: list[str]
-    """source/shard/key of each conversation."""
+    """source/shard/key of each sample: a conversation, or a pair of them."""
     source_of_conversation: list[int]
     """Index into `source_names` of each conversation."""
     source_names: list[str]
@@ -85,6 +85,8 @@ class CollatorSource:
     """Of its index: shard numbers mean the same in all processes."""
     rules: TextRules
     """How its text becomes conversations."""
+    pairs: bool = False
+    """Whether a sample is a chosen and a rejected conversation, next to each other in the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ class Collator:
                 continue
             packed.append(dataclasses.replace(inputs, patches=self._empty.patches))
             sample_ids.append(sample_id(source.name, index, ref))
-            sources.append(ref.source)
+            sources += [ref.source] * inputs.num_conversations
             num_patches += ref.patches
             num_bytes += sum(map(len, sample.members.values()))
         inputs = dataclasses.replace(ModelInputs.pack(packed), patches=torch.from_numpy(into[:num_patches]))
@@ -185,18 +187,30 @@ class Collator:
                 wait_s = min(2 * wait_s, 16.0)
 
     def _preprocess(self, sample: Sample, ref: SampleRef, source: CollatorSource, into: Pixels) -> ModelInputs:
-        variants = conversations(sample, source.rules)
-        messages = variants[ref.epoch % len(variants)]
-        if self._augment_config is not None:
-            name = sample_id(source.name, self._indexes[ref.source], ref)
-            messages = self._augmented(messages, self._augment_config, generator(self._seed, name, ref.epoch))
-        inputs = self._processor.preprocess(messages, into=into)
+        variants = training_conversations(sample, source.rules, pairs=source.pairs)
+        parts, num_patches = [], 0
+        for messages in variants[ref.epoch % len(variants)]:
+            parts.append(self._preprocess_one(messages, ref, source, into[num_patches:]))
+            num_patches += len(parts[-1].patches)
+        inputs = parts[0]
+        if len(parts) > 1:
+            packed = [dataclasses.replace(part, patches=self._empty.patches) for part in parts]
+            inputs = dataclasses.replace(ModelInputs.pack(packed), patches=torch.from_numpy(into[:num_patches]))
         if (inputs.num_tokens, len(inputs.patches)) != (ref.tokens, ref.patches):
             raise DataError(
                 f"sample {sample.key} has {inputs.num_tokens} tokens and {len(inputs.patches)} patches, its lengths file says "
                 f"{ref.tokens} and {ref.patches}. The file is stale: remove the folder's index/lengths-* and start again"
             )
         return inputs
+
+    def _preprocess_one(
+        self, messages: list[Message], ref: SampleRef, source: CollatorSource, into: Pixels
+    ) -> ModelInputs:
+        """One conversation. Both of a pair are augmented alike: they have the same images."""
+        if self._augment_config is not None:
+            name = sample_id(source.name, self._indexes[ref.source], ref)
+            messages = self._augmented(messages, self._augment_config, generator(self._seed, name, ref.epoch))
+        return self._processor.preprocess(messages, into=into)
 
     def _augmented(self, messages: list[Message], config: AugmentConfig, rng: random.Random) -> list[Message]:
         """The conversation with its images changed, at the size that the processor gives them."""
@@ -238,11 +252,16 @@ def _open(source: CollatorSource, storage: StorageConfig) -> ShardIndex:
 # ------------------------------------------------------------------ lengths
 
 
-def measure_sample(sample: Sample, processor: Processor, rules: TextRules) -> tuple[list[int], int]:
+def measure_sample(
+    sample: Sample, processor: Processor, rules: TextRules, *, pairs: bool = False
+) -> tuple[list[int], int]:
     """Tokens of each text variant, and patches, as `Collator` will find them. Text is tokenised, no pixel is decoded."""
     sizes = [upright_size(data) for data in images(sample)]
-    lengths = [processor.measure(messages, sizes) for messages in conversations(sample, rules)]
-    return [tokens for tokens, _ in lengths], lengths[0][1]
+    lengths = [
+        [processor.measure(messages, sizes) for messages in together]
+        for together in training_conversations(sample, rules, pairs=pairs)
+    ]
+    return [sum(tokens for tokens, _ in together) for together in lengths], sum(patches for _, patches in lengths[0])
 
 
 @dataclass(frozen=True)
@@ -251,15 +270,22 @@ class Measurer:
 
     checkpoint: str
     rules: TextRules
+    pairs: bool = False
 
     def __call__(self, sample: Sample) -> tuple[list[int], int]:
         """Tokens of each text variant, and patches."""
-        return measure_sample(sample, _processor(self.checkpoint), self.rules)
+        return measure_sample(sample, _processor(self.checkpoint), self.rules, pairs=self.pairs)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Names the lengths: equal for equal tokenizer, template, image settings and rules."""
-        settings = (_LENGTHS_VERSION, Processor.fingerprint(self.checkpoint), self.rules, MediaLimits())
+        settings: tuple[object, ...] = (
+            _LENGTHS_VERSION,
+            Processor.fingerprint(self.checkpoint),
+            self.rules,
+            MediaLimits(),
+            *(["pairs"] if self.pairs else []),
+        )
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 

@@ -66,6 +66,8 @@ class Source:
     """How its text becomes conversations."""
     name: str | None = None
     """In sample ids and logs, unique in a stream; None: the folder's name."""
+    pairs: bool = False
+    """Whether a sample is a preference pair: its chosen and its rejected conversation follow each other in a packed sequence."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,9 @@ def open_stream(
         checkpoint=str(checkpoint),
         resize=resize,
         sources=tuple(
-            CollatorSource(name=s.name, path=s.index.path, fingerprint=s.index.fingerprint, rules=s.rules)
+            CollatorSource(
+                name=s.name, path=s.index.path, fingerprint=s.index.fingerprint, rules=s.rules, pairs=s.pairs
+            )
             for s in sources
         ),
         storage=storage,
@@ -347,6 +351,7 @@ class IndexedSource:
     lengths_fingerprint: str
     num_measured: int
     """Shards that were measured when it was opened."""
+    pairs: bool = False
 
     @staticmethod
     def open(
@@ -362,7 +367,7 @@ class IndexedSource:
             return on_progress and (lambda progress: on_progress(f"{what} of {source.name or source.path}", progress))
 
         index = open_index(source.path, num_workers=num_workers, on_progress=report("index"), config=storage)
-        measurer = Measurer(checkpoint, source.rules)
+        measurer = Measurer(checkpoint, source.rules, source.pairs)
         # Checking the lengths files of 10,000 shards takes a second; this file marks that they were all there.
         mark = index.folder / f"lengths-{measurer.fingerprint}" / f".complete-{index.fingerprint}"
         num_measured = 0
@@ -374,7 +379,7 @@ class IndexedSource:
         name = source.name or index.source
         if "/" in name or not name:
             raise ConfigError(f"{name!r} cannot be a source's name: sample ids are source/shard/key")
-        return IndexedSource(name, source.weight, source.rules, index, measurer.fingerprint, num_measured)
+        return IndexedSource(name, source.weight, source.rules, index, measurer.fingerprint, num_measured, source.pairs)
 
     @property
     def sizes(self) -> Ints:

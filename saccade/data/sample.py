@@ -1,9 +1,10 @@
 """A sample: a key, the files of a tar that share it, and the conversations they form.
 
-    members  ->  images in order, text in one of six forms  ->  one conversation per variant of the text
+    members  ->  images in order, text in one of seven forms  ->  one conversation per variant of the text
 
-The forms, first match wins: json `messages` (OpenAI), json `conversations` (LLaVA), json `questions`, json `captions`, a `txt`
-member or json `caption` / `text`, a `cls` member. A sample without images is a text-only conversation; one without text, or with an
+The forms, first match wins: json `chosen` and `rejected` (a preference pair), json `messages` (OpenAI), json `conversations` (LLaVA),
+json `questions`, json `captions`, a `txt` member or json `caption` / `text`, a `cls` member. A pair is two conversations where pairs are
+trained on (`preference_pair`), and its chosen conversation everywhere else. A sample without images is a text-only conversation; one without text, or with an
 image in an unsupported format, is a `DataError`.
 """
 
@@ -88,13 +89,39 @@ def images(sample: Sample) -> list[bytes]:
 
 def conversations(sample: Sample, rules: TextRules) -> list[list[Message]]:
     """The variants of a sample's text, each a conversation with the image bytes in its `image` parts."""
+    pictures = _pictures(sample)
+    return [_with_images(turns, pictures, sample, rules) for turns in _variants(sample, rules, bool(pictures))]
+
+
+def preference_pair(sample: Sample, rules: TextRules) -> tuple[list[Message], list[Message]]:
+    """The chosen and the rejected conversation of a sample, each with all of its images."""
+    pictures, fields = _pictures(sample), description(sample)
+    if not (fields.get("chosen") and fields.get("rejected")):
+        raise DataError(f"{_where(sample)}: no preference pair. Give its json member the fields chosen and rejected")
+    chosen, rejected = (
+        _with_images(_answer_turns(fields, name, sample, rules, bool(pictures)), pictures, sample, rules)
+        for name in ("chosen", "rejected")
+    )
+    if chosen == rejected:
+        raise DataError(f"{_where(sample)}: chosen and rejected are equal. Remove the sample")
+    return chosen, rejected
+
+
+def training_conversations(sample: Sample, rules: TextRules, *, pairs: bool) -> list[list[list[Message]]]:
+    """The variants of a sample, each the conversations that are trained on together: one, or with `pairs` two."""
+    if pairs:
+        return [[*preference_pair(sample, rules)]]
+    return [[conversation] for conversation in conversations(sample, rules)]
+
+
+def _pictures(sample: Sample) -> list[bytes]:
+    """The encoded images; an unsupported format is an error."""
     if unsupported := [name for name in sample.members if name.rpartition(".")[2] in UNSUPPORTED_EXTENSIONS]:
         kind = unsupported[0].rpartition(".")[2].upper()
         raise DataError(
             f"{_where(sample)}: {unsupported[0]}: {kind} images are not supported. Convert to JPEG, PNG or WebP"
         )
-    pictures = images(sample)
-    return [_with_images(turns, pictures, sample, rules) for turns in _variants(sample, rules, bool(pictures))]
+    return images(sample)
 
 
 def texts(sample: Sample) -> list[str]:
@@ -123,7 +150,7 @@ def description(sample: Sample) -> dict[str, Any]:
     return content
 
 
-# ------------------------------------------------------------------ the six forms of text
+# ------------------------------------------------------------------ the seven forms of text
 
 _Turn = tuple[str, list[str | None]]
 """Role and content: texts, and None for each image."""
@@ -132,6 +159,8 @@ _Turn = tuple[str, list[str | None]]
 def _variants(sample: Sample, rules: TextRules, has_image: bool) -> list[list[_Turn]]:
     """The text of a sample as turns, images not yet bound."""
     fields = description(sample)
+    if fields.get("chosen"):
+        return [_answer_turns(fields, "chosen", sample, rules, has_image)]
     for name in ("messages", "conversations"):
         if fields.get(name):
             return [_listed_turns(fields[name], name, sample)]
@@ -142,6 +171,30 @@ def _variants(sample: Sample, rules: TextRules, has_image: bool) -> list[list[_T
     if not captions:
         raise DataError(f"{_where(sample)}: no text. Give it a txt member, or json with caption or messages")
     return [[("user", [prompt]), ("assistant", [caption])] for caption in captions]
+
+
+def _answer_turns(
+    fields: Mapping[str, Any], name: str, sample: Sample, rules: TextRules, has_image: bool
+) -> list[_Turn]:
+    """The shared beginning of a preference pair (`messages` or `prompt`), then one of its answers: a text, or messages.
+
+    An answer that starts with a system or user turn is a whole conversation and has no shared beginning.
+    """
+    answer = fields[name]
+    if isinstance(answer, str):
+        turns: list[_Turn] = [("assistant", [answer.strip()])]
+    else:
+        turns = _listed_turns(answer, name, sample)
+    if not any("".join(part or "" for part in content).strip() for role, content in turns if role == "assistant"):
+        raise DataError(f"{_where(sample)}: {name} has no text")
+    if turns[0][0] != "assistant":
+        return turns
+    prompt = (
+        fields.get("messages") or fields.get("prompt") or (rules.caption_prompt if has_image else rules.text_prompt)
+    )
+    if isinstance(prompt, str):
+        return [("user", _cut_marks(prompt)), *turns]
+    return [*_listed_turns(prompt, "messages" if fields.get("messages") else "prompt", sample, is_prompt=True), *turns]
 
 
 def _captions(fields: Mapping[str, Any], sample: Sample) -> list[str]:
@@ -177,8 +230,8 @@ def _question_turns(questions: object, sample: Sample) -> list[_Turn]:
     return turns
 
 
-def _listed_turns(messages: object, name: str, sample: Sample) -> list[_Turn]:
-    """OpenAI's role and content, or LLaVA's from and value."""
+def _listed_turns(messages: object, name: str, sample: Sample, *, is_prompt: bool = False) -> list[_Turn]:
+    """OpenAI's role and content, or LLaVA's from and value. `is_prompt`: the answer is given elsewhere."""
     turns = []
     for number, entry in enumerate(_items(messages, name, sample)):
         where = f"{_where(sample)}: {name}[{number}]"
@@ -186,7 +239,7 @@ def _listed_turns(messages: object, name: str, sample: Sample) -> list[_Turn]:
         if not isinstance(role, str) or role not in _ROLES:
             raise DataError(f"{where}: the role is {role!r}. Use one of {', '.join(_ROLES)}")
         turns.append((_ROLES[role], _parts(content, where)))
-    if not any(role == "assistant" for role, _ in turns):
+    if not is_prompt and not any(role == "assistant" for role, _ in turns):
         raise DataError(f"{_where(sample)}: {name} has no assistant turn, so there is nothing to train on")
     return turns
 

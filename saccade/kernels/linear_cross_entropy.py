@@ -284,7 +284,7 @@ def _gradient_kernel(
     )
 
 
-def _labelled_rows(labels_T: Tensor, ignore_index: int, num_labels: int) -> tuple[Tensor, Tensor]:
+def labelled_rows(labels_T: Tensor, ignore_index: int, num_labels: int) -> tuple[Tensor, Tensor]:
     """Row indices and labels of the first `num_labels` labelled tokens, without synchronisation.
 
     If there are fewer, the remaining entries are row 0 with `ignore_index`.
@@ -380,7 +380,7 @@ def _loss_and_gradients(
     T, V = len(labels_T), len(weight_VD)
     num_found = (labels_T != ignore_index).sum()
     bound = int(num_found) if num_labels is None else min(num_labels, T)
-    rows, labels = (None, labels_T) if bound == T else _labelled_rows(labels_T, ignore_index, bound)
+    rows, labels = (None, labels_T) if bound == T else labelled_rows(labels_T, ignore_index, bound)
 
     grad_hidden = torch.zeros_like(hidden_TD) if want_hidden else None
     grad_weight = torch.empty_like(weight_VD) if want_weight and bound else None

@@ -112,6 +112,8 @@ class LoraLinear(Projection):
         super().__init__(linear.in_features, linear.out_features)
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
         self.dropout, self.quantization, self._dtype = dropout, quantization, dtype
+        self.is_adapted = True
+        """Whether the adapter is applied; without it the layer is the frozen one, for passes without gradients."""
         for name, tensor in self.stored_weight(linear.weight.detach()).items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.bias = linear.bias
@@ -121,8 +123,11 @@ class LoraLinear(Projection):
     def linear(self, x: Tensor) -> Tensor:
         """See `Projection`."""
         x_TD = x.flatten(0, -2)
+        names = ["weight"] if self.quantization == "none" else ["weight_bits", "weight_scale"]
+        stored: list[Tensor] = [self.get_parameter(name) for name in names]
+        if not self.is_adapted:
+            return F.linear(x, compute_weight(stored, self.quantization, self.in_features), self.bias)
         dropped_TD = F.dropout(x_TD, self.dropout) if self.training and self.dropout else None
-        stored = [self.weight] if self.quantization == "none" else [self.weight_bits, self.weight_scale]
         y_TN: Tensor = _LoraFunction.apply(  # type: ignore[no-untyped-call]
             x_TD, dropped_TD, self.bias, self.lora_A, self.lora_B, self.scale, self.quantization, *stored
         )

@@ -42,7 +42,7 @@ def open_stage_stream(
     """This rank's data stream of a stage, from `state` on."""
     data = stage.data
     return open_stream(
-        data_sources(data.sources),
+        data_sources(data.sources, pairs=stage.objective.reads_pairs),
         checkpoint=config.model.folder,
         max_seq_len=data.max_seq_len,
         max_patches=data.max_patches,
@@ -77,7 +77,7 @@ def open_validation_stream(
     data = stage.data
     indexes = [open_index(source.path, config=data.storage) for source in sources]
     return open_stream(
-        data_sources(sources),
+        data_sources(sources, pairs=stage.objective.reads_pairs),
         checkpoint=config.model.folder,
         max_seq_len=data.max_seq_len,
         max_patches=data.max_patches,
@@ -93,9 +93,9 @@ def open_validation_stream(
     )
 
 
-def data_sources(sources: Sequence[SourceConfig]) -> list[Source]:
-    """The sources of a recipe as the data package takes them."""
-    return [Source(path=one.path, weight=one.weight, rules=one.rules, name=one.name) for one in sources]
+def data_sources(sources: Sequence[SourceConfig], *, pairs: bool = False) -> list[Source]:
+    """The sources of a recipe as the data package takes them. `pairs`: their samples are preference pairs."""
+    return [Source(path=one.path, weight=one.weight, rules=one.rules, name=one.name, pairs=pairs) for one in sources]
 
 
 def log_indexing(what: str, done: IndexProgress) -> None:
@@ -170,6 +170,7 @@ class BatchIterator:
         work = sum_work(
             micro_batch_work(self._config, one.inputs, one.num_loss_tokens, self._trained_parts) for one in batches
         )
+        work = work._replace(samples=sum(len(sequence.sample_ids) for sequence in sequences))
         num_units = sum(self._objective.num_units(one.inputs, one.num_loss_tokens) for one in batches)
         batches += [self._empty_batch(with_sources)] * (batch.max_sequences_per_rank - len(batches))
         return StepBatch(

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 from saccade.data.loader import measure_lengths
 from saccade.device import DTYPES
-from saccade.errors import CheckpointError, ConfigError, UserError
+from saccade.errors import CheckpointError, ConfigError, DataError, UserError
 from saccade.processor import Processor
 from saccade.train.batches import data_sources, log_indexing, open_validation_stream
 from saccade.train.config import SourceConfig, StageConfig, TrainConfig
 from saccade.train.lora import base_shapes
 from saccade.train.memory_planner import device_gib, folder_config, stage_planner
+from saccade.train.objectives.build import check_objective
 from saccade.train.parallelize import build_model, choose_strategy
 from saccade.train.weights import checkpoint_names, checkpoint_tensors, meta_model
 from saccade.world import World, open_world
@@ -52,6 +53,7 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
         try:
             model = build_model(config.model.folder, stage, strategy, config.model.dtype)
             checkpoint_names(config.model.folder, base_shapes(model))
+            check_objective(stage.objective, config.model.folder)
             if stage.data.global_batch_size < world.size:
                 raise ConfigError(
                     f"global_batch_size is {stage.data.global_batch_size} for {world.size} ranks. Raise it to {world.size} or more"
@@ -72,7 +74,7 @@ def _check_data(config: TrainConfig, stage: StageConfig, sources: Sequence[Sourc
     """Index and measure with all workers what is not yet, then pack and decode one sequence in this process."""
     data = dataclasses.replace(stage.data, max_bad_share=1.0)
     measure_lengths(
-        data_sources(sources),
+        data_sources(sources, pairs=stage.objective.reads_pairs),
         checkpoint=config.model.folder,
         num_workers=data.num_workers,
         on_progress=log_indexing,
@@ -81,4 +83,10 @@ def _check_data(config: TrainConfig, stage: StageConfig, sources: Sequence[Sourc
     with open_validation_stream(
         config, dataclasses.replace(stage, data=data), sources=sources, num_samples=data.packing_buffer_size
     ) as stream:
-        next(stream)
+        batch = next(stream)
+    if batch.bad and not any(sequence.inputs.num_tokens for sequence in batch.sequences):
+        first = batch.bad[0]
+        raise DataError(
+            f"no sample of the first packed sequence can be used. {first.sample_id}: {first.reason}. Correct the data, "
+            "or name other sources"
+        )

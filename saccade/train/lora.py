@@ -12,6 +12,7 @@ B were trained with: the export has no quantization error, but differs from the 
 per weight), including what A and B learned to compensate.
 """
 
+import contextlib
 import difflib
 import re
 import zlib
@@ -82,6 +83,19 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, layer in lora_layers(model).items()
         for matrix in ("lora_A", "lora_B")
     }
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model computes what it did before adapters were added, until the end of this context. For passes without gradients."""
+    layers = list(lora_layers(model).values())
+    for layer in layers:
+        layer.is_adapted = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_adapted = True
 
 
 def quantized_sizes(model: nn.Module) -> dict[str, int]:

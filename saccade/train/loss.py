@@ -19,10 +19,9 @@ from saccade.model.config import VisionConfig
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
 from saccade.train.objectives.cross_entropy import CrossEntropy
+from saccade.train.objectives.objective import IGNORED as IGNORED
 from saccade.train.objectives.objective import Labelled, Objective
 
-IGNORED = -100
-"""Label of a token without loss."""
 _LOGITS_CHUNK = 1024
 """Tokens whose logits are computed at once; those of a whole packed sequence would be gigabytes."""
 
@@ -77,7 +76,8 @@ class ModelWithLoss(nn.Module):
         without gradients: their labels partition `labels`, and tokens without a label are dropped before the matmul.
         """
         hidden_TD = self._hidden_states(inputs)
-        found = self.objective.loss(self.model, hidden_TD, Labelled(inputs, labels, num_loss_tokens), count)
+        batch = Labelled(inputs, labels, num_loss_tokens, self.encode_dummy_image)
+        found = self.objective.loss(self.model, hidden_TD, batch, count)
         with torch.no_grad():
             sums = [
                 self.model.head.cross_entropy(hidden_TD.detach(), part, count=1.0, num_labels=num_labels)

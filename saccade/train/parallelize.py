@@ -105,7 +105,10 @@ def parallelize(
     strategy = choose_strategy(config, world)
     is_sharded = strategy in ("fsdp", "hsdp")
     model = build_model(folder, stage, strategy, dtype)
-    module = ModelWithLoss(model, build_objective(stage.objective))
+    objective = build_objective(
+        stage.objective, folder=folder, has_lora=stage.lora is not None, dtype=dtype, device=world.device
+    )
+    module = ModelWithLoss(model, objective)
     module.encode_dummy_image = is_sharded or _is_trained(model.vision) or _is_trained(model.projector)
     if config.compile:
         _compile(model)

@@ -7,7 +7,17 @@ from data.making import make_jpeg, make_png, make_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.data.sample import Sample, TextRules, conversations, description, image_names, images, split_name, texts
+from saccade.data.sample import (
+    Sample,
+    TextRules,
+    conversations,
+    description,
+    image_names,
+    images,
+    preference_pair,
+    split_name,
+    texts,
+)
 from saccade.errors import ConfigError, DataError
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import Processor
@@ -235,3 +245,54 @@ def test_the_processor_takes_conversations_as_they_are(tmp_path):
     inputs = processor(every, add_generation_prompt=False)
     assert len(inputs.image_grids) == 4
     assert len(inputs.cu_seqlens) == 5
+
+
+# ------------------------------------------------------------------ preference pairs
+
+
+def user(*parts):
+    return {"role": "user", "content": list(parts) if len(parts) > 1 else parts[0]}
+
+
+def assistant(words):
+    return {"role": "assistant", "content": words}
+
+
+ASKED = user(image(0), text("What is it?"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "What is it?", "chosen": "A cup.", "rejected": "A dog."},
+        {"prompt": "<image>What is it?", "chosen": [assistant("A cup.")], "rejected": [assistant("A dog.")]},
+        {"messages": [user("What is it?")], "chosen": "A cup.", "rejected": [assistant("A dog.")]},
+        {"chosen": [user("What is it?"), assistant("A cup.")], "rejected": [user("What is it?"), assistant("A dog.")]},
+    ],
+)
+def test_every_form_of_a_preference_pair_is_two_conversations_with_the_image(fields):
+    sample = make_sample("k", num_images=1, fields=fields)
+    chosen, rejected = preference_pair(sample, RULES)
+    assert chosen == [ASKED, assistant("A cup.")]
+    assert rejected == [ASKED, assistant("A dog.")]
+    assert conversations(sample, RULES) == [chosen]
+
+
+def test_a_pair_without_a_prompt_answers_the_prompt_of_the_rules():
+    sample = make_sample("k", num_images=1, fields={"chosen": "A cup.", "rejected": "A dog."})
+    assert preference_pair(sample, RULES)[1] == [user(image(0), text("Describe the image.")), assistant("A dog.")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"caption": "A cup."}, "no preference pair"),
+        ({"chosen": "A cup."}, "no preference pair"),
+        ({"chosen": "A cup.", "rejected": "A cup."}, "are equal"),
+        ({"chosen": "A cup.", "rejected": "  "}, "rejected has no text"),
+        ({"chosen": [user("Hm?")], "rejected": "A dog."}, "no assistant turn"),
+    ],
+)
+def test_a_sample_that_is_no_pair_says_why(fields, words):
+    with pytest.raises(DataError, match=words):
+        preference_pair(make_sample("k", num_images=1, fields=fields), RULES)

@@ -1,15 +1,29 @@
 """Objectives: cross entropy is what it was before there was a seam, and the training loop knows no objective by name."""
 
 import ast
+import dataclasses
+import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from train.running import losses, make_checkpoint, read_recipe, write_recipe, write_shards
+import torch.nn.functional as F
+from train.running import losses, make_checkpoint, read_recipe, records, run_together, write_recipe, write_shards
 
 import saccade.train
+from saccade.data.sample import Sample
+from saccade.data.shards import ShardWriter
+from saccade.data.toy import toy_sample
+from saccade.errors import UserError
+from saccade.model import load_model
+from saccade.model.initialize import initialize_random, named_size
+from saccade.processor import Processor
 from saccade.train.batches import BatchIterator, open_stage_stream
-from saccade.train.objectives.build import build_objective
+from saccade.train.check import check_run
+from saccade.train.loss import IGNORED
+from saccade.train.objectives import chunks
+from saccade.train.objectives.objective import Labelled
 from saccade.train.parallelize import parallelize
 from saccade.train.stages import train
 from saccade.world import World
@@ -98,6 +112,211 @@ def test_the_training_loop_imports_no_objective_but_the_default_and_its_builder(
                 assert name not in known or (path.name, name) == ("loss.py", "cross_entropy"), f"{path.name}: {name}"
 
 
-def test_every_objective_is_made_by_the_builder(root):
-    objective = build_objective(recipe(root, "default").stages[0].objective)
-    assert objective.metric_names == ()
+# ------------------------------------------------------------------ distillation
+
+
+def teacher_of(root):
+    """A model of another size with the same vocabulary."""
+    folder = root / "teacher"
+    if not folder.exists():
+        size = named_size("tiny")
+        language = dataclasses.replace(size.language, num_layers=3)
+        initialize_random(folder, dataclasses.replace(size, language=language), dtype=torch.float32, seed=1)
+    return folder
+
+
+def step_of(config, count=None):
+    """(objective's terms of the first micro-batch, the model, the micro-batch)."""
+    built, [batch, *_] = micro_batches(config)
+    labelled = Labelled(batch.inputs, batch.labels, batch.num_loss_tokens)
+    units = built.module.objective.num_units(batch.inputs, batch.num_loss_tokens)
+    hidden = built.model.hidden_states(batch.inputs)
+    terms = built.module.objective.loss(built.model, hidden, labelled, torch.tensor(float(count or units)))
+    return terms, built, batch, units
+
+
+@pytest.mark.parametrize("chunk_rows", [1000, 7])
+def test_distillation_is_the_kl_divergence_of_full_logits(root, monkeypatch, chunk_rows):
+    """Loss and gradients, for any chunk size."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * 320 * chunk_rows)
+    settings = {"teacher": str(teacher_of(root)), "temperature": 2.0, "kl_weight": 0.7, "hidden_weight": 0.3}
+    config = recipe(root, "kl", *(f"stages.0.objective.distillation.{key}={value}" for key, value in settings.items()))
+    terms, built, batch, units = step_of(config)
+    terms.total.backward()
+    gradients = {name: p.grad.clone() for name, p in built.model.named_parameters()}
+
+    built.module.zero_grad()
+    model, teacher = built.model, load_model(teacher_of(root), device="cpu")
+    rows = batch.labels != IGNORED
+    logits, taught = model(batch.inputs)[rows], teacher(batch.inputs)[rows].detach()
+    target = torch.softmax(taught / 2, 1)
+    kl = 4 * (target * (target.log() - torch.log_softmax(logits / 2, 1))).sum(1).mean()
+    h, t = model.hidden_states(batch.inputs)[rows], teacher.hidden_states(batch.inputs)[rows].detach()
+    distance = (((h - t) ** 2).mean(1) / (t**2).mean(1)).mean()
+    cross_entropy = F.cross_entropy(logits, batch.labels[rows])
+    expected = 0.7 * kl + 0.3 * cross_entropy + 0.3 * distance
+    expected.backward()
+    assert float(terms.total.detach()) == pytest.approx(float(expected.detach()), abs=1e-5)
+    means = {name: float(value) / units for name, value in terms.metrics.items()}
+    wanted = {"kl": kl, "cross_entropy": cross_entropy, "hidden": distance}
+    assert means == pytest.approx({name: float(value.detach()) for name, value in wanted.items()}, abs=1e-5)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, atol=2e-6), name
+
+
+def test_no_logits_of_a_whole_packed_sequence_are_formed(root, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * 320 * 8)
+    config = recipe(root, "chunked", f"stages.0.objective.distillation.teacher={teacher_of(root)}")
+    built, [batch, *_] = micro_batches(config)
+    seen, objective = [], built.module.objective
+    for head in (built.model.head, objective._teacher.head):
+        head.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    loss, _ = built.wrapped(batch.inputs, batch.labels, torch.tensor(1.0), batch.num_loss_tokens)
+    loss.backward()
+    assert batch.num_loss_tokens > 16
+    assert max(seen) == 8
+
+
+def test_a_run_distils_towards_its_teacher_which_stays_as_it_is(root):
+    teacher = teacher_of(root)
+    config = recipe(
+        root, "distilled", "stages.0.steps=12", f"stages.0.objective.distillation.teacher={teacher}",
+        "stages.0.objective.distillation.kl_weight=1.0",
+    )  # fmt: skip
+    before = (teacher / "model.safetensors").read_bytes()
+    train(config, device="cpu")
+    found = [record["objective"] for _, record in sorted(records(config.run).items())]
+    assert found[-1]["kl"] < 0.8 * found[0]["kl"]
+    assert (teacher / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(("change", "words"), [("vocabulary", "another vocabulary"), ("width", "hidden_weight compares"), ("missing", "no such folder")])  # fmt: skip
+def test_a_teacher_that_does_not_fit_is_refused_before_training(root, tmp_path, change, words):
+    teacher = tmp_path / "teacher"
+    size = named_size("tiny")
+    if change == "width":
+        size = dataclasses.replace(size, language=dataclasses.replace(size.language, hidden_size=256, rope_sections=(8, 12, 12)))  # fmt: skip
+    if change != "missing":
+        initialize_random(teacher, size, dtype=torch.float32)
+    if change == "vocabulary":
+        content = json.loads((teacher / "tokenizer.json").read_text())
+        content["added_tokens"][0]["content"] = "<|other|>"
+        (teacher / "tokenizer.json").write_text(json.dumps(content))
+    settings = [
+        f"stages.0.objective.distillation.teacher={teacher}",
+        "stages.0.objective.distillation.hidden_weight=1.0",
+    ]
+    with pytest.raises(UserError, match=words):
+        check_run(recipe(root, "refused", *settings), device="cpu")
+
+
+# ------------------------------------------------------------------ preference optimization
+
+
+def write_pairs(folder, count=24):
+    with ShardWriter(folder, max_samples=16) as writer:
+        for number in range(count):
+            image = toy_sample(number, side=56).members
+            fields = {"prompt": "What is it?", "chosen": "a b c", "rejected": "z y x " * (1 + number % 2)}
+            members = {name: data for name, data in image.items() if name != "json"}
+            members |= {"json": json.dumps(fields).encode()}
+            writer.write(Sample(key=f"{number:08d}", source="pairs", members=members))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs(root):
+    return write_pairs(root / "pairs")
+
+
+def preference_recipe(root, name, *settings):
+    pairs = root / "pairs"
+    chosen = ["stages.0.objective.dpo.beta=0.3", f'stages.0.data.sources=[{{path="{pairs}"}}]']
+    return recipe(root, name, *chosen, *settings)
+
+
+def direct_preference_loss(model, reference, inputs, beta):
+    """DPO from full logits, one conversation at a time."""
+
+    def log_probability(logits, start, end):
+        ids, mask = inputs.token_ids[start + 1 : end], inputs.loss_mask[start + 1 : end]
+        return torch.log_softmax(logits[start : end - 1], 1).gather(1, ids[:, None])[:, 0][mask].sum()
+
+    bounds = inputs.cu_seqlens.tolist()
+    ours, theirs = model(inputs), reference(inputs).detach()
+    ratios = [log_probability(ours, a, b) - log_probability(theirs, a, b) for a, b in pairwise(bounds)]
+    margins = beta * (torch.stack(ratios[0::2]) - torch.stack(ratios[1::2]))
+    return -F.logsigmoid(margins).mean(), margins.detach()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_preference_optimization_is_the_formula_on_full_logits(root, pairs, lora):
+    settings = ["stages.0.lora.rank=4"] if lora else []
+    config = preference_recipe(root, f"dpo-{lora}", *settings)
+    built, [batch, *_] = micro_batches(config)
+    with torch.no_grad():  # a model that differs from its reference
+        for number, parameter in enumerate(p for p in built.model.parameters() if p.requires_grad):
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    assert batch.inputs.num_conversations % 2 == 0
+    units = built.module.objective.num_units(batch.inputs, batch.num_loss_tokens)
+    loss, sums = built.wrapped(batch.inputs, batch.labels, torch.tensor(float(units)), batch.num_loss_tokens)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in built.model.named_parameters() if p.grad is not None}
+    built.module.zero_grad()
+    reference = load_model(root / "checkpoint", device="cpu")
+    expected, margins = direct_preference_loss(built.model, reference, batch.inputs, 0.3)
+    expected.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-5)
+    metrics = dict(zip(built.module.objective.metric_names, (sums / units).tolist(), strict=True))
+    assert metrics["margin"] == pytest.approx(float(margins.mean()), abs=1e-5)
+    assert metrics["accuracy"] == pytest.approx(float((margins > 0).float().mean()))
+    assert metrics["chosen"] - metrics["rejected"] == pytest.approx(float(margins.mean()) / 0.3, abs=1e-4)
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, built.model.get_parameter(name).grad, atol=2e-6), name
+
+
+def test_a_run_learns_to_prefer_the_chosen_answers(root, pairs):
+    config = preference_recipe(
+        root, "prefers", "stages.0.steps=8", "stages.0.lora.rank=4", "stages.0.optimizer.lr=1e-2"
+    )
+    train(config, device="cpu")
+    found = [record for _, record in sorted(records(config.run).items())]
+    assert found[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert found[0]["objective"]["margin"] == pytest.approx(0.0, abs=1e-4)
+    assert found[-1]["objective"]["accuracy"] > 0.9
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert found[-1]["samples"] <= 24 * 8
+
+
+def test_data_without_pairs_is_refused_by_a_stage_that_needs_them(root):
+    config = recipe(root, "no-pairs", "stages.0.objective.dpo.beta=0.1")
+    with pytest.raises(UserError, match=r"bad|no preference pair|no sample"):
+        check_run(config, device="cpu")
+
+
+def test_a_pair_is_its_chosen_conversation_where_pairs_are_not_asked_for(root, pairs):
+    _, batches = micro_batches(recipe(root, "sft", f'stages.0.data.sources=[{{path="{pairs}"}}]'))
+    ids = torch.cat([batch.labels[batch.labels != IGNORED] for batch in batches])
+    text = Processor.load(root / "checkpoint").decode(ids.tolist())
+    assert "a b c" in text
+    assert "z y x" not in text
+
+
+# ------------------------------------------------------------------ several ranks
+
+
+def test_objectives_on_two_sharded_ranks_have_the_losses_of_one(root, pairs):
+    """Odd numbers of packed sequences: one rank runs an empty micro-batch."""
+    settings = {
+        "distil": [f"stages.0.objective.distillation.teacher={teacher_of(root)}"],
+        "lora-dpo": ["stages.0.objective.dpo.beta=0.3", f'stages.0.data.sources=[{{path="{pairs}"}}]', "stages.0.lora.rank=4"],
+    }  # fmt: skip
+    common = ["stages.0.steps=3", "stages.0.data.global_batch_size=3"]
+    jobs = []
+    for name, own in settings.items():
+        train(recipe(root, f"{name}-one", *common, *own), device="cpu")
+        two = recipe(root, f"{name}-two")
+        jobs.append({"recipe": str(two.run.with_suffix(".toml")), "set": [*common, *own]})
+    run_together(jobs, root, num_ranks=2)
+    for name in settings:
+        assert losses(root / f"{name}-two") == pytest.approx(losses(root / f"{name}-one"), rel=2e-5), name

@@ -1,10 +1,105 @@
-"""The objective that a recipe chooses."""
+"""The objective that a recipe chooses, with the frozen models it needs, and its check before a run."""
 
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from saccade.device import DTYPES
+from saccade.errors import ConfigError
+from saccade.model import load_model
+from saccade.model.families import load_model_config
+from saccade.model.vlm import VLM
+from saccade.processor import Processor
+from saccade.train.lora import without_adapters
+from saccade.train.objectives.chunks import log_probabilities
 from saccade.train.objectives.config import ObjectiveConfig
 from saccade.train.objectives.cross_entropy import CrossEntropy
-from saccade.train.objectives.objective import Objective
+from saccade.train.objectives.distillation import Distillation
+from saccade.train.objectives.objective import Labelled, Objective
+from saccade.train.objectives.preference import PreferenceOptimization, Reference, frozen_reference
 
 
-def build_objective(config: ObjectiveConfig) -> Objective:
-    """Make the objective of a stage."""
+def build_objective(
+    config: ObjectiveConfig,
+    *,
+    folder: Path,
+    has_lora: bool = False,
+    dtype: str = "bf16",
+    device: torch.device | str = "cpu",
+) -> Objective:
+    """Make the objective of a stage. `folder`: what the run starts from; `dtype`: compute dtype of training."""
+    if (distillation := config.distillation) is not None:
+        teacher = _frozen(distillation.teacher, distillation.teacher_dtype or dtype, device)
+        return Distillation(distillation, teacher, label_smoothing=config.label_smoothing)
+    if config.dpo is not None:
+        return PreferenceOptimization(config.dpo, _reference(config, folder, has_lora, dtype, device))
     return CrossEntropy(label_smoothing=config.label_smoothing)
+
+
+def _reference(
+    config: ObjectiveConfig, folder: Path, has_lora: bool, dtype: str, device: torch.device | str
+) -> Reference:
+    """The reference of DPO: the model without its adapters, or a frozen model."""
+    assert config.dpo is not None, "only DPO has a reference"
+    if has_lora and config.dpo.reference is None:
+        return _unadapted_reference
+    return frozen_reference(_frozen(config.dpo.reference or folder, dtype, device))
+
+
+def _unadapted_reference(model: VLM, batch: Labelled, rows_S: Tensor) -> Tensor:
+    """Log-probabilities by the trained model with its adapters switched off; every rank runs the same blocks, as in training."""
+    with without_adapters(model):
+        hidden_TD = model.hidden_states(batch.inputs, encode_dummy_image=batch.encode_dummy_image)
+        return log_probabilities(model.head, hidden_TD[rows_S], batch.labels[rows_S])
+
+
+def _frozen(folder: Path, dtype: str, device: torch.device | str) -> VLM:
+    return load_model(folder, device=device, dtype=DTYPES[dtype]).eval().requires_grad_(False)
+
+
+# ------------------------------------------------------------------ check
+
+
+def check_objective(config: ObjectiveConfig, folder: Path) -> None:
+    """Refuse a teacher or reference that does not read the inputs of the model in `folder`. Loads no weights."""
+    if config.distillation is not None:
+        _check_frozen(config.distillation.teacher, folder, "teacher")
+        if config.distillation.hidden_weight:
+            _check_width(config.distillation.teacher, folder)
+    if config.dpo is not None and config.dpo.reference is not None:
+        _check_frozen(config.dpo.reference, folder, "reference")
+
+
+def _check_frozen(other: Path, folder: Path, name: str) -> None:
+    """Both models must give every conversation the same tokens, patches and positions."""
+    ours, theirs = load_model_config(folder), load_model_config(other)
+    if ours.family != theirs.family:
+        raise ConfigError(
+            f"the {name} {other} is a {theirs.family} model, the trained one is {ours.family}. Use a {name} of its family"
+        )
+    mine, its = Processor.load(folder), Processor.load(other)
+    if _vocabulary(folder) != _vocabulary(other):
+        raise ConfigError(
+            f"the {name} {other} has another vocabulary than {folder}. Use a {name} with the same tokenizer.json"
+        )
+    if repr(mine.images) != repr(its.images):
+        raise ConfigError(
+            f"the {name} {other} has other image settings than {folder}. Use a {name} with the same preprocessor_config.json"
+        )
+
+
+def _check_width(teacher: Path, folder: Path) -> None:
+    widths = [load_model_config(one).language.hidden_size for one in (folder, teacher)]
+    if widths[0] != widths[1]:
+        raise ConfigError(
+            f"hidden_weight compares hidden states of {widths[0]} and {widths[1]} channels. Set it to 0, or use a teacher of the same width"
+        )
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    """Token ids by text, control tokens included."""
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    return dict(content["model"]["vocab"]) | added

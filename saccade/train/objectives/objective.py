@@ -18,6 +18,9 @@ from torch import Tensor
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
 
+IGNORED = -100
+"""Label of a token without loss."""
+
 
 @dataclass(frozen=True)
 class Labelled:
@@ -25,9 +28,11 @@ class Labelled:
 
     inputs: ModelInputs
     labels: Tensor
-    """[T]: the next token, or `loss.IGNORED`."""
+    """[T]: the next token, or `IGNORED`."""
     num_labels: int
     """Loss tokens, known on the host."""
+    encode_dummy_image: bool = False
+    """Whether a forward pass without images encodes a dummy image, so that all ranks run the same blocks."""
 
 
 @dataclass(frozen=True)

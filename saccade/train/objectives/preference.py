@@ -1,0 +1,98 @@
+"""Preference optimization (DPO) on pairs of a chosen and a rejected conversation.
+
+Legend: T tokens, S loss tokens, N conversations, P pairs.
+
+    margin = beta * ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected)))
+    loss   = -(1 - e) log sigmoid(margin) - e log sigmoid(-margin) + cross_entropy_weight * mean cross entropy of the chosen tokens
+
+a mean over the pairs of the step; log p sums over the loss tokens of a conversation, and e is `label_smoothing`. A sample of the shards has
+both conversations (docs/formats.md); they stand next to each other in the packed sequence, so one forward pass computes both.
+
+The reference's log-probabilities are computed for each micro-batch without gradients: by the model itself with its LoRA adapters
+switched off, or by a frozen model, of which every rank holds all.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.model.vlm import VLM
+from saccade.processor.inputs import ModelInputs
+from saccade.train.objectives.chunks import log_probabilities, loss_rows
+from saccade.train.objectives.config import PreferenceConfig
+from saccade.train.objectives.objective import IGNORED, Labelled, LossTerms, Objective
+
+Reference = Callable[[VLM, Labelled, Tensor], Tensor]
+"""(trained model, batch, rows [S]) to the reference's hidden states and head applied: log-probabilities of the labels of these rows."""
+
+
+class PreferenceOptimization(Objective):
+    """DPO: the margin between chosen and rejected grows, relative to a reference model."""
+
+    metric_names = ("margin", "accuracy", "chosen", "rejected")
+    """Mean margin; share of pairs with a margin above 0; mean log-probability ratios of both."""
+
+    def __init__(self, config: PreferenceConfig, reference: Reference) -> None:
+        self._config, self._reference = config, reference
+
+    def num_units(self, inputs: ModelInputs, num_labels: int) -> int:
+        """Pairs; an empty micro-batch is a single conversation and has none."""
+        del num_labels
+        return inputs.num_conversations // 2
+
+    def loss(self, model: VLM, hidden_TD: Tensor, batch: Labelled, normalizer: Tensor) -> LossTerms:
+        """See `Objective`."""
+        rows_S, labels_S = loss_rows(batch.labels, batch.num_labels, IGNORED)
+        found_S = log_probabilities(model.head, hidden_TD[rows_S], labels_S)
+        with torch.no_grad():
+            reference_S = self._reference(model, batch, rows_S)
+        owner_S = _conversation_of_token(batch.inputs)[rows_S]
+        ratio_P2 = _pairs(found_S - reference_S, owner_S, batch.inputs)
+        margin_P = self._config.beta * (ratio_P2[:, 0] - ratio_P2[:, 1])
+        terms = {"preference": self._preference_loss(margin_P).sum() / normalizer}
+        if self._config.cross_entropy_weight:
+            total_P2 = _pairs(found_S, owner_S, batch.inputs)
+            count_P2 = _pairs(torch.ones_like(found_S), owner_S, batch.inputs).clamp_min(1.0)
+            mean_P = -total_P2[:, 0] / count_P2[:, 0]
+            terms["cross_entropy"] = self._config.cross_entropy_weight * mean_P.sum() / normalizer
+        return LossTerms(terms, _metrics(margin_P.detach(), ratio_P2.detach()))
+
+    def _preference_loss(self, margin_P: Tensor) -> Tensor:
+        smoothing = self._config.label_smoothing
+        return -(1 - smoothing) * F.logsigmoid(margin_P) - smoothing * F.logsigmoid(-margin_P)
+
+
+def frozen_reference(reference: VLM) -> Reference:
+    """Log-probabilities by a frozen model."""
+
+    def of_labels(model: VLM, batch: Labelled, rows_S: Tensor) -> Tensor:
+        del model
+        hidden_TD = reference.hidden_states(batch.inputs)
+        return log_probabilities(reference.head, hidden_TD[rows_S], batch.labels[rows_S])
+
+    return of_labels
+
+
+def _conversation_of_token(inputs: ModelInputs) -> Tensor:
+    """[T]: number of the conversation each token belongs to."""
+    lengths_N = inputs.cu_seqlens.diff().long()
+    numbers_N = torch.arange(len(lengths_N), device=lengths_N.device)
+    return numbers_N.repeat_interleave(lengths_N, output_size=inputs.num_tokens)
+
+
+def _pairs(values_S: Tensor, owner_S: Tensor, inputs: ModelInputs) -> Tensor:
+    """[P, 2]: sums over the loss tokens of the chosen and the rejected conversation of each pair."""
+    num_paired = inputs.num_conversations // 2 * 2
+    sums_N = values_S.new_zeros(inputs.num_conversations).index_add(0, owner_S, values_S)
+    return sums_N[:num_paired].view(-1, 2)
+
+
+def _metrics(margin_P: Tensor, ratio_P2: Tensor) -> dict[str, Tensor]:
+    return {
+        "margin": margin_P.sum(),
+        "accuracy": (margin_P > 0).sum(),
+        "chosen": ratio_P2[:, 0].sum(),
+        "rejected": ratio_P2[:, 1].sum(),
+    }
