@@ -25,7 +25,14 @@ _EXTRA_OF_MODULE = {
     "wandb": "wandb",
     "xxhash": "train",
 }
-_EXTRA_OF_COMMAND = {"data": "data", "train": "train", "evaluate": "eval", "serve": "serve", "quickstart": "quickstart"}
+_EXTRA_OF_COMMAND = {
+    "data": "data",
+    "train": "train",
+    "evaluate": "eval",
+    "compress": "eval",
+    "serve": "serve",
+    "quickstart": "quickstart",
+}
 _IN_EXTRA_OF_COMMAND = {"data", "train", "eval", "serve"}
 """Extras that are contained in that of a command; a module of another extra is named by its own."""
 

@@ -29,7 +29,8 @@ from documents import (
 )
 from model.hugging_face import picture
 
-from saccade.config import describe_keys
+from saccade.compress.scheme import Scheme
+from saccade.config import decode, describe_keys
 from saccade.data.toy import write_toy_shards
 from saccade.model.initialize import initialize_random, named_size
 from saccade.train.config import TrainConfig
@@ -75,6 +76,9 @@ def test_settings_in_documents_are_valid(block):
         json.loads(block.source)
         return
     content = tomllib.loads(block.source)
+    if "rules" in content:  # a scheme of compression
+        decode(Scheme, content, str(block))
+        return
     if not block.not_run and "family" not in content:  # a recipe or a part of one
         known = set(re.findall(r"^\| `(\w+)` \|", describe_keys(TrainConfig), re.M))
         assert [key for key in _keys(content) if key not in known] == []

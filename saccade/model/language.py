@@ -6,6 +6,7 @@ Parameter names are those on disk (`q_proj`, `input_layernorm`, ...), as LoRA ta
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -45,6 +46,12 @@ class SelfAttention(nn.Module):
 
 class DecoderLayer(nn.Module):
     """Pre-norm transformer layer: self-attention, then the MLP, each with a residual connection."""
+
+    normed_inputs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+    }
+    """Norms, and the projections that read each; nothing else does."""
 
     def __init__(self, config: LanguageConfig, layer: int) -> None:
         super().__init__()

@@ -70,6 +70,8 @@ class FeedForward(nn.Module):
     merged_projections = (("gate_proj", "up_proj"),)
     input_layers: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
     """Layers that read its input."""
+    scaled_pair: ClassVar[tuple[str, str]] = ("up_proj", "down_proj")
+    """A projection and one whose inputs scale with its outputs."""
     num_saved: ClassVar[int] = 2
     """Tensors of the intermediate size that are saved for backward: gate and up."""
 

@@ -246,10 +246,14 @@ def quantize_storage(model: nn.Module, config: QuantizationConfig, family: Any) 
                 continue
             scheme = config.scheme(_names(f"{prefix}.{child}" if prefix else child, family))
             if scheme is not None:
-                form = Linear4bit if scheme.form == "int4" else Linear8bit
-                padding = (layer.num_padding_outputs, layer.num_padding_inputs)
-                sizes = (layer.in_features, layer.out_features)
-                setattr(parent, child, form(*sizes, scheme, padding=padding, bias=layer.bias is not None))
+                setattr(parent, child, quantized_form(layer, scheme))
+
+
+def quantized_form(layer: Linear, scheme: Scheme) -> QuantizedLinear:
+    """An empty projection that stores the weight of a plain one by a scheme."""
+    form = Linear4bit if scheme.form == "int4" else Linear8bit
+    padding = (layer.num_padding_outputs, layer.num_padding_inputs)
+    return form(layer.in_features, layer.out_features, scheme, padding=padding, bias=layer.bias is not None)
 
 
 def _names(name: str, family: Any) -> list[str]:

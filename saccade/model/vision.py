@@ -309,6 +309,8 @@ class VisionBlock(nn.Module):
         self.attn = VisionAttention(config)
         self.norm2 = norm(config.hidden_size, NORM_EPS)
         self.mlp = mlp
+        self.normed_inputs = {"norm1": ("attn.qkv",), "norm2": tuple(f"mlp.{name}" for name in mlp.input_layers)}  # type: ignore[union-attr]
+        """Norms, and the projections that read each; nothing else does."""
 
     def forward(
         self, x_PD: Tensor, update_PD: Tensor | None, cos_sin: CosSin, segments: Segments

@@ -66,9 +66,9 @@ def load_model(
     model, quantization = meta_model(folder)
     files = tensor_files(folder)
     shapes = tensor_shapes(files, any_dtype=dtype is not None, is_quantized=quantization is not None)
-    names = _match(shapes, model, family, folder)
+    names = match_tensors(shapes, model, family, folder)
     for name, tensor in read_tensors(files, names, device):
-        _load_tensor(model, names[name], tensor, dtype)
+        load_tensor(model, names[name], tensor, dtype)
     parameters = {name: model.get_parameter(names[name]) for name in names}
     check_finite({name: tensor for name, tensor in parameters.items() if tensor.is_floating_point()}, folder)
     if model.config.tied_head:
@@ -215,7 +215,7 @@ def _open(file: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
         ) from error
 
 
-def _match(shapes: dict[str, tuple[int, ...]], model: nn.Module, family: Any, folder: Path) -> dict[str, str]:
+def match_tensors(shapes: dict[str, tuple[int, ...]], model: nn.Module, family: Any, folder: Path) -> dict[str, str]:
     """Checkpoint name to parameter name, complete in both directions; else one error with everything that is wrong."""
     expected = checkpoint_shapes(model)
     names = {name: family.name_in_model(name) for name in shapes}
@@ -254,7 +254,7 @@ def _check_tied_copy(files: dict[str, Path], model: VLM, head_name: str, folder:
             )
 
 
-def _load_tensor(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
+def load_tensor(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
     """Set a parameter. Projections bring it into their storage form."""
     module_name, _, parameter_name = name.rpartition(".")
     module = model.get_submodule(module_name)

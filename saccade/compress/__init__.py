@@ -1,0 +1,20 @@
+"""Compression of a checkpoint folder: quantize the projections of tower, projector and decoder, and write the format other engines load.
+
+    from saccade.compress import compress
+    report = compress("checkpoint/", "out/", scheme="w4a16-gptq", calibration=["shards/"])
+
+Start with `run.py`: load -> calibrate -> round -> save, one block of the model at a time. `scheme.py` says which projection is stored
+how, `quantizers.py` has the methods (round to nearest, GPTQ, AWQ, SmoothQuant) as functions of a weight and the statistics of its input,
+`calibration.py` draws samples from shard folders, `block_runner.py` runs them through the model block by block, `export.py` writes
+compressed-tensors, `sensitivity.py` picks a mixed scheme, `verify.py` compares the result with the original.
+"""
+
+from typing import TYPE_CHECKING
+
+from saccade.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from saccade.compress.run import compress as compress
+    from saccade.compress.scheme import Scheme as Scheme
+
+__getattr__ = lazy_exports(__name__, {"compress": "run", "Scheme": "scheme"})

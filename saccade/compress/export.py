@@ -1,0 +1,89 @@
+"""Write a compressed checkpoint folder as `compressed-tensors` defines it, so that other engines load it (docs/formats.md).
+
+    projections and their schemes -> `quantization_config`: config groups with targets, ignored layers
+    tensors of finished blocks + tensors that are kept -> the folder of the original, with other weights
+
+Names are exact: every layer is listed as it is called on disk and in `transformers`. Regular expressions would be shorter, but engines that
+rename modules translate plain names only. With one group its target is the class `Linear`, and layers that are kept are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from saccade.model.families.family import Family
+from saccade.model.quantization import Scheme as StoredScheme
+from saccade.model.weights import PROCESSOR_FILES, CheckpointWriter
+from saccade.processor.folder import read_config
+
+FORMATS = {"int8": "int-quantized", "fp8": "float-quantized", "int4": "pack-quantized"}
+
+
+def names_elsewhere(name: str, family: Family) -> list[str]:
+    """The names of a projection on disk and in `transformers`."""
+    weight = f"{name}.weight"
+    names = (family.name_on_disk(weight), family.name_in_transformers(weight))
+    return list(dict.fromkeys(one.removesuffix(".weight") for one in names))
+
+
+def quantization_config(schemes: Mapping[str, StoredScheme | None], family: Family) -> dict[str, Any]:
+    """The `quantization_config` of a model. `schemes`: of every projection by its name in the model; None: it is kept."""
+    groups: dict[StoredScheme, list[str]] = {}
+    ignore: list[str] = []
+    for name, scheme in schemes.items():
+        names = names_elsewhere(name, family)
+        if scheme is None:
+            ignore += names
+        else:
+            groups.setdefault(scheme, []).extend(names)
+    formats = {FORMATS[scheme.form] for scheme in groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "config_groups": {
+            f"group_{number}": _group(scheme, names if len(groups) > 1 else ["Linear"])
+            for number, (scheme, names) in enumerate(groups.items())
+        },
+        "ignore": ignore,
+    }
+
+
+def _group(scheme: StoredScheme, targets: list[str]) -> dict[str, Any]:
+    kind = "float" if scheme.form == "fp8" else "int"
+    weights: dict[str, Any] = {
+        "num_bits": 4 if scheme.form == "int4" else 8,
+        "type": kind,
+        "symmetric": scheme.is_symmetric,
+        "strategy": "channel" if scheme.group_size is None else "group",
+        "group_size": scheme.group_size,
+        "dynamic": False,
+    }
+    inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": None if scheme.form == "int4" else inputs,
+        "output_activations": None,
+        "format": FORMATS[scheme.form],
+    }
+
+
+def write_folder(
+    source: Path, out: Path, quantization: dict[str, Any], tensors: Iterable[tuple[str, Tensor]], num_bytes: int
+) -> None:
+    """Write the folder: config and processor files of the original, and these tensors by their names on disk."""
+    with CheckpointWriter(out) as writer:
+        writer.check_space(num_bytes)
+        writer.write_json("config.json", read_config(source) | {"quantization_config": quantization})
+        for name in PROCESSOR_FILES:
+            if (source / name).is_file():
+                writer.copy(source / name)
+        for name, tensor in tensors:
+            writer.add(name, tensor)

@@ -1,0 +1,399 @@
+"""Compress a checkpoint folder: the flow, one block of the model at a time.
+
+    check -> load what is outside of blocks -> for every block: load, observe, fold scales, round, save, run again -> write the folder
+
+Only one block is in memory, with the activations of the calibration batches at its input. A block is observed with its original
+weights, and the next one gets the output of the compressed one: what is rounded later makes up for what was lost before.
+
+A finished block is saved in `OUT.partial`. A run that was killed continues behind the last one: the batches run through the finished
+blocks as they were saved, without calibration, so that the result is the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from saccade.compress.block_runner import HEAD, BlockRunner, model_blocks, row_weights
+from saccade.compress.calibration import CalibrationConfig, fingerprint, image_weight, load_batches
+from saccade.compress.export import quantization_config, write_folder
+from saccade.compress.observed_linear import ObservedLinear, Observer, replace_projection
+from saccade.compress.quantizers import Statistics, quantize, relative_error, stored_scheme
+from saccade.compress.scaling import fold_scales
+from saccade.compress.scheme import Rule, Scheme, check_scheme, load_scheme
+from saccade.device import resolve_device
+from saccade.errors import CheckpointError, ConfigError
+from saccade.files import atomic_write
+from saccade.model.families import family_of
+from saccade.model.linear import Linear, Projection, projections
+from saccade.model.quantization import Scheme as StoredScheme
+from saccade.model.quantized_linear import quantized_form
+from saccade.model.weights import load_tensor, match_tensors, meta_model, read_tensors, tensor_files, tensor_shapes
+from saccade.processor import Processor
+
+logger = logging.getLogger(__name__)
+
+OnBlock = Callable[[str, int, int], None]
+"""Called behind every block with its name, the number of finished blocks and of all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """How one projection was compressed."""
+
+    name: str
+    """In the model."""
+    form: str
+    """int8, fp8, int4."""
+    method: str
+    """What rounded it."""
+    group_size: int | None
+    """Inputs per scale; None: one scale per output."""
+    note: str = ""
+    """What differs from the scheme, and why."""
+    error: float | None = None
+    """Relative error of its output over the tokens of calibration; None without calibration."""
+    rtn_error: float | None = None
+    """The same rounded to nearest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressReport:
+    """What was done."""
+
+    scheme: str
+    """Name of the scheme."""
+    bytes_before: int
+    """Of the original's weight files."""
+    bytes_after: int
+    """Of the compressed weight files."""
+    layers: list[LayerReport] = field(default_factory=list)
+    """Compressed projections in the order of the model."""
+    kept: list[str] = field(default_factory=list)
+    """Projections that were kept."""
+    num_samples: int = 0
+    """Conversations of calibration."""
+    num_resumed: int = 0
+    """Blocks that an earlier run had finished."""
+
+    @property
+    def ratio(self) -> float:
+        """Size as a share of the original's."""
+        return self.bytes_after / self.bytes_before
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"ratio": self.ratio}
+
+
+def compress(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    scheme: str | Path | Scheme,
+    calibration: CalibrationConfig | Sequence[str] | None = None,
+    device: str | torch.device = "auto",
+    on_block: OnBlock | None = None,
+) -> CompressReport:
+    """Write a compressed copy of a checkpoint folder.
+
+    `scheme`: a built-in name, a TOML file, or a `Scheme`. `calibration`: shard folders, or a `CalibrationConfig`; needed by GPTQ and AWQ.
+    """
+    checkpoint, out, device = Path(checkpoint), Path(out), resolve_device(device)
+    scheme = scheme if isinstance(scheme, Scheme) else load_scheme(scheme)
+    if calibration is not None and not isinstance(calibration, CalibrationConfig):
+        calibration = CalibrationConfig(shards=tuple(map(str, calibration)))
+    if scheme.needs_calibration and calibration is None:
+        raise ConfigError(
+            f"scheme {scheme.name} needs calibration samples: --calibration SHARDS, or use one without: int8-rtn, fp8, w4a16-rtn"
+        )
+    run = _Run(checkpoint, out, scheme, calibration, device)
+    run.compress_blocks(on_block)
+    return run.write()
+
+
+class _Run:
+    """One compression: the model on the meta device, its blocks filled one at a time."""
+
+    def __init__(
+        self, checkpoint: Path, out: Path, scheme: Scheme, calibration: CalibrationConfig | None, device: torch.device
+    ) -> None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise CheckpointError(f"{out} exists and is not empty. Choose another folder or remove it first")
+        self.checkpoint, self.out, self.scheme, self.device = checkpoint, out, scheme, device
+        self.family = family_of(checkpoint)
+        self.model, quantization = meta_model(checkpoint)
+        if quantization is not None:
+            raise CheckpointError(f"{checkpoint}: is quantized already. Compress the original checkpoint")
+        self.files = tensor_files(checkpoint)
+        shapes = tensor_shapes(self.files, any_dtype=True)
+        self.names = match_tensors(shapes, self.model, self.family, checkpoint)
+        self.blocks = model_blocks(self.model)
+        self.rules = self._rules()
+        check_scheme(scheme, [name for name, _ in projections(self.model)])
+        self.calibration = calibration
+        self.partial = _Partial(out, self._settings())
+        self.reports: dict[str, list[LayerReport]] = {}
+        self.num_samples = self.num_resumed = 0
+
+    def _rules(self) -> dict[str, Rule]:
+        """The rule of every projection that is compressed. Patch embeddings and a head that is the embedding are kept."""
+        tied = {id(self.model.language.embed_tokens.weight)}
+        rules = {}
+        for name, layer in projections(self.model):
+            is_plain = type(layer) is Linear and not any(id(p) in tied for p in layer.parameters())
+            if is_plain and (rule := self.scheme.rule(name)) is not None:
+                rules[name] = rule
+        return rules
+
+    def _settings(self) -> dict[str, Any]:
+        """What decides the result: a run continues only with the same."""
+        stat = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(set(self.files.values()))}
+        return {
+            "checkpoint": str(self.checkpoint.resolve()),
+            "weights": stat,
+            "scheme": asdict(self.scheme),
+            "calibration": None if self.calibration is None else fingerprint(self.calibration),
+            "device": self.device.type,
+        }
+
+    # -------------------------------------------------------------- blocks
+
+    def compress_blocks(self, on_block: OnBlock | None) -> None:
+        """Compress all blocks, or what an earlier run left of them."""
+        todo = [name for name in self.blocks if any(_is_in(layer, name) for layer in self.rules)]
+        runner = self._runner() if self.calibration is not None and todo else None
+        try:
+            for number, name in enumerate(self.blocks):
+                self._compress_block(name, runner, is_last=bool(todo) and name == todo[-1])
+                if on_block is not None:
+                    on_block(name, number + 1, len(self.blocks))
+                if runner is not None and todo and name == todo[-1]:
+                    runner.close()
+                    runner = None
+        finally:
+            if runner is not None:
+                runner.close()
+
+    def _runner(self) -> BlockRunner:
+        assert self.calibration is not None, "there is a runner where there is calibration"
+        processor = Processor.load(self.checkpoint)
+        batches = load_batches(self.calibration, processor, self.model.config.language.vocab_size)
+        self.image_weight = image_weight(self.calibration, batches)
+        self.num_samples = sum(batch.num_conversations for batch in batches)
+        outside = [ours for ours in self.names.values() if not any(_is_in(ours, block) for block in self.blocks)]
+        for name, tensor in self._read(outside).items():
+            load_tensor(self.model, name, tensor, self._compute_dtype(tensor))
+        self.model.requires_grad_(False).eval()
+        return BlockRunner(self.model, self.blocks, [batch.to(self.device) for batch in batches])
+
+    def _compute_dtype(self, tensor: Tensor) -> torch.dtype:
+        return torch.float32 if self.device.type == "cpu" else tensor.dtype
+
+    def _compress_block(self, name: str, runner: BlockRunner | None, *, is_last: bool) -> None:
+        """Load, observe, fold, round, save, run again."""
+        rules = {layer: rule for layer, rule in self.rules.items() if _is_in(layer, name)}
+        if not rules and runner is None:
+            return
+        stored = self.partial.load(name) if rules else None
+        if stored is not None:
+            tensors, self.reports[name] = stored
+            self.num_resumed += 1
+        else:
+            tensors = self._read([ours for ours in self.names.values() if _is_in(ours, name)])
+            if rules:
+                tensors = self._round_block(name, tensors, rules, runner)
+                self.partial.save(name, tensors, self.reports[name])
+        if runner is not None and not is_last:
+            self._load_block(name, tensors, rules)
+            with torch.no_grad():
+                for call in runner.calls(name):
+                    runner.resume(call, runner.compute(call))
+        self.blocks[name].to_empty(device="meta")
+
+    def _round_block(
+        self, name: str, tensors: dict[str, Tensor], rules: Mapping[str, Rule], runner: BlockRunner | None
+    ) -> dict[str, Tensor]:
+        """The tensors of a block with its projections rounded."""
+        statistics = {} if runner is None else self._observe(name, tensors, rules, runner)
+        dtypes = {layer: tensors[f"{layer}.weight"].dtype for layer in rules}
+        originals = {layer: tensors[f"{layer}.weight"].float() for layer in rules}
+        exact = {f"{layer}.weight": weight.clone() for layer, weight in originals.items()}
+        folded = fold_scales(self.blocks[name], name, exact, tensors, rules, statistics)
+        reports = []
+        for layer, rule in rules.items():
+            scale_D, found = folded.inputs.get(layer), statistics.get(layer)
+            scaled = found if found is None or scale_D is None else found.scaled(scale_D)
+            weight_ND = exact[f"{layer}.weight"]
+            quantized = quantize(weight_ND, rule, scaled, dtypes[layer])
+            error = rtn_error = None
+            if scaled is not None and found is not None:
+                error = relative_error(weight_ND, quantized, scaled, folded.outputs.get(layer))
+                plain = quantize(originals[layer], _rounded_to_nearest(rule), None, dtypes[layer])
+                rtn_error = relative_error(originals[layer], plain, found)
+            del tensors[f"{layer}.weight"]
+            tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in quantized.tensors().items()}
+            reports.append(
+                LayerReport(
+                    name=layer,
+                    form=rule.form,
+                    method=rule.method if found is not None else "rtn",
+                    group_size=quantized.scheme.group_size,
+                    note=_note(rule, quantized.scheme, weight_ND.shape[1], found, runner),
+                    error=error,
+                    rtn_error=rtn_error,
+                )
+            )
+        self.reports[name] = reports
+        return tensors
+
+    def _observe(
+        self, name: str, tensors: Mapping[str, Tensor], rules: Mapping[str, Rule], runner: BlockRunner
+    ) -> dict[str, Statistics]:
+        """Statistics of the projections' inputs over all batches, with the original weights."""
+        self._load_block(name, tensors, {})
+        observer, plain = Observer(), {layer: self.model.get_submodule(layer) for layer in rules}
+        for layer, module in plain.items():
+            assert isinstance(module, Linear), "rules are about plain projections"
+            replace_projection(self.model, layer, ObservedLinear(layer, module, observer))
+        # With gradients enabled no kernel fuses or splits what a projection reads; no parameter requires any.
+        with torch.enable_grad():
+            for call in runner.calls(name):
+                observer.weight_T = row_weights(call, self.image_weight)
+                if name == HEAD:
+                    observer.add(HEAD, call.args[0], self.model.head.stored_shape[1])
+                else:
+                    runner.compute(call)
+                observer.forget_tensors()
+        for layer, module in plain.items():
+            assert isinstance(module, Projection), "it was one"
+            replace_projection(self.model, layer, module)
+        return observer.statistics
+
+    def _load_block(self, name: str, tensors: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
+        """Give a block its weights; projections with a rule become the form they are stored in."""
+        for layer, rule in rules.items():
+            plain = self.model.get_submodule(layer)
+            assert isinstance(plain, Linear), "a block is compressed once"
+            replace_projection(self.model, layer, quantized_form(plain, stored_scheme(rule, plain.stored_shape[1])))
+        for ours, tensor in tensors.items():
+            if not ours.endswith(".weight_shape"):
+                load_tensor(self.model, ours, tensor.to(self.device), self._compute_dtype(tensor))
+        self.blocks[name].requires_grad_(False)
+
+    def _read(self, wanted: list[str]) -> dict[str, Tensor]:
+        """Tensors of the original, by their names in the model."""
+        chosen = set(wanted)
+        on_disk = [name for name, ours in self.names.items() if ours in chosen]
+        return {self.names[name]: tensor for name, tensor in read_tensors(self.files, on_disk, self.device)}
+
+    # -------------------------------------------------------------- the folder
+
+    def write(self) -> CompressReport:
+        """Write the compressed folder from the finished blocks and the tensors that are kept, and remove what was saved on the way."""
+        schemes: dict[str, StoredScheme | None] = {}
+        for name, layer in projections(self.model):
+            rule = self.rules.get(name)
+            schemes[name] = None if rule is None else stored_scheme(rule, layer.stored_shape[1])
+        before = sum(file.stat().st_size for file in set(self.files.values()))
+        write_folder(self.checkpoint, self.out, quantization_config(schemes, self.family), self._tensors(), before)
+        self.partial.remove()
+        return CompressReport(
+            scheme=self.scheme.name,
+            bytes_before=before,
+            bytes_after=sum(file.stat().st_size for file in set(tensor_files(self.out).values())),
+            layers=[report for name in self.blocks for report in self.reports.get(name, [])],
+            kept=[name for name, scheme in schemes.items() if scheme is None],
+            num_samples=self.num_samples,
+            num_resumed=self.num_resumed,
+        )
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors by their names on disk. Tensors of a layer are called as its weight was."""
+        on_disk = {ours: name for name, ours in self.names.items()}
+        done = set()
+        for name in self.blocks:
+            if name in self.reports:
+                loaded = self.partial.load(name)
+                assert loaded is not None, "a finished block was saved"
+                for ours, tensor in loaded[0].items():
+                    layer = ours.rpartition(".")[0]
+                    stem = on_disk.get(f"{layer}.weight", "").removesuffix(".weight")
+                    yield (on_disk[ours] if ours in on_disk else f"{stem}.{ours.rpartition('.')[2]}"), tensor
+                done.add(name)
+        kept = [name for name, ours in self.names.items() if not any(_is_in(ours, block) for block in done)]
+        yield from read_tensors(self.files, kept, torch.device("cpu"))
+
+
+def _rounded_to_nearest(rule: Rule) -> Rule:
+    return Rule(part=rule.part, form=rule.form, group_size=rule.group_size, symmetric=rule.symmetric)
+
+
+def _note(
+    rule: Rule, scheme: StoredScheme, num_inputs: int, statistics: Statistics | None, runner: BlockRunner | None
+) -> str:
+    """What differs from the scheme."""
+    notes = []
+    wanted = rule.group_size or 128
+    if rule.form == "int4" and scheme.group_size != wanted:
+        instead = "one scale per output" if scheme.group_size is None else f"groups of {scheme.group_size}"
+        notes.append(f"{instead}: {num_inputs} inputs are no multiple of {wanted}")
+    if rule.method != "rtn" and statistics is None:
+        why = "no calibration" if runner is None else "no sample of the calibration reaches it"
+        notes.append(f"rounded to nearest: {why}")
+    return "; ".join(notes)
+
+
+def _is_in(name: str, block: str) -> bool:
+    """Whether a parameter or projection is part of a block."""
+    return name == block or name.startswith(f"{block}.")
+
+
+class _Partial:
+    """Finished blocks beside the output folder, so that a killed run continues."""
+
+    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
+        self.folder = out.with_name(f"{out.name}.partial")
+        state = self.folder / "settings.json"
+        settings = json.loads(json.dumps(settings))
+        if state.is_file():
+            if json.loads(state.read_text(encoding="utf-8")) != settings:
+                raise ConfigError(
+                    f"{self.folder} is of a run with other settings. Remove it, or choose another output folder"
+                )
+            logger.info("continuing %s", self.folder)
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(state) as path:
+            path.write_text(json.dumps(settings), encoding="utf-8")
+
+    def _file(self, block: str) -> Path:
+        return self.folder / f"{block}.safetensors"
+
+    def save(self, block: str, tensors: Mapping[str, Tensor], reports: Sequence[LayerReport]) -> None:
+        """Save a finished block."""
+        kept = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+        with atomic_write(self._file(block), sync=True) as path:
+            save_file(kept, path, metadata={"reports": json.dumps([asdict(report) for report in reports])})
+
+    def load(self, block: str) -> tuple[dict[str, Tensor], list[LayerReport]] | None:
+        """A finished block; None: it is not finished."""
+        if not self._file(block).is_file():
+            return None
+        with safe_open(self._file(block), framework="pt") as opened:
+            reports = [LayerReport(**report) for report in json.loads(opened.metadata()["reports"])]
+            return {name: opened.get_tensor(name) for name in opened.offset_keys()}, reports
+
+    def remove(self) -> None:
+        """Remove all of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,71 @@
+"""Schemes: which projection is stored how."""
+
+import pytest
+
+from saccade.compress.scheme import BUILT_IN, Rule, Scheme, check_scheme, fitting_group, load_scheme
+from saccade.errors import ConfigError
+
+NAMES = ["vision.patch_embed.proj", *(f"vision.blocks.{i}.mlp.down_proj" for i in range(4)), "projector.mlp.0", *(f"language.layers.{i}.{name}" for i in range(4) for name in ("self_attn.q_proj", "mlp.down_proj")), "head"]  # fmt: skip
+
+
+def test_the_first_rule_that_matches_decides():
+    scheme = Scheme(
+        rules=(
+            Rule(part="language", layers="0-1,3", projections=("down_proj",), form="int8"),
+            Rule(part="language", layers="2", form="keep"),
+            Rule(part="language", form="int4"),
+        )
+    )
+    forms = {name: rule.form if (rule := scheme.rule(name)) else "keep" for name in NAMES}
+    assert [forms[f"language.layers.{i}.mlp.down_proj"] for i in range(4)] == ["int8", "int8", "keep", "int8"]
+    assert [forms[f"language.layers.{i}.self_attn.q_proj"] for i in range(4)] == ["int4", "int4", "keep", "int4"]
+    assert forms["vision.blocks.0.mlp.down_proj"] == forms["projector.mlp.0"] == forms["head"] == "keep"
+
+
+@pytest.mark.parametrize(
+    ("num_inputs", "wanted", "group"),
+    [(2048, 128, 128), (3420, 128, None), (4304, 128, None), (1152, 128, 128), (1280, 512, 128), (96, 128, 32), (320, 64, 64), (80, 16, 16)],
+)  # fmt: skip
+def test_a_group_size_divides_the_inputs_or_is_replaced(num_inputs, wanted, group):
+    assert fitting_group(num_inputs, wanted) == group
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_schemes_compress_tower_and_decoder(name):
+    scheme = load_scheme(name)
+    check_scheme(scheme, NAMES)
+    assert scheme.rule("vision.blocks.0.mlp.down_proj").form == scheme.rule("language.layers.3.mlp.down_proj").form
+    assert scheme.rule("head") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[rules]]\npart = "language"\nform = "int3"', "form"),
+        ('[[rules]]\npart = "language"\nform = "fp8"\nmethod = "gptq"', "does not go with form 'fp8'"),
+        ('[[rules]]\npart = "language"\nform = "int8"\ngroup_size = 64', "are for form int4"),
+        ('[[rules]]\npart = "language"\nform = "int4"\ngroup_size = 100', "16, 32, 64 or a multiple of 128"),
+        ('[[rules]]\npart = "language"\nform = "int4"\nlayers = "3-1"', "write ranges and numbers"),
+        ('[[rules]]\npart = "decoder"\nform = "int4"', "part"),
+        ('[[rules]]\npart = "language"\nform = "int4"\nlayer = "3"', "layers"),
+        ("rules = []", "everything would be kept"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused(text, message, tmp_path):
+    (tmp_path / "scheme.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_scheme(tmp_path / "scheme.toml")
+
+
+def test_a_rule_that_matches_nothing_is_refused():
+    for rule in (
+        Rule(part="language", layers="7", form="int4"),
+        Rule(part="vision", projections=("fc9",), form="int8"),
+    ):
+        with pytest.raises(ConfigError, match="matches no projection"):
+            check_scheme(Scheme(rules=(rule,)), NAMES)
+
+
+def test_an_unknown_scheme_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="w4a16-gptq"):
+        load_scheme("int5")
