@@ -3,7 +3,7 @@
     RUN/checkpoints/step-00000100  ->  RUN/evaluations/step-00000100 (a results folder)  ->  RUN/report.html
 
 On a device of its own the evaluation runs beside training, one checkpoint at a time; on the device of training, training waits for
-it. What an interrupted run left out is evaluated when it resumes. A failed evaluation is a warning: training goes on.
+it. What an interrupted run left out is evaluated when it resumes. A failed evaluation is a warning: training continues.
 """
 
 from __future__ import annotations

@@ -22,13 +22,13 @@ from pathlib import Path
 
 from saccade.engine.adapters import AdapterEntry, AdapterTable
 from saccade.engine.config import EngineConfig
-from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_PREFILL, prefill_beside_decode
+from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_DRAFTING_ON_CPU, MAX_PREFILL, prefill_beside_decode
 from saccade.engine.encoder_cache import EncoderCache
 from saccade.engine.grammar import GrammarMasks, Grammars, GrammarState
 from saccade.engine.pages import PagePool
 from saccade.engine.profiler import CoreProfiler
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.prompt_lookup import PromptLookup
+from saccade.engine.prompt_lookup import START_AND_STOP, START_AND_STOP_ON_CPU, PromptLookup
 from saccade.engine.request import Failure, FailureKind, FinishReason, Request, RequestOutput
 from saccade.engine.runner import DeviceError, Runner, StepForward, StepHandle
 from saccade.engine.scheduler import Limits, Scheduler
@@ -214,9 +214,12 @@ class EngineCore:
         )
         self._runner, self._clock = runner, clock
         self._max_waiting = config.max_waiting_requests
-        self._lookup = PromptLookup() if config.max_draft_tokens else None
+        is_on_cpu = runner.model.device.type == "cpu"
+        self._max_drafting = MAX_DRAFTING_ON_CPU if is_on_cpu else MAX_DRAFTING
+        thresholds = START_AND_STOP_ON_CPU if is_on_cpu else START_AND_STOP
+        self._lookup = PromptLookup(start_and_stop=thresholds) if runner.max_draft_tokens else None
         self.scheduler = Scheduler(
-            limits_of(config, runner.max_length),
+            limits_of(config, runner.max_length, runner.max_draft_tokens),
             PagePool(runner.cache.num_pages, config.page_size, keeps_prefixes=config.prefix_cache),
             EncoderCache(config.encoder_cache_tokens, keeps_unused=config.encoder_cache),
             self._lookup,
@@ -519,7 +522,7 @@ class EngineCore:
 
     def _learn_drafts(self, lookup: PromptLookup, plan: StepPlan, result: StepResult) -> None:
         """Compare new tokens with those looked up, while few enough requests run for drafts to pay."""
-        if self.scheduler.num_running > MAX_DRAFTING:
+        if self.scheduler.num_running > self._max_drafting:
             lookup.pause()
             return
         for chunk, given in zip(plan.chunks, result.chunks, strict=True):
@@ -634,7 +637,7 @@ def _adapter_failed(reply_id: str, message: str, kind: FailureKind) -> RequestOu
     return RequestOutput(request_id=reply_id, finish_reason="failed", failure=Failure("waiting", message, kind))
 
 
-def limits_of(config: EngineConfig, max_length: int) -> Limits:
+def limits_of(config: EngineConfig, max_length: int, max_draft_tokens: int) -> Limits:
     """The scheduler's limits."""
     return Limits(
         max_requests=config.max_requests,
@@ -642,5 +645,5 @@ def limits_of(config: EngineConfig, max_length: int) -> Limits:
         max_step_chunks=MAX_CHUNKS,
         max_encoder_patches=config.max_encoder_patches,
         max_length=max_length,
-        max_draft_tokens=config.max_draft_tokens,
+        max_draft_tokens=max_draft_tokens,
     )

@@ -138,10 +138,11 @@ class Runner:
         self.device, self.dtype = model.device, model.dtype
         language = model.config.language
         self.max_length = max_length
+        self.max_draft_tokens = config.draft_tokens(self.device.type)
         uses_graphs = config.cuda_graphs and self.device.type == "cuda"
         max_pages = table_width(max_length, config.page_size)
         tokens, requests, self._max_samples = largest_step(
-            config.max_step_tokens, config.max_requests, config.max_draft_tokens
+            config.max_step_tokens, config.max_requests, self.max_draft_tokens
         )
         self._stream = self._open_stream(priority=-1)
         self._encoder_stream = self._open_stream(priority=0)
@@ -639,7 +640,7 @@ class Runner:
         """Run all declared sizes on padding, within `launch.compile_only`: what is computed is not used."""
         self.profile_largest_step()
         with self.on_stream():
-            for size in declared_sizes(self.config.max_requests, self.config.max_draft_tokens):
+            for size in declared_sizes(self.config.max_requests, self.max_draft_tokens):
                 self._upload_padding(size)
                 self._forward_captured(size)
             self._warm_up_sampler(with_logprobs=False)
@@ -655,7 +656,7 @@ class Runner:
             return
         compiled: set[int] = set()
         with self.on_stream():
-            for size in declared_sizes(self.config.max_requests, self.config.max_draft_tokens):
+            for size in declared_sizes(self.config.max_requests, self.max_draft_tokens):
                 self._upload_padding(size)
                 if size.num_tokens <= _NUM_SMALL or size.num_decode not in compiled:  # kernels differ by these
                     self._forward_captured(size)

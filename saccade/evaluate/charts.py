@@ -44,7 +44,7 @@ def histogram(title: str, values: Sequence[float], num_bins: int = 20) -> str:
             f"<rect class=c0 {where}><title>{edges[number]:.3g} to {edges[number + 1]:.3g}: {count}</title></rect>"
         )
     ticks = ((40, edges[0]), (40 + (_RIGHT - 40) / 2, (edges[0] + edges[-1]) / 2), (_RIGHT, edges[-1]))
-    parts += [f'<text class=tick x="{place:.1f}" y="{height - 4}">{value:.3g}</text>' for place, value in ticks]
+    parts += [f'<text class=tick x="{x:.1f}" y="{height - 4}">{value:.3g}</text>' for x, value in ticks]
     parts.append(f'<text class=tick x="20" y="16">{most}</text>')
     return _figure(title, height, parts)
 

@@ -36,7 +36,7 @@ class TokenGroups(NamedTuple):
     slots: Tensor
     """[T] int32, ascending; 0: no adapter."""
     order: Tensor
-    """[T] int32: the token at each place."""
+    """[T] int32: the token at each position of that order."""
 
 
 def group_tokens(slot_T: Tensor) -> TokenGroups:

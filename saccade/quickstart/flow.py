@@ -13,7 +13,6 @@ from saccade.data.sample import description, images
 from saccade.data.scenes import scene_sample
 from saccade.errors import ConfigError, DataError
 from saccade.files import atomic_write
-from saccade.quickstart.journal import Journal
 from saccade.quickstart.plan import (
     QuickstartConfig,
     evaluate_command,
@@ -22,6 +21,7 @@ from saccade.quickstart.plan import (
     train_command,
 )
 from saccade.quickstart.process import checkpoint_of, run, shown
+from saccade.quickstart.progress import Progress
 
 Say = Callable[[str], None]
 Report = dict[str, Any]
@@ -30,7 +30,7 @@ Report = dict[str, Any]
 
 def quickstart(config: QuickstartConfig, say: Say) -> dict[str, Any]:
     """Make data, train and evaluate in `config.folder`; returns what every step has reported."""
-    journal = Journal.open(config.folder, config.settings())
+    progress = Progress.open(config.folder, config.settings())
     steps: list[tuple[str, Callable[[QuickstartConfig, Say], Report]]] = [
         ("data", make_data),
         ("prepare", prepare),
@@ -39,16 +39,16 @@ def quickstart(config: QuickstartConfig, say: Say) -> dict[str, Any]:
         ("evaluate", evaluate),
     ]
     for number, (name, step) in enumerate(steps, 1):
-        is_done = name in journal.steps
+        is_done = name in progress.steps
         if not is_done:
             began = time.monotonic()
             report = step(config, say)
-            journal.finish(name, {**report, "seconds": round(time.monotonic() - began, 1)})
-        _tell(number, journal.steps[name], say, is_done=is_done)
-    return journal.steps
+            progress.finish(name, {**report, "seconds": round(time.monotonic() - began, 1)})
+        _print_step(number, progress.steps[name], say, is_done=is_done)
+    return progress.steps
 
 
-def _tell(number: int, report: Mapping[str, Any], say: Say, *, is_done: bool) -> None:
+def _print_step(number: int, report: Mapping[str, Any], say: Say, *, is_done: bool) -> None:
     first, *others = report["lines"]
     say(f"{number}. {first}  ({'done before' if is_done else str(report['seconds']) + ' s'})")
     for line in others:

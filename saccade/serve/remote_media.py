@@ -56,24 +56,24 @@ class RemoteMedia:
 
     async def fetch_all(self, conversation: Sequence[dict[str, Any]]) -> None:
         """Replace every remote URL of a conversation by its file. Raises an `ApiError` that names the first that cannot be fetched."""
-        places = [place for message in conversation for place in _places(message.get("content"))]
-        urls = [(number, place) for number, place in enumerate(places) if is_remote(place.get())]
+        fields = [url_field for message in conversation for url_field in _url_fields(message.get("content"))]
+        urls = [(number, url_field) for number, url_field in enumerate(fields) if is_remote(url_field.get())]
         if not urls:
             return
         if len(urls) > self._limits.max_frames:
             raise bad_request(f"the request has {len(urls)} remote URLs; at most {self._limits.max_frames} are fetched")
         budget = MediaBudget(self._limits)
-        tasks = [asyncio.create_task(self._fetch(place.get(), place.kind, budget)) for _, place in urls]
+        tasks = [asyncio.create_task(self._fetch(url_field.get(), url_field.kind, budget)) for _, url_field in urls]
         try:
-            for (number, place), task in zip(urls, tasks, strict=True):
+            for (number, url_field), task in zip(urls, tasks, strict=True):
                 try:
-                    place.put(await task)
+                    url_field.put(await task)
                 except ImageError as error:
                     raise bad_request(str(error)) from error
                 except RefusedError as error:
                     raise ApiError(
                         400,
-                        f"{place.kind} {number + 1}: its URL cannot be fetched: {error}. Send the file as a data URL",
+                        f"{url_field.kind} {number + 1}: its URL cannot be fetched: {error}. Send the file as a data URL",
                         code="remote_media_failed",
                     ) from error
         finally:
@@ -128,7 +128,7 @@ class RemoteMedia:
         return self._session
 
 
-class _Place:
+class _UrlField:
     """A URL within a conversation."""
 
     def __init__(self, holder: Any, key: Any, kind: str) -> None:
@@ -141,17 +141,17 @@ class _Place:
         self._holder[self._key] = data
 
 
-def _places(content: object) -> list[_Place]:
+def _url_fields(content: object) -> list[_UrlField]:
     """The URLs of a message, in order: one per image, video file and frame."""
-    places: list[_Place] = []
+    fields: list[_UrlField] = []
     for part in content if isinstance(content, list) else ():
         if part["type"] == "image_url":
-            places.append(_Place(part, "image_url", "image"))
+            fields.append(_UrlField(part, "image_url", "image"))
         elif part["type"] == "video_url":
-            places.append(_Place(part, "video_url", "video"))
+            fields.append(_UrlField(part, "video_url", "video"))
         elif part["type"] == "video":
-            places += [_Place(part["video"], number, "image") for number in range(len(part["video"]))]
-    return places
+            fields += [_UrlField(part["video"], number, "image") for number in range(len(part["video"]))]
+    return fields
 
 
 def _check_response(response: aiohttp.ClientResponse, max_bytes: int) -> None:

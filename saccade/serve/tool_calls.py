@@ -84,7 +84,7 @@ def new_call_id() -> str:
 
 
 def has_known_format(template: str) -> bool:
-    """Whether the chat template tells the model to call tools in the format that is parsed here."""
+    """Whether the chat template asks the model to call tools in the format that is parsed here."""
     return _OPEN in template and "<function=" not in template  # Qwen3-Coder writes XML into the same tags
 
 

@@ -14,8 +14,8 @@ from saccade.data.index import open_index
 from saccade.data.scenes import scene_sample
 from saccade.errors import ConfigError, DataError
 from saccade.quickstart.flow import make_data, prepare, tasks_of
-from saccade.quickstart.journal import Journal
 from saccade.quickstart.plan import QuickstartConfig, train_command
+from saccade.quickstart.progress import Progress
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = ["--scenes", "40", "--steps", "12", "--device", "cpu"]
@@ -106,13 +106,13 @@ def test_the_recipe_is_the_tiny_one_and_with_a_text_model_that_of_smollm2(tmp_pa
 def test_a_folder_of_something_else_or_of_other_options_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("chapter 1")
     with pytest.raises(ConfigError, match=r"is not empty.*saccade quickstart --dir"):
-        Journal.open(tmp_path, {})
+        Progress.open(tmp_path, {})
     with pytest.raises(ConfigError, match="is not empty"):
-        Journal.open(tmp_path / "thesis.txt", {})
-    Journal.open(tmp_path / "mine", {"steps": 5}).finish("data", {"lines": ["x"]})
-    assert Journal.open(tmp_path / "mine", {"steps": 5}).steps == {"data": {"lines": ["x"]}}
+        Progress.open(tmp_path / "thesis.txt", {})
+    Progress.open(tmp_path / "mine", {"steps": 5}).finish("data", {"lines": ["x"]})
+    assert Progress.open(tmp_path / "mine", {"steps": 5}).steps == {"data": {"lines": ["x"]}}
     with pytest.raises(ConfigError, match=r"other options.*steps 5"):
-        Journal.open(tmp_path / "mine", {"steps": 6})
+        Progress.open(tmp_path / "mine", {"steps": 6})
 
 
 def test_a_text_model_without_a_gpu_is_refused(command, tmp_path):

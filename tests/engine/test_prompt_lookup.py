@@ -13,7 +13,7 @@ from model.hugging_face import SHAPES, make_checkpoint
 from saccade.engine.config import EngineConfig
 from saccade.engine.cuda_graphs import MAX_DRAFTING
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.prompt_lookup import PromptLookup
+from saccade.engine.prompt_lookup import START_AND_STOP, PromptLookup
 from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.engine.request_state import RequestState
 from saccade.engine.step import Chunk
@@ -254,11 +254,19 @@ def random_prompt(rng, length=30):
     return text_prompt(rng.choices(range(5, 250), k=length))
 
 
+@pytest.fixture
+def gpu_policy(monkeypatch):
+    """Drafts for as many requests, and as late, as on a GPU."""
+    monkeypatch.setattr("saccade.engine.core.MAX_DRAFTING_ON_CPU", MAX_DRAFTING)
+    monkeypatch.setattr("saccade.engine.core.START_AND_STOP_ON_CPU", START_AND_STOP)
+
+
 REPEATS = {"logit_bias": {7: 100.0}}
 """The output is one token, again and again."""
 
 
 @pytest.mark.parametrize("num_requests", [1, MAX_DRAFTING])
+@pytest.mark.usefixtures("gpu_policy")
 def test_drafts_of_repeating_text_save_steps_and_change_no_token(folder, num_requests):
     rng = random.Random(1)
     prompts = [random_prompt(rng) for _ in range(num_requests)]
@@ -268,6 +276,17 @@ def test_drafts_of_repeating_text_save_steps_and_change_no_token(folder, num_req
     assert found == expected
     assert drafted.num_accepted_draft_tokens == drafted.num_draft_tokens > 0.7 * 160 * num_requests
     assert drafted.num_steps < 0.4 * plain.num_steps
+
+
+def test_a_cpu_drafts_by_default_while_one_or_two_requests_run(folder):
+    rng = random.Random(3)
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True, **REPEATS)
+    for num_requests, drafts in ((1, True), (2, True), (3, False)):
+        prompts = [random_prompt(rng) for _ in range(num_requests)]
+        _, expected = generate(folder, prompts, sampling, max_draft_tokens=0)
+        statistics, found = generate(folder, prompts, sampling)
+        assert found == expected
+        assert (statistics.num_draft_tokens > 0) == drafts
 
 
 def test_random_text_is_never_drafted(folder):
@@ -285,6 +304,7 @@ def test_random_text_is_never_drafted(folder):
 @pytest.mark.parametrize(
     "changes", [{}, {"num_pages": 40}, {"page_size": 1, "num_pages": 1000, "max_step_tokens": 9}], ids=str
 )
+@pytest.mark.usefixtures("gpu_policy")
 def test_drafts_change_no_token_at_any_temperature(folder, temperature, changes):
     """A narrow distribution that still repeats; with few pages requests are preempted while they draft."""
     rng = random.Random(4)

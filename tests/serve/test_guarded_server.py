@@ -78,8 +78,8 @@ def code_of(response):
 
 
 def test_every_path_needs_a_key_unless_it_is_listed(guarded, keys):
-    with httpx.Client(base_url=guarded.url) as nobody:
-        assert nobody.get("/health").status_code == nobody.get("/ready").status_code == 200
+    with httpx.Client(base_url=guarded.url) as anonymous:
+        assert anonymous.get("/health").status_code == anonymous.get("/ready").status_code == 200
         for path in (
             "/v1/models",
             "/v1/chat/completions",
@@ -89,9 +89,9 @@ def test_every_path_needs_a_key_unless_it_is_listed(guarded, keys):
             "/docs",
             "/admin/status",
         ):
-            assert code_of(nobody.get(path)) == (401, "invalid_api_key"), path
+            assert code_of(anonymous.get(path)) == (401, "invalid_api_key"), path
         for secret in ("x", "nonsense", keys["alice"] + "x", keys["admin"], "é" * 40):
-            found = nobody.get("/v1/models", headers={"authorization": f"Bearer {secret}".encode()})
+            found = anonymous.get("/v1/models", headers={"authorization": f"Bearer {secret}".encode()})
             assert code_of(found) == (401, "invalid_api_key")
         assert found.headers["www-authenticate"] == "Bearer"
     assert guarded.http.get("/v1/models").status_code == 200

@@ -13,20 +13,20 @@ from saccade.files import atomic_write
 FILE = "quickstart.json"
 
 
-class Journal:
+class Progress:
     """The settings of a quickstart folder and what each finished step has reported."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], steps: dict[str, Any]) -> None:
         self._path, self._settings, self.steps = folder / FILE, dict(settings), steps
 
     @staticmethod
-    def open(folder: Path, settings: Mapping[str, Any]) -> Journal:
-        """The journal of a new folder, or of one with the same settings; anything else is refused."""
+    def open(folder: Path, settings: Mapping[str, Any]) -> Progress:
+        """The progress of a new folder, or that of a folder with the same settings; anything else is refused."""
         path = folder / FILE
         if not path.is_file():
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise ConfigError(f"{folder} is not empty. Remove it or choose another: saccade quickstart --dir NAME")
-            return Journal(folder, settings, {})
+            return Progress(folder, settings, {})
         saved = json.loads(path.read_text(encoding="utf-8"))
         changed = [name for name, value in settings.items() if saved["settings"].get(name) != value]
         if changed:
@@ -34,10 +34,10 @@ class Journal:
             raise ConfigError(
                 f"{folder} was made with other options ({was}). Use the same, or another folder: saccade quickstart --dir NAME"
             )
-        return Journal(folder, settings, saved["steps"])
+        return Progress(folder, settings, saved["steps"])
 
     def finish(self, step: str, report: Mapping[str, Any]) -> None:
-        """Write down that a step is done."""
+        """Record that a step is done."""
         self.steps[step] = dict(report)
         self.save()
 
