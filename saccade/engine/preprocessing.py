@@ -47,7 +47,7 @@ from saccade.processor.image import (
     load_image,
     read_encoded,
 )
-from saccade.processor.parts import VisualKind, expand_placeholders, feature_spans
+from saccade.processor.parts import VisualKind, expand_placeholders, feature_spans, in_written_order
 from saccade.processor.processor import (
     ResizeName,
     count_images,
@@ -417,7 +417,8 @@ def _token_prompt(
     images: Sequence[ProcessedImage],
     metadata: ProcessorMetadata,
 ) -> TokenPrompt:
-    indices = _placeholders(token_ids, kinds, metadata)
+    indices, written = _placeholders(token_ids, kinds, metadata)
+    images = in_written_order(written, kinds, images)
     expanded, positions, starts = expand_placeholders(token_ids, indices, [image.parts for image in images])
     prompt_images: list[PromptImage] = []
     for image in images:
@@ -439,16 +440,19 @@ def _prompt_images(image: ProcessedImage, starts: Sequence[int]) -> Iterator[Pro
         first += span.num_patches
 
 
-def _placeholders(token_ids: Sequence[int], kinds: Sequence[VisualKind], metadata: ProcessorMetadata) -> list[int]:
-    """Indices of the placeholders, one per image and video."""
+def _placeholders(
+    token_ids: Sequence[int], kinds: Sequence[VisualKind], metadata: ProcessorMetadata
+) -> tuple[list[int], list[VisualKind]]:
+    """Indices and kinds of the placeholders, one per image and video."""
     kind_of: dict[int | None, VisualKind] = {metadata.image.token_id: "image", metadata.video.token_id: "video"}
     indices = [index for index, token_id in enumerate(token_ids) if token_id in kind_of]
-    if [kind_of[token_ids[index]] for index in indices] != list(kinds):
+    written = [kind_of[token_ids[index]] for index in indices]
+    if sorted(written) != sorted(kinds):
         raise RequestError(
             f"the tokens have {len(indices)} placeholders of images or videos, but {len(kinds)} were given. "
             f"Put one {metadata.image.token_id} where each image belongs"
         )
-    return indices
+    return indices, written
 
 
 def _check_ids(token_ids: Sequence[int]) -> list[int]:

@@ -352,7 +352,8 @@ class TileTower(Tower):
             features.index_select(0, index) * weight[:, None]
             for index, weight in zip(inputs.index, inputs.weights, strict=True)
         ]
-        return functools.reduce(torch.add, taps).to(features.dtype)
+        total: Tensor = functools.reduce(torch.add, taps)
+        return total.to(features.dtype)
 
     # -------------------------------------------------------------- what a grid means
 

@@ -218,7 +218,7 @@ def _open(file: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
 def match_tensors(shapes: dict[str, tuple[int, ...]], model: nn.Module, family: Any, folder: Path) -> dict[str, str]:
     """Checkpoint name to parameter name, complete in both directions; else one error with everything that is wrong."""
     expected = checkpoint_shapes(model)
-    names = {name: family.name_in_model(name) for name in shapes}
+    names = {name: family.name_in_model(name) for name in shapes if not name.startswith(family.unused_prefixes)}
     is_tied = "head.weight" not in expected
     found = [ours for ours in names.values() if ours]
     duplicates = sorted({ours for ours in found if found.count(ours) > 1})

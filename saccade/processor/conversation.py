@@ -11,6 +11,7 @@ in one part or across two, stays text. The same holds for the descriptions of to
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -236,13 +237,14 @@ def _render_prefill(messages: Sequence[Message], render: _Render) -> str:
         raise RequestError(
             "continue_final_message continues a final message with role assistant and text alone. Add one, or leave it out"
         )
-    before, rendered = render(messages[:-1], add_generation_prompt=True), render(messages, add_generation_prompt=False)
-    start = rendered.find(text, len(before))  # behind the generation prompt there may be a space
-    if not rendered.startswith(before) or start < 0 or rendered[len(before) : start].strip():
+    rendered = render(messages, add_generation_prompt=False)
+    begin = _turn_start(messages, len(messages) - 1, rendered, render)
+    start = -1 if begin is None else rendered.find(text, begin)
+    if start < 0 or rendered[begin:start].strip():  # behind the generation prompt there may be a space
         raise RequestError(
             "the chat template changes the final message (white space at its ends?), so it cannot be continued. Strip it"
         )
-    return rendered[: start + len(text)] if text else before
+    return rendered[: start + len(text)] if text else render(messages[:-1], add_generation_prompt=True)
 
 
 def _text_alone(content: str | list[dict[str, Any]]) -> str | None:
@@ -439,19 +441,35 @@ def _assistant_turns(
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = render(messages[:number], add_generation_prompt=True)
         after = render(messages[: number + 1], add_generation_prompt=False)
-        if text.startswith(before) and after.startswith(text):  # a turn to be continued
+        start = _turn_start(messages, number, after, render)
+        if start is not None and len(text) >= start and after.startswith(text):  # a turn to be continued
             after = text
-        if not (after.startswith(before) and text.startswith(after)):
+        if start is None or not text.startswith(after):
             if not is_training:
                 return []
             raise RequestError(
                 f"messages[{number}]: the chat template rewrites earlier turns, so the tokens to train on "
                 "cannot be found. End the conversation at this turn, or train with a template that only appends"
             )
-        turns.append((len(before), len(after)))
+        turns.append((start, len(after)))
     return turns
+
+
+def _turn_start(messages: Sequence[Message], number: int, after: str, render: _Render) -> int | None:
+    """Where the text of an assistant's message begins in `after`, the conversation up to it; None if that is unknown.
+
+    It is behind the generation prompt. In a past turn a template may write that with further spaces at its white space.
+    """
+    before = render(messages[:number], add_generation_prompt=True)
+    if after.startswith(before):
+        return len(before)
+    past = render(messages[:number], add_generation_prompt=False)
+    if not (before.startswith(past) and after.startswith(past)):
+        return None
+    pattern = "".join(f"[ \\t]*{re.escape(c)}" if c.isspace() else re.escape(c) for c in before[len(past) :])
+    found = re.compile(pattern).match(after, len(past))
+    return found.end() if found else None
 
 
 def _split_turns(text: str, turns: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:

@@ -70,6 +70,16 @@ def feature_spans(parts: Sequence[Part]) -> list[FeatureSpan]:
     return [part for part in parts if isinstance(part, FeatureSpan)]
 
 
+def in_written_order(
+    written: Sequence[VisualKind], given: Sequence[VisualKind], values: Sequence[_Value]
+) -> list[_Value]:
+    """Values of images and videos in the order of their placeholders: the first image has the first placeholder of images, and so on."""
+    by_kind = {
+        kind: iter([value for other, value in zip(given, values, strict=True) if other == kind]) for kind in set(given)
+    }
+    return [next(by_kind[kind]) for kind in written]
+
+
 def expand_placeholders(
     token_ids: Sequence[int], placeholders: Sequence[int], visuals: Sequence[Sequence[Part]]
 ) -> tuple[list[int], NDArray[np.int64], list[int]]:

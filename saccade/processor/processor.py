@@ -12,6 +12,7 @@ cached: `split_visuals`, `tokenize`, `patchify_image`, `expand_placeholders`. Tw
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ from saccade.processor.image import (
     read_encoded,
 )
 from saccade.processor.inputs import ModelInputs
-from saccade.processor.parts import Visual, VisualKind, expand_placeholders, repeat_placeholders
+from saccade.processor.parts import Visual, VisualKind, expand_placeholders, in_written_order, repeat_placeholders
 from saccade.processor.pillow_resize import pillow_resize, rows_first
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.tools import Tool
@@ -269,11 +270,10 @@ class Processor:
             continue_final_message=continue_final_message,
             tools=tools,
         )
-        self._check_placeholders(prompt)
-        return prompt
+        return self._match_placeholders(prompt)
 
-    def _check_placeholders(self, prompt: Prompt) -> None:
-        """Check that the template wrote one placeholder per image and video, in order."""
+    def _match_placeholders(self, prompt: Prompt) -> Prompt:
+        """Check that the template wrote one placeholder per image and video, and bring them into its order: it may write images first."""
         names: dict[int | None, VisualKind] = {self.rules.image_id: "image"}
         given = [visual_kind(item) for item in prompt.visuals]
         if self.rules.video_id is not None:
@@ -281,8 +281,8 @@ class Processor:
         elif "video" in given:
             raise RequestError("this model takes images but no videos. Send frames of the video as images")
         written = [names[piece.control_id] for piece in prompt.pieces if piece.control_id in names]
-        if written == given:
-            return
+        if sorted(written) == sorted(given):
+            return dataclasses.replace(prompt, visuals=tuple(in_written_order(written, given, prompt.visuals)))
         if len(written) < len(given):
             raise RequestError(
                 f"{len(given)} images or videos but {len(written)} placeholders: an image without a placeholder would be ignored. "

@@ -69,6 +69,8 @@ class Family:
     """Control tokens of images and videos, by their names in `config.json`."""
     other_prefixes: tuple[Mapping[str, str], ...] = ()
     """Further prefixes that are read, as versions of `transformers` write them."""
+    unused_prefixes: tuple[str, ...] = ()
+    """Prefixes on disk of tensors that nothing reads. They are neither loaded nor exported."""
     image_text: str = "<|vision_start|><|image_pad|><|vision_end|>"
     """What a chat template writes for an image."""
     video_text: str = "<|vision_start|><|video_pad|><|vision_end|>"

@@ -278,6 +278,7 @@ FAMILY = Family(
     disk_prefixes=_prefixes("vision_tower.vision_model.", "language_model.model.", "language_model.lm_head."),
     transformers_prefixes=_prefixes("vision_tower.", "language_model.", "lm_head.", start="model."),
     other_prefixes=(_prefixes("vision_tower.", "language_model.model.", "language_model.lm_head."),),
+    unused_prefixes=("vision_tower.head.", "vision_tower.vision_model.head.", "model.vision_tower.head."),
     sizes={
         "tiny": _size("tiny", 320, 128, 2, 4, 2, 256, tied=True),
         "0.5b": _size("400m", 152000, 896, 24, 14, 2, 4864, tied=True),
