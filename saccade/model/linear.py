@@ -11,7 +11,7 @@ A caller says what is computed. The module owns the storage of its weight and ch
     linear.cross_entropy(x, labels, ...)     the loss of a head, without its logits
 
 Storage forms are subclasses of `Projection`: `Linear` (plain, here), `PrepackedLinear` (inference on a CPU, `prepacked_linear.py`) and
-`LoraLinear` (training, `lora_linear.py`), `Linear8bit` and `Linear4bit` (`quantized_linear.py`). A form implements `linear`; everything else then works unfused, and a form overrides what it has a fused kernel for.
+`LoraLinear` (training, `lora_linear.py`), `FakeQuantizedLinear` (`fake_quantized_linear.py`), `Linear8bit` and `Linear4bit` (`quantized_linear.py`). A form implements `linear`; everything else then works unfused, and a form overrides what it has a fused kernel for.
 
 Projections that read the same input can be stored as one matrix (`merge_storage`): one larger product computes all of their outputs
 where no gradients are needed. The parts keep their names and are views of it, so that loading, saving and training do not change.

@@ -209,6 +209,27 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizationAwareConfig:
+    """Quantization-aware training: projections compute with rounded weights, which are exported rounded. See `quantization_aware.py`."""
+
+    form: Literal["int4", "int8"] = "int4"
+    """int4: weights in groups, 16-bit activations, as scheme w4a16-rtn; int8: weights per output, activations per token, as int8-rtn."""
+    group_size: int = 128
+    """int4: inputs that share a scale; a layer that it does not divide takes the largest of 64, 32 and 16 that does, or one scale per output."""
+    parts: tuple[Literal["vision", "projector", "language"], ...] = ()
+    """Parts whose projections are rounded; empty: those of the scheme: vision and language, with int8 the projector too."""
+
+    def __post_init__(self) -> None:
+        if self.group_size % 128 and self.group_size not in (16, 32, 64):
+            raise ConfigError(f"group_size is {self.group_size}; it may be 16, 32, 64 or a multiple of 128")
+
+    @property
+    def rounded_parts(self) -> tuple[str, ...]:
+        """The parts whose projections are rounded."""
+        return self.parts or (("vision", "language") if self.form == "int4" else ("vision", "projector", "language"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageConfig:
     """One stage of a run: its data, optimizer, schedule and length. The length is exactly one of steps, epochs and tokens."""
 
@@ -234,6 +255,8 @@ class StageConfig:
     """Decay of an exponential moving average of the trained weights, such as 0.999; it is validated, exported and handed to the next stage."""
     lora: LoraConfig | None = None
     """Train LoRA adapters instead of the parameters."""
+    qat: QuantizationAwareConfig | None = None
+    """Train with weights rounded to few bits, for a checkpoint that loses nothing when it is quantized."""
     continue_optimizer: bool = False
     """Keep the optimizer state of the previous stage for parameters trained in both."""
 
@@ -250,6 +273,8 @@ class StageConfig:
             raise ConfigError(f"stage {self.name}: ema_decay is {self.ema_decay}; give a number between 0 and 1, such as 0.999")  # fmt: skip
         if self.epochs is not None and any(source.weight is not None for source in self.data.sources):
             raise ConfigError(f"stage {self.name}: a weighted mixture has no epochs. Give steps or tokens, or remove the weights")  # fmt: skip
+        if self.lora is not None and self.qat is not None:
+            raise ConfigError(f"stage {self.name}: lora and qat exclude each other: rounding would undo the adapters. Keep one")  # fmt: skip
         self._check_schedule()
 
     def _check_schedule(self) -> None:

@@ -1,6 +1,7 @@
 """Parallelism, activation checkpointing and compilation, applied to the single-device model in this order:
 
     lora       (optional) add LoRA adapters and freeze everything else; see `lora.py`
+    qat        (optional) round weights in every product; see `quantization_aware.py`
     freeze     parameters with a learning rate of 0 require no gradients
     compile    torch.compile of each block without its attention; see `_compile`
     recompute  activation checkpointing of MLPs or whole blocks
@@ -61,6 +62,7 @@ from saccade.train.loss import ModelWithLoss
 from saccade.train.objectives.build import build_objective
 from saccade.train.optimizer import freeze
 from saccade.train.parameter_groups import PARTS, OptimizerConfig, part_of
+from saccade.train.quantization_aware import add_fake_quantization, fake_quantized_layers
 from saccade.train.weights import load_weights, meta_model
 from saccade.world import World
 
@@ -123,11 +125,13 @@ def parallelize(
 
 
 def build_model(folder: Path, stage: StageConfig, strategy: Strategy, dtype: str) -> VLM:
-    """The model of a stage on the meta device: LoRA adapters added, parameters with a learning rate of 0 frozen."""
+    """The model of a stage on the meta device: LoRA adapters or rounding added, parameters with a learning rate of 0 frozen."""
     is_sharded = strategy in ("fsdp", "hsdp")
     model = meta_model(folder, torch.float32 if is_sharded else DTYPES[dtype])
     if stage.lora is not None:
         add_lora(model, stage.lora, DTYPES[dtype])
+    if stage.qat is not None:
+        add_fake_quantization(model, stage.qat, DTYPES[dtype])
     _freeze(model, stage.optimizer)
     return model
 
@@ -206,9 +210,9 @@ def _compile(model: VLM) -> None:
         attention: Any = block.get_submodule("attn" if hasattr(block, "attn") else "self_attn")
         attention.forward = torch.compiler.disable(attention.forward)  # type: ignore[no-untyped-call]
         block.forward = torch.compile(block.forward, dynamic=True)
-    for layer in lora_layers(model).values():
-        if layer.quantization != "none":
-            layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign, no-untyped-call]
+    quantized: list[Any] = [layer for layer in lora_layers(model).values() if layer.quantization != "none"]
+    for layer in [*quantized, *fake_quantized_layers(model).values()]:
+        layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[no-untyped-call]
 
 
 def recompute(blocks: nn.ModuleList, extent: Recompute, *, is_random: bool = False) -> None:

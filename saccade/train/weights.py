@@ -41,6 +41,7 @@ from saccade.model.weights import (
 from saccade.processor.folder import read_config
 from saccade.train.dtensor import copy_full_tensor
 from saccade.train.lora import base_shapes, initial_adapters, lora_layers, lora_parameters, merge_lora
+from saccade.train.quantization_aware import fake_quantized_layers
 from saccade.world import World
 
 # ------------------------------------------------------------------ load
@@ -161,14 +162,16 @@ def _merged(
     model: VLM,
     adapters: Mapping[str, Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor without its padding, and with its LoRA adapter merged in fp32."""
-    layers = lora_layers(model)
+    """Each tensor without its padding, with its LoRA adapter merged in fp32, or rounded to the grid it was trained on."""
+    layers, rounded = lora_layers(model), fake_quantized_layers(model)
     for name, tensor in tensors:
         unpadded = tensor[tuple(slice(size) for size in shapes[name])]
         layer = name.removesuffix(".weight")
         if layer in layers:
             lora_A, lora_B = (adapters[f"{layer}.{matrix}"].to(unpadded.device) for matrix in ("lora_A", "lora_B"))
             unpadded = merge_lora(unpadded, lora_A, lora_B, layers[layer].scale)
+        elif layer in rounded and name.endswith(".weight"):
+            unpadded = rounded[layer].on_grid(unpadded)
         yield name, unpadded
 
 

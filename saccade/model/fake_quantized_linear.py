@@ -1,0 +1,107 @@
+"""The projection of quantization-aware training: a plain weight that computes what its quantized form will.
+
+Legend: T tokens, D inputs, N outputs.
+
+    y_TN = q(x)_TD q(W)_ND' + bias_N
+
+q rounds to the grid that `kernels/quant_linear.py` defines: int4 weights in groups of inputs with 16-bit activations (W4A16), or
+int8 weights per output with int8 activations per token (W8A8). Scales follow the weights: they are computed anew for each product.
+
+Gradients pass the rounding as if it were the identity (straight-through estimator): d W = d y' q(x), d x = d y q(W). Saved for backward
+are x and W, as for a plain layer; both are rounded again there.
+
+The parameters are those of the plain layer (`weight`, `bias`), so that loading, sharding and the optimizer know nothing of it. An
+exported weight is `on_grid`: rounding it to nearest once more gives the same values, so that a quantized folder made of it computes
+what training did.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from saccade.kernels.quant_linear import quantize_activation_reference, round_to_grid
+from saccade.model.linear import Linear, Projection
+
+Form = Literal["int4", "int8"]
+GROUP_SIZES = (128, 64, 32, 16)
+"""Groups of int4 weights that engines have kernels for."""
+
+
+def fitting_group(num_inputs: int, wanted: int) -> int | None:
+    """The group size of a layer: what is wanted, or the largest usual one below it that divides the inputs; None: one scale per output."""
+    sizes = [wanted, *(size for size in GROUP_SIZES if size < wanted)]
+    return next((size for size in sizes if num_inputs % size == 0), None)
+
+
+def round_weight(weight_ND: Tensor, form: Form, group_size: int | None) -> Tensor:
+    """The weight on its grid, in its own dtype."""
+    lowest, highest = (-8, 7) if form == "int4" else (-128, 127)
+    return round_to_grid(weight_ND, group_size, lowest, highest)
+
+
+def round_activation(x_TD: Tensor, form: Form) -> Tensor:
+    """Tokens on the grid of their scale, in their own dtype; 16-bit activations stay as they are."""
+    if form == "int4":
+        return x_TD
+    values_TD, scale_T = quantize_activation_reference(x_TD, torch.int8)
+    return (values_TD.float() * scale_T.unsqueeze(1)).to(x_TD.dtype)
+
+
+class _FakeQuantizedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None, layer: Any) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ND)
+        ctx.layer, ctx.has_bias = layer, bias_N is not None
+        return F.linear(round_activation(x_TD, layer.form), layer.rounded(weight_ND), bias_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_ND = ctx.saved_tensors
+        d_x_TD = d_weight_ND = None
+        if ctx.needs_input_grad[0]:
+            d_x_TD = d_y_TN @ ctx.layer.rounded(weight_ND)
+        if ctx.needs_input_grad[1]:
+            d_weight_ND = d_y_TN.T @ round_activation(x_TD, ctx.layer.form)
+        return d_x_TD, d_weight_ND, d_y_TN.sum(0) if ctx.has_bias else None, None
+
+
+class FakeQuantizedLinear(Projection):
+    """A plain weight, rounded in every product."""
+
+    def __init__(self, linear: Linear, *, form: Form, group_size: int = 128, dtype: torch.dtype) -> None:
+        """Replace a plain layer, whose parameters it takes over. `dtype`: the compute dtype."""
+        super().__init__(linear.in_features, linear.out_features)
+        self._stored_shape, self._shapes = linear.stored_shape, linear.checkpoint_shapes()
+        self.form: Form = form
+        self.group_size = fitting_group(self._stored_shape[1], group_size) if form == "int4" else None
+        """Inputs per scale; None: one scale per output."""
+        self._dtype = dtype
+        self.weight, self.bias = linear.weight, linear.bias
+
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """See `Projection`."""
+        return self._stored_shape
+
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Projection`."""
+        return self._shapes
+
+    def linear(self, x: Tensor) -> Tensor:
+        """See `Projection`."""
+        y_TN: Tensor = _FakeQuantizedProduct.apply(x.flatten(0, -2), self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+        return y_TN.view(*x.shape[:-1], self.out_features)
+
+    def rounded(self, weight_ND: Tensor) -> Tensor:
+        """A weight of this layer on its grid. Inputs that only pad it are no part of any group."""
+        num_padding = self.in_features - self._stored_shape[1]
+        rounded_ND = round_weight(weight_ND[:, : self._stored_shape[1]], self.form, self.group_size)
+        return F.pad(rounded_ND, (0, num_padding)) if num_padding else rounded_ND
+
+    def on_grid(self, weight_ND: Tensor) -> Tensor:
+        """What is exported for a full weight of any precision, without padding: the values that training computed with."""
+        return round_weight(weight_ND.to(self._dtype), self.form, self.group_size)
