@@ -3,7 +3,6 @@
 import functools
 import random
 
-import numpy as np
 import torch
 from model.hugging_face import picture
 
@@ -16,17 +15,18 @@ from saccade.engine.runner import PixelScale
 from saccade.model import load_model
 from saccade.model.generation import generate
 from saccade.processor import ModelInputs, Processor
+from saccade.processor.families import VisionRules
 
 
-def prompt_of(inputs: ModelInputs, merge: int = 2) -> TokenPrompt:
-    """The engine's prompt from the model inputs of one conversation."""
+def prompt_of(inputs: ModelInputs, rules: VisionRules) -> TokenPrompt:
+    """The engine's prompt from the model inputs of one conversation with images."""
     import hashlib
 
     images, patch, token = [], 0, 0
     indices = inputs.image_token_index.tolist()
     for grid in inputs.image_grids.tolist():
-        num_patches = int(np.prod(grid))
-        num_tokens = num_patches // merge**2
+        [part] = rules.parts("image", tuple(grid), 1.0, ())
+        num_patches, num_tokens = part.num_patches, part.length
         patches = inputs.patches[patch : patch + num_patches].numpy()
         key = hashlib.sha256(repr(grid).encode() + patches.tobytes()).digest()
         span = ImageSpan(key=key, start=indices[token], num_tokens=num_tokens, num_patches=num_patches)
@@ -157,6 +157,6 @@ def plain(folder, seed: int, count: int, max_tokens: int):
         inputs = processor([messages], add_generation_prompt=True)
         num_tokens = rng.randint(1, max_tokens)
         [tokens] = generate(model, inputs, max_new_tokens=num_tokens)
-        prompts.append(prompt_of(inputs, model.config.vision.merge_size))
+        prompts.append(prompt_of(inputs, processor.rules))
         outputs.append(tokens)
     return prompts, outputs

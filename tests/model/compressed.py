@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 _decompressed: dict[Path, PreTrainedModel] = {}
 
-IGNORE = ("lm_head", "re:.*visual.*")
+IGNORE = ("re:.*lm_head", "re:.*visual.*", "re:.*vision_tower.*", "re:.*multi_modal_projector.*")
 
 
 def write_quantized(

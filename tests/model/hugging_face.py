@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model import llava_next
 from PIL import Image
 from transformers import (
+    LlavaNextForConditionalGeneration,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -32,7 +34,11 @@ CLASSES = {
     "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "llava_next": (llava_next.LlavaNextConfig, LlavaNextForConditionalGeneration),
 }
+
+ORACLES: dict[str, Any] = {"llava_next": llava_next}
+"""Families with another processor: modules with SHAPES, `write`, `inputs`, `positions` and `pixels`."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,8 @@ OTHER_SHAPES = [
 
 FAMILIES = [
     pytest.param(shape, id=shape.name, marks=[pytest.mark.slow] * (number % 4 > 1))
-    for number, shape in enumerate(OTHER_SHAPES)
+    for shapes in (OTHER_SHAPES, *(module.SHAPES for module in ORACLES.values()))
+    for number, shape in enumerate(shapes)
 ]
 """These shapes as parameters of tests; two of each family are slow variants."""
 
@@ -118,6 +125,8 @@ def make_checkpoint(
     folder: Path, shape: Shape, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB"
 ) -> Path:
     """A checkpoint folder written by `transformers`; no weight, bias or norm is left at a value that hides mistakes."""
+    if shape.family in ORACLES:
+        return ORACLES[shape.family].write(folder, shape, dtype, max_shard_size)
     spoken, token_ids = words()
     eos = spoken.eos_ids[0]
     config_class, model_class = CLASSES[shape.family]
@@ -166,12 +175,14 @@ class Oracle:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.folder, self.dtype = folder, dtype
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-        self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self.family = json.loads((self.folder / "config.json").read_text())["model_type"]
+        self.own = ORACLES.get(self.family)
+        if self.own is None:
+            self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        family = json.loads((self.folder / "config.json").read_text())["model_type"]
-        return CLASSES[family][1].from_pretrained(self.folder, dtype=self.dtype).eval()
+        return CLASSES[self.family][1].from_pretrained(self.folder, dtype=self.dtype).eval()
 
     def inputs(
         self,
@@ -184,6 +195,8 @@ class Oracle:
 
         `video`: grid and frame rate of a video whose frames have times.
         """
+        if self.own is not None:
+            return self.own.inputs(self.folder, messages, add_generation_prompt=add_generation_prompt)
         template = (self.folder / "chat_template.jinja").read_text()
         text = self.tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -205,7 +218,13 @@ class Oracle:
         image, video = (self.tokenizer.convert_tokens_to_ids(token) for token in (IMAGE, VIDEO))
         return (ids == image).int() + 2 * (ids == video).int()
 
+    def pixels(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """[patches, patch_dim] of all images."""
+        return inputs["pixel_values"] if self.own is None else self.own.pixels(self.folder, inputs)
+
     def positions(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.own is not None:
+            return self.own.positions(inputs)
         chosen = {k: v for k, v in inputs.items() if k in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
         return self.model.model.get_rope_index(inputs["input_ids"], inputs["mm_token_type_ids"], **chosen)[0][:, 0]
 

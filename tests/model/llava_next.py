@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 VICUNA = (
     "{% for message in messages %}"
@@ -215,6 +216,18 @@ def inputs(
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     return message | {"content": [{"type": "text", "text": content}] if isinstance(content, str) else list(content)}
+
+
+def pixels(folder: Path, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[patches, patch_dim] of the tiles of all images, without the empty ones that fill a batch."""
+    config = json.loads((folder / "config.json").read_text())
+    resolutions, vision = config["image_grid_pinpoints"], config["vision_config"]
+    side, patch = vision["image_size"], vision["patch_size"]
+    counts = [image_size_to_num_patches(size, resolutions, side) for size in given["image_sizes"]]
+    tiles = torch.cat([image[:count] for image, count in zip(given["pixel_values"], counts, strict=True)])
+    whole = side // patch * patch
+    patches = tiles[:, :, :whole, :whole].unfold(2, patch, patch).unfold(3, patch, patch)
+    return patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, 3 * patch**2)
 
 
 def positions(given: dict[str, torch.Tensor]) -> torch.Tensor:

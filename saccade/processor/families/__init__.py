@@ -17,12 +17,12 @@ on how many images the conversation has, that number is an argument of `image_gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from saccade.errors import CheckpointError
-from saccade.processor.families import qwen2_5_vl, qwen2_vl, qwen3_vl
+from saccade.processor.families import llava_next, qwen2_5_vl, qwen2_vl, qwen3_vl
 from saccade.processor.folder import read_config
 from saccade.processor.image import Grid, ImageSettings, MediaLimits, Pixels, Resize
 from saccade.processor.parts import Part, VisualKind
@@ -104,10 +104,11 @@ class VisionRules(Protocol):
         ...
 
 
-_FAMILIES: dict[str, type[qwen2_vl.Rules]] = {
-    qwen2_vl.MODEL_TYPE: qwen2_vl.Rules,
-    qwen2_5_vl.MODEL_TYPE: qwen2_5_vl.Rules,
-    qwen3_vl.MODEL_TYPE: qwen3_vl.Rules,
+_FAMILIES: dict[str, Callable[[Path, Mapping[str, Any]], VisionRules]] = {
+    qwen2_vl.MODEL_TYPE: qwen2_vl.Rules.load,
+    qwen2_5_vl.MODEL_TYPE: qwen2_5_vl.Rules.load,
+    qwen3_vl.MODEL_TYPE: qwen3_vl.Rules.load,
+    llava_next.MODEL_TYPE: llava_next.Rules.load,
 }
 
 
@@ -121,4 +122,4 @@ def load_rules(folder: str | Path) -> VisionRules:
             f"{folder}/config.json: model_type {model_type!r} is not a supported vision-language model ({', '.join(_FAMILIES)}). "
             "Make one with saccade init"
         )
-    return _FAMILIES[str(model_type)].load(folder, config)
+    return _FAMILIES[str(model_type)](folder, config)

@@ -1,0 +1,251 @@
+"""LLaVA-NeXT: a CLIP tower over tiles, an MLP, and a Mistral or Llama decoder with 1-D RoPE.
+
+Published configs name little more than what differs from the classes of `transformers`, so those defaults are here. Tensor names are
+read as published (`vision_tower.vision_model.`), as `transformers` writes them and as it calls them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from saccade.errors import CheckpointError
+from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
+from saccade.model.families.config_fields import integer, number, refuse_unless, rope_theta, section
+from saccade.model.families.family import Family
+from saccade.model.families.llava_onevision import describe_layers, selected_layers
+from saccade.model.families.qwen2_vl import quick_gelu
+from saccade.model.tile_tower import TileProjector, TileTower, gather_tiles
+from saccade.processor.families.llava_next import DEFAULTS, MODEL_TYPE
+from saccade.processor.families.tile_settings import tower_tiling
+from saccade.processor.image import ImageSettings
+
+_TOWER = {"hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14, "image_size": 336, "num_hidden_layers": 24, "num_attention_heads": 16}  # fmt: skip
+"""Where `config.json` has no vision config."""
+_DECODERS: dict[str, dict[str, Any]] = {
+    "llama": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "sliding_window": None},
+    "mistral": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+}  # fmt: skip
+"""Text configs by `model_type`: the defaults of their classes."""
+
+
+def _prefixes(tower: str, language: str, head: str, start: str = "") -> dict[str, str]:
+    return {
+        "vision.patch_embed.proj.": f"{start}{tower}embeddings.patch_embedding.",
+        "vision.pos_embed.": f"{start}{tower}embeddings.position_embedding.",
+        "vision.class_embedding": f"{start}{tower}embeddings.class_embedding",
+        "vision.pre_norm.": f"{start}{tower}pre_layrnorm.",
+        "vision.blocks.": f"{start}{tower}encoder.layers.",
+        "vision.post_norm.": f"{start}{tower}post_layernorm.",
+        "projector.image_newline": f"{start}image_newline",
+        "projector.": f"{start}multi_modal_projector.",
+        "language.": start + language,
+        "head.": head,
+    }
+
+
+# ------------------------------------------------------------------ configuration
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Parse `config.json`. Unsupported settings are refused."""
+    refuse_unless(raw, "projector_hidden_act", "gelu")
+    refuse_unless(raw, "vision_feature_select_strategy", "default")
+    return ModelConfig(
+        vision=_parse_vision(raw),
+        language=_parse_language(section(raw, "text_config")),
+        tied_head=bool(raw.get("tie_word_embeddings")),
+        family=MODEL_TYPE,
+    )
+
+
+def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
+    vision = section(raw, "vision_config") if raw.get("vision_config") is not None else _TOWER
+    refuse_unless(vision, "model_type", "clip_vision_model")
+    refuse_unless(vision, "hidden_act", "quick_gelu")
+    num_layers, stated = integer(vision, "num_hidden_layers", 12), raw.get("vision_feature_layer")
+    tiling = tower_tiling(dict(raw) | {"vision_config": vision}, DEFAULTS)
+    return _tower(
+        num_layers,
+        integer(vision, "hidden_size", 768),
+        integer(vision, "num_attention_heads", 12),
+        integer(vision, "intermediate_size", 3072),
+        tile_size=tiling.tile_size,
+        patch_size=tiling.patch_size,
+        resolutions=tiling.resolutions,
+        in_channels=integer(vision, "num_channels", 3),
+        norm_eps=number(vision, "layer_norm_eps", 1e-5),
+        selected_layers=selected_layers(-2 if stated is None else stated, num_layers),
+        projector_bias=bool(raw.get("multimodal_projector_bias", True)),
+    )
+
+
+def _parse_language(stated: Mapping[str, Any]) -> LanguageConfig:
+    model_type = stated.get("model_type", "llama")
+    if model_type not in _DECODERS:
+        raise CheckpointError(
+            f"config.json: text_config is of model_type {model_type!r}; only {', '.join(_DECODERS)} are supported"
+        )
+    text = _DECODERS[model_type] | dict(stated)
+    for name, value in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        refuse_unless(text, name, value)
+    hidden_size, num_heads = integer(text, "hidden_size"), integer(text, "num_attention_heads")
+    head_dim = integer(text, "head_dim", hidden_size // max(1, num_heads))
+    window = text["sliding_window"] if model_type == "mistral" else None
+    return LanguageConfig(
+        vocab_size=integer(text, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=integer(text, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=integer(text, "num_key_value_heads", num_heads),
+        intermediate_size=integer(text, "intermediate_size"),
+        rope_theta=rope_theta(text),
+        rope_sections=(head_dim // 2, 0, 0),
+        norm_eps=number(text, "rms_norm_eps", 1e-6),
+        max_positions=integer(text, "max_position_embeddings"),
+        qkv_bias=False,
+        explicit_head_dim=None if head_dim * num_heads == hidden_size else head_dim,
+        sliding_window=None if window is None else integer(text, "sliding_window"),
+    )
+
+
+def _describe_config(config: ModelConfig, token_ids: Mapping[str, int]) -> dict[str, Any]:
+    vision, language = config.vision, config.language
+    return {
+        "image_token_index": token_ids["image"],
+        "image_grid_pinpoints": [list(size) for size in vision.resolutions],
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": vision.projector_bias,
+        "vision_feature_layer": describe_layers(vision),
+        "vision_feature_select_strategy": "default",
+        "tie_word_embeddings": config.tied_head,
+        "text_config": {
+            "model_type": "mistral" if language.sliding_window is not None else "llama",
+            "hidden_act": "silu",
+            "hidden_size": language.hidden_size,
+            "intermediate_size": language.intermediate_size,
+            "num_hidden_layers": language.num_layers,
+            "num_attention_heads": language.num_heads,
+            "num_key_value_heads": language.num_kv_heads,
+            "head_dim": language.head_dim,
+            "vocab_size": language.vocab_size,
+            "max_position_embeddings": language.max_positions,
+            "rms_norm_eps": language.norm_eps,
+            "rope_theta": language.rope_theta,
+            "sliding_window": language.sliding_window,
+        },
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_act": "quick_gelu",
+            "num_hidden_layers": vision.num_layers,
+            "hidden_size": vision.hidden_size,
+            "num_attention_heads": vision.num_heads,
+            "intermediate_size": vision.intermediate_size,
+            "num_channels": vision.in_channels,
+            "layer_norm_eps": vision.norm_eps,
+            "image_size": vision.tile_size,
+            "patch_size": vision.patch_size,
+        },
+    }
+
+
+def _describe_processor(config: ModelConfig) -> dict[str, dict[str, Any]]:
+    vision = config.vision
+    return {
+        "preprocessor_config.json": {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "processor_class": FAMILY.processor_class,
+            "size": {"shortest_edge": vision.tile_size},
+            "crop_size": {"height": vision.tile_size, "width": vision.tile_size},
+            "image_grid_pinpoints": [list(size) for size in vision.resolutions],
+            "image_mean": list(ImageSettings.mean),
+            "image_std": list(ImageSettings.std),
+        },
+        "processor_config.json": {
+            "processor_class": FAMILY.processor_class,
+            "patch_size": vision.patch_size,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+            "image_token": "<image>",
+        },
+    }
+
+
+# ------------------------------------------------------------------ sizes
+
+
+def _tower(num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int, **fields: Any) -> VisionConfig:
+    """A tower whose last block but one is selected, unless `fields` say another."""
+    given: dict[str, Any] = {"norm_eps": 1e-5, "selected_layers": (num_layers - 1,)} | fields
+    return VisionConfig(
+        **given,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        intermediate_size=intermediate_size,
+        temporal_patch_size=1,
+        merge_size=1,
+        has_windows=False,
+        full_attention_layers=(),
+        has_class_token=True,
+    )
+
+
+def _tiles(tile_size: int) -> dict[str, Any]:
+    """The published resolutions, in tiles of this size."""
+    shapes = [tuple(length // 336 * tile_size for length in size) for size in DEFAULTS.resolutions]
+    return {"tile_size": tile_size, "resolutions": tuple(shapes)}
+
+
+_TOWERS = {"tiny": _tower(3, 64, 2, 128, **_tiles(56)), "300m": _tower(24, 1024, 16, 4096, **_tiles(336))}
+
+
+def _size(
+    tower: str, vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, max_positions: int,
+    theta: float, window: int | None = None, norm_eps: float = 1e-5,
+) -> ModelConfig:  # fmt: skip
+    language = LanguageConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        intermediate_size=intermediate,
+        rope_theta=theta,
+        rope_sections=(hidden // heads // 2, 0, 0),
+        norm_eps=norm_eps,
+        max_positions=max_positions,
+        qkv_bias=False,
+        sliding_window=window,
+    )
+    return ModelConfig(vision=_TOWERS[tower], language=language, tied_head=False, family=MODEL_TYPE)
+
+
+def _make_tower(config: VisionConfig) -> TileTower:
+    tiling = config.tiling
+    smallest = min(((tiling.num_tiles(size), *size) for size in tiling.resolutions), key=lambda grid: grid[0])
+    return TileTower(config, quick_gelu, gather_tiles, smallest=smallest)
+
+
+FAMILY = Family(
+    model_type=MODEL_TYPE,
+    name="LLaVA-NeXT",
+    summary="CLIP tower over AnyRes tiles without their padding; Mistral or Llama decoder, 1-D RoPE, sliding window; no videos",
+    architecture="LlavaNextForConditionalGeneration",
+    processor_class="LlavaNextProcessor",
+    parse_config=parse_config,
+    describe_config=_describe_config,
+    describe_processor=_describe_processor,
+    make_tower=_make_tower,
+    make_projector=TileProjector,
+    disk_prefixes=_prefixes("vision_tower.vision_model.", "language_model.model.", "language_model.lm_head."),
+    transformers_prefixes=_prefixes("vision_tower.", "language_model.", "lm_head.", start="model."),
+    other_prefixes=(_prefixes("vision_tower.", "language_model.model.", "language_model.lm_head."),),
+    sizes={
+        "tiny": _size("tiny", 320, 128, 2, 4, 2, 256, 32768, 1e4, window=4096),
+        "7b-mistral": _size("300m", 32064, 4096, 32, 32, 8, 14336, 32768, 1e6, window=4096),
+        "7b-vicuna": _size("300m", 32064, 4096, 32, 32, 32, 11008, 4096, 1e4),
+    },
+    towers=_TOWERS,
+    vision_tokens={"image": "<image>"},
+    image_text="<image>",
+    video_text="",
+)
