@@ -26,10 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.compress.scheme import Rule, fitting_group
+from saccade.compress.scheme import Rule
 from saccade.errors import DataError
-from saccade.kernels.quant_linear import linear_w8a8_reference, pack_int4
+from saccade.kernels.quant_linear import group_scales, linear_w8a8_reference, pack_int4
 from saccade.model.quantization import Scheme as StoredScheme
+from saccade.model.quantization import fitting_group
 
 _RANGES = {"int4": (-8, 7, 7.5), "int8": (-128, 127, 127.5), "fp8": (-448, 448, 448.0)}
 """Lowest and highest value, and what the largest weight of a group becomes, as compressed-tensors defines them."""
@@ -159,10 +160,12 @@ class Grid:
 
     @staticmethod
     def of(weight_ND: Tensor, scheme: StoredScheme, dtype: torch.dtype, clip: float = 1.0) -> Grid:
-        """Grid from the largest weights, scaled by `clip`."""
+        """Grid from the largest weights, scaled by `clip`. Groups on a grid already keep it (quantization-aware training)."""
         low, high, half_range = _RANGES[scheme.form]
         groups_NZG = _groups(weight_ND, scheme)
         tiny = torch.finfo(dtype).tiny
+        if scheme.is_symmetric and clip == 1.0 and scheme.form != "fp8":
+            return Grid(scheme, group_scales(groups_NZG, low, high, dtype), None)
         if scheme.is_symmetric:
             scale_NZ = (clip * groups_NZG.abs().amax(2) / half_range).to(dtype).clamp_min(tiny)
             return Grid(scheme, scale_NZ, None)

@@ -37,8 +37,6 @@ _METHODS: dict[Form, tuple[Method, ...]] = {
     "fp8": ("rtn",),
     "int4": ("rtn", "gptq", "awq"),
 }
-GROUP_SIZES = (128, 64, 32)
-"""Groups of int4 weights that other engines have kernels for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +128,6 @@ def layer_of(name: str) -> int | None:
     """Number of the block of a projection; None: it is in none."""
     found = re.match(r"\w+\.(?:blocks|layers)\.(\d+)\.", f"{name}.")
     return int(found[1]) if found else None
-
-
-def fitting_group(num_inputs: int, wanted: int) -> int | None:
-    """The group size of a layer: what is wanted, or the largest usual one below it that divides the inputs; None: one scale per output."""
-    sizes = [wanted, *(size for size in GROUP_SIZES if size < wanted)]
-    return next((size for size in sizes if num_inputs % size == 0), None)
 
 
 def _parse_layers(text: str) -> frozenset[int]:

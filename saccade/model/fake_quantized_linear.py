@@ -24,16 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from saccade.kernels.quant_linear import quantize_activation_reference, round_to_grid
 from saccade.model.linear import Linear, Projection
+from saccade.model.quantization import fitting_group
 
 Form = Literal["int4", "int8"]
-GROUP_SIZES = (128, 64, 32, 16)
-"""Groups of int4 weights that engines have kernels for."""
-
-
-def fitting_group(num_inputs: int, wanted: int) -> int | None:
-    """The group size of a layer: what is wanted, or the largest usual one below it that divides the inputs; None: one scale per output."""
-    sizes = [wanted, *(size for size in GROUP_SIZES if size < wanted)]
-    return next((size for size in sizes if num_inputs % size == 0), None)
 
 
 def round_weight(weight_ND: Tensor, form: Form, group_size: int | None) -> Tensor:

@@ -18,6 +18,10 @@ from saccade.errors import CheckpointError
 _FORMATS = {"int8": "int-quantized", "fp8": "float-quantized", "int4": "pack-quantized"}
 
 
+GROUP_SIZES = (128, 64, 32)
+"""Groups of int4 weights that other engines have kernels for."""
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How a layer is stored."""
@@ -31,6 +35,12 @@ class Scheme:
     """int8 and fp8: one weight scale for the layer instead of one per output."""
     has_input_scale: bool = False
     """int8 and fp8: activations have a scale from calibration, instead of one per token."""
+
+
+def fitting_group(num_inputs: int, wanted: int) -> int | None:
+    """The group size of a layer: what is wanted, or the largest usual one below it that divides the inputs; None: one scale per output."""
+    sizes = [wanted, *(size for size in GROUP_SIZES if size < wanted)]
+    return next((size for size in sizes if num_inputs % size == 0), None)
 
 
 @dataclass(frozen=True)

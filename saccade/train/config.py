@@ -215,7 +215,7 @@ class QuantizationAwareConfig:
     form: Literal["int4", "int8"] = "int4"
     """int4: weights in groups, 16-bit activations, as scheme w4a16-rtn; int8: weights per output, activations per token, as int8-rtn."""
     group_size: int = 128
-    """int4: inputs that share a scale; a layer that it does not divide takes the largest of 64, 32 and 16 that does, or one scale per output."""
+    """int4: inputs that share a scale; a layer that it does not divide takes 64 or 32, or one scale per output."""
     parts: tuple[Literal["vision", "projector", "language"], ...] = ()
     """Parts whose projections are rounded; empty: those of the scheme: vision and language, with int8 the projector too."""
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from saccade.compress.scheme import BUILT_IN, Rule, Scheme, check_scheme, fitting_group, load_scheme
+from saccade.compress.scheme import BUILT_IN, Rule, Scheme, check_scheme, load_scheme
 from saccade.errors import ConfigError
+from saccade.model.quantization import fitting_group
 
 NAMES = ["vision.patch_embed.proj", *(f"vision.blocks.{i}.mlp.down_proj" for i in range(4)), "projector.mlp.0", *(f"language.layers.{i}.{name}" for i in range(4) for name in ("self_attn.q_proj", "mlp.down_proj")), "head"]  # fmt: skip
 

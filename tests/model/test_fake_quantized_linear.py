@@ -18,8 +18,9 @@ from saccade.kernels.quant_linear import (
     quantize_weight_int4,
 )
 from saccade.model import load_model
-from saccade.model.fake_quantized_linear import FakeQuantizedLinear, fitting_group, round_weight
+from saccade.model.fake_quantized_linear import FakeQuantizedLinear, round_weight
 from saccade.model.linear import Linear
+from saccade.model.quantization import fitting_group
 from saccade.train.quantization_aware import add_fake_quantization, fake_quantized_layers
 from saccade.train.stages import train
 
