@@ -15,7 +15,7 @@ def test_a_trained_grid_is_what_round_to_nearest_stores(tmp_path, form, dtype, s
     checkpoint, shards = make_checkpoint(tmp_path / "checkpoint"), write_shards(tmp_path / "shards", 16)
     path = write_recipe(tmp_path / "qat.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=shards)
     settings = [
-        "stages.0.steps=2",
+        "stages.0.steps=4",
         f"stages.0.qat.form={form}",
         f"model.dtype={dtype}",
         f"checkpoint.export_dtype={dtype}",
