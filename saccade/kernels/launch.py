@@ -22,11 +22,24 @@ from torch import Tensor
 from saccade.log import log_once
 
 
+class _UnlaunchedKernel:
+    """A kernel whose launch does nothing: of a dry run, or without Triton."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
 class _MissingTriton:
     """Replaces `triton` and `tl` where Triton is not installed: kernels are defined, but never launched."""
 
     def jit(self, kernel: Callable[..., None] | None = None, **_: object) -> object:
-        return kernel if kernel is not None else lambda decorated: decorated
+        return _UnlaunchedKernel() if kernel is not None else lambda _: _UnlaunchedKernel()
+
+    def cdiv(self, x: int, y: int) -> int:
+        return -(-x // y)
+
+    def next_power_of_2(self, n: int) -> int:
+        return 1 << (n - 1).bit_length()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
@@ -39,7 +52,7 @@ except ImportError:
     triton = tl = _MissingTriton()
 
 __all__ = [
-    "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "forced", "is_forced", "is_interpreting", "log_path",
+    "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced", "is_forced", "is_interpreting", "log_path",
     "num_sms", "tl", "triton",
 ]  # fmt: skip
 
@@ -56,6 +69,9 @@ def is_interpreting() -> bool:
     return _interpreting
 
 
+_is_dry_run: ContextVar[bool] = ContextVar("is_dry_run", default=False)
+
+
 def available_paths(x: Tensor, *fastest_first: Path) -> tuple[Path, ...]:
     """The paths that the device of `x` supports. Triton needs a GPU; under the interpreter it comes last, to be forced.
 
@@ -64,6 +80,8 @@ def available_paths(x: Tensor, *fastest_first: Path) -> tuple[Path, ...]:
     """
     if torch.compiler.is_compiling():
         return ()
+    if _is_dry_run.get():
+        return ("triton",) if "triton" in fastest_first else fastest_first
     if isinstance(triton, _MissingTriton):
         return tuple(path for path in fastest_first if path != "triton")
     if x.is_cuda or "triton" not in fastest_first:
@@ -145,3 +163,37 @@ def compile_only(num_threads: int) -> Iterator[None]:
     finally:
         _only_compiles.reset(token)
         JITFunction.run = launch_kernel
+
+
+@contextlib.contextmanager
+def dry_run() -> Iterator[None]:
+    """Inside the `with` block, in this thread, operations on meta tensors take the paths of a GPU, and kernels are not launched.
+
+    Their launchers run as they are, so that outputs, scratch buffers and what is saved for backward have the sizes they have on a GPU.
+    """
+    if isinstance(triton, _MissingTriton):
+        with _dry_run():
+            yield
+        return
+    from triton.runtime.jit import KernelInterface
+
+    launch_kernel = KernelInterface.__getitem__
+
+    def launch_unless_dry(self: Any, grid: Any) -> Any:
+        return _UnlaunchedKernel()[grid] if _is_dry_run.get() else launch_kernel(self, grid)
+
+    KernelInterface.__getitem__ = launch_unless_dry
+    try:
+        with _dry_run():
+            yield
+    finally:
+        KernelInterface.__getitem__ = launch_kernel
+
+
+@contextlib.contextmanager
+def _dry_run() -> Iterator[None]:
+    token = _is_dry_run.set(True)
+    try:
+        yield
+    finally:
+        _is_dry_run.reset(token)

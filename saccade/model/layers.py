@@ -72,8 +72,6 @@ class FeedForward(nn.Module):
     """Layers that read its input."""
     scaled_pair: ClassVar[tuple[str, str]] = ("up_proj", "down_proj")
     """A projection and one whose inputs scale with its outputs."""
-    num_saved: ClassVar[int] = 2
-    """Tensors of the intermediate size that are saved for backward: gate and up."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
         super().__init__()
@@ -103,8 +101,6 @@ class PlainFeedForward(nn.Module):
     """Two linear layers around an activation. Subclasses name the layers as on disk, in `names`."""
 
     names: ClassVar[tuple[str, str]]
-    num_saved: ClassVar[int] = 2
-    """Tensors of the intermediate size that are saved for backward: input and output of the activation."""
 
     @property
     def input_layers(self) -> tuple[str, ...]:

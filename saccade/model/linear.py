@@ -287,7 +287,9 @@ class Linear(Projection):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize as `nn.Linear` does."""
+        """Initialize as `nn.Linear` does; on the meta device there is nothing to do."""
+        if self.weight.is_meta:
+            return
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features)

@@ -326,6 +326,11 @@ class VisionBlock(nn.Module):
 class LayoutOnHost(Protocol):
     """The layout of packed images."""
 
+    @property
+    def sizes(self) -> "BufferSizes":
+        """The sizes without padding."""
+        ...
+
     def write(self, buffer: NDArray[np.int32], sizes: Any) -> None:
         """Write the layout to a buffer of these sizes."""
         ...
@@ -337,6 +342,11 @@ class LayoutOnHost(Protocol):
 
 class BufferSizes(Protocol):
     """Sizes of a layout in a flat int32 buffer."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Image tokens."""
+        ...
 
     @property
     def total(self) -> int:

@@ -1,13 +1,13 @@
 """Peak GPU memory of a training step, by component.
 
-Persistent memory (parameters, masters, optimizer state) is measured on the real model and optimizer, built on the meta device. A step
-is then simulated: forward allocates activations block by block, backward frees them while it allocates gradients, the update needs
-all gradients. When activations peak, most gradients of the first micro-batch do not exist yet, so the peaks are not added.
+Nothing is derived by hand. Persistent memory (parameters, masters, optimizer state) is that of the real model and optimizer, built on
+the meta device; activations, gradients, workspace and the loss are measured in a dry run of a step (`dry_run.py`). What the ranks of
+a sharded or replicated model add (gathered parameters, shards, buckets) is counted from the parameters of each block.
 
-Not modelled: what `torch.compile` saves, and Muon's workspace for its largest matrix (a few hundred MiB).
+Not modelled: what `torch.compile` saves.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -16,27 +16,27 @@ import torch
 from torch import Tensor
 
 from saccade.device import DTYPES
-from saccade.kernels.linear_cross_entropy import CHUNK_BYTES
 from saccade.model.config import ModelConfig
-from saccade.model.layers import LayerNorm
-from saccade.model.linear import projections
 from saccade.model.vlm import VLM
-from saccade.train.activations import (
-    NOTHING,
-    BlockMemory,
-    BlockTraining,
-    MicroBatchSize,
-    decoder_layer,
-    final_norm,
-    input_bytes,
-    patch_embedding,
-    projector,
-    vision_block,
-)
 from saccade.train.config import LoraConfig, ParallelConfig, Recompute, Strategy
+from saccade.train.dry_run import (
+    Bytes,
+    KeptGradients,
+    MetaCache,
+    MicroBatchSize,
+    Phase,
+    Step,
+    combined,
+    dry_batch,
+    dry_run,
+    model_blocks,
+    moments,
+    saved,
+    update_bytes,
+)
 from saccade.train.lora import add_lora, lora_parameters
-from saccade.train.optimizer import build_optimizer, freeze
-from saccade.train.parallelize import choose_strategy
+from saccade.train.optimizer import Optimizer, build_optimizer, freeze
+from saccade.train.parallelize import choose_strategy, recompute
 from saccade.train.parameter_groups import OptimizerConfig
 from saccade.world import World
 
@@ -59,6 +59,9 @@ COMPONENTS = (
 )  # fmt: skip
 """Components of a plan."""
 
+Extents = tuple[Recompute, Recompute]
+"""Activation checkpointing of vision tower and decoder."""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -66,8 +69,8 @@ class MemoryPlan:
 
     parts: Mapping[str, int]
     """Bytes by component of `COMPONENTS`; empty ones are omitted."""
-    tensors: Mapping[str, int]
-    """Bytes of all activations by tensor, such as `decoder: gate and up`."""
+    saved: Mapping[str, int]
+    """Bytes saved for backward by component and module, such as `activations of the decoder: mlp`."""
     moment: str
     """When the peak occurs."""
     setting: str
@@ -92,10 +95,9 @@ class MemoryPlan:
         return [*lines, f"  {'total':<{width}}  {self.total_gib:7.2f}  peak in {self.moment}"]
 
     def _largest(self, part: str) -> str:
-        """The largest tensors of an activation component."""
-        component = part.removeprefix("activations of the ") + ": "
+        """The modules of a component that save most for backward."""
         inside = sorted(
-            ((n, name.removeprefix(component)) for name, n in self.tensors.items() if name.startswith(component))
+            (size, name.removeprefix(f"{part}: ")) for name, size in self.saved.items() if f"{part}:" in name
         )
         return ", ".join(f"{name} {size / GIB:.1f}" for size, name in inside[:-6:-1])
 
@@ -105,39 +107,26 @@ class MemoryPlan:
         return {"setting": self.setting, "moment": self.moment, "total_gib": round(self.total_gib, 3), "parts_gib": sizes}  # fmt: skip
 
 
-class _Block(NamedTuple):
-    """A block in forward order: its memory and its parameters."""
+class _Elements(NamedTuple):
+    """Parameters of a block, or of all that is outside the blocks."""
 
-    name: str
-    """Prefix of its parameters' names."""
-    needs: BlockMemory
-    num_parameters: int
-    """Number of parameters."""
+    total: int
     trained: int
-    """Number of trained parameters."""
-
-    @property
-    def component(self) -> str:
-        return "decoder" if self.name.startswith("language") else "vision tower"
-
-    @property
-    def is_root(self) -> bool:
-        """Whether its parameters are in the root FSDP unit."""
-        return not self.name.startswith(("vision.", "language.layers."))
 
 
 class _Weights(NamedTuple):
-    """Persistent memory of one rank in bytes, and the parameters of each block."""
+    """Persistent memory of one rank, and the parameters of each block."""
 
     persistent: Mapping[str, int]
-    sizes: Mapping[str, tuple[int, int]]
-    """(number of parameters, of trained ones) by block."""
-    training: Mapping[str, BlockTraining]
-    """By block."""
+    update: int
+    """Workspace of the optimizer."""
+    blocks: Mapping[str, _Elements]
+    root: _Elements
+    """Parameters outside the blocks."""
 
     @property
     def trained(self) -> int:
-        return sum(trained for _, trained in self.sizes.values())
+        return self.root.trained + sum(block.trained for block in self.blocks.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,33 +149,52 @@ class Planner:
     """LoRA, if the stage uses it."""
     has_average: bool = False
     """Whether an average of the trained weights is kept."""
+    _steps: dict[str, Step] = field(default_factory=dict, repr=False, compare=False)
+    """Dry runs made so far, shared by planners with other optimizers and ranks (`dataclasses.replace`)."""
 
-    def plan(self, size: MicroBatchSize, recompute: tuple[Recompute, Recompute] | None = None) -> MemoryPlan:
-        """Peak memory for a micro-batch. `recompute`: of vision tower and decoder, overriding `parallel`."""
-        chosen = recompute or (self.parallel.recompute_vision, self.parallel.recompute_language)
-        blocks = self._blocks(size, *chosen)
-        moment, temporary = max(self._moments(size, blocks), key=lambda item: sum(item[1].values()))
-        temporary |= {"micro-batch": input_bytes(self.config, size), "gathered parameters": self._gathered(blocks)}
-        outside = CONTEXT_BYTES + (NCCL_BYTES if self.world_size > 1 else 0)
-        allowance = outside + int(FRAGMENTATION * sum(temporary.values()))
+    def plan(self, size: MicroBatchSize, extents: Extents | None = None) -> MemoryPlan:
+        """Peak memory for a micro-batch. `extents`: activation checkpointing, overriding `parallel`."""
+        extents = extents or (self.parallel.recompute_vision, self.parallel.recompute_language)
+        step = self.step(size, extents)
+        moment, temporary = max(self._moments(step), key=lambda item: sum(item[1].values()))
+        temporary |= {"micro-batch": self._input_bytes(size), "gathered parameters": self._gathered}
+        allowance = self._allowance(sum(temporary.values()))
         parts = {**self._persistent(), **temporary, "context and fragmentation": allowance}
         return MemoryPlan(
             parts={name: parts[name] for name in COMPONENTS if parts.get(name)},
-            tensors=_by_tensor(blocks),
+            saved=saved(step),
             moment=moment,
-            setting=self._setting(size, *chosen),
+            setting=self._setting(size, *extents),
         )
+
+    def gib_by_share(self, size: MicroBatchSize, extents: Extents) -> Callable[[float], float]:
+        """Total memory of micro-batches of a share of this size, interpolated between dry runs of it and of its half."""
+        half = MicroBatchSize(
+            tokens=-(-size.tokens // 2), patches=size.patches // 2, loss_tokens=size.num_loss_tokens // 2
+        )
+        at_half, at_full = (
+            [sum(parts.values()) + self._beside(of_size) for _, parts in self._moments(self.step(of_size, extents))]
+            for of_size in (half, size)
+        )
+        persistent = sum(self._persistent().values())
+
+        def gib(share: float) -> float:
+            weight = 2.0 * share - 1.0  # 0 at half the size, 1 at the full size
+            temporary = max(a + weight * (b - a) for a, b in zip(at_half, at_full, strict=True))
+            return (persistent + temporary + self._allowance(temporary)) / GIB
+
+        return gib
+
+    def step(self, size: MicroBatchSize, extents: Extents) -> Step:
+        """A dry run of a step."""
+        vision, language = (self._dry_run(size, extent) for extent in extents)
+        return combined(vision, language)
 
     @cached_property
     def strategy(self) -> Strategy:
         """The parallelization strategy."""
         world = World(rank=0, size=self.world_size, local_rank=0, device=torch.device("cpu"))
         return choose_strategy(self.parallel, world)
-
-    @property
-    def trained_blocks(self) -> set[str]:
-        """The blocks with trained parameters."""
-        return {name for name, (_, trained) in self._weights.sizes.items() if trained}
 
     @property
     def _is_sharded(self) -> bool:
@@ -208,20 +216,51 @@ class Planner:
             f"recompute_vision {vision}, recompute_language {language}"
         )
 
+    # -------------------------------------------------------------- on the meta device
+
+    def _build(self, dtype: torch.dtype) -> VLM:
+        """The model on the meta device, with adapters and frozen parameters."""
+        with torch.device("meta"), MetaCache():  # type: ignore[no-untyped-call]
+            model = VLM(self.config).to(dtype)
+            if self.lora is not None:
+                add_lora(model, self.lora, DTYPES[self.dtype])
+        if self.lora is None:
+            freeze(model.named_parameters(), self.optimizer)
+        else:
+            model.requires_grad_(False)
+            freeze(lora_parameters(model).items(), self.optimizer)
+        return model
+
+    def _dry_run(self, size: MicroBatchSize, extent: Recompute) -> Step:
+        key = repr((self.dtype, self.lora, self.optimizer.lrs, self._kept_gradients, size, extent))
+        if key not in self._steps:
+            model = self._build(DTYPES[self.dtype])
+            has_dropout = self.lora is not None and self.lora.dropout > 0.0
+            for blocks in (model.vision.blocks, model.language.layers):
+                recompute(blocks, extent, is_random=has_dropout)
+            self._steps[key] = dry_run(model, dry_batch(model, size), self._kept_gradients)
+        return self._steps[key]
+
+    @property
+    def _kept_gradients(self) -> KeptGradients:
+        if self._is_sharded:
+            return "root"
+        return "none" if self._accumulates_in_fp32 or self.strategy == "ddp" else "all"
+
+    def _input_bytes(self, size: MicroBatchSize) -> int:
+        """This micro-batch and the next one on the device."""
+        return 2 * sum(x.nbytes for x in dry_batch(self._model, size).tensors)
+
+    @cached_property
+    def _model(self) -> VLM:
+        """With the parameters as they are stored."""
+        return self._build(torch.float32 if self._is_sharded else DTYPES[self.dtype])
+
     # -------------------------------------------------------------- persistent memory
 
     @cached_property
     def _weights(self) -> _Weights:
-        """Measured on the model and its optimizer on the meta device."""
-        with torch.device("meta"):
-            model = VLM(self.config).to(torch.float32 if self._is_sharded else DTYPES[self.dtype])
-        if self.lora is None:
-            freeze(model.named_parameters(), self.optimizer)
-        else:
-            add_lora(model, self.lora, DTYPES[self.dtype])
-            model.requires_grad_(False)
-            freeze(lora_parameters(model).items(), self.optimizer)
-        named: dict[str, Tensor] = dict(model.named_parameters())
+        named: dict[str, Tensor] = dict(self._model.named_parameters())
         optimizer = build_optimizer(named.items(), self.optimizer)
         persistent = {
             "parameters": list(named.values()),
@@ -230,7 +269,12 @@ class Planner:
             "averages": list(optimizer.masters.values()) if self.has_average else [],
         }
         num_bytes = {part: sum(x.nbytes for x in tensors) // self._num_shards for part, tensors in persistent.items()}
-        return _Weights(num_bytes, _sizes(named), _block_training(model, named, self.lora))
+        blocks = {name: _elements(list(block.parameters())) for name, block in model_blocks(self._model).items()}
+        whole = _elements(list(named.values()))
+        inside = [sum(column) for column in zip(*blocks.values(), strict=True)]
+        root = _Elements(whole.total - inside[0], whole.trained - inside[1])
+        held = [x for tensors in persistent.values() for x in tensors]
+        return _Weights(num_bytes, _update_bytes(optimizer, named, held), blocks, root)
 
     def _persistent(self) -> Mapping[str, int]:
         if self._is_sharded and self.parallel.offload:
@@ -241,52 +285,35 @@ class Planner:
 
     # -------------------------------------------------------------- temporary memory
 
-    def _blocks(self, size: MicroBatchSize, vision: Recompute, language: Recompute) -> list[_Block]:
-        """The blocks in forward order."""
-        config, element, training = self.config, self._element, self._weights.training
-        needs = {"vision.patch_embed": patch_embedding(config, size, training["vision.patch_embed"], element)}
-        if "vision.pos_embed" in self._weights.sizes:
-            needs["vision.pos_embed"] = NOTHING
-        for number in range(config.vision.num_layers):
-            name = f"vision.blocks.{number}"
-            needs[name] = vision_block(config, size, number, training[name], vision, element)
-        needs["projector"] = projector(config, size, training["projector"], element)
-        needs["language.embed_tokens"] = NOTHING
-        for number in range(config.language.num_layers):
-            name = f"language.layers.{number}"
-            needs[name] = decoder_layer(config, size, training[name], language, element)
-        needs["language.norm"] = final_norm(config, size, training["language.norm"], element)
-        return [_Block(name, of_block, *self._weights.sizes[name]) for name, of_block in needs.items()]
+    def _beside(self, size: MicroBatchSize) -> int:
+        """Bytes in every phase: the micro-batches on the device, and gathered parameters."""
+        return self._input_bytes(size) + self._gathered
 
-    def _moments(self, size: MicroBatchSize, blocks: list[_Block]) -> Iterator[tuple[str, dict[str, int]]]:
-        """Temporary memory at each moment of a step: (moment, bytes by component)."""
-        element, is_tied = self._element, self.config.tied_head
-        head = self._weights.sizes["language.embed_tokens" if is_tied else "head"][1]
-        held = {
-            component: sum(b.needs.num_saved for b in blocks if b.component == component)
-            for component in ("vision tower", "decoder")
-        }
+    def _allowance(self, temporary: float) -> int:
+        """For context and fragmentation."""
+        outside = CONTEXT_BYTES + (NCCL_BYTES if self.world_size > 1 else 0)
+        return outside + int(FRAGMENTATION * temporary)
+
+    def _moments(self, step: Step) -> Iterator[tuple[str, Bytes]]:
+        """Temporary memory in each phase: (name, bytes by component)."""
         gradients = self._earlier_gradients
+        for phase, held in moments(step):
+            components = _by_component(held)
+            components["gradients"] = components.get("gradients", 0) + gradients
+            components["workspace"] = components.get("workspace", 0) + self._added_workspace(phase)
+            yield phase.name, components
+            if phase.block is not None and self._is_sharded and not self._earlier_gradients:
+                gradients += self._reduced_gradients(self._weights.blocks[phase.block].trained)
 
-        def now(when: str, *, loss: int = 0, workspace: int = 0) -> tuple[str, dict[str, int]]:
-            activations = {f"activations of the {component}": size for component, size in held.items()}
-            return when, activations | {"gradients": gradients, "loss": loss, "workspace": workspace}
-
-        states = 2 * self.config.language.hidden_size * element * size.tokens  # input of the head, and its gradient
-        logits = min(CHUNK_BYTES, self.config.language.vocab_size * element * size.num_loss_tokens)
-        yield now("the loss", loss=states + logits + head * element)
-        gradients += head * element if is_tied else self._added_gradients(head, is_root=True)
-        for block in reversed(blocks):
-            is_embedding = block.name == "language.embed_tokens"
-            workspace = block.needs.recomputed + block.needs.workspace + self._reduce_buffers(block)
-            # A tied head has two gradients at this point, its own and that of the embedding.
-            workspace += is_embedding * block.trained * (ACCUMULATED_BYTES if self._accumulates_in_fp32 else element)
-            yield now(f"backward of {block.name}", workspace=workspace)
-            held[block.component] -= block.needs.num_saved
-            gradients += self._added_gradients(block.trained, is_root=block.is_root)
-            gradients -= head * element if is_embedding and is_tied else 0
-        root = sum(block.trained for block in blocks if block.is_root) + (0 if is_tied else head)
-        yield now("the update", workspace=root * self._reduce_element if self._is_sharded else 0)
+    def _added_workspace(self, phase: Phase) -> int:
+        """Of the optimizer; with fsdp, of reducing gradients: unsharded, and reduce-scatter buffer, of this block and the previous one."""
+        buffers = 0
+        if self._is_sharded and phase.block is not None:
+            buffers = 2 * self._weights.blocks[phase.block].trained * (self._element + self._reduce_element)
+        if phase.name == "the update":
+            root = self._weights.root.trained * self._reduce_element if self._is_sharded else 0
+            buffers = max(root, self._weights.update)
+        return buffers
 
     @property
     def _reduce_element(self) -> int:
@@ -312,92 +339,37 @@ class Planner:
             else trained * self._reduce_element
         )
 
-    def _added_gradients(self, trained: int, *, is_root: bool) -> int:
-        """Gradients that a block's backward adds. Those of the root FSDP unit are sharded at the very end."""
-        if self._is_sharded and is_root:
-            return trained * self._element
-        return 0 if self._earlier_gradients else self._reduced_gradients(trained)
-
     def _reduced_gradients(self, trained: int) -> int:
-        """Gradients as the optimizer sees them: fp32 shards with fsdp, otherwise in the parameters' dtype."""
-        if not self._is_sharded:
-            return trained * self._element
+        """fsdp: gradients as the optimizer sees them, fp32 shards."""
         return 0 if self.parallel.offload else trained * 4 // self._num_shards
 
-    def _reduce_buffers(self, block: _Block) -> int:
-        """fsdp: unsharded gradient and reduce-scatter buffer of this block and of the previous one."""
-        if not self._is_sharded or block.is_root:
-            return 0
-        return 2 * block.trained * (self._element + self._reduce_element)
-
-    def _gathered(self, blocks: list[_Block]) -> int:
+    @property
+    def _gathered(self) -> int:
         """fsdp: unsharded parameters of the root, of this block and the next, and the all-gather buffer."""
         if not self._is_sharded:
             return 0
-        inner = [block.num_parameters for block in blocks if not block.is_root]
-        root = sum(num_parameters for num_parameters, _ in self._weights.sizes.values()) - sum(inner)
+        inner = [block.total for block in self._weights.blocks.values()]
         held = 3 * max(inner) if self.parallel.reshard_after_forward else sum(inner) + max(inner)
-        return (root + held) * self._element
+        return (self._weights.root.total + held) * self._element
 
 
-# ------------------------------------------------------------------ parameters by block
+def _elements(parameters: list[Any]) -> _Elements:
+    return _Elements(sum(x.numel() for x in parameters), sum(x.numel() for x in parameters if x.requires_grad))
 
 
-def _block_of(name: str) -> str:
-    """The block of a parameter: language.layers.3.mlp.up_proj.weight belongs to language.layers.3."""
-    words = name.split(".")
-    if words[0] in ("projector", "head"):
-        return words[0]
-    return ".".join(words[: 3 if words[1] in ("blocks", "layers") else 2])
+def _update_bytes(optimizer: Optimizer, named: Mapping[str, Tensor], held: list[Tensor]) -> int:
+    """Workspace of an update, in a dry run."""
+    gradients = {name: torch.empty_like(x) for name, x in named.items() if x.requires_grad}
+    for name, gradient in gradients.items():
+        named[name].grad = gradient
+    num_bytes = update_bytes(lambda: optimizer.step(1.0), *held, *gradients.values())
+    optimizer.zero_grad()
+    return num_bytes
 
 
-def _sizes(named: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    sizes: dict[str, tuple[int, int]] = {}
-    for name, parameter in named.items():
-        num_parameters, trained = sizes.get(_block_of(name), (0, 0))
-        sizes[_block_of(name)] = (
-            num_parameters + parameter.numel(),
-            trained + (parameter.numel() if parameter.requires_grad else 0),
-        )
-    return sizes
-
-
-def _block_training(model: VLM, named: Mapping[str, Tensor], lora: LoraConfig | None) -> dict[str, BlockTraining]:
-    """What is trained in and before every block. Parameters are in forward order: vision tower, projector, decoder."""
-    trained_names: dict[str, list[str]] = {_block_of(name): [] for name in named}
-    for name, parameter in named.items():
-        if parameter.requires_grad:
-            trained_names[_block_of(name)].append(name)
-    drops = lora is not None and lora.dropout > 0.0
-    found: dict[str, BlockTraining] = {}
-    modules = dict(model.named_modules())
-    layer_normed = {_block_of(f"{name}.weight") for name, module in modules.items() if isinstance(module, LayerNorm)}
-    has_gradients = False
-    for block, names in trained_names.items():
-        has_gradients = has_gradients or bool(names)
-        low_rank = [named[name] for name in names if name.endswith(".lora_A")]
-        layers = {name.split(".")[-2] for name in names if named[name].ndim > 1 and not drops}
-        mlp: Any = modules.get(f"{block}.mlp")
-        in_order = [name.split(".")[-1] for name, _ in projections(model.projector)] if block == "projector" else []
-        first, second = in_order[:1], in_order[1:2]
-        found[block] = BlockTraining(
-            layers=layers,
-            has_gradients=has_gradients,
-            # With dropout each layer saves its own input, and a mask of one byte per element.
-            low_rank=sum(a.shape[0] + (a.shape[1] * 3 // 2 if drops else 0) for a in low_rank),
-            splits_down=any(name.endswith("down_proj.lora_A") for name in names) and not drops,
-            reads_mlp_input=not layers.isdisjoint(mlp.input_layers if hasattr(mlp, "input_layers") else first),
-            reads_mlp_hidden=not layers.isdisjoint(second),
-            mlp_tensors=getattr(mlp, "num_saved", 0),
-            num_statistics=2 if block in layer_normed else 1,
-        )
-    return found
-
-
-def _by_tensor(blocks: list[_Block]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for block in blocks:
-        for name, size in block.needs.saved.items():
-            key = f"{block.component}: {name}"
-            sizes[key] = sizes.get(key, 0) + size
-    return sizes
+def _by_component(held: Bytes) -> Bytes:
+    components: Bytes = {}
+    for kind, size in held.items():
+        component = kind.partition(":")[0]
+        components[component] = components.get(component, 0) + size
+    return components

@@ -4,7 +4,7 @@
     plan(config, size, world_size=8).total_gib
     report(Planner(config=config, world_size=8), size, "H200").lines()
 
-`memory.py` simulates a step, `activations.py` counts the activations; this module compares settings.
+`memory.py` adds up a plan, `dry_run.py` measures a step; this module compares settings.
 """
 
 import contextlib
@@ -23,10 +23,9 @@ from saccade.errors import ConfigError
 from saccade.model.config import ModelConfig
 from saccade.model.families import load_model_config
 from saccade.model.initialize import named_size
-from saccade.train.activations import MicroBatchSize
 from saccade.train.config import Recompute, StageConfig, TrainConfig
-from saccade.train.memory import GIB, MemoryPlan, Planner
-from saccade.train.metrics import forward_flops, num_mlp_matrices, small_images, training_flops
+from saccade.train.dry_run import MicroBatchSize
+from saccade.train.memory import GIB, Extents, MemoryPlan, Planner
 from saccade.world import World
 
 logger = logging.getLogger(__name__)
@@ -109,20 +108,20 @@ class Choice(NamedTuple):
 def suggest(planner: Planner, size: MicroBatchSize, gib: float) -> list[Choice]:
     """All combinations of activation checkpointing, cheapest first. Take the first that fits."""
     choices = []
-    for vision, language in product(EXTENTS, EXTENTS):
-        total = planner.plan(size, (vision, language)).total_gib
-        most = _max_tokens(planner, size, (vision, language), gib)
-        extra = _extra_compute(planner, size, vision, language)
-        choices.append(Choice(vision, language, total, total <= gib, most, extra))
+    for extents in product(EXTENTS, EXTENTS):
+        total = planner.plan(size, extents).total_gib
+        most = _max_tokens(planner, size, extents, gib)
+        choices.append(Choice(*extents, total, total <= gib, most, _extra_compute(planner, size, extents)))
     return sorted(choices, key=lambda choice: choice.extra_compute)
 
 
-def _max_tokens(planner: Planner, size: MicroBatchSize, chosen: tuple[Recompute, Recompute], gib: float) -> int:
+def _max_tokens(planner: Planner, size: MicroBatchSize, extents: Extents, gib: float) -> int:
     """Binary search."""
+    needed = planner.gib_by_share(size, extents)
     low, high = 0, _MOST_TOKENS // _STEP
     while low < high:
         middle = (low + high + 1) // 2
-        fits = planner.plan(_scaled(size, middle * _STEP), chosen).total_gib <= gib
+        fits = needed(middle * _STEP / size.tokens) <= gib
         low, high = (middle, high) if fits else (low, middle - 1)
     return low * _STEP
 
@@ -135,29 +134,10 @@ def _scaled(size: MicroBatchSize, tokens: int) -> MicroBatchSize:
     )
 
 
-def _extra_compute(planner: Planner, size: MicroBatchSize, vision: Recompute, language: Recompute) -> float:
-    config = planner.config
-    grids = small_images(config, size.patches)
-    forward = forward_flops(config, [1] * size.tokens, grids, size.num_loss_tokens)
-    trained = {
-        "embedding" if name == "language.embed_tokens" else name.split(".")[0] for name in planner.trained_blocks
-    }
-    step = sum(training_flops(forward, trained, tied_head=config.tied_head))
-    decoder_attention = 2.0 * (config.language.num_heads + config.language.num_kv_heads) * config.language.head_dim
-    tower = _recomputed_fraction(
-        vision, 4.0 * config.vision.hidden_size, config.vision.intermediate_size, num_mlp_matrices(config)
-    )
-    decoder = _recomputed_fraction(language, decoder_attention, config.language.intermediate_size, 3)
-    return (forward.vision * tower + forward.language * decoder) / step
-
-
-def _recomputed_fraction(extent: Recompute, attention: float, inner: int, num_matrices: int) -> float:
-    """Fraction of a block that is recomputed: never the down projection, of which backward needs only the input.
-
-    `attention`: total size of the attention matrices, `inner`: of each of the MLP's, in units of the width.
-    """
-    total = attention + num_matrices * inner
-    return {"none": 0, "selective": (num_matrices - 1) * inner, "full": total - inner}[extent] / total
+def _extra_compute(planner: Planner, size: MicroBatchSize, extents: Extents) -> float:
+    """Matrix products that are computed again, as a fraction of a step without activation checkpointing."""
+    chosen, plain = (sum(phase.flops for phase in planner.step(size, x)) for x in (extents, ("none", "none")))
+    return chosen / plain - 1.0
 
 
 # ------------------------------------------------------------------ report

@@ -82,17 +82,6 @@ def _meta_model(config: ModelConfig) -> VLM:
         return VLM(config)
 
 
-def small_images(config: ModelConfig, num_patches: int) -> list[tuple[int, int, int]]:
-    """Grids of images of up to 64 patches each, of about so many patches in total."""
-    grid, size = _meta_model(config).vision.square_grid(64)
-    return [grid] * max(1, num_patches // size) if num_patches else []
-
-
-def num_mlp_matrices(config: ModelConfig) -> int:
-    """Projections of the MLP of a vision block: three with a gate, else two."""
-    return len(list(projections(_meta_model(config).vision.blocks[0].mlp)))  # type: ignore[arg-type]
-
-
 @functools.lru_cache(maxsize=8)
 def _num_weights(config: ModelConfig) -> dict[str, int]:
     """Weights of the projections of each part that are run. Every one of them costs two FLOPs per patch (vision) or token (all others)."""

@@ -48,7 +48,6 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 class _FeedForward(PlainFeedForward):
     names = ("fc1", "fc2")
-    num_saved = 3  # and the sigmoid
 
 
 def _block(config: VisionConfig) -> VisionBlock:
