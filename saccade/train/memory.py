@@ -18,7 +18,7 @@ from torch import Tensor
 from saccade.device import DTYPES
 from saccade.model.config import ModelConfig
 from saccade.model.vlm import VLM
-from saccade.train.config import LoraConfig, ParallelConfig, Recompute, Strategy
+from saccade.train.config import LoraConfig, ParallelConfig, QuantizationAwareConfig, Recompute, Strategy
 from saccade.train.dry_run import (
     Bytes,
     KeptGradients,
@@ -34,9 +34,8 @@ from saccade.train.dry_run import (
     saved,
     update_bytes,
 )
-from saccade.train.lora import add_lora, lora_parameters
-from saccade.train.optimizer import Optimizer, build_optimizer, freeze
-from saccade.train.parallelize import choose_strategy, recompute
+from saccade.train.optimizer import Optimizer, build_optimizer
+from saccade.train.parallelize import choose_strategy, prepare_model, recompute
 from saccade.train.parameter_groups import OptimizerConfig
 from saccade.world import World
 
@@ -147,6 +146,8 @@ class Planner:
     """Optimizer and parameter groups."""
     lora: LoraConfig | None = None
     """LoRA, if the stage uses it."""
+    qat: QuantizationAwareConfig | None = None
+    """Quantization-aware training, if the stage uses it."""
     has_average: bool = False
     """Whether an average of the trained weights is kept."""
     _steps: dict[str, Step] = field(default_factory=dict, repr=False, compare=False)
@@ -222,17 +223,11 @@ class Planner:
         """The model on the meta device, with adapters and frozen parameters."""
         with torch.device("meta"), MetaCache():  # type: ignore[no-untyped-call]
             model = VLM(self.config).to(dtype)
-            if self.lora is not None:
-                add_lora(model, self.lora, DTYPES[self.dtype])
-        if self.lora is None:
-            freeze(model.named_parameters(), self.optimizer)
-        else:
-            model.requires_grad_(False)
-            freeze(lora_parameters(model).items(), self.optimizer)
+            prepare_model(model, self.optimizer, self.lora, self.qat, self.dtype)
         return model
 
     def _dry_run(self, size: MicroBatchSize, extent: Recompute) -> Step:
-        key = repr((self.dtype, self.lora, self.optimizer.lrs, self._kept_gradients, size, extent))
+        key = repr((self.dtype, self.lora, self.qat, self.optimizer.lrs, self._kept_gradients, size, extent))
         if key not in self._steps:
             model = self._build(DTYPES[self.dtype])
             has_dropout = self.lora is not None and self.lora.dropout > 0.0

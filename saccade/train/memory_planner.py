@@ -82,6 +82,7 @@ def stage_planner(
         parallel=config.parallel,
         optimizer=stage.optimizer,
         lora=stage.lora,
+        qat=stage.qat,
         has_average=stage.ema_decay is not None,
     )
     return planner, MicroBatchSize(tokens=stage.data.max_seq_len, patches=stage.data.max_patches)

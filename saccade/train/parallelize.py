@@ -56,7 +56,14 @@ from torch.utils.checkpoint import checkpoint
 from saccade.device import DTYPES
 from saccade.errors import ConfigError
 from saccade.model.vlm import VLM
-from saccade.train.config import ParallelConfig, Recompute, StageConfig, Strategy
+from saccade.train.config import (
+    LoraConfig,
+    ParallelConfig,
+    QuantizationAwareConfig,
+    Recompute,
+    StageConfig,
+    Strategy,
+)
 from saccade.train.lora import add_lora, lora_layers, lora_parameters, quantized_sizes
 from saccade.train.loss import ModelWithLoss
 from saccade.train.objectives.build import build_objective
@@ -128,12 +135,19 @@ def build_model(folder: Path, stage: StageConfig, strategy: Strategy, dtype: str
     """The model of a stage on the meta device: LoRA adapters or rounding added, parameters with a learning rate of 0 frozen."""
     is_sharded = strategy in ("fsdp", "hsdp")
     model = meta_model(folder, torch.float32 if is_sharded else DTYPES[dtype])
-    if stage.lora is not None:
-        add_lora(model, stage.lora, DTYPES[dtype])
-    if stage.qat is not None:
-        add_fake_quantization(model, stage.qat, DTYPES[dtype])
-    _freeze(model, stage.optimizer)
+    prepare_model(model, stage.optimizer, stage.lora, stage.qat, dtype)
     return model
+
+
+def prepare_model(
+    model: VLM, optimizer: OptimizerConfig, lora: LoraConfig | None, qat: QuantizationAwareConfig | None, dtype: str
+) -> None:
+    """Add LoRA adapters or fake quantization to a model on the meta device, and freeze what is not trained."""
+    if lora is not None:
+        add_lora(model, lora, DTYPES[dtype])
+    if qat is not None:
+        add_fake_quantization(model, qat, DTYPES[dtype])
+    _freeze(model, optimizer)
 
 
 def _allocate(module: ModelWithLoss, device: torch.device | str) -> None:
