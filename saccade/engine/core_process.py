@@ -327,8 +327,6 @@ class CoreProcess:
 
 def serve(connection: Connection) -> None:
     """Load a core as the first frame specifies, then serve until the connection ends."""
-    import torch._dynamo  # noqa: F401  the profiler needs it: imported on demand, it would stall requests for a second
-
     from saccade.engine.core import EngineCore
     from saccade.engine.engine import grammars_of
     from saccade.engine.loading import load_runner
@@ -336,6 +334,8 @@ def serve(connection: Connection) -> None:
     from saccade.processor import Processor
 
     setup, _ = connection.receive()
+    if resolve_device(setup["device"]).type != "cpu":  # where a start takes long anyway
+        import torch._dynamo  # noqa: F401  the profiler needs it: imported on demand, it would stall requests for a second
     if setup["logs_json"]:
         set_up_logging(as_json=True)
     try:
