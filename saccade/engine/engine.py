@@ -618,6 +618,11 @@ class Engine:
 
     # -------------------------------------------------------------- restart, close
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the core has died or the engine is closed. True before the first open request is failed for it."""
+        return self._failure is not None
+
     def wait_until_stopped(self, timeout_s: float | None = None) -> bool:
         """Wait until the core has died or the engine is closed, and every request has ended; whether it has."""
         return self._has_stopped.wait(timeout_s)

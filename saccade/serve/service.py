@@ -234,7 +234,7 @@ class Service:
             generation.start(futures, samplings, options, streams=streams)
         except UserError as error:
             self._close(admitted, record, key, num_charged)
-            if engine.wait_until_stopped(0):
+            if engine.has_failed:
                 raise self.supervisor.refusal() from error
             raise bad_request(str(error)) from error
         self.generations.add(generation)

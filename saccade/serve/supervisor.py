@@ -60,15 +60,19 @@ class Supervisor:
 
     @property
     def state(self) -> State:
-        """What the server can do now."""
+        """What the server can do now. A client that was told of the core's death finds the server restarting, not ready."""
+        engine = self._engine
+        if self._state == "ready" and engine is not None and engine.has_failed:
+            return "restarting"
         return self._state
 
     @property
     def engine(self) -> Engine:
         """The engine, if requests can be served; else an error for the client."""
-        if self._state != "ready" or self._engine is None:
+        engine = self._engine
+        if self.state != "ready" or engine is None:
             raise self.refusal()
-        return self._engine
+        return engine
 
     @property
     def loaded_engine(self) -> Engine | None:
@@ -77,7 +81,7 @@ class Supervisor:
 
     def refusal(self) -> ApiError:
         """Why requests cannot be served now."""
-        message, code, retry_after_s = _REFUSALS.get(self._state, _REFUSALS["restarting"])
+        message, code, retry_after_s = _REFUSALS.get(self.state, _REFUSALS["restarting"])
         return ApiError(503, f"{message}; try again later", code=code, retry_after_s=retry_after_s)
 
     def start(self) -> None:
@@ -93,7 +97,7 @@ class Supervisor:
     def resume(self) -> None:
         """Accept requests again after `drain`, if the engine is ready."""
         with self._lock:
-            if self._state == "draining" and self._engine is not None and not self._engine.wait_until_stopped(0):
+            if self._state == "draining" and self._engine is not None and not self._engine.has_failed:
                 self._state = "ready"
 
     def stop(self) -> None:
