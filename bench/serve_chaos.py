@@ -13,7 +13,6 @@ open, no KV-cache page is in use, and processes, file descriptors, threads and s
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import re
@@ -39,12 +38,17 @@ OPTIONS = (
 )  # fmt: skip
 _ALLOWED_CODES = {"engine_stopped", "engine_restarting", "loading", "cancelled", "overloaded", "invalid_request"}
 """Codes with which a request may fail while parts are killed. `invalid_request`: an image on which two workers in a row were killed."""
-_RESTART_S = 30.0
+_RESTART_S = 120.0
 """Within this time killed processes are there again."""
 _SURPLUS = {"num_processes": 0, "num_fds": 8, "num_threads": 8, "num_memory_files": 256}
 """What a server may hold more at the end: the engine keeps the shared memory of up to 256 images."""
+_ANSWER_S = 180.0
+"""Within this time a request must have ended."""
+_WORKERS = "preprocessing_worker initialize"
+"""In the command line of media workers and of the process that forks them."""
 _RETRY_S = 1.0
 """Pause of a client that was refused."""
+_REFUSALS = ("engine_restarting", "loading", "overloaded")
 
 
 @dataclass
@@ -67,8 +71,8 @@ class Result:
 
     @property
     def num_ended(self) -> int:
-        """Requests that have ended."""
-        return self.endings.total()
+        """Requests that have ended, without those that were refused: their number depends on how long a restart takes."""
+        return self.endings.total() - sum(self.endings[code] for code in _REFUSALS)
 
 
 class Chaos:
@@ -86,7 +90,7 @@ class Chaos:
 
     async def run_clients(self, count: int, num_requests: int) -> None:
         """Send requests until so many have ended."""
-        async with open_session(timeout_s=60) as session:
+        async with open_session(timeout_s=_ANSWER_S) as session:
             await asyncio.gather(*(self._client(session, num_requests) for _ in range(count)))
 
     async def _client(self, session: aiohttp.ClientSession, num_requests: int) -> None:
@@ -95,7 +99,7 @@ class Chaos:
             ending = await self._request(session)
             if ending is not None:
                 self.result.endings[ending] += 1
-            if ending is None or ending in ("engine_restarting", "loading", "overloaded"):
+            if ending is None or ending in _REFUSALS:
                 await asyncio.sleep(_RETRY_S)
 
     def _body(self) -> dict[str, Any]:
@@ -123,7 +127,11 @@ class Chaos:
             async with asyncio.timeout(leaves_after_s):
                 ending = await self._ask(session, body, outcome)
         except TimeoutError:
-            return "left" if leaves_after_s is not None else self._violation("no answer within 60 s", outcome)
+            return (
+                "left"
+                if leaves_after_s is not None
+                else self._violation(f"no answer within {_ANSWER_S:.0f} s", outcome)
+            )
         except aiohttp.ClientConnectorError:
             return None
         except (aiohttp.ClientError, OSError) as error:
@@ -157,7 +165,9 @@ class Chaos:
 
     def kill_media_worker(self) -> None:
         """Kill an image or text worker, or now and then the process that forks them."""
-        [fork_server, *workers] = self._server.find("preprocessing_worker initialize")
+        if not (found := self._server.find(_WORKERS)):
+            return
+        fork_server, *workers = found
         kill(self._rng.choice(workers or [fork_server]) if self._rng.random() < 0.9 else fork_server)
         self.result.num_media_kills += 1
 
@@ -178,7 +188,7 @@ class Chaos:
         self._front_deaths.append((time.perf_counter(), float("inf")))
         self._is_up.clear()
         self._server.kill()
-        deadline = time.perf_counter() + 10
+        deadline = time.perf_counter() + _RESTART_S
         while left := [pid for pid in pids if is_alive(pid)]:
             if time.perf_counter() > deadline:
                 self.result.violations.append(f"{len(left)} processes outlive the front")
@@ -199,8 +209,9 @@ class Chaos:
             while self.result.num_ended < share * num_requests:
                 await asyncio.sleep(0.02)
             if name == "media":
-                with contextlib.suppress(ValueError, IndexError):  # none runs right now
-                    self.kill_media_worker()
+                while not self._server.find(_WORKERS) and self.result.num_ended < num_requests:
+                    await asyncio.sleep(0.02)  # none runs right now
+                self.kill_media_worker()
             else:
                 await (self.kill_core() if name == "core" else self.kill_front())
 
@@ -242,7 +253,7 @@ def gauges(text: str) -> dict[str, float]:
 async def wait_until_idle(url: str) -> dict[str, float]:
     """What is still open some time after the last request."""
     async with open_session() as session:
-        for _ in range(100):
+        for _ in range(600):
             async with session.get(f"{url}/metrics") as response:
                 found = gauges(await response.text())
             if not any(found.values()):

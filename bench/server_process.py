@@ -45,7 +45,7 @@ class ServerProcess:
     """`saccade serve` on a port. Killed, it can be started again on the same port, as a service manager does."""
 
     def __init__(
-        self, checkpoint: Path, *options: object, port: int = 0, log: Path | None = None, ready_s: float = 120.0
+        self, checkpoint: Path, *options: object, port: int = 0, log: Path | None = None, ready_s: float = 300.0
     ) -> None:
         self._checkpoint, self._options, self._port, self._ready_s = checkpoint, options, port, ready_s
         self.log_path = log or Path(tempfile.mkdtemp()) / "log"
@@ -98,7 +98,7 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(60)
+            return self.process.wait(180)
         except subprocess.TimeoutExpired:
             self.kill()
             return None

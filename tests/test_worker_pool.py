@@ -16,7 +16,7 @@ from saccade.errors import ConfigError, RequestError
 from saccade.fork_server import ForkServer, ForkServerError, send
 from saccade.worker_pool import Job, PoolClosedError, WorkerLostError, WorkerPool
 
-TIMEOUT_S = 30
+TIMEOUT_S = 300
 
 
 class NoMemory:
@@ -57,7 +57,8 @@ def shared_pool():
 @pytest.fixture
 def pool(shared_pool):
     """Its counters from zero."""
-    shared_pool.metadata.result(TIMEOUT_S)
+    shared_pool.submit(Echo({})).result(TIMEOUT_S)  # starts workers that an earlier test has lost
+    wait_for(lambda: len(shared_pool.pids) == 2)
     shared_pool.num_crashes = 0
     return shared_pool
 
@@ -108,15 +109,11 @@ def test_a_job_that_crashes_its_worker_fails_after_its_attempts_and_alone(pool):
 
 def test_queued_jobs_of_a_crashed_worker_are_retried_and_not_held_responsible():
     pool = opened(1, queue_depth=2)
-    first, second = pool.submit(Echo({"sleep": 60})), pool.submit(Echo({"echo": 7}, max_crashes=1))
-    wait_for(lambda: pool.pids)
-    time.sleep(0.05)
-    os.kill(pool.pids[0], signal.SIGKILL)
-    wait_for(lambda: pool.num_crashes == 1 and pool.pids)
-    assert not first.done()
-    os.kill(pool.pids[0], signal.SIGKILL)
-    wait_for(lambda: pool.num_crashes == 2 and pool.pids)
-    os.kill(pool.pids[0], signal.SIGKILL)
+    first, second = pool.submit(Echo({"sleep": 600})), pool.submit(Echo({"echo": 7}, max_crashes=1))
+    for num_crashes in range(3):
+        wait_for(lambda n=num_crashes: pool.num_crashes == n and pool._workers and len(pool._workers[0].jobs) == 2)
+        assert not first.done()
+        os.kill(pool.pids[0], signal.SIGKILL)
     with pytest.raises(RequestError, match="lost 3"):
         first.result(TIMEOUT_S)
     assert second.result(TIMEOUT_S)[1] == 7
@@ -125,10 +122,8 @@ def test_queued_jobs_of_a_crashed_worker_are_retried_and_not_held_responsible():
 
 def test_a_stuck_worker_is_replaced_after_the_timeout(pool):
     before = set(pool.pids)
-    began = time.monotonic()
     with pytest.raises(RequestError, match=r"lost 1: no result within 0\.2 s"):
-        run(pool, {"sleep": 60}, timeout_s=0.2)
-    assert time.monotonic() - began < 5
+        run(pool, {"sleep": 600}, timeout_s=0.2)
     [lost] = before - set(pool.pids)
     wait_for(lambda: not is_alive(lost))
     assert run(pool, {"echo": 1})[1] == 1
@@ -147,7 +142,7 @@ def test_a_stopped_worker_is_replaced_after_the_timeout():
 def test_the_time_in_the_queue_does_not_count():
     pool = opened(1, queue_depth=3)
     pool.metadata.result(TIMEOUT_S)
-    futures = [pool.submit(Echo({"sleep": 0.2}, timeout_s=0.5)) for _ in range(4)]
+    futures = [pool.submit(Echo({"sleep": 0.6}, timeout_s=1.5)) for _ in range(3)]
     assert len({future.result(TIMEOUT_S)[0] for future in futures}) == 1
     pool.close()
 
@@ -171,11 +166,11 @@ def test_a_worker_that_sends_an_invalid_message_is_replaced(pool, name):
 
 
 def test_a_worker_that_sends_half_a_message_holds_up_no_other(pool):
-    half = pool.submit(Echo({"bytes": [1]}, timeout_s=1.0))
+    half = pool.submit(Echo({"bytes": [1]}, timeout_s=3.0))
     for number in range(20):
         assert run(pool, {"echo": number})[1] == number
     assert not half.done()
-    with pytest.raises(RequestError, match="no result within 1 s"):
+    with pytest.raises(RequestError, match="no result within 3 s"):
         half.result(TIMEOUT_S)
 
 
@@ -233,7 +228,7 @@ def test_two_pools_share_a_fork_server():
 
 def test_closing_fails_unfinished_and_later_jobs():
     pool = opened(1)
-    futures = [pool.submit(Echo({"sleep": 60})) for _ in range(3)]
+    futures = [pool.submit(Echo({"sleep": 600})) for _ in range(3)]
     wait_for(lambda: pool.pids)
     pool.close()
     pool.close()

@@ -110,7 +110,7 @@ class Site:
         if name.startswith("img"):
             return web.Response(body=image)
         if name.startswith("work"):
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.1)
             return web.Response(body=image)
         if name == "flapping":
             return web.Response(body=image)

@@ -71,7 +71,7 @@ class _Handler(SimpleHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
         elif kind == "hang":
-            threading.Event().wait(3)
+            threading.Event().wait(30)
             self.close_connection = True
         return kind != "no ranges"
 

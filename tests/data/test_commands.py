@@ -56,14 +56,14 @@ def test_prepare_downloads_with_the_options_given(tmp_path):
             "text": ["one cat", "two dogs", "three"],
         }
         pq.write_table(pa.table(table), tmp_path / "links.parquet")
-        options = ["--allow-host", f"127.0.0.1:{site.port}", "--user-agent", "me/1 (me@example.org)", "--timeout", 1]
+        options = ["--allow-host", f"127.0.0.1:{site.port}", "--user-agent", "me/1 (me@example.org)", "--timeout", 3]
         options += ["--retries", 0, "--max-redirects", 1, "--max-per-host", 2, "--port", 80, "--no-curate", "--json"]
         made = json.loads(saccade("prepare", tmp_path / "links.parquet", "-o", tmp_path / "shards", *options))
         assert (made["samples"], made["skipped"]) == (2, {"timeout": 1})
         assert {headers["User-Agent"] for headers in site.headers} == {"me/1 (me@example.org)"}
         assert site.seen == {"img1": 1, "moved": 1, "img": 1, "slow": 1}
         settings = json.loads((tmp_path / "shards" / "prepare.json").read_text())["settings"]["download"]
-        assert (settings["timeout_s"], settings["max_redirects"], settings["ports"]) == (1.0, 1, [80])
+        assert (settings["timeout_s"], settings["max_redirects"], settings["ports"]) == (3.0, 1, [80])
     finally:
         site.close()
 

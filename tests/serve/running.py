@@ -14,7 +14,8 @@ from functools import cached_property
 import httpx
 from model.hugging_face import picture
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
+"""Long, because tests share a machine: only a failing test waits so long."""
 ENGINE = ("engine.num_workers=1", "engine.num_pages=200")
 
 

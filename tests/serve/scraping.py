@@ -56,6 +56,23 @@ def wait_for_growth(server, before, key, amount):
     assert grown == amount
 
 
+def wait_until_idle(server):
+    """Until requests of earlier tests, also those that were left in the middle, have ended and are counted; the metrics then."""
+    deadline, before = time.monotonic() + TIMEOUT_S, None
+    while True:
+        metrics = scrape(server)
+        still_open = [metrics["vllm:num_requests_running"], metrics["vllm:num_requests_waiting"]]
+        still_open += [value for _, value in metrics.samples_of("saccade:requests_by_stage")]
+        still_open += [value for _, value in metrics.samples_of("saccade:admission_usage")]
+        counted = {name: metrics[name] for name in ("vllm:request_success_total", "http_requests_total")}
+        counted["http_requests_total"] -= metrics["http_requests_total", "handler=/metrics"]
+        if not any(still_open) and counted == before:
+            return metrics
+        assert time.monotonic() < deadline, f"requests are still open: {still_open}"
+        before = counted
+        time.sleep(0.05)
+
+
 def scrape(server):
     response = server.http.get("/metrics")
     assert response.status_code == 200

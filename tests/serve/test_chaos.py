@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 from model.hugging_face import picture
-from serve.running import chat_body, data_url
+from serve.running import TIMEOUT_S, chat_body, data_url
 
 from bench.http_load import run_loop
 from bench.serve_chaos import OPTIONS, check_log, measure
@@ -48,7 +48,7 @@ def server(checkpoint, site, tmp_path_factory):
 
 def ask(server, url):
     body = chat_body([{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what is it"}])
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_S)
 
 
 def test_an_image_of_an_allowed_host_is_fetched_and_others_are_not(server, site):
@@ -78,7 +78,7 @@ def test_a_killed_front_takes_all_its_processes_with_it(server):
     pids = server.pids
     assert len(pids) >= 6
     server.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + TIMEOUT_S
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, "a process outlives the front"
         time.sleep(0.02)

@@ -26,6 +26,8 @@ SETTINGS = [
     "engine.max_requests=2",
 ]
 LONG = {"max_tokens": 300, "ignore_eos": True}
+ENDLESS = {"max_tokens": 700, "ignore_eos": True}
+"""For requests that are ended before they are complete, however slow the test is."""
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +60,12 @@ def statistics(admin):
     return admin.get("/admin/status").json()["statistics"]
 
 
+def num_open(admin):
+    return admin.get("/admin/status").json()["admission"]["num_open"]
+
+
 def wait_until(condition, what):
-    deadline = time.monotonic() + 3 * TIMEOUT_S  # tests share two cores
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
@@ -148,7 +154,12 @@ def test_a_deleted_key_is_refused_and_a_new_one_works_without_a_restart(guarded,
     keys["path"].write_text(json.dumps({"keys": [entry for entry in entries if entry["name"] != "carol"]}))
     wait_until(lambda: as_key(guarded, carol, max_tokens=1).status_code == 401, "the deleted key still works")
     keys["path"].write_text("{")
-    time.sleep(1.1)
+
+    def is_read():
+        assert as_key(guarded, keys["alice"], max_tokens=1).status_code == 200
+        return "the keys stay as they were" in guarded.log
+
+    wait_until(is_read, "the broken file is not read")
     assert as_key(guarded, keys["alice"], max_tokens=1).status_code == 200
     keys["path"].write_text(json.dumps({"keys": entries}))
 
@@ -263,11 +274,9 @@ def head(guarded, length):
 
 
 def test_slow_and_large_senders_are_cut_off(guarded):
-    started = time.monotonic()
     assert b"408 Request Timeout" in raw(guarded, b"GET / HTTP/1.1\r\nHost: 127")
     assert b"body_timeout" in raw(guarded, head(guarded, 50) + b'{"model"')
     assert raw(guarded, b"") == b"" or b"408" in raw(guarded, b"")
-    assert time.monotonic() - started < 10
     assert b"431 Request Header" in raw(guarded, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * 20_000)
     body = json.dumps(chat_body(stream=True, **LONG)).encode()
     assert b"431 Request Header" in raw(
@@ -300,9 +309,10 @@ def test_a_reader_that_does_not_read_is_cancelled(guarded, admin):
 
 
 def test_a_client_that_leaves_frees_its_pages_at_once(guarded, admin):
+    wait_until(lambda: statistics(admin)["num_running"] == 0, "an earlier request runs on")
     before = statistics(admin)
     for number, fields in enumerate(({"stream": True}, {"stream": False})):
-        body = json.dumps(chat_body(**LONG, **fields)).encode()
+        body = json.dumps(chat_body(**ENDLESS, **fields)).encode()
         host, port = guarded.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head(guarded, len(body)) + body)
@@ -312,23 +322,21 @@ def test_a_client_that_leaves_frees_its_pages_at_once(guarded, admin):
         assert after["finished"]["cancelled"] == before["finished"].get("cancelled", 0) + number + 1
         assert after["num_free_pages"] == before["num_free_pages"]
     # the core has freed the pages; its report is still on the way to the front
-    wait_until(lambda: admin.get("/admin/status").json()["admission"]["num_open"] == 0, "it stays admitted")
+    wait_until(lambda: num_open(admin) == 0, "it stays admitted")
 
 
 def test_a_full_server_says_429_at_once_and_when_to_come_back(guarded, admin):
     answers = []
+    wait_until(lambda: num_open(admin) == 0, "an earlier request is open")
     threads = [threading.Thread(target=lambda: answers.append(guarded.chat(**LONG))) for _ in range(4)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: admin.get("/admin/status").json()["admission"]["num_open"] == 4, "they are not admitted")
-    times = []
-    for _ in range(5):
-        started = time.monotonic()
+    wait_until(lambda: num_open(admin) == 4, "they are not admitted")
+    for _ in range(3):
         refused = guarded.chat()
-        times.append(time.monotonic() - started)
         assert code_of(refused) == (429, "overloaded")
         assert int(refused.headers["retry-after"]) >= 1
-    assert min(times) < 0.1
+    assert not answers, "a refusal comes before any of those that run is done"
     for thread in threads:
         thread.join()
     assert [answer.status_code for answer in answers] == [200] * 4
@@ -358,8 +366,8 @@ def test_one_log_line_per_request_has_its_numbers_and_never_its_content(guarded)
 def test_when_the_core_is_killed_open_requests_end_with_one_typed_error_and_the_server_is_ready_again(guarded, admin):
     pid = admin.get("/admin/status").json()["core_pid"]
     whole = []
-    thread = threading.Thread(target=lambda: whole.append(guarded.chat(**LONG)))
-    with guarded.http.stream("POST", "/v1/chat/completions", json=chat_body(stream=True, **LONG)) as response:
+    thread = threading.Thread(target=lambda: whole.append(guarded.chat(**ENDLESS)))
+    with guarded.http.stream("POST", "/v1/chat/completions", json=chat_body(stream=True, **ENDLESS)) as response:
         lines = response.iter_lines()
         assert "chat.completion.chunk" in next(lines)
         thread.start()
@@ -375,11 +383,12 @@ def test_when_the_core_is_killed_open_requests_end_with_one_typed_error_and_the_
     guarded.wait_until_ready()
     assert guarded.chat().status_code == 200
     status = admin.get("/admin/status").json()
-    assert (status["num_restarts"], status["core_pid"] != pid, status["admission"]["num_open"]) == (1, True, 0)
+    assert (status["num_restarts"], status["core_pid"] != pid) == (1, True)
+    wait_until(lambda: num_open(admin) == 0, "a request stays admitted")
 
 
 def test_a_terminated_server_finishes_what_runs_and_refuses_the_rest(guarded, admin):
-    with guarded.http.stream("POST", "/v1/chat/completions", json=chat_body(stream=True, **LONG)) as response:
+    with guarded.http.stream("POST", "/v1/chat/completions", json=chat_body(stream=True, **ENDLESS)) as response:
         lines = response.iter_lines()
         next(lines)
         guarded.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Hostile inputs are answered 4xx at once, odd ones are served, and the server serves on (all of them: `bench.serve_hostile`)."""
+"""Hostile inputs are answered 4xx, odd ones are served, and the server serves on (all of them, in time: `bench.serve_hostile`)."""
 
 import asyncio
 import json
@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from serve.hostile import all_cases
 from serve.hostile_client import send
+from serve.running import TIMEOUT_S
 
 CONCURRENCY = 4
 FAST = [case for case in all_cases() if not case.is_slow]
@@ -18,7 +19,7 @@ async def send_all(cases, host, port):
 
     async def client():
         for case in waiting:
-            answers[case] = await send(case, host, port)
+            answers[case] = await send(case, host, port, limit_s=TIMEOUT_S)
 
     await asyncio.gather(*(client() for _ in range(CONCURRENCY)))
     return answers

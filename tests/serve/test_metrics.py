@@ -1,7 +1,7 @@
 """`/metrics`: the names that dashboards know, and counters that add up."""
 
 from serve.running import image_part
-from serve.scraping import scrape, wait_for_growth
+from serve.scraping import scrape, wait_for_growth, wait_until_idle
 
 from saccade.engine.core import Statistics
 from saccade.serve.metrics import _Totals
@@ -29,12 +29,12 @@ def test_the_page_has_the_names_and_types_that_dashboards_for_vllm_expect(server
 
 def test_counters_grow_by_what_the_responses_say(server):
     image = [image_part(seed=77), {"type": "text", "text": "what is it"}]
-    before = scrape(server)
+    before = wait_until_idle(server)
     plain = server.chat("a text of its own", ignore_eos=True).json()["usage"]
     chunks = server.chunks(image, ignore_eos=True, stream_options={"include_usage": True})
     again = server.chat(image, ignore_eos=True).json()["usage"]
     wait_for_growth(server, before, "vllm:e2e_request_latency_seconds_count", 3)
-    grown = scrape(server) - before
+    grown = wait_until_idle(server) - before
     usages = [plain, chunks[-1]["usage"], again]
     assert grown["vllm:request_success_total", "finished_reason=length"] == 3
     assert grown["vllm:prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in usages)
@@ -46,7 +46,7 @@ def test_counters_grow_by_what_the_responses_say(server):
     assert grown["saccade:images_encoded_total"] == grown["saccade:encoder_cache_queries_total"] == 1
     for stage in ("decode", "preprocess", "encode"):
         assert grown[f"saccade:image_{stage}_seconds_count"] == 1
-        assert 0 < grown[f"saccade:image_{stage}_seconds_sum"] < 10
+        assert 0 < grown[f"saccade:image_{stage}_seconds_sum"] < grown["vllm:e2e_request_latency_seconds_sum"]
     for name in (
         "time_to_first_token_seconds",
         "e2e_request_latency_seconds",
@@ -60,10 +60,10 @@ def test_counters_grow_by_what_the_responses_say(server):
 
 
 def test_an_idle_server_has_no_request_and_no_page_in_use(server):
-    before = scrape(server)
+    before = wait_until_idle(server)
     server.chat()
     wait_for_growth(server, before, "vllm:request_success_total", 1)
-    metrics = scrape(server)
+    metrics = wait_until_idle(server)
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         assert metrics[name] == 0
     assert sum(value for _, value in metrics.samples_of("saccade:requests_by_stage")) == 0
@@ -77,13 +77,13 @@ def test_an_idle_server_has_no_request_and_no_page_in_use(server):
 
 
 def test_refused_requests_are_counted_by_code_and_paths_of_clients_do_not_become_labels(server):
-    before = scrape(server)
+    before = wait_until_idle(server)
     server.chat(foo=1)
     server.http.get("/made-up-1")
     server.http.get("/made-up-2")
     server.http.request("PROPFIND", "/v1/models")
     wait_for_growth(server, before, ("http_requests_total", "method=other"), 1)
-    after = scrape(server)
+    after = wait_until_idle(server)
     grown = after - before
     assert grown["saccade:request_errors_total", "code=unknown_parameter"] == 1
     assert grown["http_requests_total", "handler=none", "status=404"] == 2

@@ -45,7 +45,7 @@ class Site:
         if kind == "compressed":
             return web.Response(body=b"x", headers={"Content-Encoding": "gzip"})
         if kind == "slow":
-            await asyncio.sleep(5)
+            await asyncio.sleep(60)
         if kind == "endless":
             response = web.StreamResponse()
             await response.prepare(request)
@@ -55,7 +55,7 @@ class Site:
         return web.Response(body=b"x" * int(request.query.get("bytes", 3)))
 
 
-async def with_site(ask, hosts=()):
+async def with_site(ask, hosts=(), timeout_s=60.0):
     site, app = Site(), web.Application()
     app.router.add_get("/{kind}", site.serve)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -63,7 +63,7 @@ async def with_site(ask, hosts=()):
     listening = web.TCPSite(runner, "127.0.0.1", 0)
     await listening.start()
     port = runner.addresses[0][1]
-    media = RemoteMedia([*hosts, f"loopback.example:{port}"], limits=LIMITS, timeout_s=0.3, resolve=resolve)
+    media = RemoteMedia([*hosts, f"loopback.example:{port}"], limits=LIMITS, timeout_s=timeout_s, resolve=resolve)
     try:
         return await ask(media, f"http://loopback.example:{port}"), site.num_requests
     finally:
@@ -77,13 +77,13 @@ def conversation(*urls, kind="image_url"):
     ]
 
 
-def fetched(path, *, hosts=()):
+def fetched(path, *, hosts=(), timeout_s=60.0):
     async def ask(media, root):
         messages = conversation(path if "://" in path else f"{root}{path}")
         await media.fetch_all(messages)
         return messages[0]["content"][1]["image_url"]
 
-    return asyncio.run(with_site(ask, hosts))
+    return asyncio.run(with_site(ask, hosts, timeout_s))
 
 
 def test_an_allowed_host_is_fetched():
@@ -118,7 +118,7 @@ FAILING = {
 @pytest.mark.parametrize("path", FAILING)
 def test_what_a_host_may_not_send_fails_with_the_reason(path):
     with pytest.raises(ApiError, match=f"image 1: its URL cannot be fetched: {FAILING[path]}") as failed:
-        fetched(path)
+        fetched(path, timeout_s=0.3 if path == "/slow" else 60.0)
     assert (failed.value.status_code, failed.value.code) == (400, "remote_media_failed")
 
 

@@ -51,7 +51,7 @@ def test_a_request_is_a_span_with_its_stages_inside():
     spans = spans_of(record_of())
     request = spans.pop("chat tiny")
     assert seconds(request) == pytest.approx(1, abs=1e-3)
-    assert abs(request.end_time / 1e9 - time.time()) < 10
+    assert abs(request.end_time / 1e9 - time.time()) < 60
     assert {name: pytest.approx(seconds(span), abs=1e-3) for name, span in spans.items()} == {
         "preprocess": 0.1,
         "prefill": 0.3,

@@ -43,10 +43,10 @@ def die_while_saving(model, step):
     """The save of step 10 is running, and its files never reach the disk."""
     if step == 9:
         os.fsync = lambda descriptor: time.sleep(
-            60 * ("step-00000010" in str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+            600 * ("step-00000010" in str(Path(f"/proc/self/fd/{descriptor}").readlink()))
         )
     if step == 10:
-        time.sleep(0.3)
+        wait_for_file("state/.step-00000010.partial")
         os.kill(os.getpid(), signal.SIGKILL)
     return {}
 
@@ -72,7 +72,7 @@ def terminate_rank_1_in_forward(model, step):
 
 def validate_for_long(model, step):
     if step == 2:
-        time.sleep(4)
+        time.sleep(6)
     return {}
 
 
@@ -87,10 +87,14 @@ def fill_the_disk(model, step):
 
 
 def wait_for_state_5():
+    wait_for_file("state/step-00000005/complete.json")
+
+
+def wait_for_file(name):
     run = load_config(TrainConfig, Path(CURRENT["recipe"]), CURRENT.get("set", [])).run
-    deadline = time.monotonic() + 30
-    while not (Path(run) / "state/step-00000005/complete.json").exists():
-        assert time.monotonic() < deadline, "the state of step 5 was never saved"
+    deadline = time.monotonic() + 120
+    while not (Path(run) / name).exists():
+        assert time.monotonic() < deadline, f"{name} was never written"
         time.sleep(0.01)
 
 
@@ -102,7 +106,7 @@ def hang(model, step):
 
 
 def hang_in_forward():
-    time.sleep(60)
+    time.sleep(600)
 
 
 def record_collectives(world, job):

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import socket
 import time
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -96,12 +95,6 @@ def skipped(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "skipped_steps.jsonl").read_text().splitlines()]
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     path = os.pathsep.join([str(RANKS.parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -129,6 +122,8 @@ def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: i
             "LOCAL_RANK": rank,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is the test's, as with torchrun: no rank has to bind a port
+            "TORCHELASTIC_RESTART_COUNT": 0,
         }
     arguments = (str(file), {name: str(value) for name, value in rank_variables.items()})
     process = fork_server().Process(target=ranks.run_forked, args=arguments)
@@ -136,10 +131,11 @@ def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: i
     return process
 
 
-def run_together(jobs: list[dict], folder: Path, *, num_ranks: int, timeout_s: float = 240.0) -> None:
+def run_together(jobs: list[dict], folder: Path, *, num_ranks: int, timeout_s: float = 600.0) -> None:
     """Run the jobs on several ranks; a failing process fails the test with its output."""
-    port, files = free_port(), [folder / f"jobs-{rank}.json" for rank in range(num_ranks)]
-    processes = [start(jobs, file, rank=rank, size=num_ranks, port=port) for rank, file in enumerate(files)]
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    files = [folder / f"jobs-{rank}.json" for rank in range(num_ranks)]
+    processes = [start(jobs, file, rank=rank, size=num_ranks, port=store.port) for rank, file in enumerate(files)]
     end = time.monotonic() + timeout_s
     while any(process.exitcode is None for process in processes) and not any(process.exitcode for process in processes):
         if time.monotonic() > end:

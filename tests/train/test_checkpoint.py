@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-import time
+import threading
 
 import pytest
 import torch
@@ -194,16 +194,23 @@ def test_a_failed_save_is_reported_and_loses_nothing(tmp_path, world, monkeypatc
 
 @pytest.fixture
 def slow_full_disk(monkeypatch):
-    """Saves take longer than the steps between them, and fail as long as the list is empty."""
-    has_room, real_save = [], checkpoints.save
+    """Saves take longer than the steps between them, and fail as long as the list is empty: once the trainer waits for them."""
+    has_room, real_save, real_finish, is_awaited = [], checkpoints.save, Saver.finish, threading.Event()
 
     def slow(*args, **settings):
         if not has_room:
-            time.sleep(1.0)
+            assert is_awaited.wait(120)
+            is_awaited.clear()
             raise OSError(28, "No space left on device")
         return real_save(*args, **settings)
 
+    def finish(self):
+        if self._running is not None:
+            is_awaited.set()
+        real_finish(self)
+
     monkeypatch.setattr(checkpoints, "save", slow)
+    monkeypatch.setattr(Saver, "finish", finish)
     return has_room
 
 
