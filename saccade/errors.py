@@ -5,6 +5,7 @@
         ├── ConfigError      a recipe, option or `--set` that is not supported
         ├── DataError        a shard, sample or input file
         │   └── StorageError the disk or server that holds it: retry or resume later, the content may be good
+        ├── QualityError     a compressed model that loses more than the stated bound
         ├── CheckpointError  a checkpoint folder: missing, incomplete, of an unknown type
         └── RequestError     a conversation that cannot be converted to model inputs
             └── ImageError   one of its images or video frames
@@ -28,6 +29,10 @@ class DataError(UserError):
 
 class StorageError(DataError):
     """A disk or server that cannot be read at present; says nothing about the content."""
+
+
+class QualityError(UserError):
+    """A compressed model that loses more than the bound that was stated."""
 
 
 class CheckpointError(UserError):

@@ -3,19 +3,22 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from saccade.cli.hub import checkpoint_folder
 from saccade.cli.options import DeviceOption, JsonOption
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, QualityError
 
 if TYPE_CHECKING:
     from saccade.compress.calibration import CalibrationConfig
-    from saccade.compress.run import CompressReport
+    from saccade.compress.scheme import Scheme
+    from saccade.compress.verify import Fidelity
+    from saccade.evaluate.run import EvaluationConfig
 
 
 class CalibrationKind(StrEnum):
@@ -32,9 +35,11 @@ def compress(
         Path, typer.Option("--out", "-o", help="Compressed checkpoint folder to make; a killed run resumes.")
     ],
     scheme: Annotated[
-        str,
-        typer.Option(help="int8, int8-rtn, int8-gptq, fp8, w4a16-gptq, w4a16-awq, w4a16-rtn, or a TOML file."),
-    ],
+        str | None,
+        typer.Option(
+            help="int8, int8-rtn, int8-gptq, fp8, w4a16-gptq, w4a16-awq, w4a16-rtn, or a TOML file. Not given: a mixed one is picked by --target-size or --max-loss."
+        ),
+    ] = None,
     calibration: Annotated[
         list[str] | None, typer.Option(help="Shard folder with calibration samples; may be repeated.")
     ] = None,
@@ -50,26 +55,84 @@ def compress(
     group_size: Annotated[
         int | None, typer.Option(help="Inputs per scale of int4 weights.", show_default="128, or the scheme's")
     ] = None,
+    target_size: Annotated[
+        float | None, typer.Option(help="Pick a mixed scheme: share of the original's bytes, such as 0.35.")
+    ] = None,
+    max_loss: Annotated[
+        str | None,
+        typer.Option(
+            help="Perplexity may rise by this much, such as 1%; more is an error. Without --scheme, picks the smallest mixed scheme within it."
+        ),
+    ] = None,
+    verify: Annotated[
+        list[str] | None,
+        typer.Option(help="Shard folder to compare with the original on; other samples of --calibration if not given."),
+    ] = None,
+    verify_samples: Annotated[int, typer.Option(min=0, help="Samples to compare on; 0: do not compare.")] = 64,
+    tasks: Annotated[
+        str | None, typer.Option(help="Also evaluate both models on tasks, such as captioning,vqa; with --data.")
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Evaluation data, as of saccade evaluate; may be repeated.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples per task.")] = None,
+    efficiency: Annotated[
+        bool, typer.Option("--efficiency", help="Also measure TTFT, TPOT and throughput of both models here.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of samples.")] = 0,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Quantize a checkpoint, vision tower included, as compressed-tensors that other engines load. Resumes automatically."""
+    """Quantize a checkpoint, vision tower included, as compressed-tensors that other engines load; compare it with the original. Resumes."""
     from saccade.compress import compress as run
-    from saccade.compress.scheme import load_scheme
+    from saccade.compress.report import FOLDER, fidelity_rows, summary, text_table, write_report
 
-    chosen = load_scheme(scheme)
-    chosen = chosen if group_size is None else chosen.with_group_size(group_size)
+    folder, bound = checkpoint_folder(checkpoint), _share(max_loss)
     samples = _calibration(calibration, num_samples, calibrate_with.value, image_weight, seed)
-    with _progress() as advance:
-        report = run(
-            checkpoint_folder(checkpoint), out, scheme=chosen, calibration=samples, device=device, on_block=advance
-        )
+    held_out = _held_out(samples, verify, verify_samples, seed)
+    if bound is not None and held_out is None:
+        raise ConfigError("--max-loss compares with the original on samples: --verify SHARDS or --calibration SHARDS")
+    evaluations = _evaluations(tasks, data, limit, seed, out / FOLDER)
+    chosen, sensitivity = _scheme(folder, scheme, group_size, target_size, bound, samples, device)
+    with _progress("blocks") as advance:
+        report = run(folder, out, scheme=chosen, calibration=samples, device=device, on_block=advance)
+    fidelity, memory = None, None
+    if held_out is not None:
+        from saccade.compress.verify import verify as compare
+
+        config, skip = held_out
+        fidelity, memory = compare(folder, out, config, device=device, skip=skip)
+    rows = fidelity_rows(report, fidelity, memory)
+    folders = (folder, out)
+    if evaluations:
+        scored = [_scores(*one, device) for one in zip(folders, evaluations, strict=True)]
+        rows = [replace(row, scores=scores) for row, scores in zip(rows, scored, strict=True)]
+    if efficiency:
+        rows = [replace(row, speed=_speed(one, device, seed)) for one, row in zip(folders, rows, strict=True)]
+    verdict = _verdict(out, fidelity, bound)
+    page = write_report(out, report, chosen, rows, sensitivity=sensitivity, verdict=verdict)
     if as_json:
-        typer.echo(json.dumps({"checkpoint": str(out)} | report.to_json()))
-        return
-    for line in _lines(out, report):
-        typer.echo(line)
+        found: dict[str, Any] = {"checkpoint": str(out), "models": [asdict(row) for row in rows], "verdict": verdict}
+        found["fidelity"] = None if fidelity is None else fidelity.to_json()
+        typer.echo(json.dumps(report.to_json() | found))
+    else:
+        for line in (*summary(report), *text_table(rows), f"report: {page}"):
+            typer.echo(line)
+    if verdict is not None:
+        raise QualityError(verdict)
+
+
+def _share(text: str | None) -> float | None:
+    """A share such as 1% or 0.01."""
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError as error:
+        raise ConfigError(f"--max-loss {text}: give a share, such as 1% or 0.01") from error
+    if not 0 <= value < 10:
+        raise ConfigError(f"--max-loss {text}: give a share, such as 1% or 0.01")
+    return value
 
 
 def _calibration(
@@ -90,27 +153,119 @@ def _calibration(
     return CalibrationConfig(shards=tuple(shards), num_samples=num_samples, kind=kind, image_weight=weight, seed=seed)
 
 
-def _lines(out: Path, report: "CompressReport") -> list[str]:
-    """What a person wants to know."""
-    before, after = (f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB" for size in (report.bytes_before, report.bytes_after))  # fmt: skip
-    lines = [f"{out}: {report.scheme}, {before} to {after} ({report.ratio:.0%}), {len(report.layers)} projections"]
-    lines += [f"  kept: {', '.join(report.kept)}"] if report.kept else []
-    notes: dict[str, int] = {}
-    for layer in report.layers:
-        if layer.note:
-            notes[layer.note] = notes.get(layer.note, 0) + 1
-    lines += [f"  {count} projections with {note}" for note, count in notes.items()]
-    measured = [layer for layer in report.layers if layer.error is not None and layer.rtn_error]
-    if measured:
-        worst = max(measured, key=lambda layer: layer.error or 0.0)
-        mean = sum((layer.error or 0.0) / (layer.rtn_error or 1.0) for layer in measured) / len(measured)
-        lines.append(f"  largest error of a projection's output: {worst.error:.2%} ({worst.name}); {mean:.2f} times that of rounding to nearest, on average")  # fmt: skip
-    return lines
+def _held_out(
+    samples: "CalibrationConfig | None", verify: list[str] | None, num_samples: int, seed: int
+) -> "tuple[CalibrationConfig, int] | None":
+    """Samples to compare on, and how many to skip because they are the calibration's. None: there are none."""
+    from saccade.compress.calibration import CalibrationConfig
+
+    if num_samples == 0 or (samples is None and not verify):
+        return None
+    if verify:
+        return CalibrationConfig(shards=tuple(verify), num_samples=num_samples, seed=seed), 0
+    assert samples is not None, "checked above"
+    config = CalibrationConfig(shards=samples.shards, num_samples=num_samples, seed=seed)
+    return config, samples.num_samples
+
+
+def _scheme(
+    folder: Path,
+    name: str | None,
+    group_size: int | None,
+    target_size: float | None,
+    max_loss: float | None,
+    samples: "CalibrationConfig | None",
+    device: str,
+) -> tuple["Scheme", Any]:
+    """The named scheme, or the one that sensitivity picks."""
+    if name is not None:
+        from saccade.compress.scheme import load_scheme
+
+        if target_size is not None:
+            raise ConfigError("--target-size picks a scheme; leave out --scheme, or --target-size")
+        chosen = load_scheme(name)
+        return (chosen if group_size is None else chosen.with_group_size(group_size)), None
+    if target_size is None and max_loss is None:
+        raise ConfigError("give --scheme NAME, or --target-size 0.35 or --max-loss 1% to have a mixed one picked")
+    if samples is None:
+        raise ConfigError("picking a scheme measures sensitivity on samples: --calibration SHARDS")
+    from saccade.compress.sensitivity import choose_scheme
+
+    with _progress("groups") as advance:
+        return choose_scheme(
+            folder, samples, target_size=target_size, max_loss=None if target_size is not None else max_loss, device=device, on_group=advance
+        )  # fmt: skip
+
+
+def _verdict(out: Path, fidelity: "Fidelity | None", bound: float | None) -> str | None:
+    """What is wrong with the result; None: nothing, or no bound was stated."""
+    if bound is None or fidelity is None or fidelity.perplexity_increase <= bound:
+        return None
+    return (
+        f"{out}: perplexity rises by {100 * fidelity.perplexity_increase:.3g} % ({fidelity.original_perplexity:.4g} to {fidelity.perplexity:.4g}), "
+        f"over --max-loss {100 * bound:.3g} %. Use a scheme with more bits, or leave out --scheme to have one picked"
+    )
+
+
+def _evaluations(
+    tasks: str | None, data: list[str] | None, limit: int | None, seed: int, out: Path
+) -> "list[EvaluationConfig]":
+    """How both models are evaluated; nothing without tasks."""
+    from saccade.cli.evaluate import evaluation_config
+
+    if tasks is None and data is None:
+        return []
+    if not tasks or not data:
+        raise ConfigError("--tasks NAME,NAME and --data PATH go together, as of saccade evaluate")
+    return [
+        evaluation_config(
+            tasks, data, out / name, limit=limit, images=None, prompts=None, max_tokens=None, seed=seed, name=name
+        )
+        for name in ("original", "compressed")
+    ]
+
+
+def _scores(folder: Path, config: "EvaluationConfig", device: str) -> dict[str, dict[str, float]]:
+    """Scores of a checkpoint by `saccade evaluate`, with their intervals."""
+    from saccade.cli.evaluate import run_evaluation
+
+    scores = run_evaluation(folder, config, device).scores["tasks"]
+    return {
+        f"{task} {metric}": {key: score[key] for key in ("value", "low", "high")}
+        for task, found in scores.items()
+        for metric, score in found["metrics"].items()
+        if metric in _SHOWN
+    }
+
+
+_SHOWN = (
+    "bleu_4",
+    "cider",
+    "rouge_l",
+    "vqa_accuracy",
+    "exact_match",
+    "accuracy",
+    "perplexity",
+    "anls",
+    "relaxed_accuracy",
+    "f1",
+)
+
+
+def _speed(folder: Path, device: str, seed: int) -> dict[str, float]:
+    """Latency and throughput of a checkpoint under the load of `saccade evaluate --efficiency`."""
+    from saccade.cli.engine_model import EngineModel
+    from saccade.evaluate.efficiency import Load, measure_efficiency
+
+    with EngineModel(folder, device=device) as model:
+        found = measure_efficiency(model, Load(seed=seed))
+    medians = {name: found[name]["p50"] for name in ("ttft_ms", "tpot_ms") if found[name]}
+    return medians | {"output_tokens_per_s": found["output_tokens_per_s"]}
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar over the blocks on standard error; disabled without a terminal."""
+def _progress(unit: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error; disabled without a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -124,7 +279,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("blocks {task.description}"),
+        TextColumn(unit + " {task.description}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )

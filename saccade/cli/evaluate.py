@@ -112,7 +112,7 @@ def evaluate(
             from saccade.evaluate.contamination import check_training_data
 
             check_training_data(training_data)
-        config = _config(
+        config = evaluation_config(
             tasks, data, out, limit=limit, images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed,
             concurrency=concurrency, meteor_jar=meteor_jar, name=name or _name(str(adapter or model)),
         )  # fmt: skip
@@ -180,6 +180,14 @@ def _run(model: "Model", config: "EvaluationConfig", advance: Callable[[str, int
     return run(model, config, on_progress=lambda task, done, total: advance(f"{config.name}: {task}", done, total))
 
 
+def run_evaluation(checkpoint: Path, config: "EvaluationConfig", device: str) -> "Results":
+    """Evaluate one checkpoint folder."""
+    from saccade.cli.engine_model import EngineModel
+
+    with EngineModel(checkpoint, device=device) as model, _progress() as advance:
+        return _run(model, config, advance)
+
+
 def _measure(model: "Model", results: "Results", load: Any) -> None:
     """Measure latency and throughput unless the same load was measured before."""
     from dataclasses import asdict
@@ -218,7 +226,7 @@ def _training_data(checkpoint: Path) -> list[str]:
     return list(dict.fromkeys(source.path for stage in config.stages for source in stage.data.sources))
 
 
-def _config(
+def evaluation_config(
     tasks: str | None,
     data: list[str] | None,
     out: Path | None,

@@ -24,21 +24,21 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from saccade.compress.block_runner import HEAD, BlockRunner, model_blocks, row_weights
+from saccade.compress.block_runner import HEAD, BlockRunner, row_weights
 from saccade.compress.calibration import CalibrationConfig, fingerprint, image_weight, load_batches
 from saccade.compress.export import quantization_config, write_folder
 from saccade.compress.observed_linear import ObservedLinear, Observer, replace_projection
 from saccade.compress.quantizers import Statistics, quantize, relative_error, stored_scheme
 from saccade.compress.scaling import fold_scales
-from saccade.compress.scheme import Rule, Scheme, check_scheme, load_scheme
+from saccade.compress.scheme import Rule, Scheme, load_scheme
+from saccade.compress.source import Source
 from saccade.device import resolve_device
 from saccade.errors import CheckpointError, ConfigError
 from saccade.files import atomic_write
-from saccade.model.families import family_of
 from saccade.model.linear import Linear, Projection, projections
 from saccade.model.quantization import Scheme as StoredScheme
 from saccade.model.quantized_linear import quantized_form
-from saccade.model.weights import load_tensor, match_tensors, meta_model, read_tensors, tensor_files, tensor_shapes
+from saccade.model.weights import load_tensor, read_tensors, tensor_files
 from saccade.processor import Processor
 
 logger = logging.getLogger(__name__)
@@ -130,37 +130,20 @@ class _Run:
     ) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise CheckpointError(f"{out} exists and is not empty. Choose another folder or remove it first")
-        self.checkpoint, self.out, self.scheme, self.device = checkpoint, out, scheme, device
-        self.family = family_of(checkpoint)
-        self.model, quantization = meta_model(checkpoint)
-        if quantization is not None:
-            raise CheckpointError(f"{checkpoint}: is quantized already. Compress the original checkpoint")
-        self.files = tensor_files(checkpoint)
-        shapes = tensor_shapes(self.files, any_dtype=True)
-        self.names = match_tensors(shapes, self.model, self.family, checkpoint)
-        self.blocks = model_blocks(self.model)
-        self.rules = self._rules()
-        check_scheme(scheme, [name for name, _ in projections(self.model)])
+        self.source, self.out, self.scheme, self.device = Source(checkpoint), out, scheme, device
+        self.model, self.blocks = self.source.model, self.source.blocks
+        self.rules = self.source.rules(scheme)
         self.calibration = calibration
         self.partial = _Partial(out, self._settings())
         self.reports: dict[str, list[LayerReport]] = {}
         self.num_samples = self.num_resumed = 0
 
-    def _rules(self) -> dict[str, Rule]:
-        """The rule of every projection that is compressed. Patch embeddings and a head that is the embedding are kept."""
-        tied = {id(self.model.language.embed_tokens.weight)}
-        rules = {}
-        for name, layer in projections(self.model):
-            is_plain = type(layer) is Linear and not any(id(p) in tied for p in layer.parameters())
-            if is_plain and (rule := self.scheme.rule(name)) is not None:
-                rules[name] = rule
-        return rules
-
     def _settings(self) -> dict[str, Any]:
         """What decides the result: a run continues only with the same."""
-        stat = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(set(self.files.values()))}
+        files = sorted(set(self.source.files.values()))
+        stat = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
         return {
-            "checkpoint": str(self.checkpoint.resolve()),
+            "checkpoint": str(self.source.folder.resolve()),
             "weights": stat,
             "scheme": asdict(self.scheme),
             "calibration": None if self.calibration is None else fingerprint(self.calibration),
@@ -187,12 +170,12 @@ class _Run:
 
     def _runner(self) -> BlockRunner:
         assert self.calibration is not None, "there is a runner where there is calibration"
-        processor = Processor.load(self.checkpoint)
+        processor = Processor.load(self.source.folder)
         batches = load_batches(self.calibration, processor, self.model.config.language.vocab_size)
         self.image_weight = image_weight(self.calibration, batches)
         self.num_samples = sum(batch.num_conversations for batch in batches)
-        outside = [ours for ours in self.names.values() if not any(_is_in(ours, block) for block in self.blocks)]
-        for name, tensor in self._read(outside).items():
+        outside = [ours for ours in self.source.names.values() if not any(_is_in(ours, block) for block in self.blocks)]
+        for name, tensor in self.source.read(outside, self.device).items():
             load_tensor(self.model, name, tensor, self._compute_dtype(tensor))
         self.model.requires_grad_(False).eval()
         return BlockRunner(self.model, self.blocks, [batch.to(self.device) for batch in batches])
@@ -210,7 +193,7 @@ class _Run:
             tensors, self.reports[name] = stored
             self.num_resumed += 1
         else:
-            tensors = self._read([ours for ours in self.names.values() if _is_in(ours, name)])
+            tensors = self.source.read([ours for ours in self.source.names.values() if _is_in(ours, name)], self.device)
             if rules:
                 tensors = self._round_block(name, tensors, rules, runner)
                 self.partial.save(name, tensors, self.reports[name])
@@ -291,12 +274,6 @@ class _Run:
                 load_tensor(self.model, ours, tensor.to(self.device), self._compute_dtype(tensor))
         self.blocks[name].requires_grad_(False)
 
-    def _read(self, wanted: list[str]) -> dict[str, Tensor]:
-        """Tensors of the original, by their names in the model."""
-        chosen = set(wanted)
-        on_disk = [name for name, ours in self.names.items() if ours in chosen]
-        return {self.names[name]: tensor for name, tensor in read_tensors(self.files, on_disk, self.device)}
-
     # -------------------------------------------------------------- the folder
 
     def write(self) -> CompressReport:
@@ -305,8 +282,10 @@ class _Run:
         for name, layer in projections(self.model):
             rule = self.rules.get(name)
             schemes[name] = None if rule is None else stored_scheme(rule, layer.stored_shape[1])
-        before = sum(file.stat().st_size for file in set(self.files.values()))
-        write_folder(self.checkpoint, self.out, quantization_config(schemes, self.family), self._tensors(), before)
+        before = self.source.num_bytes
+        write_folder(
+            self.source.folder, self.out, quantization_config(schemes, self.source.family), self._tensors(), before
+        )
         self.partial.remove()
         return CompressReport(
             scheme=self.scheme.name,
@@ -320,7 +299,7 @@ class _Run:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors by their names on disk. Tensors of a layer are called as its weight was."""
-        on_disk = {ours: name for name, ours in self.names.items()}
+        on_disk = {ours: name for name, ours in self.source.names.items()}
         done = set()
         for name in self.blocks:
             if name in self.reports:
@@ -331,8 +310,8 @@ class _Run:
                     stem = on_disk.get(f"{layer}.weight", "").removesuffix(".weight")
                     yield (on_disk[ours] if ours in on_disk else f"{stem}.{ours.rpartition('.')[2]}"), tensor
                 done.add(name)
-        kept = [name for name, ours in self.names.items() if not any(_is_in(ours, block) for block in done)]
-        yield from read_tensors(self.files, kept, torch.device("cpu"))
+        kept = [name for name, ours in self.source.names.items() if not any(_is_in(ours, block) for block in done)]
+        yield from read_tensors(self.source.files, kept, torch.device("cpu"))
 
 
 def _rounded_to_nearest(rule: Rule) -> Rule:

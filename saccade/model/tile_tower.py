@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -289,6 +289,12 @@ class _FeedForward(PlainFeedForward):
 
 class TileBlock(nn.Module):
     """Pre-norm transformer block: attention, then the MLP, each with a residual connection."""
+
+    normed_inputs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "layer_norm1": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "layer_norm2": ("mlp.fc1",),
+    }
+    """Norms, and the projections that read each; nothing else does."""
 
     def __init__(self, config: VisionConfig, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

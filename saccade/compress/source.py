@@ -1,0 +1,63 @@
+"""The checkpoint that is compressed: its model on the meta device, and its tensors on disk until they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from saccade.compress.block_runner import model_blocks
+from saccade.compress.scheme import Rule, Scheme, check_scheme
+from saccade.errors import CheckpointError
+from saccade.model.families import family_of
+from saccade.model.linear import Linear, projections
+from saccade.model.weights import match_tensors, meta_model, read_tensors, tensor_files, tensor_shapes
+
+
+class Source:
+    """A checkpoint folder in 16 or 32 bits."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.family = folder, family_of(folder)
+        self.model, quantization = meta_model(folder)
+        if quantization is not None:
+            raise CheckpointError(f"{folder}: is quantized already. Compress the original checkpoint")
+        self.files = tensor_files(folder)
+        shapes = tensor_shapes(self.files, any_dtype=True)
+        self.names = match_tensors(shapes, self.model, self.family, folder)
+        """Name in the model by name on disk."""
+        self.blocks = model_blocks(self.model)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight files."""
+        return sum(file.stat().st_size for file in set(self.files.values()))
+
+    @property
+    def num_bytes_per_weight(self) -> int:
+        """Bytes of a number of the decoder's weights."""
+        [tensor] = self.read(["language.norm.weight"], torch.device("cpu")).values()
+        return tensor.element_size()
+
+    def read(self, wanted: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+        """Tensors by their names in the model."""
+        chosen = set(wanted)
+        on_disk = [name for name, ours in self.names.items() if ours in chosen]
+        return {self.names[name]: tensor for name, tensor in read_tensors(self.files, on_disk, device)}
+
+    def plain_projections(self) -> dict[str, Linear]:
+        """Projections that can be compressed: not the patch embedding, nor a head that is the embedding."""
+        tied = id(self.model.language.embed_tokens.weight)
+        return {
+            name: layer
+            for name, layer in projections(self.model)
+            if type(layer) is Linear and not any(id(parameter) == tied for parameter in layer.parameters())
+        }
+
+    def rules(self, scheme: Scheme) -> dict[str, Rule]:
+        """The rule of every projection that a scheme compresses."""
+        check_scheme(scheme, [name for name, _ in projections(self.model)])
+        found = {name: scheme.rule(name) for name in self.plain_projections()}
+        return {name: rule for name, rule in found.items() if rule is not None}

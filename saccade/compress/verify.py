@@ -1,0 +1,135 @@
+"""Compare a compressed model with the original on held-out samples: KL divergence of the next token, loss and perplexity.
+
+Only tokens of assistant turns count: what the model is asked to say. The original's hidden states at these tokens are kept, and its
+head; its logits are computed again in chunks, so that no more than one chunk of full logits exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from saccade.compress.calibration import CalibrationConfig, load_batches
+from saccade.device import resolve_device
+from saccade.errors import DataError
+from saccade.model import load_model
+from saccade.model.vlm import VLM
+from saccade.processor import Processor
+from saccade.processor.inputs import ModelInputs
+
+_CHUNK = 512
+"""Tokens whose logits are computed at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity:
+    """How far a model is from the original."""
+
+    kl: float
+    """Mean KL divergence of the original's next-token distribution from the model's, in nats."""
+    loss: float
+    """Mean cross entropy of the samples' own tokens, in nats."""
+    original_loss: float
+    """The original's."""
+    agreement: float
+    """Share of tokens where both have the same most probable next token."""
+    num_tokens: int
+    """Tokens that were compared."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the loss."""
+        return math.exp(self.loss)
+
+    @property
+    def original_perplexity(self) -> float:
+        """exp of the original's loss."""
+        return math.exp(self.original_loss)
+
+    @property
+    def perplexity_increase(self) -> float:
+        """Perplexity relative to the original's, minus one: what `--max-loss` bounds."""
+        return math.exp(self.loss - self.original_loss) - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        names = ("perplexity", "original_perplexity", "perplexity_increase")
+        return asdict(self) | {name: getattr(self, name) for name in names}
+
+
+def verify(
+    original: Path, compressed: Path, samples: CalibrationConfig, *, device: str | torch.device = "auto", skip: int = 0
+) -> tuple[Fidelity, tuple[int, int]]:
+    """Compare two folders on samples; `skip` of them were used for calibration. Also the bytes of both models in memory."""
+    place = resolve_device(device)
+    model = load_model(original, device=place)
+    batches = load_batches(samples, Processor.load(original), model.config.language.vocab_size, skip=skip)
+    reference, before = Reference(model, [batch.to(place) for batch in batches]), memory_bytes(model)
+    del model
+    model = load_model(compressed, device=place)
+    return reference.compare(model), (before, memory_bytes(model))
+
+
+class Reference:
+    """The original's answers to samples: hidden states of the tokens that count."""
+
+    @torch.no_grad()
+    def __init__(self, model: VLM, batches: Sequence[ModelInputs]) -> None:
+        self._batches = batches
+        self._rows = [_labelled(batch) for batch in batches]
+        self._labels = [
+            batch.token_ids.index_select(0, rows + 1) for batch, rows in zip(batches, self._rows, strict=True)
+        ]
+        if not sum(map(len, self._rows)):
+            raise DataError(
+                "the samples have no assistant turns, so there is nothing to compare. Give conversations or captions"
+            )
+        self._head = model.head
+        self._hidden = self._states(model)
+
+    def _states(self, model: VLM) -> list[Tensor]:
+        return [model.hidden_states(b).index_select(0, rows) for b, rows in zip(self._batches, self._rows, strict=True)]
+
+    @torch.no_grad()
+    def compare(self, model: VLM) -> Fidelity:
+        """A model beside the original."""
+        sums = torch.zeros(4, dtype=torch.float64)
+        for theirs, ours, labels in zip(self._hidden, self._states(model), self._labels, strict=True):
+            for start in range(0, len(labels), _CHUNK):
+                part = slice(start, start + _CHUNK)
+                sums += _sums(_log_probs(self._head, theirs[part]), _log_probs(model.head, ours[part]), labels[part])
+        num_tokens = sum(map(len, self._labels))
+        kl, original_loss, loss, agreement = (sums / num_tokens).tolist()
+        return Fidelity(kl=kl, loss=loss, original_loss=original_loss, agreement=agreement, num_tokens=num_tokens)
+
+
+def _labelled(inputs: ModelInputs) -> Tensor:
+    """Tokens whose next token is one of an assistant's turn in the same conversation."""
+    is_labelled = inputs.loss_mask.roll(-1)
+    is_labelled[inputs.cu_seqlens[1:].long() - 1] = False
+    return is_labelled.nonzero().squeeze(1)
+
+
+def _log_probs(head: nn.Module, hidden_TD: Tensor) -> Tensor:
+    return F.log_softmax(head(hidden_TD).float(), dim=-1)
+
+
+def _sums(theirs_TV: Tensor, ours_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """KL, loss of the original, loss, equal choices."""
+    kl = (theirs_TV.exp() * (theirs_TV - ours_TV)).sum()
+    losses = [F.nll_loss(one, labels_T, reduction="sum") for one in (theirs_TV, ours_TV)]
+    equal = (theirs_TV.argmax(1) == ours_TV.argmax(1)).sum()
+    return torch.stack([kl, *losses, equal.float()]).double().cpu()
+
+
+def memory_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights in memory; what is shared counts once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in model.parameters()}
+    return sum(storages.values())
