@@ -65,7 +65,7 @@ def forward_flops(
     num_tokens = sum(conversation_lengths)
     num_head_tokens = num_tokens if num_head_tokens is None else num_head_tokens
     patches, weights = model.vision.num_patches(image_grids), _num_weights(config)
-    pairs = sum(n * n for n in conversation_lengths) / 2
+    pairs = sum(_causal_pairs(n, language.sliding_window) for n in conversation_lengths)
     attention = 4 * pairs * language.num_heads * language.head_dim
     return Flops(
         vision=2 * patches * weights["vision"]
@@ -74,6 +74,13 @@ def forward_flops(
         language=2 * num_tokens * weights["language"] + attention * language.num_layers,
         head=2 * num_head_tokens * language.hidden_size * language.vocab_size,
     )
+
+
+def _causal_pairs(num_tokens: int, sliding_window: int | None) -> float:
+    """Pairs of tokens that attend to each other, the causal half counted once."""
+    if sliding_window is None or num_tokens <= sliding_window:
+        return num_tokens**2 / 2
+    return sliding_window * (num_tokens - sliding_window / 2)
 
 
 @functools.lru_cache(maxsize=8)

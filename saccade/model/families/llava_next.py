@@ -18,7 +18,7 @@ from saccade.processor.families.llava_next import DEFAULTS, MODEL_TYPE
 from saccade.processor.families.tile_settings import tower_tiling
 from saccade.processor.image import ImageSettings
 
-_TOWER = {"hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14, "image_size": 336, "num_hidden_layers": 24, "num_attention_heads": 16}  # fmt: skip
+_TOWER = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}  # fmt: skip
 """Where `config.json` has no vision config."""
 _DECODERS: dict[str, dict[str, Any]] = {
     "llama": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "sliding_window": None},
@@ -62,7 +62,7 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
     refuse_unless(vision, "model_type", "clip_vision_model")
     refuse_unless(vision, "hidden_act", "quick_gelu")
     num_layers, stated = integer(vision, "num_hidden_layers", 12), raw.get("vision_feature_layer")
-    tiling = tower_tiling(dict(raw) | {"vision_config": vision}, DEFAULTS)
+    tiling = tower_tiling(raw, DEFAULTS)
     return _tower(
         num_layers,
         integer(vision, "hidden_size", 768),
