@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model import llava_next
+from model import llava_next, llava_onevision
 from PIL import Image
 from transformers import (
     LlavaNextForConditionalGeneration,
@@ -35,9 +35,10 @@ CLASSES = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "llava_next": (llava_next.LlavaNextConfig, LlavaNextForConditionalGeneration),
+    "llava_onevision": llava_onevision.CLASSES,
 }
 
-ORACLES: dict[str, Any] = {"llava_next": llava_next}
+ORACLES: dict[str, Any] = {"llava_next": llava_next, "llava_onevision": llava_onevision}
 """Families with another processor: modules with SHAPES, `write`, `inputs`, `positions` and `pixels`."""
 
 

@@ -100,8 +100,19 @@ PUBLISHED = {
         "text_config": {"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 9728, "max_position_embeddings": 262144, "model_type": "qwen3_vl_text", "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}, "rope_theta": 5000000, "vocab_size": 151936},
         "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1024, "in_channels": 3, "intermediate_size": 4096, "model_type": "qwen3_vl", "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2560, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
     },
+    "llava_onevision/0.5b": {
+        "model_type": "llava_onevision", "ignore_index": -100, "image_token_index": 151646, "video_token_index": 151647, "projector_hidden_act": "gelu",
+        "image_grid_pinpoints": [[384 * height, 384 * width] for height in range(1, 7) for width in range(1, 7)], "tie_word_embeddings": False,
+        "text_config": {"bos_token_id": 151643, "eos_token_id": 151645, "hidden_size": 896, "intermediate_size": 4864, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rope_theta": 1000000.0, "tie_word_embeddings": True, "vocab_size": 152000},
+        "use_image_newline_parameter": True, "vision_aspect_ratio": "anyres_max_9", "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+        "vision_config": {"hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 26, "patch_size": 14, "vision_use_head": False},
+    },
+    "llava_onevision/7b": {
+        "model_type": "llava_onevision",
+        "text_config": {"hidden_size": 3584, "intermediate_size": 18944, "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rope_theta": 1000000.0, "vocab_size": 152128},
+    },
 }  # fmt: skip
-"""`config.json` as published: sparse, with the decoder at the top level in the older family."""
+"""`config.json` as published: sparse, with the decoder at the top level in the oldest family; and one that relies on all defaults."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -117,7 +128,12 @@ def test_a_head_tied_in_the_text_config_alone_counts_where_transformers_counts_i
         raw = PUBLISHED[name] | {"tie_word_embeddings": False}
         raw["text_config"] = dict(raw.get("text_config", raw)) | {"tie_word_embeddings": True}
         tied_inside[name] = VISION_LANGUAGE[raw["model_type"]].parse_config(raw).tied_head
-    assert tied_inside == {"qwen2_vl/2b": True, "qwen3_vl/4b": False}
+    assert tied_inside == {
+        "qwen2_vl/2b": True,
+        "qwen3_vl/4b": False,
+        "llava_onevision/0.5b": True,
+        "llava_onevision/7b": True,
+    }
 
 
 @pytest.mark.parametrize(
@@ -128,6 +144,11 @@ def test_a_head_tied_in_the_text_config_alone_counts_where_transformers_counts_i
         ("qwen3_vl/4b", "text_config", {"attention_bias": True}, "attention_bias is True"),
         ("qwen3_vl/4b", "vision_config", {"deepstack_visual_indexes": [11, 5]}, "must ascend"),
         ("qwen3_vl/4b", "vision_config", {"num_position_embeddings": 2300}, "no square"),
+        ("llava_onevision/0.5b", "vision_config", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'gelu_pytorch_tanh'"),
+        ("llava_onevision/0.5b", "vision_config", {"model_type": "clip_vision_model"}, "model_type is 'clip_vision_model'"),
+        ("llava_onevision/0.5b", "vision_config", {"image_size": 336}, "not made of whole tiles of 336"),
+        ("llava_onevision/0.5b", "vision_config", {"patch_size": 400}, "do not fit tiles of 384"),
+        ("llava_onevision/0.5b", "text_config", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("qwen3_vl/4b", "vision_config", {"rope_parameters": {"rope_theta": 5000.0}}, "rope_theta is 5000.0"),
     ],
 )  # fmt: skip

@@ -8,14 +8,15 @@ from types import ModuleType
 
 from saccade.errors import CheckpointError, ConfigError
 from saccade.model.config import ModelConfig
-from saccade.model.families import llama, llava_next, qwen2, qwen2_5_vl, qwen2_vl, qwen3_vl
+from saccade.model.families import llama, llava_next, llava_onevision, qwen2, qwen2_5_vl, qwen2_vl, qwen3_vl
 from saccade.model.families.family import Family
 from saccade.processor.folder import read_config
 
 DEFAULT_FAMILY = qwen2_5_vl.FAMILY
 """Whose sizes need no family name, and which text models are extended to."""
 VISION_LANGUAGE: dict[str, Family] = {
-    family.model_type: family for family in (DEFAULT_FAMILY, qwen2_vl.FAMILY, qwen3_vl.FAMILY, llava_next.FAMILY)
+    family.model_type: family
+    for family in (DEFAULT_FAMILY, qwen2_vl.FAMILY, qwen3_vl.FAMILY, llava_next.FAMILY, llava_onevision.FAMILY)
 }
 TEXT: dict[str, ModuleType] = {qwen2.MODEL_TYPE: qwen2, llama.MODEL_TYPE: llama}
 

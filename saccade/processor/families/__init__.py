@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from saccade.errors import CheckpointError
-from saccade.processor.families import llava_next, qwen2_5_vl, qwen2_vl, qwen3_vl
+from saccade.processor.families import llava_next, llava_onevision, qwen2_5_vl, qwen2_vl, qwen3_vl
 from saccade.processor.folder import read_config
 from saccade.processor.image import Grid, ImageSettings, MediaLimits, Pixels, Resize
 from saccade.processor.parts import Part, VisualKind
@@ -109,6 +109,7 @@ _FAMILIES: dict[str, Callable[[Path, Mapping[str, Any]], VisionRules]] = {
     qwen2_5_vl.MODEL_TYPE: qwen2_5_vl.Rules.load,
     qwen3_vl.MODEL_TYPE: qwen3_vl.Rules.load,
     llava_next.MODEL_TYPE: llava_next.Rules.load,
+    llava_onevision.MODEL_TYPE: llava_onevision.Rules.load,
 }
 
 

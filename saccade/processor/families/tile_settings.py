@@ -52,6 +52,8 @@ class TileDefaults:
     """Of the vision config, where its fields are missing."""
     resolutions: tuple[Size, ...]
     """`image_grid_pinpoints`."""
+    whole_patch_size: int = 14
+    """Of the tower, where there is no vision config at all."""
     mean: tuple[float, ...] = ImageSettings.mean
     """`image_mean`."""
     std: tuple[float, ...] = ImageSettings.std
@@ -79,13 +81,12 @@ def read_tile_settings(
 
 def tower_tiling(config: Mapping[str, Any], default: TileDefaults) -> Tiling:
     """The tiling that `config.json` says."""
-    vision = config.get("vision_config")
-    sizes = {"image_size": default.image_size, "patch_size": default.patch_size} | dict(vision or {})
-    tile = sizes["image_size"] if vision else default.tile_size
-    pinpoints = config.get("image_grid_pinpoints")
+    vision, pinpoints = config.get("vision_config"), config.get("image_grid_pinpoints")
+    if vision is None:
+        vision = {"image_size": default.tile_size, "patch_size": default.whole_patch_size}
     return Tiling(
-        tile_size=tile,
-        patch_size=sizes["patch_size"],
+        tile_size=vision.get("image_size", default.image_size),
+        patch_size=vision.get("patch_size", default.patch_size),
         resolutions=default.resolutions if pinpoints is None else _sizes(pinpoints),
     )
 
