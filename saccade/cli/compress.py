@@ -12,13 +12,14 @@ import typer
 
 from saccade.cli.hub import checkpoint_folder
 from saccade.cli.options import DeviceOption, JsonOption
-from saccade.errors import ConfigError, QualityError
+from saccade.errors import ConfigError, DataError, QualityError
 
 if TYPE_CHECKING:
     from saccade.compress.calibration import CalibrationConfig
     from saccade.compress.scheme import Scheme
     from saccade.compress.verify import Fidelity
     from saccade.evaluate.run import EvaluationConfig
+    from saccade.processor.inputs import ModelInputs
 
 
 class CalibrationKind(StrEnum):
@@ -89,9 +90,9 @@ def compress(
 
     folder, bound = checkpoint_folder(checkpoint), _share(max_loss)
     samples = _calibration(calibration, num_samples, calibrate_with.value, image_weight, seed)
-    held_out = _held_out(samples, verify, verify_samples, seed)
+    held_out = _held_out(folder, samples, verify, verify_samples, seed)
     if bound is not None and held_out is None:
-        raise ConfigError("--max-loss compares with the original on samples: --verify SHARDS or --calibration SHARDS")
+        raise ConfigError("--max-loss compares with the original on samples: --verify SHARDS, or more of --calibration")
     evaluations = _evaluations(tasks, data, limit, seed, out / FOLDER)
     chosen, sensitivity = _scheme(folder, scheme, group_size, target_size, bound, samples, device)
     with _progress("blocks") as advance:
@@ -100,8 +101,7 @@ def compress(
     if held_out is not None:
         from saccade.compress.verify import verify as compare
 
-        config, skip = held_out
-        fidelity, memory = compare(folder, out, config, device=device, skip=skip)
+        fidelity, memory = compare(folder, out, held_out, device=device)
     rows = fidelity_rows(report, fidelity, memory)
     folders = (folder, out)
     if evaluations:
@@ -154,18 +154,26 @@ def _calibration(
 
 
 def _held_out(
-    samples: "CalibrationConfig | None", verify: list[str] | None, num_samples: int, seed: int
-) -> "tuple[CalibrationConfig, int] | None":
-    """Samples to compare on, and how many to skip because they are the calibration's. None: there are none."""
-    from saccade.compress.calibration import CalibrationConfig
-
+    folder: Path, samples: "CalibrationConfig | None", verify: list[str] | None, num_samples: int, seed: int
+) -> "list[ModelInputs] | None":
+    """Samples to compare on: of their own folder, or those that calibration does not draw. None: there are none."""
     if num_samples == 0 or (samples is None and not verify):
         return None
+    from saccade.compress.calibration import CalibrationConfig, load_batches
+    from saccade.model.families import load_model_config
+    from saccade.processor import Processor
+
+    processor, vocab_size = Processor.load(folder), load_model_config(folder).language.vocab_size
     if verify:
-        return CalibrationConfig(shards=tuple(verify), num_samples=num_samples, seed=seed), 0
+        config = CalibrationConfig(shards=tuple(verify), num_samples=num_samples, seed=seed)
+        return load_batches(config, processor, vocab_size)
     assert samples is not None, "checked above"
     config = CalibrationConfig(shards=samples.shards, num_samples=num_samples, seed=seed)
-    return config, samples.num_samples
+    try:
+        return load_batches(config, processor, vocab_size, skip=samples.num_samples)
+    except DataError:
+        typer.echo("calibration takes all samples; none is left to compare on. Give --verify SHARDS", err=True)
+        return None
 
 
 def _scheme(

@@ -16,12 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.compress.calibration import CalibrationConfig, load_batches
 from saccade.device import resolve_device
 from saccade.errors import DataError
 from saccade.model import load_model
 from saccade.model.vlm import VLM
-from saccade.processor import Processor
 from saccade.processor.inputs import ModelInputs
 
 _CHUNK = 512
@@ -65,12 +63,11 @@ class Fidelity:
 
 
 def verify(
-    original: Path, compressed: Path, samples: CalibrationConfig, *, device: str | torch.device = "auto", skip: int = 0
+    original: Path, compressed: Path, batches: Sequence[ModelInputs], *, device: str | torch.device = "auto"
 ) -> tuple[Fidelity, tuple[int, int]]:
-    """Compare two folders on samples; `skip` of them were used for calibration. Also the bytes of both models in memory."""
+    """Compare two folders on samples. Also the bytes of both models in memory."""
     place = resolve_device(device)
     model = load_model(original, device=place)
-    batches = load_batches(samples, Processor.load(original), model.config.language.vocab_size, skip=skip)
     reference, before = Reference(model, [batch.to(place) for batch in batches]), memory_bytes(model)
     del model
     model = load_model(compressed, device=place)
