@@ -23,19 +23,25 @@ from saccade.processor.folder import read_config
 FORMATS = {"int8": "int-quantized", "fp8": "float-quantized", "int4": "pack-quantized"}
 
 
-def names_elsewhere(name: str, family: Family) -> list[str]:
-    """The names of a projection on disk and in `transformers`."""
+def names_elsewhere(name: str, family: Family, on_disk: Mapping[str, str]) -> list[str]:
+    """The names of a projection in this folder, in published ones, and in `transformers`."""
     weight = f"{name}.weight"
-    names = (family.name_on_disk(weight), family.name_in_transformers(weight))
+    published = family.name_on_disk(weight)
+    names = (on_disk.get(weight, published), published, family.name_in_transformers(weight))
     return list(dict.fromkeys(one.removesuffix(".weight") for one in names))
 
 
-def quantization_config(schemes: Mapping[str, StoredScheme | None], family: Family) -> dict[str, Any]:
-    """The `quantization_config` of a model. `schemes`: of every projection by its name in the model; None: it is kept."""
+def quantization_config(
+    schemes: Mapping[str, StoredScheme | None], family: Family, on_disk: Mapping[str, str]
+) -> dict[str, Any]:
+    """The `quantization_config` of a model.
+
+    `schemes`: of every projection by its name in the model; None: it is kept. `on_disk`: names in the folder, by name in the model.
+    """
     groups: dict[StoredScheme, list[str]] = {}
     ignore: list[str] = []
     for name, scheme in schemes.items():
-        names = names_elsewhere(name, family)
+        names = names_elsewhere(name, family, on_disk)
         if scheme is None:
             ignore += names
         else:

@@ -283,9 +283,9 @@ class _Run:
             rule = self.rules.get(name)
             schemes[name] = None if rule is None else stored_scheme(rule, layer.stored_shape[1])
         before = self.source.num_bytes
-        write_folder(
-            self.source.folder, self.out, quantization_config(schemes, self.source.family), self._tensors(), before
-        )
+        on_disk = {ours: name for name, ours in self.source.names.items()}
+        quantization = quantization_config(schemes, self.source.family, on_disk)
+        write_folder(self.source.folder, self.out, quantization, self._tensors(), before)
         self.partial.remove()
         return CompressReport(
             scheme=self.scheme.name,
