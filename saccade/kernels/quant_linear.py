@@ -74,13 +74,15 @@ def group_scales(groups_NZG: Tensor, lowest: int, highest: int, dtype: torch.dty
 def _grid_scales(
     groups_NZG: Tensor, largest_NZ: Tensor, lowest: int, highest: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Scales with which rounding changes nothing, and where there is one. The largest weight is then `highest` or `lowest` scales.
+    """Scales with which rounding changes nothing, and where there is one. The largest weight is then `highest` or `lowest` scales, or as many as
+    the largest of a grid with fewer bits.
 
     The products with a scale are rounded to `dtype`, so the quotient may be a neighbour of the scale.
     """
     bits, stored_NZG = torch.int32 if dtype == torch.float32 else torch.int16, groups_NZG.to(dtype)
     found_NZ, is_found_NZ = torch.ones_like(largest_NZ, dtype=dtype), torch.zeros_like(largest_NZ, dtype=torch.bool)
-    for level in (highest, -lowest):
+    levels = (highest, -lowest) if highest > 7 else (7, 8, 3, 4, 1, 2)
+    for level in levels:
         near_NZ = (largest_NZ / level).to(dtype).clamp_min(torch.finfo(dtype).tiny)
         for step in (0, 1, -1):
             scale_NZ = (near_NZ.view(bits) + step).view(dtype)

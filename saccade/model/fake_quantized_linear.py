@@ -29,10 +29,10 @@ from saccade.model.quantization import fitting_group
 Form = Literal["int4", "int8"]
 
 
-def round_weight(weight_ND: Tensor, form: Form, group_size: int | None) -> Tensor:
-    """The weight on its grid, in its own dtype."""
-    lowest, highest = (-8, 7) if form == "int4" else (-128, 127)
-    return round_to_grid(weight_ND, group_size, lowest, highest)
+def round_weight(weight_ND: Tensor, form: Form, group_size: int | None, bits: int = 4) -> Tensor:
+    """The weight on its grid, in its own dtype. `bits`: of int4, fewer levels in the same format."""
+    levels = 2 ** (bits - 1) if form == "int4" else 128
+    return round_to_grid(weight_ND, group_size, -levels, levels - 1)
 
 
 def round_activation(x_TD: Tensor, form: Form) -> Tensor:
@@ -65,11 +65,12 @@ class _FakeQuantizedProduct(torch.autograd.Function):
 class FakeQuantizedLinear(Projection):
     """A plain weight, rounded in every product."""
 
-    def __init__(self, linear: Linear, *, form: Form, group_size: int = 128, dtype: torch.dtype) -> None:
+    def __init__(self, linear: Linear, *, form: Form, group_size: int = 128, bits: int = 4, dtype: torch.dtype) -> None:
         """Replace a plain layer, whose parameters it takes over. `dtype`: the compute dtype."""
         super().__init__(linear.in_features, linear.out_features)
         self._stored_shape, self._shapes = linear.stored_shape, linear.checkpoint_shapes()
         self.form: Form = form
+        self._bits = bits
         self.group_size = fitting_group(self._stored_shape[1], group_size) if form == "int4" else None
         """Inputs per scale; None: one scale per output."""
         self._dtype = dtype
@@ -92,9 +93,9 @@ class FakeQuantizedLinear(Projection):
     def rounded(self, weight_ND: Tensor) -> Tensor:
         """A weight of this layer on its grid. Inputs that only pad it are no part of any group."""
         num_padding = self.in_features - self._stored_shape[1]
-        rounded_ND = round_weight(weight_ND[:, : self._stored_shape[1]], self.form, self.group_size)
+        rounded_ND = round_weight(weight_ND[:, : self._stored_shape[1]], self.form, self.group_size, self._bits)
         return F.pad(rounded_ND, (0, num_padding)) if num_padding else rounded_ND
 
     def on_grid(self, weight_ND: Tensor) -> Tensor:
         """What is exported for a full weight of any precision, without padding: the values that training computed with."""
-        return round_weight(weight_ND.to(self._dtype), self.form, self.group_size)
+        return round_weight(weight_ND.to(self._dtype), self.form, self.group_size, self._bits)

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+IGNORED = -100
+"""Label of a token without loss."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelInputs:
@@ -103,6 +106,19 @@ class ModelInputs:
             ),
             max_seqlen=max(part.max_seqlen for part in parts),
         )
+
+
+def next_token_labels(inputs: ModelInputs) -> Tensor:
+    """[T]: the next token, or `IGNORED`."""
+    labels = torch.full_like(inputs.token_ids, IGNORED)
+    labels[:-1] = inputs.token_ids[1:].masked_fill(~inputs.loss_mask[1:], IGNORED)
+    labels[inputs.cu_seqlens[1:-1].long() - 1] = IGNORED  # the next token belongs to another conversation
+    return labels
+
+
+def count_labels(labels: Tensor) -> int:
+    """Number of loss tokens. On the CPU."""
+    return int((labels != IGNORED).sum())
 
 
 def normalize_patches(patches: Tensor, pixel_mean: Sequence[float], pixel_std: Sequence[float]) -> Tensor:

@@ -216,12 +216,16 @@ class QuantizationAwareConfig:
     """int4: weights in groups, 16-bit activations, as scheme w4a16-rtn; int8: weights per output, activations per token, as int8-rtn."""
     group_size: int = 128
     """int4: inputs that share a scale; a layer that it does not divide takes 64 or 32, or one scale per output."""
+    bits: Literal[2, 3, 4] = 4
+    """int4: bits that are used. Fewer than 4 for experiments: they are stored as int4 all the same."""
     parts: tuple[Literal["vision", "projector", "language"], ...] = ()
     """Parts whose projections are rounded; empty: those of the scheme: vision and language, with int8 the projector too."""
 
     def __post_init__(self) -> None:
         if self.group_size % 128 and self.group_size not in (16, 32, 64):
             raise ConfigError(f"group_size is {self.group_size}; it may be 16, 32, 64 or a multiple of 128")
+        if self.form == "int8" and self.bits != 4:
+            raise ConfigError("bits is for form int4. Remove it")
 
     @property
     def rounded_parts(self) -> tuple[str, ...]:

@@ -17,32 +17,21 @@ from torch import Tensor, nn
 
 from saccade.model.config import VisionConfig
 from saccade.model.vlm import VLM
+from saccade.processor.inputs import IGNORED as IGNORED
 from saccade.processor.inputs import ModelInputs
+from saccade.processor.inputs import count_labels as count_labels
+from saccade.processor.inputs import next_token_labels as next_token_labels
 from saccade.train.objectives.cross_entropy import CrossEntropy
-from saccade.train.objectives.objective import IGNORED as IGNORED
 from saccade.train.objectives.objective import Labelled, Objective
 
 _LOGITS_CHUNK = 1024
 """Tokens whose logits are computed at once; those of a whole packed sequence would be gigabytes."""
 
 
-def next_token_labels(inputs: ModelInputs) -> Tensor:
-    """[T]: the next token, or `IGNORED`."""
-    labels = torch.full_like(inputs.token_ids, IGNORED)
-    labels[:-1] = inputs.token_ids[1:].masked_fill(~inputs.loss_mask[1:], IGNORED)
-    labels[inputs.cu_seqlens[1:-1].long() - 1] = IGNORED  # the next token belongs to another conversation
-    return labels
-
-
 def labels_by_source(inputs: ModelInputs, labels: Tensor, sources: Sequence[int], num_sources: int) -> list[Tensor]:
     """[T] for each of `num_sources`: the labels of that source, given the source of each conversation. On the CPU."""
     of_token = torch.tensor(sources, dtype=torch.int64).repeat_interleave(inputs.cu_seqlens.diff().long())
     return [labels.masked_fill(of_token != source, IGNORED) for source in range(num_sources)]
-
-
-def count_labels(labels: Tensor) -> int:
-    """Number of loss tokens. On the CPU."""
-    return int((labels != IGNORED).sum())
 
 
 def empty_micro_batch(config: VisionConfig) -> ModelInputs:

@@ -18,7 +18,9 @@ def add_fake_quantization(model: VLM, config: QuantizationAwareConfig, dtype: to
     for name, module in list(model.named_modules()):
         if type(module) is Linear and name.partition(".")[0] in config.rounded_parts:
             parent, _, child = name.rpartition(".")
-            layer = FakeQuantizedLinear(module, form=config.form, group_size=config.group_size, dtype=dtype)
+            layer = FakeQuantizedLinear(
+                module, form=config.form, group_size=config.group_size, bits=config.bits, dtype=dtype
+            )
             setattr(model.get_submodule(parent), child, layer)
 
 

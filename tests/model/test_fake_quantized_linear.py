@@ -74,14 +74,17 @@ def test_gradients_pass_the_rounding_straight_through(form):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("form", "group"), [("int4", 16), ("int4", 128), ("int4", None), ("int8", None)])
-def test_rounding_a_rounded_weight_changes_nothing(dtype, form, group):
+@pytest.mark.parametrize(
+    ("form", "group", "bits"),
+    [("int4", 16, 4), ("int4", 128, 4), ("int4", None, 4), ("int4", 64, 3), ("int4", 64, 2), ("int8", None, 4)],
+)
+def test_rounding_a_rounded_weight_changes_nothing(dtype, form, group, bits):
     """Scales come from the largest weight, which rounding moves: the grid has to be recognized."""
     weight = torch.randn(64, 384, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight[3] = weight[3].abs()
     weight[5] = -weight[5].abs()
     weight[7, :200] = 0
-    rounded = round_weight(weight, form, group)
+    rounded = round_weight(weight, form, group, bits)
     if form == "int8":
         values, scale = quantize_weight(rounded, torch.int8)
         again = (values.float() * scale.float()).to(dtype)

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.model.vlm import VLM
+from saccade.processor.inputs import IGNORED
 from saccade.train.objectives.chunks import loss_rows, map_chunks
 from saccade.train.objectives.config import DistillationConfig
-from saccade.train.objectives.objective import IGNORED, Labelled, LossTerms, Objective
+from saccade.train.objectives.objective import Labelled, LossTerms, Objective
 
 
 class Distillation(Objective):

@@ -18,9 +18,6 @@ from torch import Tensor
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
 
-IGNORED = -100
-"""Label of a token without loss."""
-
 
 @dataclass(frozen=True)
 class Labelled:

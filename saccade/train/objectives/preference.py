@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.model.vlm import VLM
-from saccade.processor.inputs import ModelInputs
+from saccade.processor.inputs import IGNORED, ModelInputs
 from saccade.train.objectives.chunks import log_probabilities, loss_rows
 from saccade.train.objectives.config import PreferenceConfig
-from saccade.train.objectives.objective import IGNORED, Labelled, LossTerms, Objective
+from saccade.train.objectives.objective import Labelled, LossTerms, Objective
 
 Reference = Callable[[VLM, Labelled, Tensor], Tensor]
 """(trained model, batch, rows [S]) to the reference's hidden states and head applied: log-probabilities of the labels of these rows."""
