@@ -28,7 +28,7 @@ def serve(
     config: QuickstartConfig, checkpoint: Path, image: Path, question: str, say: Callable[[str], None], *, stay: bool
 ) -> dict[str, Any]:
     """Serve until Ctrl-C if `stay`, else until one question is answered."""
-    words = serve_command(config, checkpoint, free_port())
+    words = serve_command(config, checkpoint, free_port() if stay else 0)  # one question needs no port to remember
     with _server(words, config.folder / "server.log") as (server, url):
         answer = ask(url, image, question)
         say(f"6. serving the model: {url}  (the page to talk to it; OpenAI's API is at {url}/v1)")
