@@ -18,12 +18,13 @@ help:
 	@echo "make clean        remove the environment and caches"
 
 # torch comes first and pinned: pip then takes a CPU wheel where one is at hand, and nothing later pulls another build.
+# setuptools beside it: without it pip makes an environment of its own to build ours.
 # Without --no-compile pip compiles every module of every package for 40 s; most are never imported, the others are compiled then.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "saccade needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch setuptools
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $(READY)
 
 # The quickstart has an environment of its own, without what only developers need.
