@@ -1,10 +1,29 @@
 """Fixtures all packages share."""
 
+# ruff: noqa: E402  torch is imported below what must be said before
+
 import functools
 import inspect
 import logging
 import os
+import re
 import sys
+import time
+from pathlib import Path
+
+IMPORTED = Path(sys.prefix) / ".imported-by-tests"
+"""Exists once the modules of this environment are compiled."""
+
+
+def wait_for_the_first_worker():
+    """In a new environment the first worker compiles what it imports, for 20 s; the others, in step with it, would do so again."""
+    deadline = time.monotonic() + 120
+    while not IMPORTED.exists() and os.access(sys.prefix, os.W_OK) and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
+    wait_for_the_first_worker()
 
 # Before torch is imported, and for all processes that tests start: threads of several that wait for each other slow all down.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -34,7 +53,33 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files whose tests use the server of `serve/conftest.py` run on one worker: a server takes 10 s of CPU time to start."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    @functools.cache
+    def uses_the_server(file):
+        text = (config.rootpath / file).read_text() if file.startswith("tests/serve/") else ""
+        return "def server(" not in text and re.search(r"^def \w+\(.*\bserver\b", text, re.M) is not None
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "tests/serve" if uses_the_server(file) else file
+
+    return Scheduling(config, log)
+
+
+def pytest_collection_finish(session):
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and os.access(sys.prefix, os.W_OK):
+        IMPORTED.touch()
+    patch_triton_once_per_launch()
+
+
+def patch_triton_once_per_launch():
     """Triton's interpreter patches `triton.language` at every call of a device function; once per launch is enough.
 
     This saves a third of the kernel tests' time, and uses names that Triton may change: then it is left out.
