@@ -1,4 +1,4 @@
-"""Long random runs of the scheduler: 75,000 steps, 200,000 with those marked slow, each checked against a simulated device."""
+"""Long random runs of the scheduler: 50,000 steps, 200,000 with those marked slow, each checked against a simulated device."""
 
 from itertools import count
 
@@ -6,7 +6,7 @@ import pytest
 from engine.traces import Trace
 
 NUM_RUNS = 8
-NUM_SHORT = 3
+NUM_SHORT = 2
 """Of the runs; the others are marked slow."""
 STEPS_PER_RUN = 25_000
 

@@ -156,5 +156,11 @@ def run_forked(file, environment):
     run_jobs(file)
 
 
+def run_under_agent(file):
+    """`run_jobs` in a process that torchrun's agent has forked."""
+    warnings.simplefilter("error")
+    run_jobs(file)
+
+
 if __name__ == "__main__":
     run_jobs(sys.argv[1])

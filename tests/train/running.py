@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import time
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -129,6 +130,28 @@ def start(jobs: list[dict], file: Path, *, rank: int = 0, size: int = 1, port: i
     process = fork_server().Process(target=ranks.run_forked, args=arguments)
     process.start()
     return process
+
+
+def run_with_restarts(jobs: list[dict], folder: Path, *, num_ranks: int) -> str:
+    """Run the jobs under the agent of `torchrun --max-restarts=1`, which starts ranks of the fork server; what they have logged."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    file, logs = folder / "jobs.json", folder / "logs"
+    file.write_text(json.dumps(jobs))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=folder.name, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
+        max_restarts=1, monitor_interval=0.1, start_method="forkserver", logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+    )  # fmt: skip
+    fork_server()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}  # fmt: skip
+    try:
+        elastic_launch(config, ranks.run_under_agent)(str(file))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        output = "".join(log.read_text() for log in sorted(logs.rglob("std*.log")))
+    return output
 
 
 def run_together(jobs: list[dict], folder: Path, *, num_ranks: int, timeout_s: float = 600.0) -> None:

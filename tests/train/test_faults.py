@@ -16,6 +16,7 @@ from train.running import (
     make_checkpoint,
     read_recipe,
     run_together,
+    run_with_restarts,
     start,
     write_recipe,
     write_shards,
@@ -59,7 +60,14 @@ def do(jobs, tmp_path):
 
 
 def test_a_killed_rank_is_restarted_and_nothing_is_lost(recipe, tmp_path, whole):
-    """kill -9 of one of two ranks after step 7: torchrun restarts both, they resume from step 5."""
+    """kill -9 of one of two ranks after step 7: torchrun's agent restarts both, they resume from step 5."""
+    job = {"recipe": str(recipe), "set": SETTINGS, "validate": "kill_rank_1_once"}
+    assert 'stage "learn": step 5, fsdp on 2 ranks' in run_with_restarts([job], tmp_path, num_ranks=2)
+    assert losses(tmp_path / "run") == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_restarted_by_the_command_torchrun(recipe, tmp_path, whole):
     (tmp_path / "jobs.json").write_text(
         json.dumps([{"recipe": str(recipe), "set": SETTINGS, "validate": "kill_rank_1_once"}])
     )
