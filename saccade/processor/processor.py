@@ -107,12 +107,12 @@ class Processor:
     def load(folder: str | Path, *, limits: MediaLimits | None = None, resize: ResizeName = "pillow") -> Processor:
         """Read tokenizer, template and image settings of a checkpoint folder."""
         folder = Path(folder)
-        config = read_config(folder)
+        config, tokenizer = read_config(folder), Tokenizer.load(folder)
         return Processor(
             rules=load_rules(folder),
-            tokenizer=Tokenizer.load(folder),
+            tokenizer=tokenizer,
             template=ChatTemplate.load(folder),
-            eos_ids=_eos_ids(folder, config),
+            eos_ids=_eos_ids(folder, config, tokenizer),
             limits=limits or MediaLimits(),
             resize=resize,
         )
@@ -385,10 +385,14 @@ def _tensor(values: Sequence[int | bool], dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(np.array(values, dtype))  # ten times as fast as torch.tensor for 500 values
 
 
-def _eos_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """End-of-turn tokens from `generation_config.json`, else from `config.json`: one id or a list."""
-    text_config = config.get("text_config") or {}
-    sources = (read_json(folder / "generation_config.json"), config, text_config)
+def _eos_ids(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:
+    """End-of-turn tokens from `generation_config.json`, else from `config.json`, one id or a list; else the tokenizer's."""
+    text_config, name = (
+        config.get("text_config") or {},
+        token_text(read_json(folder / "tokenizer_config.json"), "eos_token"),
+    )
+    own = {"eos_token_id": tokenizer.control_ids.get(name)}
+    sources = (read_json(folder / "generation_config.json"), config, text_config, own)
     found: Any = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
     ids = found if isinstance(found, list) else [found]
     if not all(isinstance(token_id, int) for token_id in ids):

@@ -14,6 +14,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ class Tokenizer:
         if '"prepend_scheme": "first"' in json.dumps(description.get("pre_tokenizer")):
             self._text.add_special_tokens([tokenizers.AddedToken(_MARKER, normalized=False, special=True)])
             self._marker_id = self._text.token_to_id(_MARKER)
+        self._fallback_bytes: dict[int, int] = {}
+        """Tokens that are one byte of a character without a token, in tokenizers with such."""
+        if "ByteFallback" in json.dumps(description.get("decoder")):
+            tokens = {f"<0x{byte:02X}>": byte for byte in range(256)}
+            self._fallback_bytes = {
+                i: byte for token, byte in tokens.items() if (i := self._all.token_to_id(token)) is not None
+            }
         self._byte_of = _byte_alphabet() if "ByteLevel" in json.dumps(description.get("decoder")) else {}
 
     @staticmethod
@@ -142,7 +150,21 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Decode token ids, without special tokens unless asked for. Ids outside the vocabulary are ignored."""
         kept = [i for i in ids if not (skip_special and i in self.special_ids)]
+        if not self._fallback_bytes.keys().isdisjoint(kept):
+            return self._decode_with_bytes(kept)
         text: str = self._all.decode(kept, skip_special_tokens=False)
+        return text
+
+    def _decode_with_bytes(self, ids: Sequence[int]) -> str:
+        """Decode tokens among which are bytes. (The library gives up a whole run of bytes if one of them is invalid, so that text would
+        change when more tokens follow.)"""
+        pieces: list[str] = []
+        for is_bytes, run in groupby(ids, key=self._fallback_bytes.__contains__):
+            if is_bytes:
+                pieces.append(bytes(self._fallback_bytes[i] for i in run).decode(errors="replace"))
+            else:
+                pieces += [token for i in run if (token := self._all.id_to_token(i)) is not None]
+        text: str = self._all.decoder.decode(pieces)
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:

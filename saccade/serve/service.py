@@ -68,10 +68,12 @@ def check_length(num_characters: int, max_length: int) -> None:
 
 
 def encode_text(service: Service, text: str) -> list[int]:
-    """Tokens of a text, which cannot fit if it is very long: that would take time for nothing. Call it outside the event loop."""
+    """Tokens of a text, with those that the tokenizer puts before a prompt. A very long text cannot fit: that would take time for nothing.
+    Call it outside the event loop."""
     check_length(len(text), service.supervisor.engine.max_length)
     try:
-        return service.processor.tokenizer.encode_text(text)
+        tokenizer = service.processor.tokenizer
+        return [*tokenizer.prefix_ids, *tokenizer.encode_text(text)]
     except UserError as error:
         raise bad_request(str(error)) from error
 

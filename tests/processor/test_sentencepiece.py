@@ -9,6 +9,7 @@ from model.llava_next import MISTRAL, VICUNA, tokenizer_description
 from transformers import PreTrainedTokenizerFast
 
 from saccade.errors import RequestError
+from saccade.processor import TextStream
 from saccade.processor.conversation import ChatTemplate, render_prompt
 from saccade.processor.tokenizer import Tokenizer
 
@@ -110,3 +111,21 @@ def test_templates_for_part_lists_get_them(both, template, whole, learned, opene
     assert text_of(prompt, in_loss=True) == learned
     continued = render_prompt(MESSAGES[2:], chat, ours, add_generation_prompt=False, continue_final_message=True)
     assert text_of(continued) == opened
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(ids=st.lists(st.integers(3, 368) | st.sampled_from([3 + 0xE2, 3 + 0x96, 3 + 0x81, 3 + 0x19, 259]), max_size=24), size=st.integers(1, 3))  # fmt: skip
+def test_streamed_bytes_are_those_decoded_at_once(both, ids, size):
+    """Also where they are no characters."""
+    ours, _ = both
+    stream = TextStream(ours.decode)
+    parts = [stream.push(ids[start : start + size]) for start in range(0, len(ids), size)]
+    assert "".join(parts) + stream.finish() == ours.decode(ids)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(text=st.text(max_size=20))
+def test_text_is_decoded_as_transformers_does(both, text):
+    ours, theirs = both
+    ids = ours.encode_text(text.replace("▁", ""))
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)

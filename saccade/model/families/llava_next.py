@@ -238,7 +238,10 @@ FAMILY = Family(
     make_projector=TileProjector,
     disk_prefixes=_prefixes("vision_tower.vision_model.", "language_model.model.", "language_model.lm_head."),
     transformers_prefixes=_prefixes("vision_tower.", "language_model.", "lm_head.", start="model."),
-    other_prefixes=(_prefixes("vision_tower.", "language_model.model.", "language_model.lm_head."),),
+    other_prefixes=(
+        _prefixes("vision_tower.", "language_model.model.", "language_model.lm_head."),
+        _prefixes("vision_tower.vision_model.", "language_model.", "lm_head.", start="model."),
+    ),
     sizes={
         "tiny": _size("tiny", 320, 128, 2, 4, 2, 256, 32768, 1e4, window=4096),
         "7b-mistral": _size("300m", 32064, 4096, 32, 32, 8, 14336, 32768, 1e6, window=4096),
