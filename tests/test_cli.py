@@ -445,6 +445,42 @@ def test_set_without_a_recipe_is_refused_by_plan(command):
     assert_refused(command("plan", "3b", "--set", "parallel.recompute_vision=full"), "--set applies to a recipe")
 
 
+SIZES = ("--parameters", "13e9", "--layers", "40", "--heads", "40", "--head-dim", "128")
+
+
+def test_serving_is_planned_from_sizes_a_folder_or_a_name(command, checkpoint):
+    words = ("--text-tokens", "512", "--image-tokens", "576", "--concurrency", "8", "--json")
+    ended = command("plan", *SIZES, *words, "--gpu", "A100-40GB")
+    assert ended.status == 0, ended.err
+    record = json.loads(ended.out)
+    assert record["kv_bytes"] == 2 * 40 * 40 * 128 * 1088 * 8 * 2
+    assert record["chosen"] == {"scheme": "bf16", "kv_format": "model"}
+    for model in (checkpoint, "tiny"):
+        ended = command("plan", model, "--serve", "--image-size", "56x56", "--gpus", "2", "--gpu", "24", "--json")
+        assert ended.status == 0, ended.err
+        assert json.loads(ended.out)["load"]["image_tokens"] == 4
+    ended = command("plan", "tiny", "--requests-per-second", "5", "--image-size", "672x672")
+    assert "choose bf16 weights and a bf16 KV cache" in ended.out
+    assert "requests in progress" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("3b", "--serve", "--tokens", "4096"), "--tokens is for training"),
+        (("3b", *SIZES), "both a model (3b) and sizes"),
+        (SIZES[:4], "Add --heads and --head-dim"),
+        ((*SIZES, "--image-size", "56x56"), "Use --image-tokens"),
+        (("3b", "--image-size", "big"), "write WIDTHxHEIGHT"),
+        (("3b", "--image-size", "56x56", "--image-tokens", "4"), "Give one of them"),
+        (("--serve",), "Give one"),
+        ((), "no model"),
+    ],
+)
+def test_plans_that_are_not_clear_are_refused(command, words, message):
+    assert_refused(command("plan", *words), message)
+
+
 def test_plan_names_the_checkpoint_folder_that_a_recipe_lacks(command, tiny_recipe, tmp_path):
     ended = command("plan", tiny_recipe, "--set", f"model.folder={tmp_path / 'nowhere'}")
     assert_refused(ended, "nowhere: no such folder")

@@ -1,15 +1,11 @@
-"""`saccade train` and `saccade plan`."""
+"""`saccade train`."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated
 
 import typer
 
-from saccade.cli.options import DeviceOption, JsonOption, SetOption
-from saccade.errors import ConfigError
-
-Recompute = Literal["none", "selective", "full"]
+from saccade.cli.options import DeviceOption
 
 
 def _print_keys(requested: bool) -> None:
@@ -57,86 +53,3 @@ def train(
         if ending is Ending.FINISHED:
             evaluations.finish()
     typer.echo(ending.value, err=True)
-
-
-def plan(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, size by name (3b, 7b, ...), or a training recipe.")],
-    gpu: Annotated[str, typer.Option(help="H200, H100, A100, ..., or its memory in GiB.")] = "H200",
-    ranks: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a packed sequence; default 16384. A recipe has its own.")
-    ] = None,
-    patches: Annotated[
-        int | None, typer.Option(min=0, help="Vision patches of a packed sequence; default 2.25 per token.")
-    ] = None,
-    recompute_vision: Annotated[
-        str | None,
-        typer.Option(help="Activation checkpointing of the vision tower: none (default), selective or full."),
-    ] = None,
-    recompute_language: Annotated[
-        str | None, typer.Option(help="Activation checkpointing of the decoder, likewise.")
-    ] = None,
-    set_: SetOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Plan the GPU memory of training: by component, and what to change if it does not fit."""
-    from saccade.train.memory_planner import report
-
-    if model.endswith(".toml"):
-        _check_left_out(
-            {
-                "--tokens": (tokens, "stages.NAME.data.max_seq_len"),
-                "--patches": (patches, "stages.NAME.data.max_patches"),
-                "--recompute-vision": (recompute_vision, "parallel.recompute_vision"),
-                "--recompute-language": (recompute_language, "parallel.recompute_language"),
-            }
-        )
-        plans = _plans_of_recipe(Path(model), set_ or [], ranks)
-    else:
-        if set_:
-            raise ConfigError("--set applies to a recipe. Give a recipe instead of a model, or remove --set")
-        plans = [_plan_of_model(model, ranks, tokens or 16384, patches, recompute_vision, recompute_language)]
-    reports = {name: report(planner, size, gpu) for name, planner, size in plans}
-    if as_json:
-        typer.echo(json.dumps({name: made.record() for name, made in reports.items()}))
-        return
-    for name, made in reports.items():
-        typer.echo(name)
-        for line in made.lines():
-            typer.echo(f"  {line}")
-
-
-def _plans_of_recipe(recipe: Path, overrides: list[str], ranks: int) -> list[tuple[str, Any, Any]]:
-    """(name, planner, size of a micro-batch) of each stage."""
-    from saccade.config import load_config
-    from saccade.train.config import TrainConfig
-    from saccade.train.memory_planner import folder_config, stage_planner
-
-    config = load_config(TrainConfig, recipe, overrides)
-    start = folder_config(config.model.folder)
-    return [(f"stage {stage.name}", *stage_planner(config, stage, start, ranks)) for stage in config.stages]
-
-
-def _plan_of_model(
-    model: str, ranks: int, tokens: int, patches: int | None, vision: str | None, language: str | None
-) -> tuple[str, Any, Any]:
-    """(name, planner, size of a micro-batch) of one model and size."""
-    from saccade.train.config import ParallelConfig
-    from saccade.train.memory_planner import MicroBatchSize, Planner, model_config
-
-    extents = {"recompute_vision": vision or "none", "recompute_language": language or "none"}
-    _check_recompute(*extents.values())
-    planner = Planner(config=model_config(model), world_size=ranks, parallel=ParallelConfig(**extents))  # type: ignore[arg-type]
-    return model, planner, MicroBatchSize(tokens=tokens, patches=round(2.25 * tokens) if patches is None else patches)
-
-
-def _check_left_out(flags: dict[str, tuple[object, str]]) -> None:
-    """Refuse flags that a recipe sets itself."""
-    for flag, (value, key) in flags.items():
-        if value is not None:
-            raise ConfigError(f"{flag} applies to a model, but a recipe was given. Use --set {key}={value}")
-
-
-def _check_recompute(*extents: str) -> None:
-    if unknown := [extent for extent in extents if extent not in get_args(Recompute)]:
-        raise ConfigError(f"recompute {unknown[0]!r} is unknown. Use one of {', '.join(get_args(Recompute))}")

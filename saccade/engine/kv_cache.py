@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,15 @@ from saccade.model.config import LanguageConfig
 _FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-def bytes_per_page(config: LanguageConfig, page_size: int, kv_format: KVFormat, dtype: torch.dtype) -> int:
+class KVShape(NamedTuple):
+    """What the size of a KV cache depends on."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def bytes_per_page(config: LanguageConfig | KVShape, page_size: int, kv_format: KVFormat, dtype: torch.dtype) -> int:
     """Bytes of one page, over all layers."""
     rows = config.num_layers * 2 * config.num_kv_heads * page_size
     if kv_format == "model":

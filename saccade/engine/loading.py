@@ -86,10 +86,8 @@ def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, ma
     """Profile the largest step with a KV cache of one page; the memory it leaves free is for pages."""
     device, language = model.device, model.config.language
     page_bytes = bytes_per_page(language, config.page_size, config.kv_format, model.dtype)
-    most = config.max_requests * pages_for(max_length, config.page_size)
     if device.type != "cuda":
-        most = min(most, pages_for(max(max_length, _CPU_CACHE_TOKENS), config.page_size))
-        return max(1, min(most, _CPU_CACHE_BYTES // page_bytes))
+        return cpu_pages(config, page_bytes, max_length)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     eager = dataclasses.replace(config, cuda_graphs=False)
@@ -100,8 +98,7 @@ def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, ma
     peak = torch.cuda.max_memory_allocated(device)
     del runner
     torch.cuda.empty_cache()
-    available = int(total * config.gpu_memory_utilization) - outside - peak - _spare_bytes(config, language.vocab_size)
-    num_pages = min(most, available // page_bytes)
+    num_pages = gpu_pages(config, page_bytes, max_length, language.vocab_size, total=total, outside=outside, peak=peak)
     if num_pages < 1:
         raise ConfigError(
             f"no memory for a KV cache: a step takes {peak / _GIB:.1f} GiB with the weights, other processes {outside / _GIB:.1f}, of "
@@ -115,6 +112,21 @@ def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, ma
     return num_pages
 
 
-def _spare_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """For CUDA graphs, allocator fragmentation, and the sampler's penalty counts."""
-    return 2 * _GIB + penalty_bytes(config.max_requests, vocab_size)
+def most_pages(config: EngineConfig, max_length: int) -> int:
+    """Pages that all requests together can use."""
+    return config.max_requests * pages_for(max_length, config.page_size)
+
+
+def gpu_pages(
+    config: EngineConfig, page_bytes: int, max_length: int, vocab_size: int, *, total: int, outside: int, peak: int
+) -> int:
+    """Pages that fit on a GPU of `total` bytes, of which `outside` belong to others; `peak`: weights and largest step. May be negative."""
+    spare = 2 * _GIB + penalty_bytes(config.max_requests, vocab_size)  # CUDA graphs, fragmentation, penalty counts
+    available = int(total * config.gpu_memory_utilization) - outside - peak - spare
+    return min(most_pages(config, max_length), available // page_bytes)
+
+
+def cpu_pages(config: EngineConfig, page_bytes: int, max_length: int) -> int:
+    """Pages on a CPU."""
+    most = min(most_pages(config, max_length), pages_for(max(max_length, _CPU_CACHE_TOKENS), config.page_size))
+    return max(1, min(most, _CPU_CACHE_BYTES // page_bytes))

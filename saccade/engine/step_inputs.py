@@ -254,7 +254,7 @@ class StepBuffers:
     def __init__(self, capacity: int, device: torch.device) -> None:
         is_gpu = device.type == "cuda"
         self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=is_gpu) for _ in range(2)]
-        self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if is_gpu else None
+        self._device = None if device.type == "cpu" else torch.zeros(capacity, dtype=torch.int32, device=device)
         self._copied: list[Any] = [torch.cuda.Event() for _ in self._hosts] if is_gpu else []  # type: ignore[no-untyped-call]
         self._current = 0
 
@@ -280,5 +280,6 @@ class StepBuffers:
         """Copy what was filled last to the device, without waiting for it."""
         if self._device is not None:
             self._device[:total].copy_(self._hosts[self._current][:total], non_blocking=True)
-            self._copied[self._current].record()
+            if self._copied:
+                self._copied[self._current].record()
         return self.uploaded

@@ -16,23 +16,19 @@ import torch
 from torch import Tensor
 
 from saccade.device import DTYPES
+from saccade.kernels import launch
 from saccade.model.config import ModelConfig
+from saccade.model.live_bytes import Bytes, LiveBytes, MetaCache, Phase, Phases, moments, peak_bytes
 from saccade.model.vlm import VLM
 from saccade.train.config import LoraConfig, ParallelConfig, QuantizationAwareConfig, Recompute, Strategy
 from saccade.train.dry_run import (
-    Bytes,
     KeptGradients,
-    MetaCache,
     MicroBatchSize,
-    Phase,
-    Step,
     combined,
     dry_batch,
     dry_run,
     model_blocks,
-    moments,
     saved,
-    update_bytes,
 )
 from saccade.train.optimizer import Optimizer, build_optimizer
 from saccade.train.parallelize import choose_strategy, prepare_model, recompute
@@ -150,7 +146,7 @@ class Planner:
     """Quantization-aware training, if the stage uses it."""
     has_average: bool = False
     """Whether an average of the trained weights is kept."""
-    _steps: dict[str, Step] = field(default_factory=dict, repr=False, compare=False)
+    _steps: dict[str, Phases] = field(default_factory=dict, repr=False, compare=False)
     """Dry runs made so far, shared by planners with other optimizers and ranks (`dataclasses.replace`)."""
 
     def plan(self, size: MicroBatchSize, extents: Extents | None = None) -> MemoryPlan:
@@ -186,7 +182,7 @@ class Planner:
 
         return gib
 
-    def step(self, size: MicroBatchSize, extents: Extents) -> Step:
+    def step(self, size: MicroBatchSize, extents: Extents) -> Phases:
         """A dry run of a step."""
         vision, language = (self._dry_run(size, extent) for extent in extents)
         return combined(vision, language)
@@ -226,7 +222,7 @@ class Planner:
             prepare_model(model, self.optimizer, self.lora, self.qat, self.dtype)
         return model
 
-    def _dry_run(self, size: MicroBatchSize, extent: Recompute) -> Step:
+    def _dry_run(self, size: MicroBatchSize, extent: Recompute) -> Phases:
         key = repr((self.dtype, self.lora, self.qat, self.optimizer.lrs, self._kept_gradients, size, extent))
         if key not in self._steps:
             model = self._build(DTYPES[self.dtype])
@@ -289,7 +285,7 @@ class Planner:
         outside = CONTEXT_BYTES + (NCCL_BYTES if self.world_size > 1 else 0)
         return outside + int(FRAGMENTATION * temporary)
 
-    def _moments(self, step: Step) -> Iterator[tuple[str, Bytes]]:
+    def _moments(self, step: Phases) -> Iterator[tuple[str, Bytes]]:
         """Temporary memory in each phase: (name, bytes by component)."""
         gradients = self._earlier_gradients
         for phase, held in moments(step):
@@ -357,9 +353,11 @@ def _update_bytes(optimizer: Optimizer, named: Mapping[str, Tensor], held: list[
     gradients = {name: torch.empty_like(x) for name, x in named.items() if x.requires_grad}
     for name, gradient in gradients.items():
         named[name].grad = gradient
-    num_bytes = update_bytes(lambda: optimizer.step(1.0), *held, *gradients.values())
+    live = LiveBytes(*held, *gradients.values())
+    with launch.dry_run(), live:
+        optimizer.step(1.0)
     optimizer.zero_grad()
-    return num_bytes
+    return peak_bytes(live.phases())
 
 
 def _by_component(held: Bytes) -> Bytes:

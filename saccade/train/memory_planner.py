@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from saccade.errors import ConfigError
+from saccade.gpus import gpu_named
 from saccade.model.config import ModelConfig
 from saccade.model.families import load_model_config
 from saccade.model.initialize import named_size
@@ -31,9 +32,6 @@ from saccade.world import World
 logger = logging.getLogger(__name__)
 
 __all__ = ["Choice", "MemoryPlan", "MicroBatchSize", "Planner", "Report", "folder_config", "gpu_gib", "model_config", "plan", "report", "stage_planner", "suggest"]  # fmt: skip
-
-GPU_GIB = {"B200": 178.0, "H200": 139.8, "H100": 79.1, "A100": 79.1, "L40S": 44.4, "A100-40GB": 39.4, "RTX4090": 23.5}
-"""Memory usable by torch. The H200's is measured, the others' are published sizes minus the driver's share."""
 
 EXTENTS: tuple[Recompute, ...] = get_args(Recompute)
 """Levels of activation checkpointing."""
@@ -50,14 +48,7 @@ def plan(config: ModelConfig, size: MicroBatchSize, **settings: Any) -> MemoryPl
 
 def gpu_gib(name: str) -> float:
     """Usable memory of a GPU, by name or as a number of GiB."""
-    sizes = {known.lower(): size for known, size in GPU_GIB.items()}
-    try:
-        size = sizes.get(name.lower()) or float(name)
-    except ValueError:
-        size = math.nan
-    if not 0.0 < size < math.inf:
-        raise ConfigError(f"unknown GPU {name!r}. Known: {', '.join(GPU_GIB)}; or give its memory in GiB, such as 80")
-    return size
+    return gpu_named(name).gib
 
 
 def model_config(model: str) -> ModelConfig:

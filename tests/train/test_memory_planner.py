@@ -13,10 +13,11 @@ from saccade.errors import ConfigError
 from saccade.kernels import launch
 from saccade.model.families import VISION_LANGUAGE
 from saccade.model.initialize import initialize_random, named_size
+from saccade.model.live_bytes import moments
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
 from saccade.train.config import LoraConfig, ParallelConfig, Recompute
-from saccade.train.dry_run import DryBatch, MicroBatchSize, combined, dry_batch, dry_run, image_grids, moments, saved
+from saccade.train.dry_run import DryBatch, MicroBatchSize, combined, dry_batch, dry_run, image_grids, saved
 from saccade.train.lora import add_lora, lora_parameters
 from saccade.train.loss import count_labels, next_token_labels
 from saccade.train.memory import Planner
