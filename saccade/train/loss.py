@@ -88,5 +88,16 @@ class ModelWithLoss(nn.Module):
             total += torch.stack([loss.double(), correct.double(), total.new_tensor(len(index))])
         return total
 
+    @torch.no_grad()
+    def score_objective(self, inputs: ModelInputs, labels: Tensor, num_loss_tokens: int) -> Tensor:
+        """fp64 [2 + K]: the objective's units, its loss and its metrics, summed over the micro-batch."""
+        batch = Labelled(inputs, labels, num_loss_tokens, self.encode_dummy_image)
+        one = torch.ones((), device=labels.device)
+        found = self.objective.loss(self.model, self._hidden_states(inputs), batch, one)
+        units = one * self.objective.num_units(inputs, num_loss_tokens)
+        return torch.stack(
+            [units, found.total, *(found.metrics[name] for name in self.objective.metric_names)]
+        ).double()
+
     def _hidden_states(self, inputs: ModelInputs) -> Tensor:
         return self.model.hidden_states(inputs, encode_dummy_image=self.encode_dummy_image)

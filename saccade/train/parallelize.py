@@ -271,7 +271,8 @@ def _shard(module: ModelWithLoss, mesh: DeviceMesh, config: ParallelConfig, dtyp
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model.vision, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(module, **options)
-    register_fsdp_forward_method(module, "score")
+    for name in ("score", "score_objective"):
+        register_fsdp_forward_method(module, name)
     _prefetch(blocks)
 
 

@@ -3,8 +3,9 @@
     held-out shards -> packed sequences, as in training -> sums over all ranks -> loss, accuracy
     their first samples -> greedy generation on the main rank -> samples.jsonl, exact_match
 
-`loss` is the mean over all loss tokens, `accuracy` the fraction of them whose most probable token is correct, `exact_match` the
-fraction of generated outputs equal to the reference. Generation needs the full model on one rank: it is skipped for sharded models.
+`loss` is the mean cross entropy over all loss tokens, `accuracy` the fraction of them whose most probable token is correct, `exact_match` the
+fraction of generated outputs equal to the reference. Where something else is optimized, its loss and metrics are in `objective_*`, from a
+second pass over the data; of preference pairs, loss and accuracy are those of the chosen conversations. Generation needs the full model on one rank: it is skipped for sharded models.
 """
 
 import base64
@@ -109,12 +110,17 @@ class HeldOutValidation:
 
     def _score(self, model: ModelWithLoss) -> dict[str, float] | None:
         """None if a stop was requested on any rank, after the current batch."""
+        objective = model.objective
+        names = ("loss", *objective.metric_names) if objective.metric_names else ()
         total = torch.zeros(3, dtype=torch.float64, device=self._world.device)
+        of_objective = torch.zeros(1 + len(names), dtype=torch.float64, device=self._world.device)
         with self._open_stream() as stream:
             batches = BatchIterator(stream, model.model.config, (), self._world.device, model.objective)
             while (batch := batches.next(with_sources=False)) is not None:
-                for micro_batch in batch.on_device:
-                    total += model.score(micro_batch.inputs, micro_batch.labels)
+                for one in batch.on_device:
+                    total += model.score(one.inputs, objective.validated(one.inputs, one.labels))
+                    if names:
+                        of_objective += model.score_objective(one.inputs, one.labels, one.num_loss_tokens)
                 if self._world.any(self._stop_requested.is_set()):
                     return None
         loss, correct, count = self._world.all_sum(total).tolist()
@@ -122,7 +128,11 @@ class HeldOutValidation:
             raise DataError(
                 "validation.sources have no loss tokens. Name other shards, or raise validation.num_samples"
             )
-        return {"loss": loss / count, "accuracy": correct / count}
+        scores = {"loss": loss / count, "accuracy": correct / count}
+        num_units, *sums = self._world.all_sum(of_objective).tolist()
+        return scores | {
+            f"objective_{name}": value / max(1.0, num_units) for name, value in zip(names, sums, strict=True)
+        }
 
     # -------------------------------------------------------------- generation
 

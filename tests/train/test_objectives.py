@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from train.running import losses, make_checkpoint, read_recipe, records, run_together, write_recipe, write_shards
 
 import saccade.train
-from saccade.data.sample import Sample
+from saccade.compress import compress
+from saccade.data.index import open_index
+from saccade.data.sample import Sample, TextRules, preference_pair
 from saccade.data.shards import ShardWriter
 from saccade.data.toy import toy_sample
 from saccade.errors import UserError
@@ -21,7 +23,7 @@ from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import Processor
 from saccade.train.batches import BatchIterator, open_stage_stream
 from saccade.train.check import check_run
-from saccade.train.loss import IGNORED
+from saccade.train.loss import IGNORED, next_token_labels
 from saccade.train.objectives import chunks
 from saccade.train.objectives.objective import Labelled
 from saccade.train.parallelize import parallelize
@@ -164,6 +166,17 @@ def test_distillation_is_the_kl_divergence_of_full_logits(root, monkeypatch, chu
         assert torch.allclose(gradients[name], parameter.grad, atol=2e-6), name
 
 
+def test_a_quantized_teacher_teaches_through_its_own_form(root):
+    stored = root / "teacher-int8"
+    compress(teacher_of(root), stored, scheme="int8-rtn", device="cpu")
+    found = []
+    for teacher in (teacher_of(root), stored):
+        terms, *_, units = step_of(recipe(root, "q", f"stages.0.objective.distillation.teacher={teacher}"))
+        found.append(float(terms.metrics["kl"]) / units)
+    assert found[1] == pytest.approx(found[0], rel=0.1)
+    assert found[1] != found[0]
+
+
 def test_no_logits_of_a_whole_packed_sequence_are_formed(root, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 4 * 320 * 8)
     config = recipe(root, "chunked", f"stages.0.objective.distillation.teacher={teacher_of(root)}")
@@ -286,6 +299,30 @@ def test_a_run_learns_to_prefer_the_chosen_answers(root, pairs):
     assert found[-1]["objective"]["accuracy"] > 0.9
     assert found[-1]["loss"] < found[0]["loss"]
     assert found[-1]["samples"] <= 24 * 8
+
+
+def test_validation_reports_the_objective_and_the_cross_entropy_of_chosen_answers(root, pairs):
+    config = preference_recipe(
+        root, "validated", "stages.0.steps=4", "stages.0.lora.rank=4", "stages.0.optimizer.lr=1e-2", "validation.every=4",
+        f'validation.sources=[{{path="{pairs}"}}]', "validation.num_generations=0",
+    )  # fmt: skip
+    train(config, device="cpu")
+    [scores] = [json.loads(line)["validation"] for line in (config.run / "metrics.jsonl").read_text().splitlines() if "validation" in line]  # fmt: skip
+    model = load_model(config.run / "checkpoints" / "step-00000004", device="cpu")
+    reference, processor = load_model(root / "checkpoint", device="cpu"), Processor.load(root / "checkpoint")
+    index, rules, losses, margins, count = open_index(pairs), TextRules(), 0.0, [], 0
+    for shard in range(len(index.shards)):
+        for row in index.kept(shard).tolist():
+            both = processor(list(preference_pair(index.read_sample(shard, row), rules)))
+            with torch.no_grad():
+                margins.append(float(direct_preference_loss(model, reference, both, 0.3)[1]))
+                chosen = processor([preference_pair(index.read_sample(shard, row), rules)[0]])
+                labels = next_token_labels(chosen)
+                losses += float(F.cross_entropy(model(chosen), labels, reduction="sum"))
+                count += int((labels != IGNORED).sum())
+    assert scores["loss"] == pytest.approx(losses / count, rel=1e-3)
+    assert scores["objective_margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-3)
+    assert scores["objective_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins))
 
 
 def test_data_without_pairs_is_refused_by_a_stage_that_needs_them(root):

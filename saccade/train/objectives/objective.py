@@ -61,6 +61,11 @@ class Objective:
         del inputs
         return num_labels
 
+    def validated(self, inputs: ModelInputs, labels_T: Tensor) -> Tensor:
+        """The labels whose cross entropy validation reports. All, unless an objective has tokens that it makes less probable."""
+        del inputs
+        return labels_T
+
     def loss(self, model: VLM, hidden_TD: Tensor, batch: Labelled, normalizer: Tensor) -> LossTerms:
         """The terms of a micro-batch from its hidden states. `normalizer`: units of the whole step, a scalar on the device."""
         raise NotImplementedError

@@ -42,6 +42,10 @@ class PreferenceOptimization(Objective):
         del num_labels
         return inputs.num_conversations // 2
 
+    def validated(self, inputs: ModelInputs, labels_T: Tensor) -> Tensor:
+        """Those of the chosen conversations."""
+        return labels_T.masked_fill(_conversation_of_token(inputs) % 2 == 1, IGNORED)
+
     def loss(self, model: VLM, hidden_TD: Tensor, batch: Labelled, normalizer: Tensor) -> LossTerms:
         """See `Objective`."""
         rows_S, labels_S = loss_rows(batch.labels, batch.num_labels, IGNORED)
