@@ -173,17 +173,10 @@ def _publish(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     theta = config["text_config"].pop("rope_parameters")["rope_theta"]
     config["text_config"]["rope_theta"] = theta
+    unsaid = ("hidden_act", "attention_bias", "mlp_bias", "layer_norm_eps", "projector_hidden_act", "num_channels")
     for part in (config["text_config"], config["vision_config"], config):
-        for name in (
-            "head_dim",
-            "hidden_act",
-            "attention_bias",
-            "mlp_bias",
-            "layer_norm_eps",
-            "projector_hidden_act",
-            "num_channels",
-        ):
-            part.pop(name, None)  # fmt: skip
+        for name in unsaid:
+            part.pop(name, None)
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -5,11 +5,11 @@
     parts -> positions                               (`positions.py`)
 
 `VisionRules` is the seam; the model's side of it is `saccade.model.families`. Nothing outside a family reads a *grid*: three integers
-that say how the patches of one image are arranged, frame pairs x rows x columns in the families that are here. Everything else asks for
+that say how the patches of one image are arranged, frame pairs x rows x columns or (tiles, height, width). Everything else asks for
 numbers of patches and tokens.
 
-A family with tiles (LLaVA-NeXT, LLaVA-OneVision) fits like this: its grid is (tiles, height, width) of the original image, from which
-its rules derive the tiles that are cut, the tokens that remain without the padding and the newline tokens, and its tower the features;
+The grid of a family with tiles (LLaVA-NeXT, LLaVA-OneVision; `tiles.py`) is (tiles, height, width) of the original image, from which its
+rules derive the tiles that are cut, the tokens that remain without the padding and the newline tokens, and its tower the features;
 an image of any shape stays one `FeatureSpan`. With 1-D RoPE its span is one of text length (`positions.py`). Where an image's tiles depend
 on how many images the conversation has, that number is an argument of `image_grid` and `patchify`; as far as it matters
 (`counted_images`) it is a part of the image's key in the engine (`ImageTask.digest`), because caches are keyed by it.
