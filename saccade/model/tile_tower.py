@@ -343,7 +343,7 @@ class TileTower(Tower):
             x_SD = self.pre_norm(x_SD)
         update_SD: Tensor | None = None
         outputs = {0: x_SD}
-        for layer, block in enumerate(self.blocks[: self.config.num_run_layers], start=1):
+        for layer, block in zip(range(1, self.config.num_run_layers + 1), self.blocks, strict=False):
             x_SD, update_SD = block(x_SD, update_SD, inputs.tiles)
             if layer in self.config.selected_layers:
                 x_SD, update_SD = x_SD if update_SD is None else x_SD + update_SD, None

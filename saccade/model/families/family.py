@@ -10,10 +10,9 @@ and planner count the modules that were built.
     decoder          `LanguageConfig`: RoPE sections (plain, interleaved; one section is 1-D RoPE), biases, norms, head dim
     training         parts to freeze are the modules `vision`, `projector`, `language`, `head` of every family; a tower has `blocks`
 
-A family with a CLIP or SigLIP tower and an MLP (LLaVA-NeXT, LLaVA-OneVision) has a tower class of its own with the methods of
-`VisionTower`: its grid is (tiles, height, width), `layout` gives one segment per tile, and its output leaves out the class token. Its
-projector gathers the tiles into rows, drops the padding and appends the newline embedding, by an index in the layout. A sliding
-window is a field of `LanguageConfig` that the attention contexts pass on; the kernels take it already.
+Towers are of two kinds, with the methods of `Tower`: over grids of patches of any size (`vision.py`), and over square tiles, as CLIP and
+SigLIP are used (`tile_tower.py`). The latter asks the family which patches each token of an image is made of (`Gather`): rows of tiles without
+their padding, newlines, interpolated or pooled features.
 """
 
 from collections.abc import Callable, Mapping
