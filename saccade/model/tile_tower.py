@@ -354,11 +354,9 @@ class TileTower(Tower):
         """See `Tower`: [S + 1, F] features of all rows and the newline to [M, F]."""
         if inputs.weights is None:
             return features.index_select(0, inputs.index[0])
-        taps = [
-            features.index_select(0, index) * weight[:, None]
-            for index, weight in zip(inputs.index, inputs.weights, strict=True)
-        ]
-        total: Tensor = functools.reduce(torch.add, taps)
+        total = features.index_select(0, inputs.index[0]) * inputs.weights[0, :, None]
+        for index, weight in zip(inputs.index[1:], inputs.weights[1:], strict=True):
+            total = total + features.index_select(0, index) * weight[:, None]
         return total.to(features.dtype)
 
     # -------------------------------------------------------------- what a grid means

@@ -3,7 +3,17 @@
 import pytest
 import torch
 from closeness import assert_close
-from model.hugging_face import CONVERSATIONS, FAMILIES, SHAPES, Oracle, make_checkpoint
+from model import llava_onevision
+from model.hugging_face import (
+    CONVERSATIONS,
+    FAMILIES,
+    SHAPES,
+    Oracle,
+    answer,
+    ask,
+    make_checkpoint,
+    picture,
+)
 from train.running import read_recipe, write_recipe, write_shards
 
 from saccade.model import generate, load_model
@@ -25,7 +35,25 @@ def folder(request, tmp_path_factory):
 
 
 def test_loss_and_gradients_of_a_step_are_those_of_transformers(folder):
-    oracle, messages = Oracle(folder), CONVERSATIONS["multi-turn"]
+    assert_same_step(folder, CONVERSATIONS["multi-turn"])
+
+
+FRAMES = [picture(60, 80, seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize(
+    "question",
+    [ask(picture(644, 364, 1), "Look."), {"role": "user", "content": [{"type": "video", "video": FRAMES}]}],
+    ids=["tiles", "video"],
+)
+def test_gradients_pass_through_interpolated_tiles_and_pooled_frames(question, tmp_path):
+    """A single image and a video, where several images are squares without either."""
+    folder = make_checkpoint(tmp_path / "checkpoint", llava_onevision.SHAPES[1])
+    assert_same_step(folder, [question, answer("A wave.")])
+
+
+def assert_same_step(folder, messages):
+    oracle = Oracle(folder)
     inputs, theirs = Processor.load(folder)([messages]), oracle.inputs(messages)
     labels = next_token_labels(inputs)
     module = ModelWithLoss(load_model(folder, device="cpu").train())
