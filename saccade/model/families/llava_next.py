@@ -11,8 +11,17 @@ from saccade.errors import CheckpointError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.families.config_fields import integer, number, refuse_unless, rope_theta, section
 from saccade.model.families.family import Family
-from saccade.model.families.llava_onevision import describe_layers, selected_layers
 from saccade.model.families.qwen2_vl import quick_gelu
+from saccade.model.families.tile_fields import (
+    DISK_PREFIXES,
+    OTHER_PREFIXES,
+    TRANSFORMERS_PREFIXES,
+    describe_decoder,
+    describe_layers,
+    describe_tower,
+    selected_layers,
+    tile_fields,
+)
 from saccade.model.tile_tower import TileProjector, TileTower, gather_tiles
 from saccade.processor.families.llava_next import DEFAULTS, MODEL_TYPE
 from saccade.processor.families.tile_settings import tower_tiling
@@ -25,21 +34,6 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "mistral": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096},
 }  # fmt: skip
 """Text configs by `model_type`: the defaults of their classes."""
-
-
-def _prefixes(tower: str, language: str, head: str, start: str = "") -> dict[str, str]:
-    return {
-        "vision.patch_embed.proj.": f"{start}{tower}embeddings.patch_embedding.",
-        "vision.pos_embed.": f"{start}{tower}embeddings.position_embedding.",
-        "vision.class_embedding": f"{start}{tower}embeddings.class_embedding",
-        "vision.pre_norm.": f"{start}{tower}pre_layrnorm.",
-        "vision.blocks.": f"{start}{tower}encoder.layers.",
-        "vision.post_norm.": f"{start}{tower}post_layernorm.",
-        "projector.image_newline": f"{start}image_newline",
-        "projector.": f"{start}multi_modal_projector.",
-        "language.": start + language,
-        "head.": head,
-    }
 
 
 # ------------------------------------------------------------------ configuration
@@ -63,18 +57,17 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
     refuse_unless(vision, "hidden_act", "quick_gelu")
     num_layers, stated = integer(vision, "num_hidden_layers", 12), raw.get("vision_feature_layer")
     tiling = tower_tiling(raw, DEFAULTS)
-    return _tower(
-        num_layers,
-        integer(vision, "hidden_size", 768),
-        integer(vision, "num_attention_heads", 12),
-        integer(vision, "intermediate_size", 3072),
-        tile_size=tiling.tile_size,
-        patch_size=tiling.patch_size,
-        resolutions=tiling.resolutions,
+    return VisionConfig(
+        num_layers=num_layers,
+        hidden_size=integer(vision, "hidden_size", 768),
+        num_heads=integer(vision, "num_attention_heads", 12),
+        intermediate_size=integer(vision, "intermediate_size", 3072),
         in_channels=integer(vision, "num_channels", 3),
         norm_eps=number(vision, "layer_norm_eps", 1e-5),
+        has_class_token=True,
         selected_layers=selected_layers(-2 if stated is None else stated, num_layers),
         projector_bias=bool(raw.get("multimodal_projector_bias", True)),
+        **tile_fields(tiling.tile_size, tiling.patch_size, tiling.resolutions),
     )
 
 
@@ -119,30 +112,14 @@ def _describe_config(config: ModelConfig, token_ids: Mapping[str, int]) -> dict[
         "tie_word_embeddings": config.tied_head,
         "text_config": {
             "model_type": "mistral" if language.sliding_window is not None else "llama",
-            "hidden_act": "silu",
-            "hidden_size": language.hidden_size,
-            "intermediate_size": language.intermediate_size,
-            "num_hidden_layers": language.num_layers,
-            "num_attention_heads": language.num_heads,
-            "num_key_value_heads": language.num_kv_heads,
+            **describe_decoder(language),
             "head_dim": language.head_dim,
-            "vocab_size": language.vocab_size,
-            "max_position_embeddings": language.max_positions,
-            "rms_norm_eps": language.norm_eps,
-            "rope_theta": language.rope_theta,
             "sliding_window": language.sliding_window,
         },
         "vision_config": {
             "model_type": "clip_vision_model",
             "hidden_act": "quick_gelu",
-            "num_hidden_layers": vision.num_layers,
-            "hidden_size": vision.hidden_size,
-            "num_attention_heads": vision.num_heads,
-            "intermediate_size": vision.intermediate_size,
-            "num_channels": vision.in_channels,
-            "layer_norm_eps": vision.norm_eps,
-            "image_size": vision.tile_size,
-            "patch_size": vision.patch_size,
+            **describe_tower(vision),
         },
     }
 
@@ -172,30 +149,27 @@ def _describe_processor(config: ModelConfig) -> dict[str, dict[str, Any]]:
 # ------------------------------------------------------------------ sizes
 
 
-def _tower(num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int, **fields: Any) -> VisionConfig:
-    """A tower whose last block but one is selected, unless `fields` say another."""
-    given: dict[str, Any] = {"norm_eps": 1e-5, "selected_layers": (num_layers - 1,)} | fields
+def _tower(
+    num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int, tile_size: int, patch_size: int = 14
+) -> VisionConfig:
+    """A tower whose last block but one is selected, with the published resolutions in tiles of this size."""
     return VisionConfig(
-        **given,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         intermediate_size=intermediate_size,
-        temporal_patch_size=1,
-        merge_size=1,
-        has_windows=False,
-        full_attention_layers=(),
+        norm_eps=1e-5,
         has_class_token=True,
+        selected_layers=(num_layers - 1,),
+        **tile_fields(
+            tile_size,
+            patch_size,
+            tuple((height // 336 * tile_size, width // 336 * tile_size) for height, width in DEFAULTS.resolutions),
+        ),
     )
 
 
-def _tiles(tile_size: int) -> dict[str, Any]:
-    """The published resolutions, in tiles of this size."""
-    shapes = [tuple(length // 336 * tile_size for length in size) for size in DEFAULTS.resolutions]
-    return {"tile_size": tile_size, "resolutions": tuple(shapes)}
-
-
-_TOWERS = {"tiny": _tower(3, 64, 2, 128, **_tiles(56)), "300m": _tower(24, 1024, 16, 4096, **_tiles(336))}
+_TOWERS = {"tiny": _tower(3, 64, 2, 128, 56), "300m": _tower(24, 1024, 16, 4096, 336)}
 
 
 def _size(
@@ -236,12 +210,9 @@ FAMILY = Family(
     describe_processor=_describe_processor,
     make_tower=_make_tower,
     make_projector=TileProjector,
-    disk_prefixes=_prefixes("vision_tower.vision_model.", "language_model.model.", "language_model.lm_head."),
-    transformers_prefixes=_prefixes("vision_tower.", "language_model.", "lm_head.", start="model."),
-    other_prefixes=(
-        _prefixes("vision_tower.", "language_model.model.", "language_model.lm_head."),
-        _prefixes("vision_tower.vision_model.", "language_model.", "lm_head.", start="model."),
-    ),
+    disk_prefixes=DISK_PREFIXES,
+    transformers_prefixes=TRANSFORMERS_PREFIXES,
+    other_prefixes=OTHER_PREFIXES,
     sizes={
         "tiny": _size("tiny", 320, 128, 2, 4, 2, 256, 32768, 1e4, window=4096),
         "7b-mistral": _size("300m", 32064, 4096, 32, 32, 8, 14336, 32768, 1e6, window=4096),

@@ -12,11 +12,20 @@ from typing import Any
 import numpy as np
 import torch.nn.functional as F
 
-from saccade.errors import CheckpointError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.families.config_fields import integer, number, refuse_unless, rope_theta, section
 from saccade.model.families.family import Family
 from saccade.model.families.qwen2_vl import is_tied
+from saccade.model.families.tile_fields import (
+    DISK_PREFIXES,
+    OTHER_PREFIXES,
+    TRANSFORMERS_PREFIXES,
+    describe_decoder,
+    describe_layers,
+    describe_tower,
+    selected_layers,
+    tile_fields,
+)
 from saccade.model.tile_tower import NUM_TAPS, Gathered, TileProjector, TileTower, gather_tiles, interpolated
 from saccade.processor.families.llava_onevision import (
     DEFAULT_ASPECT_RATIO,
@@ -31,19 +40,6 @@ from saccade.processor.image import Grid
 VISION_TOKENS = {"image": "<image>", "video": "<video>"}
 
 _gelu = functools.partial(F.gelu, approximate="tanh")
-
-
-def _prefixes(tower: str, language: str, head: str, start: str = "") -> dict[str, str]:
-    return {
-        "vision.patch_embed.proj.": f"{start}{tower}embeddings.patch_embedding.",
-        "vision.pos_embed.": f"{start}{tower}embeddings.position_embedding.",
-        "vision.blocks.": f"{start}{tower}encoder.layers.",
-        "vision.post_norm.": f"{start}{tower}post_layernorm.",
-        "projector.image_newline": f"{start}image_newline",
-        "projector.": f"{start}multi_modal_projector.",
-        "language.": start + language,
-        "head.": head,
-    }
 
 
 # ------------------------------------------------------------------ features to tokens
@@ -104,34 +100,8 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
         max_feature_tiles=max_feature_tiles(raw.get("vision_aspect_ratio") or DEFAULT_ASPECT_RATIO),
         selected_layers=selected_layers(selected, num_layers),
         projector_bias=bool(raw.get("multimodal_projector_bias", True)),
-        **_tiles(tiling.tile_size, tiling.patch_size, tiling.resolutions),
+        **tile_fields(tiling.tile_size, tiling.patch_size, tiling.resolutions),
     )
-
-
-def _tiles(tile_size: int, patch_size: int, resolutions: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-    return {
-        "tile_size": tile_size,
-        "patch_size": patch_size,
-        "resolutions": resolutions,
-        "temporal_patch_size": 1,
-        "merge_size": 1,
-        "has_windows": False,
-        "full_attention_layers": (),
-    }
-
-
-def selected_layers(stated: Any, num_layers: int) -> tuple[int, ...]:
-    """`vision_feature_layer`, one or several, counted from the embeddings, which are 0; negative ones from the end."""
-    layers = stated if isinstance(stated, list | tuple) else [stated]
-    if not layers or not all(isinstance(layer, int) for layer in layers):
-        raise CheckpointError(f"config.json: vision_feature_layer is {stated!r}, not a layer or a list of them")
-    return tuple(layer + num_layers + 1 if layer < 0 else layer for layer in layers)
-
-
-def describe_layers(vision: VisionConfig) -> int | list[int]:
-    """The `vision_feature_layer` of a tower."""
-    layers = [layer - vision.num_layers - 1 for layer in vision.selected_layers]
-    return layers if len(layers) > 1 else layers[0]
 
 
 def _parse_language(raw: Mapping[str, Any]) -> LanguageConfig:
@@ -168,30 +138,14 @@ def _describe_config(config: ModelConfig, token_ids: Mapping[str, int]) -> dict[
         "tie_word_embeddings": config.tied_head,
         "text_config": {
             "model_type": "qwen2",
-            "hidden_act": "silu",
-            "hidden_size": language.hidden_size,
-            "intermediate_size": language.intermediate_size,
-            "num_hidden_layers": language.num_layers,
-            "num_attention_heads": language.num_heads,
-            "num_key_value_heads": language.num_kv_heads,
-            "vocab_size": language.vocab_size,
-            "max_position_embeddings": language.max_positions,
-            "rms_norm_eps": language.norm_eps,
-            "rope_theta": language.rope_theta,
+            **describe_decoder(language),
             "tie_word_embeddings": config.tied_head,
             "use_sliding_window": False,
         },
         "vision_config": {
             "model_type": "siglip_vision_model",
             "hidden_act": "gelu_pytorch_tanh",
-            "num_hidden_layers": vision.num_layers,
-            "hidden_size": vision.hidden_size,
-            "num_attention_heads": vision.num_heads,
-            "intermediate_size": vision.intermediate_size,
-            "num_channels": vision.in_channels,
-            "layer_norm_eps": vision.norm_eps,
-            "image_size": vision.tile_size,
-            "patch_size": vision.patch_size,
+            **describe_tower(vision),
             "vision_use_head": False,
         },
     }
@@ -234,7 +188,7 @@ def _tower(
         intermediate_size=intermediate_size,
         max_feature_tiles=9,
         selected_layers=(num_layers,),
-        **_tiles(tile, 14, tuple((height, width) for height in sides for width in sides)),
+        **tile_fields(tile, 14, tuple((height, width) for height in sides for width in sides)),
     )
 
 
@@ -275,9 +229,9 @@ FAMILY = Family(
     describe_processor=_describe_processor,
     make_tower=_make_tower,
     make_projector=TileProjector,
-    disk_prefixes=_prefixes("vision_tower.vision_model.", "language_model.model.", "language_model.lm_head."),
-    transformers_prefixes=_prefixes("vision_tower.", "language_model.", "lm_head.", start="model."),
-    other_prefixes=(_prefixes("vision_tower.", "language_model.model.", "language_model.lm_head."),),
+    disk_prefixes=DISK_PREFIXES,
+    transformers_prefixes=TRANSFORMERS_PREFIXES,
+    other_prefixes=OTHER_PREFIXES,
     unused_prefixes=("vision_tower.head.", "vision_tower.vision_model.head.", "model.vision_tower.head."),
     sizes={
         "tiny": _size("tiny", 320, 128, 2, 4, 2, 256, tied=True),
