@@ -145,8 +145,8 @@ def _served_model(
     model: str | None, sizes: dict[str, Any], kv_heads: int | None, images: list[tuple[int, int]], context: int | None
 ) -> tuple[Any, tuple[int, int]]:
     """(model, (tokens, patches) of the images)."""
-    from saccade.engine.capacity import configured_model, described_model, image_cost, named_image_cost
     from saccade.engine.config import EngineConfig
+    from saccade.engine.served_model import configured_model, described_model, image_cost, named_image_cost
     from saccade.model.families import load_model_config, named_size
     from saccade.model.weights import meta_model
 

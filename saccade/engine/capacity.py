@@ -5,172 +5,37 @@
     requests at once        pages / pages of a request
     Little's law            requests in progress = requests per second x seconds that one takes
 
-Nothing is derived by hand that the engine has: weights are those of the model's modules in each storage form, buffers and the largest
-step those of the runner's own profile, both on the meta device; pages are computed by the functions the engine computes them with.
+Nothing is derived by hand that the engine has: weights, buffers and the largest step are measured on the meta device
+(`served_model.py`), pages are computed by the functions the engine computes them with.
 A GPU serves a whole model, so several GPUs are replicas. Times are estimates from bandwidth and peak throughput.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from saccade.engine.config import EngineConfig, KVFormat
-from saccade.engine.kv_cache import KVShape, bytes_per_page, pages_for
+from saccade.engine.kv_cache import bytes_per_page, pages_for
 from saccade.engine.loading import gpu_pages
-from saccade.engine.runner import PixelScale, Runner
+from saccade.engine.served_model import ServedModel
 from saccade.errors import ConfigError
 from saccade.gpus import Gpu
-from saccade.kernels import launch
-from saccade.model.config import ModelConfig
-from saccade.model.families import family_named
-from saccade.model.linear import Linear, projections
-from saccade.model.live_bytes import LiveBytes, MetaCache, peak_bytes
-from saccade.model.quantization import Scheme, fitting_group
-from saccade.model.quantized_linear import quantized_form
-from saccade.model.vlm import VLM
-from saccade.processor.families import load_rules
 
 GIB = 2**30
-SchemeName = Literal["bf16", "fp8", "int8", "w4a16"]
-STORED = "as stored"
-"""The scheme of a folder that is compressed already."""
 
 _OUTSIDE_BYTES = GIB // 2
 """Memory of a GPU outside torch's allocator: CUDA context and kernels."""
-_UNKNOWN_STEP_BYTES = 2 * GIB
-"""Buffers and largest step of a model of which only sizes are given."""
 _BANDWIDTH_SHARE = 0.6
 """Share of the published bandwidth that decode reaches: 3B on an H200, 2.12 ms for one request and 5.5 ms for 256 of 1024 tokens, which
 is 61 % and 60 %."""
 _COMPUTE_SHARE = 0.5
 """Share of the peak that prefill reaches: 540 of 989 TFLOP/s on an H200."""
-_INT4_BYTES = 0.5 + 2 / 128
-"""Bytes per weight in 4 bits: a 16-bit scale for 128."""
-
-
-# ------------------------------------------------------------------ the model
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """What a plan needs to know of a model."""
-
-    name: str
-    """In the report."""
-    shape: KVShape
-    """Of its KV cache."""
-    weight_bytes: Mapping[str, int]
-    """In memory, by scheme."""
-    decode_bytes: Mapping[str, int]
-    """Of them, those that every step reads, by scheme."""
-    step_bytes: int
-    """Buffers of the engine, and its largest step."""
-    num_decoder_parameters: int
-    """Multiplied with every token."""
-    num_tower_parameters: int = 0
-    """Multiplied with every patch."""
-    max_length: int
-    """Context length."""
-    vocab_size: int = 0
-    """Tokens, whose counts a sampler with penalties keeps."""
-
-
-def described_model(
-    *, parameters: float, num_layers: int, num_heads: int, head_dim: int, num_kv_heads: int | None, max_length: int
-) -> ServedModel:
-    """A model of which only sizes are known. All parameters count as projections."""
-    count = int(parameters)
-    sizes = {"bf16": 2 * count, "fp8": count, "int8": count, "w4a16": int(_INT4_BYTES * count)}
-    return ServedModel(
-        name=f"{count / 1e9:g}B",
-        shape=KVShape(num_layers, num_kv_heads or num_heads, head_dim),
-        weight_bytes=sizes,
-        decode_bytes=sizes,
-        step_bytes=_UNKNOWN_STEP_BYTES,
-        num_decoder_parameters=count,
-        max_length=max_length,
-    )
-
-
-def configured_model(
-    name: str, config: ModelConfig, engine: EngineConfig, max_length: int | None = None, stored: VLM | None = None
-) -> ServedModel:
-    """A model by its config. `stored`: the model of a folder on the meta device, if it is compressed already."""
-    language = config.language
-    max_length = max_length or language.max_positions
-    with torch.device("meta"), MetaCache():  # type: ignore[no-untyped-call]
-        model = VLM(config).to(torch.bfloat16)
-    stored_by = {scheme: stored_bytes(model, scheme) for scheme in ("bf16", "fp8", "int8", "w4a16")}
-    if stored is not None:
-        stored_by = {STORED: stored_bytes(stored, STORED)}
-    return ServedModel(
-        name=name,
-        shape=KVShape(language.num_layers, language.num_kv_heads, language.head_dim),
-        weight_bytes={scheme: sum(parts.values()) for scheme, parts in stored_by.items()},
-        decode_bytes={scheme: _decode_bytes(parts) for scheme, parts in stored_by.items()},
-        step_bytes=step_bytes(model, engine, max_length),
-        num_decoder_parameters=sum(x.numel() for x in model.language.layers.parameters())
-        + language.vocab_size * language.hidden_size,
-        num_tower_parameters=sum(x.numel() for x in model.vision.parameters()),
-        max_length=max_length,
-        vocab_size=language.vocab_size,
-    )
-
-
-QUANTIZED_PARTS: dict[str, tuple[Literal["fp8", "int8", "int4"], tuple[str, ...]]] = {
-    "fp8": ("fp8", ("vision", "projector", "language")),
-    "int8": ("int8", ("vision", "projector", "language")),
-    "w4a16": ("int4", ("vision", "language")),
-}
-"""Storage form and quantized parts of the schemes that `saccade compress` has; head and embedding are kept."""
-
-
-def stored_bytes(model: VLM, scheme: str) -> dict[str, int]:
-    """Bytes of each part of a model on the meta device with its projections stored by a scheme; `embedding` apart."""
-    form, quantized_parts = QUANTIZED_PARTS.get(scheme, ("fp8", ()))
-    parts = {name: _num_bytes(child) for name, child in model.named_children()}
-    for name, layer in projections(model):
-        part = name.partition(".")[0]
-        if type(layer) is Linear and part in quantized_parts:
-            group = fitting_group(layer.stored_shape[1], 128) if form == "int4" else None
-            with torch.device("meta"):
-                quantized = quantized_form(layer, Scheme(form, group_size=group))
-            parts[part] += _num_bytes(quantized) - _num_bytes(layer)
-    embedding = _num_bytes(model.language.embed_tokens)
-    parts["language"] -= embedding
-    if model.config.tied_head:
-        parts["head"] -= embedding
-    return parts | {"embedding": embedding}
-
-
-def _decode_bytes(parts: Mapping[str, int]) -> int:
-    """Bytes that a step of decode reads: layers and head, which may be the embedding."""
-    return parts["language"] + (parts["head"] or parts["embedding"])
-
-
-def _num_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters, floating-point ones in 16 bits."""
-    return sum(x.numel() * (2 if x.is_floating_point() else x.itemsize) for x in module.parameters())
-
-
-def step_bytes(model: VLM, config: EngineConfig, max_length: int) -> int:
-    """Buffers and largest step of the engine, in a dry run of its profile."""
-    grey = PixelScale(mean=(0.5,) * model.config.vision.in_channels, std=(0.5,) * model.config.vision.in_channels)
-    eager = dataclasses.replace(config, cuda_graphs=False)
-    live = LiveBytes(*model.parameters(), *model.buffers())
-    with launch.dry_run(), live, torch.inference_mode():
-        Runner(model, eager, pixels=grey, num_pages=1, max_length=max_length).profile_largest_step()
-    return peak_bytes(live.phases())
 
 
 # ------------------------------------------------------------------ the load
@@ -212,27 +77,6 @@ class Load:
     def num_output(self) -> int:
         """Generated tokens."""
         return self.text_tokens // 4 if self.output_tokens is None else self.output_tokens
-
-
-def image_cost(folder: str | Path, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """(tokens, patches) of a request's images of these widths and heights, by the settings of a checkpoint folder."""
-    rules = load_rules(folder)
-    grids = [rules.image_grid(height, width, len(sizes)) for width, height in sizes]
-    parts = [part for grid in grids for part in rules.parts("image", grid, 1.0, ())]
-    return sum(part.length for part in parts), sum(map(rules.num_patches, grids))
-
-
-def named_image_cost(config: ModelConfig, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The same for a named size, with the settings that `saccade init` writes."""
-    family = family_named(config.family)
-    ids = {name: number for number, name in enumerate(family.vision_tokens)}
-    files = family.describe_processor(config) | {
-        "config.json": {"model_type": family.model_type} | family.describe_config(config, ids)
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in files.items():
-            (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
-        return image_cost(folder, sizes)
 
 
 # ------------------------------------------------------------------ times

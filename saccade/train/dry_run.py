@@ -25,6 +25,8 @@ from saccade.model.vlm import VLM
 from saccade.processor.image import Grid
 from saccade.processor.inputs import ModelInputs
 from saccade.train.loss import ModelWithLoss
+from saccade.train.objectives.cross_entropy import CrossEntropy
+from saccade.train.objectives.objective import Objective
 
 _IMAGE_PATCHES = 1024
 """Patches of an image in a dry run, at most: 448 x 448 pixels."""
@@ -77,21 +79,28 @@ def saved(step: Phases) -> Bytes:
         if phase.name == "the loss":
             break
         held = plus(held, phase.change)
-    return {kind: num_bytes for kind, num_bytes in held.items() if num_bytes}
+    return {kind: num_bytes for kind, num_bytes in held.items() if num_bytes and kind != "frozen models"}
 
 
 # ------------------------------------------------------------------ the run
 
 
-def dry_run(model: VLM, batch: "DryBatch", kept: KeptGradients = "all") -> Phases:
-    """Forward and backward of one micro-batch on a model on the meta device, prepared for training."""
+def dry_run(
+    model: VLM, batch: "DryBatch", kept: KeptGradients = "all", make_objective: Callable[[], Objective] = CrossEntropy
+) -> Phases:
+    """Forward and backward of one micro-batch on a model on the meta device, prepared for training.
+
+    `make_objective` puts frozen models on the meta device too; they are counted.
+    """
     blocks = model_blocks(model)
     live = LiveBytes(*model.parameters(), *model.buffers(), *batch.tensors)
-    live.kind = "activations of the decoder: embedding"
     hooks = [*_mark_phases(model, blocks, live), *_follow_gradients(model, blocks, live, kept)]
     try:
         with launch.dry_run(), live:
-            loss, _ = ModelWithLoss(model)(batch.inputs, batch.labels, batch.count, batch.num_loss_tokens)
+            live.kind = "frozen models"
+            module = ModelWithLoss(model, make_objective())
+            live.kind = "activations of the decoder: embedding"
+            loss, _ = module(batch.inputs, batch.labels, batch.count, batch.num_loss_tokens)
             loss.backward()
             del loss
             live.start_phase("the update")

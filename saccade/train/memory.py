@@ -30,6 +30,8 @@ from saccade.train.dry_run import (
     model_blocks,
     saved,
 )
+from saccade.train.objectives.cross_entropy import CrossEntropy
+from saccade.train.objectives.objective import Objective
 from saccade.train.optimizer import Optimizer, build_optimizer
 from saccade.train.parallelize import choose_strategy, prepare_model, recompute
 from saccade.train.parameter_groups import OptimizerConfig
@@ -47,7 +49,7 @@ STREAMED_BYTES = GIB
 ACCUMULATED_BYTES = 4
 """Bytes per element of an accumulated gradient; see `train_state.py`."""
 
-PERSISTENT = ("parameters", "masters", "moments", "averages")
+PERSISTENT = ("parameters", "masters", "moments", "averages", "frozen models")
 COMPONENTS = (
     *PERSISTENT, "gradients", "gathered parameters", "activations of the vision tower", "activations of the decoder", "loss",
     "workspace", "micro-batch", "context and fragmentation",
@@ -146,6 +148,8 @@ class Planner:
     """Quantization-aware training, if the stage uses it."""
     has_average: bool = False
     """Whether an average of the trained weights is kept."""
+    make_objective: Callable[[], Objective] = CrossEntropy
+    """Makes the objective of a dry run, its frozen models on the meta device."""
     _steps: dict[str, Phases] = field(default_factory=dict, repr=False, compare=False)
     """Dry runs made so far, shared by planners with other optimizers and ranks (`dataclasses.replace`)."""
 
@@ -223,13 +227,24 @@ class Planner:
         return model
 
     def _dry_run(self, size: MicroBatchSize, extent: Recompute) -> Phases:
-        key = repr((self.dtype, self.lora, self.qat, self.optimizer.lrs, self._kept_gradients, size, extent))
+        key = repr(
+            (
+                self.dtype,
+                self.lora,
+                self.qat,
+                self.make_objective,
+                self.optimizer.lrs,
+                self._kept_gradients,
+                size,
+                extent,
+            )
+        )
         if key not in self._steps:
             model = self._build(DTYPES[self.dtype])
             has_dropout = self.lora is not None and self.lora.dropout > 0.0
             for blocks in (model.vision.blocks, model.language.layers):
                 recompute(blocks, extent, is_random=has_dropout)
-            self._steps[key] = dry_run(model, dry_batch(model, size), self._kept_gradients)
+            self._steps[key] = dry_run(model, dry_batch(model, size), self._kept_gradients, self.make_objective)
         return self._steps[key]
 
     @property
@@ -268,11 +283,22 @@ class Planner:
         return _Weights(num_bytes, _update_bytes(optimizer, named, held), blocks, root)
 
     def _persistent(self) -> Mapping[str, int]:
+        held = self._weights.persistent
         if self._is_sharded and self.parallel.offload:
-            return {}
-        if self.optimizer.offload:
-            return {"parameters": self._weights.persistent["parameters"], "moments": STREAMED_BYTES}
-        return self._weights.persistent
+            held = {}
+        elif self.optimizer.offload:
+            held = {"parameters": held["parameters"], "moments": STREAMED_BYTES}
+        return {**held, "frozen models": self._frozen_bytes}
+
+    @cached_property
+    def _frozen_bytes(self) -> int:
+        """Models that the objective holds; every rank has all of them."""
+        live = LiveBytes()
+        with live:
+            objective = self.make_objective()
+            live.start_phase("made")
+        del objective
+        return sum(live.phases()[0].change.values())
 
     # -------------------------------------------------------------- temporary memory
 
@@ -364,5 +390,6 @@ def _by_component(held: Bytes) -> Bytes:
     components: Bytes = {}
     for kind, size in held.items():
         component = kind.partition(":")[0]
-        components[component] = components.get(component, 0) + size
+        if component not in PERSISTENT:
+            components[component] = components.get(component, 0) + size
     return components

@@ -8,6 +8,7 @@
 """
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -27,6 +28,7 @@ from saccade.model.initialize import named_size
 from saccade.train.config import Recompute, StageConfig, TrainConfig
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.memory import GIB, Extents, MemoryPlan, Planner
+from saccade.train.objectives.build import build_objective
 from saccade.world import World
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,14 @@ def stage_planner(
         optimizer=stage.optimizer,
         lora=stage.lora,
         qat=stage.qat,
+        make_objective=functools.partial(
+            build_objective,
+            stage.objective,
+            folder=config.model.folder,
+            has_lora=stage.lora is not None,
+            dtype=config.model.dtype,
+            device="meta",
+        ),
         has_average=stage.ema_decay is not None,
     )
     return planner, MicroBatchSize(tokens=stage.data.max_seq_len, patches=stage.data.max_patches)

@@ -10,19 +10,17 @@ from PIL import Image
 from saccade.compress import compress
 from saccade.compress.scheme import BUILT_IN
 from saccade.engine import Engine, EngineConfig
-from saccade.engine.capacity import (
+from saccade.engine.capacity import Load, plan_serving, steady_state
+from saccade.engine.loading import cpu_pages, make_runner
+from saccade.engine.runner import PixelScale
+from saccade.engine.served_model import (
     QUANTIZED_PARTS,
     STORED,
-    Load,
     configured_model,
     described_model,
     image_cost,
     named_image_cost,
-    plan_serving,
-    steady_state,
 )
-from saccade.engine.loading import cpu_pages, make_runner
-from saccade.engine.runner import PixelScale
 from saccade.errors import ConfigError
 from saccade.gpus import GPUS, gpu_named
 from saccade.model import load_model

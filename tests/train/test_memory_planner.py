@@ -2,6 +2,7 @@
 
 import resource
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -22,6 +23,9 @@ from saccade.train.lora import add_lora, lora_parameters
 from saccade.train.loss import count_labels, next_token_labels
 from saccade.train.memory import Planner
 from saccade.train.memory_planner import gpu_gib, model_config, plan, report, stage_planner, suggest
+from saccade.train.objectives.build import build_objective
+from saccade.train.objectives.config import DistillationConfig, ObjectiveConfig, PreferenceConfig
+from saccade.train.objectives.cross_entropy import CrossEntropy
 from saccade.train.optimizer import freeze
 from saccade.train.parallelize import recompute
 from saccade.train.parameter_groups import OptimizerConfig
@@ -36,7 +40,7 @@ SMALL = replace(
 LARGE = named_size("7b")
 THIN = replace(
     LARGE,
-    vision=replace(LARGE.vision, num_layers=4, full_attention_layers=(1, 3)),
+    vision=replace(LARGE.vision, num_layers=2, full_attention_layers=(1,)),
     language=replace(LARGE.language, num_layers=8),
 )
 """Layers of the 7B shape, but few: a dry run takes a tenth of a second."""
@@ -238,6 +242,22 @@ def test_settings_that_save_memory_save_it_in_the_plan():
     assert offloaded < total(**two) < whole < total(**two, micro_batches_per_rank=2, parallel={"reshard_after_forward": False, "reduce_each_micro_batch": False})  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["distillation", "dpo", "dpo of adapters"])
+def test_frozen_models_of_an_objective_and_their_passes_are_planned(kind, tmp_path):
+    folder = tmp_path / "checkpoint"
+    initialize_random(folder, TINY, dtype=torch.bfloat16)
+    lora = LoraConfig(rank=4) if kind == "dpo of adapters" else None
+    section = {"distillation": DistillationConfig(teacher=folder)} if kind == "distillation" else {"dpo": PreferenceConfig()}  # fmt: skip
+    objective = partial(build_objective, ObjectiveConfig(**section), folder=folder, has_lora=lora is not None, device="meta")  # fmt: skip
+    size = MicroBatchSize(tokens=2048, patches=1024)
+    plain, planned = (plan(TINY, size, lora=lora, make_objective=make) for make in (CrossEntropy, objective))
+    if lora is None:
+        assert planned.parts["frozen models"] == plain.parts["parameters"]
+    else:
+        assert "frozen models" not in planned.parts, "the reference is the model without its adapters"
+    assert planned.parts["loss"] > plain.parts["loss"]
+
+
 def test_suggestions_are_ordered_by_cost_and_their_largest_sequences_just_fit():
     planner, gib = Planner(config=THIN), 60.0
     choices = suggest(planner, UNIFORM, gib)
@@ -261,7 +281,7 @@ def test_activation_checkpointing_costs_the_matrix_products_that_run_again():
         for extents in get_args(Recompute)
     }
     blocks = (
-        3 * 4 * 36864 * (4 * 1280**2 + 3 * 1280 * 3424),
+        3 * 2 * 36864 * (4 * 1280**2 + 3 * 1280 * 3424),
         3 * 8 * 16384 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944),
     )
     step = sum(blocks) + 3 * 16384 * 3584 * 152064

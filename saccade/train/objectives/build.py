@@ -11,6 +11,7 @@ from saccade.errors import ConfigError
 from saccade.model import load_model
 from saccade.model.families import load_model_config
 from saccade.model.vlm import VLM
+from saccade.model.weights import meta_model
 from saccade.processor import Processor
 from saccade.train.lora import without_adapters
 from saccade.train.objectives.chunks import log_probabilities
@@ -29,7 +30,8 @@ def build_objective(
     dtype: str = "bf16",
     device: torch.device | str = "cpu",
 ) -> Objective:
-    """Make the objective of a stage. `folder`: what the run starts from; `dtype`: compute dtype of training."""
+    """Make the objective of a stage. `folder`: what the run starts from; `dtype`: compute dtype of training; `device`: of frozen models,
+    which are not loaded on the meta device."""
     if (distillation := config.distillation) is not None:
         teacher = _frozen(distillation.teacher, distillation.teacher_dtype or dtype, device)
         return Distillation(distillation, teacher, label_smoothing=config.label_smoothing)
@@ -56,6 +58,9 @@ def _unadapted_reference(model: VLM, batch: Labelled, rows_S: Tensor) -> Tensor:
 
 
 def _frozen(folder: Path, dtype: str, device: torch.device | str) -> VLM:
+    if torch.device(device).type == "meta":
+        model, _ = meta_model(folder)
+        return model.to(DTYPES[dtype]).eval().requires_grad_(False)
     return load_model(folder, device=device, dtype=DTYPES[dtype]).eval().requires_grad_(False)
 
 
