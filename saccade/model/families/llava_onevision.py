@@ -232,7 +232,9 @@ FAMILY = Family(
     disk_prefixes=DISK_PREFIXES,
     transformers_prefixes=TRANSFORMERS_PREFIXES,
     other_prefixes=OTHER_PREFIXES,
-    unused_prefixes=("vision_tower.head.", "vision_tower.vision_model.head.", "model.vision_tower.head."),
+    unused_prefixes=tuple(
+        f"{start}vision_tower.{model}head." for start in ("", "model.") for model in ("", "vision_model.")
+    ),
     sizes={
         "tiny": _size("tiny", 320, 128, 2, 4, 2, 256, tied=True),
         "0.5b": _size("400m", 152000, 896, 24, 14, 2, 4864, tied=True),

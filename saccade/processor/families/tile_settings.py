@@ -96,14 +96,16 @@ def _sizes(pinpoints: Sequence[Sequence[int]]) -> tuple[Size, ...]:
 
 
 def _tile_size(found: Mapping[str, Any], default: int) -> int:
-    """The side of a tile: `crop_size` where it is given, else `size`."""
-    size = found.get("crop_size") or found.get("size") or default
-    if isinstance(size, int):
-        return size
-    sides = {size[name] for name in ("height", "width", "shortest_edge") if size.get(name) is not None}
-    if len(sides) != 1:
-        raise CheckpointError(f"preprocessor_config.json: size is {size}; only squares are supported")
-    return int(sides.pop())
+    """The side of a tile: `size`, with which `crop_size` must agree."""
+    sides: set[int] = set()
+    for size in (found.get("size"), found.get("crop_size")):
+        given = {"height": size} if isinstance(size, int) else size or {}
+        sides |= {given[name] for name in ("height", "width", "shortest_edge") if given.get(name) is not None}
+    if len(sides) > 1:
+        raise CheckpointError(
+            f"preprocessor_config.json: size is {found.get('size')}, crop_size {found.get('crop_size')}; only one square for both is supported"
+        )
+    return int(sides.pop()) if sides else default
 
 
 def _check_same(ours: object, theirs: object, name: str, name_in_config: str, folder: Path) -> None:
