@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+TESTS = Path(__file__).parent
 IMPORTED = Path(sys.prefix) / ".imported-by-tests"
 """Exists once the modules of this environment are compiled."""
 
@@ -44,8 +45,18 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 resolve_device("cpu")  # before anything multiplies: it keeps oneDNN off instructions this machine only announces
 
 
+SLOW_FIRST = ("end_to_end", "serve", "train", "engine", "test_", "compress", "model")
+"""How the names of folders and files below `tests` begin, in the order in which they run; then all others."""
+
+
 def pytest_collection_modifyitems(items):
-    """GPU tests skip cleanly where there is none."""
+    """Files that take long run first, so that no worker has one left when the others are done. GPU tests skip cleanly where there is none."""
+
+    def turn(item):
+        name = item.path.relative_to(TESTS).parts[0]
+        return next((i for i, start in enumerate(SLOW_FIRST) if name.startswith(start)), len(SLOW_FIRST))
+
+    items.sort(key=turn)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA GPU")
         for item in items:
