@@ -154,7 +154,7 @@ def test_preempted_requests_keep_their_adapters(base, folders, expected):
 
 
 def test_an_adapter_is_removed_and_another_added_while_requests_run(base, folders, expected):
-    config = EngineConfig(num_workers=0, num_pages=200, page_size=8, max_length=400, max_adapters=2)
+    config = EngineConfig(num_workers=0, num_pages=200, page_size=8, max_length=400, max_adapters=2, max_draft_tokens=0)
     long = SamplingParams(max_tokens=200, ignore_eos=True)
     with Engine.load(base, device="cpu", config=config, adapters={"a": folders["mlp"]}) as engine:
         alone = engine.generate(CONVERSATIONS[0], long, adapter="a")[0]
@@ -177,7 +177,7 @@ def test_an_adapter_is_removed_and_another_added_while_requests_run(base, folder
 
 
 def test_cancelled_requests_give_their_adapters_back(base, folders, expected):
-    config = EngineConfig(num_workers=0, num_pages=200, page_size=8, max_length=400)
+    config = EngineConfig(num_workers=0, num_pages=200, page_size=8, max_length=400, max_draft_tokens=0)
     with Engine.load(base, device="cpu", config=config, adapters={"a": folders["mlp"]}) as engine:
         prompt = engine.preprocess(CONVERSATIONS[0])
         ended = threading.Event()

@@ -24,6 +24,7 @@ SETTINGS = [
     "serve.cors_origins=['https://app.example']",
     "serve.allowed_hosts=['127.0.0.1', 'ai.example']",
     "engine.max_requests=2",
+    "engine.max_draft_tokens=0",  # a step gives one token: long outputs take long
 ]
 LONG = {"max_tokens": 300, "ignore_eos": True}
 ENDLESS = {"max_tokens": 700, "ignore_eos": True}
