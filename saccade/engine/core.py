@@ -105,6 +105,9 @@ class RemoveAdapter:
 class StartProfile:
     """Message: profile the core's thread and the device from now on."""
 
+    begun: str
+    """File that appears when the profile has begun: the first one imports what it needs, for seconds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StopProfile:
@@ -272,7 +275,7 @@ class EngineCore:
             self.scheduler.pages.flush()
             self.scheduler.encoder_cache.flush()
         elif isinstance(message, StartProfile):
-            self._profiler.start()
+            self._profiler.start(Path(message.begun))
         else:
             self._profiler.stop(Path(message.path))
 

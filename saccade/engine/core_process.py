@@ -335,7 +335,7 @@ def serve(connection: Connection) -> None:
 
     setup, _ = connection.receive()
     if resolve_device(setup["device"]).type != "cpu":  # where a start takes long anyway
-        import torch._dynamo  # noqa: F401  the profiler needs it: imported on demand, it would stall requests for a second
+        import torch._dynamo  # noqa: F401  the profiler needs it: imported on demand, it stalls requests for a second
     if setup["logs_json"]:
         set_up_logging(as_json=True)
     try:

@@ -513,13 +513,20 @@ class Engine:
     def profile(self, path: Path, seconds: float) -> bool:
         """Profile the core for this long and write a Chrome trace; whether the file is there. Waits, also for the file."""
         path = path.absolute()
-        self._core.send(StartProfile())
-        self._has_stopped.wait(seconds)
+        begun = path.with_name(f".{path.name}.begun")
+        self._core.send(StartProfile(begun=str(begun)))
+        if self._wait_for(begun):
+            self._has_stopped.wait(seconds)
+            begun.unlink(missing_ok=True)
         self._core.send(StopProfile(path=str(path)))
+        return self._wait_for(path)
+
+    def _wait_for(self, file: Path) -> bool:
+        """Wait for a file that the core writes; whether it is there."""
         deadline = time.monotonic() + _PROFILE_S
-        while not path.exists() and time.monotonic() < deadline and not self._has_stopped.is_set():
+        while not file.exists() and time.monotonic() < deadline and not self._has_stopped.is_set():
             time.sleep(0.02)
-        return path.exists()
+        return file.exists()
 
     # -------------------------------------------------------------- the front end's thread
 

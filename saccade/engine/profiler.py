@@ -18,8 +18,8 @@ class CoreProfiler:
     def __init__(self) -> None:
         self._profile: torch.profiler.profile | None = None
 
-    def start(self) -> None:
-        """Begin; a profile in progress is dropped."""
+    def start(self, begun: Path) -> None:
+        """Begin, then create the file `begun`; a profile in progress is dropped."""
         if self._profile is not None:
             self._profile.stop()
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -27,6 +27,10 @@ class CoreProfiler:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile = torch.profiler.profile(activities=activities)
         self._profile.start()
+        try:
+            begun.touch()
+        except OSError as error:
+            logger.warning("%s could not be written: %r", begun, error)
 
     def stop(self, path: Path) -> None:
         """End and write the trace. A disk that is full must not end the engine."""
