@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ def main() -> None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def pruning_rows(setting: Setting) -> list[dict]:
+def pruning_rows(setting: Setting) -> list[dict[str, Any]]:
     """The model, pruned, and recovered with and without its teacher."""
     pruned = setting.out / "pruned"
     samples = CalibrationConfig(shards=(str(setting.shards / "train"),), max_tokens=1024)
@@ -90,7 +91,7 @@ def pruning_rows(setting: Setting) -> list[dict]:
     return rows
 
 
-def rounding_rows(setting: Setting) -> list[dict]:
+def rounding_rows(setting: Setting) -> list[dict[str, Any]]:
     """Fewer bits: round to nearest, and quantization-aware training stored as int4."""
     rows = []
     for bits in (4, 3, 2):
@@ -136,7 +137,7 @@ def rounded(setting: Setting, bits: int) -> Path:
     return out
 
 
-def measured(setting: Setting, name: str, folder: Path, *, captions: bool = True) -> dict:
+def measured(setting: Setting, name: str, folder: Path, *, captions: bool = True) -> dict[str, Any]:
     """Held-out loss of a folder, and CIDEr of its captions."""
     samples = CalibrationConfig(shards=(str(setting.shards / "held-out"),), num_samples=1000, max_tokens=1024)
     processor = Processor.load(folder)
