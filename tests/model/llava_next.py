@@ -87,7 +87,7 @@ def _vision(heads: int, width: int, image_size: int, patch_size: int, layers: in
 
 SHAPES = [
     Shape("llava-next-mistral-window", _text("mistral", 4, 2, 128, sliding_window=24, max_position_embeddings=4096), _vision(2, 64, 28, 14), False, MISTRAL, "first"),
-    Shape("llava-next-vicuna-published-layout", _text("llama", 3, 3, 120, max_position_embeddings=2048), _vision(3, 54, 30, 14), False, VICUNA, "every", is_published_layout=True),
+    Shape("llava-next-vicuna-published-layout", _text("llama", 3, 3, 120, max_position_embeddings=2048), _vision(3, 72, 30, 14), False, VICUNA, "every", is_published_layout=True),
     Shape("llava-next-llama-two-layers-tied", _text("llama", 4, 1, 96, head_dim=40, max_position_embeddings=4096, rope_parameters={"rope_type": "default", "rope_theta": 5e5}), _vision(2, 48, 27, 9, 4), True, VICUNA, "first", {"vision_feature_layer": [-3, -1], "multimodal_projector_bias": False}),
     Shape("llava-next-mistral-no-window-published-layout", _text("mistral", 2, 2, 64, sliding_window=None, max_position_embeddings=4096), _vision(1, 40, 16, 8, 2), False, MISTRAL, "every", {"vision_feature_layer": 1}, is_published_layout=True),
 ]  # fmt: skip

@@ -24,7 +24,16 @@ EXTREMES = [
 """Of the first only newlines or nothing remains besides the small picture."""
 
 
-@pytest.fixture(scope="module", params=SHAPES[:3], ids=lambda shape: shape.name)
+ODD = dataclasses.replace(
+    SHAPES[1],
+    name="odd heads of the tower",
+    vision=SHAPES[1].vision | {"hidden_size": 54, "num_hidden_layers": 1},
+    other={"vision_feature_layer": 0},
+)
+"""Heads of 18 channels, and embeddings that no block changes."""
+
+
+@pytest.fixture(scope="module", params=[SHAPES[0], ODD, SHAPES[2]], ids=lambda shape: shape.name)
 def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("llava") / "checkpoint", request.param)
 
