@@ -1,6 +1,7 @@
 """LLaVA-NeXT beside what every family shows: extreme shapes, windows, configs that say little, and text that spells control tokens."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -133,3 +134,24 @@ def test_what_a_config_does_not_say_is_the_default_of_transformers(raw):
 def test_settings_that_are_not_supported_are_refused(change, message):
     with pytest.raises(CheckpointError, match=message):
         VISION_LANGUAGE["llava_next"].parse_config(MISTRAL | change)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        (
+            "preprocessor_config.json",
+            {"crop_size": {"height": 20, "width": 20}},
+            "only one square for both is supported",
+        ),
+        ("preprocessor_config.json", {"size": {"shortest_edge": 20}, "crop_size": None}, "size is 20 .* image_size 30"),
+        ("preprocessor_config.json", {"image_grid_pinpoints": [[30, 30]]}, "Take both files from the same model"),
+        ("processor_config.json", {"patch_size": 7}, "patch_size is 7 in processor_config.json, but 14"),
+    ],
+)
+def test_files_of_another_model_are_refused(tmp_path, file, change, message):
+    folder = make_checkpoint(tmp_path / "checkpoint", SHAPES[1])
+    described = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(described | change))
+    with pytest.raises(CheckpointError, match=message):
+        Processor.load(folder)
