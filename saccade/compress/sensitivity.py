@@ -2,8 +2,7 @@
 
 A group is what a block computes with one input: its attention, its MLP; the projector; the head. Each is rounded to nearest
 in every candidate form, alone, and the output is compared with the original's (`verify.py`). Losses of groups are close to additive,
-so the best map within a size is a knapsack: the least sum of KL divergences whose bytes fit, found exactly over sizes in steps of a
-thousandth.
+so the best map within a size is a knapsack: the least sum of KL divergences whose bytes fit, found exactly over sizes in small steps.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from saccade.processor import Processor
 OnGroup = Callable[[str, int, int], None]
 """Called behind every group with its name, the number of finished groups and of all."""
 _SAMPLES = 32
-_STEPS = 4000
+_STEPS = 20_000
 """Sizes that are told apart."""
-_ENTRY_BYTES = 160
+_ENTRY_BYTES = 140
 """Of one more tensor in the header of a file, and its padding."""
 CANDIDATES = (("int8", None), ("int4", 32), ("int4", 128))
 """Forms and group sizes that are tried besides keeping a group."""

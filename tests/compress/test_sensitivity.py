@@ -34,7 +34,7 @@ def test_the_map_of_a_size_is_the_best_of_all_maps(seed):
     budget = target * sensitivity.original_bytes - sensitivity.other_bytes
     assert sum(one.num_bytes for one in chosen.values()) <= budget
     maps = itertools.product(*sensitivity.candidates.values())
-    step = budget / 4000 * 6  # sizes are rounded up to steps of one group each
+    step = budget / 20_000 * 6  # sizes are rounded up to steps of one group each
     best = min(sum(one.kl for one in m) for m in maps if sum(one.num_bytes for one in m) <= budget - step)
     assert sum(one.kl for one in chosen.values()) <= best + 1e-12
 

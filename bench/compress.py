@@ -1,0 +1,172 @@
+"""Measure compression on a trained model: methods against rounding to nearest, what calibration data is worth, mixed schemes against uniform ones.
+
+    saccade quickstart --no-serve --dir quickstart
+    python -m bench.compress quickstart/run/checkpoints/step-00001000 --calibration quickstart/shards/train --held-out quickstart/shards/held-out
+
+Everything is compared with the original on held-out samples with images: KL divergence of the next token, perplexity, the share of
+equal tokens. It ends with a list of statements, each of which must hold; exit status 1 if one does not.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from saccade.compress import compress
+from saccade.compress.calibration import CalibrationConfig, load_batches
+from saccade.compress.run import CompressReport
+from saccade.compress.scheme import BUILT_IN, Scheme
+from saccade.compress.sensitivity import Sensitivity, choose_within_size, measure_sensitivity, scheme_of
+from saccade.compress.source import Source
+from saccade.compress.verify import Fidelity, Reference
+from saccade.device import resolve_device
+from saccade.errors import ConfigError
+from saccade.model import load_model
+from saccade.processor import Processor
+
+METHODS = {"int4": "gptq", "int8": "smoothquant"}
+
+
+@dataclass
+class Bench:
+    """A checkpoint, its calibration, and what the original says about held-out samples."""
+
+    checkpoint: Path
+    calibration: CalibrationConfig
+    reference: Reference
+    model: torch.nn.Module
+    device: torch.device
+    group_size: int | None
+
+    def run(self, scheme: Scheme, calibration: CalibrationConfig | None = None) -> tuple[CompressReport, Fidelity]:
+        """Compress by a scheme into a folder that is removed, and compare."""
+        scheme = scheme if self.group_size is None else scheme.with_group_size(self.group_size)
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out"
+            chosen = calibration or self.calibration
+            report = compress(self.checkpoint, out, scheme=scheme, calibration=chosen, device=self.device)
+            return report, self.reference.compare(load_model(out, device=self.device))
+
+
+def open_bench(
+    checkpoint: Path,
+    calibration: CalibrationConfig,
+    held_out: str,
+    num_held_out: int,
+    device: str,
+    group_size: int | None,
+) -> Bench:
+    """Load the original and its answers."""
+    place = resolve_device(device)
+    model = load_model(checkpoint, device=place)
+    samples = CalibrationConfig(shards=(held_out,), num_samples=num_held_out, seed=calibration.seed + 1)
+    batches = load_batches(samples, Processor.load(checkpoint), model.config.language.vocab_size)
+    reference = Reference(model, [batch.to(place) for batch in batches])
+    return Bench(checkpoint, calibration, reference, model, place, group_size)
+
+
+def compare_methods(bench: Bench) -> dict[str, dict]:
+    """Every built-in scheme."""
+    found = {}
+    print(f"{'scheme':<14}{'size':>8}{'KL':>12}{'perplexity':>12}{'same token':>12}{'worst layer / rtn':>20}")
+    for name, scheme in BUILT_IN.items():
+        report, fidelity = bench.run(scheme)
+        decoder = [one for one in report.layers if one.name.startswith("language.")]
+        ratios = {one.name: one.error / one.rtn_error for one in decoder}
+        found[name] = {"ratio": report.ratio, "decoder": ratios, **fidelity.to_json()}
+        print(
+            f"{name:<14}{report.ratio:>8.3f}{fidelity.kl:>12.2e}{fidelity.perplexity:>12.4f}{fidelity.agreement:>12.3%}"
+            f"{max(ratios.values()):>20.3f}"
+        )
+    return found
+
+
+def compare_calibration(bench: Bench) -> dict[str, dict]:
+    """GPTQ and AWQ calibrated on samples as they are, without images, on random tokens; and with image tokens weighted."""
+    variants = {
+        "images": bench.calibration,
+        "images, balanced": replace(bench.calibration, image_weight="balanced"),
+        "text": replace(bench.calibration, kind="text"),
+        "random": replace(bench.calibration, kind="random"),
+    }
+    found: dict[str, dict] = {}
+    print(f"\n{'calibration':<20}{'GPTQ KL':>12}{'AWQ KL':>12}")
+    for name, calibration in variants.items():
+        kl = {method: bench.run(BUILT_IN[f"w4a16-{method}"], calibration)[1].kl for method in ("gptq", "awq")}
+        found[name] = kl
+        print(f"{name:<20}{kl['gptq']:>12.2e}{kl['awq']:>12.2e}")
+    return found
+
+
+def compare_mixed(bench: Bench, uniform: dict[str, dict]) -> dict[str, dict]:
+    """A mixed scheme of the size of every uniform one up to two thousandths, picked by sensitivity on samples of the calibration."""
+    source, few = Source(bench.checkpoint), replace(bench.calibration, num_samples=32)
+    batches = load_batches(few, Processor.load(bench.checkpoint), bench.model.config.language.vocab_size)
+    own = Reference(bench.model, [batch.to(bench.device) for batch in batches])
+    sensitivity: Sensitivity = measure_sensitivity(source, bench.model, own)
+    found = {}
+    print(f"\n{'uniform':<14}{'size':>8}{'KL':>12}{'mixed size':>12}{'mixed KL':>12}")
+    for name, one in uniform.items():
+        try:
+            chosen = choose_within_size(sensitivity, 1.002 * one["ratio"])
+        except ConfigError:
+            continue
+        report, fidelity = bench.run(scheme_of(chosen, sensitivity, methods=METHODS, name=f"as-{name}"))
+        found[name] = {"ratio": report.ratio, "kl": fidelity.kl, "uniform_kl": one["kl"], "uniform_ratio": one["ratio"]}
+        print(f"{name:<14}{one['ratio']:>8.3f}{one['kl']:>12.2e}{report.ratio:>12.3f}{fidelity.kl:>12.2e}")
+    return found
+
+
+def statements(methods: dict, calibration: dict, mixed: dict) -> dict[str, bool]:
+    """What must hold."""
+    rtn = methods["w4a16-rtn"]
+    return {
+        "GPTQ loses less than rounding to nearest on every decoder projection": max(methods["w4a16-gptq"]["decoder"].values()) < 1,
+        "GPTQ has a lower KL divergence than rounding to nearest": methods["w4a16-gptq"]["kl"] < rtn["kl"],
+        "AWQ has a lower KL divergence than rounding to nearest": methods["w4a16-awq"]["kl"] < rtn["kl"],
+        "GPTQ calibrated on images is better than on text": calibration["images"]["gptq"] < calibration["text"]["gptq"],
+        "GPTQ calibrated on images is better than on random tokens": calibration["images"]["gptq"] < calibration["random"]["gptq"],
+        **{
+            f"the mixed scheme of the size of {name} is at least as good": one["kl"] <= one["uniform_kl"]
+            for name, one in mixed.items()
+        },
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--held-out", required=True)
+    parser.add_argument("--num-samples", type=int, default=128)
+    parser.add_argument("--num-held-out", type=int, default=128)
+    parser.add_argument("--group-size", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    options = parser.parse_args()
+    calibration = CalibrationConfig(shards=(options.calibration,), num_samples=options.num_samples, seed=options.seed)
+    bench = open_bench(
+        options.checkpoint, calibration, options.held_out, options.num_held_out, options.device, options.group_size
+    )
+    methods = compare_methods(bench)
+    kinds = compare_calibration(bench)
+    mixed = compare_mixed(bench, methods)
+    found = statements(methods, kinds, mixed)
+    print()
+    for statement, holds in found.items():
+        print(f"{'yes' if holds else 'NO ':<4}{statement}")
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({"methods": methods, "calibration": kinds, "mixed": mixed, "statements": found})
+        )
+    sys.exit(not all(found.values()))
+
+
+if __name__ == "__main__":
+    main()
