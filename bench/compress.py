@@ -13,6 +13,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,7 +70,7 @@ def open_bench(
     return Bench(checkpoint, calibration, reference, model, place, group_size)
 
 
-def compare_methods(bench: Bench) -> dict[str, dict]:
+def compare_methods(bench: Bench) -> dict[str, dict[str, Any]]:
     """Every built-in scheme."""
     found = {}
     print(f"{'scheme':<14}{'size':>8}{'KL':>12}{'perplexity':>12}{'same token':>12}{'worst layer / rtn':>20}")
@@ -85,7 +86,7 @@ def compare_methods(bench: Bench) -> dict[str, dict]:
     return found
 
 
-def compare_calibration(bench: Bench) -> dict[str, dict]:
+def compare_calibration(bench: Bench) -> dict[str, dict[str, Any]]:
     """GPTQ and AWQ calibrated on samples as they are, without images, on random tokens; and with image tokens weighted."""
     variants = {
         "images": bench.calibration,
@@ -93,7 +94,7 @@ def compare_calibration(bench: Bench) -> dict[str, dict]:
         "text": replace(bench.calibration, kind="text"),
         "random": replace(bench.calibration, kind="random"),
     }
-    found: dict[str, dict] = {}
+    found: dict[str, dict[str, Any]] = {}
     print(f"\n{'calibration':<20}{'GPTQ KL':>12}{'AWQ KL':>12}")
     for name, calibration in variants.items():
         kl = {method: bench.run(BUILT_IN[f"w4a16-{method}"], calibration)[1].kl for method in ("gptq", "awq")}
@@ -102,7 +103,7 @@ def compare_calibration(bench: Bench) -> dict[str, dict]:
     return found
 
 
-def compare_mixed(bench: Bench, uniform: dict[str, dict]) -> dict[str, dict]:
+def compare_mixed(bench: Bench, uniform: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """A mixed scheme of the size of every uniform one up to two thousandths, picked by sensitivity on samples of the calibration."""
     source, few = Source(bench.checkpoint), replace(bench.calibration, num_samples=32)
     batches = load_batches(few, Processor.load(bench.checkpoint), bench.model.config.language.vocab_size)
@@ -121,7 +122,7 @@ def compare_mixed(bench: Bench, uniform: dict[str, dict]) -> dict[str, dict]:
     return found
 
 
-def statements(methods: dict, calibration: dict, mixed: dict) -> dict[str, bool]:
+def statements(methods: dict[str, Any], calibration: dict[str, Any], mixed: dict[str, Any]) -> dict[str, bool]:
     """What must hold."""
     rtn = methods["w4a16-rtn"]
     return {

@@ -122,7 +122,6 @@ def quantize(weight_ND: Tensor, rule: Rule, statistics: Statistics | None, dtype
     scheme = stored_scheme(rule, weight_ND.shape[1])
     grid = Grid.of(weight_ND, scheme, dtype)
     if rule.method == "gptq" and statistics is not None:
-        grid = grid.clipped(weight_ND, statistics, diagonal=True)
         return grid.stored(gptq(weight_ND, grid, statistics.gram_DD))
     if rule.method == "awq" and statistics is not None:
         grid = grid.clipped(weight_ND, statistics)
@@ -187,14 +186,12 @@ class Grid:
         """These values with the scales of the grid."""
         return QuantizedWeight(self.scheme, values_ND, self.scale, self.zero_point)
 
-    def clipped(self, weight_ND: Tensor, statistics: Statistics, *, diagonal: bool = False) -> Grid:
+    def clipped(self, weight_ND: Tensor, statistics: Statistics) -> Grid:
         """The grid with the clipping of each group that has the lowest error, groups taken alone.
 
-        `diagonal`: correlations between inputs do not count. They do not where GPTQ makes up for them.
+        Not for GPTQ: it makes up for what clipping would gain, and on narrow calibration data loses by it.
         """
         gram_ZGG = _diagonal_blocks(statistics.gram_DD, self.scale.shape[1])
-        if diagonal:
-            gram_ZGG = torch.diag_embed(gram_ZGG.diagonal(dim1=1, dim2=2))
         best, lowest_NZ = self, torch.full_like(self.scale, torch.inf, dtype=torch.float32)
         for clip in _CLIPS:
             grid = Grid.of(weight_ND, self.scheme, self.scale.dtype, clip)
