@@ -172,6 +172,10 @@ def _prune_structured(
     share = _share_of_layers(model, config)
     plans = {part: _plan_part(model, part, batches, config, share) for part in config.parts}
     smaller = _smaller_config(model.config, plans)
+    if smaller == model.config:
+        raise ConfigError(
+            f"no whole unit fits into the {1 - config.keep:.0%} to be removed. Lower --keep, or remove smaller units: --units channels"
+        )
     report.kept = {part: _sizes(smaller, part) for part in config.parts}
     report.speed = "faster by the products that are gone: the model is smaller"
     raw = _describe(checkpoint, model.config, smaller)

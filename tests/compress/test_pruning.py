@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from model import llava_next
 from model.hugging_face import CONVERSATIONS, OTHER_SHAPES, SHAPES, Oracle, make_checkpoint
 from safetensors.torch import load_file, save_file
 from train.running import write_shards
@@ -40,8 +41,9 @@ def samples(shards):
             {"vision": {"channels": 100}, "language": {"layers": 1, "channels": 192}},
         ),
         (QWEN3, 0.75, ("channels", "heads"), ("language",), {"language": {"layers": 2, "heads": 2, "kv_heads": 1}}),
+        (llava_next.SHAPES[0], 0.8, ("layers", "channels"), ("vision", "language"), {}),
     ],
-    ids=["channels", "layers", "heads"],
+    ids=["channels", "layers", "heads", "tiles"],
 )
 def test_transformers_loads_a_pruned_folder_and_computes_our_logits(
     tmp_path, shards, shape, keep, units, parts, expected
@@ -138,6 +140,7 @@ def test_a_mask_leaves_the_size_and_says_that_it_brings_no_speed(checkpoint, sha
         ({"kind": "2:4"}, "keeps two weights of every four"),
         ({"units": ("heads",)}, "heads cannot be removed from this family"),
         ({"keep": 0.1}, "of the parameters; without them"),
+        ({"keep": 0.9, "units": ("layers",)}, "no whole unit fits"),
         ({"keep": 0.4}, "add units|Raise --keep"),
     ],
 )
