@@ -201,9 +201,13 @@ def _sources_to_measure(shards: list[str], model: Path | None, overrides: list[s
     from saccade.train.batches import data_sources
 
     config = load_config(TrainConfig, Path(shards[0]), overrides)
-    stages = [(data_sources(stage.data.sources), config.model.folder, stage.data.storage) for stage in config.stages]
-    held_out = data_sources(config.validation.sources)
-    return stages + ([(held_out, config.model.folder, config.stages[0].data.storage)] if held_out else [])
+    measured: list[tuple[Any, Any, Any]] = []
+    for stage in config.stages:
+        for sources in (stage.data.sources, config.validation.sources):
+            found = data_sources(sources, pairs=stage.objective.reads_pairs)
+            if found and all(found != known for known, *_ in measured):
+                measured.append((found, config.model.folder, stage.data.storage))
+    return measured
 
 
 @app.command()
