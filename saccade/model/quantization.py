@@ -4,6 +4,8 @@
     fp8    `float-quantized`: the same in float8_e4m3fn; activations may have one scale from calibration instead
     int4   `pack-quantized`: weights with one scale (and zero point) per output or group of inputs, 16-bit activations (W4A16)
 
+Folders of AutoGPTQ and GPTQModel (`quant_method` gptq) and of AutoAWQ (awq) are read as int4 too: what has a `qweight` is quantized.
+
 A group of layers is named by its targets: the class `Linear`, names of layers, or regular expressions after `re:`; layers of `ignore` are
 plain. Everything else the format can say is refused by name.
 """
@@ -35,6 +37,8 @@ class Scheme:
     """int8 and fp8: one weight scale for the layer instead of one per output."""
     has_input_scale: bool = False
     """int8 and fp8: activations have a scale from calibration, instead of one per token."""
+    layout: Literal["compressed-tensors", "gptq", "gptq_v2", "awq"] = "compressed-tensors"
+    """int4: how values and zero points are packed, and what their tensors are called."""
 
 
 def fitting_group(num_inputs: int, wanted: int) -> int | None:
@@ -68,14 +72,20 @@ def _matches(target: str, names: Iterable[str]) -> bool:
     return target in names
 
 
-def parse_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
-    """Of a `config.json`; None if its model is not quantized. What is not supported is refused."""
+def parse_quantization(raw: Mapping[str, Any], names: Iterable[str] = ()) -> QuantizationConfig | None:
+    """Of a `config.json`; None if its model is not quantized. What is not supported is refused.
+
+    `names`: of the tensors on disk, which say what is quantized where the config does not (gptq, awq).
+    """
     config = raw.get("quantization_config")
     if config is None:
         return None
+    if isinstance(config, dict) and config.get("quant_method") in ("gptq", "awq"):
+        layers = tuple(name.removesuffix(".qweight") for name in names if name.endswith(".qweight"))
+        return QuantizationConfig(((layers, _parse_transposed(config)),), ())
     if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
         method = config.get("quant_method") if isinstance(config, dict) else config
-        raise _refused(f"quant_method {method!r}", "only 'compressed-tensors' is")
+        raise _refused(f"quant_method {method!r}", "'compressed-tensors', 'gptq' and 'awq' are")
     for name in ("kv_cache_scheme", "transform_config", "moe_sparsity_config"):
         if config.get(name):
             raise _refused(name)
@@ -86,6 +96,21 @@ def parse_quantization(raw: Mapping[str, Any]) -> QuantizationConfig | None:
         raise _refused(f"config_groups {groups!r}", "name the layers and their scheme")
     parsed = tuple(_parse_group(name, group, config.get("format")) for name, group in groups.items())
     return QuantizationConfig(parsed, tuple(config.get("ignore") or ()))
+
+
+def _parse_transposed(config: Mapping[str, Any]) -> Scheme:
+    """The scheme of a folder of AutoGPTQ, GPTQModel or AutoAWQ."""
+    method, bits = config["quant_method"], config.get("bits", config.get("w_bit"))
+    size = config.get("group_size", config.get("q_group_size", 128))
+    if bits != 4:
+        raise _refused(f"{method} with {bits} bits", "4 bits are")
+    if config.get("desc_act"):
+        raise _refused("desc_act", "groups of reordered inputs are not; quantize without it, or with static groups")
+    stated = config.get("checkpoint_format" if method == "gptq" else "version", method if method == "gptq" else "gemm")
+    layouts: dict[str, Literal["gptq", "gptq_v2", "awq"]] = {"gptq": "gptq", "gptq_v2": "gptq_v2", "gemm": "awq"}
+    if str(stated).lower() not in layouts:
+        raise _refused(f"{method} in the format {stated!r}", "gptq, gptq_v2 and gemm are")
+    return Scheme("int4", None if size == -1 else size, is_symmetric=False, layout=layouts[str(stated).lower()])
 
 
 def _parse_group(name: str, group: Any, default_format: Any) -> tuple[tuple[str, ...], Scheme]:

@@ -202,6 +202,11 @@ class Linear4bit(QuantizedLinear):
         """See `QuantizedLinear`."""
         outputs, inputs = self._stored
         num_scales = 1 if self.scheme.group_size is None else inputs // self._group
+        if self.scheme.layout != "compressed-tensors":
+            packed = (inputs, outputs // 8) if self.scheme.layout == "awq" else (inputs // 8, outputs)
+            zeros, scales = (num_scales, outputs // 8), (num_scales, outputs)
+            own = {"weight_packed": packed, "weight_zero_point": zeros, "weight_scale": scales}
+            return own | super().checkpoint_shapes()
         shapes: dict[str, tuple[int, ...]] = {
             "weight_packed": (outputs, -(-inputs // 8)),
             "weight_scale": (outputs, num_scales),
@@ -211,6 +216,8 @@ class Linear4bit(QuantizedLinear):
         return shapes | super().checkpoint_shapes()
 
     def _in_memory(self, name: str, tensor: Tensor) -> Tensor:
+        if name != "bias" and self.scheme.layout != "compressed-tensors":
+            tensor = _from_transposed(name, tensor, self.scheme.layout)
         if name == "weight_packed":
             values = unpack_int4(tensor, self._stored[1])
             return interleave_int4(pack_int4(self._pad(values, self._num_inputs)))
@@ -235,6 +242,29 @@ class Linear4bit(QuantizedLinear):
             return None  # zero points of eight outputs share a word
         outputs = sum(part.out_features for part in parts)
         return cls(parts[0].in_features, outputs, parts[0].scheme, bias=parts[0].bias is not None)
+
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the nibbles of outputs 0 to 7 are in a word of AutoAWQ."""
+
+
+def _from_transposed(name: str, tensor: Tensor, layout: str) -> Tensor:
+    """A tensor of AutoGPTQ or AutoAWQ, whose weights are [inputs, outputs], in the layout of compressed-tensors.
+
+    Both pack zero points along the outputs, GPTQ packs values along the inputs. GPTQ's first version stores zero points less one.
+    """
+    if name == "weight_scale":
+        return tensor.T.contiguous()
+    if name == "weight_packed" and layout != "awq":
+        return pack_int4(unpack_int4(tensor.T.contiguous(), 8 * len(tensor)))
+    values = unpack_int4(tensor, 8 * tensor.shape[1])  # [inputs or groups, outputs]
+    if layout == "awq":
+        values = values.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1)  # type: ignore[no-untyped-call]
+    if name == "weight_packed":
+        return pack_int4(values.T.contiguous())
+    if layout == "gptq":
+        values = ((values + 8 + 1) & 15) - 8
+    return pack_int4(values).T.contiguous()
 
 
 def quantize_storage(model: nn.Module, config: QuantizationConfig, family: Any) -> None:

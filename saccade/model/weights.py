@@ -81,7 +81,8 @@ def load_model(
 def meta_model(folder: Path) -> tuple[VLM, QuantizationConfig | None]:
     """The model of a checkpoint folder on the meta device, its projections in the form they are stored in."""
     try:
-        quantization = parse_quantization(read_config(folder))
+        raw = read_config(folder)
+        quantization = None if "quantization_config" not in raw else parse_quantization(raw, tensor_files(folder))
         with torch.device("meta"):
             model = VLM(load_model_config(folder))
         if quantization is not None:
@@ -141,14 +142,24 @@ def tensor_shapes(files: dict[str, Path], *, any_dtype: bool, is_quantized: bool
     return {name: entry.shape for name, entry in found.items()}
 
 
-_UNREAD = (".weight_shape", ".input_zero_point")
+_UNREAD = (".weight_shape", ".input_zero_point", ".g_idx")
 """Tensors of quantized layers with nothing that their other tensors and `config.json` do not say."""
 
 
 def _is_quantized(name: str, entry: StoredTensor) -> bool:
     """Whether a tensor has a dtype of its own: scales, zero points, and values of few bits."""
-    is_scale = name.endswith(("_scale", "_zero_point", ".weight_packed"))
+    is_scale = name.endswith(("_scale", "_zero_point", ".weight_packed", *_RENAMED))
     return is_scale or (name.endswith(".weight") and entry.dtype in ("I8", "F8_E4M3"))
+
+
+_RENAMED = {".qweight": ".weight_packed", ".qzeros": ".weight_zero_point", ".scales": ".weight_scale"}
+"""Tensors of AutoGPTQ and AutoAWQ, by the end of their names, and what they become."""
+
+
+def _name_in_model(name: str, family: Any) -> str | None:
+    stem, dot, last = name.rpartition(".")
+    ours: str | None = family.name_in_model(stem + _RENAMED.get(dot + last, dot + last))
+    return ours
 
 
 def _without_variants(name: str, entry: StoredTensor) -> StoredTensor:
@@ -218,7 +229,7 @@ def _open(file: Path, device: torch.device | str = "cpu") -> Iterator[Any]:
 def match_tensors(shapes: dict[str, tuple[int, ...]], model: nn.Module, family: Any, folder: Path) -> dict[str, str]:
     """Checkpoint name to parameter name, complete in both directions; else one error with everything that is wrong."""
     expected = checkpoint_shapes(model)
-    names = {name: family.name_in_model(name) for name in shapes if not name.startswith(family.unused_prefixes)}
+    names = {name: _name_in_model(name, family) for name in shapes if not name.startswith(family.unused_prefixes)}
     is_tied = "head.weight" not in expected
     found = [ours for ours in names.values() if ours]
     duplicates = sorted({ours for ours in found if found.count(ours) > 1})

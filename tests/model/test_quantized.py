@@ -130,7 +130,7 @@ INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method 'gptq'"),
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"format": "marlin-24"}, "format 'marlin-24'"),

@@ -207,7 +207,7 @@ def set_config(folder, **changes):
         ({"model_type": "llama"}, "saccade init OUT --text"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn"),
-        ({"quantization_config": {}}, "quant_method None is not supported; only 'compressed-tensors' is"),
+        ({"quantization_config": {}}, "quant_method None is not supported; 'compressed-tensors', 'gptq' and 'awq' are"),
         ({"num_attention_heads": 3}, "must be a multiple"),
         ({"vision_config__hidden_act": "gelu"}, "hidden_act"),
         ({"hidden_size": "128"}, "hidden_size is '128', not a whole number"),

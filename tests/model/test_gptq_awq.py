@@ -1,0 +1,107 @@
+"""Folders in the layouts of AutoGPTQ and AutoAWQ: what the packed numbers mean, written here one by one, and what is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from saccade.errors import CheckpointError
+from saccade.model import load_model
+from saccade.model.initialize import initialize_random, named_size
+from saccade.model.quantized_linear import Linear4bit
+from saccade.processor import Processor
+
+GROUP = 64
+CONFIGS = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
+    "gptq_v2": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq_v2"},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["visual"]},
+}  # fmt: skip
+AWQ_OUTPUT_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words(nibbles):
+    """[..., 8] integers 0..15, the first in the lowest bits, as int32."""
+    total = (nibbles.astype(np.uint64) << (4 * np.arange(8, dtype=np.uint64))).sum(-1)
+    return torch.from_numpy(total.astype(np.uint32).view(np.int32).copy())
+
+
+def along_outputs(values, order=range(8)):
+    rows, outputs = values.shape
+    return words(values.reshape(rows, outputs // 8, 8)[..., list(order)])
+
+
+def pack(layout, q, z, s):
+    """q [inputs, outputs], z and s [groups, outputs]."""
+    inputs, outputs = q.shape
+    if layout == "awq":
+        packed, zeros = along_outputs(q, AWQ_OUTPUT_OF_NIBBLE), along_outputs(z, AWQ_OUTPUT_OF_NIBBLE)
+    else:
+        packed = words(q.reshape(inputs // 8, 8, outputs).transpose(0, 2, 1))
+        zeros = along_outputs((z - 1) % 16 if layout == "gptq" else z)
+    tensors = {"qweight": packed, "qzeros": zeros, "scales": torch.from_numpy(s).half()}
+    return tensors if layout == "awq" else tensors | {"g_idx": torch.arange(inputs, dtype=torch.int32) // GROUP}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source") / "model"
+    initialize_random(folder, named_size("tiny"), dtype=torch.float16)
+    return folder
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folders(request, source, tmp_path_factory):
+    """A quantized folder, and one with the weights it means."""
+    rng = np.random.default_rng(3)
+    folder = tmp_path_factory.mktemp(request.param)
+    quantized, plain = (shutil.copytree(source, folder / name) for name in ("quantized", "plain"))
+    tensors, meant = load_file(source / "model.safetensors"), load_file(source / "model.safetensors")
+    for name in [
+        name for name in tensors if ".layers." in name and name.endswith("proj.weight") and "visual" not in name
+    ]:
+        outputs, inputs = tensors.pop(name).shape
+        q = rng.integers(0, 16, (inputs, outputs))
+        z = rng.integers(0, 16, (inputs // GROUP, outputs))
+        s = rng.uniform(0.001, 0.01, z.shape).astype(np.float16)
+        spread = lambda values: values.repeat(GROUP, 0)  # noqa: E731
+        weight = ((q - spread(z)) * spread(s.astype(np.float32))).T
+        meant[name] = torch.from_numpy(np.ascontiguousarray(weight, dtype=np.float32))
+        stem = name.removesuffix("weight")
+        tensors |= {f"{stem}{last}": tensor for last, tensor in pack(request.param, q, z, s).items()}
+    save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
+    save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})
+    write_config(quantized, CONFIGS[request.param])
+    return quantized, plain
+
+
+def write_config(folder, quantization):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
+
+
+def test_logits_are_those_of_the_weights_that_are_meant(folders, source):
+    inputs = Processor.load(source)([[{"role": "user", "content": "Hello, who are you?"}]])
+    models = [load_model(folder, device="cpu", dtype="fp32") for folder in folders]
+    assert sum(isinstance(module, Linear4bit) for module in models[0].modules()) >= 14
+    with torch.no_grad():
+        ours, expected = (model(inputs) for model in models)
+    assert (ours - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 3}, "gptq with 3 bits"),
+        ({"desc_act": True}, "desc_act"),
+        ({"checkpoint_format": "marlin"}, "gptq in the format 'marlin'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(change, message, source, tmp_path):
+    folder = shutil.copytree(source, tmp_path / "model")
+    write_config(folder, CONFIGS["gptq"] | change)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder, device="cpu")
