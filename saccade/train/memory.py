@@ -173,10 +173,7 @@ class Planner:
         half = MicroBatchSize(
             tokens=-(-size.tokens // 2), patches=size.patches // 2, loss_tokens=size.num_loss_tokens // 2
         )
-        at_half, at_full = (
-            [sum(parts.values()) + self._beside(of_size) for _, parts in self._moments(self.step(of_size, extents))]
-            for of_size in (half, size)
-        )
+        at_half, at_full = (self._temporary(of_size, extents) for of_size in (half, size))
         persistent = sum(self._persistent().values())
 
         def gib(share: float) -> float:
@@ -302,9 +299,10 @@ class Planner:
 
     # -------------------------------------------------------------- temporary memory
 
-    def _beside(self, size: MicroBatchSize) -> int:
-        """Bytes in every phase: the micro-batches on the device, and gathered parameters."""
-        return self._input_bytes(size) + self._gathered
+    def _temporary(self, size: MicroBatchSize, extents: Extents) -> list[int]:
+        """Temporary memory of each phase."""
+        beside = self._input_bytes(size) + self._gathered
+        return [sum(parts.values()) + beside for _, parts in self._moments(self.step(size, extents))]
 
     def _allowance(self, temporary: float) -> int:
         """For context and fragmentation."""
