@@ -573,7 +573,7 @@ def rows_of(x_THK: Tensor) -> Tensor:
 
 def _streamed(x_THK: Tensor, num_rows: int, tma: bool) -> tuple[object, object]:
     """Kernel arguments to load x, `num_rows` at a time: TMA descriptors of its two chunks, or x itself."""
-    if not tma:
+    if not tma or x_THK.is_meta:
         return x_THK, x_THK
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from saccade.device import DTYPES
 from saccade.kernels import launch
 from saccade.model.config import ModelConfig
-from saccade.model.live_bytes import Bytes, LiveBytes, MetaCache, Phase, Phases, moments, peak_bytes
+from saccade.model.live_bytes import Bytes, LiveBytes, MetaCache, Phase, Phases, moments, peak_bytes, plus
 from saccade.model.vlm import VLM
 from saccade.train.config import LoraConfig, ParallelConfig, QuantizationAwareConfig, Recompute, Strategy
 from saccade.train.dry_run import (
@@ -28,7 +28,6 @@ from saccade.train.dry_run import (
     dry_batch,
     dry_run,
     model_blocks,
-    saved,
 )
 from saccade.train.objectives.cross_entropy import CrossEntropy
 from saccade.train.objectives.objective import Objective
@@ -66,8 +65,8 @@ class MemoryPlan:
 
     parts: Mapping[str, int]
     """Bytes by component of `COMPONENTS`; empty ones are omitted."""
-    saved: Mapping[str, int]
-    """Bytes saved for backward by component and module, such as `activations of the decoder: mlp`."""
+    modules: Mapping[str, int]
+    """Temporary memory by component and module, such as `activations of the decoder: mlp`."""
     moment: str
     """When the peak occurs."""
     setting: str
@@ -92,9 +91,9 @@ class MemoryPlan:
         return [*lines, f"  {'total':<{width}}  {self.total_gib:7.2f}  peak in {self.moment}"]
 
     def _largest(self, part: str) -> str:
-        """The modules of a component that save most for backward."""
+        """The modules of a component that hold most."""
         inside = sorted(
-            (size, name.removeprefix(f"{part}: ")) for name, size in self.saved.items() if f"{part}:" in name
+            (size, name.removeprefix(f"{part}: ")) for name, size in self.modules.items() if f"{part}:" in name
         )
         return ", ".join(f"{name} {size / GIB:.1f}" for size, name in inside[:-6:-1])
 
@@ -160,10 +159,10 @@ class Planner:
         moment, temporary = max(self._moments(step), key=lambda item: sum(item[1].values()))
         temporary |= {"micro-batch": self._input_bytes(size), "gathered parameters": self._gathered}
         allowance = self._allowance(sum(temporary.values()))
-        parts = {**self._persistent(), **temporary, "context and fragmentation": allowance}
+        parts = {**_by_component(temporary), **self._persistent(), "context and fragmentation": allowance}
         return MemoryPlan(
             parts={name: parts[name] for name in COMPONENTS if parts.get(name)},
-            saved=saved(step),
+            modules=temporary,
             moment=moment,
             setting=self._setting(size, *extents),
         )
@@ -310,13 +309,15 @@ class Planner:
         return outside + int(FRAGMENTATION * temporary)
 
     def _moments(self, step: Phases) -> Iterator[tuple[str, Bytes]]:
-        """Temporary memory in each phase: (name, bytes by component)."""
+        """Temporary memory in each phase: (name, bytes by component and module)."""
         gradients = self._earlier_gradients
         for phase, held in moments(step):
-            components = _by_component(held)
-            components["gradients"] = components.get("gradients", 0) + gradients
-            components["workspace"] = components.get("workspace", 0) + self._added_workspace(phase)
-            yield phase.name, components
+            added = {
+                "gradients": gradients,
+                "workspace": self._added_workspace(phase),
+                "frozen models": -held.get("frozen models", 0),
+            }
+            yield phase.name, plus(held, added)
             if phase.block is not None and self._is_sharded and not self._earlier_gradients:
                 gradients += self._reduced_gradients(self._weights.blocks[phase.block].trained)
 
@@ -388,6 +389,5 @@ def _by_component(held: Bytes) -> Bytes:
     components: Bytes = {}
     for kind, size in held.items():
         component = kind.partition(":")[0]
-        if component not in PERSISTENT:
-            components[component] = components.get(component, 0) + size
+        components[component] = components.get(component, 0) + size
     return components

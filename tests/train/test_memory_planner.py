@@ -1,6 +1,8 @@
 """The dry run counts what autograd really keeps, for every family, and plans meet what was measured on a GPU."""
 
 import resource
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import get_args
@@ -200,6 +202,19 @@ def test_nothing_is_allocated_for_a_plan():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert Planner(config=named_size("7b")).plan(UNIFORM).total_gib > 200
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB: a GiB
+
+
+def test_a_plan_needs_neither_triton_nor_a_gpu():
+    """On a laptop the launchers of kernels that are not there still say what they would allocate."""
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from saccade.train.memory_planner import MicroBatchSize, plan\n"
+        "from saccade.model.families import named_size\n"
+        "print(plan(named_size('tiny'), MicroBatchSize(tokens=512, patches=1024)).total_gib)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    planned = plan(TINY, MicroBatchSize(tokens=512, patches=1024)).total_gib
+    assert float(ended.stdout) == pytest.approx(planned, rel=1e-6)
 
 
 def test_optimizer_state_is_sharded_and_gradients_follow_the_micro_batches():
