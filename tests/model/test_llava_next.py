@@ -13,7 +13,7 @@ from transformers import LlavaNextConfig
 from saccade.engine import Engine, EngineConfig, SamplingParams
 from saccade.errors import CheckpointError
 from saccade.model import generate, load_model
-from saccade.model.families import VISION_LANGUAGE
+from saccade.model.families import VISION_LANGUAGE, named_size
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
 
@@ -118,6 +118,17 @@ def test_what_a_config_does_not_say_is_the_default_of_transformers(raw):
     assert (tower.tile_size, tower.patch_size) == (vision.image_size, vision.patch_size)
     assert [list(size) for size in tower.resolutions] == theirs.image_grid_pinpoints
     assert ours.tied_head is theirs.tie_word_embeddings is False
+
+
+def test_the_published_configs_are_the_named_sizes():
+    parse = VISION_LANGUAGE["llava_next"].parse_config
+    assert parse(MISTRAL) == named_size("llava_next/7b-mistral")
+    assert parse(VICUNA) == named_size("llava_next/7b-vicuna")
+
+
+def test_a_head_tied_in_the_text_config_alone_is_not_tied():
+    raw = MISTRAL | {"text_config": MISTRAL["text_config"] | {"tie_word_embeddings": True}}
+    assert not VISION_LANGUAGE["llava_next"].parse_config(raw).tied_head
 
 
 @pytest.mark.parametrize(
