@@ -22,7 +22,7 @@ from saccade.engine.served_model import (
     named_image_cost,
 )
 from saccade.errors import ConfigError
-from saccade.gpus import GPUS, gpu_named
+from saccade.gpus import GPUS, Gpu, gpu_named
 from saccade.model import load_model
 from saccade.model.families import VISION_LANGUAGE
 from saccade.model.initialize import initialize_random, named_size
@@ -156,6 +156,17 @@ def test_buffers_of_the_dry_run_are_those_of_a_runner(folder):
     buffers = sum(x.nbytes for x in vars(runner).values() if isinstance(x, torch.Tensor)) + runner.cache.entries.nbytes
     planned = configured_model("tiny", loaded.config, SETTINGS, 16).step_bytes
     assert planned > buffers
+
+
+@pytest.mark.gpu
+def test_pages_on_a_gpu_are_those_of_the_engine(folder):
+    """The engine measures what a plan takes from a dry run and an allowance for CUDA itself."""
+    settings = EngineConfig(gpu_memory_utilization=0.1, num_workers=0, cuda_graphs=False)
+    total = torch.cuda.get_device_properties(0).total_memory
+    model = configured_model("tiny", meta_model(folder)[0].config, settings)
+    plan = plan_serving(model, Gpu(name="this", gib=total / GIB), Load(text_tokens=100), config=settings)
+    with Engine.load(folder, device="cuda", config=settings) as engine:
+        assert engine.num_pages == pytest.approx(plan.fits[0].num_pages, rel=0.15)
 
 
 def test_compressed_weights_have_the_planned_bytes(folder, tmp_path):
