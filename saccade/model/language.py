@@ -70,13 +70,13 @@ class DecoderLayer(nn.Module):
         Without gradients each sum, norm and activation runs in the kernel of the matrix product behind it: for few tokens a layer is
         five kernels and attention.
         """
-        normed = self.input_layernorm.of_sum(x_TD, update_TD)
+        normed = self.input_layernorm.add_norm(x_TD, update_TD)
         attn_out_TD = self.self_attn(normed.input, attend, chosen)
         x_TD = normed.total
         if select_S is not None:
             attn_out_TD, x_TD = attn_out_TD.index_select(0, select_S), x_TD.index_select(0, select_S)
             chosen = None if chosen is None else chosen.select(select_S)
-        normed = self.post_attention_layernorm.of_sum(attn_out_TD, x_TD)
+        normed = self.post_attention_layernorm.add_norm(attn_out_TD, x_TD)
         mlp_out_TD = self.mlp(normed.input, chosen)
         return add_update(normed.total, mlp_out_TD)
 
@@ -130,4 +130,4 @@ class LanguageModel(nn.Module):
             x_TD, update_TD = layer(x_TD, update_TD, attend, select, chosen)
             if features is not None:
                 x_TD = features.add(i, x_TD, select)
-        return self.norm.of_sum(x_TD, update_TD).normed
+        return self.norm.add_norm(x_TD, update_TD).normed

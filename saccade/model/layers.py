@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         """[..., size] to [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
-    def of_sum(self, x: Tensor, residual: Tensor | None) -> NormedSum:
+    def add_norm(self, x: Tensor, residual: Tensor | None) -> NormedSum:
         """The norm of x + residual as the input of projections, and the sum."""
         return NormedSum(x, residual, self.weight, self.eps)
 
@@ -40,7 +40,7 @@ class LayerNorm(nn.LayerNorm):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
 
-    def of_sum(self, x: Tensor, residual: Tensor | None) -> ComputedNorm:
+    def add_norm(self, x: Tensor, residual: Tensor | None) -> ComputedNorm:
         """The norm of x + residual as the input of projections, and the sum."""
         total = x if residual is None else x + residual
         return ComputedNorm(self(total), total)

@@ -5,7 +5,7 @@ Legend: T tokens, D inputs, N outputs.
 A caller says what is computed. The module owns the storage of its weight and chooses the kernel:
 
     linear(x)                                x W' + bias
-    linear(norm.of_sum(x, residual).input)   rms_norm(x + residual) W' + bias
+    linear(norm.add_norm(x, residual).input)   rms_norm(x + residual) W' + bias
     linear.gated(gate, up)                   (silu(gate) * up) W' + bias
     project(x, q_proj, k_proj, v_proj)       several outputs of one input
     linear.cross_entropy(x, labels, ...)     the loss of a head, without its logits

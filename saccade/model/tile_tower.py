@@ -305,9 +305,9 @@ class TileBlock(nn.Module):
 
     def forward(self, x_SD: Tensor, update_SD: Tensor | None, segments: Segments) -> tuple[Tensor, Tensor | None]:
         """The residual stream x + update to itself, see `add_update`."""
-        normed = self.layer_norm1.of_sum(x_SD, update_SD)
+        normed = self.layer_norm1.add_norm(x_SD, update_SD)
         attn_out_SD = self.self_attn(normed.input, segments)
-        normed = self.layer_norm2.of_sum(attn_out_SD, normed.total)
+        normed = self.layer_norm2.add_norm(attn_out_SD, normed.total)
         mlp_out_SD = self.mlp(normed.input)
         return add_update(normed.total, mlp_out_SD)
 

@@ -316,9 +316,9 @@ class VisionBlock(nn.Module):
         self, x_PD: Tensor, update_PD: Tensor | None, cos_sin: CosSin, segments: Segments
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream x + update to itself, see `add_update`."""
-        normed = self.norm1.of_sum(x_PD, update_PD)
+        normed = self.norm1.add_norm(x_PD, update_PD)
         attn_out_PD = self.attn(normed.input, cos_sin, segments)
-        normed = self.norm2.of_sum(attn_out_PD, normed.total)
+        normed = self.norm2.add_norm(attn_out_PD, normed.total)
         mlp_out_PD = self.mlp(normed.input)
         return add_update(normed.total, mlp_out_PD)
 

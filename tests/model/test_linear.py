@@ -98,12 +98,12 @@ def test_the_norm_of_a_sum_is_the_same_left_to_the_projection_or_computed_before
     norm, mlp = RMSNorm(16, 1e-6), FeedForward(16, 20, bias=True)
     nn.init.normal_(norm.weight)
     x, residual = torch.randn(num_rows, 16), torch.randn(num_rows, 16) if has_residual else None
-    with_gradients = norm.of_sum(x, residual)
+    with_gradients = norm.add_norm(x, residual)
     assert isinstance(with_gradients.input, torch.Tensor)
     expected = mlp(with_gradients.input)
     for _ in ("apart", "merged"):
         with torch.no_grad():
-            left = norm.of_sum(x, residual)
+            left = norm.add_norm(x, residual)
             assert torch.allclose(mlp(left.input), expected, atol=1e-5)
             assert torch.equal(left.total, with_gradients.total)
         merge_storage(mlp)
