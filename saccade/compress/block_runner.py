@@ -65,6 +65,8 @@ class BlockRunner:
 
     def _run(self, call: Call) -> None:
         self._current.call = call
+        if call.inputs.token_ids.is_cuda:  # of this thread
+            torch.cuda.set_device(call.inputs.token_ids.device)
         try:
             with torch.no_grad():
                 hidden_TD = self._model.hidden_states(call.inputs)

@@ -71,7 +71,8 @@ def _group(scheme: StoredScheme, targets: list[str]) -> dict[str, Any]:
         "group_size": scheme.group_size,
         "dynamic": False,
     }
-    inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    is_static = scheme.has_input_scale
+    inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "tensor" if is_static else "token", "dynamic": not is_static}  # fmt: skip
     return {
         "targets": targets,
         "weights": weights,

@@ -21,14 +21,14 @@ The scale s of inputs is moved out: W s is stored, and the norm before the proje
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from saccade.compress.scheme import Rule
-from saccade.errors import DataError
-from saccade.kernels.quant_linear import group_scales, linear_w8a8_reference, pack_int4
+from saccade.errors import ConfigError, DataError
+from saccade.kernels.quant_linear import LARGEST, group_scales, linear_w8a8_reference, pack_int4
 from saccade.model.quantization import Scheme as StoredScheme
 from saccade.model.quantization import fitting_group
 
@@ -86,6 +86,8 @@ class QuantizedWeight:
     """[N, Z] in the dtype of the checkpoint."""
     zero_point: Tensor | None = None
     """[N, Z]: zero points of asymmetric weights."""
+    input_scale: Tensor | None = None
+    """[1] fp32: of activations that have one scale per layer."""
 
     def dequantize(self) -> Tensor:
         """[N, D] in the dtype of the scales, as compressed-tensors decompresses it."""
@@ -98,7 +100,8 @@ class QuantizedWeight:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, by the last part of their names."""
         if self.scheme.form != "int4":
-            return {"weight": self.values, "weight_scale": self.scale}
+            own = {"weight": self.values, "weight_scale": self.scale}
+            return own if self.input_scale is None else own | {"input_scale": self.input_scale}
         tensors = {
             "weight_packed": pack_int4(self.values),
             "weight_scale": self.scale,
@@ -114,11 +117,25 @@ def stored_scheme(rule: Rule, num_inputs: int) -> StoredScheme:
     if rule.form == "int4":
         return StoredScheme("int4", fitting_group(num_inputs, rule.group_size or 128), rule.symmetric)
     assert rule.form != "keep", "kept projections are not stored anew"
-    return StoredScheme(rule.form)
+    return StoredScheme(rule.form, has_input_scale=rule.static)
 
 
 def quantize(weight_ND: Tensor, rule: Rule, statistics: Statistics | None, dtype: torch.dtype) -> QuantizedWeight:
     """Round a weight by the method of its rule. `dtype`: of the scales."""
+    quantized = _quantize_weight(weight_ND, rule, statistics, dtype)
+    if not rule.static:
+        return quantized
+    if statistics is None:
+        raise ConfigError(
+            "a static scale of activations needs calibration that reaches the layer. Use samples with images"
+        )
+    largest = statistics.largest_D.max().clamp_min(1e-6) / LARGEST[quantized.values.dtype]
+    return replace(quantized, input_scale=largest.reshape(1).float())
+
+
+def _quantize_weight(
+    weight_ND: Tensor, rule: Rule, statistics: Statistics | None, dtype: torch.dtype
+) -> QuantizedWeight:
     scheme = stored_scheme(rule, weight_ND.shape[1])
     grid = Grid.of(weight_ND, scheme, dtype)
     if rule.method == "gptq" and statistics is not None:

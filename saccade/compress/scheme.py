@@ -57,6 +57,8 @@ class Rule:
     """int4: inputs per scale, 128 if not given."""
     symmetric: bool = True
     """int4: whether groups have no zero point."""
+    static: bool = False
+    """int8 and fp8: activations have one scale per layer, from calibration, instead of one per token."""
 
     def __post_init__(self) -> None:
         if self.method not in _METHODS[self.form]:
@@ -69,6 +71,8 @@ class Rule:
             raise ConfigError(f"group_size is {self.group_size}; it may be 16, 32, 64 or a multiple of 128")
         if self.method == "gptq" and not self.symmetric:
             raise ConfigError("GPTQ rounds symmetric weights. Remove symmetric = false, or use rtn or awq")
+        if self.static and self.form not in ("int8", "fp8"):
+            raise ConfigError(f"static is for the activations of int8 and fp8, not of {self.form!r}. Remove it")
         _ = self.layer_numbers
 
     @property
@@ -78,8 +82,8 @@ class Rule:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the method cannot do without statistics of the inputs. SmoothQuant without them is round to nearest."""
-        return self.method in ("gptq", "awq")
+        """Whether it cannot do without statistics of the inputs. SmoothQuant without them is round to nearest."""
+        return self.method in ("gptq", "awq") or self.static
 
     def matches(self, name: str) -> bool:
         """Whether it is about a projection, by its name in the model."""
@@ -111,7 +115,7 @@ class Scheme:
     @property
     def uses_calibration(self) -> bool:
         """Whether any rule can use statistics of the inputs."""
-        return any(rule.method != "rtn" for rule in self.rules)
+        return any(rule.method != "rtn" or rule.static for rule in self.rules)
 
     def with_group_size(self, group_size: int) -> Scheme:
         """With other groups of int4 weights."""

@@ -135,6 +135,18 @@ def test_an_untied_head_is_compressed_by_its_rule(tmp_path, shards):
     load_model(tmp_path / "out", device="cpu")
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_activations_may_have_one_scale_from_calibration(form, checkpoint, calibration, tmp_path):
+    rules = tuple(Rule(part=part, form=form, static=True) for part in ("vision", "projector", "language"))
+    compress(checkpoint, tmp_path / "out", scheme=Scheme(rules=rules), calibration=calibration, device="cpu")
+    model = load_model(tmp_path / "out", device="cpu")
+    assert model.language.layers[0].mlp.down_proj.input_scale > 0
+    batches = load_batches(calibration, Processor.load(checkpoint), 320, skip=24)
+    assert Reference(load_model(checkpoint, device="cpu"), batches).compare(model).kl < 1e-2
+    with pytest.raises(ConfigError, match="--calibration SHARDS"):
+        compress(checkpoint, tmp_path / "other", scheme=Scheme(rules=rules), device="cpu")
+
+
 def test_what_cannot_be_done_is_refused_first(checkpoint, reports, tmp_path):
     with pytest.raises(ConfigError, match="--calibration SHARDS"):
         compress(checkpoint, tmp_path / "out", scheme="w4a16-gptq", device="cpu")
