@@ -48,7 +48,7 @@ THIN = replace(
 """Layers of the 7B shape, but few: a dry run takes a tenth of a second."""
 TINY_OF_EACH_FAMILY = [family.sizes["tiny"] for family in VISION_LANGUAGE.values()]
 UNIFORM = MicroBatchSize(tokens=16384, patches=36864, loss_tokens=16383)
-SELECTIVE = ParallelConfig(recompute_vision="selective", recompute_language="selective")
+RAGGED = MicroBatchSize(tokens=14372, patches=49088)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def assert_holds_what_is_kept(row, config, dtype, extents, optimizer, lora=None)
     assert kept <= held <= kept + local
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("vision", "language", "lrs", "lora"),
     [
@@ -186,7 +186,7 @@ def test_images_of_a_dry_run_have_as_many_patches_as_planned():
 
 MEASURED_GIB = {
     UNIFORM: {("none", "none"): 133.0, ("selective", "none"): 118.0, ("selective", "selective"): 94.2},
-    MicroBatchSize(tokens=14372, patches=49088): {("selective", "selective"): 101.7},
+    RAGGED: {("selective", "selective"): 101.7, ("selective", "none"): 122.6, ("none", "selective"): 121.8},
 }
 """Peak memory allocated in training steps of the 3B shape on an H200 (`bench/train_step.py`, docs/benchmarks.md)."""
 
@@ -196,6 +196,8 @@ def test_plans_of_the_3b_shape_are_within_1_percent_of_peaks_measured_on_an_h200
     planner = Planner(config=named_size("3b"))
     for extents, gib in measured.items():
         assert planner.plan(size, extents).allocated_gib == pytest.approx(gib, rel=0.01), extents
+    if size == RAGGED:
+        assert planner.plan(size).total_gib > gpu_gib("H200"), "it ran out of memory"
 
 
 def test_nothing_is_allocated_for_a_plan():
