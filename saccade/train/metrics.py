@@ -346,6 +346,7 @@ def format_line(record: Record, num_steps: int) -> str:
         f"data wait {_format(record['data_wait'], '6.1%')}",
         f"eta {duration(record['eta_s']):>6}",
     ]
+    fields += [f"{name} {value:.4g}" for name, value in record.get("objective", {}).items()]
     if record["skipped"]:
         fields.append(f"skipped {record['skipped']}")
     return "  ".join(fields)

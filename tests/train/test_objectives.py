@@ -24,6 +24,7 @@ from saccade.processor import Processor
 from saccade.train.batches import BatchIterator, open_stage_stream
 from saccade.train.check import check_run
 from saccade.train.loss import IGNORED, next_token_labels
+from saccade.train.metrics import format_line
 from saccade.train.objectives import chunks
 from saccade.train.objectives.objective import Labelled
 from saccade.train.parallelize import parallelize
@@ -299,6 +300,7 @@ def test_a_run_learns_to_prefer_the_chosen_answers(root, pairs):
     assert found[-1]["objective"]["accuracy"] > 0.9
     assert found[-1]["loss"] < found[0]["loss"]
     assert found[-1]["samples"] <= 24 * 8
+    assert "  accuracy " in format_line(found[-1], 8)
 
 
 def test_validation_reports_the_objective_and_the_cross_entropy_of_chosen_answers(root, pairs):
