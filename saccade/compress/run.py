@@ -133,6 +133,10 @@ class _Run:
         self.source, self.out, self.scheme, self.device = Source(checkpoint), out, scheme, device
         self.model, self.blocks = self.source.model, self.source.blocks
         self.rules = self.source.rules(scheme)
+        if not self.rules:
+            raise ConfigError(
+                f"scheme {scheme.name} keeps every projection, so there is nothing to compress. Allow more loss"
+            )
         self.calibration = calibration
         self.partial = _Partial(out, self._settings())
         self.reports: dict[str, list[LayerReport]] = {}
@@ -261,6 +265,7 @@ class _Run:
         for layer, module in plain.items():
             assert isinstance(module, Projection), "it was one"
             replace_projection(self.model, layer, module)
+        self.blocks[name].to_empty(device="meta")
         return observer.statistics
 
     def _load_block(self, name: str, tensors: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
@@ -345,8 +350,8 @@ class _Partial:
         self.folder = out.with_name(f"{out.name}.partial")
         state = self.folder / "settings.json"
         settings = json.loads(json.dumps(settings))
-        if state.is_file():
-            if json.loads(state.read_text(encoding="utf-8")) != settings:
+        if any(self.folder.glob("*.safetensors")):
+            if not state.is_file() or json.loads(state.read_text(encoding="utf-8")) != settings:
                 raise ConfigError(
                     f"{self.folder} is of a run with other settings. Remove it, or choose another output folder"
                 )

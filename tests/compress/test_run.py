@@ -152,6 +152,8 @@ def test_what_cannot_be_done_is_refused_first(checkpoint, reports, tmp_path):
         compress(checkpoint, tmp_path / "out", scheme="w4a16-gptq", device="cpu")
     with pytest.raises(CheckpointError, match="is quantized already"):
         compress(reports["w4a16-rtn"][0], tmp_path / "out", scheme="int8", device="cpu")
+    with pytest.raises(ConfigError, match="keeps every projection"):
+        compress(checkpoint, tmp_path / "out", scheme=Scheme(rules=(Rule(part="vision", form="keep"),)), device="cpu")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(CheckpointError, match="not empty"):
