@@ -109,7 +109,7 @@ def compress(
         rows = [replace(row, scores=scores) for row, scores in zip(rows, scored, strict=True)]
     if efficiency:
         rows = [replace(row, speed=_speed(one, device, seed)) for one, row in zip(folders, rows, strict=True)]
-    verdict = _verdict(out, fidelity, bound)
+    verdict = _verdict(out, fidelity, bound, is_picked=scheme is None)
     page = write_report(out, report, chosen, rows, sensitivity=sensitivity, verdict=verdict)
     if as_json:
         found: dict[str, Any] = {"checkpoint": str(out), "models": [asdict(row) for row in rows], "verdict": verdict}
@@ -205,13 +205,18 @@ def _scheme(
         )  # fmt: skip
 
 
-def _verdict(out: Path, fidelity: "Fidelity | None", bound: float | None) -> str | None:
+def _verdict(out: Path, fidelity: "Fidelity | None", bound: float | None, *, is_picked: bool = False) -> str | None:
     """What is wrong with the result; None: nothing, or no bound was stated."""
     if bound is None or fidelity is None or fidelity.perplexity_increase <= bound:
         return None
+    remedy = (
+        "Pick with more --num-samples, or a larger --target-size"
+        if is_picked
+        else "Use a scheme with more bits, or leave out --scheme to have one picked"
+    )
     return (
         f"{out}: perplexity rises by {100 * fidelity.perplexity_increase:.3g} % ({fidelity.original_perplexity:.4g} to {fidelity.perplexity:.4g}), "
-        f"over --max-loss {100 * bound:.3g} %. Use a scheme with more bits, or leave out --scheme to have one picked"
+        f"over --max-loss {100 * bound:.3g} %. {remedy}"
     )
 
 

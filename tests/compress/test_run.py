@@ -1,6 +1,7 @@
 """Compressing block by block: what each method gains, what a killed run leaves, what calibration reaches."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from saccade.compress.scheme import Rule, Scheme
 from saccade.compress.verify import Reference, memory_bytes
 from saccade.errors import CheckpointError, ConfigError, DataError
 from saccade.model import load_model
+from saccade.model.families import named_sizes
+from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import Processor
 
 
@@ -56,6 +59,22 @@ def test_memory_is_as_small_as_the_files(reports, checkpoint):
     assert after / before < report.ratio + 0.03
     assert report.bytes_before == (checkpoint / "model.safetensors").stat().st_size
     assert report.bytes_after == (folder / "model.safetensors").stat().st_size
+
+
+TINY = [size for size in named_sizes() if size.endswith("/tiny")]
+
+
+@pytest.mark.parametrize("size", TINY)
+def test_calibration_reaches_every_block_of_every_family(size, shards, tmp_path):
+    """Except for the last blocks of a tower whose output is read before them: they never run, and are rounded to nearest."""
+    initialize_random(tmp_path / "source", named_size(size))
+    config = CalibrationConfig(shards=(str(shards / "small"),), num_samples=4)
+    report = compress(tmp_path / "source", tmp_path / "out", scheme="w4a16-gptq", calibration=config, device="cpu")
+    reached = [layer for layer in report.layers if layer.error is not None]
+    assert all(layer.error < layer.rtn_error for layer in reached)
+    tower = load_model(tmp_path / "out", device="cpu").vision
+    unused = {f"vision.blocks.{i}" for i in range(getattr(tower.config, "num_run_layers", len(tower.blocks)), len(tower.blocks))}  # fmt: skip
+    assert {".".join(layer.name.split(".")[:3]) for layer in report.layers if layer.error is None} == unused
 
 
 class Killed(BaseException):
@@ -120,10 +139,6 @@ def test_the_weight_of_image_tokens_changes_the_decoder_alone(checkpoint, shards
 
 
 def test_an_untied_head_is_compressed_by_its_rule(tmp_path, shards):
-    from dataclasses import replace
-
-    from saccade.model.initialize import initialize_random, named_size
-
     source = tmp_path / "source"
     initialize_random(source, replace(named_size("tiny"), tied_head=False))
     scheme = Scheme(rules=(Rule(part="head", form="int4", method="gptq", group_size=64),))
