@@ -16,11 +16,9 @@ model (`heads` is refused there, and always in towers); vision layers whose outp
 
 from __future__ import annotations
 
-import dataclasses
+import logging
 import math
-import re
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,26 +34,33 @@ from saccade.compress.importance import (
     input_importance,
     layer_importance,
     mean_loss,
-    measured,
+)
+from saccade.compress.masks import write_masked
+from saccade.compress.pruned_folder import (
+    BLOCKS,
+    Part,
+    PartPlan,
+    describe_smaller,
+    sizes_of,
+    slicer,
+    smaller_config,
+    write_folder,
 )
 from saccade.device import resolve_device
 from saccade.errors import CheckpointError, ConfigError, DataError
 from saccade.model import load_model
 from saccade.model.config import ModelConfig
-from saccade.model.families import family_of
 from saccade.model.linear import Linear, projections
 from saccade.model.vlm import VLM
-from saccade.model.weights import PROCESSOR_FILES, CheckpointWriter, read_tensors, tensor_files
 from saccade.processor import Processor
-from saccade.processor.folder import read_config
 from saccade.processor.inputs import ModelInputs
 
+logger = logging.getLogger(__name__)
+
 Unit = Literal["channels", "heads", "layers"]
-Part = Literal["vision", "language"]
 Kind = Literal["structured", "unstructured", "2:4"]
 _CHANNEL_MULTIPLE = 8
 """Kept channels are a multiple of this, so that rows stay aligned."""
-_BLOCKS = {"vision": "vision.blocks", "language": "language.layers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,19 +121,18 @@ def prune(
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out} exists and is not empty. Choose another folder or remove it first")
     model = load_model(checkpoint, device=resolve_device(device), dtype=dtype).requires_grad_(False)
-    if any(type(module) is not Linear and not isinstance(module, Linear) for _, module in projections(model)):
+    if not all(isinstance(module, Linear) for _, module in projections(model)):
         raise CheckpointError(f"{checkpoint}: is quantized. Prune the original checkpoint, and compress the result")
-    processor = Processor.load(checkpoint)
-    batches = load_batches(calibration, processor, model.config.language.vocab_size)
-    held_out = load_batches(
-        calibration, processor, model.config.language.vocab_size, skip=calibration.num_samples
-    ) if _has_more(calibration, processor, model) else batches  # fmt: skip
+    batches, held_out = _samples(checkpoint, calibration, model)
     report = PruningReport(config.kind, loss_before=mean_loss(model, held_out))
     report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
     if config.kind == "structured":
         _prune_structured(checkpoint, out, model, batches, config, report)
     else:
-        _mask(checkpoint, out, model, batches, config, report)
+        report.zeros = write_masked(
+            checkpoint, out, model, batches, pattern=config.kind, keep=config.keep, parts=config.parts
+        )
+        report.speed = "none: no kernel here skips zeros, and the folder has the same bytes"
     del model
     pruned = load_model(out, device=resolve_device(device), dtype=dtype)
     report.loss_after = mean_loss(pruned, held_out)
@@ -136,28 +140,20 @@ def prune(
     return report
 
 
-def _has_more(calibration: CalibrationConfig, processor: Processor, model: VLM) -> bool:
-    """Whether there are samples behind those of the calibration, to compare losses on."""
-    one = dataclasses.replace(calibration, num_samples=1)
+def _samples(
+    checkpoint: Path, calibration: CalibrationConfig, model: VLM
+) -> tuple[list[ModelInputs], list[ModelInputs]]:
+    """Batches to measure importance on, and to compare losses on: others, where the shards have more."""
+    processor, vocab_size = Processor.load(checkpoint), model.config.language.vocab_size
+    batches = load_batches(calibration, processor, vocab_size)
     try:
-        return bool(load_batches(one, processor, model.config.language.vocab_size, skip=calibration.num_samples))
+        return batches, load_batches(calibration, processor, vocab_size, skip=calibration.num_samples)
     except DataError:
-        return False
+        logger.warning("the shards have no samples behind the calibration's: losses are compared on the same ones")
+        return batches, batches
 
 
 # ------------------------------------------------------------------ structured
-
-
-@dataclass
-class _PartPlan:
-    """What stays of a part."""
-
-    layers: list[int]
-    """Numbers of the layers, ascending."""
-    channels: dict[int, Tensor] = field(default_factory=dict)
-    """Kept channels by layer."""
-    groups: dict[int, Tensor] = field(default_factory=dict)
-    """Kept key/value heads by layer."""
 
 
 def _prune_structured(
@@ -171,16 +167,16 @@ def _prune_structured(
     _check_heads(model.config, config)
     share = _share_of_layers(model, config)
     plans = {part: _plan_part(model, part, batches, config, share) for part in config.parts}
-    smaller = _smaller_config(model.config, plans)
+    smaller = smaller_config(model.config, plans)
     if smaller == model.config:
         raise ConfigError(
             f"no whole unit fits into the {1 - config.keep:.0%} to be removed. Lower --keep, or remove smaller units: --units channels"
         )
-    report.kept = {part: _sizes(smaller, part) for part in config.parts}
+    report.kept = {part: sizes_of(smaller, part) for part in config.parts}
     report.speed = "faster by the products that are gone: the model is smaller"
-    raw = _describe(checkpoint, model.config, smaller)
-    rename = _slicer(model, plans)
-    _write(checkpoint, out, raw, rename)
+    raw = describe_smaller(checkpoint, model.config, smaller)
+    rename = slicer(model, plans)
+    write_folder(checkpoint, out, raw, rename)
 
 
 def _check_heads(model: ModelConfig, config: PruningConfig) -> None:
@@ -197,7 +193,7 @@ def _check_heads(model: ModelConfig, config: PruningConfig) -> None:
 
 def _share_of_layers(model: VLM, config: PruningConfig) -> float:
     """Share of the parameters of the pruned layers that stays, so that the model keeps `config.keep`; the rest is not pruned."""
-    blocks = [model.get_submodule(_BLOCKS[part]) for part in config.parts]
+    blocks = [model.get_submodule(BLOCKS[part]) for part in config.parts]
     total = sum(parameter.numel() for parameter in model.parameters())
     pruned = sum(parameter.numel() for block in blocks for parameter in block.parameters())
     share = 1.0 - (1.0 - config.keep) * total / pruned
@@ -209,13 +205,13 @@ def _share_of_layers(model: VLM, config: PruningConfig) -> float:
     return share
 
 
-def _plan_part(model: VLM, part: Part, batches: Sequence[ModelInputs], config: PruningConfig, keep: float) -> _PartPlan:
+def _plan_part(model: VLM, part: Part, batches: Sequence[ModelInputs], config: PruningConfig, keep: float) -> PartPlan:
     """What stays of a part, of whose parameters the share `keep` does."""
-    blocks = list(model.get_submodule(_BLOCKS[part]))  # type: ignore[call-overload]
-    names = {i: block_layers(model, f"{_BLOCKS[part]}.{i}", block) for i, block in enumerate(blocks)}
+    blocks = list(model.get_submodule(BLOCKS[part]))  # type: ignore[call-overload]
+    names = {i: block_layers(model, f"{BLOCKS[part]}.{i}", block) for i, block in enumerate(blocks)}
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     budget = keep * sum(sizes)
-    plan = _PartPlan(list(range(len(blocks))))
+    plan = PartPlan(list(range(len(blocks))))
     others = [unit for unit in config.units if unit != "layers" and (unit, part) != ("heads", "vision")]
     if "layers" in config.units:
         plan.layers = _kept_layers(model, part, blocks, batches, keep, can_round_up=bool(others))
@@ -294,7 +290,7 @@ def _num_channels(config: ModelConfig, part: Part) -> int:
 
 def _num_mlp_matrices(config: ModelConfig, part: Part) -> int:
     with torch.device("meta"):
-        block: Any = VLM(config).get_submodule(f"{_BLOCKS[part]}.0")
+        block: Any = VLM(config).get_submodule(f"{BLOCKS[part]}.0")
     return len(list(projections(block.mlp)))
 
 
@@ -305,183 +301,3 @@ def _multiple(count: float) -> int:
 def _top(scores: Tensor, count: int) -> Tensor:
     """Indices of the highest scores, ascending."""
     return scores.topk(min(count, len(scores))).indices.sort().values
-
-
-# ------------------------------------------------------------------ the smaller checkpoint
-
-
-def _smaller_config(config: ModelConfig, plans: Mapping[Part, _PartPlan]) -> ModelConfig:
-    vision, language = config.vision, config.language
-    if (plan := plans.get("vision")) is not None:
-        new_number = {old: new for new, old in enumerate(plan.layers)}
-        vision = dataclasses.replace(
-            vision,
-            num_layers=len(plan.layers),
-            intermediate_size=_common(plan.channels, vision.intermediate_size),
-            full_attention_layers=tuple(new_number[i] for i in vision.full_attention_layers if i in new_number),
-            feature_layers=tuple(new_number[i] for i in vision.feature_layers),
-        )
-    if (plan := plans.get("language")) is not None:
-        num_groups = _common(plan.groups, language.num_kv_heads)
-        language = dataclasses.replace(
-            language,
-            num_layers=len(plan.layers),
-            intermediate_size=_common(plan.channels, language.intermediate_size),
-            num_kv_heads=num_groups,
-            num_heads=num_groups * (language.num_heads // language.num_kv_heads),
-        )
-    return dataclasses.replace(config, vision=vision, language=language)
-
-
-def _common(kept: Mapping[int, Tensor], otherwise: int) -> int:
-    return len(next(iter(kept.values()))) if kept else otherwise
-
-
-def _sizes(config: ModelConfig, part: Part) -> dict[str, int]:
-    if part == "vision":
-        return {"layers": config.vision.num_layers, "channels": config.vision.intermediate_size}
-    language = config.language
-    return {
-        "layers": language.num_layers,
-        "channels": language.intermediate_size,
-        "heads": language.num_heads,
-        "kv_heads": language.num_kv_heads,
-    }
-
-
-def _describe(checkpoint: Path, before: ModelConfig, after: ModelConfig) -> dict[str, Any]:
-    """config.json of the smaller model: that of the checkpoint with the fields that differ."""
-    family, raw = family_of(checkpoint), read_config(checkpoint)
-    ids: Mapping[str, int] = defaultdict(int)
-    try:
-        old, new = family.describe_config(before, ids), family.describe_config(after, ids)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}. Its config.json cannot say this size; leave the part out: --parts language"
-        ) from error
-    described = _with_changes(raw, old, new)
-    if isinstance(inner := described.get("text_config"), dict):
-        described["text_config"] = _with_changes(inner, old, new)
-    _cut_layer_lists(described, before, after)
-    if family.parse_config(described) != after:
-        raise ConfigError("config.json of this family cannot describe the pruned model. Use other --units or --parts")
-    return described
-
-
-def _with_changes(raw: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `raw` that both descriptions have, as in `new` where they differ."""
-    result = dict(raw)
-    for name, value in new.items():
-        if isinstance(value, dict) and isinstance(raw.get(name), dict) and isinstance(old.get(name), dict):
-            result[name] = _with_changes(raw[name], old[name], value)
-        elif old.get(name) != value and name in raw:
-            result[name] = value
-    return result
-
-
-def _cut_layer_lists(described: dict[str, Any], before: ModelConfig, after: ModelConfig) -> None:
-    """Lists with an entry for each decoder layer: all entries are equal in the models we read, so the first ones stay."""
-    for section in (described, described.get("text_config")):
-        listed = section.get("layer_types") if isinstance(section, dict) else None
-        if isinstance(section, dict) and isinstance(listed, list) and len(listed) == before.language.num_layers:
-            section["layer_types"] = listed[: after.language.num_layers]
-
-
-Rewrite = Callable[[str, Tensor], tuple[str, Tensor] | None]
-"""(parameter name, tensor) to its name and value in the new folder; None: it is gone."""
-
-
-def _slicer(model: VLM, plans: Mapping[Part, _PartPlan]) -> Rewrite:
-    language = model.config.language
-    q_per_group = language.head_dim * language.num_heads // language.num_kv_heads
-
-    def rewrite(name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        found = re.match(r"(vision\.blocks|language\.layers)\.(\d+)\.(.*)", name)
-        part: Part = "vision" if name.startswith("vision") else "language"
-        plan = plans.get(part)
-        if found is None or plan is None:
-            return name, tensor
-        number, inner = int(found[2]), found[3]
-        if number not in plan.layers:
-            return None
-        block = model.get_submodule(f"{found[1]}.{number}")
-        owner = block_layers(model, f"{found[1]}.{number}", block)
-        layer = name.rpartition(".")[0]
-        if (channels := plan.channels.get(number)) is not None:
-            if layer == owner.mlp_out and name.endswith(".weight"):
-                tensor = tensor[:, channels]
-            elif layer in owner.mlp_in:
-                tensor = tensor[channels]
-        if (groups := plan.groups.get(number)) is not None:
-            if layer == owner.attention_out and name.endswith(".weight"):
-                tensor = tensor[:, _rows(groups, q_per_group)]
-            elif layer.endswith(("k_proj", "v_proj")):
-                tensor = tensor[_rows(groups, language.head_dim)]
-            elif layer.endswith("q_proj"):
-                tensor = tensor[_rows(groups, q_per_group)]
-        return f"{found[1]}.{plan.layers.index(number)}.{inner}", tensor
-
-    return rewrite
-
-
-def _rows(groups: Tensor, size: int) -> Tensor:
-    """Rows of some groups of `size` rows each."""
-    return (groups.unsqueeze(1) * size + torch.arange(size)).flatten()
-
-
-def _write(checkpoint: Path, out: Path, raw: Mapping[str, Any], rewrite: Rewrite) -> None:
-    family, files = family_of(checkpoint), tensor_files(checkpoint)
-    with CheckpointWriter(out) as writer:
-        writer.write_json("config.json", dict(raw))
-        for file in PROCESSOR_FILES:
-            if (checkpoint / file).is_file():
-                writer.copy(checkpoint / file)
-        for disk, tensor in read_tensors(files, list(files), torch.device("cpu")):
-            name = family.name_in_model(disk)
-            if name is not None and (made := rewrite(name, tensor)) is not None:
-                writer.add(family.name_on_disk(made[0]), made[1])
-
-
-# ------------------------------------------------------------------ masks
-
-
-def _mask(
-    checkpoint: Path,
-    out: Path,
-    model: VLM,
-    batches: Sequence[ModelInputs],
-    config: PruningConfig,
-    report: PruningReport,
-) -> None:
-    """Zero the weights of all layers of the parts that count least, output by output."""
-    prefixes = tuple(f"{_BLOCKS[part]}." for part in config.parts)
-    names = [name for name, module in projections(model) if type(module) is Linear and name.startswith(prefixes)]
-    with measured(model, names) as layers:
-        mean_loss(model, batches)
-        sizes = {name: layer.squares_D.sqrt().cpu() for name, layer in layers.items()}
-
-    def rewrite(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        layer, _, last = name.rpartition(".")
-        if last != "weight" or layer not in sizes:
-            return name, tensor
-        score_ND = tensor.float().abs() * sizes[layer][: tensor.shape[1]]
-        kept_ND = _two_of_four(score_ND) if config.kind == "2:4" else _largest(score_ND, config.keep)
-        report.zeros += int((~kept_ND).sum())
-        return name, tensor * kept_ND
-
-    _write(checkpoint, out, read_config(checkpoint), rewrite)
-    report.speed = "none: no kernel here skips zeros, and the folder has the same bytes"
-
-
-def _largest(score_ND: Tensor, keep: float) -> Tensor:
-    """[N, D] bool: the highest share of each row."""
-    count = max(1, round(keep * score_ND.shape[1]))
-    return torch.zeros_like(score_ND, dtype=torch.bool).scatter_(1, score_ND.topk(count, dim=1).indices, True)
-
-
-def _two_of_four(score_ND: Tensor) -> Tensor:
-    """[N, D] bool: two of every four inputs; inputs behind the last whole four stay."""
-    whole = score_ND.shape[1] // 4 * 4
-    groups = score_ND[:, :whole].unflatten(1, (-1, 4))  # type: ignore[no-untyped-call]
-    kept = torch.zeros_like(groups, dtype=torch.bool).scatter_(2, groups.topk(2, dim=2).indices, True).flatten(1)
-    return torch.cat([kept, torch.ones_like(score_ND[:, whole:], dtype=torch.bool)], dim=1)
