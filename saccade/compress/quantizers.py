@@ -36,6 +36,9 @@ _RANGES = {"int4": (-8, 7, 7.5), "int8": (-128, 127, 127.5), "fp8": (-448, 448, 
 """Lowest and highest value, and what the largest weight of a group becomes, as compressed-tensors defines them."""
 _EXPONENTS = tuple(index / 10 for index in range(11))
 _CLIPS = tuple(1 - index / 20 for index in range(10))
+_SMOOTHING_GAIN = 0.8
+"""Squared error that SmoothQuant's scale must get below, as a share of the error without: smaller gains are those of the few rows it is
+measured on."""
 _GPTQ_COLUMNS = 128
 _ROWS_KEPT = 256
 
@@ -310,18 +313,20 @@ def smooth_scale(
     """[D]: the scale of inputs with the lowest error of the 8-bit product itself, activations rounded too, on some rows."""
     largest_D = statistics.largest_D.clamp_min(1e-5)
     largest_weight_D = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).clamp_min(1e-5)
-    best, lowest = torch.ones_like(largest_D), torch.inf
-    scales = [torch.ones_like(largest_D), *(_centred(largest_D**a / largest_weight_D ** (1 - a)) for a in _EXPONENTS)]
-    for scale_D in scales:
-        error = 0.0
+
+    def error(scale_D: Tensor) -> float:
+        total = 0.0
         for weight_ND, rule in zip(weights, rules, strict=True):
             grid = Grid.of(weight_ND * scale_D, stored_scheme(rule, weight_ND.shape[1]), dtype)
             values_ND = grid.round(weight_ND * scale_D)
             y_TN = linear_w8a8_reference(statistics.rows_TD / scale_D, values_ND, grid.scale)
-            error += float((y_TN - statistics.rows_TD @ weight_ND.T).square().sum())
-        if error < lowest:
-            best, lowest = scale_D, error
-    return best
+            total += float((y_TN - statistics.rows_TD @ weight_ND.T).square().sum())
+        return total
+
+    none_D = torch.ones_like(largest_D)
+    scales = [_centred(largest_D**a / largest_weight_D ** (1 - a)) for a in _EXPONENTS]
+    best_error, best = min(((error(scale_D), number) for number, scale_D in enumerate(scales)))
+    return scales[best] if best_error < _SMOOTHING_GAIN * error(none_D) else none_D
 
 
 def _centred(scale_D: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class Source:
         """Of the weight files."""
         return sum(file.stat().st_size for file in set(self.files.values()))
 
-    @property
+    @functools.cached_property
     def num_bytes_per_weight(self) -> int:
         """Bytes of a number of the decoder's weights."""
         [tensor] = self.read(["language.norm.weight"], torch.device("cpu")).values()
