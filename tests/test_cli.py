@@ -547,7 +547,8 @@ def test_models_lists_families_and_sizes_that_init_takes(command, tmp_path):
     assert "Qwen3-VL (model_type qwen3_vl)" in ended.out
     assert "3b (3.8B)" in ended.out
     described = json.loads(command("models", "--json").out)
-    assert [one["family"] for one in described["families"]] == ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"]
+    families = ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "llava_next", "llava_onevision"]
+    assert [one["family"] for one in described["families"]] == families
     size = next(iter(described["families"][2]["sizes"]))
     assert command("init", tmp_path / "new", "--size", size).out.startswith(f"{tmp_path / 'new'}: qwen3_vl, ")
     ended = command("init", tmp_path / "odd", "--size", size, "--set", "language.qkv_bias=true")

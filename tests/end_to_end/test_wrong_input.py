@@ -116,7 +116,7 @@ def test_an_unknown_model_type(copy, saccade, show):
     show(saccade("chat", copy, "What?"), str(copy), "model_type 'florence2' is not supported", "qwen2_5_vl")
 
 
-@pytest.mark.parametrize("model_type", ["llava", "llava_next", "llama"])
+@pytest.mark.parametrize("model_type", ["llava", "mllama", "llama"])
 def test_a_model_of_another_kind_is_called_what_it_is(tmp_path, saccade, show, model_type):
     """A folder as it is published: another preprocessor, other token ids, no file that would be read before `model_type`."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "image_token_index": 32000}))
