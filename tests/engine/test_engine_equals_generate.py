@@ -39,7 +39,7 @@ def settings(seed: int) -> EngineConfig:
     )
 
 
-@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 20))])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))])
 def test_ten_random_requests_of_a_random_configuration_get_the_tokens_of_plain_generation(folder, seed):
     prompts, expected = plain(folder, seed % 4, 40, 16)
     rng = random.Random(seed)

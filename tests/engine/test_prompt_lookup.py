@@ -315,9 +315,7 @@ def test_drafts_change_no_token_at_any_temperature(folder, temperature, changes)
     rng = random.Random(4)
     prompts = [random_prompt(rng) for _ in range(6)]
     loop = dict.fromkeys(rng.sample(range(5, 250), 3), 60.0)
-    sampling = SamplingParams(
-        max_tokens=120, temperature=temperature, top_k=2, seed=5, ignore_eos=True, logit_bias=loop
-    )
+    sampling = SamplingParams(max_tokens=70, temperature=temperature, top_k=2, seed=5, ignore_eos=True, logit_bias=loop)
     _, expected = generate(folder, prompts, sampling, max_draft_tokens=0)
     drafted, found = generate(folder, prompts, sampling, max_draft_tokens=5, **changes)
     assert found == expected

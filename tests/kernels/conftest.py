@@ -9,7 +9,8 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 
-_CPU_DTYPES = (torch.float32, torch.float16)
+_CPU_DTYPES = (torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow))
+"""Under the interpreter, where types differ in casts alone; a GPU runs all of its own."""
 _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -48,7 +48,10 @@ def test_tokens_pixels_positions_and_logits_equal(messages, oracle, model, proce
         assert_close("logits", model(ours), oracle.logits(theirs), FP32_BOUND)
 
 
-@pytest.mark.parametrize("name", ["text-only", "644x364", "multi-image", "multi-turn"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("text-only", "644x364")] + ["multi-image", "multi-turn"],
+)
 def test_greedy_continuations_of_32_tokens_are_identical(name, oracle, model, processor):
     messages = CONVERSATIONS[name]
     theirs, ours = (

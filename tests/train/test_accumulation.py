@@ -92,8 +92,8 @@ def error_of_bf16(train_state_of, rows, exact):
     "settings",
     [
         [],
-        ["parallel.strategy=ddp"],
-        ["parallel.strategy=fsdp"],
+        pytest.param(["parallel.strategy=ddp"], marks=pytest.mark.slow),
+        pytest.param(["parallel.strategy=fsdp"], marks=pytest.mark.slow),
         ["parallel.strategy=fsdp", "parallel.reduce_each_micro_batch=false"],
     ],
     ids=["none", "ddp", "fsdp", "zero1"],

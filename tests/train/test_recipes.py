@@ -65,7 +65,10 @@ def test_recipes_fit_their_gpu_and_state_what_the_planner_says(name, size, ranks
 
 @pytest.mark.parametrize(
     ("settings", "stated"),
-    [(["stages.instruct.lora.quantize_base=int4"], 22), (["parallel.recompute_language=full"], 14)],
+    [
+        pytest.param(["stages.instruct.lora.quantize_base=int4"], 22, marks=pytest.mark.slow),
+        (["parallel.recompute_language=full"], 14),
+    ],
 )
 def test_with_int4_or_activation_checkpointing_the_lora_recipe_fits_24_gb(settings, stated):
     [recipe] = [path for path in RECIPES if path.stem == "qwen2.5-vl-3b-lora"]
