@@ -1,4 +1,4 @@
-"""Overload: a server at several times its capacity goes on at its capacity and refuses the rest at once.
+"""Overload: a server at several times its capacity keeps serving at its capacity and refuses the rest at once.
 
     python -m bench.serve_overload [--url URL] [--factor 4] [--seconds 60] [--images none|unique|mixed] [--layers 4]
 
