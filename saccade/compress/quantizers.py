@@ -119,7 +119,7 @@ def stored_scheme(rule: Rule, num_inputs: int) -> StoredScheme:
     """How a projection with this many inputs is stored."""
     if rule.form == "int4":
         return StoredScheme("int4", fitting_group(num_inputs, rule.group_size or 128), rule.symmetric)
-    assert rule.form != "keep", "kept projections are not stored anew"
+    assert rule.form != "keep", "kept projections are stored as they are"
     return StoredScheme(rule.form, has_input_scale=rule.static)
 
 

@@ -34,7 +34,7 @@ OnGroup = Callable[[str, int, int], None]
 """Called behind every group with its name, the number of finished groups and of all."""
 _SAMPLES = 32
 _STEPS = 20_000
-"""Sizes that are told apart."""
+"""Sizes that are distinguished."""
 _ENTRY_BYTES = 140
 """Of one more tensor in the header of a file, and its padding."""
 CANDIDATES = (("int8", None), ("int4", 32), ("int4", 128))

@@ -5,7 +5,7 @@ Legend: T tokens, D inputs, N outputs.
     y_TN = q(x)_TD q(W)_ND' + bias_N
 
 q rounds to the grid that `kernels/quant_linear.py` defines: int4 weights in groups of inputs with 16-bit activations (W4A16), or
-int8 weights per output with int8 activations per token (W8A8). Scales follow the weights: they are computed anew for each product.
+int8 weights per output with int8 activations per token (W8A8). Scales follow the weights: they are computed again for each product.
 
 Gradients pass the rounding as if it were the identity (straight-through estimator): d W = d y' q(x), d x = d y q(W). Saved for backward
 are x and W, as for a plain layer; both are rounded again there.

@@ -25,7 +25,7 @@ from saccade.kernels.attention import attention
 from saccade.model.config import VisionConfig
 from saccade.model.layers import LayerNorm, PlainFeedForward, make_embedding
 from saccade.model.linear import Input, Linear, add_update, project
-from saccade.model.vision import Integers, Numbers, PatchEmbedding, Segments, Tower, aligned
+from saccade.model.vision import Integers, Numbers, PatchEmbedding, Segments, Tower, aligned, split_aligned
 from saccade.processor.image import Grid
 from saccade.processor.tiles import kept_features
 
@@ -140,11 +140,7 @@ class TileSizes(NamedTuple):
 
     def split(self, buffer: Numbers) -> list[Numbers]:
         """The parts of a buffer."""
-        parts, start = [], 0
-        for length in self.lengths:
-            parts.append(buffer[start : start + length])
-            start += aligned(length)
-        return parts
+        return split_aligned(buffer, self.lengths)
 
     def inputs(self, buffer: Tensor) -> TileInputs:
         """Views of a buffer that a layout was written to."""

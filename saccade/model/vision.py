@@ -67,6 +67,15 @@ class TowerInputs:
     """[2, patches]: rows and columns of each patch's image, for position embeddings that are interpolated."""
 
 
+def split_aligned(buffer: Numbers, lengths: Sequence[int]) -> list[Numbers]:
+    """Consecutive parts of a buffer, each of which starts at an aligned offset."""
+    parts, start = [], 0
+    for length in lengths:
+        parts.append(buffer[start : start + length])
+        start += aligned(length)
+    return parts
+
+
 class LayoutSizes(NamedTuple):
     """Sizes of a layout in a flat int32 buffer. A layout may be padded to larger sizes (`TowerLayout.write`)."""
 
@@ -94,11 +103,7 @@ class LayoutSizes(NamedTuple):
 
     def split(self, buffer: Numbers) -> list[Numbers]:
         """The parts of a buffer."""
-        parts, start = [], 0
-        for length in self.lengths:
-            parts.append(buffer[start : start + length])
-            start += aligned(length)
-        return parts
+        return split_aligned(buffer, self.lengths)
 
     def inputs(self, buffer: Tensor) -> TowerInputs:
         """Views of a buffer that a layout was written to."""
