@@ -1,5 +1,6 @@
 """What every family has: sizes for `saccade init` that load in `transformers`, names, adapters, and a memory plan."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -122,6 +123,40 @@ def test_a_published_config_is_the_named_size(name):
     assert config == named_size(name)
 
 
+SPARSE = {
+    "nothing": {},
+    "defaults of text and tower": {"text_config": {"intermediate_size": 100, "num_hidden_layers": 3}, "vision_config": {"spatial_merge_size": 1}},
+    "heads under their other name": {"vision_config": {"num_attention_heads": 8, "depth": 27}},
+    "scaling beside parameters": {"text_config": {"rope_scaling": {"rope_theta": 3e6}, "rope_parameters": {"rope_theta": 7.0}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_what_a_config_does_not_say_is_the_default_of_transformers(model_type, name):
+    raw, default = copy.deepcopy(SPARSE[name]), {"mrope_section": [16, 24, 24]}
+    theirs = CLASSES[model_type][0].from_dict(copy.deepcopy(raw))
+    ours, text, vision = VISION_LANGUAGE[model_type].parse_config(raw), theirs.text_config, theirs.vision_config
+    language, tower = ours.language, ours.vision
+    assert (language.vocab_size, language.hidden_size, language.num_layers) == (text.vocab_size, text.hidden_size, text.num_hidden_layers)  # fmt: skip
+    assert (language.num_heads, language.num_kv_heads) == (text.num_attention_heads, text.num_key_value_heads)
+    assert (language.intermediate_size, language.norm_eps) == (text.intermediate_size, text.rms_norm_eps)
+    assert language.max_positions == text.max_position_embeddings
+    assert language.rope_theta == text.rope_parameters["rope_theta"]
+    if model_type != "qwen3_vl":
+        assert list(language.rope_sections) == (default | text.rope_parameters)["mrope_section"]
+    assert (tower.num_layers, tower.num_heads) == (vision.depth, vision.num_heads)
+    assert (tower.patch_size, tower.merge_size) == (vision.patch_size, vision.spatial_merge_size)
+    if model_type != "qwen2_vl":
+        assert (tower.hidden_size, tower.intermediate_size) == (vision.hidden_size, vision.intermediate_size)
+
+
+def test_full_attention_in_blocks_that_a_tower_does_not_have_is_ignored():
+    """The default names blocks up to 31."""
+    config = VISION_LANGUAGE["qwen2_5_vl"].parse_config({"vision_config": {"depth": 16}})
+    assert config.vision.full_attention_layers == (7, 15)
+
+
 def test_a_head_tied_in_the_text_config_alone_counts_where_transformers_counts_it():
     tied_inside = {}
     for name in PUBLISHED:
@@ -150,6 +185,9 @@ def test_a_head_tied_in_the_text_config_alone_counts_where_transformers_counts_i
         ("llava_onevision/0.5b", "vision_config", {"patch_size": 400}, "do not fit tiles of 384"),
         ("llava_onevision/0.5b", "text_config", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("qwen3_vl/4b", "vision_config", {"rope_parameters": {"rope_theta": 5000.0}}, "rope_theta is 5000.0"),
+        ("qwen3_vl/4b", "vision_config", {"rope_theta": 5000.0}, "rope_theta is 5000.0"),
+        ("qwen3_vl/4b", "text_config", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn"}}, "'yarn' is not supported"),
+        ("llava_onevision/0.5b", "text_config", {"rope_scaling": {"type": "mrope"}}, "'mrope' is not supported"),
     ],
 )  # fmt: skip
 def test_settings_that_are_not_supported_are_refused(name, part, change, message):

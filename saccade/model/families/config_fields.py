@@ -52,19 +52,20 @@ def section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE parameters, under any of their three names; only unscaled types are supported."""
-    found = dict(section(raw, "rope_parameters") or section(raw, "rope_scaling"))
+def rope_parameters(raw: Mapping[str, Any], kinds: Sequence[str] = ("default", "mrope")) -> dict[str, Any]:
+    """RoPE parameters, under any of their three names; only unscaled types are supported. `rope_scaling` counts before
+    `rope_parameters`, as in `transformers`."""
+    found = dict(section(raw, "rope_scaling") or section(raw, "rope_parameters"))
     found.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     kind = found.get("rope_type", found.get("type", "default"))
-    if kind not in ("default", "mrope"):
+    if kind not in kinds:
         raise CheckpointError(f"config.json: rope scaling {kind!r} is not supported; only unscaled RoPE is")
     return found
 
 
 def rope_theta(raw: Mapping[str, Any]) -> float:
-    """Base of the RoPE frequencies."""
-    return number(rope_parameters(raw), "rope_theta", 10000.0)
+    """Base of the frequencies of 1-D RoPE."""
+    return number(rope_parameters(raw, kinds=("default",)), "rope_theta", 10000.0)
 
 
 def sections_for(head_dim: int) -> tuple[int, int, int]:

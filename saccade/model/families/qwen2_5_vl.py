@@ -31,12 +31,13 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
+    num_layers, full = integer(raw, "depth", 32), integers(raw, "fullatt_block_indexes", (7, 15, 23, 31))
     return VisionConfig(
-        num_layers=integer(raw, "depth", 32),
-        hidden_size=integer(raw, "hidden_size"),
-        num_heads=integer(raw, "num_heads", 16),
-        intermediate_size=integer(raw, "intermediate_size"),
-        full_attention_layers=integers(raw, "fullatt_block_indexes", (7, 15, 23, 31)),
+        num_layers=num_layers,
+        hidden_size=integer(raw, "hidden_size", 3584),
+        num_heads=qwen2_vl.vision_heads(raw),
+        intermediate_size=integer(raw, "intermediate_size", 3420),
+        full_attention_layers=tuple(layer for layer in full if 0 <= layer < num_layers),
         window_size=integer(raw, "window_size", 112),
         tokens_per_second=integer(raw, "tokens_per_second", 4),
         **patch_fields(raw, patch_size=14),

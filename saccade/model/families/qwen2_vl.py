@@ -76,7 +76,7 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
     return VisionConfig(
         num_layers=integer(raw, "depth", 32),
         hidden_size=width,
-        num_heads=integer(raw, "num_heads", 16),
+        num_heads=vision_heads(raw),
         intermediate_size=int(width * number(raw, "mlp_ratio", 4)),
         full_attention_layers=(),
         has_windows=False,
@@ -86,7 +86,7 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
 
 def patch_fields(raw: Mapping[str, Any], patch_size: int) -> dict[str, Any]:
     """The sizes of a patch and of a token."""
-    refuse_unless(section(raw, "rope_parameters"), "rope_theta", 10000.0)
+    refuse_unless(rope_parameters(raw, kinds=("default", "axial")), "rope_theta", 10000.0)
     return {
         "patch_size": integer(raw, "patch_size", patch_size),
         "temporal_patch_size": integer(raw, "temporal_patch_size", 2),
@@ -95,11 +95,21 @@ def patch_fields(raw: Mapping[str, Any], patch_size: int) -> dict[str, Any]:
     }
 
 
-def parse_language(raw: Mapping[str, Any]) -> LanguageConfig:
+def vision_heads(raw: Mapping[str, Any]) -> int:
+    """Heads of the tower, under either of their names."""
+    return integer(raw, "num_heads", raw.get("num_attention_heads", 16))
+
+
+_DECODER = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "rope_theta": 1e6}  # fmt: skip
+"""What `transformers` takes where `config.json` does not say it."""
+
+
+def parse_language(stated: Mapping[str, Any]) -> LanguageConfig:
     """Parse the decoder's fields."""
+    raw = _DECODER | dict(stated)
     refuse_unless(raw, "hidden_act", "silu")
     refuse_unless(raw, "use_sliding_window", False)
-    rope = rope_parameters({"rope_theta": 1e6} | dict(raw))
+    rope = rope_parameters(raw)
     num_heads = integer(raw, "num_attention_heads")
     return LanguageConfig(
         vocab_size=integer(raw, "vocab_size"),

@@ -14,7 +14,7 @@ from saccade.errors import CheckpointError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.families.config_fields import integer, integers, number, refuse_unless, rope_parameters, section
 from saccade.model.families.family import CHATML_VISION_TOKENS, Family
-from saccade.model.families.qwen2_vl import describe_images, describe_patches, patch_fields, token_ids_of
+from saccade.model.families.qwen2_vl import describe_images, describe_patches, patch_fields, token_ids_of, vision_heads
 from saccade.model.layers import LayerNorm, PlainFeedForward
 from saccade.model.linear import Linear
 from saccade.model.vision import NORM_EPS, VisionBlock, VisionTower
@@ -99,7 +99,7 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
     return VisionConfig(
         num_layers=integer(raw, "depth", 27),
         hidden_size=integer(raw, "hidden_size", 1152),
-        num_heads=integer(raw, "num_heads", 16),
+        num_heads=vision_heads(raw),
         intermediate_size=integer(raw, "intermediate_size", 4304),
         full_attention_layers=(),
         has_windows=False,
@@ -109,10 +109,15 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
     )
 
 
-def _parse_language(raw: Mapping[str, Any]) -> LanguageConfig:
+_DECODER = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "rope_theta": 5e5}  # fmt: skip
+"""What `transformers` takes where `config.json` does not say it."""
+
+
+def _parse_language(stated: Mapping[str, Any]) -> LanguageConfig:
+    raw = _DECODER | dict(stated)
     refuse_unless(raw, "hidden_act", "silu")
     refuse_unless(raw, "attention_bias", False)
-    rope = rope_parameters({"rope_theta": 5e5} | dict(raw))
+    rope = rope_parameters(raw)
     num_heads, head_dim = integer(raw, "num_attention_heads"), integer(raw, "head_dim", 128)
     return LanguageConfig(
         vocab_size=integer(raw, "vocab_size"),
