@@ -9,7 +9,7 @@ rename modules translate plain names only. With one group its target is the clas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,25 @@ def names_elsewhere(name: str, family: Family, on_disk: Mapping[str, str]) -> li
 
 
 def quantization_config(
-    schemes: Mapping[str, StoredScheme | None], family: Family, on_disk: Mapping[str, str]
+    schemes: Mapping[str, StoredScheme | None],
+    family: Family,
+    on_disk: Mapping[str, str],
+    ordered: Collection[str] = (),
 ) -> dict[str, Any]:
     """The `quantization_config` of a model.
 
     `schemes`: of every projection by its name in the model; None: it is kept. `on_disk`: names in the folder, by name in the model.
+    `ordered`: projections whose inputs GPTQ rounded in the order of their activity.
     """
-    groups: dict[StoredScheme, list[str]] = {}
+    groups: dict[tuple[StoredScheme, bool], list[str]] = {}
     ignore: list[str] = []
     for name, scheme in schemes.items():
         names = names_elsewhere(name, family, on_disk)
         if scheme is None:
             ignore += names
         else:
-            groups.setdefault(scheme, []).extend(names)
-    formats = {FORMATS[scheme.form] for scheme in groups}
+            groups.setdefault((scheme, name in ordered), []).extend(names)
+    formats = {FORMATS[scheme.form] for scheme, _ in groups}
     return {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -54,14 +58,14 @@ def quantization_config(
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
         "config_groups": {
-            f"group_{number}": _group(scheme, names if len(groups) > 1 else ["Linear"])
-            for number, (scheme, names) in enumerate(groups.items())
+            f"group_{number}": _group(scheme, names if len(groups) > 1 else ["Linear"], is_ordered=is_ordered)
+            for number, ((scheme, is_ordered), names) in enumerate(groups.items())
         },
         "ignore": ignore,
     }
 
 
-def _group(scheme: StoredScheme, targets: list[str]) -> dict[str, Any]:
+def _group(scheme: StoredScheme, targets: list[str], *, is_ordered: bool) -> dict[str, Any]:
     kind = "float" if scheme.form == "fp8" else "int"
     weights: dict[str, Any] = {
         "num_bits": 4 if scheme.form == "int4" else 8,
@@ -70,9 +74,10 @@ def _group(scheme: StoredScheme, targets: list[str]) -> dict[str, Any]:
         "strategy": "channel" if scheme.group_size is None else "group",
         "group_size": scheme.group_size,
         "dynamic": False,
+        "actorder": "weight" if is_ordered else None,
     }
     is_static = scheme.has_input_scale
-    inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "tensor" if is_static else "token", "dynamic": not is_static}  # fmt: skip
+    inputs = {"num_bits": 8, "type": kind, "symmetric": not scheme.has_input_zero_point, "strategy": "tensor" if is_static else "token", "dynamic": not is_static}  # fmt: skip
     return {
         "targets": targets,
         "weights": weights,

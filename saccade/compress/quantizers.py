@@ -53,6 +53,8 @@ class Statistics:
         """Sum of |x|, rows weighted."""
         self.largest_D = torch.zeros(num_inputs, device=device)
         """Largest |x|."""
+        self.lowest_D, self.highest_D = torch.zeros(num_inputs, device=device), torch.zeros(num_inputs, device=device)
+        """Lowest and highest x, or 0."""
         self.num_rows = 0
         self.rows_TD = torch.zeros(0, num_inputs, device=device)
         """Some of the rows, spread over the batches."""
@@ -65,6 +67,8 @@ class Statistics:
         absolute_TD = x_TD.abs()
         self.magnitude_D += (absolute_TD if weight_T is None else absolute_TD * weight_T.unsqueeze(1)).sum(0)
         self.largest_D = torch.maximum(self.largest_D, absolute_TD.amax(0))
+        self.lowest_D = torch.minimum(self.lowest_D, x_TD.amin(0))
+        self.highest_D = torch.maximum(self.highest_D, x_TD.amax(0))
         self.num_rows += len(x_TD)
         kept = torch.cat([self.rows_TD, x_TD[:: max(1, len(x_TD) // 16)]])
         self.rows_TD = kept[:: -(-len(kept) // _ROWS_KEPT)] if len(kept) > _ROWS_KEPT else kept
@@ -74,6 +78,7 @@ class Statistics:
         other = Statistics.__new__(Statistics)
         other.gram_DD = self.gram_DD / scale_D.unsqueeze(0) / scale_D.unsqueeze(1)
         other.magnitude_D, other.largest_D = self.magnitude_D / scale_D, self.largest_D / scale_D
+        other.lowest_D, other.highest_D = self.lowest_D / scale_D, self.highest_D / scale_D
         other.num_rows, other.rows_TD = self.num_rows, self.rows_TD / scale_D
         return other
 
@@ -91,6 +96,8 @@ class QuantizedWeight:
     """[N, Z]: zero points of asymmetric weights."""
     input_scale: Tensor | None = None
     """[1] fp32: of activations that have one scale per layer."""
+    input_zero_point: Tensor | None = None
+    """[1] int8: their zero point, if they are asymmetric."""
 
     def dequantize(self) -> Tensor:
         """[N, D] in the dtype of the scales, as compressed-tensors decompresses it."""
@@ -104,7 +111,8 @@ class QuantizedWeight:
         """The tensors of a checkpoint, by the last part of their names."""
         if self.scheme.form != "int4":
             own = {"weight": self.values, "weight_scale": self.scale}
-            return own if self.input_scale is None else own | {"input_scale": self.input_scale}
+            inputs = {"input_scale": self.input_scale, "input_zero_point": self.input_zero_point}
+            return own | {name: tensor for name, tensor in inputs.items() if tensor is not None}
         tensors = {
             "weight_packed": pack_int4(self.values),
             "weight_scale": self.scale,
@@ -120,7 +128,7 @@ def stored_scheme(rule: Rule, num_inputs: int) -> StoredScheme:
     if rule.form == "int4":
         return StoredScheme("int4", fitting_group(num_inputs, rule.group_size or 128), rule.symmetric)
     assert rule.form != "keep", "kept projections are stored as they are"
-    return StoredScheme(rule.form, has_input_scale=rule.static)
+    return StoredScheme(rule.form, has_input_scale=rule.static, has_input_zero_point=not rule.symmetric)
 
 
 def quantize(weight_ND: Tensor, rule: Rule, statistics: Statistics | None, dtype: torch.dtype) -> QuantizedWeight:
@@ -132,8 +140,17 @@ def quantize(weight_ND: Tensor, rule: Rule, statistics: Statistics | None, dtype
         raise ConfigError(
             "a static scale of activations needs calibration that reaches the layer. Use samples with images"
         )
+    if not rule.symmetric:
+        scale, zero_point = asymmetric_range(statistics.lowest_D.min(), statistics.highest_D.max())
+        return replace(quantized, input_scale=scale, input_zero_point=zero_point)
     largest = statistics.largest_D.max().clamp_min(1e-6) / LARGEST[quantized.values.dtype]
     return replace(quantized, input_scale=largest.reshape(1).float())
+
+
+def asymmetric_range(lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale [1] fp32 and zero point [1] int8 with which the lowest activation becomes -128 and the highest 127; 0 is stored exactly."""
+    scale = ((highest.clamp_min(0) - lowest.clamp_max(0)) / 255).clamp_min(1e-6).reshape(1).float()
+    return scale, (-128 - lowest.clamp_max(0) / scale).round().clamp(-128, 127).to(torch.int8)
 
 
 def _quantize_weight(

@@ -15,7 +15,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -289,14 +289,16 @@ class _Run:
             schemes[name] = None if rule is None else stored_scheme(rule, layer.stored_shape[1])
         before = self.source.num_bytes
         on_disk = {ours: name for name, ours in self.source.names.items()}
-        quantization = quantization_config(schemes, self.source.family, on_disk)
+        reports = [report for name in self.blocks for report in self.reports.get(name, [])]
+        ordered = {report.name for report in reports if report.method == "gptq"}
+        quantization = quantization_config(schemes, self.source.family, on_disk, ordered)
         write_folder(self.source.folder, self.out, quantization, self._tensors(), before)
         self.partial.remove()
         return CompressReport(
             scheme=self.scheme.name,
             bytes_before=before,
             bytes_after=sum(file.stat().st_size for file in set(tensor_files(self.out).values())),
-            layers=[report for name in self.blocks for report in self.reports.get(name, [])],
+            layers=reports,
             kept=[name for name, scheme in schemes.items() if scheme is None],
             num_samples=self.num_samples,
             num_resumed=self.num_resumed,
@@ -320,7 +322,7 @@ class _Run:
 
 
 def _rounded_to_nearest(rule: Rule) -> Rule:
-    return Rule(part=rule.part, form=rule.form, group_size=rule.group_size, symmetric=rule.symmetric)
+    return replace(rule, method="rtn", static=False, symmetric=rule.symmetric or rule.form != "int4")
 
 
 def _note(

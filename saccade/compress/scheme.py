@@ -56,7 +56,7 @@ class Rule:
     group_size: int | None = None
     """int4: inputs per scale, 128 if not given."""
     symmetric: bool = True
-    """int4: whether groups have no zero point."""
+    """Whether there is no zero point: of groups of int4 weights, or of static int8 activations."""
     static: bool = False
     """int8 and fp8: activations have one scale per layer, from calibration, instead of one per token."""
 
@@ -65,11 +65,15 @@ class Rule:
             raise ConfigError(
                 f"method {self.method!r} does not go with form {self.form!r}; it takes {', '.join(_METHODS[self.form])}"
             )
-        if self.form != "int4" and (self.group_size is not None or not self.symmetric):
-            raise ConfigError(f"group_size and symmetric are for form int4, not {self.form!r}. Remove them")
+        if self.form != "int4" and self.group_size is not None:
+            raise ConfigError(f"group_size is for form int4, not {self.form!r}. Remove it")
+        if not self.symmetric and self.form != "int4" and not (self.form == "int8" and self.static):
+            raise ConfigError(
+                f"symmetric = false is for form int4, and for int8 with static = true; form {self.form!r} has no zero point"
+            )
         if self.group_size is not None and self.group_size % 128 and self.group_size not in (16, 32, 64):
             raise ConfigError(f"group_size is {self.group_size}; it may be 16, 32, 64 or a multiple of 128")
-        if self.method == "gptq" and not self.symmetric:
+        if self.form == "int4" and self.method == "gptq" and not self.symmetric:
             raise ConfigError("GPTQ rounds symmetric weights. Remove symmetric = false, or use rtn or awq")
         if self.static and self.form not in ("int8", "fp8"):
             raise ConfigError(f"static is for the activations of int8 and fp8, not of {self.form!r}. Remove it")

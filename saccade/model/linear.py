@@ -401,9 +401,9 @@ class PatchLinear(Linear):
 
 @torch.no_grad()
 def share_rows(whole: Projection, parts: Sequence[Projection]) -> None:
-    """Give `whole` the concatenated parameters of all parts, and make theirs views of it. Scales of inputs are common to all."""
+    """Give `whole` the concatenated parameters of all parts, and make theirs views of it. What concerns their inputs is common to all."""
     for name, _ in list(whole.named_parameters()):
-        if name == "input_scale":
+        if name in ("input_scale", "input_zero_point", "weight_g_idx"):
             setattr(whole, name, parts[0].get_parameter(name))
             continue
         rows = [part.get_parameter(name) for part in parts]

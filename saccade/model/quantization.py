@@ -37,6 +37,10 @@ class Scheme:
     """int8 and fp8: one weight scale for the layer instead of one per output."""
     has_input_scale: bool = False
     """int8 and fp8: activations have a scale from calibration, instead of one per token."""
+    has_input_zero_point: bool = False
+    """int8: they have a zero point from calibration as well (asymmetric)."""
+    has_group_index: bool = False
+    """int4: the group of every input is stored (GPTQ with `desc_act`); otherwise a group is `group_size` inputs in a row."""
     layout: Literal["compressed-tensors", "gptq", "gptq_v2", "awq"] = "compressed-tensors"
     """int4: how values and zero points are packed, and what their tensors are called."""
 
@@ -104,13 +108,13 @@ def _parse_transposed(config: Mapping[str, Any]) -> Scheme:
     size = config.get("group_size", config.get("q_group_size", 128))
     if bits != 4:
         raise _refused(f"{method} with {bits} bits", "4 bits are")
-    if config.get("desc_act"):
-        raise _refused("desc_act", "groups of reordered inputs are not; quantize without it, or with static groups")
     stated = config.get("checkpoint_format" if method == "gptq" else "version", method if method == "gptq" else "gemm")
     layouts: dict[str, Literal["gptq", "gptq_v2", "awq"]] = {"gptq": "gptq", "gptq_v2": "gptq_v2", "gemm": "awq"}
     if str(stated).lower() not in layouts:
         raise _refused(f"{method} in the format {stated!r}", "gptq, gptq_v2 and gemm are")
-    return Scheme("int4", None if size == -1 else size, is_symmetric=False, layout=layouts[str(stated).lower()])
+    group_size, layout = None if size == -1 else size, layouts[str(stated).lower()]
+    has_group_index = bool(config.get("desc_act")) and group_size is not None and layout != "awq"
+    return Scheme("int4", group_size, is_symmetric=False, has_group_index=has_group_index, layout=layout)
 
 
 def _parse_group(name: str, group: Any, default_format: Any) -> tuple[tuple[str, ...], Scheme]:
@@ -130,14 +134,15 @@ def _parse_group(name: str, group: Any, default_format: Any) -> tuple[tuple[str,
 def _parse_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Scheme:
     kind, strategy = (weights.get("type", "int"), weights.get("num_bits")), weights.get("strategy")
     is_symmetric = bool(weights.get("symmetric", True))
-    if weights.get("actorder") == "group":
-        raise _refused(f"actorder 'group' of {name!r}", "quantize with actorder 'weight', or without")
     if kind == ("int", 4) and inputs is None and strategy in ("group", "channel"):
-        return Scheme("int4", weights.get("group_size") if strategy == "group" else None, is_symmetric)
+        size = weights.get("group_size") if strategy == "group" else None
+        is_reordered = weights.get("actorder") in ("group", True) and size is not None
+        return Scheme("int4", size, is_symmetric, has_group_index=is_reordered)
     if kind in (("int", 8), ("float", 8)) and inputs is not None and is_symmetric and strategy in ("channel", "tensor"):
-        has_input_scale = _has_input_scale(name, kind, inputs)
         form: Literal["int8", "fp8"] = "int8" if kind[0] == "int" else "fp8"
-        return Scheme(form, has_tensor_scale=strategy == "tensor", has_input_scale=has_input_scale)
+        is_static = _is_static(name, kind, inputs)
+        has_zero_point = is_static and not inputs.get("symmetric", True)
+        return Scheme(form, has_tensor_scale=strategy == "tensor", has_input_scale=is_static, has_input_zero_point=has_zero_point)  # fmt: skip
     shown = f"{kind[0]}{kind[1]} weights per {strategy}{'' if is_symmetric else ', asymmetric'}"
     activations = "16-bit activations" if inputs is None else f"{inputs.get('num_bits')}-bit activations"
     raise _refused(
@@ -145,16 +150,18 @@ def _parse_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, An
     )
 
 
-def _has_input_scale(name: str, kind: tuple[str, int], inputs: Mapping[str, Any]) -> bool:
+def _is_static(name: str, kind: tuple[str, int], inputs: Mapping[str, Any]) -> bool:
     """Whether activations have one scale from calibration; else every token has its own."""
-    if (inputs.get("type", "int"), inputs.get("num_bits")) == kind and inputs.get("symmetric", True):
-        if inputs.get("dynamic") is True and inputs.get("strategy") == "token":
+    is_symmetric, strategy = bool(inputs.get("symmetric", True)), inputs.get("strategy")
+    if (inputs.get("type", "int"), inputs.get("num_bits")) == kind:
+        if inputs.get("dynamic") is True and strategy == "token" and is_symmetric:
             return False
-        if inputs.get("dynamic") is False and inputs.get("strategy") == "tensor":
+        if inputs.get("dynamic") is False and strategy == "tensor" and (is_symmetric or kind[0] == "int"):
             return True
+    symmetry = "" if is_symmetric else ", asymmetric"
     raise _refused(
-        f"activations of {name!r}: {inputs.get('num_bits')} bits {inputs.get('type')} per {inputs.get('strategy')}",
-        "8 bits of the weights' type, symmetric, per token (dynamic) or per tensor are",
+        f"activations of {name!r}: {inputs.get('num_bits')} bits {inputs.get('type')} per {strategy}{symmetry}",
+        "8 bits of the weights' type, symmetric per token (dynamic), or per tensor (static; int8 also asymmetric) are",
     )
 
 

@@ -106,9 +106,12 @@ class Linear8bit(QuantizedLinear):
             # fp8 is held as int8: `module.to(dtype)` must not convert it.
             self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.int8), requires_grad=False)
             self.weight_scale = nn.Parameter(torch.empty(out_features, 1), requires_grad=False)
-            self.input_scale = None
+            self.input_scale = self.input_zero_point = None
+            self.offset: nn.Parameter | None = None
             if scheme.has_input_scale:
                 self.input_scale = nn.Parameter(torch.empty(1), requires_grad=False)
+            if scheme.has_input_zero_point:
+                self.input_zero_point = nn.Parameter(torch.empty(1, dtype=torch.int8), requires_grad=False)
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `QuantizedLinear`."""
@@ -116,11 +119,35 @@ class Linear8bit(QuantizedLinear):
         shapes: dict[str, tuple[int, ...]] = {"weight": self._stored, "weight_scale": scale}
         if self.scheme.has_input_scale:
             shapes["input_scale"] = (1,)
+        if self.scheme.has_input_zero_point:
+            shapes["input_zero_point"] = (1,)
         return shapes | super().checkpoint_shapes()
+
+    def load_tensor(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
+        """See `QuantizedLinear`. With a zero point, the last tensor completes the offset."""
+        super().load_tensor(name, tensor, dtype)
+        if self.scheme.has_input_zero_point:
+            own = [parameter for name, parameter in self.named_parameters() if name != "offset"]
+            if not any(parameter.is_meta for parameter in own):
+                self.offset = nn.Parameter(self._compute_offset(), requires_grad=False)
+
+    @torch.no_grad()
+    def _compute_offset(self) -> Tensor:
+        """[N] fp32: what the zero point z adds to every output, taken off the bias.
+
+        x is stored as x8 = round(x / s) + z, so s w_scale sum(x8 w) is too large by s z w_scale sum(w), the same for all tokens.
+        """
+        assert self.input_scale is not None, "a zero point comes with a scale"
+        assert self.input_zero_point is not None, "only zero points have an offset"
+        sums_N = self.weight.sum(1, dtype=torch.int32).float() * self.weight_scale.float().squeeze(1)
+        offset_N = -self.input_scale * self.input_zero_point.float() * sums_N
+        return offset_N if self.bias is None else offset_N + self.bias.float()
 
     def _in_memory(self, name: str, tensor: Tensor) -> Tensor:
         if name == "input_scale":
             return tensor.reshape(1).float()
+        if name == "input_zero_point":
+            return tensor.reshape(1).to(torch.int8)
         if name == "weight_scale":
             scale_N1 = tensor.reshape(-1, 1).expand(self._stored[0], 1).contiguous()
             return self._pad(scale_N1, 1)
@@ -150,21 +177,32 @@ class Linear8bit(QuantizedLinear):
         if self.input_scale is None:
             return quantize_activation(x_TD, self.dtype)
         largest = LARGEST[self.dtype]
-        scaled = (x_TD.float() / self.input_scale).clamp(-largest, largest)
+        if self.input_zero_point is None:
+            scaled = (x_TD.float() / self.input_scale).clamp(-largest, largest)
+        else:
+            scaled = (x_TD.float() / self.input_scale + self.input_zero_point).clamp(-128, 127)
         rounded = scaled.round() if self.dtype == torch.int8 else scaled
         return rounded.to(self.dtype), self.input_scale.repeat(len(x_TD))
 
     def _matmul(self, x8_TD: Tensor, x_scale_T: Tensor, dtype: torch.dtype) -> Tensor:
-        weight_ND = self.weight.view(self.dtype)
-        return matmul_w8a8(x8_TD, x_scale_T, weight_ND, self.weight_scale, self.bias, out_dtype=dtype)
+        weight_ND, bias_N = self.weight.view(self.dtype), self.bias if self.offset is None else self.offset
+        return matmul_w8a8(x8_TD, x_scale_T, weight_ND, self.weight_scale, bias_N, out_dtype=dtype)
 
     @classmethod
     def _like(cls, parts: Sequence[Self]) -> Self | None:
-        scales = [part.input_scale for part in parts]
-        if any(scale is not None and not torch.equal(scale, scales[0]) for scale in scales):  # type: ignore[arg-type]
+        if not _are_equal(parts, "input_scale") or not _are_equal(parts, "input_zero_point"):
             return None
         outputs = sum(part.out_features for part in parts)
-        return cls(parts[0].in_features, outputs, parts[0].scheme, bias=parts[0].bias is not None)
+        whole = cls(parts[0].in_features, outputs, parts[0].scheme, bias=parts[0].bias is not None)
+        if parts[0].offset is not None:
+            whole.offset = nn.Parameter(torch.empty(outputs, device="meta"), requires_grad=False)
+        return whole
+
+
+def _are_equal(parts: Sequence[QuantizedLinear], name: str) -> bool:
+    """Whether a tensor that all parts would share is the same in all, or missing in all."""
+    tensors = [getattr(part, name) for part in parts]
+    return tensors[0] is None or all(torch.equal(tensor, tensors[0]) for tensor in tensors)
 
 
 class Linear4bit(QuantizedLinear):
@@ -193,10 +231,16 @@ class Linear4bit(QuantizedLinear):
             words = torch.empty(out_features, self._num_inputs // 8, dtype=torch.int32)
             self.weight_packed = nn.Parameter(words, requires_grad=False)
             self.weight_scale = nn.Parameter(torch.empty(out_features, num_scales), requires_grad=False)
-            self.weight_zero_point = None
+            # In memory it is the order of the inputs in `weight_packed`; None: as they are.
+            self.weight_g_idx = self.weight_zero_point = None
+            if scheme.has_group_index:
+                order = torch.empty(self._stored[1], dtype=torch.int32)
+                self.weight_g_idx = nn.Parameter(order, requires_grad=False)
             if not scheme.is_symmetric:
                 zeros = torch.empty(-(-out_features // 8), num_scales, dtype=torch.int32)
                 self.weight_zero_point = nn.Parameter(zeros, requires_grad=False)
+        self._waiting: dict[str, Tensor] = {}
+        """Tensors that are loaded together: the weight, and the groups of its inputs."""
 
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """See `QuantizedLinear`."""
@@ -205,21 +249,45 @@ class Linear4bit(QuantizedLinear):
         if self.scheme.layout != "compressed-tensors":
             packed = (inputs, outputs // 8) if self.scheme.layout == "awq" else (inputs // 8, outputs)
             zeros, scales = (num_scales, outputs // 8), (num_scales, outputs)
-            own = {"weight_packed": packed, "weight_zero_point": zeros, "weight_scale": scales}
-            return own | super().checkpoint_shapes()
-        shapes: dict[str, tuple[int, ...]] = {
-            "weight_packed": (outputs, -(-inputs // 8)),
-            "weight_scale": (outputs, num_scales),
-        }
-        if not self.scheme.is_symmetric:
-            shapes["weight_zero_point"] = (-(-outputs // 8), num_scales)
-        return shapes | super().checkpoint_shapes()
+            own: dict[str, tuple[int, ...]] = {
+                "weight_packed": packed,
+                "weight_zero_point": zeros,
+                "weight_scale": scales,
+            }
+        else:
+            own = {"weight_packed": (outputs, -(-inputs // 8)), "weight_scale": (outputs, num_scales)}
+            if not self.scheme.is_symmetric:
+                own["weight_zero_point"] = (-(-outputs // 8), num_scales)
+        if self.scheme.has_group_index:
+            own["weight_g_idx"] = (inputs,)
+        return own | super().checkpoint_shapes()
+
+    def load_tensor(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
+        """See `QuantizedLinear`. Inputs with stored groups are sorted by them, once both tensors are read."""
+        if not self.scheme.has_group_index or name not in ("weight_packed", "weight_g_idx"):
+            super().load_tensor(name, tensor, dtype)
+            return
+        self._waiting[name] = tensor
+        if len(self._waiting) == 2:
+            for one in ("weight_g_idx", "weight_packed"):
+                super().load_tensor(one, self._waiting.pop(one), dtype)
+
+    def _input_order(self, groups_D: Tensor) -> Tensor:
+        """[D] int32: the inputs of the first group, then those of the second, and so on."""
+        sizes = torch.bincount(groups_D.long().clamp_min(0), minlength=self._stored[1] // self._group)
+        if int(groups_D.min()) < 0 or not bool((sizes == self._group).all()):
+            raise CheckpointError(f"g_idx: the inputs of a layer do not form groups of {self._group}. Copy the checkpoint again, or quantize without desc_act")  # fmt: skip
+        return torch.argsort(groups_D, stable=True).to(torch.int32)
 
     def _in_memory(self, name: str, tensor: Tensor) -> Tensor:
         if name != "bias" and self.scheme.layout != "compressed-tensors":
             tensor = _from_transposed(name, tensor, self.scheme.layout)
+        if name == "weight_g_idx":
+            return self._input_order(tensor)
         if name == "weight_packed":
             values = unpack_int4(tensor, self._stored[1])
+            if self.weight_g_idx is not None:
+                values = values.index_select(1, self.weight_g_idx)
             return interleave_int4(pack_int4(self._pad(values, self._num_inputs)))
         if name == "weight_scale":
             return self._pad(tensor, self._num_inputs // self._group)
@@ -231,8 +299,10 @@ class Linear4bit(QuantizedLinear):
     def linear(self, x: Tensor) -> Tensor:
         """See `Projection`."""
         x_TD = x.flatten(0, -2)
-        if self._num_inputs != self.in_features:
-            x_TD = F.pad(x_TD, (0, self._num_inputs - self.in_features))
+        if self.weight_g_idx is not None:
+            x_TD = x_TD.index_select(1, self.weight_g_idx)
+        if self._num_inputs != x_TD.shape[1]:
+            x_TD = F.pad(x_TD, (0, self._num_inputs - x_TD.shape[1]))
         out_TN = linear_w4a16(x_TD, self.weight_packed, self.weight_scale, self.weight_zero_point, self.bias)
         return out_TN.view(*x.shape[:-1], self.out_features)
 
@@ -240,6 +310,8 @@ class Linear4bit(QuantizedLinear):
     def _like(cls, parts: Sequence[Self]) -> Self | None:
         if not parts[0].scheme.is_symmetric and any(part.out_features % 8 for part in parts):
             return None  # zero points of eight outputs share a word
+        if not _are_equal(parts, "weight_g_idx"):
+            return None
         outputs = sum(part.out_features for part in parts)
         return cls(parts[0].in_features, outputs, parts[0].scheme, bias=parts[0].bias is not None)
 
@@ -253,6 +325,8 @@ def _from_transposed(name: str, tensor: Tensor, layout: str) -> Tensor:
 
     Both pack zero points along the outputs, GPTQ packs values along the inputs. GPTQ's first version stores zero points less one.
     """
+    if name == "weight_g_idx":
+        return tensor
     if name == "weight_scale":
         return tensor.T.contiguous()
     if name == "weight_packed" and layout != "awq":

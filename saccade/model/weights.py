@@ -142,17 +142,19 @@ def tensor_shapes(files: dict[str, Path], *, any_dtype: bool, is_quantized: bool
     return {name: entry.shape for name, entry in found.items()}
 
 
-_UNREAD = (".weight_shape", ".input_zero_point", ".g_idx")
-"""Tensors of quantized layers with nothing that their other tensors and `config.json` do not say."""
+_UNREAD = (".weight_shape", ".k_scale", ".v_scale")
+"""Tensors of quantized layers with nothing that the engine needs: it computes scales of keys and values per token itself."""
+_OPTIONAL = (".input_zero_point", ".weight_g_idx")
+"""Tensors that say nothing where `config.json` does not announce them: a zero point of 0, groups of inputs in a row."""
 
 
 def _is_quantized(name: str, entry: StoredTensor) -> bool:
     """Whether a tensor has a dtype of its own: scales, zero points, and values of few bits."""
-    is_scale = name.endswith(("_scale", "_zero_point", ".weight_packed", *_RENAMED))
+    is_scale = name.endswith(("_scale", "_zero_point", ".weight_packed", ".weight_g_idx", *_RENAMED))
     return is_scale or (name.endswith(".weight") and entry.dtype in ("I8", "F8_E4M3"))
 
 
-_RENAMED = {".qweight": ".weight_packed", ".qzeros": ".weight_zero_point", ".scales": ".weight_scale"}
+_RENAMED = {".qweight": ".weight_packed", ".qzeros": ".weight_zero_point", ".scales": ".weight_scale", ".g_idx": ".weight_g_idx"}  # fmt: skip
 """Tensors of AutoGPTQ and AutoAWQ, by the end of their names, and what they become."""
 
 
@@ -164,7 +166,7 @@ def _name_in_model(name: str, family: Any) -> str | None:
 
 def _without_variants(name: str, entry: StoredTensor) -> StoredTensor:
     """A scale of a tensor may be stored as [], [1] or [1, 1], scales of outputs as [N] or [N, 1]."""
-    if name.endswith("_scale") and math.prod(entry.shape) == 1:
+    if name.endswith(("_scale", ".input_zero_point")) and math.prod(entry.shape) == 1:
         return entry._replace(shape=(1,))
     return entry._replace(shape=(*entry.shape, 1)) if name.endswith("_scale") and len(entry.shape) == 1 else entry
 
@@ -230,6 +232,7 @@ def match_tensors(shapes: dict[str, tuple[int, ...]], model: nn.Module, family: 
     """Checkpoint name to parameter name, complete in both directions; else one error with everything that is wrong."""
     expected = checkpoint_shapes(model)
     names = {name: _name_in_model(name, family) for name in shapes if not name.startswith(family.unused_prefixes)}
+    names = {name: ours for name, ours in names.items() if ours in expected or not str(ours).endswith(_OPTIONAL)}
     is_tied = "head.weight" not in expected
     found = [ours for ours in names.values() if ours]
     duplicates = sorted({ours for ours in found if found.count(ours) > 1})

@@ -44,7 +44,12 @@ def test_built_in_schemes_compress_tower_and_decoder(name):
     [
         ('[[rules]]\npart = "language"\nform = "int3"', "form"),
         ('[[rules]]\npart = "language"\nform = "fp8"\nmethod = "gptq"', "does not go with form 'fp8'"),
-        ('[[rules]]\npart = "language"\nform = "int8"\ngroup_size = 64', "are for form int4"),
+        ('[[rules]]\npart = "language"\nform = "int8"\ngroup_size = 64', "group_size is for form int4"),
+        ('[[rules]]\npart = "language"\nform = "int8"\nsymmetric = false', "int8 with static = true"),
+        (
+            '[[rules]]\npart = "language"\nform = "fp8"\nstatic = true\nsymmetric = false',
+            "form 'fp8' has no zero point",
+        ),
         ('[[rules]]\npart = "language"\nform = "int4"\ngroup_size = 100', "16, 32, 64 or a multiple of 128"),
         ('[[rules]]\npart = "language"\nform = "int4"\nlayers = "3-1"', "write ranges and numbers"),
         ('[[rules]]\npart = "decoder"\nform = "int4"', "part"),

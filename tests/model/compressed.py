@@ -19,16 +19,19 @@ IGNORE = ("re:.*lm_head", "re:.*visual.*", "re:.*vision_tower.*", "re:.*multi_mo
 
 
 def write_quantized(
-    source: Path, out: Path, preset: str, *, ignore: tuple[str, ...] = IGNORE, change: Callable[[QuantizationArgs], None] | None = None
+    source: Path, out: Path, preset: str, *, ignore: tuple[str, ...] = IGNORE, change: Callable[[QuantizationArgs], None] | None = None,
+    inputs: QuantizationArgs | None = None,
 ) -> Path:  # fmt: skip
     """Quantize the folder `source` with a preset of the package, round to nearest, into `out`; its decompressed weights into `out`-plain.
 
-    `change`: of the preset's weights, such as another group size.
+    `change`: of the preset's weights, such as another group size. `inputs`: activations other than the preset's.
     """
     model = Oracle(source).model
     config = QuantizationConfig(config_groups={preset: ["Linear"]}, ignore=list(ignore))
     if change is not None:
         change(config.config_groups[preset].weights)
+    if inputs is not None:
+        config.config_groups[preset].input_activations = inputs
     apply_quantization_config(model, config)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
@@ -65,4 +68,9 @@ def _set_scales(module: torch.nn.Linear) -> None:
     if hasattr(module, "weight_zero_point"):
         module.weight_zero_point.copy_(zero_point.view_as(module.weight_zero_point))
     if hasattr(module, "input_scale"):
-        module.input_scale.fill_(6.0 / 448)
+        inputs = module.quantization_scheme.input_activations
+        scale, zero_point = calculate_qparams(
+            torch.tensor([-6.0 if inputs.symmetric else -4.0]), torch.tensor([6.0]), inputs
+        )
+        module.input_scale.copy_(scale)
+        module.input_zero_point.copy_(zero_point)

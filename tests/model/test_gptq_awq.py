@@ -1,4 +1,5 @@
-"""Folders in the layouts of AutoGPTQ and AutoAWQ: what the packed numbers mean, written here one by one, and what is refused."""
+"""Folders in the layouts of AutoGPTQ and AutoAWQ, and with groups in the order of activity: what the packed numbers mean, written here one by one,
+and what is refused."""
 
 import json
 import shutil
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from saccade.errors import CheckpointError
 from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size
+from saccade.model.quantization import Scheme
 from saccade.model.quantized_linear import Linear4bit
 from saccade.processor import Processor
 
@@ -18,6 +20,8 @@ GROUP = 64
 CONFIGS = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
     "gptq_v2": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq_v2"},
+    "gptq desc_act": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": True},
+    "actorder group": {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:.*visual.*", "lm_head"], "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP, "actorder": "group"}}}},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["visual"]},
 }  # fmt: skip
 AWQ_OUTPUT_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -34,16 +38,34 @@ def along_outputs(values, order=range(8)):
     return words(values.reshape(rows, outputs // 8, 8)[..., list(order)])
 
 
-def pack(layout, q, z, s):
-    """q [inputs, outputs], z and s [groups, outputs]."""
+def pack(layout, q, z, s, groups):
+    """q [inputs, outputs], z and s [groups, outputs], group of each input."""
     inputs, outputs = q.shape
+    groups = torch.from_numpy(groups.astype(np.int32))
+    if layout == "actorder group":
+        tensors = {"weight_packed": along_outputs(q.T), "weight_zero_point": along_outputs(z).T.contiguous()}
+        scale = torch.from_numpy(np.ascontiguousarray(s.T))
+        return tensors | {
+            "weight_scale": scale,
+            "weight_g_idx": groups,
+            "weight_shape": torch.tensor([outputs, inputs]),
+        }
     if layout == "awq":
         packed, zeros = along_outputs(q, AWQ_OUTPUT_OF_NIBBLE), along_outputs(z, AWQ_OUTPUT_OF_NIBBLE)
     else:
         packed = words(q.reshape(inputs // 8, 8, outputs).transpose(0, 2, 1))
-        zeros = along_outputs((z - 1) % 16 if layout == "gptq" else z)
+        zeros = along_outputs(z if layout == "gptq_v2" else (z - 1) % 16)
     tensors = {"qweight": packed, "qzeros": zeros, "scales": torch.from_numpy(s).half()}
-    return tensors if layout == "awq" else tensors | {"g_idx": torch.arange(inputs, dtype=torch.int32) // GROUP}
+    return tensors if layout == "awq" else tensors | {"g_idx": groups}
+
+
+def groups_of_inputs(layout, name, inputs):
+    """In a row, or in an order that the projections of one input share; not in the last layer."""
+    groups = np.arange(inputs) // GROUP
+    if layout not in ("gptq desc_act", "actorder group"):
+        return groups
+    shared = name.rpartition("_proj")[0][:-1] if ".layers.0." in name else name
+    return np.random.default_rng(list(shared.encode())).permutation(groups)
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +89,11 @@ def folders(request, source, tmp_path_factory):
         q = rng.integers(0, 16, (inputs, outputs))
         z = rng.integers(0, 16, (inputs // GROUP, outputs))
         s = rng.uniform(0.001, 0.01, z.shape).astype(np.float16)
-        spread = lambda values: values.repeat(GROUP, 0)  # noqa: E731
-        weight = ((q - spread(z)) * spread(s.astype(np.float32))).T
+        groups = groups_of_inputs(request.param, name, inputs)
+        weight = ((q - z[groups]) * s.astype(np.float32)[groups]).T
         meant[name] = torch.from_numpy(np.ascontiguousarray(weight, dtype=np.float32))
         stem = name.removesuffix("weight")
-        tensors |= {f"{stem}{last}": tensor for last, tensor in pack(request.param, q, z, s).items()}
+        tensors |= {f"{stem}{last}": tensor for last, tensor in pack(request.param, q, z, s, groups).items()}
     save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
     save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})
     write_config(quantized, CONFIGS[request.param])
@@ -96,7 +118,6 @@ def test_logits_are_those_of_the_weights_that_are_meant(folders, source):
     ("change", "message"),
     [
         ({"bits": 3}, "gptq with 3 bits"),
-        ({"desc_act": True}, "desc_act"),
         ({"checkpoint_format": "marlin"}, "gptq in the format 'marlin'"),
     ],
 )
@@ -105,3 +126,11 @@ def test_what_is_not_supported_is_refused_by_name(change, message, source, tmp_p
     write_config(folder, CONFIGS["gptq"] | change)
     with pytest.raises(CheckpointError, match=message):
         load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize("groups", [[1] * 64 + [0] * 63 + [1], [-1] + [0] * 63 + [1] * 64, [5] * 64 + [0] * 64])
+def test_groups_that_are_not_of_the_stated_size_are_refused(groups):
+    layer = Linear4bit(128, 8, Scheme("int4", 64, has_group_index=True), bias=False)
+    layer.load_tensor("weight_packed", torch.zeros(8, 16, dtype=torch.int32), None)
+    with pytest.raises(CheckpointError, match="do not form groups of 64"):
+        layer.load_tensor("weight_g_idx", torch.tensor(groups, dtype=torch.int32), None)
