@@ -30,6 +30,13 @@ class CalibrationKind(StrEnum):
     RANDOM = "random"
 
 
+class KVCache(StrEnum):
+    """Forms of keys and values."""
+
+    FP8 = "fp8"
+    INT8 = "int8"
+
+
 def compress(
     checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder, or ORG/NAME of the Hugging Face Hub.")],
     out: Annotated[
@@ -55,6 +62,13 @@ def compress(
     ] = "1.0",
     group_size: Annotated[
         int | None, typer.Option(help="Inputs per scale of int4 weights.", show_default="128, or the scheme's")
+    ] = None,
+    kv_cache: Annotated[
+        KVCache | None,
+        typer.Option(
+            help="Keys and values in 8 bits: scales from calibration for other engines, and the default of Saccade's.",
+            show_default="as the scheme says",
+        ),
     ] = None,
     target_size: Annotated[
         float | None, typer.Option(help="Pick a mixed scheme: share of the original's bytes, such as 0.35.")
@@ -95,6 +109,8 @@ def compress(
         raise ConfigError("--max-loss compares with the original on samples: --verify SHARDS, or more of --calibration")
     evaluations = _evaluations(tasks, data, limit, seed, out / FOLDER)
     chosen, sensitivity = _scheme(folder, scheme, group_size, target_size, bound, samples, device)
+    if kv_cache is not None:
+        chosen = replace(chosen, kv_cache=kv_cache.value)
     with _progress("blocks") as advance:
         report = run(folder, out, scheme=chosen, calibration=samples, device=device, on_block=advance)
     fidelity, memory = None, None

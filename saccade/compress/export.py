@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from saccade.compress.kv_scales import kv_cache_scheme
 from saccade.model.families.family import Family
+from saccade.model.quantization import KVCacheForm
 from saccade.model.quantization import Scheme as StoredScheme
 from saccade.model.weights import PROCESSOR_FILES, CheckpointWriter
 from saccade.processor.folder import read_config
@@ -36,11 +38,12 @@ def quantization_config(
     family: Family,
     on_disk: Mapping[str, str],
     ordered: Collection[str] = (),
+    kv_cache: KVCacheForm | None = None,
 ) -> dict[str, Any]:
     """The `quantization_config` of a model.
 
     `schemes`: of every projection by its name in the model; None: it is kept. `on_disk`: names in the folder, by name in the model.
-    `ordered`: projections whose inputs GPTQ rounded in the order of their activity.
+    `ordered`: projections whose inputs GPTQ rounded in the order of their activity. `kv_cache`: form of keys and values.
     """
     groups: dict[tuple[StoredScheme, bool], list[str]] = {}
     ignore: list[str] = []
@@ -56,7 +59,7 @@ def quantization_config(
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": None if kv_cache is None else kv_cache_scheme(kv_cache),
         "config_groups": {
             f"group_{number}": _group(scheme, names if len(groups) > 1 else ["Linear"], is_ordered=is_ordered)
             for number, ((scheme, is_ordered), names) in enumerate(groups.items())

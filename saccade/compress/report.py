@@ -112,6 +112,7 @@ def summary(report: CompressReport) -> list[str]:
     before, after = _size(report.bytes_before), _size(report.bytes_after)
     lines = [f"{report.scheme}: {before} to {after} ({report.ratio:.1%}), {len(report.layers)} projections compressed"]
     lines += [f"kept: {', '.join(report.kept)}"] if report.kept else []
+    lines += [f"KV cache: {report.kv_cache}, scales of keys and values per layer"] if report.kv_cache else []
     notes: dict[str, int] = {}
     for layer in report.layers:
         if layer.note:

@@ -27,6 +27,7 @@ from torch import Tensor
 from saccade.compress.block_runner import HEAD, BlockRunner, row_weights
 from saccade.compress.calibration import CalibrationConfig, fingerprint, image_weight, load_batches
 from saccade.compress.export import quantization_config, write_folder
+from saccade.compress.kv_scales import ATTENTION, KV_SCALES, KVObserver
 from saccade.compress.observed_linear import ObservedLinear, Observer, replace_projection
 from saccade.compress.quantizers import Statistics, quantize, relative_error, stored_scheme
 from saccade.compress.scaling import fold_scales
@@ -85,6 +86,8 @@ class CompressReport:
     """Conversations of calibration."""
     num_resumed: int = 0
     """Blocks that an earlier run had finished."""
+    kv_cache: str | None = None
+    """Form of keys and values, fp8 or int8; None: the dtype of the model."""
 
     @property
     def ratio(self) -> float:
@@ -158,7 +161,7 @@ class _Run:
 
     def compress_blocks(self, on_block: OnBlock | None) -> None:
         """Compress all blocks, or what an earlier run left of them."""
-        todo = [name for name in self.blocks if any(_is_in(layer, name) for layer in self.rules)]
+        todo = [name for name in self.blocks if self._is_changed(name)]
         runner = self._runner() if self.calibration is not None and todo else None
         try:
             for number, name in enumerate(self.blocks):
@@ -171,6 +174,13 @@ class _Run:
         finally:
             if runner is not None:
                 runner.close()
+
+    def _is_changed(self, name: str) -> bool:
+        """Whether a block has tensors that its original has not."""
+        return self._has_kv_scales(name) or any(_is_in(layer, name) for layer in self.rules)
+
+    def _has_kv_scales(self, name: str) -> bool:
+        return self.scheme.kv_cache is not None and name.startswith("language.")
 
     def _runner(self) -> BlockRunner:
         assert self.calibration is not None, "there is a runner where there is calibration"
@@ -190,15 +200,16 @@ class _Run:
     def _compress_block(self, name: str, runner: BlockRunner | None, *, is_last: bool) -> None:
         """Load, observe, fold, round, save, run again."""
         rules = {layer: rule for layer, rule in self.rules.items() if _is_in(layer, name)}
-        if not rules and runner is None:
+        is_changed = self._is_changed(name)
+        if not is_changed and runner is None:
             return
-        stored = self.partial.load(name) if rules else None
+        stored = self.partial.load(name) if is_changed else None
         if stored is not None:
             tensors, self.reports[name] = stored
             self.num_resumed += 1
         else:
             tensors = self.source.read([ours for ours in self.source.names.values() if _is_in(ours, name)], self.device)
-            if rules:
+            if is_changed:
                 tensors = self._round_block(name, tensors, rules, runner)
                 self.partial.save(name, tensors, self.reports[name])
         if runner is not None and not is_last:
@@ -212,7 +223,7 @@ class _Run:
         self, name: str, tensors: dict[str, Tensor], rules: Mapping[str, Rule], runner: BlockRunner | None
     ) -> dict[str, Tensor]:
         """The tensors of a block with its projections rounded."""
-        statistics = {} if runner is None else self._observe(name, tensors, rules, runner)
+        statistics, kv = ({}, None) if runner is None else self._observe(name, tensors, rules, runner)
         dtypes = {layer: tensors[f"{layer}.weight"].dtype for layer in rules}
         originals = {layer: tensors[f"{layer}.weight"].float() for layer in rules}
         exact = {f"{layer}.weight": weight.clone() for layer, weight in originals.items()}
@@ -242,14 +253,18 @@ class _Run:
                 )
             )
         self.reports[name] = reports
+        if self.scheme.kv_cache is not None and kv is not None:
+            scales = kv.scales(self.scheme.kv_cache)
+            tensors |= {f"{name}.{ATTENTION}.{suffix}": tensor for suffix, tensor in scales.items()}
         return tensors
 
     def _observe(
         self, name: str, tensors: Mapping[str, Tensor], rules: Mapping[str, Rule], runner: BlockRunner
-    ) -> dict[str, Statistics]:
-        """Statistics of the projections' inputs over all batches, with the original weights."""
+    ) -> tuple[dict[str, Statistics], KVObserver | None]:
+        """Statistics of the projections' inputs over all batches, and of keys and values, with the original weights."""
         self._load_block(name, tensors, {})
         observer, plain = Observer(), {layer: self.model.get_submodule(layer) for layer in rules}
+        kv = KVObserver() if self._has_kv_scales(name) else None
         for layer, module in plain.items():
             assert isinstance(module, Linear), "rules are about plain projections"
             replace_projection(self.model, layer, ObservedLinear(layer, module, observer))
@@ -260,13 +275,13 @@ class _Run:
                 if name == HEAD:
                     observer.add(HEAD, call.args[0], self.model.head.stored_shape[1])
                 else:
-                    runner.compute(call)
+                    runner.compute(call if kv is None else kv.observed(call))
                 observer.forget_tensors()
         for layer, module in plain.items():
             assert isinstance(module, Projection), "it was one"
             replace_projection(self.model, layer, module)
         self.blocks[name].to_empty(device="meta")
-        return observer.statistics
+        return observer.statistics, kv
 
     def _load_block(self, name: str, tensors: Mapping[str, Tensor], rules: Mapping[str, Rule]) -> None:
         """Give a block its weights; projections with a rule become the form they are stored in."""
@@ -275,7 +290,7 @@ class _Run:
             assert isinstance(plain, Linear), "a block is compressed once"
             replace_projection(self.model, layer, quantized_form(plain, stored_scheme(rule, plain.stored_shape[1])))
         for ours, tensor in tensors.items():
-            if not ours.endswith(".weight_shape"):
+            if not ours.endswith((".weight_shape", *KV_SCALES)):
                 load_tensor(self.model, ours, tensor.to(self.device), self._compute_dtype(tensor))
         self.blocks[name].requires_grad_(False)
 
@@ -291,7 +306,7 @@ class _Run:
         on_disk = {ours: name for name, ours in self.source.names.items()}
         reports = [report for name in self.blocks for report in self.reports.get(name, [])]
         ordered = {report.name for report in reports if report.method == "gptq"}
-        quantization = quantization_config(schemes, self.source.family, on_disk, ordered)
+        quantization = quantization_config(schemes, self.source.family, on_disk, ordered, self.scheme.kv_cache)
         write_folder(self.source.folder, self.out, quantization, self._tensors(), before)
         self.partial.remove()
         return CompressReport(
@@ -302,6 +317,7 @@ class _Run:
             kept=[name for name, scheme in schemes.items() if scheme is None],
             num_samples=self.num_samples,
             num_resumed=self.num_resumed,
+            kv_cache=self.scheme.kv_cache,
         )
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -313,12 +329,19 @@ class _Run:
                 loaded = self.partial.load(name)
                 assert loaded is not None, "a finished block was saved"
                 for ours, tensor in loaded[0].items():
-                    layer = ours.rpartition(".")[0]
-                    stem = on_disk.get(f"{layer}.weight", "").removesuffix(".weight")
-                    yield (on_disk[ours] if ours in on_disk else f"{stem}.{ours.rpartition('.')[2]}"), tensor
+                    yield _name_on_disk(ours, on_disk), tensor
                 done.add(name)
         kept = [name for name, ours in self.source.names.items() if not any(_is_in(ours, block) for block in done)]
         yield from read_tensors(self.source.files, kept, torch.device("cpu"))
+
+
+def _name_on_disk(ours: str, on_disk: Mapping[str, str]) -> str:
+    """Of a tensor that the original may not have: beside the weight of its layer, or the projections of its attention."""
+    if ours in on_disk:
+        return on_disk[ours]
+    layer, _, last = ours.rpartition(".")
+    beside = f"{layer}.q_proj.weight" if ours.endswith(KV_SCALES) else f"{layer}.weight"
+    return on_disk[beside].removesuffix("q_proj.weight" if ours.endswith(KV_SCALES) else "weight") + last
 
 
 def _rounded_to_nearest(rule: Rule) -> Rule:

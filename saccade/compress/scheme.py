@@ -12,6 +12,8 @@
     method = "gptq"                    # rtn, gptq, awq (int4), smoothquant (int8)
     group_size = 128
 
+    kv_cache = "fp8"                   # above the rules; fp8 or int8: keys and values of decoder attention
+
 The first rule that matches a projection decides; a projection that no rule matches is kept. Built-in schemes have names (`BUILT_IN`).
 
 A group size that does not divide the inputs of a layer is replaced by the largest of 128, 64, 32 that does, or by one scale per output; the
@@ -105,6 +107,8 @@ class Scheme:
     """The first match decides."""
     name: str = "custom"
     """In reports."""
+    kv_cache: Literal["fp8", "int8"] | None = None
+    """8-bit form of keys and values that the folder is meant for, with scales from calibration; None: the dtype of the model."""
 
     def rule(self, name: str) -> Rule | None:
         """The rule of a projection; None: it is kept."""
@@ -113,13 +117,13 @@ class Scheme:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether any rule does."""
-        return any(rule.needs_calibration for rule in self.rules)
+        """Whether any rule or the KV cache does."""
+        return self.kv_cache is not None or any(rule.needs_calibration for rule in self.rules)
 
     @property
     def uses_calibration(self) -> bool:
         """Whether any rule can use statistics of the inputs."""
-        return any(rule.method != "rtn" or rule.static for rule in self.rules)
+        return self.kv_cache is not None or any(rule.method != "rtn" or rule.static for rule in self.rules)
 
     def with_group_size(self, group_size: int) -> Scheme:
         """With other groups of int4 weights."""

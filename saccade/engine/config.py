@@ -29,8 +29,9 @@ class EngineConfig:
     """Pages of the KV cache. None: what fits into `gpu_memory_utilization` beside the largest step, which is profiled."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the GPU's memory the engine may use in total."""
-    kv_format: KVFormat = "model"
-    """Storage of keys and values: the model's dtype, or 8 bits with a scale per token and head."""
+    kv_format: KVFormat | Literal["auto"] = "auto"
+    """Storage of keys and values: the model's dtype, or fp8 or int8 with a scale per token and head. auto: what the checkpoint's
+    `kv_cache_scheme` says, else model."""
     max_length: int | None = None
     """Maximum tokens of prompt and output together. None: the model's context length, or what the KV cache holds."""
     max_requests: int = 256
@@ -100,14 +101,19 @@ class EngineConfig:
                 self._check_whole(name, least=0)
         if self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
             raise ConfigError(f"page_size is {self.page_size}; use a power of two from 1 to 128")
-        if self.kv_format not in get_args(KVFormat):
-            raise ConfigError(f"kv_format is {self.kv_format!r}; use one of {', '.join(get_args(KVFormat))}")
+        if self.kv_format not in ("auto", *get_args(KVFormat)):
+            raise ConfigError(f"kv_format is {self.kv_format!r}; use one of auto, {', '.join(get_args(KVFormat))}")
         self._check_positive("gpu_memory_utilization", "a number above 0 and up to 1", most=1)
         if self.target_step_ms is not None:
             self._check_positive("target_step_ms", "a positive number of milliseconds")
         self._check_positive("preprocess_timeout_s", "a positive number of seconds")
         if self.max_draft_tokens is not None and self.max_draft_tokens > 16:
             raise ConfigError(f"max_draft_tokens is {self.max_draft_tokens}; use 0 to 16")
+
+    @property
+    def cache_format(self) -> KVFormat:
+        """`kv_format` of a model whose folder says nothing."""
+        return "model" if self.kv_format == "auto" else self.kv_format
 
     def draft_tokens(self, device_type: str) -> int:
         """`max_draft_tokens`, or its default for a type of device."""

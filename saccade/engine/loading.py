@@ -18,8 +18,10 @@ from saccade.engine.warmup import compile_kernels
 from saccade.errors import ConfigError
 from saccade.fork_server import keep_freed_memory
 from saccade.model.prepacked_linear import prepack_storage
+from saccade.model.quantization import kv_cache_form
 from saccade.model.vlm import VLM
 from saccade.model.weights import load_model
+from saccade.processor.folder import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ def load_runner(
     dtype: str | torch.dtype | None = None,
 ) -> Runner:  # fmt: skip
     """Load the model of a folder, ready to run steps."""
-    device = resolve_device(device)
+    device, config = resolve_device(device), _with_stored_kv_format(config, Path(folder))
     if device.type == "cpu":
         keep_freed_memory()  # reused by the next layer; fresh memory from the system costs a tenth of a step
     with compile_kernels(folder, config, device=device, dtype=dtype):
@@ -42,6 +44,15 @@ def load_runner(
     runner = make_runner(model, config, pixels=pixels)
     runner.warm_up()
     return runner
+
+
+def _with_stored_kv_format(config: EngineConfig, folder: Path) -> EngineConfig:
+    """The config with the KV cache that the checkpoint is meant for, unless another one is asked for."""
+    stored = kv_cache_form(read_config(folder)) if config.kv_format == "auto" else None
+    if stored is None:
+        return config
+    logger.info("KV cache in %s, as config.json says", stored)
+    return dataclasses.replace(config, kv_format=stored)
 
 
 def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runner:
@@ -68,7 +79,7 @@ def make_runner(model: VLM, config: EngineConfig, *, pixels: PixelScale) -> Runn
 
 def _check_num_pages(model: VLM, config: EngineConfig, num_pages: int) -> None:
     """Refuse a KV cache that cannot fit, before an allocator fails."""
-    num_bytes = num_pages * bytes_per_page(model.config.language, config.page_size, config.kv_format, model.dtype)
+    num_bytes = num_pages * bytes_per_page(model.config.language, config.page_size, config.cache_format, model.dtype)
     if model.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(model.device)
         available = free + torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
@@ -85,7 +96,7 @@ def _check_num_pages(model: VLM, config: EngineConfig, num_pages: int) -> None:
 def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, max_length: int) -> int:
     """Profile the largest step with a KV cache of one page; the memory it leaves free is for pages."""
     device, language = model.device, model.config.language
-    page_bytes = bytes_per_page(language, config.page_size, config.kv_format, model.dtype)
+    page_bytes = bytes_per_page(language, config.page_size, config.cache_format, model.dtype)
     if device.type != "cuda":
         return cpu_pages(config, page_bytes, max_length)
     torch.cuda.empty_cache()

@@ -148,7 +148,7 @@ class Runner:
         self._encoder_stream = self._open_stream(priority=0)
         with self.on_stream():
             self.cache = KVCache(
-                language, num_pages=num_pages, page_size=config.page_size, kv_format=config.kv_format,
+                language, num_pages=num_pages, page_size=config.page_size, kv_format=config.cache_format,
                 dtype=self.dtype, device=self.device,
             )  # fmt: skip
             self._num_features = config.encoder_cache_tokens // ENCODER_SLOT_TOKENS * ENCODER_SLOT_TOKENS

@@ -83,6 +83,8 @@ def small_runner(
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
                 module.to_empty(device=device).to(dtype)
+                for parameter in module.parameters():
+                    parameter.zero_()  # a weight may be random memory, an order of inputs may not
     merge_storage(model)
     max_length = config.max_length or model_config.language.max_positions
     small = dataclasses.replace(config, encoder_cache_tokens=1024)

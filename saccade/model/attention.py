@@ -34,9 +34,13 @@ class PackedAttention:
         """`window`: tokens before its own that a token attends to; None: all."""
         self._cos_sin, self._cu_seqlens, self._max_seqlen, self._window = cos_sin, cu_seqlens, max_seqlen, window
 
+    def rotate(self, q_THK: Tensor, k_TGK: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys with RoPE, as a KV cache holds the latter."""
+        return rope(q_THK, k_TGK, self._cos_sin)
+
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
         """See `AttentionContext`."""
-        q_THK, k_TGK = rope(q_THK, k_TGK, self._cos_sin)
+        q_THK, k_TGK = self.rotate(q_THK, k_TGK)
         return attention(
             q_THK, k_TGK, v_TGK, self._cu_seqlens, self._cu_seqlens,
             max_seqlen_q=self._max_seqlen, max_seqlen_k=self._max_seqlen, causal=True, window=self._window,

@@ -20,6 +20,7 @@ from saccade.errors import CheckpointError
 _FORMATS = {"int8": "int-quantized", "fp8": "float-quantized", "int4": "pack-quantized"}
 
 
+KVCacheForm = Literal["fp8", "int8"]
 GROUP_SIZES = (128, 64, 32)
 """Groups of int4 weights that other engines have kernels for."""
 
@@ -59,6 +60,8 @@ class QuantizationConfig:
     """Targets and scheme; the first match decides."""
     ignore: tuple[str, ...]
     """Layers that are plain."""
+    kv_cache: KVCacheForm | None = None
+    """8-bit form of keys and values that the folder is meant for; None: the dtype of the model."""
 
     def scheme(self, names: Sequence[str]) -> Scheme | None:
         """Of a linear layer with these names (on disk, in `transformers`). None: it is plain."""
@@ -90,7 +93,7 @@ def parse_quantization(raw: Mapping[str, Any], names: Iterable[str] = ()) -> Qua
     if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
         method = config.get("quant_method") if isinstance(config, dict) else config
         raise _refused(f"quant_method {method!r}", "'compressed-tensors', 'gptq' and 'awq' are")
-    for name in ("kv_cache_scheme", "transform_config", "moe_sparsity_config"):
+    for name in ("transform_config", "moe_sparsity_config"):
         if config.get(name):
             raise _refused(name)
     if (sparsity := config.get("sparsity_config")) and sparsity.get("format") != "dense":
@@ -99,7 +102,26 @@ def parse_quantization(raw: Mapping[str, Any], names: Iterable[str] = ()) -> Qua
     if not isinstance(groups, dict) or not groups:
         raise _refused(f"config_groups {groups!r}", "name the layers and their scheme")
     parsed = tuple(_parse_group(name, group, config.get("format")) for name, group in groups.items())
-    return QuantizationConfig(parsed, tuple(config.get("ignore") or ()))
+    return QuantizationConfig(parsed, tuple(config.get("ignore") or ()), kv_cache_form(raw))
+
+
+def kv_cache_form(raw: Mapping[str, Any]) -> KVCacheForm | None:
+    """The `kv_cache_scheme` of a `config.json`: 8 bits, symmetric. None: it has none.
+
+    Its scales are not needed: the engine gives every token and head a scale of its own, which is finer than one per layer.
+    """
+    config = raw.get("quantization_config")
+    scheme = config.get("kv_cache_scheme") if isinstance(config, dict) else None
+    if not scheme:
+        return None
+    forms: dict[Any, KVCacheForm] = {("float", 8): "fp8", ("int", 8): "int8"}
+    if not isinstance(scheme, dict):
+        raise _refused(f"kv_cache_scheme {scheme!r}")
+    kind, is_symmetric = (scheme.get("type", "int"), scheme.get("num_bits", 8)), bool(scheme.get("symmetric", True))
+    if kind not in forms or not is_symmetric:
+        shown = f"{kind[1]} bits {kind[0]}{'' if is_symmetric else ', asymmetric'}"
+        raise _refused(f"kv_cache_scheme of {shown}", "8 bits, float or int, symmetric are")
+    return forms[kind]
 
 
 def _parse_transposed(config: Mapping[str, Any]) -> Scheme:

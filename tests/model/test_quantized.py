@@ -143,7 +143,7 @@ INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "s
     ("changes", "message"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"format": "marlin-24"}, "format 'marlin-24'"),
         ({"weights": WEIGHTS | {"num_bits": 3}}, "int3 weights"),
