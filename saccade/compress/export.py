@@ -19,8 +19,7 @@ from saccade.compress.kv_scales import kv_cache_scheme
 from saccade.model.families.family import Family
 from saccade.model.quantization import KVCacheForm
 from saccade.model.quantization import Scheme as StoredScheme
-from saccade.model.weights import PROCESSOR_FILES, CheckpointWriter
-from saccade.processor.folder import read_config
+from saccade.model.weights import PROCESSOR_FILES, CheckpointWriter, config_for_export
 
 FORMATS = {"int8": "int-quantized", "fp8": "float-quantized", "int4": "pack-quantized"}
 
@@ -96,7 +95,7 @@ def write_folder(
     """Write the folder: config and processor files of the original, and these tensors by their names on disk."""
     with CheckpointWriter(out) as writer:
         writer.check_space(num_bytes)
-        writer.write_json("config.json", read_config(source) | {"quantization_config": quantization})
+        writer.write_json("config.json", config_for_export(source) | {"quantization_config": quantization})
         for name in PROCESSOR_FILES:
             if (source / name).is_file():
                 writer.copy(source / name)

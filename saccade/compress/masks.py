@@ -13,7 +13,7 @@ from saccade.compress.importance import mean_loss, measured
 from saccade.compress.pruned_folder import BLOCKS, Part, write_folder
 from saccade.model.linear import Linear, projections
 from saccade.model.vlm import VLM
-from saccade.processor.folder import read_config
+from saccade.model.weights import config_for_export
 from saccade.processor.inputs import ModelInputs
 
 Pattern = Literal["unstructured", "2:4"]
@@ -47,7 +47,7 @@ def write_masked(
         num_zeros += int((~kept_ND).sum())
         return name, tensor * kept_ND
 
-    write_folder(checkpoint, out, read_config(checkpoint), rewrite)
+    write_folder(checkpoint, out, config_for_export(checkpoint), rewrite)
     return num_zeros
 
 

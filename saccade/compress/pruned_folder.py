@@ -21,8 +21,7 @@ from saccade.errors import ConfigError
 from saccade.model.config import ModelConfig
 from saccade.model.families import family_of
 from saccade.model.vlm import VLM
-from saccade.model.weights import PROCESSOR_FILES, CheckpointWriter, read_tensors, tensor_files
-from saccade.processor.folder import read_config
+from saccade.model.weights import PROCESSOR_FILES, CheckpointWriter, config_for_export, read_tensors, tensor_files
 
 Part = Literal["vision", "language"]
 BLOCKS: dict[Part, str] = {"vision": "vision.blocks", "language": "language.layers"}
@@ -84,7 +83,7 @@ def sizes_of(config: ModelConfig, part: Part) -> dict[str, int]:
 
 def describe_smaller(checkpoint: Path, before: ModelConfig, after: ModelConfig) -> dict[str, Any]:
     """config.json of the smaller model: that of the checkpoint with the fields that differ."""
-    family, raw = family_of(checkpoint), read_config(checkpoint)
+    family, raw = family_of(checkpoint), config_for_export(checkpoint)
     ids: Mapping[str, int] = defaultdict(int)
     try:
         old, new = family.describe_config(before, ids), family.describe_config(after, ids)

@@ -281,10 +281,15 @@ def load_tensor(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype 
 # ------------------------------------------------------------------ writing
 
 
+def config_for_export(like: str | Path) -> dict[str, Any]:
+    """The `config.json` of a folder that is written like another, without what is not exported."""
+    return family_of(like).without_unused(read_config(Path(like)))
+
+
 def save_model(model: VLM, folder: str | Path, *, like: str | Path, max_shard_bytes: int = 2 * 2**30) -> None:
     """Write a checkpoint folder: the model's weights, and the config and processor files of the folder `like`."""
     like = Path(like)
-    raw, family = read_config(like), family_of(like)
+    raw, family = config_for_export(like), family_of(like)
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         raise CheckpointError("a quantized model cannot be saved. Copy its folder, or save the original model")
     if load_model_config(like) != model.config:

@@ -34,11 +34,11 @@ from saccade.model.weights import (
     PROCESSOR_FILES,
     CheckpointWriter,
     check_finite,
+    config_for_export,
     read_tensors,
     tensor_files,
     tensor_shapes,
 )
-from saccade.processor.folder import read_config
 from saccade.train.dtensor import copy_full_tensor
 from saccade.train.lora import base_shapes, initial_adapters, lora_layers, lora_parameters, merge_lora
 from saccade.train.quantization_aware import fake_quantized_layers
@@ -178,7 +178,7 @@ def _merged(
 def _write(
     out: Path, tensors: Iterator[tuple[str, Tensor]], like: Path, dtype: torch.dtype, *, num_parameters: int
 ) -> None:
-    raw = read_config(like)
+    raw = config_for_export(like)
     family = family_of(like)
     with CheckpointWriter(out) as writer:
         writer.check_space(num_parameters * dtype.itemsize)

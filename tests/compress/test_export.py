@@ -6,14 +6,14 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from model.hugging_face import CONVERSATIONS, ORACLES, OTHER_SHAPES, SHAPES, Oracle, make_checkpoint, picture
+from model.hugging_face import CLASSES, CONVERSATIONS, ORACLES, OTHER_SHAPES, SHAPES, Oracle, make_checkpoint, picture
 from safetensors.torch import load_file, save_file
 
 from saccade.compress import compress
 from saccade.compress.quantizers import QuantizedWeight
 from saccade.compress.scheme import Rule, Scheme
 from saccade.kernels.quant_linear import unpack_int4
-from saccade.model import load_model
+from saccade.model import load_model, save_model
 from saccade.model.quantized_linear import QuantizedLinear
 from saccade.processor import Processor
 
@@ -142,6 +142,17 @@ def test_layers_that_are_kept_are_ignored_by_both_of_their_names(source):
         if "merger" in name and "mlp" in name
     }
     assert {name for name in stored if not name.endswith("bias")} <= set(ignore)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pooling_head_that_nothing_reads_is_left_out_of_weights_and_config(tmp_path):
+    folder, with_head = tmp_path / "model", next(shape for shape in ORACLES["llava_onevision"].SHAPES if "pooling-head" in shape.name)  # fmt: skip
+    make_checkpoint(folder, with_head)
+    compress(folder, tmp_path / "int8", scheme="int8-rtn", device="cpu")
+    save_model(load_model(folder, device="cpu"), tmp_path / "copy", like=folder)
+    for out in (tmp_path / "int8", tmp_path / "copy"):
+        _, report = CLASSES["llava_onevision"][1].from_pretrained(out, output_loading_info=True)
+        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 def test_a_width_that_no_group_divides_gets_one_scale_per_output(source, tmp_path):

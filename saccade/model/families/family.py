@@ -70,6 +70,8 @@ class Family:
     """Further prefixes that are read, as versions of `transformers` write them."""
     unused_prefixes: tuple[str, ...] = ()
     """Prefixes on disk of tensors that nothing reads. They are neither loaded nor exported."""
+    without_unused: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """The `config.json` of a model without these tensors."""
     image_text: str = "<|vision_start|><|image_pad|><|vision_end|>"
     """What a chat template writes for an image."""
     video_text: str = "<|vision_start|><|video_pad|><|vision_end|>"

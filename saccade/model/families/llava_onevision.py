@@ -125,6 +125,12 @@ def _parse_language(raw: Mapping[str, Any]) -> LanguageConfig:
     )  # fmt: skip
 
 
+def _without_pooling_head(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The tower has a pooling head unless its config says otherwise; where there is no config of it, it has none."""
+    vision = raw.get("vision_config")
+    return dict(raw) if vision is None else dict(raw) | {"vision_config": vision | {"vision_use_head": False}}
+
+
 def _describe_config(config: ModelConfig, token_ids: Mapping[str, int]) -> dict[str, Any]:
     vision, language = config.vision, config.language
     return {
@@ -235,6 +241,7 @@ FAMILY = Family(
     unused_prefixes=tuple(
         f"{start}vision_tower.{model}head." for start in ("", "model.") for model in ("", "vision_model.")
     ),
+    without_unused=_without_pooling_head,
     sizes={
         "tiny": _size("tiny", 320, 128, 2, 4, 2, 256, tied=True),
         "0.5b": _size("400m", 152000, 896, 24, 14, 2, 4864, tied=True),
