@@ -165,8 +165,7 @@ class ForkServer:
 
 def serve(module: str, name: str, control_fd: str, owner_pid: str) -> None:
     """Main function of the fork server: initialize once, then fork a worker for each socket the owner sends."""
-    exit_with_parent(int(owner_pid))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C and kills this process
+    follow_parent(int(owner_pid))
     with socket.socket(fileno=int(control_fd)) as control, contextlib.suppress(ConnectionError):  # the owner has gone
         initialize: Initialize = getattr(importlib.import_module(module), name)
         config = receive(control)
@@ -196,7 +195,7 @@ def serve(module: str, name: str, control_fd: str, owner_pid: str) -> None:
 def _run_forked(fork_server_pid: int, run_worker: RunWorker, fds: Sequence[int]) -> NoReturn:
     """Run the worker's main function, then exit without the parent's exit handlers."""
     try:
-        exit_with_parent(fork_server_pid)
+        follow_parent(fork_server_pid)
         with contextlib.suppress(ConnectionError):  # the owner has gone
             run_worker(socket.socket(fileno=fds[0]), *fds[1:])
     except BaseException:
@@ -205,8 +204,14 @@ def _run_forked(fork_server_pid: int, run_worker: RunWorker, fds: Sequence[int])
         os._exit(0)
 
 
-def exit_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent exits (Linux; elsewhere it exits when its socket closes)."""
+def follow_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent exits (Linux; elsewhere it exits when its socket closes).
+
+    SIGINT and SIGTERM are left to the parent: terminals, Slurm and `timeout` send them to every process of a group, and a parent that
+    finishes what is in progress needs this process for it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -205,6 +205,15 @@ def test_workers_killed_while_idle_are_not_held_against_the_next_job(pool):
     assert run(pool, {"echo": 1}, max_crashes=1)[1] == 1
 
 
+def test_workers_leave_signals_to_the_group_to_their_owner():
+    pool = opened(1)
+    pid, _ = pool.submit(Echo({})).result(TIMEOUT_S)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, number)
+        assert pool.submit(Echo({})).result(TIMEOUT_S)[0] == pid
+    pool.close()
+
+
 def test_what_keeps_workers_from_starting_fails_all_jobs():
     pool = opened(1, {"error": "no such checkpoint"})
     for _ in range(2):

@@ -44,7 +44,7 @@ from saccade.engine.core import (
 from saccade.engine.core_thread import Inbox, OnOutputs, OnStop, run_core
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, SamplingParams, TokenLogprobs
-from saccade.fork_server import decode_error, encode_error, exit_with_parent
+from saccade.fork_server import decode_error, encode_error, follow_parent
 from saccade.log import logs_json, set_up_logging
 from saccade.shared_memory import SharedMemory
 
@@ -383,7 +383,7 @@ def _receive(connection: Connection, inbox: Inbox) -> None:
 def main() -> None:
     """The core process: its arguments are the file descriptor of the connection and the process id of the front end."""
     set_up_logging()
-    exit_with_parent(int(sys.argv[2]))
+    follow_parent(int(sys.argv[2]))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         serve(Connection(socket.socket(fileno=int(sys.argv[1]))))
 

@@ -392,6 +392,11 @@ def test_a_terminated_server_finishes_what_runs_and_refuses_the_rest(guarded, ad
     with guarded.http.stream("POST", "/v1/chat/completions", json=chat_body(stream=True, **ENDLESS)) as response:
         lines = response.iter_lines()
         next(lines)
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # terminals, Slurm and `timeout` signal every process of the group
+            os.kill(admin.get("/admin/status").json()["core_pid"], number)
         guarded.process.send_signal(signal.SIGTERM)
         wait_until(lambda: guarded.http.get("/ready").status_code == 503, "it is still ready")
         assert code_of(guarded.chat()) == (503, "draining")
