@@ -27,6 +27,13 @@ def train(
     check: Annotated[
         bool, typer.Option("--check", help="Validate recipe, checkpoint, data and memory of all stages; do not train.")
     ] = False,
+    teacher_logits: Annotated[
+        bool,
+        typer.Option(
+            "--teacher-logits",
+            help="Compute the teacher's logits of distillation stages with top_k, beside the shards; do not train. Resumes.",
+        ),
+    ] = False,
     keys: Annotated[
         bool, typer.Option("--keys", is_eager=True, callback=_print_keys, help="Print every recipe key and exit.")
     ] = False,
@@ -40,6 +47,12 @@ def train(
     config = load_config(TrainConfig, recipe, set_ or [])
     if check:
         for line in check_run(config, device=device):
+            typer.echo(line)
+        return
+    if teacher_logits:
+        from saccade.train.objectives.teacher_logits import compute_teacher_logits
+
+        for line in compute_teacher_logits(config, device=device):
             typer.echo(line)
         return
     if not config.evaluation.tasks:

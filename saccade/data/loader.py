@@ -234,6 +234,7 @@ class Stream:
         prefetch: int,
         bad_samples: _BadSampleLog,
     ) -> None:
+        self.config = config
         self.source_names = [source.name for source in config.sources]
         self._state = share.sampler.save(position)
         self._stats = StreamStats()

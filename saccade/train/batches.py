@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -112,6 +112,8 @@ class MicroBatch:
     num_loss_tokens: int
     by_source: list[tuple[Tensor, int]]
     """Labels of each source and their count; empty if losses by source are not needed."""
+    targets: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further tensors that the objective needs."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class BatchIterator:
         objective: Objective,
     ) -> None:
         """`trained_parts`: trainable parts of the model, for counting FLOPs."""
-        self._objective = objective
+        self._objective, self._read_targets = objective, objective.target_reader(stream.config)
         self.source_names = stream.source_names
         self.wait_s = 0.0
         """Time the host waited for the last batch."""
@@ -189,9 +191,9 @@ class BatchIterator:
         labels = next_token_labels(sequence.inputs)
         num_sources = len(self.source_names) if with_sources else 0
         by_source = labels_by_source(sequence.inputs, labels, sequence.source_of_conversation, num_sources)
-        return MicroBatch(
-            sequence.inputs, labels, count_labels(labels), [(part, count_labels(part)) for part in by_source]
-        )
+        targets = {} if self._read_targets is None else self._read_targets(sequence.sample_ids, sequence.inputs, labels)
+        counted = [(part, count_labels(part)) for part in by_source]
+        return MicroBatch(sequence.inputs, labels, count_labels(labels), counted, targets)
 
     def _empty_batch(self, with_sources: bool) -> MicroBatch:
         labels = next_token_labels(self._empty)
@@ -253,4 +255,5 @@ def _map_tensors(batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> Mic
         function(batch.labels),
         batch.num_loss_tokens,
         [(function(labels), count) for labels, count in batch.by_source],
+        {name: function(tensor) for name, tensor in batch.targets.items()},
     )

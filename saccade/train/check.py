@@ -15,7 +15,7 @@ from saccade.train.batches import data_sources, log_indexing, open_validation_st
 from saccade.train.config import SourceConfig, StageConfig, TrainConfig
 from saccade.train.lora import base_shapes
 from saccade.train.memory_planner import device_gib, folder_config, stage_planner
-from saccade.train.objectives.build import check_objective
+from saccade.train.objectives.build import check_objective, check_stored_logits
 from saccade.train.parallelize import build_model, choose_strategy
 from saccade.train.weights import checkpoint_names, checkpoint_tensors, meta_model
 from saccade.world import World, open_world
@@ -59,6 +59,7 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
                     f"global_batch_size is {stage.data.global_batch_size} for {world.size} ranks. Raise it to {world.size} or more"
                 )
             _check_data(config, stage, stage.data.sources)
+            _check_logits(config, stage)
         except CheckpointError:
             raise
         except UserError as error:
@@ -68,6 +69,12 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
             _check_data(config, stages[0], config.validation.sources)
         except UserError as error:
             raise type(error)(f"validation: {error}") from error
+
+
+def _check_logits(config: TrainConfig, stage: StageConfig) -> None:
+    """Stored logits of the data of a stage and of validation, where its objective reads them."""
+    sources = data_sources((*stage.data.sources, *config.validation.sources))
+    check_stored_logits(stage.objective, config.model.folder, config.model.dtype, sources, stage.data.resize)
 
 
 def _check_data(config: TrainConfig, stage: StageConfig, sources: Sequence[SourceConfig]) -> None:

@@ -279,6 +279,8 @@ class StageConfig:
             raise ConfigError(f"stage {self.name}: a weighted mixture has no epochs. Give steps or tokens, or remove the weights")  # fmt: skip
         if self.lora is not None and self.qat is not None:
             raise ConfigError(f"stage {self.name}: lora and qat exclude each other: rounding would undo the adapters. Keep one")  # fmt: skip
+        if self.data.augment is not None and self.objective.distillation and self.objective.distillation.top_k:
+            raise ConfigError(f"stage {self.name}: stored logits are of images that are not augmented. Remove data.augment, or top_k")  # fmt: skip
         self._check_schedule()
 
     def _check_schedule(self) -> None:

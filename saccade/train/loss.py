@@ -9,7 +9,7 @@ Sharded ranks run collectives in every block, so all of them must run the same b
 dummy image, and a rank without data runs an empty micro-batch. Both contribute zeros.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -58,14 +58,16 @@ class ModelWithLoss(nn.Module):
         count: Tensor,
         num_loss_tokens: int,
         by_source: Sequence[tuple[Tensor, int]] = (),
+        targets: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(loss of the micro-batch, fp32 sums [S + K]: cross entropy of each source in `by_source`, then the objective's metrics).
 
         `count` is the normaliser of the step, a scalar on the device. The sums by source cost one more pass of the head in total,
-        without gradients: their labels partition `labels`, and tokens without a label are dropped before the matmul.
+        without gradients: their labels partition `labels`, and tokens without a label are dropped before the matmul. `targets`: what
+        the objective's reader read.
         """
         hidden_TD = self._hidden_states(inputs)
-        batch = Labelled(inputs, labels, num_loss_tokens, self.encode_dummy_image)
+        batch = Labelled(inputs, labels, num_loss_tokens, self.encode_dummy_image, targets or {})
         found = self.objective.loss(self.model, hidden_TD, batch, count)
         with torch.no_grad():
             sums = [
@@ -89,9 +91,15 @@ class ModelWithLoss(nn.Module):
         return total
 
     @torch.no_grad()
-    def score_objective(self, inputs: ModelInputs, labels: Tensor, num_loss_tokens: int) -> Tensor:
+    def score_objective(
+        self,
+        inputs: ModelInputs,
+        labels: Tensor,
+        num_loss_tokens: int,
+        targets: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """fp64 [2 + K]: the objective's units, its loss and its metrics, summed over the micro-batch."""
-        batch = Labelled(inputs, labels, num_loss_tokens, self.encode_dummy_image)
+        batch = Labelled(inputs, labels, num_loss_tokens, self.encode_dummy_image, targets or {})
         one = torch.ones((), device=labels.device)
         found = self.objective.loss(self.model, self._hidden_states(inputs), batch, one)
         units = one * self.objective.num_units(inputs, num_loss_tokens)

@@ -151,7 +151,7 @@ class TrainState:
         # FSDP and DDP average over the ranks, but the sum is needed: every rank's loss is multiplied by the world size.
         local_count = count / self._world.size
         loss, sums = self.parallel.wrapped(
-            batch.inputs, batch.labels, local_count, batch.num_loss_tokens, batch.by_source
+            batch.inputs, batch.labels, local_count, batch.num_loss_tokens, batch.by_source, batch.targets
         )
         loss.backward()
         return loss.detach() / self._world.size, sums

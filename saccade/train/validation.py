@@ -120,7 +120,7 @@ class HeldOutValidation:
                 for one in batch.on_device:
                     total += model.score(one.inputs, objective.validated(one.inputs, one.labels))
                     if names:
-                        of_objective += model.score_objective(one.inputs, one.labels, one.num_loss_tokens)
+                        of_objective += model.score_objective(one.inputs, one.labels, one.num_loss_tokens, one.targets)
                 if self._world.any(self._stop_requested.is_set()):
                     return None
         loss, correct, count = self._world.all_sum(total).tolist()

@@ -1,13 +1,16 @@
 """The objective that a recipe chooses, with the frozen models it needs, and its check before a run."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from saccade.data.index import open_index
+from saccade.data.loader import Source
 from saccade.device import DTYPES
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, DataError
 from saccade.model import load_model
 from saccade.model.families import load_model_config
 from saccade.model.vlm import VLM
@@ -15,11 +18,13 @@ from saccade.model.weights import meta_model
 from saccade.processor import Processor
 from saccade.train.lora import without_adapters
 from saccade.train.objectives.chunks import log_probabilities
-from saccade.train.objectives.config import ObjectiveConfig
+from saccade.train.objectives.config import DistillationConfig, ObjectiveConfig
 from saccade.train.objectives.cross_entropy import CrossEntropy
 from saccade.train.objectives.distillation import Distillation
 from saccade.train.objectives.objective import Labelled, Objective
 from saccade.train.objectives.preference import PreferenceOptimization, Reference, frozen_reference
+from saccade.train.objectives.stored_distillation import StoredDistillation
+from saccade.train.objectives.stored_logits import LogitsOf, missing_shards
 
 
 def build_objective(
@@ -32,12 +37,26 @@ def build_objective(
 ) -> Objective:
     """Make the objective of a stage. `folder`: what the run starts from; `dtype`: compute dtype of training; `device`: of frozen models,
     which are not loaded on the meta device."""
-    if (distillation := config.distillation) is not None:
+    if (distillation := config.distillation) is not None and distillation.top_k is not None:
+        stored = stored_logits_of(distillation, folder, dtype)
+        vocab_size = shared_vocabulary(distillation.teacher, folder)
+        return StoredDistillation(stored, vocab_size=vocab_size, label_smoothing=config.label_smoothing)
+    if distillation is not None:
         teacher = _frozen(distillation.teacher, distillation.teacher_dtype or dtype, device)
         return Distillation(distillation, teacher, label_smoothing=config.label_smoothing)
     if config.dpo is not None:
         return PreferenceOptimization(config.dpo, _reference(config, folder, has_lora, dtype, device))
     return CrossEntropy(label_smoothing=config.label_smoothing)
+
+
+def stored_logits_of(config: DistillationConfig, folder: Path, dtype: str) -> LogitsOf:
+    """The stored logits that a stage reads. `dtype`: compute dtype of training."""
+    return LogitsOf(config=config, folder=folder, dtype=config.teacher_dtype or dtype)
+
+
+def shared_vocabulary(teacher: Path, folder: Path) -> int:
+    """Entries that both heads have: one may be padded further than the other."""
+    return min(meta_model(one)[0].head.out_features for one in (teacher, folder))
 
 
 def _reference(
@@ -75,6 +94,22 @@ def check_objective(config: ObjectiveConfig, folder: Path) -> None:
             _check_width(config.distillation.teacher, folder)
     if config.dpo is not None and config.dpo.reference is not None:
         _check_frozen(config.dpo.reference, folder, "reference")
+
+
+def check_stored_logits(
+    config: ObjectiveConfig, folder: Path, dtype: str, sources: Sequence[Source], resize: str
+) -> None:
+    """Refuse a source whose shards have no stored logits, if the objective reads them."""
+    if config.distillation is None or config.distillation.top_k is None:
+        return
+    wanted = stored_logits_of(config.distillation, folder, dtype)
+    for source in sources:
+        index = open_index(source.path)
+        if missing := missing_shards(wanted, index, source.rules, resize):
+            raise DataError(
+                f"{source.path}: {len(missing)} of {len(index.shards)} shards have no logits of the teacher {config.distillation.teacher} "
+                f"with top_k {config.distillation.top_k}. Compute them first: saccade train RECIPE --teacher-logits"
+            )
 
 
 def _check_frozen(other: Path, folder: Path, name: str) -> None:

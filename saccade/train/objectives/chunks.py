@@ -24,10 +24,14 @@ def loss_rows(labels_T: Tensor, num_labels: int, ignored: int) -> tuple[Tensor, 
     return labelled_rows(labels_T, ignored, num_labels)
 
 
+def row_chunks(rows: Tensor, vocab_size: int) -> tuple[Tensor, ...]:
+    """Rows whose logits are computed at once. No rows are one chunk."""
+    return torch.split(rows, max(1, CHUNK_BYTES // (4 * vocab_size)))
+
+
 def map_chunks(function: Callable[..., Tensor], *rows: Tensor, vocab_size: int) -> Tensor:
     """`function` of chunks of all `rows` ([S, ...] each), concatenated. It computes logits of [C, vocab_size] from its rows."""
-    size = max(1, CHUNK_BYTES // (4 * vocab_size))
-    parts = zip(*(torch.split(one, size) for one in rows), strict=True)
+    parts = zip(*(row_chunks(one, vocab_size) for one in rows), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([function(*part) for part in parts])
     found: list[Tensor] = [checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]

@@ -21,6 +21,8 @@ class DistillationConfig:
     """Share of the KL divergence in the loss; the rest is cross entropy with the labels. 1: the teacher alone."""
     hidden_weight: float = 0.0
     """Weight of the squared distance of the last hidden states, relative to the teacher's; needs a teacher of the same width."""
+    top_k: int | None = None
+    """Read the teacher's k most probable tokens, computed once by `saccade train RECIPE --teacher-logits`, instead of running it."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0.0:
@@ -29,6 +31,10 @@ class DistillationConfig:
             raise ConfigError(f"kl_weight is {self.kl_weight}; give a share between 0 and 1")
         if self.hidden_weight < 0.0:
             raise ConfigError(f"hidden_weight is {self.hidden_weight}; give 0 or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k is {self.top_k}; give 1 or more, such as 64")
+        if self.top_k is not None and self.hidden_weight:
+            raise ConfigError("top_k stores no hidden states. Set hidden_weight to 0, or remove top_k")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,12 @@ An objective never forms the logits of a whole packed sequence: it asks the head
 chunks of rows (`chunks.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from saccade.data.collate import CollatorConfig
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
 
@@ -30,6 +31,12 @@ class Labelled:
     """Loss tokens, known on the host."""
     encode_dummy_image: bool = False
     """Whether a forward pass without images encodes a dummy image, so that all ranks run the same blocks."""
+    targets: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the objective's `target_reader` read for it."""
+
+
+ReadTargets = Callable[[Sequence[str], ModelInputs, Tensor], Mapping[str, Tensor]]
+"""(sample ids, inputs, labels) of a packed sequence on the host to further tensors that its loss needs."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,11 @@ class Objective:
         """What a packed sequence contributes to the normaliser; on the host. Loss tokens, unless an objective counts something else."""
         del inputs
         return num_labels
+
+    def target_reader(self, stream: CollatorConfig) -> ReadTargets | None:
+        """What reads further targets of a stream's packed sequences, on the host; None: there are none."""
+        del stream
+        return None
 
     def validated(self, inputs: ModelInputs, labels_T: Tensor) -> Tensor:
         """The labels whose cross entropy validation reports. All, unless an objective has tokens that it makes less probable."""
