@@ -7,7 +7,6 @@ it compiling. The best settings are copied manually into the tables of the kerne
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import cycle, product
@@ -18,13 +17,11 @@ import torch
 from torch import Tensor
 
 from bench.kernels import linear_cross_entropy as loss_bench
-from bench.kernels import quant_linear as linear_bench
 from bench.kernels.paged_attention import DECODE, HEAD_DIM, HEADS, KV_HEADS, PAGE, Cache, caches, queries
 from bench.kernels.timing import gpu_ms, graph_ms
 from saccade.kernels import _paged_decode, _paged_prefill
 from saccade.kernels import linear_cross_entropy as loss_module
 from saccade.kernels import paged_attention as paged_module
-from saccade.kernels import quant_linear as linear_module
 from saccade.kernels._paged_tile import Pages
 
 Result = dict[str, Any]
@@ -189,94 +186,11 @@ def sweep_loss() -> Iterator[Result]:
         yield result
 
 
-# Outputs and inputs of a tile, warps, stages, programs per multiprocessor; up to 16 tokens and from there to 64.
-LINEAR_TILES: dict[tuple[str, int], tuple[tuple[int, int, int, int, int], ...]] = {
-    ("int4", 16): (
-        (128, 128, 4, 6, 3),
-        (128, 128, 4, 8, 2),
-        (128, 128, 4, 4, 4),
-        (64, 128, 4, 6, 4),
-        (64, 128, 4, 10, 3),
-        (256, 128, 8, 5, 2),
-    ),
-    ("int4", 64): ((128, 128, 4, 4, 2), (128, 128, 8, 4, 2), (64, 128, 4, 5, 3), (256, 128, 8, 4, 1)),
-    ("int8", 16): (
-        (64, 256, 4, 3, 2),
-        (64, 256, 4, 3, 3),
-        (64, 256, 4, 4, 2),
-        (64, 128, 4, 6, 3),
-        (128, 256, 4, 3, 2),
-        (128, 128, 4, 5, 2),
-    ),
-    ("int8", 64): ((64, 128, 4, 4, 2), (64, 128, 4, 6, 3), (128, 128, 4, 4, 2), (128, 128, 8, 4, 2)),
-    ("fp8", 16): ((64, 256, 4, 3, 2), (128, 256, 4, 3, 2)),
-    ("fp8", 64): ((64, 128, 4, 4, 2),),
-}
-
-
-def sweep_linear() -> Iterator[Result]:
-    """Tiles and splits of the compressed layers for 1, 16 and 64 tokens, at the widest and the deepest layer.
-
-    Each table holds torch's bf16 matmul too, timed alike (its TB/s are of bf16 weights).
-    """
-    for layer in ("down", "gate and up"):
-        plain = {num_tokens: _time_linear("bf16", layer, num_tokens) for num_tokens in (1, 16, 64)}
-        for kind in ("int4", "int8", "fp8"):
-            copies = linear_bench.weights(kind, linear_bench.LAYERS[layer])
-            for num_tokens, ms in plain.items():
-                shape = f"{kind} {layer}, {num_tokens}"
-                num_bytes = 2 * math.prod(linear_bench.LAYERS[layer])
-                yield {
-                    "shape": shape,
-                    "setting": "torch in bf16",
-                    "ms": round(ms, 4),
-                    "tb_s": round(num_bytes / ms / 1e9, 2),
-                }
-                yield from _linear_candidates(kind, shape, num_tokens, copies)
-
-
-def _time_linear(kind: str, layer: str, num_tokens: int) -> float:
-    """Milliseconds of a layer as it is, over cold copies of its weight."""
-    copies = linear_bench.weights(kind, linear_bench.LAYERS[layer])
-    x = torch.randn(num_tokens, linear_bench.LAYERS[layer][1], device="cuda", dtype=torch.bfloat16)
-    return graph_ms(linear_bench.call(kind, x, copies), repeats=len(copies), replays=7)
-
-
-def _linear_candidates(kind: str, shape: str, num_tokens: int, copies: list[tuple[Tensor, ...]]) -> Iterator[Result]:
-    """The kernel of one kind with every tile of its list."""
-    wide = max(16, num_tokens)
-    num_inputs = copies[0][0].shape[1] * (8 if kind == "int4" else 1)
-    x = torch.randn(num_tokens, num_inputs, device="cuda", dtype=torch.bfloat16)
-    if kind == "int4":
-        expected = linear_module.linear_w4a16_reference(x, *copies[0])
-    else:
-        x8, scale = linear_module.quantize_activation(x, linear_bench.EIGHT_BITS[kind])
-        expected = linear_module.matmul_w8a8_reference(x8, scale, *copies[0], out_dtype=x.dtype)
-    for n, d, w, st, p in LINEAR_TILES[kind, wide]:
-        tiles = linear_module.Tiles(block_t=wide, block_n=n, block_d=d, num_warps=w, num_stages=st, programs_per_sm=p)
-        turns = cycle(copies)
-
-        def run(weight: tuple[Tensor, ...], tiles: linear_module.Tiles = tiles) -> Tensor:
-            if kind == "int4":
-                return linear_module._linear_w4a16_triton(x, *weight, None, None, tiles)
-            return linear_module._matmul_w8a8_triton(x8, scale, *weight, None, x.dtype, tiles)
-
-        yield try_candidate(
-            f"n{n} d{d} w{w} st{st} p{p}",
-            shape,
-            # Twice: the second run finds the counters as the first left them.
-            lambda run=run: max(relative_rms(run(copies[0]), expected) for _ in range(2)),
-            lambda run=run, turns=turns: graph_ms(lambda: run(next(turns)), repeats=len(copies), replays=7),
-            sum(w.nbytes for w in copies[0]),
-        )
-
-
 SECTIONS: dict[str, Callable[[], Iterator[Result]]] = {
     "paged": sweep_paged,
     "paged-fp8": sweep_paged_fp8,
     "chunks": sweep_chunks,
     "loss": sweep_loss,
-    "linear": sweep_linear,
 }
 
 

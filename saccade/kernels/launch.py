@@ -53,7 +53,7 @@ except ImportError:
 
 __all__ = [
     "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced", "is_forced", "is_interpreting", "log_path",
-    "num_sms", "tl", "triton",
+    "num_sms", "overlap_options", "tl", "triton",
 ]  # fmt: skip
 
 Path = Literal["triton", "library", "reference"]
@@ -135,6 +135,12 @@ def can_overlap(device: torch.device) -> bool:
     """Whether a kernel may start before the one it depends on has ended (programmatic dependent launch): Hopper and later."""
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlap_options(device: torch.device, overlaps: bool | None = None) -> dict[str, bool]:
+    """Launch options of a kernel that may start early: its constant OVERLAP, and the attribute. `overlaps`: by default if the device can."""
+    overlaps = can_overlap(device) if overlaps is None else overlaps
+    return {"OVERLAP": overlaps} | ({"launch_pdl": True} if overlaps else {})
 
 
 _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)

@@ -41,6 +41,10 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """What the largest channel of a token becomes."""
 
 
+_UNITS = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1.0}
+"""What the kernels of 4 bits make of 1, see `_centred`."""
+
+
 def quantize_activation_reference(x_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows in 8 bits and their fp32 scales [T]; a row of zeros has scale 0."""
     largest = LARGEST[dtype]
@@ -195,6 +199,16 @@ def linear_w4a16_reference(
 
 
 @triton.jit
+def quantize_values(y: tl.tensor, scale: tl.tensor, LARGEST_VALUE: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """fp32 values divided by their scale (0: as they are) in int8 or fp8."""
+    scaled = tl.clamp(y / tl.where(scale > 0, scale, 1.0), -LARGEST_VALUE, LARGEST_VALUE)
+    if dtype == tl.int8:
+        # Adding 1.5 * 2^23 leaves no bits for a fraction: fp32 rounds half to even, as torch.round does.
+        scaled = (scaled + 12582912.0) - 12582912.0
+    return scaled.to(dtype)
+
+
+@triton.jit
 def _quantize_kernel(
     x: tl.tensor,
     quantized: tl.tensor,
@@ -202,25 +216,25 @@ def _quantize_kernel(
     D: tl.tensor,
     x_stride: tl.tensor,
     BLOCK: tl.constexpr,
-    LARGEST: tl.constexpr,
+    LARGEST_VALUE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One token. A row longer than BLOCK is read twice, the second time from the cache."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     peaks = tl.zeros([BLOCK], tl.float32)
     for start in range(0, D, BLOCK):
         d = start + tl.arange(0, BLOCK)
         peaks = tl.maximum(peaks, tl.abs(tl.load(x + t * x_stride + d, mask=d < D, other=0.0).to(tl.float32)))
-    scale = tl.max(peaks, 0) / LARGEST
+    scale = tl.max(peaks, 0) / LARGEST_VALUE
     tl.store(scales + t, scale)
-    divisor = tl.where(scale > 0, scale, 1.0)
     for start in range(0, D, BLOCK):
         d = start + tl.arange(0, BLOCK)
-        scaled = tl.load(x + t * x_stride + d, mask=d < D, other=0.0).to(tl.float32) / divisor
-        scaled = tl.clamp(scaled, -LARGEST, LARGEST)
-        if quantized.dtype.element_ty == tl.int8:
-            # Adding 1.5 * 2^23 leaves no bits for a fraction: fp32 rounds half to even, as torch.round does.
-            scaled = (scaled + 12582912.0) - 12582912.0
-        tl.store(quantized + t * D + d, scaled.to(quantized.dtype.element_ty), mask=d < D)
+        row = tl.load(x + t * x_stride + d, mask=d < D, other=0.0).to(tl.float32)
+        values = quantize_values(row, scale, LARGEST_VALUE, quantized.dtype.element_ty)
+        tl.store(quantized + t * D + d, values, mask=d < D)
 
 
 @triton.jit
@@ -290,8 +304,11 @@ def _w8a8_kernel(
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One tile of outputs over one split of the inputs. EVEN: BLOCK_D divides D."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     t, n = _tile_of_program(T, N, BLOCK_T, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     is_token = (t < T)[:, None]
@@ -309,6 +326,8 @@ def _w8a8_kernel(
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.int32 if IS_INT else tl.float32)
     else:
         total = tl.zeros([BLOCK_T, BLOCK_N], tl.int32 if IS_INT else tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     for start in range(first, end, BLOCK_D):
         if EVEN:
             x_tile = tl.load(x_rows + start, mask=is_token, other=0.0)
@@ -382,15 +401,9 @@ def _scale_kernel(
 
 @triton.jit
 def _nibble_pairs(words: tl.tensor, p: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """[..., 2]: bits 4 p and 4 p + 16 of every word as numbers 0..15, plus 128 in bf16 and 1024 in fp16.
-
-    The bits are set into the mantissa of that power of two, two values per register.
-    """
+    """[..., 2]: bits 4 p and 4 p + 16 of every word, two values per register: as numbers in fp32, in 16 bits as the subnormal numbers which
+    they are the bits of."""
     bits = (words >> (4 * p)) & 0x000F000F
-    if dtype == tl.bfloat16:
-        bits |= 0x43004300
-    elif dtype == tl.float16:
-        bits |= 0x64006400
     if dtype == tl.float32:
         low = (bits & 15).to(dtype)
         high = (bits >> 16).to(dtype)
@@ -423,18 +436,21 @@ def _values(words: tl.tensor, g: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.c
 
 
 @triton.jit
-def _zero_points(zero_words: tl.tensor, n: tl.tensor, dtype: tl.constexpr, HAS_ZERO: tl.constexpr) -> tl.tensor:
-    """[BLOCK_N]: zero points to subtract from `_values` of a group; exact in each dtype."""
-    offset = 0.0
-    if dtype == tl.bfloat16:
-        offset = 128.0
-    elif dtype == tl.float16:
-        offset = 1024.0
+def _centred(
+    values: tl.tensor, zero_words: tl.tensor, n: tl.tensor, HAS_ZERO: tl.constexpr, UNIT: tl.constexpr
+) -> tl.tensor:
+    """[N, ...]: `_values` less the zero points of their outputs, times UNIT; exact in each dtype.
+
+    The product with a power of two makes subnormal numbers normal: one fused multiply-add for two values.
+    """
+    dtype: tl.constexpr = values.dtype
+    # The least subnormal number becomes UNIT.
+    FACTOR: tl.constexpr = 2.0**127 if dtype == tl.bfloat16 else (2.0**15 if dtype == tl.float16 else 1.0)
     if HAS_ZERO:
-        zero = (((zero_words >> (4 * (n % 8))) & 15).to(tl.float32) + offset).to(dtype)
+        zero = (((zero_words >> (4 * (n % 8))) & 15).to(tl.float32) * -UNIT).to(dtype)
     else:
-        zero = tl.full(n.shape, 8.0 + offset, dtype)
-    return zero
+        zero = tl.full(n.shape, -8.0 * UNIT, dtype)
+    return values * tl.full([1, 1], FACTOR, dtype) + zero[:, None]
 
 
 @triton.jit
@@ -469,15 +485,19 @@ def _w4a16_kernel(
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One tile of outputs over one split of the inputs, 128 inputs (16 words per output) a step.
 
     Weights are the left operand and outputs are transposed: Hopper's wgmma takes its left operand from registers, where the nibbles
     are unpacked, but its right one only from shared memory. 2.6 instructions per weight at 16 tokens in all.
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     t, n = _tile_of_program(T, N, BLOCK_T, BLOCK_N)
     GROUPS: tl.constexpr = 128 // GROUP if GROUP < 128 else 1  # groups within a step
     SIZE: tl.constexpr = 128 // GROUPS  # inputs of one of them
@@ -491,6 +511,8 @@ def _w4a16_kernel(
     end = steps * (tl.program_id(1) + 1) // tl.num_programs(1)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     scale, zero_words = _load_group(weight_scale, zero_point, n_read, first * 128 // GROUP, Z, HAS_ZERO)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     for step in range(first, end):
         tile = tl.load(word_rows + step * 16)
         for g in tl.static_range(GROUPS):
@@ -498,9 +520,9 @@ def _w4a16_kernel(
             after = tl.minimum((step * 128 + (g + 1) * SIZE) // GROUP, Z - 1)
             next_scale, next_zero_words = _load_group(weight_scale, zero_point, n_read, after, Z, HAS_ZERO)
             x_tile = tl.load(x_rows + step * 128 + g * SIZE, mask=is_token, other=0.0)
-            values = _values(tile, g, GROUPS, dtype) - _zero_points(zero_words, n, dtype, HAS_ZERO)[:, None]
+            values = _centred(_values(tile, g, GROUPS, dtype), zero_words, n, HAS_ZERO, UNIT)
             part = tl.dot(values, tl.trans(x_tile), input_precision="ieee")
-            total += part * scale.to(tl.float32)[:, None]
+            total += part * (scale.to(tl.float32) / UNIT)[:, None]
             scale, zero_words = next_scale, next_zero_words
     stored = (t < T)[None, :] & (n < N)[:, None]
     offset = t.to(tl.int64)[None, :] * N + n[:, None]
@@ -524,6 +546,7 @@ def _dequantize_kernel(
     Z: tl.tensor,
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
     """128 inputs of BLOCK_N outputs, from 4 bits to the weight's dtype."""
@@ -537,8 +560,8 @@ def _dequantize_kernel(
     tile = tl.load(words + row * (D // 8) + step * 16 + tl.arange(0, 16)[None, :])
     for g in tl.static_range(GROUPS):
         scale, zero_words = _load_group(weight_scale, zero_point, n_read, (step * 128 + g * SIZE) // GROUP, Z, HAS_ZERO)
-        values = _values(tile, g, GROUPS, dtype) - _zero_points(zero_words, n, dtype, HAS_ZERO)[:, None]
-        values = values.to(tl.float32) * scale.to(tl.float32)[:, None]
+        values = _centred(_values(tile, g, GROUPS, dtype), zero_words, n, HAS_ZERO, UNIT)
+        values = values.to(tl.float32) * (scale.to(tl.float32) / UNIT)[:, None]
         offset = row * D + step * 128 + g * SIZE + tl.arange(0, SIZE)[None, :]
         tl.store(weight + offset, values.to(dtype), mask=(n < N)[:, None])
 
@@ -561,23 +584,32 @@ class Tiles:
     """Splits of the inputs are added until the GPU has this many programs."""
 
 
-# Maximum number of tokens -> tiles. Measured on an H200 at the 3B shapes, CUDA-graph replays with cold weights (tune_serving.py,
+# 8 bits: (maximum number of tokens, more than 8192 outputs) -> tiles. Measured on an H200 at the 3B shapes, CUDA-graph replays with cold weights (tune_serving.py,
 # 2026-11-15), at 1 / 16 / 64 tokens in us: int8 down (2048 x 11008) 9.6 / 10.3 / 15.6, gate and up (22016 x 2048) 14.6 / 15.3 / 16.5;
 # fp8 10.3 / 10.8 / 14.9 and 14.6 / 14.8 / 16.4; torch in bf16 17.0 / 17.6 / 17.5 and 27.1 / 26.8 / 28.9.
 # 17-32 tokens, and from 128 on: not measured.
-_W8A8_TILES: dict[int, Tiles] = {
-    16: Tiles(block_t=16, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
-    32: Tiles(block_t=32, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
-    64: Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
-    128: Tiles(block_t=128, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
-    2**62: Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
+_W8A8_TILES: dict[tuple[int, bool], Tiles] = {
+    (16, False): Tiles(block_t=16, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
+    (16, True): Tiles(block_t=16, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
+    (32, False): Tiles(block_t=32, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
+    (32, True): Tiles(block_t=32, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
+    (64, False): Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
+    (64, True): Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
+    (128, False): Tiles(block_t=128, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
+    (128, True): Tiles(block_t=128, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
+    (2**62, False): Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
+    (2**62, True): Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
 }
-# 4 bits, measured the same way: down 10.5 / 12.1 / 23.3 us, gate and up 13.8 / 14.6 / 24.4.
-_W4A16_TILES: dict[int, Tiles] = {
-    16: Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=6, programs_per_sm=4),
-    32: Tiles(block_t=32, block_n=128, block_d=128, num_warps=4, num_stages=5, programs_per_sm=3),
-    64: Tiles(block_t=64, block_n=128, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
-    2**62: Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
+# 4 bits: (maximum number of tokens, more than 8192 outputs) -> tiles.
+_W4A16_TILES: dict[tuple[int, bool], Tiles] = {
+    (16, False): Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=6, programs_per_sm=4),
+    (16, True): Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=6, programs_per_sm=4),
+    (32, False): Tiles(block_t=32, block_n=64, block_d=128, num_warps=4, num_stages=5, programs_per_sm=2),
+    (32, True): Tiles(block_t=32, block_n=128, block_d=128, num_warps=4, num_stages=5, programs_per_sm=3),
+    (64, False): Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
+    (64, True): Tiles(block_t=64, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=2),
+    (2**62, False): Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
+    (2**62, True): Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
 }
 _W4A16_FP32_TILES = Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=1, programs_per_sm=2)
 """fp32 tokens have no matrix unit and four bytes: larger tiles need more shared memory than there is. For tests alone."""
@@ -588,8 +620,9 @@ _LIBRARY_FROM_TOKENS = {torch.int8: 2**62, torch.float8_e4m3fn: 128, torch.int32
 int8 stays with ours: torch's writes int32 sums, 6 more bytes per output."""
 
 
-def _tiles_for(table: dict[int, Tiles], num_tokens: int) -> Tiles:
-    return next(tiles for most, tiles in table.items() if num_tokens <= most)
+def _tiles_for(table: dict[tuple[int, bool], Tiles], num_tokens: int, num_outputs: int) -> Tiles:
+    is_wide = num_outputs > 8192
+    return next(tiles for (most, wide), tiles in table.items() if num_tokens <= most and wide == is_wide)
 
 
 def _num_splits(tiles: Tiles, num_programs: int, num_inputs: int, num_sms: int) -> int:
@@ -649,6 +682,7 @@ def _matmul_w8a8_triton(
         out_TN if counters is None else counters, T, N, D, x8_TD.stride(0), weight_ND.stride(0), HAS_BIAS=bias_N is not None,
         BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, SPLIT=counters is not None,
         EVEN=D % tiles.block_d == 0, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        **launch.overlap_options(x8_TD.device),
     )  # fmt: skip
     return out_TN
 
@@ -671,11 +705,12 @@ def _matmul_w8a8_library(
             HAS_BIAS=bias_N is not None, BLOCK_T=4, BLOCK_N=512, num_warps=4,
         )  # fmt: skip
         return out_TN
+    has_fused_bias = bias_N is not None and bias_N.dtype == out_dtype
     y = torch._scaled_mm(
-        x8_TD, weight_ND.T, x_scale_T.unsqueeze(1), weight_scale_N1.float().T.contiguous(), out_dtype=out_dtype,
-        use_fast_accum=True,
+        x8_TD, weight_ND.T, x_scale_T.unsqueeze(1), weight_scale_N1.float().T, bias=bias_N if has_fused_bias else None,
+        out_dtype=out_dtype, use_fast_accum=True,
     )  # fmt: skip
-    return y if bias_N is None else y.add_(bias_N)
+    return y if bias_N is None or has_fused_bias else y.add_(bias_N)
 
 
 def _library_takes(x8_TD: Tensor, weight_ND: Tensor, out_dtype: torch.dtype) -> bool:
@@ -704,8 +739,8 @@ def _linear_w4a16_triton(
         x_TD, words, weight_scale_NZ, words if weight_zero_point is None else weight_zero_point,
         out_TN if bias_N is None else bias_N, out_TN, sums_STN, out_TN if counters is None else counters, T, N, Z,
         x_TD.stride(0), words.stride(0), GROUP=D // Z, HAS_ZERO=weight_zero_point is not None, HAS_BIAS=bias_N is not None,
-        BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, SPLIT=counters is not None, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        UNIT=_UNITS[x_TD.dtype], BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, SPLIT=counters is not None, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **launch.overlap_options(x_TD.device),
     )  # fmt: skip
     return out_TN
 
@@ -717,7 +752,7 @@ def _dequantize_int4_triton(
     weight_ND = words.new_empty((N, D), dtype=dtype)
     _dequantize_kernel[(D // 128, triton.cdiv(N, 64))](
         words, weight_scale_NZ, words if weight_zero_point is None else weight_zero_point, weight_ND, N, D, Z,
-        GROUP=D // Z, HAS_ZERO=weight_zero_point is not None, BLOCK_N=64, num_warps=4,
+        GROUP=D // Z, HAS_ZERO=weight_zero_point is not None, UNIT=_UNITS[dtype], BLOCK_N=64, num_warps=4,
     )  # fmt: skip
     return weight_ND
 
@@ -741,15 +776,9 @@ def quantize_activation(x_TD: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
     if T:
         block = min(8192, triton.next_power_of_2(D))
         _quantize_kernel[(T,)](
-            x_TD,
-            x8_TD,
-            scale_T,
-            D,
-            x_TD.stride(0),
-            BLOCK=block,
-            LARGEST=LARGEST[dtype],
-            num_warps=4 if block <= 2048 else 8,
-        )
+            x_TD, x8_TD, scale_T, D, x_TD.stride(0), BLOCK=block, LARGEST_VALUE=LARGEST[dtype], num_warps=4 if block <= 2048 else 8,
+            **launch.overlap_options(x_TD.device),
+        )  # fmt: skip
     return x8_TD, scale_T
 
 
@@ -785,7 +814,7 @@ def matmul_w8a8(
         return matmul_w8a8_reference(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype=out_dtype)
     if path == "library":
         return _matmul_w8a8_library(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype)
-    tiles = _tiles_for(_W8A8_TILES, T)
+    tiles = _tiles_for(_W8A8_TILES, T, N)
     return _matmul_w8a8_triton(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype, tiles)
 
 
@@ -830,7 +859,7 @@ def linear_w4a16(
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     if path == "library":
         return F.linear(x_TD, _dequantize_int4_triton(words, weight_scale_NZ, weight_zero_point, x_TD.dtype), bias_N)
-    tiles = _W4A16_FP32_TILES if x_TD.dtype == torch.float32 else _tiles_for(_W4A16_TILES, T)
+    tiles = _W4A16_FP32_TILES if x_TD.dtype == torch.float32 else _tiles_for(_W4A16_TILES, T, N)
     return _linear_w4a16_triton(x_TD, words, weight_scale_NZ, weight_zero_point, bias_N, tiles)
 
 

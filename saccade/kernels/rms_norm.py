@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
-from saccade.kernels.quant_linear import LARGEST, quantize_activation_reference
+from saccade.kernels.quant_linear import LARGEST, quantize_activation_reference, quantize_values
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -93,8 +93,11 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     LARGEST_VALUE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """ROWS rows. LARGEST_VALUE: 0 for an output in x's dtype, else what the largest channel of a row becomes in 8 bits."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     is_row = rows < num_rows
@@ -102,6 +105,8 @@ def _forward_kernel(
     offset = rows[:, None] * D + d[None, :]
     dtype = x.dtype.element_ty
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     row = tl.load(x + rows[:, None] * x_stride + d[None, :], mask=mask, other=0.0)
     if HAS_RESIDUAL:
         row += tl.load(residual + rows[:, None] * residual_stride + d[None, :], mask=mask, other=0.0)
@@ -111,14 +116,11 @@ def _forward_kernel(
         # scale = max |y| / largest; q = round(y / scale)
         out = out.to(dtype).to(tl.float32)
         row_scale = tl.max(tl.abs(out), 1) / LARGEST_VALUE
-        out = tl.clamp(out / tl.where(row_scale > 0, row_scale, 1.0)[:, None], -LARGEST_VALUE, LARGEST_VALUE)
-        if y.dtype.element_ty == tl.int8:
-            # Adding 1.5 * 2^23 leaves no bits for a fraction: fp32 rounds half to even, as torch.round does.
-            out = (out + 12582912.0) - 12582912.0
+        tl.store(y + offset, quantize_values(out, row_scale[:, None], LARGEST_VALUE, y.dtype.element_ty), mask=mask)
         tl.store(scale + rows, row_scale, mask=is_row)
     else:
         tl.store(rstd + rows, row_rstd, mask=is_row)
-    tl.store(y + offset, out.to(y.dtype.element_ty), mask=mask)
+        tl.store(y + offset, out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -217,6 +219,7 @@ def _forward(
             **tile,
             HAS_RESIDUAL=residual is not None,
             LARGEST_VALUE=LARGEST[dtype] if dtype else 0.0,
+            **launch.overlap_options(x.device, None if dtype else False),
         )
     return y.view(x.shape), total_ND, statistic
 

@@ -12,6 +12,8 @@ Bytes per element in bf16: 6 forward, 10 backward.
 
 `swiglu_linear` is the same followed by the down projection, out = y W' + bias. A separate linear layer would save y for its
 backward; this saves only gate and up, and recomputes y in the pass that computes dgate and dup (12 bytes).
+
+`swiglu_quant` returns y in 8 bits with one fp32 scale per row, as `quant_linear.quantize_activation` would make it of y: 5 bytes, no backward.
 """
 
 import math
@@ -24,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
+from saccade.kernels.quant_linear import LARGEST, quantize_activation_reference, quantize_values
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -34,6 +37,13 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_linear_reference(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same, then a linear layer."""
     return F.linear(swiglu_reference(gate, up), weight, bias)
+
+
+def swiglu_quant_reference(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The formula, then 8 bits: [..., D] in `dtype` and the scales [...] in fp32. y is rounded to its own dtype between."""
+    y = swiglu_reference(gate.float(), up.float()).to(gate.dtype)
+    quantized, scale = quantize_activation_reference(y.reshape(-1, y.shape[-1]), dtype)
+    return quantized.view(y.shape), scale.view(y.shape[:-1])
 
 
 @triton.jit
@@ -60,6 +70,55 @@ def _forward_kernel(
     g = tl.load(gate + row * gate_stride * UNIT + d, mask=d < dim, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride * UNIT + d, mask=d < dim, other=0.0).to(tl.float32)
     tl.store(y + row * dim + d, (g * tl.sigmoid(g) * u).to(y.dtype.element_ty), mask=d < dim)
+
+
+@triton.jit
+def _load_activation(gate: tl.tensor, up: tl.tensor, d: tl.tensor, dim: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Columns d of one row of y in fp32, after rounding to `dtype`."""
+    g = tl.load(gate + d, mask=d < dim, other=0.0).to(tl.float32)
+    u = tl.load(up + d, mask=d < dim, other=0.0).to(tl.float32)
+    return (g * tl.sigmoid(g) * u).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _quant_kernel(
+    gate: tl.tensor,
+    up: tl.tensor,
+    quantized: tl.tensor,
+    scales: tl.tensor,
+    gate_stride: tl.int64,
+    up_stride: tl.int64,
+    dim: tl.int64,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    LARGEST_VALUE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """One row. IS_WHOLE: it fits in BLOCK; a longer one is computed twice, the second time from the cache."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    dim = dim * UNIT
+    row = tl.program_id(0).to(tl.int64)
+    gate += row * gate_stride * UNIT
+    up += row * up_stride * UNIT
+    d = tl.arange(0, BLOCK)
+    dtype = gate.dtype.element_ty
+    bits = quantized.dtype.element_ty
+    y = _load_activation(gate, up, d, dim, dtype)
+    peaks = tl.abs(y)
+    if not IS_WHOLE:
+        for start in range(BLOCK, dim, BLOCK):
+            peaks = tl.maximum(peaks, tl.abs(_load_activation(gate, up, start + d, dim, dtype)))
+    scale = tl.max(peaks, 0) / LARGEST_VALUE
+    tl.store(scales + row, scale)
+    tl.store(quantized + row * dim + d, quantize_values(y, scale, LARGEST_VALUE, bits), mask=d < dim)
+    if not IS_WHOLE:
+        for start in range(BLOCK, dim, BLOCK):
+            y = _load_activation(gate, up, start + d, dim, dtype)
+            values = quantize_values(y, scale, LARGEST_VALUE, bits)
+            tl.store(quantized + row * dim + start + d, values, mask=start + d < dim)
 
 
 @triton.jit
@@ -99,6 +158,8 @@ class _Launch(NamedTuple):
     num_warps: int
 
 
+_QUANT_BLOCK = 16384
+"""Columns of a row that 16 warps hold in registers, 32 each."""
 # Not tuned: 16 and 8 elements per thread; bench/kernels/swiglu.py --tune measures them.
 _CONFIGS = {"forward": _Launch(block=2048, num_warps=4), "backward": _Launch(block=1024, num_warps=4)}
 
@@ -187,6 +248,28 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None 
     if launch.choose_path("swiglu", *launch.available_paths(gate, "triton")) == "triton":
         return _SwigluLinear.apply(gate, up, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
     return swiglu_linear_reference(gate, up, weight, bias)
+
+
+def swiglu_quant(gate: Tensor, up: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`swiglu` in int8 or float8_e4m3fn, and the fp32 scale of each row. For inference: it has no backward."""
+    _check("swiglu_quant", gate, up)
+    if dtype not in LARGEST:
+        raise ValueError(f"swiglu_quant: {dtype} is none of {', '.join(map(str, LARGEST))}")
+    if launch.choose_path("swiglu_quant", *launch.available_paths(gate, "triton")) != "triton":
+        return swiglu_quant_reference(gate, up, dtype)
+    rows = [x.detach().reshape(-1, x.shape[-1]) for x in (gate, up)]
+    gate_ND, up_ND = (x if x.stride(1) == 1 else x.contiguous() for x in rows)
+    num_rows, dim = gate_ND.shape
+    quantized, scale = gate.new_empty(gate.shape, dtype=dtype), gate.new_empty(num_rows, dtype=torch.float32)
+    unit = math.gcd(16, dim, gate_ND.stride(0), up_ND.stride(0))
+    block = min(_QUANT_BLOCK, triton.next_power_of_2(dim))
+    if num_rows * dim:
+        _quant_kernel[(num_rows,)](
+            gate_ND, up_ND, quantized, scale, gate_ND.stride(0) // unit, up_ND.stride(0) // unit, dim // unit, UNIT=unit,
+            BLOCK=block, IS_WHOLE=dim <= block, LARGEST_VALUE=LARGEST[dtype], num_warps=max(1, min(16, block // 512)),
+            **launch.overlap_options(gate.device),
+        )  # fmt: skip
+    return quantized, scale.view(gate.shape[:-1])
 
 
 def _check(name: str, gate: Tensor, up: Tensor) -> None:

@@ -2,8 +2,9 @@
 
 Legend: T tokens, D inputs, N outputs, Z scales per output.
 
-    Linear8bit   int8 or float8_e4m3fn weights; activations in the same 8 bits, quantized by the kernel of the norm before where there is one
-    Linear4bit   int4 weights in groups; 16-bit activations
+    Linear8bit   int8 or float8_e4m3fn weights; activations in the same 8 bits, quantized by the kernel of the norm or the gated activation before
+                 where there is one
+    Linear4bit   int4 weights in groups; 16-bit activations; for one or two tokens norm and activation run in the kernel of the product
 
 There is no dequantized copy: a weight takes the bytes of its tensors on disk. Layers that read the same input are merged like plain ones.
 """
@@ -21,13 +22,19 @@ from saccade.errors import CheckpointError
 from saccade.kernels.quant_linear import (
     LARGEST,
     interleave_int4,
-    linear_w4a16,
-    matmul_w8a8,
     pack_int4,
     quantize_activation,
     unpack_int4,
 )
 from saccade.kernels.rms_norm import add_rms_norm_quant, rms_norm_quant
+from saccade.kernels.small_quant_linear import (
+    Weight4bit,
+    gated_linear_w4a16,
+    norm_linear_w4a16,
+    small_linear_w4a16,
+    small_matmul_w8a8,
+)
+from saccade.kernels.swiglu import swiglu_quant
 from saccade.model.linear import Input, Linear, NormedSum, Projection, share_rows
 from saccade.model.quantization import QuantizationConfig, Scheme
 
@@ -57,7 +64,7 @@ class QuantizedLinear(Projection):
         return {} if self.bias is None else {"bias": self._stored[:1]}
 
     def load_tensor(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
-        """Take one tensor of the checkpoint. `dtype`: of the bias; scales and weights stay as stored."""
+        """Take one tensor of the checkpoint. `dtype`: of the bias; weights stay as stored, scales too but for those of 8 bits (fp32)."""
         if name == "bias" and dtype is not None:
             tensor = tensor.to(dtype)
         setattr(self, name, nn.Parameter(self._in_memory(name, tensor), requires_grad=False))
@@ -149,7 +156,7 @@ class Linear8bit(QuantizedLinear):
         if name == "input_zero_point":
             return tensor.reshape(1).to(torch.int8)
         if name == "weight_scale":
-            scale_N1 = tensor.reshape(-1, 1).expand(self._stored[0], 1).contiguous()
+            scale_N1 = tensor.float().reshape(-1, 1).expand(self._stored[0], 1).contiguous()
             return self._pad(scale_N1, 1)
         if name == "weight":
             if tensor.dtype != self.dtype:
@@ -173,6 +180,12 @@ class Linear8bit(QuantizedLinear):
             quantized, scale_T, x.total = add_rms_norm_quant(x.x_TD, x.residual_TD, x.weight_D, x.eps, self.dtype)
         return self._matmul(quantized, scale_T, x.x_TD.dtype)
 
+    def _gated(self, gate: Tensor, up: Tensor, saves_activation: bool) -> Tensor:
+        if self.input_scale is not None:
+            return super()._gated(gate, up, saves_activation)
+        quantized, scale_T = swiglu_quant(gate.flatten(0, -2), up.flatten(0, -2), self.dtype)
+        return self._matmul(quantized, scale_T, gate.dtype).view(*gate.shape[:-1], self.out_features)
+
     def _quantize(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         if self.input_scale is None:
             return quantize_activation(x_TD, self.dtype)
@@ -186,7 +199,7 @@ class Linear8bit(QuantizedLinear):
 
     def _matmul(self, x8_TD: Tensor, x_scale_T: Tensor, dtype: torch.dtype) -> Tensor:
         weight_ND, bias_N = self.weight.view(self.dtype), self.bias if self.offset is None else self.offset
-        return matmul_w8a8(x8_TD, x_scale_T, weight_ND, self.weight_scale, bias_N, out_dtype=dtype)
+        return small_matmul_w8a8(x8_TD, x_scale_T, weight_ND, self.weight_scale, bias_N, out_dtype=dtype)
 
     @classmethod
     def _like(cls, parts: Sequence[Self]) -> Self | None:
@@ -303,8 +316,28 @@ class Linear4bit(QuantizedLinear):
             x_TD = x_TD.index_select(1, self.weight_g_idx)
         if self._num_inputs != x_TD.shape[1]:
             x_TD = F.pad(x_TD, (0, self._num_inputs - x_TD.shape[1]))
-        out_TN = linear_w4a16(x_TD, self.weight_packed, self.weight_scale, self.weight_zero_point, self.bias)
-        return out_TN.view(*x.shape[:-1], self.out_features)
+        return small_linear_w4a16(x_TD, self._weight()).view(*x.shape[:-1], self.out_features)
+
+    def forward(self, x: Input) -> Tensor:
+        """See `Projection`. The norm runs in the kernel of the product, for few tokens."""
+        if not isinstance(x, NormedSum) or not self._reads_as_given:
+            return super().forward(x)
+        out, x.total = norm_linear_w4a16(x.x_TD, x.residual_TD, x.weight_D, x.eps, self._weight())
+        return out
+
+    def _gated(self, gate: Tensor, up: Tensor, saves_activation: bool) -> Tensor:
+        if not self._reads_as_given:
+            return super()._gated(gate, up, saves_activation)
+        out_TN = gated_linear_w4a16(gate.flatten(0, -2), up.flatten(0, -2), self._weight())
+        return out_TN.view(*gate.shape[:-1], self.out_features)
+
+    @property
+    def _reads_as_given(self) -> bool:
+        """Whether the kernels take inputs without padding and in their own order."""
+        return self._num_inputs == self.in_features and self.weight_g_idx is None
+
+    def _weight(self) -> Weight4bit:
+        return Weight4bit(self.weight_packed, self.weight_scale, self.weight_zero_point, self.bias)
 
     @classmethod
     def _like(cls, parts: Sequence[Self]) -> Self | None:

@@ -3,7 +3,16 @@ import torch
 from closeness import BOUNDS, assert_close, perturbed
 
 from saccade.kernels import launch
-from saccade.kernels.swiglu import swiglu, swiglu_linear, swiglu_linear_reference, swiglu_reference
+from saccade.kernels import swiglu as module
+from saccade.kernels.quant_linear import quantize_activation
+from saccade.kernels.swiglu import (
+    swiglu,
+    swiglu_linear,
+    swiglu_linear_reference,
+    swiglu_quant,
+    swiglu_quant_reference,
+    swiglu_reference,
+)
 
 NAMES = ("y", "dgate", "dup")
 
@@ -97,3 +106,50 @@ def test_offsets_beyond_32_bits(device):
     with launch.forced("triton"), torch.no_grad():
         y = swiglu(gate, gate)
     assert_close("y", y[-8:], swiglu_reference(gate[-8:].float(), gate[-8:].float()), BOUNDS[torch.bfloat16])
+
+
+EIGHT_BITS = pytest.mark.parametrize(
+    "bits", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu)], ids=["int8", "fp8"]
+)
+
+
+@EIGHT_BITS
+@pytest.mark.parametrize("shape", [(1, 16), (7, 129), (2, 3, 300), (0, 16)], ids=str)
+def test_eight_bits_equal_the_activation_then_quantized(bits, shape, device, dtype, monkeypatch):
+    monkeypatch.setattr(module, "_QUANT_BLOCK", 128)  # rows that are computed twice
+    gate, up = (torch.randn(shape, device=device).to(dtype) * 3 for _ in range(2))
+    if len(gate):
+        gate.view(-1, shape[-1])[0] = 0.0
+    with launch.forced("triton"):
+        quantized, scale = swiglu_quant(gate, up, bits)
+        expected, expected_scale = quantize_activation(swiglu(gate, up).reshape(-1, shape[-1]), bits)
+    assert quantized.dtype == bits
+    assert scale.dtype == torch.float32
+    assert torch.equal(quantized.view(torch.int8), expected.view(shape).view(torch.int8))
+    assert torch.equal(scale, expected_scale.view(shape[:-1]))
+    quantized, scale = quantized.float() * scale.unsqueeze(-1), swiglu_quant_reference(gate, up, bits)
+    assert_close("reference", quantized, scale[0].float() * scale[1].unsqueeze(-1), 0.02)
+
+
+def test_eight_bits_of_halves_of_a_fused_row_equal_those_of_copies(device, dtype):
+    gate, up = torch.randn(7, 256, device=device).to(dtype).chunk(2, dim=1)
+    with launch.forced("triton"):
+        halves, copies = swiglu_quant(gate, up, torch.int8), swiglu_quant(gate.clone(), up.clone(), torch.int8)
+    assert all(torch.equal(half, copy) for half, copy in zip(halves, copies, strict=True))
+
+
+def test_eight_bits_of_another_kind_are_refused(device):
+    with pytest.raises(ValueError, match="int16"):
+        swiglu_quant(torch.ones(1, 8, device=device), torch.ones(1, 8, device=device), torch.int16)
+
+
+@pytest.mark.gpu
+@EIGHT_BITS
+@pytest.mark.parametrize("num_tokens", [1, 256])
+def test_eight_bits_of_real_sizes_equal_the_activation_then_quantized(num_tokens, bits):
+    gate, up = torch.randn(num_tokens, 2 * 11008, device="cuda").bfloat16().mul(3).chunk(2, dim=1)
+    with launch.forced("triton"):
+        quantized, scale = swiglu_quant(gate, up, bits)
+        expected, expected_scale = quantize_activation(swiglu(gate, up), bits)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(quantized.view(torch.int8), expected.view(torch.int8))

@@ -1,0 +1,457 @@
+# mypy: allow-untyped-decorators
+"""Linear layers on quantized weights for one or two tokens (decode of a small batch), fused with the operation before them in 4 bits.
+
+Legend: T tokens (at most MAX_TOKENS for the kernels), D inputs, W words of a tile (8 inputs each), N outputs, Z groups of inputs that share
+a scale, I intermediate channels of a feed-forward layer. Weights and scales are those of `quant_linear.py`.
+
+    small_linear_w4a16:  out = x W' + bias
+    norm_linear_w4a16:   out = rms_norm(s) W' + bias,  s = x + residual (or x itself);   returns (out, s)
+    gated_linear_w4a16:  out = swiglu(gate, up) W' + bias,  gate and up [T, I], with any row strides
+    small_matmul_w8a8:   out = x_scale * weight_scale * (x8 W') + bias
+
+x, residual, gate, up, bias and the outputs share one dtype. s and the gated row are rounded to it, as the separate kernels round them; the
+normalised row is not, since 1 / rms is multiplied with the finished sums. Everything else is fp32 (sums of int8 products too). The kernel of
+4 bits takes groups of a multiple of 128 inputs. For more tokens `rms_norm`, `swiglu` and `quant_linear` are used. Forward only.
+
+Memory-bound: N * D / 2 or N * D bytes are read once. A program computes BLOCK_N outputs; a thread reads the same 16 bytes of each of
+them, directly into registers, one tile ahead of its use, and no tensor core is needed. A nibble becomes a float without a conversion: its bits are
+set into the mantissa of 2^7 or 2^11, and the sum of inputs times those powers of two is subtracted from the sum of products: 2.5
+instructions per weight. No splits, no atomics: results are deterministic.
+
+On Hopper (programmatic dependent launch) the first tile of weights is read before the previous kernel has ended; `small_linear.py` says what that
+demands of others.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.kernels import launch
+from saccade.kernels.launch import tl, triton
+from saccade.kernels.quant_linear import linear_w4a16, linear_w4a16_reference, matmul_w8a8, matmul_w8a8_reference
+from saccade.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from saccade.kernels.swiglu import swiglu, swiglu_reference
+
+MAX_TOKENS = 2
+"""More tokens need too many registers and instructions; they are for the tensor cores."""
+
+
+class Weight4bit(NamedTuple):
+    """A weight of `linear_w4a16`, and the bias."""
+
+    words: Tensor
+    """[N, D / 8], interleaved."""
+    scale: Tensor
+    """[N, Z]."""
+    zero_point: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def small_linear_w4a16_reference(x_TD: Tensor, weight: Weight4bit) -> Tensor:
+    """The first formula above."""
+    return linear_w4a16_reference(x_TD, *weight)
+
+
+def norm_linear_w4a16_reference(
+    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float, weight: Weight4bit
+) -> tuple[Tensor, Tensor]:
+    """The second: (out, what was normalised)."""
+    if residual_TD is None:
+        return linear_w4a16_reference(rms_norm_reference(x_TD, norm_weight_D, eps), *weight), x_TD
+    normalized_TD, total_TD = add_rms_norm_reference(x_TD, residual_TD, norm_weight_D, eps)
+    return linear_w4a16_reference(normalized_TD, *weight), total_TD
+
+
+def gated_linear_w4a16_reference(gate_TI: Tensor, up_TI: Tensor, weight: Weight4bit) -> Tensor:
+    """The third."""
+    return linear_w4a16_reference(swiglu_reference(gate_TI, up_TI), *weight)
+
+
+def small_matmul_w8a8_reference(
+    x8_TD: Tensor,
+    x_scale_T: Tensor,
+    weight_ND: Tensor,
+    weight_scale_N1: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The fourth."""
+    return matmul_w8a8_reference(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype=out_dtype)
+
+
+@triton.jit
+def _nibble(words: tl.tensor, j: tl.constexpr, magic: tl.tensor) -> tl.tensor:
+    """Nibble j of every word as a float: 128 + value for odd j, 2048 + value for even j.
+
+    One shift moves an even nibble to bits 12 to 15 and its odd neighbour to bits 16 to 19. `magic`, the bits of 2^7, is an argument of the
+    kernel: of two constants the assembler makes two instructions, of a mask and a register one.
+    """
+    SHIFT: tl.constexpr = 4 * (j // 2 * 2) - 12
+    moved = words >> SHIFT if SHIFT > 0 else words << -SHIFT
+    bits = (moved & 0x000F0000) | magic if j % 2 == 1 else (moved & 0x0000F000) | (magic + 0x02000000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _inputs_of_nibbles(rows: tl.tensor, W: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Eight vectors [W] from W * 8 inputs: the inputs of nibbles 0 to 7 of W words, in the order of `interleave_int4`."""
+    # g m p q b -> g q m b p: nibble p + 4 b of word 16 g + 4 q + m
+    ordered = rows.reshape(W // 16, 4, 4, 4, 2).permute(0, 3, 1, 4, 2).reshape(W, 2, 2, 2)
+    even, odd = tl.split(ordered)  # the low bit of p
+    even_low, even_high = tl.split(even)  # its high bit
+    odd_low, odd_high = tl.split(odd)
+    n0, n4 = tl.split(even_low)  # b
+    n2, n6 = tl.split(even_high)
+    n1, n5 = tl.split(odd_low)
+    n3, n7 = tl.split(odd_high)
+    return n0, n1, n2, n3, n4, n5, n6, n7
+
+
+@triton.jit
+def _numbers(tile: tl.tensor, j: tl.constexpr, magic: tl.tensor) -> tl.tensor:
+    """fp8 values as floats, or byte j of words with four int8 values: set into the mantissa of 2^15, since the conversion of integers is
+    slow (16 a clock)."""
+    if tile.dtype == tl.int32:
+        moved = (tile ^ -0x7F7F7F80) >> (8 * j - 8) if j > 0 else (tile ^ -0x7F7F7F80) << 8
+        numbers = ((moved & 0xFF00) | (magic + 0x04000000)).to(tl.float32, bitcast=True) - 32896.0
+    else:
+        numbers = tile.to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def _silu(x: tl.tensor) -> tl.tensor:
+    """x / (1 + exp(-x)). Every program computes it for all inputs, and a division has twice the instructions of this square."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return x * (root * root)
+
+
+@triton.jit
+def _sum_of_vectors(x: tl.tensor, VECTOR: tl.constexpr) -> tl.tensor:
+    """[R, C] to [R, C / VECTOR]: VECTOR adjacent elements are in one thread, loaded by one instruction."""
+    return tl.sum(x.reshape(x.shape[0], x.shape[1] // VECTOR, VECTOR), 2)
+
+
+@triton.jit(do_not_specialize=["N", "magic"])
+def _w4a16_kernel(
+    x: tl.tensor,
+    other: tl.tensor,
+    norm_weight: tl.tensor,
+    words: tl.tensor,
+    weight_scale: tl.tensor,
+    zero_point: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    total: tl.tensor,
+    x_stride: tl.tensor,
+    other_stride: tl.tensor,
+    N: tl.tensor,
+    eps: tl.tensor,
+    magic: tl.tensor,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    W: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """BLOCK_N outputs of all tokens. `other`: the residual, or up."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    WORDS: tl.constexpr = D // 8
+    Z: tl.constexpr = D // GROUP
+    dtype = x.dtype.element_ty
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, N - 1).to(tl.int64)[:, None]  # outputs past the last repeat it
+    w = tl.arange(0, W)[None, :]
+    v = tl.arange(0, W // 4)[None, :] * 4  # the first word of every 16 bytes
+    d = tl.arange(0, 8 * W)
+    tile = tl.load(words + row * WORDS + w, mask=w < WORDS, other=0, eviction_policy="evict_first")
+    scale = tl.load(weight_scale + row * Z + v * 8 // GROUP, mask=v < WORDS, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    stored = tl.where(tl.program_id(0) == 0, D, 0)  # the first program stores s
+
+    sums = (tl.zeros([BLOCK_N, W // 4], tl.float32),) * TOKENS
+    squares = (tl.zeros([8 * W], tl.float32),) * TOKENS
+    for first in range(0, WORDS, W):
+        next_tile, next_scale = tile, scale
+        if W < WORDS:
+            ahead, ahead_v = first + W + w, first + W + v
+            next_tile = tl.load(words + row * WORDS + ahead, mask=ahead < WORDS, other=0, eviction_policy="evict_first")
+            next_scale = tl.load(weight_scale + row * Z + ahead_v * 8 // GROUP, mask=ahead_v < WORDS, other=0.0)
+        zero = 8.0
+        if HAS_ZERO:
+            zeros = zero_point + (row // 8) * Z + (first + v) * 8 // GROUP
+            zero = (tl.load(zeros, mask=first + v < WORDS, other=0) >> (row % 8 * 4).to(tl.int32)) & 15
+        at = first * 8 + d
+        is_input = at < D
+        values = ()  # type: tuple[tl.tensor, ...]
+        for t in tl.static_range(TOKENS):
+            inputs = tl.load(x + t * x_stride + at, mask=is_input, other=0.0)
+            if HAS_RESIDUAL:
+                inputs += tl.load(other + t * other_stride + at, mask=is_input, other=0.0)
+                tl.store(total + t * D + at, inputs, mask=at < stored)
+            inputs = inputs.to(tl.float32)
+            if HAS_NORM:
+                squares = squares[1:] + (squares[0] + inputs * inputs,)  # noqa: RUF005
+                inputs *= tl.load(norm_weight + at, mask=is_input, other=0.0).to(tl.float32)
+            if IS_GATED:
+                up = tl.load(other + t * other_stride + at, mask=is_input, other=0.0).to(tl.float32)
+                inputs = (_silu(inputs) * up).to(dtype).to(tl.float32)
+            values = values + _inputs_of_nibbles(inputs, W)
+        # All tokens for each nibble: its float is then needed once. After the tokens the tuple of sums is in order again.
+        products = (tl.zeros([BLOCK_N, W], tl.float32),) * TOKENS
+        for j in tl.static_range(8):
+            numbers = _nibble(tile, j, magic)
+            for t in tl.static_range(TOKENS):
+                products = products[1:] + (products[0] + numbers * values[8 * t + j][None, :],)  # noqa: RUF005
+        for t in tl.static_range(TOKENS):
+            # sum x (q - zero) = sum x (q + 2^k) - (sum x 2^k + zero sum x)
+            even = values[8 * t] + values[8 * t + 2] + values[8 * t + 4] + values[8 * t + 6]
+            odd = values[8 * t + 1] + values[8 * t + 3] + values[8 * t + 5] + values[8 * t + 7]
+            offset = _sum_of_vectors((2048.0 * even + 128.0 * odd)[None, :], 4)
+            offset += zero * _sum_of_vectors((even + odd)[None, :], 4)
+            part = (_sum_of_vectors(products[t], 4) - offset) * scale.to(tl.float32)
+            sums = sums[1:] + (sums[0] + part,)  # noqa: RUF005
+        tile, scale = next_tile, next_scale
+
+    for t in tl.static_range(TOKENS):
+        result = tl.sum(sums[t], 1)
+        if HAS_NORM:
+            result *= tl.rsqrt(tl.sum(squares[t], 0) / D + eps)
+        if HAS_BIAS:
+            result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        at_out = out + tl.cast(N, tl.int64) * t + n
+        tl.store(at_out, result.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["N", "magic"])
+def _w8a8_kernel(
+    x: tl.tensor,
+    x_scale: tl.tensor,
+    weight: tl.tensor,
+    weight_scale: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    N: tl.tensor,
+    magic: tl.tensor,
+    D: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """BLOCK_N outputs of all tokens. x and the weight in fp8, or int8 as words of four: D and BLOCK_D count what they hold."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    VALUES: tl.constexpr = 4 if weight.dtype.element_ty == tl.int32 else 1
+    VECTOR: tl.constexpr = 16 // VALUES
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    rows = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * weight_stride
+    tile = tl.load(rows + d, mask=d < D, other=0.0, eviction_policy="evict_first")
+    columns = tl.load(weight_scale + n, mask=n < N, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    sums = (tl.zeros([BLOCK_N, BLOCK_D // VECTOR], tl.float32),) * TOKENS
+    for first in range(0, D, BLOCK_D):
+        next_tile = tile
+        if BLOCK_D < D:
+            ahead = first + BLOCK_D + d
+            next_tile = tl.load(rows + ahead, mask=ahead < D, other=0.0, eviction_policy="evict_first")
+        x_tiles = ()  # type: tuple[tl.tensor, ...]
+        for t in tl.static_range(TOKENS):
+            x_tiles = x_tiles + (tl.load(x + t * x_stride + first + d, mask=first + d < D, other=0.0),)  # noqa: RUF005
+        products = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),) * TOKENS
+        for j in tl.static_range(VALUES):
+            numbers = _numbers(tile, j, magic)
+            for t in tl.static_range(TOKENS):
+                products = products[1:] + (products[0] + numbers * _numbers(x_tiles[t], j, magic),)  # noqa: RUF005
+        for t in tl.static_range(TOKENS):
+            sums = sums[1:] + (sums[0] + _sum_of_vectors(products[t], VECTOR),)  # noqa: RUF005
+        tile = next_tile
+    for t in tl.static_range(TOKENS):
+        result = tl.sum(sums[t], 1) * columns * tl.load(x_scale + t)
+        if HAS_BIAS:
+            result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        at_out = out + tl.cast(N, tl.int64) * t + n
+        tl.store(at_out, result.to(out.dtype.element_ty), mask=n < N)
+
+
+class Tiles(NamedTuple):
+    """Tile sizes of a layer, by its shape."""
+
+    block_n: int
+    """Outputs of a program, for one token; half of them for two."""
+    num_warps: int
+    """A thread reads 16 bytes of each output: a tile has 1024 4-bit or 512 8-bit inputs per warp."""
+
+
+# (more than 4096 inputs, more than 8192 outputs) -> tiles. Not measured yet: bench/kernels/small_quant_linear.py sweeps them.
+_W4A16_TILES = {
+    (False, False): Tiles(block_n=4, num_warps=2),
+    (False, True): Tiles(block_n=8, num_warps=2),
+    (True, False): Tiles(block_n=8, num_warps=4),
+    (True, True): Tiles(block_n=8, num_warps=4),
+}
+_W8A8_TILES = {
+    (False, False): Tiles(block_n=4, num_warps=4),
+    (False, True): Tiles(block_n=8, num_warps=4),
+    (True, False): Tiles(block_n=8, num_warps=4),
+    (True, True): Tiles(block_n=8, num_warps=4),
+}
+_MAGIC = 0x43000000
+"""The bits of 2^7 in fp32."""
+
+
+def _tiles_for(table: dict[tuple[bool, bool], Tiles], num_outputs: int, num_inputs: int, num_tokens: int) -> Tiles:
+    tiles = table[num_inputs > 4096, num_outputs > 8192]
+    return tiles._replace(block_n=tiles.block_n // num_tokens)
+
+
+def _run_w4a16(
+    x: Tensor,
+    weight: Weight4bit,
+    *,
+    residual: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    up: Tensor | None = None,
+    tiles: Tiles | None = None,
+    overlaps: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel: (out, x or its sum with `residual`). With `up`, x is the gate. `tiles` and `overlaps`: by default from the
+    table and the device."""
+    (num_tokens, D), (N, Z) = x.shape, weight.scale.shape
+    tiles = tiles or _tiles_for(_W4A16_TILES, N, D, num_tokens)
+    num_words = min(tiles.num_warps * 128, triton.next_power_of_2(D // 8))
+    out_TN = x.new_empty((num_tokens, N))
+    total = x if residual is None else x.new_empty(x.shape)
+    other = next((tensor for tensor in (residual, up) if tensor is not None), x)
+    norm_weight, eps = norm if norm is not None else (x, 0.0)
+    _w4a16_kernel[(triton.cdiv(N, tiles.block_n),)](
+        x, other, norm_weight, weight.words, weight.scale, weight.words if weight.zero_point is None else weight.zero_point,
+        x if weight.bias is None else weight.bias, out_TN, total, x.stride(0), other.stride(0), N, eps, _MAGIC,
+        D=D, GROUP=D // Z, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, IS_GATED=up is not None,
+        HAS_ZERO=weight.zero_point is not None, HAS_BIAS=weight.bias is not None, TOKENS=num_tokens, BLOCK_N=tiles.block_n,
+        W=num_words, num_warps=max(1, num_words // 128), num_stages=1, **launch.overlap_options(x.device, overlaps),
+    )  # fmt: skip
+    return out_TN, total
+
+
+def _run_w8a8(
+    x8_TD: Tensor,
+    x_scale_T: Tensor,
+    weight_ND: Tensor,
+    weight_scale_N1: Tensor,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+    tiles: Tiles | None = None,
+    overlaps: bool | None = None,
+) -> Tensor:
+    """Launch the kernel; `tiles` and `overlaps` as above."""
+    num_tokens, N = len(x8_TD), len(weight_ND)
+    tiles = tiles or _tiles_for(_W8A8_TILES, N, x8_TD.shape[1], num_tokens)
+    out_TN = x8_TD.new_empty((num_tokens, N), dtype=out_dtype)
+    x, weight = (
+        (x8_TD.view(torch.int32), weight_ND.view(torch.int32)) if x8_TD.dtype == torch.int8 else (x8_TD, weight_ND)
+    )
+    vector = 16 // x.element_size()
+    block_d = min(tiles.num_warps * 32 * vector, max(vector, triton.next_power_of_2(x.shape[1])))
+    _w8a8_kernel[(triton.cdiv(N, tiles.block_n),)](
+        x, x_scale_T, weight, weight_scale_N1, out_TN if bias_N is None else bias_N, out_TN, x.stride(0), weight.stride(0),
+        N, _MAGIC, D=x.shape[1], HAS_BIAS=bias_N is not None, TOKENS=num_tokens, BLOCK_N=tiles.block_n, BLOCK_D=block_d,
+        num_warps=max(1, block_d // (32 * vector)), num_stages=1, **launch.overlap_options(x.device, overlaps),
+    )  # fmt: skip
+    return out_TN
+
+
+def _is_small_w4a16(operation: str, x: Tensor, weight: Weight4bit, *others: Tensor | None) -> bool:
+    """Whether the kernel supports this call; otherwise the unfused operations are used."""
+    (N, Z), D = weight.scale.shape, 8 * weight.words.shape[1]
+    tensors = [x, *(other for other in others if other is not None)]
+    is_small = (
+        1 <= len(x) <= MAX_TOKENS
+        and x.dim() == 2
+        and x.shape[1] == D
+        and N > 0
+        and D % max(1, Z) == 0
+        and D // max(1, Z) % 128 == 0
+        and (x.dtype in (torch.bfloat16, torch.float16) or launch.is_forced("triton"))
+        and weight.words.is_contiguous()
+        and weight.scale.is_contiguous()
+        and all(tensor.dtype == x.dtype and tensor.stride(-1) == 1 for tensor in tensors)
+    )
+    if not is_small:
+        launch.log_path(f"{operation}: in parts")
+    return is_small
+
+
+def small_linear_w4a16(x_TD: Tensor, weight: Weight4bit) -> Tensor:
+    """x W' + bias on 4-bit weights."""
+    if not _is_small_w4a16("small_linear_w4a16", x_TD, weight):
+        return linear_w4a16(x_TD, *weight)
+    if launch.choose_path("small_linear_w4a16", *launch.available_paths(x_TD, "triton")) == "triton":
+        return _run_w4a16(x_TD, weight)[0]
+    return small_linear_w4a16_reference(x_TD, weight)
+
+
+def norm_linear_w4a16(
+    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float, weight: Weight4bit
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual) W' + bias, x + residual) on 4-bit weights; without a residual the second is x itself."""
+    if residual_TD is not None and residual_TD.shape != x_TD.shape:
+        raise ValueError(f"norm_linear_w4a16: x {tuple(x_TD.shape)}, residual {tuple(residual_TD.shape)} do not fit")
+    if not _is_small_w4a16("norm_linear_w4a16", x_TD, weight, residual_TD, norm_weight_D):
+        if residual_TD is None:
+            return linear_w4a16(rms_norm(x_TD, norm_weight_D, eps), *weight), x_TD
+        normalized_TD, total_TD = add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+        return linear_w4a16(normalized_TD, *weight), total_TD
+    if launch.choose_path("norm_linear_w4a16", *launch.available_paths(x_TD, "triton")) == "triton":
+        return _run_w4a16(x_TD, weight, residual=residual_TD, norm=(norm_weight_D, eps))
+    return norm_linear_w4a16_reference(x_TD, residual_TD, norm_weight_D, eps, weight)
+
+
+def gated_linear_w4a16(gate_TI: Tensor, up_TI: Tensor, weight: Weight4bit) -> Tensor:
+    """(silu(gate) * up) W' + bias on 4-bit weights."""
+    if up_TI.shape != gate_TI.shape:
+        raise ValueError(f"gated_linear_w4a16: gate {tuple(gate_TI.shape)} and up {tuple(up_TI.shape)} do not fit")
+    if not _is_small_w4a16("gated_linear_w4a16", gate_TI, weight, up_TI):
+        return linear_w4a16(swiglu(gate_TI, up_TI), *weight)
+    if launch.choose_path("gated_linear_w4a16", *launch.available_paths(gate_TI, "triton")) == "triton":
+        return _run_w4a16(gate_TI, weight, up=up_TI)[0]
+    return gated_linear_w4a16_reference(gate_TI, up_TI, weight)
+
+
+def small_matmul_w8a8(
+    x8_TD: Tensor,
+    x_scale_T: Tensor,
+    weight_ND: Tensor,
+    weight_scale_N1: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`matmul_w8a8`, with a kernel of its own for few tokens."""
+    able = launch.available_paths(x8_TD, "triton")
+    is_small = (
+        1 <= len(x8_TD) <= MAX_TOKENS
+        and x8_TD.dtype == weight_ND.dtype
+        and x8_TD.shape[1] == weight_ND.shape[1]
+        and x8_TD.shape[1] % 16 == 0
+        and x8_TD.is_contiguous()
+        and weight_ND.is_contiguous()
+    )
+    if not is_small or launch.choose_path("small_matmul_w8a8", *able) != "triton":
+        return matmul_w8a8(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype=out_dtype)
+    return _run_w8a8(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype)

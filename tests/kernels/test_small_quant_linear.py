@@ -1,0 +1,205 @@
+import pytest
+import torch
+from closeness import BOUNDS, assert_close, perturbed
+
+from saccade.kernels import launch
+from saccade.kernels import small_quant_linear as module
+from saccade.kernels.quant_linear import (
+    interleave_int4,
+    linear_w4a16,
+    quantize_activation_reference,
+    quantize_weight,
+    quantize_weight_int4,
+)
+from saccade.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from saccade.kernels.small_quant_linear import (
+    MAX_TOKENS,
+    Weight4bit,
+    gated_linear_w4a16,
+    gated_linear_w4a16_reference,
+    norm_linear_w4a16,
+    norm_linear_w4a16_reference,
+    small_linear_w4a16,
+    small_linear_w4a16_reference,
+    small_matmul_w8a8,
+    small_matmul_w8a8_reference,
+)
+from saccade.kernels.swiglu import swiglu_reference
+
+EPS = 1e-6
+FOUR_BITS = {**BOUNDS, torch.float32: 5e-4}
+"""A nibble in the mantissa of 2^11 costs fp32 sums 9 bits or more; fp32 tokens are not given to this kernel but by tests."""
+EIGHT_BITS = pytest.mark.parametrize("bits", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+# Outputs, inputs: one of everything, odd outputs, several tiles the last of which is partly empty.
+SHAPES = [(1, 128), (37, 256), (9, 2176)]
+
+
+def four_bit_weight(shape, device, dtype, group_size=128, symmetric=True, has_bias=True):
+    num_outputs, num_inputs = shape
+    weight = (torch.randn(shape, device=device) / num_inputs**0.5).to(dtype)
+    packed, scale, zero = quantize_weight_int4(weight, group_size, symmetric=symmetric)
+    bias = torch.randn(num_outputs, device=device).to(dtype) if has_bias else None
+    return Weight4bit(interleave_int4(packed), scale, zero, bias)
+
+
+def rows(num_tokens, num_inputs, device, dtype):
+    return torch.randn(num_tokens, num_inputs, device=device).to(dtype)
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """One warp a program, so that small shapes have several tiles."""
+    for name in ("_W4A16_TILES", "_W8A8_TILES"):
+        small = {key: module.Tiles(block_n=4, num_warps=1) for key in getattr(module, name)}
+        monkeypatch.setattr(module, name, small)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "with zero points"])
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_four_bit_products_of_few_tokens_equal_the_reference(shape, num_tokens, symmetric, device, dtype, tiles):
+    x, weight = rows(num_tokens, shape[1], device, dtype), four_bit_weight(shape, device, dtype, symmetric=symmetric)
+    with launch.forced("triton"):
+        actual = small_linear_w4a16(x, weight)
+    assert actual.dtype == dtype
+    assert_close("out", actual, small_linear_w4a16_reference(x.float(), weight), FOUR_BITS[dtype])
+
+
+@pytest.mark.parametrize("has_residual", [True, False], ids=["residual", "no residual"])
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_norm_in_the_four_bit_product_equals_one_before_it(shape, num_tokens, has_residual, device, dtype, tiles):
+    x, residual = (rows(num_tokens, shape[1], device, dtype) * 3 for _ in range(2))
+    norm_weight = (1 + 0.2 * torch.randn(shape[1], device=device)).to(dtype)
+    weight = four_bit_weight(shape, device, dtype, has_bias=has_residual)
+    with launch.forced("triton"):
+        actual, total = norm_linear_w4a16(x, residual if has_residual else None, norm_weight, EPS, weight)
+    assert torch.equal(total, x + residual if has_residual else x)
+    expected = small_linear_w4a16_reference(rms_norm_reference(total, norm_weight, EPS).float(), weight)
+    assert_close("out", actual, expected, FOUR_BITS[dtype])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_gated_activation_in_the_four_bit_product_equals_one_before_it(shape, num_tokens, device, dtype, tiles):
+    gate, up = rows(num_tokens, 2 * shape[1], device, dtype).mul(4).chunk(2, dim=1)  # rows of a merged projection
+    weight = four_bit_weight(shape, device, dtype)
+    with launch.forced("triton"):
+        actual = gated_linear_w4a16(gate, up, weight)
+    activated = swiglu_reference(gate.float(), up.float()).to(dtype)  # rounded once, as `swiglu` rounds
+    assert_close("out", actual, small_linear_w4a16_reference(activated.float(), weight), FOUR_BITS[dtype])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+def test_an_activation_of_extreme_gates_is_finite(device, dtype):
+    gate = torch.tensor([-1e4, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4, 0.5], device=device).repeat(1, 16).to(dtype)
+    weight = four_bit_weight((8, 128), device, dtype)
+    with launch.forced("triton"):
+        actual = gated_linear_w4a16(gate, torch.ones_like(gate), weight)
+    expected = gated_linear_w4a16_reference(gate.float(), torch.ones_like(gate).float(), weight)
+    assert_close("out", actual, expected, FOUR_BITS[dtype])
+
+
+@EIGHT_BITS
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 16), (37, 256), (9, 1072)], ids=str)
+def test_eight_bit_products_of_few_tokens_equal_the_reference(shape, num_tokens, bits, device, dtype, tiles):
+    weight = (torch.randn(shape, device=device) / shape[1] ** 0.5).to(dtype)
+    bias = torch.randn(shape[0], device=device).to(dtype)
+    case = (
+        *quantize_activation_reference(rows(num_tokens, shape[1], device, dtype), bits),
+        *quantize_weight(weight, bits),
+    )
+    for arguments in ((*case, bias), case):
+        with launch.forced("triton"):
+            actual = small_matmul_w8a8(*arguments, out_dtype=dtype)
+        expected = small_matmul_w8a8_reference(*arguments, out_dtype=torch.float32)
+        assert_close("out", actual, expected, BOUNDS[dtype])
+
+
+def test_what_the_kernels_do_not_support_runs_in_parts(device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for num_tokens, group_size in ((MAX_TOKENS + 1, 128), (1, 64), (0, 128)):
+        weight = four_bit_weight((16, 256), device, dtype, group_size)
+        x, residual, up = (rows(num_tokens, 256, device, dtype) for _ in range(3))
+        norm_weight = torch.ones(256, device=device, dtype=dtype)
+        with launch.forced("triton"):
+            assert torch.equal(small_linear_w4a16(x, weight), linear_w4a16(x, *weight))
+            actual, total = norm_linear_w4a16(x, residual, norm_weight, EPS, weight)
+            gated = gated_linear_w4a16(x, up, weight)
+        expected, expected_total = norm_linear_w4a16_reference(x, residual, norm_weight, EPS, weight)
+        assert torch.equal(total, expected_total)
+        assert_close("normed", actual, expected.float(), 2 * BOUNDS[dtype])
+        assert_close("gated", gated, gated_linear_w4a16_reference(x, up, weight).float(), 2 * BOUNDS[dtype])
+
+
+def test_what_does_not_fit_is_refused(device):
+    weight = four_bit_weight((8, 256), device, torch.float32)
+    x = torch.zeros(1, 256, device=device)
+    with pytest.raises(ValueError, match="do not fit"):
+        norm_linear_w4a16(x, x[:, :128], torch.ones(256, device=device), EPS, weight)
+    with pytest.raises(ValueError, match="do not fit"):
+        gated_linear_w4a16(x, x[:, :128], weight)
+    with pytest.raises(ValueError, match="do not fit"):
+        small_linear_w4a16(x[:, :128], weight)
+
+
+def test_a_result_off_by_twice_the_bound_is_refused(device, dtype):
+    x, weight = rows(1, 256, device, dtype), four_bit_weight((40, 256), device, dtype)
+    with launch.forced("triton"):
+        actual = small_linear_w4a16(x, weight)
+    expected, bound = small_linear_w4a16_reference(x.float(), weight), FOUR_BITS[dtype]
+    with pytest.raises(AssertionError, match="relative RMS"):
+        assert_close("y", perturbed(actual, bound), expected, bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("shape", [(2560, 2048), (22016, 2048), (2048, 11008)], ids=str)
+def test_real_sizes_equal_the_references(shape, num_tokens):
+    dtype = torch.bfloat16
+    x, residual = (rows(num_tokens, shape[1], "cuda", dtype) for _ in range(2))
+    weight = four_bit_weight(shape, "cuda", dtype)
+    norm_weight = torch.rand(shape[1], device="cuda").to(dtype)
+    plain = (torch.randn(shape, device="cuda") / shape[1] ** 0.5).to(dtype)
+    with launch.forced("triton"):
+        assert_close(
+            "plain", small_linear_w4a16(x, weight), small_linear_w4a16_reference(x.float(), weight), BOUNDS[dtype]
+        )
+        gated = gated_linear_w4a16(x, residual, weight)
+        normed, total = norm_linear_w4a16(x, residual, norm_weight, EPS, weight)
+    activated = swiglu_reference(x.float(), residual.float()).to(dtype)
+    assert_close("gated", gated, small_linear_w4a16_reference(activated.float(), weight), BOUNDS[dtype])
+    rounded, expected_total = add_rms_norm_reference(x, residual, norm_weight, EPS)
+    assert torch.equal(total, expected_total)
+    assert_close("normed", normed, small_linear_w4a16_reference(rounded.float(), weight), BOUNDS[dtype])
+    for bits in (torch.int8, torch.float8_e4m3fn):
+        case = *quantize_activation_reference(x, bits), *quantize_weight(plain, bits)
+        with launch.forced("triton"):
+            actual = small_matmul_w8a8(*case, out_dtype=dtype)
+        assert_close(str(bits), actual, small_matmul_w8a8_reference(*case, out_dtype=torch.float32), BOUNDS[dtype])
+
+
+@pytest.mark.gpu
+def test_a_captured_chain_of_layers_replays_the_same():
+    """Each kernel starts before the previous one has ended; its inputs must be complete when it reads them."""
+    dtype, size = torch.bfloat16, 2048
+    weights = [four_bit_weight((size, size), "cuda", dtype, has_bias=False) for _ in range(8)]
+    norm_weight, x = torch.ones(size, device="cuda", dtype=dtype), rows(1, size, "cuda", dtype)
+
+    def chain():
+        update, total = torch.zeros_like(x), x
+        for weight in weights:
+            update, total = norm_linear_w4a16(update, total, norm_weight, EPS, weight)
+            update = gated_linear_w4a16(update, update, weight)
+        return update + total
+
+    with torch.no_grad(), launch.forced("triton"):
+        expected = chain()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [chain() for _ in range(3)]
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(result, expected) for result in captured)
