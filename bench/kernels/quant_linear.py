@@ -6,6 +6,7 @@ few tokens instead and prints the best per layer as JSON; `--out` keeps all numb
 """
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -126,18 +127,19 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
     return ((actual.float() - expected.float()).square().mean() / expected.float().square().mean()).sqrt().item()
 
 
-_graph_pool: Any = None
+@functools.cache
+def _capture() -> tuple[torch.cuda.Stream, Any]:
+    """One stream (the counters of splits are per stream) and one memory pool for all graphs."""
+    return torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
 
 def graph_us(run: Callable[[], object], *, repeats: int, replays: int = 5) -> float:
     """Median microseconds of one `run` among `repeats` in a replayed CUDA graph. (`torch.cuda.graph` collects garbage at each capture.)"""
-    global _graph_pool
-    _graph_pool = _graph_pool or torch.cuda.graph_pool_handle()
-    stream, graph, times = torch.cuda.Stream(), torch.cuda.CUDAGraph(), []
+    (stream, pool), graph, times = _capture(), torch.cuda.CUDAGraph(), []
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         run()
-        graph.capture_begin(pool=_graph_pool)
+        graph.capture_begin(pool=pool)
         for _ in range(repeats):
             run()
         graph.capture_end()
