@@ -107,9 +107,14 @@ class Processor:
     def load(folder: str | Path, *, limits: MediaLimits | None = None, resize: ResizeName = "pillow") -> Processor:
         """Read tokenizer, template and image settings of a checkpoint folder."""
         folder = Path(folder)
-        config, tokenizer = read_config(folder), Tokenizer.load(folder)
+        config, tokenizer, rules = read_config(folder), Tokenizer.load(folder), load_rules(folder)
+        if not tokenizer.is_control(rules.image_id):
+            raise CheckpointError(
+                f"{folder}: the image token of config.json (image_token_id or image_token_index), {rules.image_id}, is no control token of "
+                "tokenizer.json. Take both files from the same model"
+            )
         return Processor(
-            rules=load_rules(folder),
+            rules=rules,
             tokenizer=tokenizer,
             template=ChatTemplate.load(folder),
             eos_ids=_eos_ids(folder, config, tokenizer),

@@ -86,6 +86,10 @@ class Tokenizer:
             raise CheckpointError(f"tokenizer.json has no control token {name}. It has: {', '.join(self.control_ids)}")
         return self.control_ids[name]
 
+    def is_control(self, token_id: int) -> bool:
+        """Whether a token is a control token."""
+        return token_id in self._control_names
+
     def encode_text(self, text: str) -> list[int]:
         """Encode text. The result has no control token, even if the text spells one."""
         return self.encode_parts([text])[0]

@@ -139,6 +139,9 @@ def test_a_head_tied_in_the_text_config_alone_is_not_tied():
         ({"text_config": {"model_type": "llama", "attention_bias": True}}, "attention_bias"),
         ({"text_config": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}}, "only unscaled RoPE"),
         ({"vision_feature_layer": "last"}, "not a layer"),
+        ({"vision_feature_layer": True}, "not a layer"),
+        ({"text_config": {"model_type": []}}, "only llama, mistral are supported"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', not true or false"),
         ({"vision_config": {"model_type": "siglip_vision_model"}}, "only 'clip_vision_model'"),
     ],
 )  # fmt: skip
@@ -157,12 +160,19 @@ def test_settings_that_are_not_supported_are_refused(change, message):
         ),
         ("preprocessor_config.json", {"size": {"shortest_edge": 20}, "crop_size": None}, "size is 20 .* image_size 30"),
         ("preprocessor_config.json", {"image_grid_pinpoints": [[30, 30]]}, "Take both files from the same model"),
+        (
+            "preprocessor_config.json",
+            {"size": ...},
+            "size is 224, crop_size {'height': 30, 'width': 30}; only one square",
+        ),
+        ("preprocessor_config.json", {"image_std": 0}, "image_std is 0, not three numbers"),
         ("processor_config.json", {"patch_size": 7}, "patch_size is 7 in processor_config.json, but 14"),
     ],
 )
 def test_files_of_another_model_are_refused(tmp_path, file, change, message):
     folder = make_checkpoint(tmp_path / "checkpoint", SHAPES[1])
     described = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps(described | change))
+    changed = {name: value for name, value in (described | change).items() if value is not ...}
+    (folder / file).write_text(json.dumps(changed))
     with pytest.raises(CheckpointError, match=message):
         Processor.load(folder)

@@ -256,9 +256,9 @@ def test_a_template_that_is_not_utf8_is_named(copy):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"do_resize": False}, {"do_normalize": False}, {"do_rescale": False}, {"resample": 2}, {"rescale_factor": 0.5}],
+    [{"do_resize": False}, {"do_normalize": False}, {"do_normalize": None}, {"do_rescale": False}, {"resample": 2}, {"rescale_factor": 0.5}],
     ids=str,
-)
+)  # fmt: skip
 def test_pixel_settings_we_do_not_follow_are_refused_by_name(copy, changes):
     change(copy / "preprocessor_config.json", **changes)
     [(name, value)] = changes.items()
@@ -274,6 +274,28 @@ def test_pixel_settings_we_do_not_follow_are_refused_by_name(copy, changes):
 def test_pixel_settings_that_make_no_sense_are_refused(copy, changes):
     change(copy / "preprocessor_config.json", **changes)
     with pytest.raises(UserError):
+        Processor.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("config.json", {"model_type": []}, r"model_type '\[\]' is not a supported"),
+        ("config.json", {"vision_config": 3}, "vision_config is 3, not an object"),
+        ("config.json", {"vision_config": {"tokens_per_second": "x"}}, "tokens_per_second is 'x', not a number above 0"),
+        ("config.json", {"image_token_id": 7}, "the image token of .* 7, is no control token of tokenizer.json"),
+        ("preprocessor_config.json", {"image_mean": None}, "image_mean is None, not three numbers"),
+        ("preprocessor_config.json", {"patch_size": 16}, "patch_size is 16 in preprocessor_config.json, 14 in config.json"),
+        ("processor_config.json", {"video_processor": [1]}, r"video_processor is \[1\], not an object"),
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_be_right_are_named(copy, file, changes, message):
+    if file == "preprocessor_config.json":
+        change(copy / "config.json", vision_config={"tokens_per_second": 2})  # the patches are the default of the class
+    if file == "processor_config.json":
+        (copy / file).write_text("{}")
+    change(copy / file, **changes)
+    with pytest.raises(CheckpointError, match=message):
         Processor.load(copy)
 
 

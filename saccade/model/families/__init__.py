@@ -30,9 +30,9 @@ def family_named(model_type: str) -> Family:
 
 def family_of(folder: str | Path) -> Family:
     """The family of a checkpoint folder, by the `model_type` of its `config.json`."""
-    model_type = read_config(Path(folder)).get("model_type")
+    model_type = str(read_config(Path(folder)).get("model_type"))
     if model_type in VISION_LANGUAGE:
-        return VISION_LANGUAGE[str(model_type)]
+        return VISION_LANGUAGE[model_type]
     if model_type in TEXT:
         raise CheckpointError(
             f"{folder}: a text model (model_type {model_type}). Give it a vision tower: saccade init OUT --text {folder}"

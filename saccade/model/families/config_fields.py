@@ -26,6 +26,14 @@ def integer(raw: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> int:
     return value
 
 
+def flag(raw: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A field that is true or false; null counts as missing."""
+    value = default if raw.get(name) is None else raw[name]
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {name} is {value!r}, not true or false")
+    return value
+
+
 def number(raw: Mapping[str, Any], name: str, default: float) -> float:
     """A number field."""
     value = raw.get(name, default)
@@ -39,7 +47,7 @@ def number(raw: Mapping[str, Any], name: str, default: float) -> float:
 def integers(raw: Mapping[str, Any], name: str, default: Sequence[int]) -> tuple[int, ...]:
     """A field with a list of integers."""
     values = raw.get(name, default)
-    if not isinstance(values, list | tuple) or not all(isinstance(value, int) for value in values):
+    if not isinstance(values, list | tuple) or not all(type(value) is int for value in values):
         raise CheckpointError(f"config.json: {name} is {values!r}, not a list of whole numbers")
     return tuple(values)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade.errors import CheckpointError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
-from saccade.model.families.config_fields import integer, number, refuse_unless, rope_theta, section
+from saccade.model.families.config_fields import flag, integer, number, refuse_unless, rope_theta, section
 from saccade.model.families.family import Family
 from saccade.model.families.qwen2_vl import quick_gelu
 from saccade.model.families.tile_fields import (
@@ -46,7 +46,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         vision=_parse_vision(raw),
         language=_parse_language(section(raw, "text_config")),
-        tied_head=bool(raw.get("tie_word_embeddings")),
+        tied_head=flag(raw, "tie_word_embeddings", False),
         family=MODEL_TYPE,
     )
 
@@ -66,14 +66,14 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
         norm_eps=number(vision, "layer_norm_eps", 1e-5),
         has_class_token=True,
         selected_layers=selected_layers(-2 if stated is None else stated, num_layers),
-        projector_bias=bool(raw.get("multimodal_projector_bias", True)),
+        projector_bias=flag(raw, "multimodal_projector_bias", True),
         **tile_fields(tiling.tile_size, tiling.patch_size, tiling.resolutions),
     )
 
 
 def _parse_language(stated: Mapping[str, Any]) -> LanguageConfig:
     model_type = stated.get("model_type", "llama")
-    if model_type not in _DECODERS:
+    if not isinstance(model_type, str) or model_type not in _DECODERS:
         raise CheckpointError(
             f"config.json: text_config is of model_type {model_type!r}; only {', '.join(_DECODERS)} are supported"
         )

@@ -13,7 +13,7 @@ import numpy as np
 import torch.nn.functional as F
 
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
-from saccade.model.families.config_fields import integer, number, refuse_unless, rope_theta, section
+from saccade.model.families.config_fields import flag, integer, number, refuse_unless, rope_theta, section
 from saccade.model.families.family import Family
 from saccade.model.families.qwen2_vl import is_tied
 from saccade.model.families.tile_fields import (
@@ -99,7 +99,7 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
         norm_eps=number(vision, "layer_norm_eps", 1e-6),
         max_feature_tiles=max_feature_tiles(raw.get("vision_aspect_ratio") or DEFAULT_ASPECT_RATIO),
         selected_layers=selected_layers(selected, num_layers),
-        projector_bias=bool(raw.get("multimodal_projector_bias", True)),
+        projector_bias=flag(raw, "multimodal_projector_bias", True),
         **tile_fields(tiling.tile_size, tiling.patch_size, tiling.resolutions),
     )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from saccade.errors import ConfigError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.families.config_fields import (
+    flag,
     integer,
     integers,
     number,
@@ -68,7 +69,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 def is_tied(raw: Mapping[str, Any]) -> bool:
     """Whether the head is tied: either config may say so."""
-    return bool(raw.get("tie_word_embeddings") or section(raw, "text_config").get("tie_word_embeddings"))
+    return any(flag(part, "tie_word_embeddings", False) for part in (raw, section(raw, "text_config")))
 
 
 def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from saccade.errors import CheckpointError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
-from saccade.model.families.config_fields import integer, integers, number, refuse_unless, rope_parameters, section
+from saccade.model.families.config_fields import (
+    flag,
+    integer,
+    integers,
+    number,
+    refuse_unless,
+    rope_parameters,
+    section,
+)
 from saccade.model.families.family import CHATML_VISION_TOKENS, Family
 from saccade.model.families.qwen2_vl import describe_images, describe_patches, patch_fields, token_ids_of, vision_heads
 from saccade.model.layers import LayerNorm, PlainFeedForward
@@ -90,7 +98,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         vision=_parse_vision(vision),
         language=language,
-        tied_head=bool(raw.get("tie_word_embeddings")),
+        tied_head=flag(raw, "tie_word_embeddings", False),
         family=MODEL_TYPE,
     )
 

@@ -49,7 +49,7 @@ def tile_fields(tile_size: int, patch_size: int, resolutions: tuple[Size, ...]) 
 def selected_layers(stated: Any, num_layers: int) -> tuple[int, ...]:
     """`vision_feature_layer`, one or several, counted from the embeddings, which are 0; negative ones from the end."""
     layers = stated if isinstance(stated, list | tuple) else [stated]
-    if not layers or not all(isinstance(layer, int) for layer in layers):
+    if not layers or not all(type(layer) is int for layer in layers):
         raise CheckpointError(f"config.json: vision_feature_layer is {stated!r}, not a layer or a list of them")
     return tuple(layer + num_layers + 1 if layer < 0 else layer for layer in layers)
 

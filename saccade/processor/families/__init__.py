@@ -117,10 +117,13 @@ def load_rules(folder: str | Path) -> VisionRules:
     """The rules of a checkpoint folder, from its JSON files."""
     folder = Path(folder)
     config: dict[str, Any] = read_config(folder)
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     if model_type not in _FAMILIES:
         raise CheckpointError(
             f"{folder}/config.json: model_type {model_type!r} is not a supported vision-language model ({', '.join(_FAMILIES)}). "
             "Make one with saccade init"
         )
-    return _FAMILIES[str(model_type)](folder, config)
+    for name in ("vision_config", "text_config"):
+        if not isinstance(config.get(name), dict | None):
+            raise CheckpointError(f"{folder}/config.json: {name} is {config[name]!r}, not an object")
+    return _FAMILIES[model_type](folder, config)

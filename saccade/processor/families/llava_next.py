@@ -21,6 +21,8 @@ MODEL_TYPE = "llava_next"
 
 DEFAULTS = TileDefaults(
     tile_size=336,
+    size=224,
+    crop_size=224,
     patch_size=32,
     image_size=224,
     resolutions=((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)),

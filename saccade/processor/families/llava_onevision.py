@@ -23,7 +23,7 @@ MODEL_TYPE = "llava_onevision"
 
 _SIDES = range(384, 2304 + 1, 384)
 DEFAULTS = TileDefaults(
-    tile_size=384, patch_size=16, image_size=224, resolutions=tuple((height, width) for height in _SIDES for width in _SIDES)
+    tile_size=384, size=384, crop_size=None, patch_size=16, image_size=224, resolutions=tuple((height, width) for height in _SIDES for width in _SIDES)
 )  # fmt: skip
 """Of `transformers`. A vision config that is there but empty is that of a smaller tower."""
 DEFAULT_ASPECT_RATIO = "anyres_max_9"

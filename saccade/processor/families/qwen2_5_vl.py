@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saccade.errors import CheckpointError
 from saccade.processor.families import qwen2_vl
 from saccade.processor.parts import VisualKind
 
@@ -23,8 +24,10 @@ class Rules(qwen2_vl.Rules):
     @classmethod
     def fields(cls, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         """What the files of a checkpoint folder say."""
-        vision = config.get("vision_config") or {}
-        return super().fields(folder, config) | {"tokens_per_second": float(vision.get("tokens_per_second", 4))}
+        rate = (config.get("vision_config") or {}).get("tokens_per_second", 4)
+        if not isinstance(rate, int | float) or isinstance(rate, bool) or rate <= 0:
+            raise CheckpointError(f"{folder}/config.json: tokens_per_second is {rate!r}, not a number above 0")
+        return super().fields(folder, config) | {"tokens_per_second": float(rate)}
 
     def time_step(self, kind: VisualKind, fps: float) -> float:
         """Positions between two frame pairs."""

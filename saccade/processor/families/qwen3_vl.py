@@ -33,7 +33,7 @@ class Rules(qwen2_vl.Rules):
     @classmethod
     def fields(cls, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         """What the files of a checkpoint folder say."""
-        images, videos = read_settings(folder, config, ImageSettings())
+        images, videos = read_settings(folder, config, ImageSettings(), tower_patch_size=16)
         described = preprocessor_config(folder, "video_preprocessor_config.json", "video_processor")
         if not described:
             videos = replace(images, min_pixels=_VIDEO_PIXELS[0], max_pixels=_VIDEO_PIXELS[1])

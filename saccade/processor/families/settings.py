@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ from saccade.processor.image import ImageSettings
 
 
 def read_settings(
-    folder: Path, config: Mapping[str, Any], images: ImageSettings
+    folder: Path, config: Mapping[str, Any], images: ImageSettings, tower_patch_size: int = 14
 ) -> tuple[ImageSettings, ImageSettings]:
-    """Settings of images and of videos. `images`: the family's defaults, which those of images are for videos."""
-    vision = config.get("vision_config") or {}
+    """Settings of images and of videos. `images`: the family's defaults, which those of images are for videos. `tower_patch_size`: of a tower
+    whose config does not say it."""
+    unsaid = {"patch_size": tower_patch_size, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    vision = unsaid | (config.get("vision_config") or {})
     images = _parse(preprocessor_config(folder, "preprocessor_config.json", "image_processor"), images)
     videos = _parse(preprocessor_config(folder, "video_preprocessor_config.json", "video_processor"), images)
     for settings in (images, videos):
@@ -39,7 +41,18 @@ def required_id(config: Mapping[str, Any], name: str, folder: Path) -> int:
 
 def preprocessor_config(folder: Path, file: str, section: str) -> dict[str, Any]:
     """The settings from their own file, or from a section of `processor_config.json`; both are Hugging Face layouts."""
-    return read_json(folder / file) or read_json(folder / "processor_config.json").get(section) or {}
+    found = read_json(folder / file) or read_json(folder / "processor_config.json").get(section) or {}
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder}/processor_config.json: {section} is {found!r}, not an object")
+    return found
+
+
+def three_numbers(config: Mapping[str, Any], name: str, default: Sequence[float]) -> tuple[float, ...]:
+    """A number for each colour."""
+    values = config.get(name, default)
+    if not isinstance(values, list | tuple) or len(values) != 3 or not all(isinstance(v, int | float) for v in values):
+        raise CheckpointError(f"preprocessor_config.json: {name} is {values!r}, not three numbers, one per colour")
+    return tuple(values)
 
 
 def _parse(config: Mapping[str, Any], default: ImageSettings) -> ImageSettings:
@@ -53,8 +66,8 @@ def _parse(config: Mapping[str, Any], default: ImageSettings) -> ImageSettings:
             temporal_patch_size=config.get("temporal_patch_size", default.temporal_patch_size),
             min_pixels=config.get("min_pixels") or size.get("shortest_edge") or default.min_pixels,
             max_pixels=config.get("max_pixels") or size.get("longest_edge") or default.max_pixels,
-            mean=tuple(config.get("image_mean", default.mean)),
-            std=tuple(config.get("image_std", default.std)),
+            mean=three_numbers(config, "image_mean", default.mean),
+            std=three_numbers(config, "image_std", default.std),
         )
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"preprocessor_config.json: {error}. Copy it from the original again") from error
@@ -63,10 +76,11 @@ def _parse(config: Mapping[str, Any], default: ImageSettings) -> ImageSettings:
 
 
 def check_pixels(config: Mapping[str, Any]) -> None:
-    """Refuse settings of a preprocessor config that would change the pixels and are not supported. Null counts as missing."""
+    """Refuse settings of a preprocessor config that would change the pixels and are not supported. `transformers` takes null for false."""
     supported = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
     for name, value in supported.items():
-        if config.get(name) not in (None, value):
+        is_unsaid = name not in config or (config[name] is None and name in ("do_convert_rgb", "resample"))
+        if not is_unsaid and config[name] != value:
             raise CheckpointError(f"preprocessor_config.json: {name} is {config[name]!r}; only {value!r} is supported")
     factor = config.get("rescale_factor", 1 / 255)
     if not isinstance(factor, float) or abs(factor - 1 / 255) > 1e-9:
@@ -80,7 +94,7 @@ def _check_same_patches(images: ImageSettings, vision: Mapping[str, Any], folder
         ("temporal_patch_size",) * 2,
         ("merge_size", "spatial_merge_size"),
     ):
-        if theirs in vision and vision[theirs] != getattr(images, ours):
+        if vision[theirs] != getattr(images, ours):
             raise CheckpointError(
                 f"{folder}: {ours} is {getattr(images, ours)} in preprocessor_config.json, {vision[theirs]} in config.json. "
                 "Take both files from the same model"

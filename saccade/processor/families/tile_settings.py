@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import CheckpointError, ConfigError
-from saccade.processor.families.settings import check_pixels, preprocessor_config
+from saccade.processor.families.settings import check_pixels, preprocessor_config, three_numbers
 from saccade.processor.image import ImageSettings
 from saccade.processor.tiles import Size, Tiling
 
@@ -45,7 +45,11 @@ class TileDefaults:
     """What the classes of `transformers` say where files do not."""
 
     tile_size: int
-    """Of `preprocessor_config.json` and, where there is no vision config, of the tower."""
+    """Of the tower, where there is no vision config."""
+    size: int
+    """`size` of `preprocessor_config.json`."""
+    crop_size: int | None
+    """`crop_size` of `preprocessor_config.json`; None: there is none."""
     patch_size: int
     """Of the vision config, where its fields are missing."""
     image_size: int
@@ -68,10 +72,10 @@ def read_tile_settings(
     check_pixels(found)
     try:
         tiling = tower_tiling(config, default)
-        _check_same(_tile_size(found, default.tile_size), tiling.tile_size, "size", "image_size", folder)
+        _check_same(_tile_size(found, default), tiling.tile_size, "size", "image_size", folder)
         if (pinpoints := found.get("image_grid_pinpoints")) is not None:
             _check_same(_sizes(pinpoints), tiling.resolutions, *("image_grid_pinpoints",) * 2, folder)
-        mean, std = found.get("image_mean") or default.mean, found.get("image_std") or default.std
+        mean, std = (three_numbers(found, f"image_{name}", getattr(default, name)) for name in ("mean", "std"))
         return TileSettings.of(tiling, mean, std, max_feature_tiles)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from error
@@ -95,17 +99,18 @@ def _sizes(pinpoints: Sequence[Sequence[int]]) -> tuple[Size, ...]:
     return tuple((int(height), int(width)) for height, width in pinpoints)
 
 
-def _tile_size(found: Mapping[str, Any], default: int) -> int:
+def _tile_size(found: Mapping[str, Any], default: TileDefaults) -> int:
     """The side of a tile: `size`, with which `crop_size` must agree."""
     sides: set[int] = set()
-    for size in (found.get("size"), found.get("crop_size")):
+    found = {"size": default.size, "crop_size": default.crop_size} | dict(found)
+    for size in (found["size"], found["crop_size"]):
         given = {"height": size} if isinstance(size, int) else size or {}
         sides |= {given[name] for name in ("height", "width", "shortest_edge") if given.get(name) is not None}
     if len(sides) > 1:
         raise CheckpointError(
             f"preprocessor_config.json: size is {found.get('size')}, crop_size {found.get('crop_size')}; only one square for both is supported"
         )
-    return int(sides.pop()) if sides else default
+    return int(sides.pop()) if sides else default.size
 
 
 def _check_same(ours: object, theirs: object, name: str, name_in_config: str, folder: Path) -> None:
