@@ -39,7 +39,7 @@ from saccade.files import atomic_write
 from saccade.model.linear import Linear, Projection, projections
 from saccade.model.quantization import Scheme as StoredScheme
 from saccade.model.quantized_linear import quantized_form
-from saccade.model.weights import load_tensor, read_tensors, tensor_files
+from saccade.model.weights import load_tensor, tensor_files
 from saccade.processor import Processor
 
 logger = logging.getLogger(__name__)
@@ -332,7 +332,7 @@ class _Run:
                     yield _name_on_disk(ours, on_disk), tensor
                 done.add(name)
         kept = [name for name, ours in self.source.names.items() if not any(_is_in(ours, block) for block in done)]
-        yield from read_tensors(self.source.files, kept, torch.device("cpu"))
+        yield from self.source.read_on_disk(kept, torch.device("cpu"))
 
 
 def _name_on_disk(ours: str, on_disk: Mapping[str, str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from saccade.compress.scheme import Rule, Scheme, check_scheme
 from saccade.errors import CheckpointError
 from saccade.model.families import family_of
 from saccade.model.linear import Linear, projections
-from saccade.model.weights import match_tensors, meta_model, read_tensors, tensor_files, tensor_shapes
+from saccade.model.weights import check_finite, match_tensors, meta_model, read_tensors, tensor_files, tensor_shapes
 
 
 class Source:
@@ -46,7 +46,13 @@ class Source:
         """Tensors by their names in the model."""
         chosen = set(wanted)
         on_disk = [name for name, ours in self.names.items() if ours in chosen]
-        return {self.names[name]: tensor for name, tensor in read_tensors(self.files, on_disk, device)}
+        return {self.names[name]: tensor for name, tensor in self.read_on_disk(on_disk, device)}
+
+    def read_on_disk(self, names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Tensors by their names on disk. NaN and infinity are refused."""
+        for name, tensor in read_tensors(self.files, names, device):
+            check_finite({name: tensor}, self.folder)
+            yield name, tensor
 
     def plain_projections(self) -> dict[str, Linear]:
         """Projections that can be compressed: not the patch embedding, nor a head that is the embedding."""

@@ -131,8 +131,9 @@ def tensor_shapes(files: dict[str, Path], *, any_dtype: bool, is_quantized: bool
         found = {name: _without_variants(name, entry) for name, entry in found.items() if not name.endswith(_UNREAD)}
     dtypes = {entry.dtype for name, entry in found.items() if not (is_quantized and _is_quantized(name, entry))}
     if not dtypes <= {"F32", "F16", "BF16"}:
+        other = next(name for name, entry in found.items() if entry.dtype in dtypes - {"F32", "F16", "BF16"})
         raise CheckpointError(
-            f"{folder}: tensors are stored as {', '.join(sorted(dtypes))}; only F32, F16 and BF16 are read. "
+            f"{folder}: tensors are stored as {', '.join(sorted(dtypes))} (such as {other}); only F32, F16 and BF16 are read. "
             "Quantized checkpoints can be served, not trained or converted: use the original one"
         )
     if len(dtypes) > 1 and not any_dtype:

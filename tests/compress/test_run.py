@@ -1,10 +1,12 @@
 """Compressing block by block: what each method gains, what a killed run leaves, what calibration reaches."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from saccade.compress import compress
 from saccade.compress.calibration import CalibrationConfig, load_batches
@@ -59,6 +61,18 @@ def test_memory_is_as_small_as_the_files(reports, checkpoint):
     assert after / before < report.ratio + 0.03
     assert report.bytes_before == (checkpoint / "model.safetensors").stat().st_size
     assert report.bytes_after == (folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_weights_that_are_not_finite_are_refused_by_name(checkpoint, tmp_path, name):
+    """In projections that are rounded, and in what is kept."""
+    shutil.copytree(checkpoint, tmp_path / "source")
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    tensors[name].view(-1)[3] = float("nan")
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"NaN or infinity in {name}"):
+        compress(tmp_path / "source", tmp_path / "out", scheme="w4a16-rtn", device="cpu")
+    assert not (tmp_path / "out").exists()
 
 
 TINY = [size for size in named_sizes() if size.endswith("/tiny")]

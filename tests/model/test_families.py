@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import json
+import shutil
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from model.hugging_face import CLASSES, CONVERSATIONS, Oracle
 
 from saccade.errors import CheckpointError, ConfigError
 from saccade.model import load_model, save_model
-from saccade.model.families import DEFAULT_FAMILY, VISION_LANGUAGE, named_size, named_sizes
+from saccade.model.families import DEFAULT_FAMILY, VISION_LANGUAGE, load_model_config, named_size, named_sizes
 from saccade.model.initialize import initialize_random
 from saccade.model.linear import checkpoint_shapes
 from saccade.model.vlm import VLM
@@ -45,6 +47,22 @@ def test_what_is_saved_is_what_was_loaded(made, tmp_path):
     again = load_model(tmp_path / "copy", device="cpu")
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def test_a_folder_that_says_only_what_is_no_default_loads_alike(family, made, tmp_path):
+    """As published folders are."""
+    shutil.copytree(made, tmp_path / "sparse")
+    raw, config_class = json.loads((made / "config.json").read_text()), CLASSES[family.model_type][0]
+    full = config_class.from_dict(copy.deepcopy(raw))
+    for part in ("vision_config", "text_config"):
+        default = type(getattr(full, part))().to_dict()
+        if part in raw:
+            said = {k: v for k, v in raw[part].items() if k == "model_type" or v != default.get(k, ...)}
+            assert part == "text_config" or len(said) < len(raw[part])
+            raw[part] = said
+    (tmp_path / "sparse" / "config.json").write_text(json.dumps(raw))
+    assert load_model_config(tmp_path / "sparse") == load_model_config(made)
+    assert Processor.load(tmp_path / "sparse").rules == Processor.load(made).rules
 
 
 @pytest.mark.parametrize("preset", ["W8A8", "W4A16"])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from saccade.processor.families.settings import read_settings, required_id
 from saccade.processor.image import Grid, ImageSettings, MediaLimits, Pixels, Resize, video_patches
@@ -22,6 +22,9 @@ _MAX_TIME_STEP = 2.0**20
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """See `VisionRules`."""
+
+    tower_patch_size: ClassVar[int] = 14
+    """Where `config.json` does not say it."""
 
     images: ImageSettings
     """Settings of images."""
@@ -40,7 +43,7 @@ class Rules:
     @classmethod
     def fields(cls, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         """What the files of a checkpoint folder say."""
-        images, videos = read_settings(folder, config, ImageSettings())
+        images, videos = read_settings(folder, config, ImageSettings(), cls.tower_patch_size)
         return {
             "images": images,
             "videos": videos,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from saccade.processor.families import qwen2_vl
 from saccade.processor.families.settings import preprocessor_config, read_settings, required_id
@@ -23,6 +23,8 @@ _VIDEO_PIXELS = 128 * 32 * 32, 768 * 32 * 32
 class Rules(qwen2_vl.Rules):
     """See `VisionRules`."""
 
+    tower_patch_size: ClassVar[int] = 16
+
     vision_start_id: int
     """Control token before a frame pair."""
     vision_end_id: int
@@ -33,7 +35,7 @@ class Rules(qwen2_vl.Rules):
     @classmethod
     def fields(cls, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         """What the files of a checkpoint folder say."""
-        images, videos = read_settings(folder, config, ImageSettings(), tower_patch_size=16)
+        images, videos = read_settings(folder, config, ImageSettings(), cls.tower_patch_size)
         described = preprocessor_config(folder, "video_preprocessor_config.json", "video_processor")
         if not described:
             videos = replace(images, min_pixels=_VIDEO_PIXELS[0], max_pixels=_VIDEO_PIXELS[1])

@@ -12,7 +12,7 @@ from saccade.processor.image import ImageSettings
 
 
 def read_settings(
-    folder: Path, config: Mapping[str, Any], images: ImageSettings, tower_patch_size: int = 14
+    folder: Path, config: Mapping[str, Any], images: ImageSettings, tower_patch_size: int
 ) -> tuple[ImageSettings, ImageSettings]:
     """Settings of images and of videos. `images`: the family's defaults, which those of images are for videos. `tower_patch_size`: of a tower
     whose config does not say it."""
