@@ -24,6 +24,7 @@ class Rules(qwen2_vl.Rules):
     """See `VisionRules`."""
 
     tower_patch_size: ClassVar[int] = 16
+    """Where `config.json` does not say it."""
 
     vision_start_id: int
     """Control token before a frame pair."""
