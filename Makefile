@@ -17,14 +17,16 @@ help:
 	@echo "make docs         the documentation site in site/; warnings are errors"
 	@echo "make clean        remove the environment and caches"
 
-# torch comes first and pinned: pip then takes a CPU wheel where one is at hand, and nothing later pulls another build.
-# setuptools beside it: without it pip makes an environment of its own to build ours.
+# Every package is pinned, so two pips install them in parallel and resolve nothing; the last one resolves, with everything at hand but triton.
+# Python 3.11's own pip takes twice as long as this one. setuptools is among the pins: without it pip makes an environment to build ours.
 # Without --no-compile pip compiles every module of every package for 40 s; most are never imported, the others are compiled then.
+PIP := $(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "saccade needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch setuptools
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) pip==26.3
+	sed '/^# The documentation/,$$d; /^#/d' constraints.txt | sort -r | xargs -P 2 -n 30 $(PIP) --no-deps --ignore-installed
+	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $(READY)
 
 # The quickstart has an environment of its own, without what only developers need.
