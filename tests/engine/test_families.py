@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine.making_adapters import write_adapters
 from engine.tiny import make_core, plain, request_of, run_all
-from model.hugging_face import CONVERSATIONS, FAMILIES, SHAPES, Oracle, make_checkpoint, picture
+from model.hugging_face import CONVERSATIONS, ONE_PER_FAMILY, SHAPES, Oracle, make_checkpoint, picture
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
 from saccade.model import generate, load_model
@@ -20,7 +20,7 @@ SETTINGS = EngineConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[SHAPES[0], *FAMILIES], ids=lambda shape: shape.name)
+@pytest.fixture(scope="module", params=[SHAPES[0], *ONE_PER_FAMILY], ids=lambda shape: shape.name)
 def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("families") / "checkpoint", request.param)
 

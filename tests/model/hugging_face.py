@@ -115,6 +115,12 @@ FAMILIES = [
 ]
 """These shapes as parameters of tests; two of each family are slow variants."""
 
+ONE_PER_FAMILY = [
+    pytest.param(*shape.values, id=shape.id, marks=[pytest.mark.slow] * (number % 4 > 0))
+    for number, shape in enumerate(FAMILIES)
+]
+"""The same where the model is not what is tested: three of each family are slow variants."""
+
 
 def words() -> tuple[TextFiles, dict[str, int]]:
     """The byte tokenizer with vision tokens, and the vision tokens' ids."""

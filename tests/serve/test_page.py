@@ -41,7 +41,18 @@ STOP_AT_FIRST_TEXT = """() => new MutationObserver((_, observer) => {
 def browser():
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = driver.chromium.launch(
+            executable_path=BROWSER,
+            args=[
+                "--no-sandbox",
+                "--disable-dev-shm-usage",
+                "--disable-gpu",
+                "--disable-software-rasterizer",
+                "--in-process-gpu",
+                "--renderer-process-limit=1",
+                "--disable-site-isolation-trials",
+            ],
+        )
         yield browser
         browser.close()
 

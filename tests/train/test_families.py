@@ -6,7 +6,7 @@ from closeness import assert_close
 from model import llava_onevision
 from model.hugging_face import (
     CONVERSATIONS,
-    FAMILIES,
+    ONE_PER_FAMILY,
     SHAPES,
     Oracle,
     answer,
@@ -29,7 +29,7 @@ ROUNDING = 1e-6
 """Gradients below this, relative to the largest, are zero but for rounding."""
 
 
-@pytest.fixture(scope="module", params=[SHAPES[0], *FAMILIES], ids=lambda shape: shape.name)
+@pytest.fixture(scope="module", params=[SHAPES[0], *ONE_PER_FAMILY], ids=lambda shape: shape.name)
 def folder(request, tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("families") / "checkpoint", request.param)
 

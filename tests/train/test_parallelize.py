@@ -28,10 +28,9 @@ from saccade.train.parallelize import choose_strategy, parallelize, trainable_ta
 from saccade.train.stages import train
 from saccade.world import World
 
-VARIANTS = {
-    "fsdp": ["stages.0.steps=10"],
+VARIANTS = {  # hsdp has a test of its own, on four ranks
+    "fsdp": ["stages.0.steps=5"],
     "ddp": ["parallel.strategy=ddp", "stages.0.steps=3"],
-    "hsdp": ["parallel.strategy=hsdp", "parallel.shard_size=1", "stages.0.steps=3"],
     "zero2": ["parallel.reshard_after_forward=false", "parallel.recompute_language=full", "stages.0.steps=3"],
     "zero1": ["parallel.reshard_after_forward=false", "parallel.reduce_each_micro_batch=false", "stages.0.steps=3"],
     "offload": ["parallel.offload=true", "parallel.recompute_vision=full", "parallel.strategy=fsdp", "stages.0.steps=3"],
@@ -52,7 +51,7 @@ def run_root(tmp_path_factory):
     rows = ["stages.0.data.global_batch_size=3"]
     train(read_recipe(recipe("one"), "stages.0.steps=10", *rows), device="cpu")
     train(read_recipe(recipe("mixed-one", mixed), "stages.0.steps=4", "stages.0.data.max_seq_len=120"), device="cpu")
-    train(read_recipe(recipe("one-then-two"), "stages.0.steps=4", *rows), device="cpu")
+    train(read_recipe(recipe("one-then-two"), "stages.0.steps=3", *rows), device="cpu")
     named = ["guard.max_grad_norm=1e-9", "guard.max_skips=1000", "stages.0.schedule.warmup_steps=2", *rows]
     train(read_recipe(recipe("named-one-then-two"), "stages.0.steps=2", *named), device="cpu")
     jobs = [{"world": str(folder / "world.json")}]
@@ -60,13 +59,13 @@ def run_root(tmp_path_factory):
     jobs += [
         {"recipe": str(recipe("mixed-two", mixed)), "set": ["stages.0.steps=4", "stages.0.data.max_seq_len=120"]},
         {"recipe": str(recipe("mixed-ddp", mixed)), "set": ["stages.0.steps=4", "stages.0.data.max_seq_len=120", "parallel.strategy=ddp"]},
-        {"recipe": str(recipe("one-then-two")), "set": ["stages.0.steps=7", *rows]},
-        {"recipe": str(recipe("two-then-one")), "set": ["stages.0.steps=4", *rows]},
+        {"recipe": str(recipe("one-then-two")), "set": ["stages.0.steps=5", *rows]},
+        {"recipe": str(recipe("two-then-one")), "set": ["stages.0.steps=3", *rows]},
         {"recipe": str(recipe("named-two")), "set": ["stages.0.steps=4", *named]},
         {"recipe": str(folder / "named-one-then-two.toml"), "set": ["stages.0.steps=4", *named]},
     ]  # fmt: skip
     run_together(jobs, folder, num_ranks=2)
-    train(read_recipe(folder / "two-then-one.toml", "stages.0.steps=7", *rows), device="cpu")
+    train(read_recipe(folder / "two-then-one.toml", "stages.0.steps=5", *rows), device="cpu")
     return folder
 
 
@@ -86,6 +85,8 @@ def test_hsdp_on_a_2_x_2_mesh_computes_the_losses_of_a_single_device(run_root, t
     hsdp = [*settings, "parallel.strategy=hsdp", "parallel.shard_size=2"]
     run_together([{"recipe": str(recipes["hsdp"]), "set": hsdp}], tmp_path, num_ranks=4)
     assert losses(tmp_path / "hsdp") == pytest.approx(losses(tmp_path / "single"), abs=1e-5)
+    norms = [records(tmp_path / name)[3]["grad_norm"] for name in recipes]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     exported = [load_file(tmp_path / name / "checkpoints/step-00000003/model.safetensors") for name in recipes]
     for name, tensor in exported[0].items():
         assert torch.allclose(tensor, exported[1][name], atol=1e-4), name
@@ -103,7 +104,7 @@ def test_two_ranks_compute_the_losses_of_one(run_root, name):
     assert len(single) == 10
     assert single[0] > single[-1] + 0.5, "it learns"
     many = losses(run_root / name)
-    assert len(many) == (10 if name == "fsdp" else 3)
+    assert len(many) == (5 if name == "fsdp" else 3)
     assert many == pytest.approx(single[: len(many)], abs=1e-5)
     norms = [(records(run_root / run)[3]["grad_norm"]) for run in (name, "one")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
@@ -125,7 +126,7 @@ def test_those_ranks_do_have_micro_batches_with_and_without_images(run_root):
 
 @pytest.mark.parametrize("name", ["one-then-two", "two-then-one"])
 def test_a_run_resumes_on_another_number_of_ranks(run_root, name):
-    assert losses(run_root / name) == pytest.approx(losses(run_root / "one")[:7], abs=1e-6)
+    assert losses(run_root / name) == pytest.approx(losses(run_root / "one")[:5], abs=1e-6)
 
 
 def test_another_number_of_ranks_sees_the_same_samples(run_root):
