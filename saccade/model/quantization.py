@@ -41,7 +41,7 @@ class Scheme:
     has_input_zero_point: bool = False
     """int8: they have a zero point from calibration as well (asymmetric)."""
     has_group_index: bool = False
-    """int4: the group of every input is stored (GPTQ with `desc_act`); otherwise a group is `group_size` inputs in a row."""
+    """int4: the group of every input is stored (GPTQ, in any order with `desc_act`); otherwise a group is `group_size` inputs in a row."""
     layout: Literal["compressed-tensors", "gptq", "gptq_v2", "awq"] = "compressed-tensors"
     """int4: how values and zero points are packed, and what their tensors are called."""
 
@@ -88,8 +88,10 @@ def parse_quantization(raw: Mapping[str, Any], names: Iterable[str] = ()) -> Qua
     if config is None:
         return None
     if isinstance(config, dict) and config.get("quant_method") in ("gptq", "awq"):
+        names = tuple(names)
         layers = tuple(name.removesuffix(".qweight") for name in names if name.endswith(".qweight"))
-        return QuantizationConfig(((layers, _parse_transposed(config)),), ())
+        has_group_index = any(name.endswith(".g_idx") for name in names)
+        return QuantizationConfig(((layers, _parse_transposed(config, has_group_index=has_group_index)),), ())
     if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
         method = config.get("quant_method") if isinstance(config, dict) else config
         raise _refused(f"quant_method {method!r}", "'compressed-tensors', 'gptq' and 'awq' are")
@@ -124,7 +126,7 @@ def kv_cache_form(raw: Mapping[str, Any]) -> KVCacheForm | None:
     return forms[kind]
 
 
-def _parse_transposed(config: Mapping[str, Any]) -> Scheme:
+def _parse_transposed(config: Mapping[str, Any], *, has_group_index: bool) -> Scheme:
     """The scheme of a folder of AutoGPTQ, GPTQModel or AutoAWQ."""
     method, bits = config["quant_method"], config.get("bits", config.get("w_bit"))
     size = config.get("group_size", config.get("q_group_size", 128))
@@ -135,8 +137,8 @@ def _parse_transposed(config: Mapping[str, Any]) -> Scheme:
     if str(stated).lower() not in layouts:
         raise _refused(f"{method} in the format {stated!r}", "gptq, gptq_v2 and gemm are")
     group_size, layout = None if size == -1 else size, layouts[str(stated).lower()]
-    has_group_index = bool(config.get("desc_act")) and group_size is not None and layout != "awq"
-    return Scheme("int4", group_size, is_symmetric=False, has_group_index=has_group_index, layout=layout)
+    is_stored = has_group_index and group_size is not None
+    return Scheme("int4", group_size, is_symmetric=False, has_group_index=is_stored, layout=layout)
 
 
 def _parse_group(name: str, group: Any, default_format: Any) -> tuple[tuple[str, ...], Scheme]:

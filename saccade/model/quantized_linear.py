@@ -252,6 +252,8 @@ class Linear4bit(QuantizedLinear):
             if not scheme.is_symmetric:
                 zeros = torch.empty(-(-out_features // 8), num_scales, dtype=torch.int32)
                 self.weight_zero_point = nn.Parameter(zeros, requires_grad=False)
+        self._is_reordered = False
+        """Whether the stored groups of inputs are in another order than the inputs."""
         self._waiting: dict[str, Tensor] = {}
         """Tensors that are loaded together: the weight, and the groups of its inputs."""
 
@@ -290,7 +292,9 @@ class Linear4bit(QuantizedLinear):
         sizes = torch.bincount(groups_D.long().clamp_min(0), minlength=self._stored[1] // self._group)
         if int(groups_D.min()) < 0 or not bool((sizes == self._group).all()):
             raise CheckpointError(f"g_idx: the inputs of a layer do not form groups of {self._group}. Copy the checkpoint again, or quantize without desc_act")  # fmt: skip
-        return torch.argsort(groups_D, stable=True).to(torch.int32)
+        order_D = torch.argsort(groups_D, stable=True).to(torch.int32)
+        self._is_reordered = not bool((order_D.diff() == 1).all())
+        return order_D
 
     def _in_memory(self, name: str, tensor: Tensor) -> Tensor:
         if name != "bias" and self.scheme.layout != "compressed-tensors":
@@ -299,7 +303,7 @@ class Linear4bit(QuantizedLinear):
             return self._input_order(tensor)
         if name == "weight_packed":
             values = unpack_int4(tensor, self._stored[1])
-            if self.weight_g_idx is not None:
+            if self.weight_g_idx is not None and self._is_reordered:
                 values = values.index_select(1, self.weight_g_idx)
             return interleave_int4(pack_int4(self._pad(values, self._num_inputs)))
         if name == "weight_scale":
@@ -312,7 +316,7 @@ class Linear4bit(QuantizedLinear):
     def linear(self, x: Tensor) -> Tensor:
         """See `Projection`."""
         x_TD = x.flatten(0, -2)
-        if self.weight_g_idx is not None:
+        if self.weight_g_idx is not None and self._is_reordered:
             x_TD = x_TD.index_select(1, self.weight_g_idx)
         if self._num_inputs != x_TD.shape[1]:
             x_TD = F.pad(x_TD, (0, self._num_inputs - x_TD.shape[1]))
@@ -346,7 +350,9 @@ class Linear4bit(QuantizedLinear):
         if not _are_equal(parts, "weight_g_idx"):
             return None
         outputs = sum(part.out_features for part in parts)
-        return cls(parts[0].in_features, outputs, parts[0].scheme, bias=parts[0].bias is not None)
+        whole = cls(parts[0].in_features, outputs, parts[0].scheme, bias=parts[0].bias is not None)
+        whole._is_reordered = parts[0]._is_reordered
+        return whole
 
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

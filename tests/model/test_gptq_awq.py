@@ -108,7 +108,9 @@ def write_config(folder, quantization):
 def test_logits_are_those_of_the_weights_that_are_meant(folders, source):
     inputs = Processor.load(source)([[{"role": "user", "content": "Hello, who are you?"}]])
     models = [load_model(folder, device="cpu", dtype="fp32") for folder in folders]
-    assert sum(isinstance(module, Linear4bit) for module in models[0].modules()) >= 14
+    layers = [module for module in models[0].modules() if isinstance(module, Linear4bit)]
+    assert len(layers) >= 14
+    assert {layer._is_reordered for layer in layers} == {"desc_act" in str(folders[0]) or "actorder" in str(folders[0])}
     with torch.no_grad():
         ours, expected = (model(inputs) for model in models)
     assert (ours - expected).norm() / expected.norm() < 1e-5
