@@ -1,4 +1,5 @@
-"""Measure compression on a trained model: methods against rounding to nearest, what calibration data is worth, mixed schemes against uniform ones.
+"""Measure compression on a trained model: methods against rounding to nearest, what calibration data is worth, forms of activations and of the
+KV cache, mixed schemes against uniform ones.
 
     saccade quickstart --no-serve --dir quickstart
     python -m bench.compress quickstart/run/checkpoints/step-00001000 --calibration quickstart/shards/train --held-out quickstart/shards/held-out
@@ -8,14 +9,17 @@ equal tokens. It ends with a list of statements, each of which must hold; exit s
 """
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 from saccade.compress import compress
 from saccade.compress.calibration import CalibrationConfig, load_batches
@@ -26,7 +30,11 @@ from saccade.compress.source import Source
 from saccade.compress.verify import Fidelity, Reference
 from saccade.device import resolve_device
 from saccade.errors import ConfigError
+from saccade.kernels.attention import attention
+from saccade.kernels.paged_attention import quantize_rows_reference
 from saccade.model import load_model
+from saccade.model.attention import PackedAttention
+from saccade.model.weights import read_tensors, tensor_files
 from saccade.processor import Processor
 
 NOISE = 1e-5
@@ -88,8 +96,77 @@ def compare_methods(bench: Bench) -> dict[str, dict[str, Any]]:
     return found
 
 
-def compare_calibration(bench: Bench) -> dict[str, dict[str, Any]]:
-    """GPTQ and AWQ calibrated on samples as they are, without images, on random tokens; and with image tokens weighted."""
+def compare_activations(bench: Bench) -> dict[str, float]:
+    """int8 with a scale per token, with one per layer, and with a zero point as well."""
+    forms: dict[str, dict[str, bool]] = {
+        "per token": {},
+        "per layer": {"static": True},
+        "per layer, asymmetric": {"static": True, "symmetric": False},
+    }
+    found = {}
+    print(f"\n{'int8 activations':<24}{'KL':>12}")
+    for name, settings in forms.items():
+        rules = [replace(rule, **settings) for rule in BUILT_IN["int8"].rules]
+        found[name] = bench.run(Scheme(name=name, rules=tuple(rules)))[1].kl
+        print(f"{name:<24}{found[name]:>12.2e}", flush=True)
+    return found
+
+
+def compare_kv_caches(bench: Bench) -> dict[str, float]:
+    """The original with keys and values in 8 bits: a scale per token and head, as the engine has them, and one per layer, as others do."""
+    found = {}
+    print(f"\n{'KV cache':<24}{'KL':>12}")
+    with tempfile.TemporaryDirectory() as folder:
+        for form, dtype in (("fp8", torch.float8_e4m3fn), ("int8", torch.int8)):
+            out = Path(folder) / form
+            scheme = replace(BUILT_IN["int8-rtn"], kv_cache=form)
+            compress(bench.checkpoint, out, scheme=scheme, calibration=bench.calibration, device=bench.device)
+            scales = {
+                name: float(tensor)
+                for name, tensor in read_tensors(tensor_files(out), tensor_files(out), torch.device("cpu"))
+                if name.endswith(("k_scale", "v_scale"))
+            }
+            for kind, own in (("token and head", None), ("layer", scales)):
+                attention = functools.partial(RoundedAttention, dtype, own)
+                with mock.patch("saccade.model.vlm.PackedAttention", attention):
+                    found[f"{form} per {kind}"] = bench.reference.compare(bench.model).kl
+                print(f"{form + ' per ' + kind:<24}{found[f'{form} per {kind}']:>12.2e}", flush=True)
+    return found
+
+
+class RoundedAttention(PackedAttention):
+    """Attention to keys and values as an 8-bit KV cache gives them back."""
+
+    def __init__(self, dtype: torch.dtype, scales: dict[str, float] | None, *args: Any) -> None:
+        """`scales`: of every layer, by the names of their tensors; None: one for every token and head."""
+        super().__init__(*args)
+        self._dtype, self._scales = dtype, scales
+
+    def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
+        """See `PackedAttention`."""
+        q_THK, k_TGK = self.rotate(q_THK, k_TGK)
+        rows = [self._rounded(layer, name, x) for name, x in (("k", k_TGK), ("v", v_TGK))]
+        return attention(
+            q_THK, *rows, self._cu_seqlens, self._cu_seqlens, max_seqlen_q=self._max_seqlen, max_seqlen_k=self._max_seqlen,
+            causal=True, window=self._window,
+        )  # fmt: skip
+
+    def _rounded(self, layer: int, name: str, x_TGK: Tensor) -> Tensor:
+        if self._scales is None:
+            values, scale_TG = quantize_rows_reference(x_TGK, self._dtype)
+            return (values.float() * scale_TG.unsqueeze(-1)).to(x_TGK.dtype)
+        [scale] = [one for key, one in self._scales.items() if key.endswith(f".{layer}.self_attn.{name}_scale")]
+        lowest, highest = (-448, 448) if self._dtype == torch.float8_e4m3fn else (-128, 127)
+        scaled = (x_TGK.float() / scale).clamp(lowest, highest)
+        values = scaled.round() if self._dtype == torch.int8 else scaled
+        return (values.to(self._dtype).float() * scale).to(x_TGK.dtype)
+
+
+def compare_calibration(bench: Bench, num_draws: int) -> dict[str, dict[str, Any]]:
+    """GPTQ and AWQ calibrated on samples as they are, without images, on random tokens; and with image tokens weighted.
+
+    Means over several draws of samples: they differ from each other by a third.
+    """
     variants = {
         "images": bench.calibration,
         "images, balanced": replace(bench.calibration, image_weight="balanced"),
@@ -99,9 +176,12 @@ def compare_calibration(bench: Bench) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     print(f"\n{'calibration':<20}{'GPTQ KL':>12}{'AWQ KL':>12}")
     for name, calibration in variants.items():
-        kl = {method: bench.run(BUILT_IN[f"w4a16-{method}"], calibration)[1].kl for method in ("gptq", "awq")}
-        found[name] = kl
-        print(f"{name:<20}{kl['gptq']:>12.2e}{kl['awq']:>12.2e}")
+        draws = [replace(calibration, seed=calibration.seed + number) for number in range(num_draws)]
+        found[name] = kl = {
+            method: sum(bench.run(BUILT_IN[f"w4a16-{method}"], draw)[1].kl for draw in draws) / num_draws
+            for method in ("gptq", "awq")
+        }
+        print(f"{name:<20}{kl['gptq']:>12.2e}{kl['awq']:>12.2e}", flush=True)
     return found
 
 
@@ -148,6 +228,9 @@ def main() -> None:
     parser.add_argument("--held-out", required=True)
     parser.add_argument("--num-samples", type=int, default=128)
     parser.add_argument("--num-held-out", type=int, default=128)
+    parser.add_argument(
+        "--num-draws", type=int, default=3, help="draws of samples that calibration data is compared on"
+    )
     parser.add_argument("--group-size", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
@@ -158,7 +241,8 @@ def main() -> None:
         options.checkpoint, calibration, options.held_out, options.num_held_out, options.device, options.group_size
     )
     methods = compare_methods(bench)
-    kinds = compare_calibration(bench)
+    kinds = compare_calibration(bench, options.num_draws)
+    activations, kv_caches = compare_activations(bench), compare_kv_caches(bench)
     mixed = compare_mixed(bench, methods)
     found = statements(methods, kinds, mixed)
     print()
@@ -166,7 +250,16 @@ def main() -> None:
         print(f"{'yes' if holds else 'NO ':<4}{statement}")
     if options.json is not None:
         options.json.write_text(
-            json.dumps({"methods": methods, "calibration": kinds, "mixed": mixed, "statements": found})
+            json.dumps(
+                {
+                    "methods": methods,
+                    "calibration": kinds,
+                    "activations": activations,
+                    "kv_caches": kv_caches,
+                    "mixed": mixed,
+                    "statements": found,
+                }
+            )
         )
     sys.exit(not all(found.values()))
 
