@@ -6,10 +6,8 @@ few tokens instead and prints the best per layer as JSON; `--out` keeps all numb
 """
 
 import argparse
-import functools
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from itertools import cycle, product
@@ -20,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.kernels.timing import Row, Work, failed, graph_ms, measured_ceilings, row
 from saccade.kernels import launch, quant_linear, small_linear, small_quant_linear
 from saccade.kernels.quant_linear import (
     Tiles,
@@ -100,9 +99,14 @@ def quantized(kind: str, weight: Tensor) -> tuple[Tensor, ...]:
     return values, scale.float()
 
 
+def random(*shape: int) -> Tensor:
+    """Drawn on the CPU: torch 2.11 refused to draw on the GPU between captures."""
+    return torch.randn(shape).to(DEVICE, torch.bfloat16)
+
+
 def random_weight(layer: str) -> Tensor:
     """A weight of the layer's shape."""
-    return torch.randn(LAYERS[layer], device=DEVICE, dtype=torch.bfloat16) * 0.02
+    return random(*LAYERS[layer]) * 0.02
 
 
 def cold_copies(one: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
@@ -117,7 +121,7 @@ def cases(layer: str, kinds: tuple[str, ...], num_tokens: tuple[int, ...]) -> It
     for kind in kinds:
         copies = cold_copies(quantized(kind, weight))
         for count in num_tokens:
-            x = torch.randn(count, LAYERS[layer][1], device=DEVICE, dtype=torch.bfloat16)
+            x = random(count, LAYERS[layer][1])
             bits = EIGHT_BITS.get(kind)
             yield Case(kind, layer, x, (x,) if bits is None else quantize_activation_reference(x, bits), copies)
 
@@ -127,37 +131,10 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
     return ((actual.float() - expected.float()).square().mean() / expected.float().square().mean()).sqrt().item()
 
 
-@functools.cache
-def _capture() -> tuple[torch.cuda.Stream, Any]:
-    """One stream (the counters of splits are per stream) and one memory pool for all graphs."""
-    return torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-
-
-def graph_us(run: Callable[[], object], *, repeats: int, replays: int = 5) -> float:
-    """Median microseconds of one `run` among `repeats` in a replayed CUDA graph. (`torch.cuda.graph` collects garbage at each capture.)"""
-    (stream, pool), graph, times = _capture(), torch.cuda.CUDAGraph(), []
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        run()
-        graph.capture_begin(pool=pool)
-        for _ in range(repeats):
-            run()
-        graph.capture_end()
-        graph.replay()
-        for _ in range(replays):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times) / repeats * 1e3
-
-
 def time_over(copies: list[Any], run: Callable[[Any], object]) -> float:
     """Microseconds of `run` on one copy, taking turns."""
     turns = cycle(copies)
-    return graph_us(lambda: run(next(turns)), repeats=len(copies))
+    return graph_ms(lambda: run(next(turns)), repeats=len(copies), replays=5) * 1e3
 
 
 def measure(case: Case, run: Callable[[tuple[Tensor, ...]], Tensor], expected: Tensor, **labels: object) -> Result:
@@ -221,12 +198,28 @@ def show_layers(results: list[Result]) -> None:
             print(f"failed: {r}")
 
 
+def rows() -> Iterator[Row]:
+    """The same for `saccade bench kernels`: bytes of weight, tokens and outputs count up to 64 tokens, then floating-point operations."""
+    measured_ceilings()
+    with torch.no_grad():
+        for r in compare_layers(list(LAYERS)):
+            num_outputs, num_inputs = LAYERS[r["layer"]]
+            op, shape = f"linear {r['kind']}", f"{r['layer']} {r['tokens']} x {num_inputs} -> {num_outputs}"
+            if "us" not in r:
+                yield failed(op, shape, r["path"], RuntimeError(r["failed"]))
+                continue
+            weight = {"bf16": 2.0, "int4": 0.5}.get(r["kind"], 1.0) * num_inputs * num_outputs
+            moved = Work(weight + r["tokens"] * (num_inputs * (1 if r["kind"] in EIGHT_BITS else 2) + num_outputs * 2))
+            work = moved if r["tokens"] <= 64 else Work(flops=2 * r["tokens"] * num_inputs * num_outputs)
+            yield row(op, shape, r["path"], r["us"] / 1e3, work)
+
+
 class Block:
     """The projections of one decoder block in one kind, with norms and activation, as the model runs them."""
 
     def __init__(self, kind: str, weights: dict[str, tuple[Tensor, ...]]) -> None:
         self.kind, self.weights = kind, weights
-        self.bias = torch.randn(LAYERS["qkv"][0], device=DEVICE, dtype=torch.bfloat16)
+        self.bias = random(LAYERS["qkv"][0])
         self.gain = torch.ones(HIDDEN, device=DEVICE, dtype=torch.bfloat16)
 
     def normed(self, layer: str, x: Tensor, residual: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -276,7 +269,7 @@ def compare_blocks(kinds: tuple[str, ...]) -> list[Result]:
             for _ in range(math.ceil(COLD_BYTES / size) + 2)
         ]
         for count in BLOCK_TOKENS:
-            x, residual = (torch.randn(count, HIDDEN, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+            x, residual = (random(count, HIDDEN) for _ in range(2))
 
             def run(block: Block, x: Tensor = x, residual: Tensor = residual) -> object:
                 return block.run(x, residual)
@@ -303,9 +296,9 @@ def compare_steps() -> list[Result]:
     """The steps between the products: norm and activation alone, and with quantization."""
     results = []
     for count in (1, 16, 256):
-        x, residual = (torch.randn(count, HIDDEN, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+        x, residual = (random(count, HIDDEN) for _ in range(2))
         gain = torch.ones(HIDDEN, device=DEVICE, dtype=torch.bfloat16)
-        gate, up = torch.randn(count, LAYERS["gate and up"][0], device=DEVICE, dtype=torch.bfloat16).chunk(2, dim=1)
+        gate, up = random(count, LAYERS["gate and up"][0]).chunk(2, dim=1)
         steps: dict[str, Callable[[], object]] = {
             "norm": lambda x=x, residual=residual, gain=gain: add_rms_norm(x, residual, gain, EPS),
             "norm, quantized": lambda x=x, residual=residual, gain=gain: add_rms_norm_quant(x, residual, gain, EPS, FP8),
@@ -316,7 +309,7 @@ def compare_steps() -> list[Result]:
         }  # fmt: skip
         with torch.no_grad():
             results += [
-                {"step": name, "tokens": count, "us": round(graph_us(run, repeats=40), 2)}
+                {"step": name, "tokens": count, "us": round(graph_ms(run, repeats=40, replays=5) * 1e3, 2)}
                 for name, run in steps.items()
             ]
     return results
@@ -385,7 +378,7 @@ def small_candidates(case: Case) -> Iterator[tuple[str, Callable[[tuple[Tensor, 
 
 def fused_candidates(case: Case) -> Iterator[tuple[str, Callable[[tuple[Tensor, ...]], Tensor]]]:
     """The 4-bit kernel with the norm or the activation in it, and in parts. Not checked here (tests/kernels/test_small_quant_linear.py does)."""
-    x, other = case.x, torch.randn_like(case.x)
+    x, other = case.x, random(*case.x.shape)
     gain = torch.ones(x.shape[1], device=DEVICE, dtype=x.dtype)
     for block_n, warps in SMALL_TILES["int4"][LAYERS[case.layer][1] > 4096]:
         options: dict[str, Any] = {"tiles": small_quant_linear.Tiles(block_n, warps)}
@@ -448,7 +441,7 @@ def compile_all(layers: list[str]) -> None:
         for layer, kind in product(layers, KINDS[1:]):
             weight = quantized(kind, random_weight(layer))
             for count in TOKENS:
-                x = torch.randn(count, LAYERS[layer][1], device=DEVICE, dtype=torch.bfloat16)
+                x = random(count, LAYERS[layer][1])
                 bits = EIGHT_BITS.get(kind)
                 rows = (x,) if bits is None else quantize_activation_reference(x, bits)
                 case = Case(kind, layer, x, rows, [weight])

@@ -55,8 +55,11 @@ def _event_ms(run: Callable[[], object]) -> float:
 
 
 def graph_ms(run: Callable[[], object], *, repeats: int = 20, replays: int = 15) -> float:
-    """Median time of one `run` among `repeats` in a replayed CUDA graph: no launch cost, L2 warm. For decode-sized work."""
-    stream = torch.cuda.Stream()
+    """Median time of one `run` among `repeats` in a replayed CUDA graph: no launch cost, L2 warm. For decode-sized work.
+
+    Always on the same streams: kernels keep counters per stream, for 32 of them.
+    """
+    stream = _own_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):

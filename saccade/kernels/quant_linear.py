@@ -304,11 +304,8 @@ def _w8a8_kernel(
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """One tile of outputs over one split of the inputs. EVEN: BLOCK_D divides D."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
     t, n = _tile_of_program(T, N, BLOCK_T, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     is_token = (t < T)[:, None]
@@ -326,8 +323,6 @@ def _w8a8_kernel(
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.int32 if IS_INT else tl.float32)
     else:
         total = tl.zeros([BLOCK_T, BLOCK_N], tl.int32 if IS_INT else tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     for start in range(first, end, BLOCK_D):
         if EVEN:
             x_tile = tl.load(x_rows + start, mask=is_token, other=0.0)
@@ -489,15 +484,12 @@ def _w4a16_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """One tile of outputs over one split of the inputs, 128 inputs (16 words per output) a step.
 
     Weights are the left operand and outputs are transposed: Hopper's wgmma takes its left operand from registers, where the nibbles
     are unpacked, but its right one only from shared memory. 2.6 instructions per weight at 16 tokens in all.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
     t, n = _tile_of_program(T, N, BLOCK_T, BLOCK_N)
     GROUPS: tl.constexpr = 128 // GROUP if GROUP < 128 else 1  # groups within a step
     SIZE: tl.constexpr = 128 // GROUPS  # inputs of one of them
@@ -511,8 +503,6 @@ def _w4a16_kernel(
     end = steps * (tl.program_id(1) + 1) // tl.num_programs(1)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     scale, zero_words = _load_group(weight_scale, zero_point, n_read, first * 128 // GROUP, Z, HAS_ZERO)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     for step in range(first, end):
         tile = tl.load(word_rows + step * 16)
         for g in tl.static_range(GROUPS):
@@ -584,45 +574,61 @@ class Tiles:
     """Splits of the inputs are added until the GPU has this many programs."""
 
 
-# 8 bits: (maximum number of tokens, more than 8192 outputs) -> tiles. Measured on an H200 at the 3B shapes, CUDA-graph replays with cold weights (tune_serving.py,
-# 2026-11-15), at 1 / 16 / 64 tokens in us: int8 down (2048 x 11008) 9.6 / 10.3 / 15.6, gate and up (22016 x 2048) 14.6 / 15.3 / 16.5;
-# fp8 10.3 / 10.8 / 14.9 and 14.6 / 14.8 / 16.4; torch in bf16 17.0 / 17.6 / 17.5 and 27.1 / 26.8 / 28.9.
-# 17-32 tokens, and from 128 on: not measured.
-_W8A8_TILES: dict[tuple[int, bool], Tiles] = {
-    (16, False): Tiles(block_t=16, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
-    (16, True): Tiles(block_t=16, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
-    (32, False): Tiles(block_t=32, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
-    (32, True): Tiles(block_t=32, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
-    (64, False): Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
-    (64, True): Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
-    (128, False): Tiles(block_t=128, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
-    (128, True): Tiles(block_t=128, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
-    (2**62, False): Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
-    (2**62, True): Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
+# Measured on an H200 at the 3B shapes, CUDA-graph replays with cold weights (bench/kernels/quant_linear.py, 2026-11-16). The kernels below do not start
+# early (programmatic dependent launch): the programs of the next launch then fill multiprocessors unevenly, and one wave of splits takes
+# as long as its fullest multiprocessor. With it int8 down (11008 -> 2048) went from 0.57 to 0.69 of bf16 at 16 tokens and from 0.82 to 1.05 at 64.
+
+# 8 bits: maximum number of tokens -> tiles. At 16 / 64 tokens in us: int8 down 10.6 / 15.4, gate and up
+# (2048 -> 22016) 15.2 / 16.6; fp8 11.0 / 14.8 and 15.5 / 16.8; torch in bf16 18.5 / 18.8 and 27.4 / 28.8.
+_W8A8_TILES: dict[int, Tiles] = {
+    16: Tiles(block_t=16, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
+    32: Tiles(block_t=32, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
+    64: Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
+    128: Tiles(block_t=128, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
+    2**62: Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
 }
-# 4 bits: (maximum number of tokens, more than 8192 outputs) -> tiles.
-_W4A16_TILES: dict[tuple[int, bool], Tiles] = {
-    (16, False): Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=6, programs_per_sm=4),
-    (16, True): Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=6, programs_per_sm=4),
-    (32, False): Tiles(block_t=32, block_n=64, block_d=128, num_warps=4, num_stages=5, programs_per_sm=2),
-    (32, True): Tiles(block_t=32, block_n=128, block_d=128, num_warps=4, num_stages=5, programs_per_sm=3),
-    (64, False): Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
-    (64, True): Tiles(block_t=64, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=2),
-    (2**62, False): Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
-    (2**62, True): Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
+_LARGE_W4A16 = Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1)
+# 4 bits: more than 8192 outputs -> maximum number of tokens -> tiles. At 16 / 64 tokens, before the last change of kernel and tiles: down
+# 12.1 / 24.3 us, gate and up 14.6 / 24.4.
+_W4A16_TILES: dict[bool, dict[int, Tiles]] = {
+    False: {
+        16: Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=6, programs_per_sm=4),
+        32: Tiles(block_t=32, block_n=64, block_d=128, num_warps=4, num_stages=5, programs_per_sm=2),
+        64: Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
+        2**62: _LARGE_W4A16,
+    },
+    True: {
+        16: Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=6, programs_per_sm=4),
+        32: Tiles(block_t=32, block_n=128, block_d=128, num_warps=4, num_stages=5, programs_per_sm=3),
+        64: Tiles(block_t=64, block_n=128, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
+        2**62: _LARGE_W4A16,
+    },
 }
 _W4A16_FP32_TILES = Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=1, programs_per_sm=2)
 """fp32 tokens have no matrix unit and four bytes: larger tiles need more shared memory than there is. For tests alone."""
 _MIN_STEPS = 4
 """Steps along the inputs that are worth a split of their own."""
-_LIBRARY_FROM_TOKENS = {torch.int8: 2**62, torch.float8_e4m3fn: 128, torch.int32: 256}
-"""By the weight's dtype (int32: 4 bits): number of tokens from which torch's matmul (after unpacking 4 bits) is preferred.
-int8 stays with ours: torch's writes int32 sums, 6 more bytes per output."""
+_ANY = 2**62
+# By the weight's dtype (int32: 4 bits) and shape, the range of tokens in which torch's matmul is faster (after unpacking 4 bits). Ours / torch's in us:
+# int8 qkv (2048 -> 2560) 6.8 / 8.2 at 32 tokens, 10.2 / 8.3 at 64, 15.9 / 12.2 at 256, 32.4 / 39.4 at 2048, gate and up 36.1 / 49.6 at 256;
+# fp8 qkv 7.0 / 8.5, 10.3 / 8.5, 15.7 / 8.7, 32.7 / 20.5, gate and up 15.5 / 18.9 at 64 and 36.1 / 23.8 at 256, down 26.6 / 29.2 at 256 and 94.7 / 62.1 at 2048;
+# 4 bits qkv 8.7 / 9.8 at 64 and 16.2 / 10.7 at 256, gate and up 62.7 / 64.5 at 256 and 433 / 265 at 2048, down 35.2 / 40.0 and 195 / 126.
+_LIBRARY_TOKENS: dict[torch.dtype, dict[str, tuple[int, int]]] = {
+    torch.int8: {"small": (64, 512), "wide": (_ANY, _ANY), "deep": (_ANY, _ANY)},
+    torch.float8_e4m3fn: {"small": (64, _ANY), "wide": (128, _ANY), "deep": (257, _ANY)},
+    torch.int32: {"small": (128, _ANY), "wide": (257, _ANY), "deep": (257, _ANY)},
+}
 
 
-def _tiles_for(table: dict[tuple[int, bool], Tiles], num_tokens: int, num_outputs: int) -> Tiles:
-    is_wide = num_outputs > 8192
-    return next(tiles for (most, wide), tiles in table.items() if num_tokens <= most and wide == is_wide)
+def _prefers_library(dtype: torch.dtype, num_tokens: int, num_outputs: int, num_inputs: int) -> bool:
+    """Whether torch's matmul is faster than our kernel, by the table above."""
+    shape = "wide" if num_outputs > 8192 else "deep" if num_inputs > 4096 else "small"
+    first, end = _LIBRARY_TOKENS[dtype][shape]
+    return first <= num_tokens < end
+
+
+def _tiles_for(table: dict[int, Tiles], num_tokens: int) -> Tiles:
+    return next(tiles for most, tiles in table.items() if num_tokens <= most)
 
 
 def _num_splits(tiles: Tiles, num_programs: int, num_inputs: int, num_sms: int) -> int:
@@ -682,7 +688,6 @@ def _matmul_w8a8_triton(
         out_TN if counters is None else counters, T, N, D, x8_TD.stride(0), weight_ND.stride(0), HAS_BIAS=bias_N is not None,
         BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, SPLIT=counters is not None,
         EVEN=D % tiles.block_d == 0, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        **launch.overlap_options(x8_TD.device),
     )  # fmt: skip
     return out_TN
 
@@ -740,7 +745,7 @@ def _linear_w4a16_triton(
         out_TN if bias_N is None else bias_N, out_TN, sums_STN, out_TN if counters is None else counters, T, N, Z,
         x_TD.stride(0), words.stride(0), GROUP=D // Z, HAS_ZERO=weight_zero_point is not None, HAS_BIAS=bias_N is not None,
         UNIT=_UNITS[x_TD.dtype], BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, SPLIT=counters is not None, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, **launch.overlap_options(x_TD.device),
+        num_stages=tiles.num_stages,
     )  # fmt: skip
     return out_TN
 
@@ -807,14 +812,14 @@ def matmul_w8a8(
         raise ValueError("matmul_w8a8: inputs and weights must be contiguous along D, weight scales altogether")
     able: tuple[launch.Path, ...] = launch.available_paths(x8_TD, "triton")
     if _library_takes(x8_TD, weight_ND, out_dtype):
-        is_large = _LIBRARY_FROM_TOKENS[weight_ND.dtype] <= T
-        able = ("library", *able) if is_large else (*able, "library")
+        is_faster = _prefers_library(weight_ND.dtype, T, N, D)
+        able = ("library", *able) if is_faster else (*able, "library")
     path = launch.choose_path(f"matmul_w8a8 {_name(weight_ND.dtype)}", *able)
     if path == "reference" or T == 0:
         return matmul_w8a8_reference(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype=out_dtype)
     if path == "library":
         return _matmul_w8a8_library(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype)
-    tiles = _tiles_for(_W8A8_TILES, T, N)
+    tiles = _tiles_for(_W8A8_TILES, T)
     return _matmul_w8a8_triton(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype, tiles)
 
 
@@ -851,15 +856,15 @@ def linear_w4a16(
         raise ValueError("linear_w4a16: words and scales must be contiguous")
     able: tuple[launch.Path, ...] = launch.available_paths(x_TD, "triton")
     if "triton" in able:
-        is_large = x_TD.is_cuda and _LIBRARY_FROM_TOKENS[torch.int32] <= T
-        able = ("library", *able) if is_large else (*able, "library")
+        is_faster = x_TD.is_cuda and _prefers_library(torch.int32, T, N, D)
+        able = ("library", *able) if is_faster else (*able, "library")
     path = launch.choose_path("linear_w4a16", *able)
     if path == "reference" or T == 0:
         return linear_w4a16_reference(x_TD, words, weight_scale_NZ, weight_zero_point, bias_N)
     x_TD = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     if path == "library":
         return F.linear(x_TD, _dequantize_int4_triton(words, weight_scale_NZ, weight_zero_point, x_TD.dtype), bias_N)
-    tiles = _W4A16_FP32_TILES if x_TD.dtype == torch.float32 else _tiles_for(_W4A16_TILES, T, N)
+    tiles = _W4A16_FP32_TILES if x_TD.dtype == torch.float32 else _tiles_for(_W4A16_TILES[N > 8192], T)
     return _linear_w4a16_triton(x_TD, words, weight_scale_NZ, weight_zero_point, bias_N, tiles)
 
 

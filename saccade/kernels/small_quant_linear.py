@@ -34,7 +34,7 @@ from saccade.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_n
 from saccade.kernels.swiglu import swiglu, swiglu_reference
 
 MAX_TOKENS = 2
-"""More tokens need too many registers and instructions; they are for the tensor cores."""
+"""The kernels take no more: they need too many registers and instructions."""
 
 
 class Weight4bit(NamedTuple):
@@ -298,7 +298,9 @@ class Tiles(NamedTuple):
     """A thread reads 16 bytes of each output: a tile has 1024 4-bit or 512 8-bit inputs per warp."""
 
 
-# (more than 4096 inputs, more than 8192 outputs) -> tiles. Not measured yet: bench/kernels/small_quant_linear.py sweeps them.
+# (more than 4096 inputs, more than 8192 outputs) -> tiles. H200, one token, us (bench/kernels/quant_linear.py, 2026-11-16): int4 2048 -> 2560 3.8,
+# 2048 -> 2048 3.5, 2048 -> 22016 9.5, 11008 -> 2048 8.7, and the four with norms and activation in them 26.3 (bf16: 43.4); int8 3.7, 3.0,
+# 15.8, 10.9; fp8 3.1, 2.5, 13.0, 10.9. The tiles are estimates; `--sweep` of that benchmark times others.
 _W4A16_TILES = {
     (False, False): Tiles(block_n=4, num_warps=2),
     (False, True): Tiles(block_n=8, num_warps=2),
@@ -311,6 +313,15 @@ _W8A8_TILES = {
     (True, False): Tiles(block_n=8, num_warps=4),
     (True, True): Tiles(block_n=8, num_warps=4),
 }
+# The same shapes -> tokens up to which these kernels are faster than those of quant_linear.py, which take for 4 tokens in us: int4 7.0, 6.4, 16.3, 10.5;
+# int8 5.3, 5.4, 14.0, 10.5; fp8 5.8, 5.8, 14.3, 10.4. Two tokens take here: int4 4.2, 4.1, 14.9, 11.6; int8 4.4, 4.3, 20.8, 15.5; fp8 3.6, 3.6, 18.2, 12.7.
+_WORTHWHILE_TOKENS = {
+    torch.int32: {(False, False): 2, (False, True): 1, (True, False): 1, (True, True): 1},
+    torch.int8: {(False, False): 2, (False, True): 0, (True, False): 0, (True, True): 0},
+    torch.float8_e4m3fn: {(False, False): 2, (False, True): 1, (True, False): 0, (True, True): 0},
+}
+_FUSED_TOKENS = 1
+"""With the norm or the activation in them two tokens do not fit in the registers: the four layers take 56 us, with 4 tokens in parts 41."""
 _MAGIC = 0x43000000
 """The bits of 2^7 in fp32."""
 
@@ -376,12 +387,22 @@ def _run_w8a8(
     return out_TN
 
 
-def _is_small_w4a16(operation: str, x: Tensor, weight: Weight4bit, *others: Tensor | None) -> bool:
+def _max_tokens(weight_dtype: torch.dtype, num_outputs: int, num_inputs: int, *, is_fused: bool = False) -> int:
+    """Tokens up to which a kernel here is used; all that it takes when a test forces it."""
+    if launch.is_forced("triton"):
+        return MAX_TOKENS
+    most = _WORTHWHILE_TOKENS[weight_dtype][num_inputs > 4096, num_outputs > 8192]
+    return min(most, _FUSED_TOKENS) if is_fused else most
+
+
+def _is_small_w4a16(
+    operation: str, x: Tensor, weight: Weight4bit, *others: Tensor | None, is_fused: bool = True
+) -> bool:
     """Whether the kernel supports this call; otherwise the unfused operations are used."""
     (N, Z), D = weight.scale.shape, 8 * weight.words.shape[1]
     tensors = [x, *(other for other in others if other is not None)]
     is_small = (
-        1 <= len(x) <= MAX_TOKENS
+        1 <= len(x) <= _max_tokens(torch.int32, N, D, is_fused=is_fused)
         and x.dim() == 2
         and x.shape[1] == D
         and N > 0
@@ -399,7 +420,7 @@ def _is_small_w4a16(operation: str, x: Tensor, weight: Weight4bit, *others: Tens
 
 def small_linear_w4a16(x_TD: Tensor, weight: Weight4bit) -> Tensor:
     """x W' + bias on 4-bit weights."""
-    if not _is_small_w4a16("small_linear_w4a16", x_TD, weight):
+    if not _is_small_w4a16("small_linear_w4a16", x_TD, weight, is_fused=False):
         return linear_w4a16(x_TD, *weight)
     if launch.choose_path("small_linear_w4a16", *launch.available_paths(x_TD, "triton")) == "triton":
         return _run_w4a16(x_TD, weight)[0]
@@ -414,9 +435,9 @@ def norm_linear_w4a16(
         raise ValueError(f"norm_linear_w4a16: x {tuple(x_TD.shape)}, residual {tuple(residual_TD.shape)} do not fit")
     if not _is_small_w4a16("norm_linear_w4a16", x_TD, weight, residual_TD, norm_weight_D):
         if residual_TD is None:
-            return linear_w4a16(rms_norm(x_TD, norm_weight_D, eps), *weight), x_TD
+            return small_linear_w4a16(rms_norm(x_TD, norm_weight_D, eps), weight), x_TD
         normalized_TD, total_TD = add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
-        return linear_w4a16(normalized_TD, *weight), total_TD
+        return small_linear_w4a16(normalized_TD, weight), total_TD
     if launch.choose_path("norm_linear_w4a16", *launch.available_paths(x_TD, "triton")) == "triton":
         return _run_w4a16(x_TD, weight, residual=residual_TD, norm=(norm_weight_D, eps))
     return norm_linear_w4a16_reference(x_TD, residual_TD, norm_weight_D, eps, weight)
@@ -427,7 +448,7 @@ def gated_linear_w4a16(gate_TI: Tensor, up_TI: Tensor, weight: Weight4bit) -> Te
     if up_TI.shape != gate_TI.shape:
         raise ValueError(f"gated_linear_w4a16: gate {tuple(gate_TI.shape)} and up {tuple(up_TI.shape)} do not fit")
     if not _is_small_w4a16("gated_linear_w4a16", gate_TI, weight, up_TI):
-        return linear_w4a16(swiglu(gate_TI, up_TI), *weight)
+        return small_linear_w4a16(swiglu(gate_TI, up_TI), weight)
     if launch.choose_path("gated_linear_w4a16", *launch.available_paths(gate_TI, "triton")) == "triton":
         return _run_w4a16(gate_TI, weight, up=up_TI)[0]
     return gated_linear_w4a16_reference(gate_TI, up_TI, weight)
@@ -445,7 +466,7 @@ def small_matmul_w8a8(
     """`matmul_w8a8`, with a kernel of its own for few tokens."""
     able = launch.available_paths(x8_TD, "triton")
     is_small = (
-        1 <= len(x8_TD) <= MAX_TOKENS
+        1 <= len(x8_TD) <= _max_tokens(weight_ND.dtype, *weight_ND.shape)
         and x8_TD.dtype == weight_ND.dtype
         and x8_TD.shape[1] == weight_ND.shape[1]
         and x8_TD.shape[1] % 16 == 0

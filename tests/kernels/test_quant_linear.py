@@ -82,7 +82,7 @@ def test_eight_bit_matmul_equals_the_reference(shape, bits, device, dtype):
 @pytest.mark.parametrize("num_splits", [1, 2, 5])
 def test_any_number_of_splits_gives_the_same_in_8_bits(num_splits, bits, device, one_dtype):
     case = eight_bit_case((7, 40, 600), bits, device, one_dtype)
-    tiles = dataclasses.replace(module._W8A8_TILES[16, False], block_d=64)
+    tiles = dataclasses.replace(module._W8A8_TILES[16], block_d=64)
     actual = module._matmul_w8a8_triton(*case, one_dtype, tiles, num_splits)
     assert_close("y", actual, matmul_w8a8_reference(*case, out_dtype=torch.float32), BOUNDS[one_dtype])
 
@@ -189,7 +189,7 @@ def test_any_number_of_splits_gives_the_same_in_4_bits(num_splits, device, one_d
     weight, bias = weights(40, 640, device, one_dtype)
     x = torch.randn(7, 640, device=device).to(one_dtype)
     words, scale, _ = four_bits(weight, 128)
-    actual = module._linear_w4a16_triton(x, words, scale, None, bias, module._W4A16_TILES[16, False], num_splits)
+    actual = module._linear_w4a16_triton(x, words, scale, None, bias, module._W4A16_TILES[False][16], num_splits)
     assert_close("y", actual, linear_w4a16_reference(x.float(), words, scale, None, bias), BOUNDS[one_dtype])
 
 
@@ -198,7 +198,7 @@ def test_splits_are_summed_in_one_order_and_leave_their_counters_at_zero(device,
     x = torch.randn(7, 1280, device=device).to(one_dtype)
     words, scale, _ = four_bits(weight, 128)
     first, *others = (
-        module._linear_w4a16_triton(x, words, scale, None, bias, module._W4A16_TILES[16, False], 10) for _ in range(4)
+        module._linear_w4a16_triton(x, words, scale, None, bias, module._W4A16_TILES[False][16], 10) for _ in range(4)
     )
     assert all(torch.equal(first, other) for other in others)
     assert all((counters == 0).all() for counters, _ in module._all_counters.values())
@@ -209,6 +209,13 @@ def test_four_bits_are_close_to_the_weight(device):
     for symmetric, bound in ((True, 0.12), (False, 0.11)):
         words, scale, zero = four_bits(weight, 128, symmetric)
         assert_close("weight", module.dequantize_int4_reference(words, scale, zero, torch.float32), weight, bound)
+
+
+@pytest.mark.parametrize("bits", [torch.int8, torch.float8_e4m3fn, torch.int32], ids=["int8", "fp8", "int4"])
+@pytest.mark.parametrize("shape", [(2560, 2048), (22016, 2048), (2048, 11008)], ids=str)
+def test_few_tokens_are_for_our_kernels_and_thousands_for_the_library_but_in_int8(shape, bits):
+    assert not module._prefers_library(bits, 16, *shape)
+    assert module._prefers_library(bits, 4096, *shape) == (bits != torch.int8)
 
 
 def test_no_tokens_give_no_outputs(device, one_dtype):

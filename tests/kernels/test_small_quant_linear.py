@@ -133,6 +133,14 @@ def test_what_the_kernels_do_not_support_runs_in_parts(device):
         assert_close("gated", gated, gated_linear_w4a16_reference(x, up, weight).float(), 2 * BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("shape", [(2560, 2048), (22016, 2048), (2048, 11008)], ids=str)
+def test_every_layer_of_one_token_in_4_bits_is_for_the_fused_kernel_and_none_of_three(shape):
+    assert module._max_tokens(torch.int32, *shape, is_fused=True) == 1
+    assert all(
+        module._max_tokens(bits, *shape) <= MAX_TOKENS for bits in (torch.int32, torch.int8, torch.float8_e4m3fn)
+    )
+
+
 def test_what_does_not_fit_is_refused(device):
     weight = four_bit_weight((8, 256), device, torch.float32)
     x = torch.zeros(1, 256, device=device)
