@@ -4,7 +4,7 @@
 Legend: T tokens, D inputs, N outputs, Z groups of inputs that share a scale (D / Z inputs each), S splits of the inputs.
 
 `linear_w8a8`: weight [N, D] in int8 or float8_e4m3fn with one scale per output, [N, 1]; every token is
-quantized dynamically with its own scale (`quantize_activation`), so that its largest channel becomes 127 / 448.
+quantized dynamically with its own scale (`quantize_activation`), so that its largest channel becomes 127.5 (128 is stored as 127) / 448.
 
     y[t, n] = x_scale[t] * weight_scale[n] * sum_d x8[t, d] * weight[n, d] + bias[n]
 
@@ -37,8 +37,8 @@ from torch import Tensor
 from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""What the largest channel of a token becomes."""
+LARGEST = {torch.int8: 127.5, torch.float8_e4m3fn: 448.0}
+"""What the largest channel of a token becomes, before it is rounded: half of the range, as compressed-tensors defines it."""
 
 
 _UNITS = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1.0}
@@ -50,8 +50,12 @@ def quantize_activation_reference(x_TD: Tensor, dtype: torch.dtype) -> tuple[Ten
     largest = LARGEST[dtype]
     scale_T = x_TD.float().abs().amax(1) / largest
     scaled = x_TD.float() / torch.where(scale_T > 0, scale_T, 1.0).unsqueeze(1)
-    scaled = scaled.clamp(-largest, largest)
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale_T
+    return round_to(scaled, dtype), scale_T
+
+
+def round_to(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values that were divided by their scale, in int8 or fp8; those beyond the range become its ends."""
+    return scaled.round().clamp(-128, 127).to(dtype) if dtype == torch.int8 else scaled.clamp(-448, 448).to(dtype)
 
 
 def largest_scales(groups_NZG: Tensor, lowest: int, highest: int, dtype: torch.dtype) -> Tensor:
@@ -204,7 +208,7 @@ def quantize_values(y: tl.tensor, scale: tl.tensor, LARGEST_VALUE: tl.constexpr,
     scaled = tl.clamp(y / tl.where(scale > 0, scale, 1.0), -LARGEST_VALUE, LARGEST_VALUE)
     if dtype == tl.int8:
         # Adding 1.5 * 2^23 leaves no bits for a fraction: fp32 rounds half to even, as torch.round does.
-        scaled = (scaled + 12582912.0) - 12582912.0
+        scaled = tl.minimum((scaled + 12582912.0) - 12582912.0, 127.0)
     return scaled.to(dtype)
 
 

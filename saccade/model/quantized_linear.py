@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from saccade.errors import CheckpointError
 from saccade.kernels.quant_linear import (
-    LARGEST,
     interleave_int4,
     pack_int4,
     quantize_activation,
+    round_to,
     unpack_int4,
 )
 from saccade.kernels.rms_norm import add_rms_norm_quant, rms_norm_quant
@@ -189,13 +189,10 @@ class Linear8bit(QuantizedLinear):
     def _quantize(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         if self.input_scale is None:
             return quantize_activation(x_TD, self.dtype)
-        largest = LARGEST[self.dtype]
-        if self.input_zero_point is None:
-            scaled = (x_TD.float() / self.input_scale).clamp(-largest, largest)
-        else:
-            scaled = (x_TD.float() / self.input_scale + self.input_zero_point).clamp(-128, 127)
-        rounded = scaled.round() if self.dtype == torch.int8 else scaled
-        return rounded.to(self.dtype), self.input_scale.repeat(len(x_TD))
+        scaled = x_TD.float() / self.input_scale
+        if self.input_zero_point is not None:
+            scaled = scaled + self.input_zero_point
+        return round_to(scaled, self.dtype), self.input_scale.repeat(len(x_TD))
 
     def _matmul(self, x8_TD: Tensor, x_scale_T: Tensor, dtype: torch.dtype) -> Tensor:
         weight_ND, bias_N = self.weight.view(self.dtype), self.bias if self.offset is None else self.offset

@@ -50,6 +50,24 @@ def eight_bit_case(shape, bits, device, dtype):
 
 
 @EIGHT_BITS
+def test_tokens_are_rounded_as_compressed_tensors_rounds_them(bits):
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    args = QuantizationArgs(
+        num_bits=8, type="int" if bits == torch.int8 else "float", strategy="token", dynamic=True, symmetric=True
+    )
+    x = torch.randn(64, 40)
+    scale, zero_point = compute_dynamic_scales_and_zp(x[None], args, module=None)
+    theirs = forward.quantize(x[None], scale, zero_point, args, dtype=bits)[0]
+    values, scale_T = quantize_activation_reference(x, bits)
+    assert torch.equal(scale_T, scale.flatten())
+    assert torch.equal(values.float(), theirs.float())
+    assert bits != torch.int8 or {int(values.min()), int(values.max())} == {-128, 127}
+
+
+@EIGHT_BITS
 @pytest.mark.parametrize("shape", [(1, 16), (7, 129), (3, 9000)], ids=str)
 def test_compressed_tokens_equal_the_reference(shape, bits, device, dtype):
     if bits == torch.float8_e4m3fn and device == "cpu":
