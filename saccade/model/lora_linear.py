@@ -82,7 +82,8 @@ class _LoraFunction(torch.autograd.Function):
         y_TN = F.linear(x_TD, compute_weight(stored, quantization, x_TD.shape[1]), bias_N)
         ctx.save_for_backward(seen_TD, low_TR, lora_A, lora_B, *stored)
         ctx.scale, ctx.quantization, ctx.has_dropout = scale, quantization, dropped_TD is not None
-        return y_TN.addmm_(low_TR, lora_B.T, alpha=scale)
+        # Not in place: compiled by torch 2.11, a forward that returns the result of an in-place operation has no gradients.
+        return torch.addmm(y_TN, low_TR, lora_B.T, alpha=scale)
 
     @staticmethod
     @once_differentiable

@@ -165,6 +165,20 @@ def test_a_gpu_computes_the_losses_of_the_cpu(run_root, tmp_path, name, more):
     assert losses(tmp_path / "run") == pytest.approx(losses(run_root / name), abs=0.03)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
+def test_a_compiled_layer_has_the_gradients_of_an_eager_one():
+    torch.manual_seed(0)
+    layer = LoraLinear(Linear(16, 24), rank=4, alpha=8, dtype=torch.float32)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    x_TD = torch.randn(5, 16, requires_grad=True)
+    inputs = x_TD, layer.lora_A, layer.lora_B
+    eager, compiled = (
+        torch.autograd.grad(run(x_TD).square().sum(), inputs) for run in (layer, torch.compile(layer, backend="eager"))
+    )
+    torch.testing.assert_close(compiled, eager)
+
+
 def test_activation_checkpointing_repeats_the_dropout_mask(checkpoint, tmp_path):
     inputs = Processor.load(checkpoint)(conversations())
     plain, dropped, recomputed = (
