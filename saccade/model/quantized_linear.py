@@ -398,6 +398,4 @@ def quantized_form(layer: Linear, scheme: Scheme) -> QuantizedLinear:
 
 def _names(name: str, family: Any) -> list[str]:
     """All names that a configuration may use for a layer."""
-    weight = f"{name}.weight"
-    names = (family.name_on_disk(weight), family.name_in_transformers(weight))
-    return [one.removesuffix(".weight") for one in names]
+    return [one.removesuffix(".weight") for one in family.all_names(f"{name}.weight")]

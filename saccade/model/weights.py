@@ -72,7 +72,7 @@ def load_model(
     parameters = {name: model.get_parameter(names[name]) for name in names}
     check_finite({name: tensor for name, tensor in parameters.items() if tensor.is_floating_point()}, folder)
     if model.config.tied_head:
-        _check_tied_copy(files, model, family.name_on_disk("head.weight"), folder)
+        _check_tied_copy(files, model, family.all_names("head.weight"), folder)
         model.tie_head()
     merge_storage(model)
     return model.eval()
@@ -259,10 +259,10 @@ def match_tensors(shapes: dict[str, tuple[int, ...]], model: nn.Module, family: 
     return {name: ours for name, ours in names.items() if ours in expected}
 
 
-def _check_tied_copy(files: dict[str, Path], model: VLM, head_name: str, folder: Path) -> None:
+def _check_tied_copy(files: dict[str, Path], model: VLM, head_names: Iterable[str], folder: Path) -> None:
     """A tied checkpoint may store the head as well; it must then equal the embedding."""
     embedding = model.language.embed_tokens.weight
-    for _, head in read_tensors(files, [head_name] if head_name in files else [], embedding.device):
+    for head_name, head in read_tensors(files, [name for name in head_names if name in files], embedding.device):
         if not torch.equal(head.to(embedding.dtype), embedding):
             raise CheckpointError(
                 f"{folder}: config.json says tie_word_embeddings, but {head_name} differs from the embedding. Set it to false"

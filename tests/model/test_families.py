@@ -13,7 +13,9 @@ from saccade.errors import CheckpointError, ConfigError
 from saccade.model import load_model, save_model
 from saccade.model.families import DEFAULT_FAMILY, VISION_LANGUAGE, load_model_config, named_size, named_sizes
 from saccade.model.initialize import initialize_random
-from saccade.model.linear import checkpoint_shapes
+from saccade.model.linear import checkpoint_shapes, projections
+from saccade.model.quantization import QuantizationConfig, Scheme
+from saccade.model.quantized_linear import QuantizedLinear, quantize_storage
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
 
@@ -88,6 +90,21 @@ def test_names_on_disk_lead_back_to_the_parameters(family):
         for name in names:
             assert family.name_in_model(family.name_on_disk(name)) == name
             assert family.name_in_model(family.name_in_transformers(name)) == name
+
+
+def test_layers_are_ignored_under_every_name_that_they_have(family):
+    """A folder that `transformers` 5 wrote ignores them by names that are neither those of the hub nor those of its modules."""
+    everything = (("Linear",), Scheme("int8"))
+    for number in range(len(family.all_names("head.weight"))):
+        with torch.device("meta"):
+            model = VLM(family.sizes["tiny"])
+            layers = [name for name, _ in projections(model) if not name.startswith("language.")]
+        names = [family.all_names(f"{name}.weight") for name in layers]
+        ignore = tuple(one[min(number, len(one) - 1)].removesuffix(".weight") for one in names)
+        quantize_storage(model, QuantizationConfig((everything,), ignore), family)
+        quantized = {name for name, layer in projections(model) if isinstance(layer, QuantizedLinear)}
+        assert quantized
+        assert not quantized & set(layers)
 
 
 def test_sizes_are_named_by_family_and_those_of_the_default_family_without(family):

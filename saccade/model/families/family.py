@@ -87,6 +87,11 @@ class Family:
         """Module or parameter name to its name in `transformers`, which adapters use."""
         return _replace_prefix(name, self.transformers_prefixes) or name
 
+    def all_names(self, name: str) -> list[str]:
+        """A module or parameter under every name that is read."""
+        prefixes = (self.disk_prefixes, self.transformers_prefixes, *self.other_prefixes)
+        return list(dict.fromkeys(_replace_prefix(name, one) or name for one in prefixes))
+
     def name_in_model(self, name: str) -> str | None:
         """Name on disk to parameter name; None if unknown."""
         for prefixes in (self.transformers_prefixes, self.disk_prefixes, *self.other_prefixes):  # the longer ones first
