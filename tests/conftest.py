@@ -1,6 +1,6 @@
 """Fixtures all packages share."""
 
-# ruff: noqa: E402  torch is imported below what must be said before
+# ruff: noqa: E402  modules are imported below what must be said before
 
 import atexit
 import functools
@@ -35,18 +35,31 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # they would compile every module again
 
 import pytest
-import torch
 from commands import Ended
 
-from saccade.device import resolve_device
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its decorators ask for it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-resolve_device("cpu")  # before anything multiplies: it keeps oneDNN off instructions this machine only announces
+
+@functools.cache
+def set_up_torch():
+    import torch
+
+    from saccade.device import resolve_device
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its decorators ask for it
+    resolve_device("cpu")  # before anything multiplies: it keeps oneDNN off instructions this machine only announces
+
+
+if "PYTEST_XDIST_WORKER" in os.environ or not any(re.match("-n|--numprocesses", word) for word in sys.argv):
+    set_up_torch()  # not in the controller of several workers, which runs no test: importing torch takes 3 s
+
+
+def pytest_configure(config):
+    if not config.getoption("numprocesses", None):  # -n 0
+        set_up_torch()
 
 
 SLOW_FIRST = ("end_to_end", "serve", "train", "engine", "test_", "compress", "model")
@@ -61,6 +74,8 @@ def pytest_collection_modifyitems(items):
         return next((i for i, start in enumerate(SLOW_FIRST) if name.startswith(start)), len(SLOW_FIRST))
 
     items.sort(key=turn)
+    import torch
+
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA GPU")
         for item in items:
@@ -70,20 +85,25 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Files whose tests use the server of `serve/conftest.py` run on one worker: a server takes 10 s of CPU time to start."""
+    """Some files run on one worker: those whose tests use the server of `serve/conftest.py`, or the fork server of `train/running.py`.
+
+    A server takes 10 s of CPU time to start, a fork server 4 s.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     @functools.cache
-    def uses_the_server(file):
-        text = (config.rootpath / file).read_text() if file.startswith("tests/serve/") else ""
-        return "def server(" not in text and re.search(r"^def \w+\(.*\bserver\b", text, re.M) is not None
+    def group(file):
+        text = (config.rootpath / file).read_text()
+        if "run_together" in text or "run_with_restarts" in text:
+            return "ranks"
+        in_serve = file.startswith("tests/serve/") and "def server(" not in text
+        return "server" if in_serve and re.search(r"^def \w+\(.*\bserver\b", text, re.M) else file
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            file = super()._split_scope(nodeid)
-            return "tests/serve" if uses_the_server(file) else file
+            return group(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
 
@@ -125,6 +145,8 @@ def patch_triton_once_per_launch():
 @pytest.fixture(autouse=True)
 def sync_debug_mode_is_reset():
     """A test that makes synchronisation an error must not make it one for the tests behind it."""
+    import torch
+
     yield
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("default")

@@ -12,6 +12,8 @@ from saccade.engine.request_state import Queues, RequestState
 from saccade.engine.scheduler import Scheduler, _Planner
 
 NUM_TRACES = 250
+FIRST_SEEDS = {"drop_the_offset_of_images": 125, "start_before_pending_tokens_are_read": 30}
+"""Where to begin, for bugs that few traces detect."""
 
 
 def skip_a_free(monkeypatch):
@@ -282,8 +284,8 @@ MUTATIONS = [
 ]
 
 
-def first_failing_seed():
-    for seed in range(NUM_TRACES):
+def first_failing_seed(seeds):
+    for seed in seeds:
         try:
             Trace(seed).run()
         except (AssertionError, IndexError):  # by a check, or in the scheduler itself
@@ -301,7 +303,9 @@ def passes(seed):
 @pytest.mark.parametrize("plant", MUTATIONS, ids=lambda plant: plant.__name__)
 def test_traces_detect_the_bug_and_pass_without_it(plant, monkeypatch):
     plant(monkeypatch)
-    seed = first_failing_seed()
+    first = FIRST_SEEDS.get(plant.__name__, 0)
+    seeds = [*range(first, NUM_TRACES), *range(first)]
+    seed = first_failing_seed(seeds)
     assert seed is not None, f"{NUM_TRACES} traces did not detect it"
     monkeypatch.undo()
-    assert all(map(passes, range(seed + 1)))
+    assert all(map(passes, seeds[: seeds.index(seed) + 1]))

@@ -1,4 +1,4 @@
-"""Long random runs of the scheduler: 50,000 steps, 200,000 with those marked slow, each checked against a simulated device."""
+"""Long random runs of the scheduler: 25,000 steps, 200,000 with those marked slow, each checked against a simulated device."""
 
 from itertools import count
 
@@ -6,7 +6,7 @@ import pytest
 from engine.traces import Trace
 
 NUM_RUNS = 8
-NUM_SHORT = 2
+NUM_SHORT = 1
 """Of the runs; the others are marked slow."""
 STEPS_PER_RUN = 25_000
 
@@ -52,7 +52,7 @@ def test_random_traces_leak_nothing_mix_up_nothing_and_starve_no_request(run):
 def test_no_decoding_request_waits_for_an_image_that_is_being_encoded():
     """While the encoder is as fast as the scheduler assumes."""
     seen = set()
-    for seed in range(150):
+    for seed in range(75):
         trace = Trace(seed, steady_encoder=True)
         trace.run()
         seen |= trace.seen
