@@ -96,7 +96,7 @@ def pytest_xdist_make_scheduler(config, log):
     @functools.cache
     def group(file):
         text = (config.rootpath / file).read_text()
-        if "run_together" in text or "run_with_restarts" in text:
+        if re.search("run_together|run_with_restarts|forkserver", text):
             return "ranks"
         in_serve = file.startswith("tests/serve/") and "def server(" not in text
         return "server" if in_serve and re.search(r"^def \w+\(.*\bserver\b", text, re.M) else file

@@ -178,11 +178,13 @@ def _run_rank(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 warns of a fork beside threads
 def test_a_sharded_vocabulary_equals_one_device(tmp_path):
     hidden, weight, labels = inputs(20, 16, 96, "cpu", torch.float32)
     options = {"z_loss": 0.1, "softcap": 4.0}
     torch.save({"hidden": hidden, "weight": weight, "labels": labels, "options": options}, tmp_path / "inputs.pt")
-    torch.multiprocessing.spawn(_run_rank, args=(str(tmp_path),), nprocs=2)
+    method = "spawn" if torch.cuda.is_available() else "fork"  # a fork imports nothing again; CUDA does not survive it
+    torch.multiprocessing.start_processes(_run_rank, args=(str(tmp_path),), nprocs=2, start_method=method)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     expected = loss_and_gradients(linear_cross_entropy_reference, hidden, weight, labels, **options)
     for path in _paths():

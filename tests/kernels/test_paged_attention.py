@@ -90,7 +90,8 @@ def expect_equal(case, dtype):
 
 @pytest.mark.parametrize("heads", [(4, 2, 64), (7, 1, 80), (2, 2, 128), (32, 1, 256)], ids=str)
 def test_decode_equals_the_reference(heads, device, dtype):
-    expect_equal(make_case([1] * 4, DECODE, heads, device, dtype), dtype)
+    lengths = DECODE if heads[0] < 32 or device == "cuda" else DECODE[2:]  # many heads take the interpreter long
+    expect_equal(make_case([1] * len(lengths), lengths, heads, device, dtype), dtype)
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 80), (2, 1, 128)], ids=str)
@@ -211,7 +212,8 @@ def many_splits(num_splits):
 
 @pytest.mark.parametrize("min_keys", [16, 48, 10**5], ids=["small ranges", "ranges of three tiles", "one range"])
 def test_ranges_of_ragged_requests_combine_again_and_again(min_keys, device, one_dtype):
-    case = make_case([1] * 9, RAGGED, (6, 2, 80), device, one_dtype)
+    lengths = RAGGED if device == "cuda" else [min(length, 300) for length in RAGGED]
+    case = make_case([1] * 9, lengths, (6, 2, 80), device, one_dtype)
     expected = expected_of(case)
     tiles = DecodeTiles(16, 2, 3, programs_per_sm=4 if device == "cuda" else 20, min_keys=min_keys)
     plan = plan_decode(*case.tensors[4:], case.tensors[1], num_decode=9, tiles=tiles)
