@@ -59,6 +59,13 @@ class Statistics:
         self.rows_TD = torch.zeros(0, num_inputs, device=device)
         """Some of the rows, spread over the batches."""
 
+    @staticmethod
+    def of_unit_inputs(num_inputs: int, device: torch.device) -> Statistics:
+        """Of inputs between -1 and 1, for a layer that the forward pass never runs."""
+        statistics = Statistics(num_inputs, device)
+        statistics.largest_D, statistics.lowest_D, statistics.highest_D = statistics.largest_D + 1, statistics.lowest_D - 1, statistics.highest_D + 1  # fmt: skip
+        return statistics
+
     def add(self, x_TD: Tensor, weight_T: Tensor | None = None) -> None:
         """Take the rows of one batch in. `weight_T`: how much each counts."""
         x_TD = x_TD.detach().float()

@@ -31,7 +31,7 @@ from saccade.compress.kv_scales import ATTENTION, KV_SCALES, KVObserver
 from saccade.compress.observed_linear import ObservedLinear, Observer, replace_projection
 from saccade.compress.quantizers import Statistics, quantize, relative_error, stored_scheme
 from saccade.compress.scaling import fold_scales
-from saccade.compress.scheme import Rule, Scheme, load_scheme
+from saccade.compress.scheme import Rule, Scheme, load_scheme, part_of
 from saccade.compress.source import Source
 from saccade.device import resolve_device
 from saccade.errors import CheckpointError, ConfigError
@@ -144,6 +144,8 @@ class _Run:
         self.partial = _Partial(out, self._settings())
         self.reports: dict[str, list[LayerReport]] = {}
         self.num_samples = self.num_resumed = 0
+        self.reached: set[str] = set()
+        """Parts of the model that calibration samples have reached."""
 
     def _settings(self) -> dict[str, Any]:
         """What decides the result: a run continues only with the same."""
@@ -200,6 +202,8 @@ class _Run:
     def _compress_block(self, name: str, runner: BlockRunner | None, *, is_last: bool) -> None:
         """Load, observe, fold, round, save, run again."""
         rules = {layer: rule for layer, rule in self.rules.items() if _is_in(layer, name)}
+        if runner is not None and runner.calls(name):
+            self.reached.add(part_of(name))
         is_changed = self._is_changed(name)
         if not is_changed and runner is None:
             return
@@ -233,7 +237,10 @@ class _Run:
             scale_D, found = folded.inputs.get(layer), statistics.get(layer)
             scaled = found if found is None or scale_D is None else found.scaled(scale_D)
             weight_ND = exact[f"{layer}.weight"]
-            quantized = quantize(weight_ND, rule, scaled, dtypes[layer])
+            if scaled is None and part_of(layer) in self.reached:  # in a block behind the last one whose output is read
+                scaled = Statistics.of_unit_inputs(weight_ND.shape[1], weight_ND.device)
+            chosen = rule if found is not None else replace(rule, method="rtn")
+            quantized = quantize(weight_ND, chosen, scaled, dtypes[layer])
             error = rtn_error = None
             if scaled is not None and found is not None:
                 error = relative_error(weight_ND, quantized, scaled, folded.outputs.get(layer))
@@ -245,7 +252,7 @@ class _Run:
                 LayerReport(
                     name=layer,
                     form=rule.form,
-                    method=rule.method if found is not None else "rtn",
+                    method=chosen.method,
                     group_size=quantized.scheme.group_size,
                     note=_note(rule, quantized.scheme, weight_ND.shape[1], found, runner),
                     error=error,
@@ -305,7 +312,7 @@ class _Run:
         before = self.source.num_bytes
         on_disk = {ours: name for name, ours in self.source.names.items()}
         reports = [report for name in self.blocks for report in self.reports.get(name, [])]
-        ordered = {report.name for report in reports if report.method == "gptq"}
+        ordered = {name for name, rule in self.rules.items() if rule.method == "gptq"}
         quantization = quantization_config(schemes, self.source.family, on_disk, ordered, self.scheme.kv_cache)
         write_folder(self.source.folder, self.out, quantization, self._tensors(), before)
         self.partial.remove()

@@ -1,6 +1,7 @@
 """int8 with static activations: one scale per layer from calibration, with a zero point if asymmetric, as the `compressed-tensors` package rounds."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ import torch.nn.functional as F
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from model.hugging_face import CONVERSATIONS, Oracle
+from model.hugging_face import CONVERSATIONS, ORACLES, Oracle, make_checkpoint
 from safetensors.torch import load_file
 
 from saccade.compress import compress
 from saccade.compress.calibration import CalibrationConfig
 from saccade.compress.quantizers import Statistics, asymmetric_range, quantize
 from saccade.compress.scheme import Rule, Scheme
+from saccade.errors import ConfigError
 from saccade.kernels.quant_linear import matmul_w8a8_reference
 from saccade.model import load_model
 from saccade.model.linear import merge_storage
@@ -146,3 +148,18 @@ def test_a_gpu_computes_what_a_cpu_computes(folder, checkpoint):
         expected = load_model(folder, device="cpu")(inputs)
         found = load_model(folder, device="cuda", dtype="bf16")(inputs.to("cuda")).float().cpu()
     assert (found - expected).norm() / expected.norm() < 0.06
+
+
+def test_a_block_that_the_forward_pass_never_runs_needs_no_calibration(shards, tmp_path):
+    """LLaVA-NeXT reads the last tower block but one. Without images no block of the tower has a scale, and that is refused."""
+    source = make_checkpoint(tmp_path / "source", ORACLES["llava_next"].SHAPES[0])
+    samples = CalibrationConfig(shards=(str(shards / "large"),), num_samples=2, max_tokens=8192)
+    scheme = Scheme(rules=(Rule(part="vision", form="int8", method="gptq", static=True),))
+    report = compress(source, tmp_path / "out", scheme=scheme, calibration=samples, device="cpu")
+    unread = [layer for layer in report.layers if layer.error is None]
+    assert unread
+    assert all(layer.method == "rtn" and "no sample" in layer.note for layer in unread)
+    assert {layer.method for layer in report.layers if layer.error is not None} == {"gptq"}
+    load_model(tmp_path / "out", device="cpu")
+    with pytest.raises(ConfigError, match="Use samples with images"):
+        compress(source, tmp_path / "text", scheme=scheme, calibration=replace(samples, kind="text"), device="cpu")
