@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quickstart", type=Path, required=True, help="folder of `saccade quickstart`")
     parser.add_argument("--out", type=Path, default=Path("qat"), help="folder of what is made; replaced")
-    parser.add_argument("--steps", type=int, default=600, help="training steps")
+    parser.add_argument("--steps", type=int, default=1200, help="training steps")
     parser.add_argument("--lr", type=float, default=3e-5, help="learning rate of the decoder")
     parser.add_argument("--seed", type=int, default=0, help="of training and of the choice of calibration samples")
     parser.add_argument("--num-held-out", type=int, default=256, help="samples to compare on")
