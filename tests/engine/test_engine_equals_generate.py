@@ -39,9 +39,9 @@ def settings(seed: int) -> EngineConfig:
     )
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 20))])
 def test_ten_random_requests_of_a_random_configuration_get_the_tokens_of_plain_generation(folder, seed):
-    prompts, expected = plain(folder, seed % 4, 40, 16)
+    prompts, expected = plain(folder, seed % 2, 40, 16)
     rng = random.Random(seed)
     chosen = rng.sample(range(40), 10)
     core = make_core(folder, settings(seed))

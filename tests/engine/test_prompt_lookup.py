@@ -305,9 +305,17 @@ def test_random_text_is_never_drafted(folder):
     assert (drafted.num_draft_tokens, drafted.num_steps) == (0, plain.num_steps)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_pages": 40}, {"page_size": 1, "num_pages": 1000, "max_step_tokens": 9}], ids=str
+    ("temperature", "changes"),
+    [
+        (0.0, {}),
+        (1.0, {"num_pages": 40}),
+        (1.0, {"page_size": 1, "num_pages": 1000, "max_step_tokens": 9}),
+        pytest.param(0.0, {"num_pages": 40}, marks=pytest.mark.slow),
+        pytest.param(0.0, {"page_size": 1, "num_pages": 1000, "max_step_tokens": 9}, marks=pytest.mark.slow),
+        pytest.param(1.0, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 @pytest.mark.usefixtures("gpu_policy")
 def test_drafts_change_no_token_at_any_temperature(folder, temperature, changes):

@@ -151,7 +151,10 @@ def test_videos_are_refused_by_families_that_take_none(processor):
         processor([VIDEO_MESSAGES])
 
 
-@pytest.mark.parametrize("name", ["text-only", "644x364", "multi-turn"])
+@pytest.mark.parametrize(
+    "name",
+    ["644x364", pytest.param("text-only", marks=pytest.mark.slow), pytest.param("multi-turn", marks=pytest.mark.slow)],
+)
 def test_logits_in_bf16_equal_within_the_bf16_bound(name, folder, processor):
     messages = CONVERSATIONS[name]
     oracle, model = Oracle(folder, torch.bfloat16), load_model(folder, device="cpu", dtype="bf16")
