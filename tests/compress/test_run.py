@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compress.stored import dequantized
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 
 from saccade.compress import compress
@@ -53,6 +56,22 @@ def test_methods_beat_rounding_to_nearest_on_the_output(reports, checkpoint, cal
     same = reference.compare(model)
     assert same.kl == pytest.approx(0, abs=1e-9)
     assert same.agreement == 1.0
+
+
+@pytest.mark.parametrize(("name", "order"), [("w4a16-gptq", "weight"), ("w4a16-awq", None)])
+def test_the_order_that_gptq_rounds_inputs_in_is_stated(reports, name, order):
+    """As the package has it: groups stay in a row, and no g_idx is stored."""
+    folder, _ = reports[name]
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    groups = list(QuantizationConfig.model_validate(stated).config_groups.values())
+    assert {group.weights.actorder for group in groups} == {order}
+    tensors = load_file(folder / "model.safetensors")
+    assert not any(tensor.endswith("g_idx") for tensor in tensors)
+    stem = next(tensor for tensor in tensors if tensor.endswith(".weight_packed")).removesuffix("_packed")
+    [group] = [one for one in groups if stem.removesuffix(".weight") in one.targets]
+    own = {key.rpartition(".")[2]: tensors[key] for key in tensors if key.startswith(f"{stem}_")}
+    weight = BaseCompressor.get_value_from_registry(group.format).decompress(own, group)["weight"]
+    assert torch.equal(weight, dequantized(folder)[stem])
 
 
 def test_memory_is_as_small_as_the_files(reports, checkpoint):

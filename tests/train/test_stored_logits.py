@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from train.running import losses, make_checkpoint, read_recipe, records, write_recipe, write_shards
+from train.running import losses, make_checkpoint, read_recipe, records, run_together, write_recipe, write_shards
 from typer.testing import CliRunner
 
 from saccade.cli import app
@@ -191,3 +191,17 @@ def test_the_command_computes_them(root):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code != 0
     assert "top_k" in str(result.exception)
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_losses_of_one(root):
+    """One micro-batch of three is empty on the second rank."""
+    settings = ["stages.0.steps=3", "stages.0.data.global_batch_size=3"]
+    one = recipe(root, "one-rank", *settings, top_k=6)
+    compute_teacher_logits(one, device="cpu")
+    train(one, device="cpu")
+    recipe(root, "two-ranks")
+    own = {"teacher": root / "teacher", "kl_weight": 0.7, "temperature": 2.0, "top_k": 6}
+    own = [f"stages.0.objective.distillation.{key}={value}" for key, value in own.items()]
+    run_together([{"recipe": str(root / "two-ranks.toml"), "set": [*settings, *own]}], root, num_ranks=2)
+    assert losses(root / "two-ranks") == pytest.approx(losses(one.run), rel=2e-5)
