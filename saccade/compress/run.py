@@ -254,7 +254,7 @@ class _Run:
                     form=rule.form,
                     method=chosen.method,
                     group_size=quantized.scheme.group_size,
-                    note=_note(rule, quantized.scheme, weight_ND.shape[1], found, runner),
+                    note=_note(rule, self.scheme.rule(layer), quantized.scheme, weight_ND.shape[1], found, runner),
                     error=error,
                     rtn_error=rtn_error,
                 )
@@ -356,11 +356,13 @@ def _rounded_to_nearest(rule: Rule) -> Rule:
 
 
 def _note(
-    rule: Rule, scheme: StoredScheme, num_inputs: int, statistics: Statistics | None, runner: BlockRunner | None
-) -> str:
-    """What differs from the scheme."""
+    rule: Rule, stated: Rule | None, scheme: StoredScheme, num_inputs: int, statistics: Statistics | None, runner: BlockRunner | None
+) -> str:  # fmt: skip
+    """What differs from the scheme, whose rule is `stated`."""
     notes = []
     wanted = rule.group_size or 128
+    if stated is not None and stated.form != rule.form:
+        notes.append(f"{rule.form}, one scale per output: transformers cannot load this tower with packed weights")
     if rule.form == "int4" and scheme.group_size != wanted:
         instead = "one scale per output" if scheme.group_size is None else f"groups of {scheme.group_size}"
         notes.append(f"{instead}: {num_inputs} inputs are no multiple of {wanted}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.compress.block_runner import model_blocks
-from saccade.compress.scheme import Rule, Scheme, check_scheme
+from saccade.compress.scheme import BUILT_IN, Rule, Scheme, check_scheme
 from saccade.errors import CheckpointError
 from saccade.model.families import family_of
 from saccade.model.linear import Linear, projections
@@ -67,4 +67,13 @@ class Source:
         """The rule of every projection that a scheme compresses."""
         check_scheme(scheme, [name for name, _ in projections(self.model)])
         found = {name: scheme.rule(name) for name in self.plain_projections()}
+        if not self.family.packs_tower and scheme.name in BUILT_IN:
+            found = {name: None if rule is None else _unpacked(rule) for name, rule in found.items()}
         return {name: rule for name, rule in found.items() if rule is not None}
+
+
+def _unpacked(rule: Rule) -> Rule:
+    """The rule of a tower in 8 bits instead of 4: `transformers` initializes the packed weights of some, and fails."""
+    if rule.form != "int4" or rule.part != "vision":
+        return rule
+    return Rule(part=rule.part, form="int8", method="smoothquant" if rule.method == "awq" else rule.method)

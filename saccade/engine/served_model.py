@@ -116,11 +116,13 @@ QUANTIZED_PARTS: dict[str, tuple[Literal["fp8", "int8", "int4"], tuple[str, ...]
 
 def stored_bytes(model: VLM, scheme: str) -> dict[str, int]:
     """Bytes of each part of a model on the meta device with its projections stored by a scheme; `embedding` apart."""
-    form, quantized_parts = QUANTIZED_PARTS.get(scheme, ("fp8", ()))
+    stated, quantized_parts = QUANTIZED_PARTS.get(scheme, ("fp8", ()))
+    packs_tower = family_named(model.config.family).packs_tower
     parts = {name: _num_bytes(child) for name, child in model.named_children()}
     for name, layer in projections(model):
         part = name.partition(".")[0]
         if type(layer) is Linear and part in quantized_parts:
+            form = "int8" if stated == "int4" and part == "vision" and not packs_tower else stated
             group = fitting_group(layer.stored_shape[1], 128) if form == "int4" else None
             with torch.device("meta"):
                 quantized = quantized_form(layer, Scheme(form, group_size=group))

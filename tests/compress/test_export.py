@@ -29,7 +29,8 @@ MIXED = Scheme(
     ),
 )
 DECODER_IN_4_BITS = Scheme(name="w4a16-decoder", rules=(Rule(part="language", form="int4"),))
-"""`transformers` cannot load packed weights of a SigLIP tower: initializing its missing weights, it reads those that are packed."""
+"""`transformers` cannot load packed weights of a SigLIP tower: initializing its missing weights, it reads those that are packed. The built-in
+scheme has it in int8: `test_a_tower_that_transformers_cannot_load_packed_is_stored_in_int8`."""
 SCHEMES = {"w4a16-rtn": "w4a16-rtn", "int8": "int8", "fp8": "fp8", "mixed": MIXED}
 ONE_OF_EACH_FAMILY = [
     SHAPES[1],
@@ -142,6 +143,22 @@ def test_layers_that_are_kept_are_ignored_by_both_of_their_names(source):
         if "merger" in name and "mlp" in name
     }
     assert {name for name in stored if not name.endswith("bias")} <= set(ignore)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tower_that_transformers_cannot_load_packed_is_stored_in_int8(tmp_path):
+    source = make_checkpoint(tmp_path / "model", ORACLES["llava_onevision"].SHAPES[1])
+    report = compress(source, tmp_path / "out", scheme="w4a16-rtn", device="cpu")
+    forms = {(layer.name.partition(".")[0], layer.form) for layer in report.layers}
+    assert forms == {("vision", "int8"), ("language", "int4")}
+    assert all("cannot load this tower" in layer.note for layer in report.layers if layer.form == "int8")
+    oracle, conversation = Oracle(tmp_path / "out"), CONVERSATIONS["28x28"]
+    with torch.no_grad():
+        ours = load_model(tmp_path / "out", device="cpu")(Processor.load(source)([conversation]))
+    theirs = oracle.logits(oracle.inputs(conversation))
+    assert float((ours - theirs).norm() / theirs.norm()) < 2e-2
+    asked = Scheme(rules=(Rule(part="vision", form="int4"),))
+    assert {layer.form for layer in compress(source, tmp_path / "asked", scheme=asked, device="cpu").layers} == {"int4"}
 
 
 @pytest.mark.filterwarnings("ignore")

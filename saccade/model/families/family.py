@@ -72,6 +72,8 @@ class Family:
     """Prefixes on disk of tensors that nothing reads. They are neither loaded nor exported."""
     without_unused: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     """The `config.json` of a model without these tensors."""
+    packs_tower: bool = True
+    """Whether `transformers` loads its tower with packed weights (int4). If not, the built-in schemes store it in int8."""
     image_text: str = "<|vision_start|><|image_pad|><|vision_end|>"
     """What a chat template writes for an image."""
     video_text: str = "<|vision_start|><|video_pad|><|vision_end|>"

@@ -242,6 +242,7 @@ FAMILY = Family(
         f"{start}vision_tower.{model}head." for start in ("", "model.") for model in ("", "vision_model.")
     ),
     without_unused=_without_pooling_head,
+    packs_tower=False,
     sizes={
         "tiny": _size("tiny", 320, 128, 2, 4, 2, 256, tied=True),
         "0.5b": _size("400m", 152000, 896, 24, 14, 2, 4864, tied=True),
