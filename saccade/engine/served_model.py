@@ -26,7 +26,7 @@ from saccade.model.families import family_named
 from saccade.model.linear import Linear, projections
 from saccade.model.live_bytes import LiveBytes, MetaCache, peak_bytes
 from saccade.model.quantization import Scheme, fitting_group
-from saccade.model.quantized_linear import quantized_form
+from saccade.model.quantized_linear import Linear8bit, quantized_form
 from saccade.model.vlm import VLM
 from saccade.processor.families import load_rules
 
@@ -140,8 +140,9 @@ def _decode_bytes(parts: Mapping[str, int]) -> int:
 
 
 def _num_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters, floating-point ones in 16 bits."""
-    return sum(x.numel() * (2 if x.is_floating_point() else x.itemsize) for x in module.parameters())
+    """Bytes of the parameters, floating-point ones in 16 bits, but for the scales of 8-bit weights, which are fp32."""
+    plain = sum(x.numel() * (2 if x.is_floating_point() else x.itemsize) for x in module.parameters())
+    return plain + sum(2 * layer.out_features for layer in module.modules() if isinstance(layer, Linear8bit))
 
 
 def step_bytes(model: VLM, config: EngineConfig, max_length: int) -> int:
