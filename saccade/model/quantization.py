@@ -104,7 +104,20 @@ def parse_quantization(raw: Mapping[str, Any], names: Iterable[str] = ()) -> Qua
     if not isinstance(groups, dict) or not groups:
         raise _refused(f"config_groups {groups!r}", "name the layers and their scheme")
     parsed = tuple(_parse_group(name, group, config.get("format")) for name, group in groups.items())
-    return QuantizationConfig(parsed, tuple(config.get("ignore") or ()), kv_cache_form(raw))
+    return QuantizationConfig(parsed, _layer_names(config, "ignore"), kv_cache_form(raw))
+
+
+def _layer_names(config: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """Names of layers and classes, and regular expressions behind `re:`."""
+    names = config.get(field) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _refused(f"{field} {names!r}", "list names of layers")
+    for name in names:
+        try:
+            re.compile(name[3:] if name.startswith("re:") else "")
+        except re.error as error:
+            raise _refused(f"{name!r} in {field}", f"it is no regular expression: {error}") from error
+    return tuple(names)
 
 
 def kv_cache_form(raw: Mapping[str, Any]) -> KVCacheForm | None:
@@ -146,13 +159,15 @@ def _parse_group(name: str, group: Any, default_format: Any) -> tuple[tuple[str,
         raise _refused(f"config group {name!r} without weights")
     if group.get("output_activations"):
         raise _refused(f"output_activations of {name!r}")
-    scheme = _parse_scheme(name, group["weights"], group.get("input_activations"))
+    if not isinstance(inputs := group.get("input_activations"), dict | None):
+        raise _refused(f"input_activations {inputs!r} of {name!r}")
+    scheme = _parse_scheme(name, group["weights"], inputs)
     stored = group.get("format") or default_format
     if stored not in (_FORMATS[scheme.form], "mixed-precision", "naive-quantized"):
         raise _refused(
             f"format {stored!r} of {name!r}", f"{scheme.form} layers are read from {_FORMATS[scheme.form]!r}"
         )
-    return tuple(group.get("targets") or ()), scheme
+    return _layer_names(group, "targets"), scheme
 
 
 def _parse_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Scheme:
@@ -160,6 +175,8 @@ def _parse_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, An
     is_symmetric = bool(weights.get("symmetric", True))
     if kind == ("int", 4) and inputs is None and strategy in ("group", "channel"):
         size = weights.get("group_size") if strategy == "group" else None
+        if not isinstance(size, int | None):
+            raise _refused(f"group_size {size!r} of {name!r}", "it is a number of inputs")
         is_reordered = weights.get("actorder") in ("group", True) and size is not None
         return Scheme("int4", size, is_symmetric, has_group_index=is_reordered)
     if kind in (("int", 8), ("float", 8)) and inputs is not None and is_symmetric and strategy in ("channel", "tensor"):

@@ -153,6 +153,13 @@ INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "s
         ({"input_activations": INPUTS | {"num_bits": 4}}, "activations of 'g': 4 bits"),
         ({"input_activations": None}, "16-bit activations"),
         ({"config_groups": {}}, "config_groups"),
+        ({"input_activations": 8}, "input_activations 8 of 'g'"),
+        (
+            {"weights": WEIGHTS | {"num_bits": 4, "strategy": "group", "group_size": "x"}, "input_activations": None},
+            "group_size 'x'",
+        ),
+        ({"ignore": 3}, "ignore 3"),
+        ({"ignore": ["re:*"]}, "'re:\\*' in ignore .* no regular expression"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes, message):
