@@ -38,7 +38,7 @@ from saccade.model.weights import read_tensors, tensor_files
 from saccade.processor import Processor
 
 NOISE = 1e-5
-"""KL divergence that one draw of calibration samples differs by from another, with int8."""
+"""KL divergence that one draw of samples differs by from another, with int8."""
 METHODS = {"int4": "gptq", "int8": "smoothquant"}
 
 
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--held-out", required=True)
     parser.add_argument("--num-samples", type=int, default=128)
-    parser.add_argument("--num-held-out", type=int, default=128)
+    parser.add_argument("--num-held-out", type=int, default=256)
     parser.add_argument(
         "--num-draws", type=int, default=3, help="draws of samples that calibration data is compared on"
     )
