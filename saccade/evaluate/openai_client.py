@@ -46,14 +46,14 @@ class OpenAIModel:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url}: not the URL of a server. Use http://HOST:PORT/v1")
-        path = parts.path.rstrip("/")
+        self.url, path = url, parts.path.rstrip("/")
         self._base = path if path.endswith("/v1") else f"{path}/v1"
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._connections = _Connections(parts, timeout_s)
         self._limit_name, self._can_ignore_eos = "max_tokens", True
-        self.url, self.model = url, model or self._first_model()
+        self.model = model or self._first_model()
 
     def describe(self) -> dict[str, Any]:
         """The URL and the model's name."""

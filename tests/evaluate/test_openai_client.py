@@ -72,6 +72,8 @@ def test_a_server_that_stays_away_ends_the_evaluation(no_waiting):
         client.generate(RED, Decoding())
     with pytest.raises(ConfigError, match=r"does not answer: .*the same command then resumes"):
         client.generate(RED, Decoding())
+    with pytest.raises(ConfigError, match=r"does not answer: .*Check the URL"):
+        OpenAIModel(url)
     with pytest.raises(ConfigError, match="not the URL of a server"):
         OpenAIModel("ftp://somewhere")
 
