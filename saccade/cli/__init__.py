@@ -3,6 +3,7 @@
 One file per group of commands. A command imports what it needs when it runs, so that `--help` is fast.
 """
 
+import errno
 import sys
 from typing import Annotated
 
@@ -30,12 +31,14 @@ app.add_typer(data.app, name="data")
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(serve.keys, name="keys")
 app.add_typer(bench.app, name="bench")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
 def main() -> None:
     """Run the command line.
 
-    Exit status 2 and one line for a user error or an extra that is not installed, 130 after Ctrl-C, 141 when the reader of a pipe is gone, as the shell has it for
+    Exit status 2 and one line for a user error, a path that the system refuses, a full disk, or an extra that is not installed, 130 after Ctrl-C, 141 when the reader of a pipe is gone, as the shell has it for
     a program that a signal ended. Anything else is a bug and keeps its traceback.
     """
     try:
@@ -49,12 +52,28 @@ def main() -> None:
             print(f"saccade: {remedy}", file=sys.stderr)  # noqa: T201
             sys.exit(2)
         raise
+    except OSError as error:
+        if remedy := _path_remedy(error):
+            print(f"saccade: {remedy}", file=sys.stderr)  # noqa: T201
+            sys.exit(2)
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as ended:  # click turns a broken pipe into exit status 1
         if isinstance(ended.__context__, BrokenPipeError):
             sys.exit(141)
         raise
+
+
+def _path_remedy(error: OSError) -> str | None:
+    """What to do about a full disk, or a path that cannot be read or written; None for other errors of the system."""
+    path = error.filename2 or error.filename
+    where = "" if path is None else f"{path}: "
+    if error.errno in _NO_SPACE:
+        return f"{where}{error.strerror}. Free space and run the command again"
+    if error.errno in _BAD_PATH and where:
+        return f"{where}{error.strerror}. Give access to it, or choose another path"
+    return None
 
 
 def _print_version(is_asked: bool) -> None:

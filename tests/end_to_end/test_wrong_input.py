@@ -96,6 +96,13 @@ def test_a_zero_byte_file(checkpoint, tmp_path, saccade, show):
     show(saccade("chat", checkpoint, tmp_path / "empty.jpg", "What?"), "image 1", "zero bytes")
 
 
+def test_outputs_below_a_file(checkpoint, tmp_path, saccade, show):
+    file = tmp_path / "a file"
+    file.touch()
+    show(saccade("keys", "create", file / "keys.json", "--name", "alice"), str(file), "choose another path")
+    show(saccade("compress", checkpoint, "--scheme", "int8", "-o", file / "out"), str(file), "choose another path")
+
+
 def test_an_image_placeholder_without_an_image(checkpoint, show):
     with pytest.raises(UserError) as caught:
         Processor.load(checkpoint)(
