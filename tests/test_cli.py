@@ -475,6 +475,8 @@ def test_serving_is_planned_from_sizes_a_folder_or_a_name(command, checkpoint):
         (("3b", "--image-size", "56x56", "--image-tokens", "4"), "Give one of them"),
         (("--serve",), "Give one"),
         ((), "no model"),
+        (("checkpoints/nowhere",), "checkpoints/nowhere: neither a checkpoint folder"),
+        (("checkpoints/nowhere", "--serve"), "checkpoints/nowhere: neither a checkpoint folder"),
     ],
 )
 def test_plans_that_are_not_clear_are_refused(command, words, message):

@@ -162,6 +162,7 @@ def _served_model(
             "serving is planned for a checkpoint folder, a size such as 3b, or --parameters, --layers, --heads and --head-dim. Give one"
         )
     folder = Path(model)
+    _check_model(model)
     if not folder.is_dir():
         config = named_size(model)
         return configured_model(model, config, EngineConfig(), context), named_image_cost(config, images)
@@ -209,6 +210,7 @@ def _plan_training(
     else:
         if set_:
             raise ConfigError("--set applies to a recipe. Give a recipe instead of a model, or remove --set")
+        _check_model(model)
         plans = [_plan_of_model(model, ranks, tokens or 16384, patches, recompute_vision, recompute_language)]
     reports = {name: report(planner, size, gpu) for name, planner, size in plans}
     if as_json:
@@ -242,6 +244,15 @@ def _plan_of_model(
     _check_recompute(*extents.values())
     planner = Planner(config=model_config(model), world_size=ranks, parallel=ParallelConfig(**extents))  # type: ignore[arg-type]
     return model, planner, MicroBatchSize(tokens=tokens, patches=round(2.25 * tokens) if patches is None else patches)
+
+
+def _check_model(model: str) -> None:
+    from saccade.model.families import named_sizes
+
+    if not Path(model).is_dir() and model not in named_sizes():
+        raise ConfigError(
+            f"{model}: neither a checkpoint folder, nor a recipe (.toml), nor a size that saccade models lists. Check the name"
+        )
 
 
 def _check_left_out(flags: dict[str, tuple[object, str]]) -> None:

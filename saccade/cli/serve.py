@@ -48,7 +48,7 @@ def serve(
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
 ) -> None:
-    """Serve a checkpoint over HTTP with OpenAI's API. Listens on this machine only unless told otherwise."""
+    """Serve a checkpoint over HTTP with OpenAI's API. Listens on loopback only, unless --host says otherwise."""
     _check_extra()
     from saccade.config import override_config
     from saccade.engine import EngineConfig

@@ -368,8 +368,8 @@ def _judge(
     if num_requests < 1:
         return False, f"{max(0, pages)} pages are left, a request takes {per_request}"
     if needed is not None and num_requests < needed:
-        return False, f"room for {num_requests} requests at once, {needed} are needed"
-    return True, f"room for {num_requests} requests at once" + (f", {needed} are needed" if needed else "")
+        return False, f"room for {num_requests} requests at once, {needed} needed"
+    return True, f"room for {num_requests} requests at once" + (f", {needed} needed" if needed else "")
 
 
 def _kv_name(kv_format: KVFormat) -> str:

@@ -49,7 +49,7 @@ class GGUFModel:
         try:
             self._reader = GGUFReader(path)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: no such file") from error
+            raise CheckpointError(f"{path}: no such file. Check the path") from error
         except (ValueError, OSError, IndexError) as error:
             raise CheckpointError(f"{path}: not a readable GGUF file: {error}") from error
         self.architecture = str(self._field("general.architecture"))

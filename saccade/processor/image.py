@@ -240,7 +240,7 @@ def read_encoded(source: ImageSource, limits: MediaLimits, kind: Literal["image"
         forms = IMAGE_FORMS if kind == "image" else "a path, bytes, BytesIO or a data URL"
         raise ImageError(f"{'an' if kind == 'image' else 'a'} {kind} is {forms}, not {type(source).__name__}")
     if not data:
-        raise ImageError(f"the {kind} has zero bytes")
+        raise ImageError(f"the {kind} has zero bytes. Send the whole file")
     if len(data) > max_bytes:
         raise ImageError(f"the {kind} has {len(data)} bytes, over the limit of {max_bytes}. Send a smaller file")
     return data

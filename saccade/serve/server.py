@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import logging
 import resource
 import signal
@@ -133,9 +134,11 @@ def listen(host: str, port: int) -> socket.socket:
         listening.listen(_BACKLOG)
     except OSError as error:
         listening.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}. Choose another with --port, or --port 0 for a free one"
-        ) from error
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        remedy = (
+            "an address of this machine with --host" if is_host else "another with --port, or --port 0 for a free one"
+        )
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}. Choose {remedy}") from error
     return listening
 
 

@@ -28,7 +28,7 @@ _STOP_S = 15.0
 _REFUSALS: dict[State, tuple[str, str, float]] = {
     "loading": ("the model is being loaded", "loading", 5.0),
     "restarting": ("the engine is being restarted", "engine_restarting", 5.0),
-    "draining": ("the server is shutting down", "draining", 10.0),
+    "draining": ("the server is draining and takes no new requests", "draining", 10.0),
     "failed": ("the engine has failed", "engine_failed", 60.0),
     "stopped": ("the server is shutting down", "draining", 10.0),
 }

@@ -53,6 +53,7 @@ def test_what_is_wrong_is_said_in_one_line(command, checkpoint, tmp_path):
         cases = [
             ([tmp_path / "nothing"], "nothing"),
             ([checkpoint, "--port", port], "Choose another with --port"),
+            ([checkpoint, "--host", "192.0.2.1", "--no-auth"], "Choose an address of this machine with --host"),
             ([checkpoint, "--host", "0.0.0.0"], "no API keys are set"),
             ([checkpoint, "--api-keys", tmp_path / "no.json"], "no such key file"),
             ([checkpoint, "--admin-port", 0], "admin_port needs api_keys"),
