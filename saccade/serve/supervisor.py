@@ -60,7 +60,7 @@ class Supervisor:
 
     @property
     def state(self) -> State:
-        """What the server can do now. A client that was told of the core's death finds the server restarting, not ready."""
+        """What the server can do now. A client that has seen the core's death finds the server restarting, not ready."""
         engine = self._engine
         if self._state == "ready" and engine is not None and engine.has_failed:
             return "restarting"
