@@ -211,6 +211,8 @@ def _scheme(
         return (chosen if group_size is None else chosen.with_group_size(group_size)), None
     if target_size is None and max_loss is None:
         raise ConfigError("give --scheme NAME, or --target-size 0.35 or --max-loss 1% to have a mixed one picked")
+    if target_size is not None and not 0 < target_size < 1:
+        raise ConfigError(f"--target-size {target_size:g}: give a share of the original's bytes, such as 0.35")
     if samples is None:
         raise ConfigError("picking a scheme measures sensitivity on samples: --calibration SHARDS")
     from saccade.compress.sensitivity import choose_scheme

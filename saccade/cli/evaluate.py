@@ -95,6 +95,10 @@ def evaluate(
         num_output_tokens=load_output,
         seed=seed,
     )
+    if load != Load(seed=seed) and not efficiency:
+        raise ConfigError("options --load-... set the load of --efficiency, which was not given. Add it")
+    if served_model is not None and not any(map(_is_url, [model, *(compare or [])])):
+        raise ConfigError("--model is the name of a model on a server, but no URL was given. Remove it")
 
     def open_model(target: str, *, is_compared: bool = False) -> Any:
         own = None if is_compared else adapter
@@ -313,6 +317,10 @@ def _open_model(
         return OpenAIModel(target, model=served_model, api_key=api_key)
     from saccade.cli.engine_model import EngineModel
 
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--adapter {adapter}: no adapter_config.json. An adapter is a folder that PEFT or saccade train wrote"
+        )
     return EngineModel(Path(target), device=device, dtype=dtype, adapter=adapter)
 
 

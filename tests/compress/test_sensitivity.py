@@ -81,6 +81,7 @@ def test_a_model_that_loses_more_than_its_bound_is_refused_in_one_line(tmp_path)
         (("--scheme", "int9"), "scheme 'int9' is not known"),
         (("--scheme", "w4a16-awq"), "--calibration SHARDS"),
         (("--target-size", "0.4"), "--calibration SHARDS"),
+        (("--target-size", "35"), "--target-size 35: give a share"),
         (("--scheme", "int8", "--max-loss", "much"), "give a share"),
         (("--scheme", "int8", "--max-loss", "1%"), "--verify SHARDS"),
         (("--scheme", "int8", "--tasks", "vqa"), "go together"),

@@ -133,6 +133,9 @@ def test_models_of_the_same_name_go_by_their_folder(command, walls, tmp_path):
         (["--tasks", "vqa", "--data", "x", "--prompt", "look", "-o", "y"], "--prompt look: write TASK=..."),
         (["--tasks", "vqa", "--data", "nowhere", "-o", "y"], "no such file or folder. Check --data"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--training-data", "nowhere"], "nowhere"),
+        (["--tasks", "vqa", "--data", "x", "-o", "y", "--model", "served"], "no URL was given"),
+        (["--tasks", "vqa", "--data", "x", "-o", "y", "--load-rate", "2"], "--efficiency, which was not given"),
+        (["--tasks", "vqa", "--data", "x", "-o", "y", "--adapter", "nowhere"], "no adapter_config.json"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(command, checkpoint, words, message, tmp_path, monkeypatch):
