@@ -1,6 +1,7 @@
 """The command line as a user meets it: help, answers, and one line with exit status 2 for what is wrong."""
 
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -499,6 +500,11 @@ def test_recipes_are_listed_and_copied(command, tmp_path):
     assert command("recipes", "copy", "tiny.toml", tmp_path / "mine.toml").status == 0
     original = (Path(__file__).parents[1] / "recipes" / "tiny.toml").read_text()
     assert (tmp_path / "tiny.toml").read_text() == (tmp_path / "mine.toml").read_text() == original
+
+
+def test_the_next_command_can_be_pasted_into_a_shell(command, tmp_path):
+    copied = command("recipes", "copy", "tiny", tmp_path / "my recipe.toml").out
+    assert shlex.split(copied.partition("next: ")[2]) == ["saccade", "train", str(tmp_path / "my recipe.toml")]
 
 
 def test_recipes_copy_refuses_an_unknown_name_and_an_existing_file(command, tmp_path):

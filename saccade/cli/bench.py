@@ -53,7 +53,9 @@ def kernels(
     if unknown := set(op or []) - set(known):
         raise ConfigError(f"unknown operation {', '.join(sorted(unknown))}. Known: {', '.join(known)}")
     if not torch.cuda.is_available():
-        raise ConfigError(f"kernels are timed on a GPU, and torch {torch.__version__} sees none")
+        raise ConfigError(
+            f"kernels are timed on a GPU, and torch {torch.__version__} sees none. Run it on a machine with an NVIDIA GPU"
+        )
     timing = import_module("bench.kernels.timing")
     rows = [
         row

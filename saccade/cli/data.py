@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,7 +120,7 @@ def prepare(
         typer.echo(f"  {reason}: {count:,}")
     if chosen is not None:
         _print_decisions(result["curation"])
-    typer.echo(f"next: saccade data inspect {out}")
+    typer.echo(f"next: saccade data inspect {shlex.quote(str(out))}")
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """`saccade recipes`: the training recipes that come with the package."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +45,7 @@ def copy(
         shutil.copyfile(source, target)
     except OSError as error:
         raise ConfigError(f"{target}: {error.strerror}. Name a file in a folder that can be written") from error
-    typer.echo(f"{target}  next: saccade train {target}")
+    typer.echo(f"{target}  next: saccade train {shlex.quote(str(target))}")
 
 
 def _recipes() -> list[Path]:

@@ -222,7 +222,7 @@ def _open_gguf(path: Path) -> TextModel:
 def _text_files(folder: Path) -> TextFiles:
     tokenizer = read_json(folder / "tokenizer.json")
     if not tokenizer:
-        raise CheckpointError(f"{folder}: no tokenizer.json. A fast tokenizer is needed")
+        raise CheckpointError(f"{folder}: no tokenizer.json. Check the path; a fast tokenizer is needed")
     model = tokenizer.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
         raise CheckpointError(f"{folder}/tokenizer.json: vision tokens can be added to BPE tokenizers only")

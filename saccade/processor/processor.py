@@ -127,7 +127,9 @@ class Processor:
         """Equal for folders that give every conversation the same tokens and number of patches. Builds no tokenizer."""
         folder = Path(folder)
         if not (folder / "tokenizer.json").is_file():
-            raise CheckpointError(f"{folder}: no tokenizer.json. A checkpoint folder needs a fast tokenizer")
+            raise CheckpointError(
+                f"{folder}: no tokenizer.json. Check the path; a checkpoint folder needs a fast tokenizer"
+            )
         tokens, rules = read_json(folder / "tokenizer_config.json"), load_rules(folder)
         texts = [read_template(folder), token_text(tokens, "bos_token"), token_text(tokens, "eos_token")]
         decisive = [texts, repr(rules.images), rules.image_id]

@@ -65,7 +65,9 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         description = read_json(path)
         if not description:
-            raise CheckpointError(f"{folder}: no tokenizer.json. A checkpoint folder needs a fast tokenizer")
+            raise CheckpointError(
+                f"{folder}: no tokenizer.json. Check the path; a checkpoint folder needs a fast tokenizer"
+            )
         try:
             return Tokenizer(description)
         except Exception as error:  # the library raises plain Exception for what it cannot parse

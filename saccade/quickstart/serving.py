@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -104,10 +105,11 @@ def ask(url: str, image: Path, question: str) -> str:
 
 def next_steps(checkpoint: Path, image: Path, question: str) -> list[str]:
     """What to do next, one line each."""
+    folder = shlex.quote(str(checkpoint))
     return [
         "next:",
-        f'   saccade chat {checkpoint} {image} "{question}"',
-        f"   saccade serve {checkpoint}        the server with its page",
+        f'   saccade chat {folder} {shlex.quote(str(image))} "{question}"',
+        f"   saccade serve {folder}        the server with its page",
         "   saccade quickstart --dir mine --data FOLDER        your own images with captions, or shards",
         "   saccade recipes list        recipes for larger models, saccade recipes copy NAME to change one",
     ]
