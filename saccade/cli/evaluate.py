@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saccade.cli.options import DeviceOption, DtypeOption, JsonOption
+from saccade.cli.options import DeviceOption, DtypeOption, JsonOption, check_adapter
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -317,10 +317,8 @@ def _open_model(
         return OpenAIModel(target, model=served_model, api_key=api_key)
     from saccade.cli.engine_model import EngineModel
 
-    if adapter is not None and not (adapter / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"--adapter {adapter}: no adapter_config.json. An adapter is a folder that PEFT or saccade train wrote"
-        )
+    if adapter is not None:
+        check_adapter(adapter, f"--adapter {adapter}")
     return EngineModel(Path(target), device=device, dtype=dtype, adapter=adapter)
 
 

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from saccade.errors import ConfigError
 
 
 class Dtype(StrEnum):
@@ -32,7 +35,6 @@ def check_modules(command: str, modules: Sequence[str]) -> None:
     """Refuse a command whose extra is not installed before it does anything."""
     from importlib.util import find_spec
 
-    from saccade.errors import ConfigError
     from saccade.extras import missing_extra
 
     for name in modules:
@@ -85,3 +87,9 @@ def shard_progress(title: str) -> Iterator[Callable[[Any], None]]:
         yield lambda done: bar.update(
             task, completed=done.num_done, total=done.num_shards, description=f"{done.num_samples:,} samples"
         )
+
+
+def check_adapter(folder: Path, option: str) -> None:
+    """Refuse a folder that is no adapter before a model is loaded."""
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"{option}: no adapter_config.json. An adapter is a folder that PEFT or saccade train wrote")

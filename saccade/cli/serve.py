@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from saccade.cli.hub import checkpoint_folder
-from saccade.cli.options import DeviceOption, DtypeOption
+from saccade.cli.options import DeviceOption, DtypeOption, check_adapter
 from saccade.errors import ConfigError
 
 keys = typer.Typer(help="API keys of a server.", no_args_is_help=True)
@@ -94,6 +94,7 @@ def _adapters(named: list[str], model_name: str) -> dict[str, Path]:
             raise ConfigError(f"--adapter {one}: use NAME=FOLDER")
         if name in found or name == model_name:
             raise ConfigError(f"--adapter {one}: the name {name!r} is taken. Choose another one")
+        check_adapter(Path(path), f"--adapter {one}")
         found[name] = Path(path)
     return found
 

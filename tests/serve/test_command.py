@@ -56,6 +56,7 @@ def test_what_is_wrong_is_said_in_one_line(command, checkpoint, tmp_path):
             ([checkpoint, "--host", "192.0.2.1", "--no-auth"], "Choose an address of this machine with --host"),
             ([checkpoint, "--host", "0.0.0.0"], "no API keys are set"),
             ([checkpoint, "--api-keys", tmp_path / "no.json"], "no such key file"),
+            ([checkpoint, "--adapter", f"mine={tmp_path}"], "no adapter_config.json"),
             ([checkpoint, "--admin-port", 0], "admin_port needs api_keys"),
             ([checkpoint, "--set", "serve.max_bodybytes=3"], "Did you mean max_body_bytes"),
             ([checkpoint, "--set", "max_body_bytes=3"], "use serve.KEY=VALUE or engine.KEY=VALUE"),
