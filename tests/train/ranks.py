@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -77,13 +78,31 @@ def validate_for_long(model, step):
 
 
 def fill_the_disk(model, step):
-    """From step 9 on, when the state of step 5 is complete, no file may grow beyond a megabyte; after step 12 there is room again."""
+    """From step 9 on, when the state of step 5 is complete, no file may grow beyond a megabyte. When the save of step 10 has failed, and two
+    more steps are made, there is room again."""
     if step == 9:
         wait_for_state_5()
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+        logging.getLogger("saccade.train.checkpoint").addHandler(FailedSave())
+    if step == 10:
+        [handler] = logging.getLogger("saccade.train.checkpoint").handlers
+        assert handler.has_failed.wait(120), "the save of step 10 did not fail"
+        logging.getLogger("saccade.train.checkpoint").removeHandler(handler)
     if step == 12:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return {}
+
+
+class FailedSave(logging.Handler):
+    """Waits for the error message of a save, which runs beside the steps."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.has_failed = threading.Event()
+
+    def emit(self, record):
+        if "the state was not saved" in record.getMessage():
+            self.has_failed.set()
 
 
 def wait_for_state_5():
