@@ -7,7 +7,7 @@ a scale, I intermediate channels of a feed-forward layer. Weights and scales are
     small_linear_w4a16:  out = x W' + bias
     norm_linear_w4a16:   out = rms_norm(s) W' + bias,  s = x + residual (or x itself);   returns (out, s)
     gated_linear_w4a16:  out = swiglu(gate, up) W' + bias,  gate and up [T, I], with any row strides
-    small_matmul_w8a8:   out = x_scale * weight_scale * (x8 W') + bias
+    small_matmul_w8a8:   out = x_scale * weight_scale * (x8 W') + bias;   its reference is `matmul_w8a8_reference`
 
 x, residual, gate, up, bias and the outputs share one dtype. s and the gated row are rounded to it, as the separate kernels round them; the
 normalised row is not, since 1 / rms is multiplied with the finished sums. Everything else is fp32 (sums of int8 products too). The kernel of
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
-from saccade.kernels.quant_linear import linear_w4a16, linear_w4a16_reference, matmul_w8a8, matmul_w8a8_reference
+from saccade.kernels.quant_linear import linear_w4a16, linear_w4a16_reference, matmul_w8a8
 from saccade.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from saccade.kernels.swiglu import swiglu, swiglu_reference
 
@@ -66,19 +66,6 @@ def norm_linear_w4a16_reference(
 def gated_linear_w4a16_reference(gate_TI: Tensor, up_TI: Tensor, weight: Weight4bit) -> Tensor:
     """The third."""
     return linear_w4a16_reference(swiglu_reference(gate_TI, up_TI), *weight)
-
-
-def small_matmul_w8a8_reference(
-    x8_TD: Tensor,
-    x_scale_T: Tensor,
-    weight_ND: Tensor,
-    weight_scale_N1: Tensor,
-    bias_N: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """The fourth."""
-    return matmul_w8a8_reference(x8_TD, x_scale_T, weight_ND, weight_scale_N1, bias_N, out_dtype=out_dtype)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from saccade.kernels import small_quant_linear as module
 from saccade.kernels.quant_linear import (
     interleave_int4,
     linear_w4a16,
+    matmul_w8a8_reference,
     quantize_activation_reference,
     quantize_weight,
     quantize_weight_int4,
@@ -22,7 +23,6 @@ from saccade.kernels.small_quant_linear import (
     small_linear_w4a16,
     small_linear_w4a16_reference,
     small_matmul_w8a8,
-    small_matmul_w8a8_reference,
 )
 from saccade.kernels.swiglu import swiglu_reference
 
@@ -113,7 +113,7 @@ def test_eight_bit_products_of_few_tokens_equal_the_reference(shape, num_tokens,
     for arguments in ((*case, bias), case):
         with launch.forced("triton"):
             actual = small_matmul_w8a8(*arguments, out_dtype=dtype)
-        expected = small_matmul_w8a8_reference(*arguments, out_dtype=torch.float32)
+        expected = matmul_w8a8_reference(*arguments, out_dtype=torch.float32)
         assert_close("out", actual, expected, BOUNDS[dtype])
 
 
@@ -185,7 +185,7 @@ def test_real_sizes_equal_the_references(shape, num_tokens):
         case = *quantize_activation_reference(x, bits), *quantize_weight(plain, bits)
         with launch.forced("triton"):
             actual = small_matmul_w8a8(*case, out_dtype=dtype)
-        assert_close(str(bits), actual, small_matmul_w8a8_reference(*case, out_dtype=torch.float32), BOUNDS[dtype])
+        assert_close(str(bits), actual, matmul_w8a8_reference(*case, out_dtype=torch.float32), BOUNDS[dtype])
 
 
 @pytest.mark.gpu
