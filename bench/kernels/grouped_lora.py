@@ -1,6 +1,7 @@
 """Adapters chosen per token on the layers of a 3B decoder: 8 adapters of rank 16 and 64 among the tokens of a step.
 
-Beside it: one adapter for all tokens in two plain products (what a single adapter costs at least).
+Beside it: the same with x A' of all adapters given by the product before (`low given`; for gate and up with the activation, beside `swiglu`
+alone), and one adapter for all tokens in two plain products.
 """
 
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bench.kernels.timing import Row, Work, compare, graph_ms, main, through
-from saccade.kernels.grouped_lora import TokenGroups, group_tokens, grouped_lora
+from saccade.kernels.grouped_lora import TokenGroups, add_lora, group_tokens, grouped_lora, lora_swiglu
+from saccade.kernels.swiglu import swiglu
 
 LAYERS = {
     "qkv": (2048, (2048, 256, 256)),
@@ -42,10 +44,25 @@ def rows() -> Iterator[Row]:
                 ) -> Tensor:  # fmt: skip
                     return through("triton", grouped_lora)(y, x, lora_A, lora_B, scale, groups, sizes)
 
+                low = torch.randn(num_tokens, lora_A[:, :, :, 0].numel(), **new)
+
+                def low_given(
+                    x: Tensor, y: Tensor, low: Tensor = low, lora_B: Tensor = lora_B, groups: TokenGroups = groups,
+                    scale: Tensor = scale, sizes: tuple[int, ...] = sizes,
+                ) -> Tensor:  # fmt: skip
+                    if len(sizes) == 2:
+                        return through("triton", lora_swiglu)(y, low, lora_B, scale, groups)
+                    return through("triton", add_lora)(y, low, lora_B, scale, groups, sizes)
+
+                def activation(x: Tensor, y: Tensor) -> Tensor:
+                    return swiglu(*y.chunk(2, dim=1))
+
                 used = min(num_tokens, NUM_ADAPTERS) / NUM_ADAPTERS
                 work = Work(int(used * (lora_A.nbytes + lora_B.nbytes)) + x.nbytes + 2 * y.nbytes)
                 shape = f"{name} {num_tokens} x {num_inputs} -> {sum(sizes)}, rank {rank}"
-                paths = {"triton": grouped, "one adapter, torch": one_adapter}
+                paths = {"triton": grouped, "low given": low_given, "one adapter, torch": one_adapter}
+                if len(sizes) == 2:
+                    paths["swiglu alone"] = activation
                 yield from compare("grouped_lora", shape, paths, (x, y), work, clock=graph_ms)
 
 

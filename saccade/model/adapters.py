@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import CheckpointError
-from saccade.kernels.grouped_lora import grouped_lora
-from saccade.model.linear import Projection, RowAdapters, projections
+from saccade.kernels.grouped_lora import add_lora, grouped_lora, lora_swiglu
+from saccade.model.linear import Projection, RowAdapters, merge_with_rows, projections
 from saccade.model.weights import check_finite, read_tensors, tensor_names
 from saccade.processor.folder import read_json
 
@@ -38,6 +38,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 """Settings that change what an adapter computes, and their values that do not."""
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
 """Initializations that change the base weights too."""
+_MAX_LOW_SHARE = 1 / 4
+"""Rows of A of all slots, as a fraction of the outputs of their projections, up to which they are computed in the same product."""
 
 
 @dataclass(frozen=True)
@@ -160,18 +162,43 @@ def _pair(
 
 
 class AdapterStack:
-    """The matrices of all slots for projections of one input."""
+    """The matrices of all slots for projections of one input.
+
+    Where it is worth it, the matrices A are stored below the weight of the projections: one product then computes A x of all slots
+    too. It is more than a token needs, but saves reading x again and a launch, which is most of what an adapter costs in decode.
+    """
 
     def __init__(self, parts: Sequence[Projection], scale_S: Tensor, rank: int, dtype: torch.dtype) -> None:
         self.part_sizes = tuple(part.out_features for part in parts)
         slots, device = len(scale_S), scale_S.device
+        shape = (slots, len(parts), rank, parts[0].in_features)
         self._scale_S = scale_S
-        self._A = torch.zeros(slots, len(parts), rank, parts[0].in_features, dtype=dtype, device=device)
+        self.low: Projection | None = None
+        self._A = torch.zeros(shape, dtype=dtype, device=device)
+        num_rows = math.prod(shape[:3])
+        if num_rows <= _MAX_LOW_SHARE * sum(self.part_sizes):
+            merged = merge_with_rows(parts, self._A.view(num_rows, -1))
+            if merged is not None:
+                self.low, rows = merged
+                self._A = rows.view(shape)
         self._B = torch.zeros(slots, sum(self.part_sizes), rank, dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all slots."""
+        return self._A.nbytes + self._B.nbytes
 
     def add(self, y_TN: Tensor, x_TD: Tensor, chosen: RowAdapters) -> Tensor:
         """Add each row's adapter to the outputs of the projections, in place."""
         return grouped_lora(y_TN, x_TD, self._A, self._B, self._scale_S, chosen.groups, self.part_sizes)
+
+    def add_low(self, y_TN: Tensor, low_TM: Tensor, chosen: RowAdapters) -> Tensor:
+        """The same with A x of all slots given."""
+        return add_lora(y_TN, low_TM, self._B, self._scale_S, chosen.groups, self.part_sizes)
+
+    def gated_low(self, y_TN: Tensor, low_TM: Tensor, chosen: RowAdapters) -> Tensor:
+        """silu(gate) * up of outputs [gate, up] with each row's adapter added."""
+        return lora_swiglu(y_TN, low_TM, self._B, self._scale_S, chosen.groups)
 
     def set(self, slot: int, part: int, matrices: tuple[Tensor, Tensor] | None) -> None:
         """Fill a slot of one projection, from 0; None: it has no adapter."""
@@ -204,12 +231,14 @@ class AdapterBank:
                 assert isinstance(part, Projection), "adapters are on projections"
                 part.adapters = stack
                 self._stacks[name], self.shapes[name] = (stack, number), part.stored_shape
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # weights that were merged into larger ones
 
     @property
     def num_bytes(self) -> int:
         """Device memory of all slots."""
         stacks = {id(stack): stack for stack, _ in self._stacks.values()}
-        return sum(stack._A.nbytes + stack._B.nbytes for stack in stacks.values())
+        return sum(stack.num_bytes for stack in stacks.values())
 
     @torch.inference_mode()
     def set(self, slot: int, adapter: Adapter) -> None:

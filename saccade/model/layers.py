@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.kernels.rms_norm import rms_norm
-from saccade.model.linear import Input, Linear, NormedSum, RowAdapters, project
+from saccade.model.linear import Input, Linear, NormedSum, RowAdapters, project, project_gated
 
 
 class RMSNorm(nn.Module):
@@ -93,8 +93,11 @@ class FeedForward(nn.Module):
         return self._forward(x)
 
     def _forward(self, x: Input, chosen: RowAdapters | None = None) -> Tensor:
-        gate, up = project(x, self.gate_proj, self.up_proj, chosen=chosen)
-        return self.down_proj.gated(gate, up, saves_activation=self.saves_activation, chosen=chosen)
+        if chosen is not None:
+            hidden = project_gated(x, self.gate_proj, self.up_proj, chosen)
+            return project(hidden, self.down_proj, chosen=chosen)[0]
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj.gated(gate, up, saves_activation=self.saves_activation)
 
 
 class PlainFeedForward(nn.Module):

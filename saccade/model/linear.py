@@ -125,10 +125,19 @@ class RowAdapters:
 
 
 class Adapters(Protocol):
-    """Adapters beside the projections of one input."""
+    """LoRA adapters beside the projections of one input: B A x is added to their outputs."""
+
+    low: Projection | None
+    """A x of all adapters, stored with the projections as one matrix; None: `add` computes it."""
 
     def add(self, y_TN: Tensor, x_TD: Tensor, chosen: RowAdapters) -> Tensor:
         """Add each row's adapter to the outputs, in place."""
+
+    def add_low(self, y_TN: Tensor, low_TM: Tensor, chosen: RowAdapters) -> Tensor:
+        """The same with the outputs of `low` given."""
+
+    def gated_low(self, y_TN: Tensor, low_TM: Tensor, chosen: RowAdapters) -> Tensor:
+        """silu(gate) * up of outputs [gate, up] with each row's adapter added."""
 
 
 class Projection(nn.Module):
@@ -162,15 +171,8 @@ class Projection(nn.Module):
         """The outputs, in the memory of `out` where that costs nothing: CUDA graphs of all sizes then share one."""
         return out.copy_(self.linear(x))
 
-    def gated(
-        self, gate: Tensor, up: Tensor, *, saves_activation: bool = False, chosen: RowAdapters | None = None
-    ) -> Tensor:
+    def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
         """(silu(gate) * up) W' + bias. `saves_activation`: keep silu(gate) * up for backward instead of computing it again."""
-        if chosen is not None:
-            return project(swiglu(gate, up), self, chosen=chosen)[0]
-        return self._gated(gate, up, saves_activation)
-
-    def _gated(self, gate: Tensor, up: Tensor, saves_activation: bool) -> Tensor:
         return self.linear(swiglu(gate, up))
 
     def cross_entropy(
@@ -246,9 +248,32 @@ def _whole_of(parts: Sequence[Projection]) -> Projection | None:
 def _project_adapted(
     x: Input, parts: Sequence[Projection], adapters: Adapters, chosen: RowAdapters
 ) -> tuple[Tensor, ...]:
-    rows, whole = x.normed if isinstance(x, NormedSum) else x, _whole_of(parts)
-    out = torch.cat([part.linear(rows) for part in parts], dim=-1) if whole is None else whole.linear(rows)
-    return torch.split(adapters.add(out, rows, chosen), [part.out_features for part in parts], dim=-1)
+    found = _with_low(x, parts, adapters)
+    if found is not None:
+        out = adapters.add_low(*found, chosen)
+    else:
+        rows, whole = x.normed if isinstance(x, NormedSum) else x, _whole_of(parts)
+        out = torch.cat([part.linear(rows) for part in parts], dim=-1) if whole is None else whole.linear(rows)
+        out = adapters.add(out, rows, chosen)
+    return torch.split(out, [part.out_features for part in parts], dim=-1)
+
+
+def _with_low(x: Input, parts: Sequence[Projection], adapters: Adapters) -> tuple[Tensor, Tensor] | None:
+    """The outputs of projections and those of the adapters' `low`, of one product; None: they are not stored as one matrix."""
+    whole = None if adapters.low is None else _whole_of((*parts, adapters.low))
+    if whole is None:
+        return None
+    out: Tensor = whole(x)
+    num_outputs = sum(part.out_features for part in parts)
+    return out[:, :num_outputs], out[:, num_outputs:]
+
+
+def project_gated(x: Input, gate: Projection, up: Projection, chosen: RowAdapters) -> Tensor:
+    """silu(gate(x)) * up(x), with the adapter of each row."""
+    found = None if gate.adapters is None else _with_low(x, (gate, up), gate.adapters)
+    if found is None or gate.adapters is None:
+        return swiglu(*project(x, gate, up, chosen=chosen))
+    return gate.adapters.gated_low(*found, chosen)
 
 
 def add_update(x_TD: Tensor, update_TD: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -346,7 +371,8 @@ class Linear(Projection):
         """See `Projection`."""
         return super().forward_into(x, out) if self.bias is not None else torch.mm(x, self.weight.t(), out=out)
 
-    def _gated(self, gate: Tensor, up: Tensor, saves_activation: bool) -> Tensor:
+    def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
+        """See `Projection`."""
         if torch.is_grad_enabled():
             if saves_activation:
                 return F.linear(swiglu(gate, up), self.weight, self.bias)
@@ -433,6 +459,26 @@ def merge_storage(model: nn.Module) -> None:
                 shared = None if whole is None else (whole,)
                 for part in parts:
                     part._whole = shared
+
+
+def merge_with_rows(parts: Sequence[Projection], rows_MD: Tensor) -> tuple[Projection, Tensor] | None:
+    """Store projections of one input and a further one, of weight `rows_MD` without bias, as one matrix: the further projection, and its weight
+    there. None: this form cannot be merged; nothing has changed."""
+    if not all(type(part) is Linear for part in parts):
+        return None
+    has_bias = cast(Linear, parts[0]).bias is not None
+    with torch.device("meta"):
+        further = Linear(rows_MD.shape[1], len(rows_MD), bias=has_bias)
+    further.weight = nn.Parameter(rows_MD, requires_grad=False)
+    if has_bias:
+        further.bias = nn.Parameter(rows_MD.new_zeros(len(rows_MD)), requires_grad=False)
+    together = [*(cast(Linear, part) for part in parts), further]
+    whole = Linear.merge(together)
+    if whole is None:
+        return None
+    for part in together:
+        part._whole = (whole,)
+    return further, further.weight.detach()
 
 
 def checkpoint_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -180,9 +180,10 @@ class Linear8bit(QuantizedLinear):
             quantized, scale_T, x.total = add_rms_norm_quant(x.x_TD, x.residual_TD, x.weight_D, x.eps, self.dtype)
         return self._matmul(quantized, scale_T, x.x_TD.dtype)
 
-    def _gated(self, gate: Tensor, up: Tensor, saves_activation: bool) -> Tensor:
+    def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
+        """See `Projection`."""
         if self.input_scale is not None:
-            return super()._gated(gate, up, saves_activation)
+            return super().gated(gate, up, saves_activation=saves_activation)
         quantized, scale_T = swiglu_quant(gate.flatten(0, -2), up.flatten(0, -2), self.dtype)
         return self._matmul(quantized, scale_T, gate.dtype).view(*gate.shape[:-1], self.out_features)
 
@@ -326,9 +327,10 @@ class Linear4bit(QuantizedLinear):
         out, x.total = norm_linear_w4a16(x.x_TD, x.residual_TD, x.weight_D, x.eps, self._weight())
         return out
 
-    def _gated(self, gate: Tensor, up: Tensor, saves_activation: bool) -> Tensor:
+    def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
+        """See `Projection`."""
         if not self._reads_as_given:
-            return super()._gated(gate, up, saves_activation)
+            return super().gated(gate, up, saves_activation=saves_activation)
         out_TN = gated_linear_w4a16(gate.flatten(0, -2), up.flatten(0, -2), self._weight())
         return out_TN.view(*gate.shape[:-1], self.out_features)
 

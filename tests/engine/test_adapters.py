@@ -15,11 +15,12 @@ from engine.test_engine_equals_generate import EagerGraphs
 from model.hugging_face import SHAPES, make_checkpoint, picture
 from safetensors.torch import load_file, save_file
 
-from saccade.engine import Engine, SamplingParams
+from saccade.engine import Engine, SamplingParams, loading
 from saccade.engine.adapters import AdapterTable
 from saccade.engine.config import EngineConfig
 from saccade.engine.engine import RequestOptions
 from saccade.errors import RequestError
+from saccade.model import adapters as model_adapters
 
 CONFIG = EngineConfig(num_workers=0, num_pages=200, page_size=8, max_length=400, max_step_tokens=48, max_adapters=4)
 GREEDY = SamplingParams(max_tokens=8, logprobs=1, ignore_eos=True)
@@ -102,6 +103,25 @@ def test_steps_padded_to_a_captured_size_have_the_same_adapters(base, folders, e
         running = [(name, submit(engine, CONVERSATIONS[0], name)) for name in expected]
         for name, result in running:
             assert_equal(result(), expected[name][0])
+
+
+def test_matrices_stored_below_plain_weights_give_the_merged_models(base, folders, expected, monkeypatch):
+    """As on a GPU, where weights are not prepacked: one product computes outputs and A x of all adapters."""
+    monkeypatch.setattr(loading, "prepack_storage", lambda _: None)
+    monkeypatch.setattr(model_adapters, "_MAX_LOW_SHARE", 100)
+    with Engine.load(base, device="cpu", config=CONFIG, adapters=folders) as engine:
+        bank = engine._core._core._runner.adapters
+        assert all(stack.low is not None for stack, _ in bank._stacks.values())
+        running = [
+            (name, number, submit(engine, conversation, name))
+            for number, conversation in enumerate(CONVERSATIONS)
+            for name in expected
+        ]
+        for name, number, result in running:
+            assert_equal(result(), expected[name][number])
+        engine.remove_adapter("mlp")
+        engine.add_adapter("again", folders["attention"])
+        assert_equal(engine.generate(CONVERSATIONS[0], GREEDY, adapter="again")[0], expected["attention"][0])
 
 
 def test_adapters_are_served_by_a_core_in_a_process_of_its_own(base, folders, expected):

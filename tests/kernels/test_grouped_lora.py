@@ -5,7 +5,16 @@ from closeness import BOUNDS, assert_close, perturbed
 
 from saccade.kernels import grouped_lora as module
 from saccade.kernels import launch
-from saccade.kernels.grouped_lora import group_tokens, grouped_lora, grouped_lora_reference
+from saccade.kernels.grouped_lora import (
+    add_lora,
+    add_lora_reference,
+    group_tokens,
+    grouped_lora,
+    grouped_lora_reference,
+    lora_swiglu,
+    lora_swiglu_reference,
+)
+from saccade.kernels.swiglu import swiglu
 
 NUM_ADAPTERS = 5
 
@@ -66,6 +75,41 @@ def test_the_adapters_of_others_do_not_matter(device, dtype):
     expect(y, x, lora_A, lora_B, scale, without, sizes, dtype=dtype)
 
 
+def low_of_all(x, lora_A):
+    """[T, S * P * R]: what a product with the matrices A of all adapters gives."""
+    return F.linear(x, lora_A.flatten(0, 2))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 41, 259])
+@pytest.mark.parametrize("part_sizes", [(33,), (40, 24), (144, 16, 16)], ids=str)
+def test_low_of_all_adapters_gives_what_each_own_gives(num_tokens, part_sizes, device, dtype):
+    y, x, lora_A, *rest = inputs(num_tokens, 96, part_sizes, device, dtype)
+    low = low_of_all(x, lora_A)
+    assert_close("reference", add_lora_reference(y.clone(), low, *rest), grouped_lora_reference(y.clone(), x, lora_A, *rest).float(), BOUNDS[dtype])  # fmt: skip
+    outputs = y.shape[1]
+    product = torch.cat([y, low], dim=1)  # as one product gives it: rows are apart
+    with launch.forced("triton"):
+        actual = add_lora(product[:, :outputs], product[:, outputs:], *rest)
+    assert_close("out", actual, add_lora_reference(y.clone(), low, *rest).float(), BOUNDS[dtype])
+    assert torch.equal(product[:, outputs:], low)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 41, 259])
+@pytest.mark.parametrize("rank", [16, 32])
+def test_the_gated_activation_has_the_adapters_of_both_halves(num_tokens, rank, device, dtype):
+    y, x, lora_A, lora_B, scale, groups, _ = inputs(num_tokens, 96, (136, 136), device, dtype, rank=rank)
+    product = torch.cat([y, low_of_all(x, lora_A)], dim=1)
+    args = (product[:, :272], product[:, 272:], lora_B, scale, groups)
+    before = product.clone()
+    with launch.forced("triton"):
+        actual = lora_swiglu(*args)
+        separate = add_lora(y.clone(), *args[1:], (136, 136))
+        expected = swiglu(separate[:, :136], separate[:, 136:])
+    assert torch.equal(product, before)
+    assert torch.equal(actual, expected)  # the same roundings
+    assert_close("reference", actual, lora_swiglu_reference(*args).float(), BOUNDS[dtype])
+
+
 @pytest.mark.parametrize("rank", [16, 32, 64])
 def test_any_rank_many_splits_and_rows_apart(rank, device, dtype, monkeypatch):
     monkeypatch.setattr(module, "_num_splits", lambda *_: 3)
@@ -95,6 +139,11 @@ def test_shapes_that_do_not_fit_are_refused(device):
     ):
         with pytest.raises(ValueError, match="do not fit"):
             grouped_lora(*wrong)
+    low = low_of_all(x, lora_A)
+    with pytest.raises(ValueError, match="do not fit"):
+        add_lora(y, low[:, 1:], lora_B, scale, groups, sizes)
+    with pytest.raises(ValueError, match="do not fit"):
+        lora_swiglu(y, low, lora_B, scale, groups)
 
 
 def test_an_error_of_twice_the_bound_is_noticed(device, dtype):
