@@ -163,24 +163,6 @@ def _sum_splits(
     return sums
 
 
-@triton.jit
-def _add_products(
-    total: tl.tensor, low: tl.tensor, lora_B: tl.tensor, scale: tl.tensor, slots: tl.tensor, n: tl.tensor, is_output: tl.tensor,
-    N: tl.constexpr, R: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """total + scale * low B' for outputs n, each token with its adapter."""
-    r = tl.arange(0, R)
-    current = _next_slot(slots, 0)
-    while current < (1 << 30):
-        own_low = tl.where((slots == current)[:, None], low, 0.0).to(low.dtype)
-        B_rows = lora_B + ((current - 1).to(tl.int64) * N + n[None, :]) * R
-        B_tile = tl.load(B_rows + r[:, None], mask=is_output[None, :], other=0.0)
-        own_scale = tl.load(scale + current - 1)
-        total += tl.dot(own_low, B_tile, input_precision="ieee") * own_scale
-        current = _next_slot(slots, current)
-    return total
-
-
 @triton.jit(do_not_specialize=["T", "num_splits"])
 def _expand_kernel(
     low: tl.tensor,
@@ -233,7 +215,14 @@ def _expand_kernel(
     else:
         offset = tokens[:, None] * low_stride + ((slots[:, None] - 1) * P + part) * R + r[None, :]
         low_tile = tl.load(low + offset, mask=has_adapter, other=0.0)
-    total = _add_products(total, low_tile, lora_B, scale, slots, n, is_output, N0 + N1 + N2, R)
+    current = _next_slot(slots, 0)
+    while current < (1 << 30):
+        own_low = tl.where((slots == current)[:, None], low_tile, 0.0).to(dtype)
+        B_rows = lora_B + ((current - 1).to(tl.int64) * (N0 + N1 + N2) + n[None, :]) * R
+        B_tile = tl.load(B_rows + r[:, None], mask=is_output[None, :], other=0.0)
+        own_scale = tl.load(scale + current - 1)
+        total += tl.dot(own_low, B_tile, input_precision="ieee") * own_scale
+        current = _next_slot(slots, current)
     tl.store(out, total.to(dtype), mask=is_stored)
 
 
@@ -269,19 +258,40 @@ def _swiglu_kernel(
     dtype = y.dtype.element_ty
     gate = tl.load(rows, mask=is_stored, other=0.0).to(tl.float32)
     up = tl.load(rows + I, mask=is_stored, other=0.0).to(tl.float32)
-    if tl.max(slots, 0) > 0:
+    current = _next_slot(slots, 0)
+    if current < (1 << 30):
         offset = tokens[:, None] * low_stride + (slots[:, None] - 1) * (2 * R) + r[None, :]
         low_gate = tl.load(low + offset, mask=has_adapter, other=0.0)
         low_up = tl.load(low + offset + R, mask=has_adapter, other=0.0)
-        gate = _add_products(gate, low_gate, lora_B, scale, slots, n, is_output, 2 * I, R).to(dtype).to(tl.float32)
-        up = _add_products(up, low_up, lora_B, scale, slots, n + I, is_output, 2 * I, R).to(dtype).to(tl.float32)
+        while current < (1 << 30):
+            is_own = (slots == current)[:, None]
+            B_rows = lora_B + ((current - 1).to(tl.int64) * (2 * I) + n[None, :]) * R + r[:, None]
+            B_gate = tl.load(B_rows, mask=is_output[None, :], other=0.0)
+            B_up = tl.load(B_rows + I * R, mask=is_output[None, :], other=0.0)
+            own_scale = tl.load(scale + current - 1)
+            gate += tl.dot(tl.where(is_own, low_gate, 0.0).to(dtype), B_gate, input_precision="ieee") * own_scale
+            up += tl.dot(tl.where(is_own, low_up, 0.0).to(dtype), B_up, input_precision="ieee") * own_scale
+            current = _next_slot(slots, current)
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     value = gate * tl.sigmoid(gate) * up
     tl.store(out + tokens[:, None] * I + n[None, :], value.to(dtype), mask=is_stored)
 
 
-_BLOCK_T, _BLOCK_D, _BLOCK_N = 16, 256, 128
-_LARGE_T, _LARGE_D = 64, 128
-"""Tokens and inputs of a tile of a step with prefill."""
+# As measured on layers of a 3B decoder with 8 adapters (bench/kernels/grouped_lora.py, H200, Triton 3.6, 2026-11-16).
+_BLOCK_N = 128
+
+
+class _Tiles(NamedTuple):
+    """Tokens and inputs of a tile, and its warps."""
+
+    block_t: int
+    block_d: int
+    num_warps: int
+
+
+_SMALL, _LARGE = _Tiles(16, 256, 8), _Tiles(32, 128, 4)
+_MAX_SMALL = 256
+"""Tokens of a step up to which tiles are small."""
 _PROGRAMS_PER_SM = 4
 """Splits of the inputs are added until the GPU has this many programs."""
 _MAX_SPLITS = 16
@@ -291,26 +301,27 @@ def _num_splits(num_programs: int, num_steps: int, num_sms: int) -> int:
     return max(1, min(_PROGRAMS_PER_SM * num_sms // num_programs, num_steps, _MAX_SPLITS))
 
 
-def _block_t(num_tokens: int) -> int:
-    return _LARGE_T if num_tokens > 4 * _LARGE_T else _BLOCK_T
+def _tiles_for(num_tokens: int) -> _Tiles:
+    return _SMALL if num_tokens <= _MAX_SMALL else _LARGE
 
 
-def _options(device: torch.device) -> dict[str, Any]:
+def _options(tiles: _Tiles, device: torch.device) -> dict[str, Any]:
     overlaps = launch.can_overlap(device)
-    return {"OVERLAP": overlaps, "num_warps": 4} | ({"launch_pdl": True} if overlaps else {})
+    common = {"BLOCK_T": tiles.block_t, "num_warps": tiles.num_warps, "OVERLAP": overlaps}
+    return common | ({"launch_pdl": True} if overlaps else {})
 
 
 def _shrink(x_TD: Tensor, lora_A: Tensor, groups: TokenGroups) -> Tensor:
     """Partial sums [splits, P, T, R] of x A', in the order of the slots."""
     (T, D), (_, P, R, _) = x_TD.shape, lora_A.shape
-    block_t = _block_t(T)
-    block_d = min(_LARGE_D if block_t == _LARGE_T else _BLOCK_D, 8192 // R)  # as registers and shared memory allow
-    tiles_t = triton.cdiv(T, block_t)
+    tiles = _tiles_for(T)
+    block_d = min(tiles.block_d, 8192 // R)  # as registers and shared memory allow
+    tiles_t = triton.cdiv(T, tiles.block_t)
     splits = _num_splits(tiles_t * P, triton.cdiv(D, block_d), launch.num_sms(x_TD.device))
     low = x_TD.new_empty((splits, P, T, R), dtype=torch.float32)
     _shrink_kernel[(tiles_t, splits, P)](
-        x_TD, lora_A, groups.slots, groups.order, low, T, D, x_TD.stride(0), P=P, R=R, BLOCK_T=block_t, BLOCK_D=block_d,
-        **_options(x_TD.device),
+        x_TD, lora_A, groups.slots, groups.order, low, T, D, x_TD.stride(0), P=P, R=R, BLOCK_D=block_d,
+        **_options(tiles, x_TD.device) | {"num_warps": 4},
     )  # fmt: skip
     return low
 
@@ -320,12 +331,12 @@ def _expand(
 ) -> Tensor:
     """Add scale * low B' to y. low: partial sums [splits, P, T, R], or [T, S * P * R]."""
     T, R, sizes = len(y_TN), lora_B.shape[2], [*part_sizes, 0, 0][:3]
-    is_partial, block_t = low.dim() == 4, _block_t(T)
+    is_partial, tiles = low.dim() == 4, _tiles_for(T)
     tiles_n = sum(triton.cdiv(size, _BLOCK_N) for size in part_sizes)
-    _expand_kernel[(triton.cdiv(T, block_t), tiles_n)](
+    _expand_kernel[(triton.cdiv(T, tiles.block_t), tiles_n)](
         low, lora_B, scale_S, groups.slots, groups.order, y_TN, T, len(low) if is_partial else 1, low.stride(0), y_TN.stride(0),
-        N0=sizes[0], N1=sizes[1], N2=sizes[2], P=len(part_sizes), R=R, IS_PARTIAL=is_partial, BLOCK_T=block_t, BLOCK_N=_BLOCK_N,
-        **_options(y_TN.device),
+        N0=sizes[0], N1=sizes[1], N2=sizes[2], P=len(part_sizes), R=R, IS_PARTIAL=is_partial, BLOCK_N=_BLOCK_N,
+        **_options(tiles, y_TN.device),
     )  # fmt: skip
     return y_TN
 
@@ -373,10 +384,10 @@ def lora_swiglu(y_TN: Tensor, low_TM: Tensor, lora_B: Tensor, scale_S: Tensor, g
     path = launch.choose_path("lora_swiglu", *launch.available_paths(y_TN, "triton"))
     if path == "reference" or T == 0:
         return lora_swiglu_reference(y_TN, low_TM, lora_B, scale_S, groups)
-    out, block_t = y_TN.new_empty(T, half), _block_t(T)
-    _swiglu_kernel[(triton.cdiv(T, block_t), triton.cdiv(half, _BLOCK_N))](
+    out, tiles = y_TN.new_empty(T, half), _tiles_for(T)
+    _swiglu_kernel[(triton.cdiv(T, tiles.block_t), triton.cdiv(half, _BLOCK_N))](
         low_TM, lora_B, scale_S, groups.slots, groups.order, y_TN, out, T, low_TM.stride(0), y_TN.stride(0), I=half, R=R,
-        BLOCK_T=block_t, BLOCK_N=_BLOCK_N, **_options(y_TN.device),
+        BLOCK_N=_BLOCK_N, **_options(tiles, y_TN.device),
     )  # fmt: skip
     return out
 

@@ -476,8 +476,9 @@ def merge_with_rows(parts: Sequence[Projection], rows_MD: Tensor) -> tuple[Proje
     whole = Linear.merge(together)
     if whole is None:
         return None
+    shared = (whole,)
     for part in together:
-        part._whole = (whole,)
+        part._whole = shared
     return further, further.weight.detach()
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from saccade.model import load_model
+from saccade.model import adapters, load_model
 from saccade.model.initialize import initialize_random, named_size
 from saccade.model.layers import FeedForward, RMSNorm
-from saccade.model.linear import Linear, checkpoint_shapes, merge_storage, project, projections
+from saccade.model.linear import Linear, RowAdapters, checkpoint_shapes, merge_storage, project, projections
 from saccade.model.prepacked_linear import prepack_storage
 
 
@@ -107,6 +107,30 @@ def test_the_norm_of_a_sum_is_the_same_left_to_the_projection_or_computed_before
             assert torch.allclose(mlp(left.input), expected, atol=1e-5)
             assert torch.equal(left.total, with_gradients.total)
         merge_storage(mlp)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_adapters_are_computed_in_the_product_of_their_projections(bias, monkeypatch):
+    monkeypatch.setattr(adapters, "_MAX_LOW_SHARE", 10)
+    parts = [Linear(24, size, bias=bias).requires_grad_(False) for size in (32, 16)]
+    before = copy.deepcopy(parts)
+    stack = adapters.AdapterStack(parts, torch.tensor([2.0, 0.5]), 16, torch.float32)
+    monkeypatch.setattr(stack, "add", None)  # it would compute A x apart
+    x, slots = torch.randn(6, 24), torch.tensor([0, 1, 2, 2, 0, 1], dtype=torch.int32)
+    matrices = {(slot, part): (torch.randn(8, 24), torch.randn(size, 8)) for slot in (0, 1) for part, size in enumerate((32, 16))}  # fmt: skip
+    for (slot, part), pair in matrices.items():
+        stack.set(slot, part, pair)
+    for part in parts:
+        part.adapters = stack
+    with torch.inference_mode():
+        outputs = project(x, *parts, chosen=RowAdapters(slots))
+    for number, (part, out) in enumerate(zip(before, outputs, strict=True)):
+        expected = part.linear(x)
+        for token, slot in enumerate(slots.tolist()):
+            if slot:
+                A, B = matrices[slot - 1, number]
+                expected[token] += (2.0, 0.5)[slot - 1] * (B @ (A @ x[token]))
+        assert torch.allclose(out, expected, atol=1e-4)
 
 
 def test_padding_is_in_memory_alone():
