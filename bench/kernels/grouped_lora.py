@@ -33,7 +33,7 @@ def rows() -> Iterator[Row]:
             for num_tokens in (1, 64, 256, 4096):
                 x, y = torch.randn(num_tokens, num_inputs, **new), torch.randn(num_tokens, sum(sizes), **new)
                 slot = torch.arange(num_tokens, device="cuda") * NUM_ADAPTERS // max(NUM_ADAPTERS, num_tokens)
-                groups = group_tokens((slot % NUM_ADAPTERS + 1).int())
+                groups = group_tokens((slot % NUM_ADAPTERS + 1).int(), NUM_ADAPTERS)
 
                 def one_adapter(x: Tensor, y: Tensor, lora_A: Tensor = lora_A, lora_B: Tensor = lora_B) -> Tensor:
                     return torch.addmm(y, x @ lora_A[0, 0].T, lora_B[0].T)

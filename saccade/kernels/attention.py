@@ -219,6 +219,9 @@ _CANDIDATES = {
 }
 
 
+_MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 256
+
+
 class _Rule(NamedTuple):
     """Candidates, fastest first, for calls up to these sizes; the first matching rule applies."""
 
@@ -252,6 +255,13 @@ def _candidates(call: _Call) -> list[str]:
     return []
 
 
+def _padding(q_THK: Tensor) -> int:
+    """Channels to add to heads of a size that no kernel of a GPU takes."""
+    head_dim = q_THK.shape[2]
+    runs_kernels = q_THK.is_cuda or launch.is_forced("triton")
+    return 0 if not runs_kernels or head_dim > _MAX_HEAD_DIM else max(_MIN_HEAD_DIM, -(-head_dim // 8) * 8) - head_dim
+
+
 def attention(
     q_THK: Tensor,
     k_SGK: Tensor,
@@ -271,6 +281,13 @@ def attention(
         )
     if window is not None and not causal:
         raise ValueError(f"attention: window {window} counts keys to the left, so it needs causal=True")
+    if padding := _padding(q_THK):
+        # Channels of zeros change nothing but the scale of the scores, 1 / sqrt(channels).
+        scale = ((q_THK.shape[2] + padding) / q_THK.shape[2]) ** 0.5
+        q, k, v = (F.pad(x, (0, padding)) for x in (q_THK * scale, k_SGK, v_SGK))
+        return attention(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=window
+        )[..., : q_THK.shape[2]]  # fmt: skip
     call = _Call(q_THK, k_SGK, v_SGK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window)
     if q_THK.numel() == 0 or k_SGK.numel() == 0:
         return q_THK * 0.0

@@ -9,21 +9,17 @@ slot [T] int32: 0 for tokens without an adapter, which stay as they are. x [T, D
 fp32; sums are fp32, low is rounded to x's dtype before the second product, as an unmerged adapter rounds it, and out once. y is overwritten. Adapters
 of a lower rank are padded with zeros; R is a power of two from 16.
 
-Tokens are sorted by slot once for all layers of a step (`group_tokens`), on the device: no shape depends on the slots, so that a CUDA graph can be
-replayed with other adapters. A program has BLOCK_T tokens in this order and visits each adapter among them once, mostly one or two. Without adapters
-among its tokens it ends at once.
+Tokens are grouped by slot into tiles of one adapter each, padded, once for all layers of a step (`group_tokens`) and on the device: no shape depends
+on the slots, so that a CUDA graph can be replayed with other adapters. A program has one tile; tiles without an adapter end at once.
 
-Two kernels, as low needs all inputs and out all of low. The first splits the inputs over programs, which store partial sums
-[splits, P, T, R]; the second adds them up, always in the same order. On Hopper a kernel is launched before the previous one ends, and waits
-for it (programmatic dependent launch).
+    grouped_lora:  out as above, in two kernels, as low needs all inputs and out all of low. The first splits the inputs over programs, which store
+                   partial sums [splits, P, tiles, R]; the second adds them up, always in the same order.
+    add_lora:      the second alone, where the product that gave y computed x A' of all adapters too, as further outputs: low [T, S * P * R].
+                   That is more than a token needs, but costs no launch.
+    lora_swiglu:   silu(gate) * up of the out [T, gate and up] of add_lora, rounded as out and `swiglu` round
 
-The first is not needed where the product that gave y computed x A' of all adapters too, as further outputs: low [T, S * P * R]. That costs a
-few outputs more than an adapter needs, and no launch. Then
-
-    add_lora:      out as above
-    lora_swiglu:   silu(gate) * up of an out [T, gate and up], rounded as out and `swiglu` round
-
-Memory-bound for few tokens: each adapter among them is read once by every BLOCK_T tokens, mostly from the L2 cache. Forward only.
+On Hopper a kernel is launched before the previous one ends, and waits for it (programmatic dependent launch). Memory-bound for few tokens: each
+adapter among them is read once by every tile, mostly from the L2 cache. Forward only.
 """
 
 from collections.abc import Sequence
@@ -38,18 +34,62 @@ from saccade.kernels.swiglu import swiglu_reference
 
 
 class TokenGroups(NamedTuple):
-    """Tokens sorted by the slot of their adapter."""
+    """Tokens grouped by the slot of their adapter into tiles."""
 
     slots: Tensor
-    """[T] int32, ascending; 0: no adapter."""
-    order: Tensor
-    """[T] int32: the token at each position of that order."""
+    """[tiles] int32: the slot of all tokens of a tile, ascending; 0: no adapter; -1: no tokens."""
+    tokens: Tensor
+    """[tiles, tokens per tile] int32, -1 for padding; not set in tiles without tokens."""
 
 
-def group_tokens(slot_T: Tensor) -> TokenGroups:
-    """Sort tokens by slot, those of one slot in their order. Once for all layers; it does not synchronise."""
-    slots, order = torch.sort(slot_T, stable=True)
-    return TokenGroups(slots, order.int())
+# As measured on layers of a 3B decoder with 8 adapters (bench/kernels/grouped_lora.py, H200, Triton 3.6, 2026-11-16).
+_BLOCK_N = 128
+_SMALL_T, _LARGE_T = 16, 32
+"""Tokens of a tile in decode and in steps with prefill."""
+_MAX_SMALL = 256
+"""Tokens of a step up to which tiles are small."""
+_BLOCK_D = 256
+_PROGRAMS_PER_SM = 4
+"""Splits of the inputs are added until the GPU has this many programs."""
+_MAX_SPLITS = 16
+_GROUPED_AT_ONCE = 64
+"""Tokens, and tiles, a program groups at once."""
+
+
+# ------------------------------------------------------------------ references
+
+
+def group_tokens_reference(slot_T: Tensor, num_slots: int) -> TokenGroups:
+    """Tiles of each slot in turn, tokens in their order."""
+    block_t, num_tiles = _tile_shape(len(slot_T), num_slots)
+    slots = torch.full((num_tiles,), -1, dtype=torch.int32)
+    tokens = torch.full((num_tiles, block_t), -1, dtype=torch.int32)
+    tile, slot_T = 0, slot_T.cpu()
+    for slot in torch.unique(slot_T).tolist():
+        for rows in torch.split(torch.nonzero(slot_T == slot).flatten().int(), block_t):
+            slots[tile], tokens[tile, : len(rows)] = slot, rows
+            tile += 1
+    return TokenGroups(slots, tokens)
+
+
+def _by_slot(groups: TokenGroups) -> list[tuple[int, Tensor]]:
+    """Slots from 1 and their tokens."""
+    found = []
+    for slot in torch.unique(groups.slots).tolist():
+        tokens = groups.tokens[groups.slots == slot].flatten().long()
+        if slot > 0:
+            found.append((slot, tokens[tokens >= 0]))
+    return found
+
+
+def _add_reference(
+    y_TN: Tensor, low: Tensor, tokens: Tensor, lora_B: Tensor, scale: Tensor, part_sizes: Sequence[int]
+) -> None:
+    """Add one adapter to its tokens. low: [P, tokens, R]; lora_B: [N, R]."""
+    products = [
+        low_TR.float() @ B_NR.float().T for low_TR, B_NR in zip(low, torch.split(lora_B, list(part_sizes)), strict=True)
+    ]
+    y_TN[tokens] = (y_TN[tokens].float() + scale * torch.cat(products, dim=1)).to(y_TN.dtype)
 
 
 def grouped_lora_reference(
@@ -62,30 +102,20 @@ def grouped_lora_reference(
     part_sizes: Sequence[int],
 ) -> Tensor:
     """The formula above, adapter by adapter."""
-    for slot in torch.unique(groups.slots).tolist():
-        if slot == 0:
-            continue
-        rows, s = groups.order[groups.slots == slot].long(), slot - 1
-        low_PTR = torch.einsum("td,prd->ptr", x_TD[rows].float(), lora_A[s].float()).to(x_TD.dtype).float()
-        products = [
-            low_TR @ B_NR.float().T
-            for low_TR, B_NR in zip(low_PTR, torch.split(lora_B[s], list(part_sizes)), strict=True)
-        ]
-        y_TN[rows] = (y_TN[rows].float() + scale_S[s] * torch.cat(products, dim=1)).to(y_TN.dtype)
+    for slot, tokens in _by_slot(groups):
+        low = torch.einsum("td,prd->ptr", x_TD[tokens].float(), lora_A[slot - 1].float()).to(x_TD.dtype)
+        _add_reference(y_TN, low, tokens, lora_B[slot - 1], scale_S[slot - 1], part_sizes)
     return y_TN
 
 
 def add_lora_reference(
     y_TN: Tensor, low_TM: Tensor, lora_B: Tensor, scale_S: Tensor, groups: TokenGroups, part_sizes: Sequence[int]
 ) -> Tensor:
-    """The formula above with low given, token by token."""
-    low_TSPR = low_TM.unflatten(1, (len(lora_B), len(part_sizes), -1)).float()  # type: ignore[no-untyped-call]
-    for token, slot in zip(groups.order.tolist(), groups.slots.tolist(), strict=True):
-        if slot == 0:
-            continue
-        matrices = torch.split(lora_B[slot - 1].float(), list(part_sizes))
-        products = [B_NR @ low_R for B_NR, low_R in zip(matrices, low_TSPR[token, slot - 1], strict=True)]
-        y_TN[token] = (y_TN[token].float() + scale_S[slot - 1] * torch.cat(products)).to(y_TN.dtype)
+    """The same with low given."""
+    low_STPR = low_TM.unflatten(1, (len(lora_B), len(part_sizes), -1)).movedim(1, 0)  # type: ignore[no-untyped-call]
+    for slot, tokens in _by_slot(groups):
+        low = low_STPR[slot - 1, tokens].movedim(1, 0)
+        _add_reference(y_TN, low, tokens, lora_B[slot - 1], scale_S[slot - 1], part_sizes)
     return y_TN
 
 
@@ -96,20 +126,56 @@ def lora_swiglu_reference(y_TN: Tensor, low_TM: Tensor, lora_B: Tensor, scale_S:
     return swiglu_reference(out[:, :half], out[:, half:])
 
 
+# ------------------------------------------------------------------ kernels
+
+
+@triton.jit(do_not_specialize=["T", "num_tiles"])
+def _group_kernel(
+    slot: tl.tensor,
+    slots: tl.tensor,
+    tokens: tl.tensor,
+    T: tl.tensor,
+    num_tiles: tl.tensor,
+    SLOTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Place BLOCK tokens: behind all of lower slots, and the earlier ones of their own. The first program writes slots and padding."""
+    own = tl.program_id(0) * BLOCK
+    s, i = tl.arange(0, SLOTS), tl.arange(0, BLOCK)
+    total, before = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.int32)
+    for first in range(0, T, BLOCK):
+        found = tl.load(slot + first + i, mask=first + i < T, other=-1)
+        counts = tl.sum((found[None, :] == s[:, None]).to(tl.int32), 1)
+        total += counts
+        before += counts * (own > first).to(tl.int32)
+    own_tiles = (total + BLOCK_T - 1) // BLOCK_T
+    end_tile = tl.cumsum(own_tiles, 0)
+    first_tile = end_tile - own_tiles
+    t = own + i
+    found = tl.load(slot + t, mask=t < T, other=-1)
+    start = (first_tile * BLOCK_T + before)[None, :]
+    position = tl.sum(tl.where(found[:, None] == s[None, :], start, 0), 1)
+    position += tl.sum(((found[:, None] == found[None, :]) & (t[None, :] < t[:, None])).to(tl.int32), 1)
+    tl.store(tokens + position, t, mask=t < T)
+    if own == 0:
+        padding = (first_tile * BLOCK_T + total)[:, None] + tl.arange(0, BLOCK_T)[None, :]
+        tl.store(
+            tokens + padding, tl.full([SLOTS, BLOCK_T], -1, tl.int32), mask=padding < (end_tile * BLOCK_T)[:, None]
+        )
+        for first in range(0, num_tiles, BLOCK):
+            tile = first + i
+            is_own = (tile[:, None] >= first_tile[None, :]) & (tile[:, None] < end_tile[None, :])
+            tl.store(slots + tile, tl.sum(tl.where(is_own, s[None, :] + 1, 0), 1) - 1, mask=tile < num_tiles)
+
+
 @triton.jit
-def _next_slot(slots: tl.tensor, last: tl.tensor) -> tl.tensor:
-    """The smallest slot above `last`; 2^30 if there is none."""
-    return tl.min(tl.where(slots > last, slots, 1 << 30), 0)
-
-
-@triton.jit(do_not_specialize=["T"])
 def _shrink_kernel(
     x: tl.tensor,
     lora_A: tl.tensor,
-    slot: tl.tensor,
-    order: tl.tensor,
+    slots: tl.tensor,
+    tokens: tl.tensor,
     low: tl.tensor,
-    T: tl.tensor,
     D: tl.tensor,
     x_stride: tl.tensor,
     P: tl.constexpr,
@@ -118,60 +184,58 @@ def _shrink_kernel(
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Partial sums of x A' over one split of the inputs, for one part: low [splits, P, T, R], in the order of the slots."""
+    """Partial sums of x A' over one split of the inputs, for one part: low [splits, P, tiles, BLOCK_T, R]."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slots = tl.load(slot + t, mask=t < T, other=0)
-    current = _next_slot(slots, 0)
-    if current == (1 << 30):
+    tile, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    own_slot = tl.load(slots + tile)
+    if own_slot <= 0:
         return
-    part = tl.program_id(2)
-    r = tl.arange(0, R)
-    d = tl.arange(0, BLOCK_D)
+    i, r, d = tl.arange(0, BLOCK_T), tl.arange(0, R), tl.arange(0, BLOCK_D)
+    token = tl.load(tokens + tile * BLOCK_T + i)
     num_steps = tl.cdiv(D, BLOCK_D)
-    first = num_steps * tl.program_id(1) // tl.num_programs(1) * BLOCK_D
-    end = num_steps * (tl.program_id(1) + 1) // tl.num_programs(1) * BLOCK_D
-    tokens = tl.load(order + t, mask=t < T, other=0)
-    rows = x + tokens.to(tl.int64)[:, None] * x_stride
+    first = num_steps * split // tl.num_programs(1) * BLOCK_D
+    end = num_steps * (split + 1) // tl.num_programs(1) * BLOCK_D
+    rows = x + token.to(tl.int64)[:, None] * x_stride
+    matrix = lora_A + ((own_slot - 1).to(tl.int64) * P + part) * R * D
     total = tl.zeros([BLOCK_T, R], tl.float32)
-    while current < (1 << 30):
-        is_own = (slots == current)[:, None]
-        matrix = lora_A + ((current - 1).to(tl.int64) * P + part) * R * D
-        for start in range(first, end, BLOCK_D):
-            is_input = start + d < D
-            x_tile = tl.load(rows + (start + d)[None, :], mask=is_own & is_input[None, :], other=0.0)
-            A_tile = tl.load(matrix + r[None, :] * D + (start + d)[:, None], mask=is_input[:, None], other=0.0)
-            total = tl.dot(x_tile, A_tile, total, input_precision="ieee")
-        current = _next_slot(slots, current)
-    offset = ((tl.program_id(1) * P + part).to(tl.int64) * T + t[:, None]) * R + r[None, :]
-    tl.store(low + offset, total, mask=(t < T)[:, None])
+    for start in range(first, end, BLOCK_D):
+        is_input = start + d < D
+        x_tile = tl.load(rows + (start + d)[None, :], mask=(token >= 0)[:, None] & is_input[None, :], other=0.0)
+        A_tile = tl.load(matrix + r[None, :] * D + (start + d)[:, None], mask=is_input[:, None], other=0.0)
+        total = tl.dot(x_tile, A_tile, total, input_precision="ieee")
+    tile_of_part = (split * P + part).to(tl.int64) * tl.num_programs(0) + tile
+    tl.store(low + (tile_of_part * BLOCK_T + i[:, None]) * R + r[None, :], total)
 
 
 @triton.jit
-def _sum_splits(
-    low: tl.tensor, offset: tl.tensor, mask: tl.tensor, stride: tl.tensor, num_splits: tl.tensor
-) -> tl.tensor:
+def _sum_splits(low: tl.tensor, offset: tl.tensor, stride: tl.tensor, num_splits: tl.tensor) -> tl.tensor:
     """Add partial sums up, always in the same order."""
     AHEAD: tl.constexpr = 4  # loads in flight
-    sums = tl.load(low + offset, mask=mask, other=0.0)
+    sums = tl.load(low + offset)
     for first in range(1, num_splits, AHEAD):
         for i in tl.static_range(AHEAD):
             split = tl.full([1, 1], first + i, tl.int64)
-            sums += tl.load(low + split * stride + offset, mask=mask & (split < num_splits), other=0.0)
+            sums += tl.load(low + split * stride + offset, mask=split < num_splits, other=0.0)
     return sums
 
 
-@triton.jit(do_not_specialize=["T", "num_splits"])
+@triton.jit
+def _product(low: tl.tensor, rows: tl.tensor, is_output: tl.tensor, R: tl.constexpr) -> tl.tensor:
+    """low B', with rows of B."""
+    B_tile = tl.load(rows[None, :] + tl.arange(0, R)[:, None], mask=is_output[None, :], other=0.0)
+    return tl.dot(low, B_tile, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["num_splits"])
 def _expand_kernel(
     low: tl.tensor,
     lora_B: tl.tensor,
     scale: tl.tensor,
-    slot: tl.tensor,
-    order: tl.tensor,
+    slots: tl.tensor,
+    tokens: tl.tensor,
     y: tl.tensor,
-    T: tl.tensor,
     num_splits: tl.tensor,
     low_stride: tl.tensor,
     y_stride: tl.tensor,
@@ -186,15 +250,16 @@ def _expand_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     """Add scale * low B' to one tile of outputs, which lies within one part. N0, N1, N2: outputs of the parts. IS_PARTIAL: low is partial
-    sums [splits, P, T, R] in the order of the slots, else [T, S * P * R]."""
+    sums of tiles, else [T, S * P * R]."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slots = tl.load(slot + t, mask=t < T, other=0)
-    tokens = tl.load(order + t, mask=t < T, other=0).to(tl.int64)
-    if tl.max(slots, 0) == 0:
+    tile = tl.program_id(0)
+    own_slot = tl.load(slots + tile)
+    if own_slot <= 0:
         return
+    i, r = tl.arange(0, BLOCK_T), tl.arange(0, R)
+    token = tl.load(tokens + tile * BLOCK_T + i).to(tl.int64)
     BLOCKS0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     BLOCKS1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(1)
@@ -203,39 +268,32 @@ def _expand_kernel(
     part_end = tl.where(part == 0, N0, tl.where(part == 1, N0 + N1, N0 + N1 + N2))
     block_of_part = block - tl.where(part == 0, 0, tl.where(part == 1, BLOCKS0, BLOCKS0 + BLOCKS1))
     n = part_start + block_of_part * BLOCK_N + tl.arange(0, BLOCK_N)
-    r = tl.arange(0, R)
-    has_adapter, is_output = (slots > 0)[:, None], n < part_end
-    out = y + tokens[:, None] * y_stride + n[None, :]
-    is_stored = has_adapter & is_output[None, :]
+    out = y + token[:, None] * y_stride + n[None, :]
+    is_output = n < part_end
+    is_stored = (token >= 0)[:, None] & is_output[None, :]
     total = tl.load(out, mask=is_stored, other=0.0).to(tl.float32)
     dtype = y.dtype.element_ty
     if IS_PARTIAL:
-        offset = (part.to(tl.int64) * T + t[:, None]) * R + r[None, :]
-        low_tile = _sum_splits(low, offset, has_adapter, P * T.to(tl.int64) * R, num_splits).to(dtype)
+        stride = P * tl.num_programs(0).to(tl.int64) * BLOCK_T * R
+        offset = ((part.to(tl.int64) * tl.num_programs(0) + tile) * BLOCK_T + i[:, None]) * R + r[None, :]
+        low_tile = _sum_splits(low, offset, stride, num_splits).to(dtype)
     else:
-        offset = tokens[:, None] * low_stride + ((slots[:, None] - 1) * P + part) * R + r[None, :]
-        low_tile = tl.load(low + offset, mask=has_adapter, other=0.0)
-    current = _next_slot(slots, 0)
-    while current < (1 << 30):
-        own_low = tl.where((slots == current)[:, None], low_tile, 0.0).to(dtype)
-        B_rows = lora_B + ((current - 1).to(tl.int64) * (N0 + N1 + N2) + n[None, :]) * R
-        B_tile = tl.load(B_rows + r[:, None], mask=is_output[None, :], other=0.0)
-        own_scale = tl.load(scale + current - 1)
-        total += tl.dot(own_low, B_tile, input_precision="ieee") * own_scale
-        current = _next_slot(slots, current)
+        offset = token[:, None] * low_stride + ((own_slot - 1) * P + part) * R + r[None, :]
+        low_tile = tl.load(low + offset, mask=(token >= 0)[:, None], other=0.0)
+    rows = lora_B + ((own_slot - 1).to(tl.int64) * (N0 + N1 + N2) + n) * R
+    total += _product(low_tile, rows, is_output, R) * tl.load(scale + own_slot - 1)
     tl.store(out, total.to(dtype), mask=is_stored)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _swiglu_kernel(
     low: tl.tensor,
     lora_B: tl.tensor,
     scale: tl.tensor,
-    slot: tl.tensor,
-    order: tl.tensor,
+    slots: tl.tensor,
+    tokens: tl.tensor,
     y: tl.tensor,
     out: tl.tensor,
-    T: tl.tensor,
     low_stride: tl.tensor,
     y_stride: tl.tensor,
     I: tl.constexpr,  # noqa: E741
@@ -248,95 +306,90 @@ def _swiglu_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slots = tl.load(slot + t, mask=t < T, other=0)
-    tokens = tl.load(order + t, mask=t < T, other=0).to(tl.int64)
-    n, r = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, R)
-    has_adapter, is_output = (slots > 0)[:, None], n < I
-    is_stored = (t < T)[:, None] & is_output[None, :]
-    rows = y + tokens[:, None] * y_stride + n[None, :]
+    tile = tl.program_id(0)
+    own_slot = tl.load(slots + tile)
+    if own_slot < 0:
+        return
+    r, n = tl.arange(0, R), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.load(tokens + tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    is_token, is_output = (token >= 0)[:, None], n < I
+    is_stored = is_token & is_output[None, :]
+    channels = y + token[:, None] * y_stride + n[None, :]
     dtype = y.dtype.element_ty
-    gate = tl.load(rows, mask=is_stored, other=0.0).to(tl.float32)
-    up = tl.load(rows + I, mask=is_stored, other=0.0).to(tl.float32)
-    current = _next_slot(slots, 0)
-    if current < (1 << 30):
-        offset = tokens[:, None] * low_stride + (slots[:, None] - 1) * (2 * R) + r[None, :]
-        low_gate = tl.load(low + offset, mask=has_adapter, other=0.0)
-        low_up = tl.load(low + offset + R, mask=has_adapter, other=0.0)
-        while current < (1 << 30):
-            is_own = (slots == current)[:, None]
-            B_rows = lora_B + ((current - 1).to(tl.int64) * (2 * I) + n[None, :]) * R + r[:, None]
-            B_gate = tl.load(B_rows, mask=is_output[None, :], other=0.0)
-            B_up = tl.load(B_rows + I * R, mask=is_output[None, :], other=0.0)
-            own_scale = tl.load(scale + current - 1)
-            gate += tl.dot(tl.where(is_own, low_gate, 0.0).to(dtype), B_gate, input_precision="ieee") * own_scale
-            up += tl.dot(tl.where(is_own, low_up, 0.0).to(dtype), B_up, input_precision="ieee") * own_scale
-            current = _next_slot(slots, current)
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    gate = tl.load(channels, mask=is_stored, other=0.0).to(tl.float32)
+    up = tl.load(channels + I, mask=is_stored, other=0.0).to(tl.float32)
+    if own_slot > 0:
+        offset = token[:, None] * low_stride + (own_slot - 1) * (2 * R) + r[None, :]
+        low_gate = tl.load(low + offset, mask=is_token, other=0.0)
+        low_up = tl.load(low + offset + R, mask=is_token, other=0.0)
+        rows = lora_B + ((own_slot - 1).to(tl.int64) * (2 * I) + n) * R
+        own_scale = tl.load(scale + own_slot - 1)
+        gate = (gate + _product(low_gate, rows, is_output, R) * own_scale).to(dtype).to(tl.float32)
+        up = (up + _product(low_up, rows + I * R, is_output, R) * own_scale).to(dtype).to(tl.float32)
     value = gate * tl.sigmoid(gate) * up
-    tl.store(out + tokens[:, None] * I + n[None, :], value.to(dtype), mask=is_stored)
+    tl.store(out + token[:, None] * I + n[None, :], value.to(dtype), mask=is_stored)
 
 
-# As measured on layers of a 3B decoder with 8 adapters (bench/kernels/grouped_lora.py, H200, Triton 3.6, 2026-11-16).
-_BLOCK_N = 128
+# ------------------------------------------------------------------ launches
 
 
-class _Tiles(NamedTuple):
-    """Tokens and inputs of a tile, and its warps."""
-
-    block_t: int
-    block_d: int
-    num_warps: int
-
-
-_SMALL, _LARGE = _Tiles(16, 256, 8), _Tiles(32, 128, 4)
-_MAX_SMALL = 256
-"""Tokens of a step up to which tiles are small."""
-_PROGRAMS_PER_SM = 4
-"""Splits of the inputs are added until the GPU has this many programs."""
-_MAX_SPLITS = 16
+def _tile_shape(num_tokens: int, num_slots: int) -> tuple[int, int]:
+    """Tokens per tile, and an upper bound on the tiles of any choice of slots."""
+    block_t = _SMALL_T if num_tokens <= _MAX_SMALL else _LARGE_T
+    return block_t, min(num_tokens, num_tokens // block_t + num_slots + 1)
 
 
 def _num_splits(num_programs: int, num_steps: int, num_sms: int) -> int:
     return max(1, min(_PROGRAMS_PER_SM * num_sms // num_programs, num_steps, _MAX_SPLITS))
 
 
-def _tiles_for(num_tokens: int) -> _Tiles:
-    return _SMALL if num_tokens <= _MAX_SMALL else _LARGE
+def _options(groups: TokenGroups, num_warps: int) -> dict[str, Any]:
+    options = {"BLOCK_T": groups.tokens.shape[1], "num_warps": num_warps}
+    return options | launch.overlap_options(groups.tokens.device)
 
 
-def _options(tiles: _Tiles, device: torch.device) -> dict[str, Any]:
-    overlaps = launch.can_overlap(device)
-    common = {"BLOCK_T": tiles.block_t, "num_warps": tiles.num_warps, "OVERLAP": overlaps}
-    return common | ({"launch_pdl": True} if overlaps else {})
+def _warps(groups: TokenGroups) -> int:
+    return 8 if groups.tokens.shape[1] == _SMALL_T else 4
+
+
+def group_tokens(slot_T: Tensor, num_slots: int) -> TokenGroups:
+    """Group tokens by slot, from 0 to `num_slots`. Once for all layers; it does not synchronise."""
+    path = launch.choose_path("group_tokens", *launch.available_paths(slot_T, "triton"))
+    if path == "reference" or len(slot_T) == 0:
+        return TokenGroups(*(part.to(slot_T.device) for part in group_tokens_reference(slot_T, num_slots)))
+    block_t, num_tiles = _tile_shape(len(slot_T), num_slots)
+    groups = TokenGroups(
+        slot_T.new_empty(num_tiles, dtype=torch.int32), slot_T.new_empty(num_tiles, block_t, dtype=torch.int32)
+    )
+    _group_kernel[(triton.cdiv(len(slot_T), _GROUPED_AT_ONCE),)](
+        slot_T, *groups, len(slot_T), num_tiles, SLOTS=max(2, triton.next_power_of_2(num_slots + 1)), BLOCK_T=block_t,
+        BLOCK=_GROUPED_AT_ONCE, num_warps=4,
+    )  # fmt: skip
+    return groups
 
 
 def _shrink(x_TD: Tensor, lora_A: Tensor, groups: TokenGroups) -> Tensor:
-    """Partial sums [splits, P, T, R] of x A', in the order of the slots."""
-    (T, D), (_, P, R, _) = x_TD.shape, lora_A.shape
-    tiles = _tiles_for(T)
-    block_d = min(tiles.block_d, 8192 // R)  # as registers and shared memory allow
-    tiles_t = triton.cdiv(T, tiles.block_t)
-    splits = _num_splits(tiles_t * P, triton.cdiv(D, block_d), launch.num_sms(x_TD.device))
-    low = x_TD.new_empty((splits, P, T, R), dtype=torch.float32)
-    _shrink_kernel[(tiles_t, splits, P)](
-        x_TD, lora_A, groups.slots, groups.order, low, T, D, x_TD.stride(0), P=P, R=R, BLOCK_D=block_d,
-        **_options(tiles, x_TD.device) | {"num_warps": 4},
-    )  # fmt: skip
+    """Partial sums [splits, P, tiles, tokens, R] of x A'."""
+    D, (_, P, R, _), num_tiles = x_TD.shape[1], lora_A.shape, len(groups.slots)
+    block_d = min(_BLOCK_D, 8192 // R)  # as registers and shared memory allow
+    splits = _num_splits(num_tiles * P, triton.cdiv(D, block_d), launch.num_sms(x_TD.device))
+    low = x_TD.new_empty((splits, P, *groups.tokens.shape, R), dtype=torch.float32)
+    _shrink_kernel[(num_tiles, splits, P)](
+        x_TD, lora_A, *groups, low, D, x_TD.stride(0), P=P, R=R, BLOCK_D=block_d, **_options(groups, 4)
+    )
     return low
 
 
 def _expand(
     y_TN: Tensor, low: Tensor, lora_B: Tensor, scale_S: Tensor, groups: TokenGroups, part_sizes: Sequence[int]
 ) -> Tensor:
-    """Add scale * low B' to y. low: partial sums [splits, P, T, R], or [T, S * P * R]."""
-    T, R, sizes = len(y_TN), lora_B.shape[2], [*part_sizes, 0, 0][:3]
-    is_partial, tiles = low.dim() == 4, _tiles_for(T)
+    """Add scale * low B' to y. low: partial sums of tiles, or [T, S * P * R]."""
+    is_partial, sizes = low.dim() > 2, [*part_sizes, 0, 0][:3]
     tiles_n = sum(triton.cdiv(size, _BLOCK_N) for size in part_sizes)
-    _expand_kernel[(triton.cdiv(T, tiles.block_t), tiles_n)](
-        low, lora_B, scale_S, groups.slots, groups.order, y_TN, T, len(low) if is_partial else 1, low.stride(0), y_TN.stride(0),
-        N0=sizes[0], N1=sizes[1], N2=sizes[2], P=len(part_sizes), R=R, IS_PARTIAL=is_partial, BLOCK_N=_BLOCK_N,
-        **_options(tiles, y_TN.device),
+    _expand_kernel[(len(groups.slots), tiles_n)](
+        low, lora_B, scale_S, *groups, y_TN, len(low) if is_partial else 1, low.stride(0), y_TN.stride(0), N0=sizes[0],
+        N1=sizes[1], N2=sizes[2], P=len(part_sizes), R=lora_B.shape[2], IS_PARTIAL=is_partial, BLOCK_N=_BLOCK_N,
+        **_options(groups, _warps(groups)),
     )  # fmt: skip
     return y_TN
 
@@ -379,15 +432,15 @@ def add_lora(
 
 def lora_swiglu(y_TN: Tensor, low_TM: Tensor, lora_B: Tensor, scale_S: Tensor, groups: TokenGroups) -> Tensor:
     """silu(gate) * up [T, N / 2] of y = [gate, up] with each token's adapter added. y is not changed."""
-    T, half, R = len(y_TN), y_TN.shape[1] // 2, lora_B.shape[-1]
+    half = y_TN.shape[1] // 2
     _check("lora_swiglu", y_TN, lora_B, scale_S, groups, (half, half), low_TM)
     path = launch.choose_path("lora_swiglu", *launch.available_paths(y_TN, "triton"))
-    if path == "reference" or T == 0:
+    if path == "reference" or len(y_TN) == 0:
         return lora_swiglu_reference(y_TN, low_TM, lora_B, scale_S, groups)
-    out, tiles = y_TN.new_empty(T, half), _tiles_for(T)
-    _swiglu_kernel[(triton.cdiv(T, tiles.block_t), triton.cdiv(half, _BLOCK_N))](
-        low_TM, lora_B, scale_S, groups.slots, groups.order, y_TN, out, T, low_TM.stride(0), y_TN.stride(0), I=half, R=R,
-        BLOCK_N=_BLOCK_N, **_options(tiles, y_TN.device),
+    out = y_TN.new_empty(len(y_TN), half)
+    _swiglu_kernel[(len(groups.slots), triton.cdiv(half, _BLOCK_N))](
+        low_TM, lora_B, scale_S, *groups, y_TN, out, low_TM.stride(0), y_TN.stride(0), I=half, R=lora_B.shape[2],
+        BLOCK_N=_BLOCK_N, **_options(groups, _warps(groups)),
     )  # fmt: skip
     return out
 
@@ -402,11 +455,12 @@ def _check(
     low_TM: Tensor | None = None,
 ) -> None:
     (T, N), (S, outputs, R), P = y_TN.shape, lora_B.shape, len(part_sizes)
+    block_t, num_tiles = _tile_shape(T, S)
     if (
         outputs != N
         or scale_S.shape != (S,)
-        or groups.slots.shape != (T,)
-        or groups.order.shape != (T,)
+        or groups.slots.shape != (num_tiles,)
+        or groups.tokens.shape != (num_tiles, block_t)
         or (low_TM is not None and low_TM.shape != (T, S * P * R))
         or sum(part_sizes) != N
         or P > 3
@@ -415,8 +469,8 @@ def _check(
     ):
         low = "" if low_TM is None else f"low {tuple(low_TM.shape)}, "
         raise ValueError(
-            f"{operation}: y {tuple(y_TN.shape)}, {low}B {tuple(lora_B.shape)}, scales {tuple(scale_S.shape)}, slots "
-            f"{tuple(groups.slots.shape)} and parts {tuple(part_sizes)} do not fit; up to 3 parts, ranks 16, 32, ..."
+            f"{operation}: y {tuple(y_TN.shape)}, {low}B {tuple(lora_B.shape)}, scales {tuple(scale_S.shape)}, tiles "
+            f"{tuple(groups.tokens.shape)} and parts {tuple(part_sizes)} do not fit; up to 3 parts, ranks 16, 32, ..."
         )
     rows = (y_TN,) if low_TM is None else (y_TN, low_TM)
     if not lora_B.is_contiguous() or any(row.stride(1) != 1 for row in rows):

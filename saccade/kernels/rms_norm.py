@@ -199,9 +199,15 @@ def _rows_of(x: Tensor) -> Tensor:
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    *,
+    overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, the rows that were normalised, rstd), or with an 8-bit `dtype` the scales instead of rstd."""
+    """(y, the rows that were normalised, rstd), or with an 8-bit `dtype` the scales instead of rstd. `overlaps`: by default if the device can."""
     rows_ND = _rows_of(x)
     num_rows, dim = rows_ND.shape
     y = rows_ND.new_empty(rows_ND.shape, dtype=dtype or x.dtype)
@@ -219,7 +225,7 @@ def _forward(
             **tile,
             HAS_RESIDUAL=residual is not None,
             LARGEST_VALUE=LARGEST[dtype] if dtype else 0.0,
-            **launch.overlap_options(x.device, None if dtype else False),
+            **launch.overlap_options(x.device, overlaps),
         )
     return y.view(x.shape), total_ND, statistic
 
@@ -247,7 +253,7 @@ def _backward(x_ND: Tensor, weight: Tensor, rstd: Tensor, d_y: Tensor, d_total: 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rows_ND, rstd = _forward(x, None, weight, eps)
+        y, rows_ND, rstd = _forward(x, None, weight, eps, overlaps=False)
         ctx.save_for_backward(rows_ND, weight, rstd)
         return y
 
@@ -262,7 +268,7 @@ class _RmsNorm(torch.autograd.Function):
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        y, total_ND, rstd = _forward(x, residual, weight, eps)
+        y, total_ND, rstd = _forward(x, residual, weight, eps, overlaps=False)
         ctx.save_for_backward(total_ND, weight, rstd)
         return y, total_ND.view(x.shape)
 
@@ -274,6 +280,11 @@ class _AddRmsNorm(torch.autograd.Function):
         return d_x.view(d_y.shape), d_x.view(d_y.shape), d_weight, None
 
 
+def _is_recorded() -> bool:
+    """Whether an operation may be recorded for backward or by a compiler."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+
 def _path(operation: str, x: Tensor, weight: Tensor) -> launch.Path:
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"{operation}: weight {tuple(weight.shape)} does not fit rows of {x.shape[-1]}")
@@ -283,6 +294,8 @@ def _path(operation: str, x: Tensor, weight: Tensor) -> launch.Path:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dim of `x` to unit RMS and scale it by `weight`."""
     if _path("rms_norm", x, weight) == "triton":
+        if not _is_recorded():
+            return _forward(x, None, weight, eps)[0]
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
     return _rms_norm_on_cpu(x, weight, eps)
 
@@ -294,6 +307,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
             f"add_rms_norm: x {x.dtype} {tuple(x.shape)}, residual {residual.dtype} {tuple(residual.shape)}"
         )
     if _path("add_rms_norm", x, weight) == "triton":
+        if not _is_recorded():
+            y, total_ND, _ = _forward(x, residual, weight, eps)
+            return y, total_ND.view(x.shape)
         return _AddRmsNorm.apply(x, residual, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
     total = x + residual
     return _rms_norm_on_cpu(total, weight, eps), total

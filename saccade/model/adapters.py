@@ -231,6 +231,8 @@ class AdapterBank:
                 assert isinstance(part, Projection), "adapters are on projections"
                 part.adapters = stack
                 self._stacks[name], self.shapes[name] = (stack, number), part.stored_shape
+        language: Any = model.get_submodule("language")
+        language.num_adapter_slots = num_slots
         if device.type == "cuda":
             torch.cuda.empty_cache()  # weights that were merged into larger ones
 

@@ -109,6 +109,8 @@ class LanguageModel(nn.Module):
         self.embed_tokens = make_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.num_adapter_slots = 0
+        """Adapters that a token can choose from (`adapters.py`)."""
 
     def forward(
         self,
@@ -124,7 +126,7 @@ class LanguageModel(nn.Module):
         behind the first layers.
         """
         update_TD: Tensor | None = None
-        chosen = None if adapter_T is None else RowAdapters(adapter_T)
+        chosen = None if adapter_T is None else RowAdapters(adapter_T, self.num_adapter_slots)
         for i, layer in enumerate(self.layers):
             select = select_S if i == len(self.layers) - 1 else None
             x_TD, update_TD = layer(x_TD, update_TD, attend, select, chosen)

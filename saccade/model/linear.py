@@ -116,12 +116,13 @@ Input = Tensor | NormedSum
 class RowAdapters:
     """The adapter of each row of an input: slots from 1, 0 for the base model."""
 
-    def __init__(self, slot_T: Tensor) -> None:
-        self._slot_T, self.groups = slot_T, group_tokens(slot_T)
+    def __init__(self, slot_T: Tensor, num_slots: int) -> None:
+        self._slot_T, self._num_slots = slot_T, num_slots
+        self.groups = group_tokens(slot_T, num_slots)
 
     def select(self, index_S: Tensor) -> RowAdapters:
         """Of some of the rows."""
-        return RowAdapters(self._slot_T.index_select(0, index_S))
+        return RowAdapters(self._slot_T.index_select(0, index_S), self._num_slots)
 
 
 class Adapters(Protocol):

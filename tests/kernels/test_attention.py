@@ -87,6 +87,13 @@ def test_queries_behind_a_cache_and_queries_without_keys_equal_the_reference(mas
     expect_path_equals_reference("triton", tensors, segments, BOUNDS[torch.float32], **mask)
 
 
+@pytest.mark.parametrize("head_dim", [5, 20])
+def test_heads_of_any_size_run_in_kernels(head_dim, tiles, device, dtype):
+    """Padded with channels of zeros: the reference would make a GPU wait for the host."""
+    tensors, segments = inputs([20, 7], [20, 7], (2, 1, head_dim), device, dtype)
+    expect_path_equals_reference("triton", tensors, segments, BOUNDS[dtype], causal=True)
+
+
 def test_a_window_wider_than_its_tiles_equals_the_reference(tiles, device):
     tiles(tiled.Tiles(16, 16, 4, 1))
     tensors, segments = inputs([75], [81], (1, 1, 16), device, torch.float32)

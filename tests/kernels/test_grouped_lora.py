@@ -9,6 +9,7 @@ from saccade.kernels.grouped_lora import (
     add_lora,
     add_lora_reference,
     group_tokens,
+    group_tokens_reference,
     grouped_lora,
     grouped_lora_reference,
     lora_swiglu,
@@ -27,7 +28,37 @@ def inputs(num_tokens, num_inputs, part_sizes, device, dtype, rank=16):
     lora_B = torch.randn(NUM_ADAPTERS, outputs, rank, device=device).to(dtype) / 4
     scale = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.25], device=device)
     slot = torch.randint(0, NUM_ADAPTERS + 1, (num_tokens,), device=device, dtype=torch.int32)
-    return y, x, lora_A, lora_B, scale, group_tokens(slot), part_sizes
+    return y, x, lora_A, lora_B, scale, group_tokens(slot, NUM_ADAPTERS), part_sizes
+
+
+def slot_of_tokens(groups, num_tokens):
+    """[T]: what was grouped."""
+    slot = torch.full((num_tokens,), -1, dtype=torch.int32, device=groups.slots.device)
+    for number, tokens in zip(groups.slots.tolist(), groups.tokens.long(), strict=True):
+        if number >= 0:
+            slot[tokens[tokens >= 0]] = number
+    return slot
+
+
+@pytest.mark.parametrize("num_slots", [1, 5, 40])
+@pytest.mark.parametrize("num_tokens", [1, 15, 64, 65, 300])
+def test_tokens_are_grouped_in_their_order(num_tokens, num_slots, device):
+    for most in (0, 1, num_slots):
+        slot = torch.randint(0, most + 1, (num_tokens,), device=device, dtype=torch.int32)
+        expected = group_tokens_reference(slot, num_slots)
+        with launch.forced("triton"):
+            groups = group_tokens(slot, num_slots)
+        assert torch.equal(groups.slots.cpu(), expected.slots)
+        is_used = expected.slots >= 0
+        assert torch.equal(groups.tokens.cpu()[is_used], expected.tokens[is_used])
+        assert torch.equal(slot_of_tokens(groups, num_tokens), slot)
+
+
+def test_any_choice_of_slots_has_room(device):
+    """One token more than full tiles of every slot: the most tiles there can be."""
+    for num_tokens, num_slots in ((3, 5), (16 * 6 + 6, 5), (16 * 2 + 3, 2)):
+        slot = torch.arange(num_tokens, device=device, dtype=torch.int32) % (num_slots + 1)
+        assert torch.equal(slot_of_tokens(group_tokens(slot, num_slots), num_tokens), slot)
 
 
 def expect(y, *rest, dtype):
@@ -48,7 +79,7 @@ def test_every_token_gets_its_own_adapter(num_tokens, part_sizes, device, dtype)
 def test_the_reference_is_one_adapter_at_a_time(device):
     y, x, lora_A, lora_B, scale, groups, sizes = inputs(9, 24, (10, 6), device, torch.float32)
     actual = grouped_lora_reference(y.clone(), x, lora_A, lora_B, scale, groups, sizes)
-    for token, number in zip(groups.order.tolist(), groups.slots.tolist(), strict=True):
+    for token, number in enumerate(slot_of_tokens(groups, 9).tolist()):
         expected = y[token].clone()
         if number:
             A, B = lora_A[number - 1], lora_B[number - 1]
@@ -60,10 +91,11 @@ def test_the_reference_is_one_adapter_at_a_time(device):
 def test_tokens_without_an_adapter_stay_as_they_are(device, dtype):
     y, x, lora_A, lora_B, scale, groups, sizes = inputs(40, 64, (32,), device, dtype)
     before = y.clone()
-    for one in (group_tokens(torch.zeros_like(groups.slots)), groups):
+    no_adapter = torch.zeros(40, dtype=torch.int32, device=device)
+    for one in (group_tokens(no_adapter, NUM_ADAPTERS), groups):
         with launch.forced("triton"):
             grouped_lora(y, x, lora_A, lora_B, scale, one, sizes)
-        unchanged = one.order[one.slots == 0].long()
+        unchanged = (slot_of_tokens(one, 40) == 0).nonzero().flatten()
         assert len(unchanged) > 0
         assert torch.equal(y[unchanged], before[unchanged])
 
@@ -71,7 +103,8 @@ def test_tokens_without_an_adapter_stay_as_they_are(device, dtype):
 def test_the_adapters_of_others_do_not_matter(device, dtype):
     y, x, lora_A, lora_B, scale, groups, sizes = inputs(30, 64, (32, 16), device, dtype)
     lora_A[2], lora_B[2] = float("nan"), float("nan")
-    without = group_tokens(torch.where(groups.slots == 3, 1, groups.slots))
+    slot = slot_of_tokens(groups, 30)
+    without = group_tokens(torch.where(slot == 3, 1, slot), NUM_ADAPTERS)
     expect(y, x, lora_A, lora_B, scale, without, sizes, dtype=dtype)
 
 
@@ -133,7 +166,15 @@ def test_shapes_that_do_not_fit_are_refused(device):
         (y, x[:, 1:], lora_A, lora_B, scale, groups, sizes),
         (y, x, lora_A, lora_B[:, 1:], scale, groups, sizes),
         (y, x, lora_A, lora_B, scale, groups, (8, 8)),
-        (y, x, lora_A, lora_B, scale, group_tokens(groups.slots[1:]), sizes),
+        (
+            y,
+            x,
+            lora_A,
+            lora_B,
+            scale,
+            group_tokens(torch.zeros(2, dtype=torch.int32, device=device), NUM_ADAPTERS),
+            sizes,
+        ),
         (y, x, lora_A[:, :, :8], lora_B[:, :, :8], scale, groups, sizes),
     ):
         with pytest.raises(ValueError, match="do not fit"):
@@ -157,13 +198,12 @@ def test_a_captured_graph_follows_the_slots(device):
     out = torch.empty_like(y)
     grouped_lora(out.copy_(y), x, lora_A, lora_B, scale, groups, sizes)
     graph = torch.cuda.CUDAGraph()
+    slot = slot_of_tokens(groups, 64)
     with torch.cuda.graph(graph):
+        groups = group_tokens(slot, NUM_ADAPTERS)
         grouped_lora(out.copy_(y), x, lora_A, lora_B, scale, groups, sizes)
     for _ in range(3):
-        for static, new in zip(
-            groups, group_tokens(torch.randint_like(groups.slots, 0, NUM_ADAPTERS + 1)), strict=True
-        ):
-            static.copy_(new)
+        slot.copy_(torch.randint_like(slot, 0, NUM_ADAPTERS + 1))
         graph.replay()
         expected = grouped_lora_reference(y.clone(), x, lora_A, lora_B, scale, groups, sizes)
         assert_close("out", out, expected.float(), BOUNDS[torch.bfloat16])

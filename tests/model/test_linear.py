@@ -123,7 +123,7 @@ def test_adapters_are_computed_in_the_product_of_their_projections(bias, monkeyp
     for part in parts:
         part.adapters = stack
     with torch.inference_mode():
-        outputs = project(x, *parts, chosen=RowAdapters(slots))
+        outputs = project(x, *parts, chosen=RowAdapters(slots, 2))
     for number, (part, out) in enumerate(zip(before, outputs, strict=True)):
         expected = part.linear(x)
         for token, slot in enumerate(slots.tolist()):
