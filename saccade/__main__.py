@@ -1,5 +1,5 @@
 """`python -m saccade` is the `saccade` command."""
 
-from saccade.cli import main
+from saccade.cli.entry import run
 
-main()
+run()

@@ -103,7 +103,7 @@ def test_a_user_error_is_one_line_and_exit_status_2_in_the_shell(tmp_path):
 
 
 HEEDS_CTRL_C = (
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from saccade.cli import main; main()"
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from saccade.cli.entry import run; run()"
 )
 """As in a terminal, also where the test run was started in the background: its children ignore SIGINT."""
 

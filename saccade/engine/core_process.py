@@ -47,6 +47,7 @@ from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, S
 from saccade.fork_server import decode_error, encode_error, follow_parent
 from saccade.log import logs_json, set_up_logging
 from saccade.shared_memory import SharedMemory
+from saccade.startup import QuickExit
 
 logger = logging.getLogger(__name__)
 
@@ -385,7 +386,9 @@ def _receive(connection: Connection, inbox: Inbox) -> None:
 
 def main() -> None:
     """The core process: its arguments are the file descriptor of the connection and the process id of the front end."""
+    quick_exit = QuickExit()
     set_up_logging()
     follow_parent(int(sys.argv[2]))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         serve(Connection(socket.socket(fileno=int(sys.argv[1]))))
+    quick_exit.status = 0

@@ -321,7 +321,7 @@ def test_everything_is_reached_and_done_by_keyboard(page):
     page.keyboard.press("Enter")
     wait_until_done(page)
     assert page.locator(".message.user .text").text_content() == "hello\nthere"
-    assert page.locator("#announcer").text_content() == "an answer"
+    wait_until(page, "document.getElementById('announcer').textContent === 'an answer'")  # in the next animation frame
     page.keyboard.press("ArrowUp")
     assert page.evaluate("document.activeElement.ariaLabel") == "Edit your question"
     page.keyboard.press("Escape")
