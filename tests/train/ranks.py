@@ -17,12 +17,16 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch._dynamo  # a run imports it, 0.6 s in every rank: here once, in the fork server
+from PIL import Image
 
 from saccade.config import load_config
 from saccade.errors import UserError
 from saccade.train.config import TrainConfig
 from saccade.train.stages import train_in
 from saccade.world import open_world
+
+Image.init()  # likewise
 
 CURRENT = {}
 """The job that runs."""
