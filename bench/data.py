@@ -198,7 +198,7 @@ def with_ours(picture: bytes) -> Any:
     import torch
 
     from saccade.processor.image import MediaLimits, load_image
-    from saccade.processor.processor import torch_resize
+    from saccade.processor.torch_resize import torch_resize
 
     pixels = torch_resize(load_image(picture, MediaLimits()), 336, 336)
     return torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1).contiguous()

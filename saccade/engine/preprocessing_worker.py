@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -578,9 +577,12 @@ class ImageChecks(NamedTuple):
 
 def initialize(config: Any) -> tuple[RunWorker, dict[str, Any]]:
     """Load what all workers share; return the processor's metadata and what their sandbox lacks."""
-    torch.set_num_threads(1)
     keep_freed_memory(_KEPT_HEAP_BYTES)
     settings = PreprocessingConfig.from_json(config)
+    if settings.resize == "torch":
+        import torch
+
+        torch.set_num_threads(1)
     processor = PromptProcessor(settings)
     processor.warm_up()
     limits = ResourceLimits(

@@ -4,7 +4,7 @@
 
 Limits are checked on the header, before a pixel is decoded. EXIF orientation and transparency are applied, so that the model sees
 what a person sees. The default resize is Pillow's, bit-identical to Hugging Face's processor; a caller may pass another one
-(`processor.torch_resize`).
+(`torch_resize.py`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 IGNORED = -100
@@ -65,6 +67,32 @@ class ModelInputs:
             if isinstance(value := getattr(self, field.name), Tensor) and field.name != "image_grids"
         }
         return dataclasses.replace(self, **moved)
+
+    @staticmethod
+    def from_arrays(
+        *,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        loss_mask: NDArray[np.bool_],
+        patches: NDArray[np.uint8],
+        image_grids: NDArray[np.int64],
+        image_token_index: NDArray[np.int64],
+        pixel_mean: tuple[float, ...],
+        pixel_std: tuple[float, ...],
+    ) -> ModelInputs:
+        """Inputs of one conversation; the tensors share the memory of the arrays."""
+        return ModelInputs(
+            token_ids=torch.from_numpy(token_ids),
+            cu_seqlens=torch.from_numpy(np.array([0, len(token_ids)], np.int32)),
+            positions=torch.from_numpy(positions),
+            loss_mask=torch.from_numpy(loss_mask),
+            patches=torch.from_numpy(patches),
+            image_grids=torch.from_numpy(image_grids),
+            image_token_index=torch.from_numpy(image_token_index),
+            pixel_mean=pixel_mean,
+            pixel_std=pixel_std,
+            max_seqlen=len(token_ids),
+        )
 
     @staticmethod
     def empty(

@@ -18,11 +18,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from saccade.errors import CheckpointError, ConfigError, ImageError, RequestError
 from saccade.processor.conversation import (
@@ -51,32 +49,27 @@ from saccade.processor.image import (
     load_image,
     read_encoded,
 )
-from saccade.processor.inputs import ModelInputs
 from saccade.processor.parts import Visual, VisualKind, expand_placeholders, in_written_order, repeat_placeholders
-from saccade.processor.pillow_resize import pillow_resize, rows_first
+from saccade.processor.pillow_resize import pillow_resize
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.tools import Tool
 from saccade.processor.video import sampled_frames
 
+if TYPE_CHECKING:  # workers that tokenise and patchify start without torch, in a third of the time
+    from saccade.processor.inputs import ModelInputs
+
 ResizeName = Literal["pillow", "torch"]
 
 
-def torch_resize(pixels: Pixels, height: int, width: int) -> Pixels:
-    """Antialiased bicubic resize by torch's vectorised 8-bit kernel; it rounds some pixels differently than Pillow."""
-    writable = pixels if pixels.flags.writeable else pixels.copy()  # torch warns about read-only memory
-    # The batch dim comes first, so that torch recognises channels-last memory: 1.8 times as fast.
-    x_1CHW = torch.from_numpy(writable)[None].permute(0, 3, 1, 2)
-    old_height, old_width = pixels.shape[:2]
-    if rows_first(old_height, old_width, height, width):  # as Pillow; torch itself never does
-        x_1CHW = _interpolate(x_1CHW, height, old_width)
-    return _interpolate(x_1CHW, height, width).permute(0, 2, 3, 1)[0].numpy()
+def resize_named(name: ResizeName) -> Resize:
+    """The resize of this name."""
+    if name == "pillow":
+        return pillow_resize
+    if name == "torch":
+        from saccade.processor.torch_resize import torch_resize
 
-
-def _interpolate(x_1CHW: Tensor, height: int, width: int) -> Tensor:
-    return torch.nn.functional.interpolate(x_1CHW, (height, width), mode="bicubic", antialias=True)
-
-
-_RESIZES: dict[str, Resize] = {"pillow": pillow_resize, "torch": torch_resize}
+        return torch_resize
+    raise ConfigError(f"resize is {name!r}. Use one of {', '.join(get_args(ResizeName))}")
 
 
 class Processor:
@@ -92,8 +85,6 @@ class Processor:
         limits: MediaLimits,
         resize: ResizeName = "pillow",
     ) -> None:
-        if resize not in _RESIZES:
-            raise ConfigError(f"resize is {resize!r}. Use one of {', '.join(get_args(ResizeName))}")
         self.tokenizer = tokenizer
         self.template = template
         self.rules = rules
@@ -101,7 +92,7 @@ class Processor:
         self.eos_ids = eos_ids
         """Tokens that end a turn, from `generation_config.json`."""
         self.limits = limits
-        self._resize = _RESIZES[resize]
+        self._resize = resize_named(resize)
 
     @staticmethod
     def load(folder: str | Path, *, limits: MediaLimits | None = None, resize: ResizeName = "pillow") -> Processor:
@@ -163,6 +154,8 @@ class Processor:
             raise RequestError(
                 "the processor takes a list of conversations, each a list of messages: processor([messages])"
             )
+        from saccade.processor.inputs import ModelInputs
+
         return ModelInputs.pack(
             [
                 self.preprocess(
@@ -338,23 +331,22 @@ class Processor:
 
     def _assemble(self, pieces: Sequence[Piece], visuals: Sequence[Visual], patches: Pixels) -> ModelInputs:
         """Model inputs of one conversation."""
+        from saccade.processor.inputs import ModelInputs
+
         compact, loss_mask, placeholders = self._tokens(pieces)
         parts = [visual.parts for visual in visuals]
         spans = [span for visual in visuals for span in visual.spans]
         token_ids, positions, starts = expand_placeholders(compact, placeholders, parts)
         image_tokens = (range(start, start + span.length) for start, span in zip(starts, spans, strict=True))
-        grids = torch.tensor([span.grid for span in spans], dtype=torch.int64).reshape(-1, 3)
-        return ModelInputs(
-            token_ids=_tensor(token_ids, np.int64),
-            cu_seqlens=_tensor([0, len(token_ids)], np.int32),
-            positions=torch.from_numpy(positions),
-            loss_mask=_tensor(repeat_placeholders(loss_mask, placeholders, parts), np.bool_),
-            patches=torch.from_numpy(patches),
-            image_grids=grids,
-            image_token_index=_tensor([*chain.from_iterable(image_tokens)], np.int64),
+        return ModelInputs.from_arrays(
+            token_ids=np.array(token_ids, np.int64),
+            positions=positions,
+            loss_mask=np.array(repeat_placeholders(loss_mask, placeholders, parts), np.bool_),
+            patches=patches,
+            image_grids=np.array([span.grid for span in spans], np.int64).reshape(-1, 3),
+            image_token_index=np.array([*chain.from_iterable(image_tokens)], np.int64),
             pixel_mean=self.images.mean,
             pixel_std=self.images.std,
-            max_seqlen=len(token_ids),
         )
 
 
@@ -386,10 +378,6 @@ def prefix_errors(what: str) -> Iterator[None]:
         yield
     except ImageError as error:
         raise ImageError(f"{what}: {error}") from error
-
-
-def _tensor(values: Sequence[int | bool], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype))  # ten times as fast as torch.tensor for 500 values
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> frozenset[int]:

@@ -13,7 +13,7 @@ from saccade.errors import ConfigError, ImageError
 from saccade.processor import Processor
 from saccade.processor.image import ImageSettings, image_patches
 from saccade.processor.pillow_resize import pillow_resize, resize_in_strips
-from saccade.processor.processor import torch_resize
+from saccade.processor.torch_resize import torch_resize
 
 BOUND = 2
 
