@@ -13,7 +13,7 @@ import functools
 import json
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,13 +23,12 @@ from torch import Tensor
 
 from saccade.compress import compress
 from saccade.compress.calibration import CalibrationConfig, load_batches
+from saccade.compress.mixed_scheme import Picker
 from saccade.compress.run import CompressReport
 from saccade.compress.scheme import BUILT_IN, Scheme
-from saccade.compress.sensitivity import Sensitivity, choose_within_size, measure_sensitivity, scheme_of
-from saccade.compress.source import Source
 from saccade.compress.verify import Fidelity, Reference
 from saccade.device import resolve_device
-from saccade.errors import ConfigError
+from saccade.evaluate.statistics import Difference, Metric, paired_difference, ratio_metric
 from saccade.kernels.attention import attention
 from saccade.kernels.paged_attention import quantize_rows_reference
 from saccade.model import load_model
@@ -37,9 +36,19 @@ from saccade.model.attention import PackedAttention
 from saccade.model.weights import read_tensors, tensor_files
 from saccade.processor import Processor
 
-NOISE = 1e-5
-"""KL divergence that one draw of samples differs by from another, with int8."""
-METHODS = {"int4": "gptq", "int8": "smoothquant"}
+
+@dataclass
+class Result:
+    """A compressed folder beside the original on held-out samples."""
+
+    report: CompressReport
+    fidelity: Fidelity
+    kl: Metric
+    """KL divergence by conversation."""
+
+    def difference(self, other: "Result") -> Difference:
+        """KL divergence minus the other's, with its interval by paired bootstrap over conversations."""
+        return paired_difference(self.kl, other.kl, [str(number) for number in range(len(self.kl.counts))])
 
 
 @dataclass
@@ -53,14 +62,20 @@ class Bench:
     device: torch.device
     group_size: int | None
 
-    def run(self, scheme: Scheme, calibration: CalibrationConfig | None = None) -> tuple[CompressReport, Fidelity]:
+    def run(self, scheme: Scheme, calibration: CalibrationConfig | None = None) -> Result:
         """Compress by a scheme into a folder that is removed, and compare."""
-        scheme = scheme if self.group_size is None else scheme.with_group_size(self.group_size)
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out"
             chosen = calibration or self.calibration
             report = compress(self.checkpoint, out, scheme=scheme, calibration=chosen, device=self.device)
-            return report, self.reference.compare(load_model(out, device=self.device))
+            model = load_model(out, device=self.device)
+            kl = ratio_metric(*self.reference.kl_by_conversation(model).T.numpy(), higher_is_better=False)
+            return Result(report, self.reference.compare(model), kl)
+
+    def built_in(self, name: str) -> Scheme:
+        """A built-in scheme, with the groups of this run."""
+        scheme = BUILT_IN[name]
+        return scheme if self.group_size is None else scheme.with_group_size(self.group_size)
 
 
 def open_bench(
@@ -80,20 +95,23 @@ def open_bench(
     return Bench(checkpoint, calibration, reference, model, place, group_size)
 
 
-def compare_methods(bench: Bench) -> dict[str, dict[str, Any]]:
+def compare_methods(bench: Bench) -> dict[str, Result]:
     """Every built-in scheme."""
     found = {}
     print(f"{'scheme':<14}{'size':>8}{'KL':>12}{'perplexity':>12}{'same token':>12}{'worst layer / rtn':>20}")
-    for name, scheme in BUILT_IN.items():
-        report, fidelity = bench.run(scheme)
-        decoder = [one for one in report.layers if one.name.startswith("language.")]
-        ratios = {one.name: one.error / one.rtn_error for one in decoder}
-        found[name] = {"ratio": report.ratio, "decoder": ratios, **fidelity.to_json()}
+    for name in BUILT_IN:
+        found[name] = one = bench.run(bench.built_in(name))
         print(
-            f"{name:<14}{report.ratio:>8.3f}{fidelity.kl:>12.2e}{fidelity.perplexity:>12.4f}{fidelity.agreement:>12.3%}"
-            f"{max(ratios.values()):>20.3f}"
+            f"{name:<14}{one.report.ratio:>8.3f}{one.fidelity.kl:>12.2e}{one.fidelity.perplexity:>12.4f}{one.fidelity.agreement:>12.3%}"
+            f"{max(decoder_ratios(one).values()):>20.3f}"
         )
     return found
+
+
+def decoder_ratios(result: Result) -> dict[str, float]:
+    """Error of every decoder projection as a share of that of rounding to nearest."""
+    decoder = [one for one in result.report.layers if one.name.startswith("language.")]
+    return {one.name: one.error / one.rtn_error for one in decoder}
 
 
 def compare_activations(bench: Bench) -> dict[str, float]:
@@ -107,7 +125,7 @@ def compare_activations(bench: Bench) -> dict[str, float]:
     print(f"\n{'int8 activations':<24}{'KL':>12}")
     for name, settings in forms.items():
         rules = [replace(rule, **settings) for rule in BUILT_IN["int8"].rules]
-        found[name] = bench.run(Scheme(name=name, rules=tuple(rules)))[1].kl
+        found[name] = bench.run(Scheme(name=name, rules=tuple(rules))).fidelity.kl
         print(f"{name:<24}{found[name]:>12.2e}", flush=True)
     return found
 
@@ -178,46 +196,61 @@ def compare_calibration(bench: Bench, num_draws: int) -> dict[str, dict[str, Any
     for name, calibration in variants.items():
         draws = [replace(calibration, seed=calibration.seed + number) for number in range(num_draws)]
         found[name] = kl = {
-            method: sum(bench.run(BUILT_IN[f"w4a16-{method}"], draw)[1].kl for draw in draws) / num_draws
+            method: sum(bench.run(bench.built_in(f"w4a16-{method}"), draw).fidelity.kl for draw in draws) / num_draws
             for method in ("gptq", "awq")
         }
         print(f"{name:<20}{kl['gptq']:>12.2e}{kl['awq']:>12.2e}", flush=True)
     return found
 
 
-def compare_mixed(bench: Bench, uniform: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A mixed scheme of the size of every uniform one up to two thousandths, picked by sensitivity on samples of the calibration."""
-    source, few = Source(bench.checkpoint), replace(bench.calibration, num_samples=32)
-    batches = load_batches(few, Processor.load(bench.checkpoint), bench.model.config.language.vocab_size)
-    own = Reference(bench.model, [batch.to(bench.device) for batch in batches])
-    sensitivity: Sensitivity = measure_sensitivity(source, bench.model, own)
+def compare_mixed(bench: Bench, uniform: dict[str, Result]) -> dict[str, dict[str, Any]]:
+    """What `saccade compress --target-size` picks within the size of every uniform scheme, to the byte."""
     found = {}
-    print(f"\n{'uniform':<14}{'size':>8}{'KL':>12}{'mixed size':>12}{'mixed KL':>12}")
-    for name, one in uniform.items():
-        try:
-            chosen = choose_within_size(sensitivity, 1.002 * one["ratio"])
-        except ConfigError:
-            continue
-        report, fidelity = bench.run(scheme_of(chosen, sensitivity, methods=METHODS, name=f"as-{name}"))
-        found[name] = {"ratio": report.ratio, "kl": fidelity.kl, "uniform_kl": one["kl"], "uniform_ratio": one["ratio"]}
-        print(f"{name:<14}{one['ratio']:>8.3f}{one['kl']:>12.2e}{report.ratio:>12.3f}{fidelity.kl:>12.2e}")
+    print(
+        f"\n{'uniform':<14}{'size':>8}{'KL':>12}  {'picked':<16}{'size':>8}{'KL':>12}{'difference':>12}  95 % interval"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        picker = Picker(bench.checkpoint, bench.calibration, Path(folder), device=bench.device)
+        for name, one in uniform.items():
+            picked = picker.within_size(one.report.ratio)
+            mixed = bench.run(picked)
+            change = mixed.difference(one)
+            found[name] = {
+                "picked": picked.name,
+                "ratio": mixed.report.ratio,
+                "kl": mixed.fidelity.kl,
+                "uniform_ratio": one.report.ratio,
+                "uniform_kl": one.fidelity.kl,
+                "difference": asdict(change),
+                "rules": [asdict(rule) for rule in picked.rules],
+            }
+            print(
+                f"{name:<14}{one.report.ratio:>8.4f}{one.fidelity.kl:>12.2e}  {picked.name:<16}{mixed.report.ratio:>8.4f}{mixed.fidelity.kl:>12.2e}"
+                f"{change.value:>12.1e}  [{change.low:.1e}, {change.high:.1e}]",
+                flush=True,
+            )
     return found
 
 
-def statements(methods: dict[str, Any], calibration: dict[str, Any], mixed: dict[str, Any]) -> dict[str, bool]:
+def statements(
+    methods: dict[str, Result], calibration: dict[str, Any] | None, mixed: dict[str, Any]
+) -> dict[str, bool]:
     """What must hold."""
-    rtn = methods["w4a16-rtn"]
-    return {
-        "GPTQ loses less than rounding to nearest on every decoder projection": max(methods["w4a16-gptq"]["decoder"].values()) < 1,
-        "GPTQ has a lower KL divergence than rounding to nearest": methods["w4a16-gptq"]["kl"] < rtn["kl"],
-        "AWQ has a lower KL divergence than rounding to nearest": methods["w4a16-awq"]["kl"] < rtn["kl"],
-        "GPTQ calibrated on images is better than on text": calibration["images"]["gptq"] < calibration["text"]["gptq"],
-        "GPTQ calibrated on images is better than on random tokens": calibration["images"]["gptq"] < calibration["random"]["gptq"],
+    kl = {name: one.fidelity.kl for name, one in methods.items()}
+    found = {
+        "GPTQ loses less than rounding to nearest on every decoder projection": max(decoder_ratios(methods["w4a16-gptq"]).values()) < 1,
+        "GPTQ has a lower KL divergence than rounding to nearest": kl["w4a16-gptq"] < kl["w4a16-rtn"],
+        "AWQ has a lower KL divergence than rounding to nearest": kl["w4a16-awq"] < kl["w4a16-rtn"],
         **{
-            f"the mixed scheme of the size of {name} is at least as good": one["kl"] <= one["uniform_kl"] + NOISE
+            f"what is picked within the size of {name} is no larger, and not worse (the interval reaches 0)": one["ratio"] <= one["uniform_ratio"] and one["difference"]["low"] <= 0
             for name, one in mixed.items()
         },
     }  # fmt: skip
+    if calibration is not None:
+        for kind in ("text", "random"):
+            is_better = calibration["images"]["gptq"] < calibration[kind]["gptq"]
+            found[f"GPTQ calibrated on images is better than on {kind}"] = is_better
+    return found
 
 
 def main() -> None:
@@ -229,7 +262,7 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=128)
     parser.add_argument("--num-held-out", type=int, default=256)
     parser.add_argument(
-        "--num-draws", type=int, default=3, help="draws of samples that calibration data is compared on"
+        "--num-draws", type=int, default=3, help="draws of samples that calibration data is compared on; 0: it is not"
     )
     parser.add_argument("--group-size", type=int)
     parser.add_argument("--seed", type=int, default=0)
@@ -241,26 +274,27 @@ def main() -> None:
         options.checkpoint, calibration, options.held_out, options.num_held_out, options.device, options.group_size
     )
     methods = compare_methods(bench)
-    kinds = compare_calibration(bench, options.num_draws)
-    activations, kv_caches = compare_activations(bench), compare_kv_caches(bench)
     mixed = compare_mixed(bench, methods)
+    kinds = compare_calibration(bench, options.num_draws) if options.num_draws else None
+    activations, kv_caches = compare_activations(bench), compare_kv_caches(bench)
     found = statements(methods, kinds, mixed)
     print()
     for statement, holds in found.items():
         print(f"{'yes' if holds else 'NO ':<4}{statement}")
     if options.json is not None:
-        options.json.write_text(
-            json.dumps(
-                {
-                    "methods": methods,
-                    "calibration": kinds,
-                    "activations": activations,
-                    "kv_caches": kv_caches,
-                    "mixed": mixed,
-                    "statements": found,
-                }
-            )
-        )
+        figures = {
+            name: {"ratio": one.report.ratio, "decoder": decoder_ratios(one), **one.fidelity.to_json()}
+            for name, one in methods.items()
+        }
+        content = {
+            "methods": figures,
+            "mixed": mixed,
+            "calibration": kinds,
+            "activations": activations,
+            "kv_caches": kv_caches,
+            "statements": found,
+        }
+        options.json.write_text(json.dumps(content))
     sys.exit(not all(found.values()))
 
 

@@ -16,6 +16,7 @@ from saccade.errors import ConfigError, DataError, QualityError
 
 if TYPE_CHECKING:
     from saccade.compress.calibration import CalibrationConfig
+    from saccade.compress.mixed_scheme import Choice
     from saccade.compress.scheme import Scheme
     from saccade.compress.verify import Fidelity
     from saccade.evaluate.run import EvaluationConfig
@@ -108,7 +109,7 @@ def compress(
     if bound is not None and held_out is None:
         raise ConfigError("--max-loss compares with the original on samples: --verify SHARDS, or more of --calibration")
     evaluations = _evaluations(tasks, data, limit, seed, out / FOLDER)
-    chosen, sensitivity = _scheme(folder, scheme, group_size, target_size, bound, samples, device)
+    chosen, choice = _scheme(folder, out, scheme, group_size, target_size, bound, samples, device)
     if kv_cache is not None:
         chosen = replace(chosen, kv_cache=kv_cache.value)
     with _progress("blocks") as advance:
@@ -126,7 +127,7 @@ def compress(
     if efficiency:
         rows = [replace(row, speed=_speed(one, device, seed)) for one, row in zip(folders, rows, strict=True)]
     verdict = _verdict(out, fidelity, bound, is_picked=scheme is None)
-    page = write_report(out, report, chosen, rows, sensitivity=sensitivity, verdict=verdict)
+    page = write_report(out, report, chosen, rows, choice=choice, verdict=verdict)
     if as_json:
         found: dict[str, Any] = {"checkpoint": str(out), "models": [asdict(row) for row in rows], "verdict": verdict}
         found["fidelity"] = None if fidelity is None else fidelity.to_json()
@@ -194,14 +195,15 @@ def _held_out(
 
 def _scheme(
     folder: Path,
+    out: Path,
     name: str | None,
     group_size: int | None,
     target_size: float | None,
     max_loss: float | None,
     samples: "CalibrationConfig | None",
     device: str,
-) -> tuple["Scheme", Any]:
-    """The named scheme, or the one that sensitivity picks."""
+) -> tuple["Scheme", "Choice | None"]:
+    """The named scheme, or the one that is picked."""
     if name is not None:
         from saccade.compress.scheme import load_scheme
 
@@ -213,14 +215,18 @@ def _scheme(
         raise ConfigError("give --scheme NAME, or --target-size 0.35 or --max-loss 1% to have a mixed one picked")
     if target_size is not None and not 0 < target_size < 1:
         raise ConfigError(f"--target-size {target_size:g}: give a share of the original's bytes, such as 0.35")
+    if group_size is not None:
+        raise ConfigError("--group-size is of a named scheme: give --scheme NAME, or leave it out")
     if samples is None:
         raise ConfigError("picking a scheme measures sensitivity on samples: --calibration SHARDS")
-    from saccade.compress.sensitivity import choose_scheme
+    from saccade.compress.mixed_scheme import choose_scheme
 
-    with _progress("groups") as advance:
-        return choose_scheme(
-            folder, samples, target_size=target_size, max_loss=None if target_size is not None else max_loss, device=device, on_group=advance
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _progress("steps") as advance:
+        choice = choose_scheme(
+            folder, samples, out.parent, target_size=target_size, max_loss=None if target_size is not None else max_loss, device=device, on_step=advance
         )  # fmt: skip
+    return choice.scheme, choice
 
 
 def _verdict(out: Path, fidelity: "Fidelity | None", bound: float | None, *, is_picked: bool = False) -> str | None:

@@ -6,7 +6,8 @@
 Start with `run.py`: load -> calibrate -> round -> save, one block of the model at a time. `scheme.py` says which projection is stored
 how, `quantizers.py` has the methods (round to nearest, GPTQ, AWQ, SmoothQuant) as functions of a weight and the statistics of its input,
 `calibration.py` draws samples from shard folders, `block_runner.py` runs them through the model block by block, `export.py` writes
-compressed-tensors, `kv_scales.py` measures keys and values, `sensitivity.py` picks a mixed scheme, `verify.py` compares the result with the original.
+compressed-tensors, `kv_scales.py` measures keys and values, `mixed_scheme.py` picks a scheme by `sensitivity.py`, `verify.py` compares the result with the
+original.
 """
 
 from typing import TYPE_CHECKING

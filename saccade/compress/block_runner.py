@@ -131,10 +131,15 @@ def model_blocks(model: VLM) -> dict[str, nn.Module]:
     return blocks if model.config.tied_head else blocks | {HEAD: model.head}
 
 
-def row_weights(call: Call, image_weight: float) -> Tensor | None:
+def is_in(name: str, block: str) -> bool:
+    """Whether a parameter or projection is part of a block."""
+    return name == block or name.startswith(f"{block}.")
+
+
+def row_weights(block: str, inputs: ModelInputs, image_weight: float) -> Tensor | None:
     """[T]: how much each row counts at a decoder block or head, where rows are tokens; None: all the same."""
-    if image_weight == 1.0 or call.block is None or not call.block.startswith(("language.", HEAD)):
+    if image_weight == 1.0 or not block.startswith(("language.", HEAD)):
         return None
-    weight_T = torch.ones(call.inputs.num_tokens, device=call.inputs.token_ids.device)
-    weight_T[call.inputs.image_token_index] = image_weight
+    weight_T = torch.ones(inputs.num_tokens, device=inputs.token_ids.device)
+    weight_T[inputs.image_token_index] = image_weight
     return weight_T

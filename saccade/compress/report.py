@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from saccade.compress.mixed_scheme import Choice
 from saccade.compress.run import CompressReport
 from saccade.compress.scheme import Scheme
 from saccade.compress.sensitivity import Sensitivity
@@ -134,7 +135,7 @@ def write_report(
     scheme: Scheme,
     rows: Sequence[ModelRow],
     *,
-    sensitivity: Sensitivity | None = None,
+    choice: Choice | None = None,
     verdict: str | None = None,
 ) -> Path:
     """Write the report into a compressed folder; returns the page."""
@@ -143,10 +144,10 @@ def write_report(
     content: dict[str, Any] = report.to_json() | {"models": [asdict(row) for row in rows], "verdict": verdict}
     _write(folder / "report.json", json.dumps(content, indent=2) + "\n")
     write_config(scheme, folder / "scheme.toml")
-    if sensitivity is not None:
-        _write(folder / "sensitivity.json", json.dumps(sensitivity.to_json(), indent=2) + "\n")
-        _write(folder / "sensitivity.svg", sensitivity_chart(sensitivity, is_alone=True))
-    _write(folder / "report.html", _page(report, scheme, rows, sensitivity, verdict))
+    if choice is not None:
+        _write(folder / "sensitivity.json", json.dumps(choice.to_json(), indent=2) + "\n")
+        _write(folder / "sensitivity.svg", sensitivity_chart(choice.sensitivity, is_alone=True))
+    _write(folder / "report.html", _page(report, scheme, rows, choice, verdict))
     return folder / "report.html"
 
 
@@ -162,7 +163,7 @@ def _page(
     report: CompressReport,
     scheme: Scheme,
     rows: Sequence[ModelRow],
-    sensitivity: Sensitivity | None,
+    choice: Choice | None,
     verdict: str | None,
 ) -> str:
     head, *body = table(rows)
@@ -171,8 +172,10 @@ def _page(
     sections += [f"<p class=warning>{escape(verdict)}</p>"] if verdict else []
     sections += [f"<p>{escape(line)}</p>" for line in summary(report)]
     sections.append(_html_table(head, body))
-    if sensitivity is not None:
-        sections += ["<h2>Sensitivity</h2>", sensitivity_chart(sensitivity)]
+    if choice is not None:
+        trials = [[one.scheme.name, f"{one.ratio:.4f}", _number(one.fidelity.kl)] for one in choice.trials]
+        sections += ["<h2>Sensitivity</h2>", sensitivity_chart(choice.sensitivity)]
+        sections += ["<h2>Trials on the calibration samples</h2>", _html_table(["scheme", "size", "KL"], trials)]
     if any(layer.error is not None for layer in report.layers):
         sections += ["<h2>Layers</h2>", error_chart(report)]
     layers = [
@@ -199,7 +202,7 @@ def _html_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 # ------------------------------------------------------------------ charts
 
-_LEFT, _RIGHT, _ROW = 230, 700, 14
+_LEFT, _RIGHT, _ROW = 300, 770, 14
 _COLOURS = ("#3b82c4", "#d9822b", "#b3261e", "#4f9d69")
 
 
@@ -245,9 +248,7 @@ def _bars(title: str, bars: Sequence[tuple[str, str, float, int]], legend: Seque
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 10}" text-anchor="end">{escape(label)}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{y + 2}" width="{max(1.0, x(value) - _LEFT):.1f}" height="{_ROW - 4}" fill="{_COLOURS[colour % 4]}"><title>{escape(tooltip)}</title></rect>')  # fmt: skip
     style = "<style>text { font: 11px sans-serif; fill: #5d656e }</style>" if is_alone else ""
-    opening = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" role="img" aria-label="{escape(title)}">'
-    )
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_RIGHT + 20} {height}" role="img" aria-label="{escape(title)}">'
     drawn = f"{opening}{style}{''.join(parts)}</svg>"
     return drawn if is_alone else f"<figure><figcaption>{escape(title)}</figcaption>{drawn}</figure>"
 

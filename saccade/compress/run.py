@@ -15,7 +15,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from saccade.compress.block_runner import HEAD, BlockRunner, row_weights
+from saccade.compress.block_runner import HEAD, BlockRunner, is_in, row_weights
 from saccade.compress.calibration import CalibrationConfig, fingerprint, image_weight, load_batches
 from saccade.compress.export import quantization_config, write_folder
 from saccade.compress.kv_scales import ATTENTION, KV_SCALES, KVObserver
 from saccade.compress.observed_linear import ObservedLinear, Observer, replace_projection
-from saccade.compress.quantizers import Statistics, quantize, relative_error, stored_scheme
-from saccade.compress.scaling import fold_scales
+from saccade.compress.quantizers import Statistics, stored_scheme
+from saccade.compress.rounding import RoundedProjection, round_projections
 from saccade.compress.scheme import Rule, Scheme, load_scheme, part_of
 from saccade.compress.source import Source
 from saccade.device import resolve_device
@@ -179,7 +179,7 @@ class _Run:
 
     def _is_changed(self, name: str) -> bool:
         """Whether a block has tensors that its original has not."""
-        return self._has_kv_scales(name) or any(_is_in(layer, name) for layer in self.rules)
+        return self._has_kv_scales(name) or any(is_in(layer, name) for layer in self.rules)
 
     def _has_kv_scales(self, name: str) -> bool:
         return self.scheme.kv_cache is not None and name.startswith("language.")
@@ -190,7 +190,7 @@ class _Run:
         batches = load_batches(self.calibration, processor, self.model.config.language.vocab_size)
         self.image_weight = image_weight(self.calibration, batches)
         self.num_samples = sum(batch.num_conversations for batch in batches)
-        outside = [ours for ours in self.source.names.values() if not any(_is_in(ours, block) for block in self.blocks)]
+        outside = [ours for ours in self.source.names.values() if not any(is_in(ours, block) for block in self.blocks)]
         for name, tensor in self.source.read(outside, self.device).items():
             load_tensor(self.model, name, tensor, self._compute_dtype(tensor))
         self.model.requires_grad_(False).eval()
@@ -201,7 +201,7 @@ class _Run:
 
     def _compress_block(self, name: str, runner: BlockRunner | None, *, is_last: bool) -> None:
         """Load, observe, fold, round, save, run again."""
-        rules = {layer: rule for layer, rule in self.rules.items() if _is_in(layer, name)}
+        rules = {layer: rule for layer, rule in self.rules.items() if is_in(layer, name)}
         if runner is not None and runner.calls(name):
             self.reached.add(part_of(name))
         is_changed = self._is_changed(name)
@@ -212,7 +212,7 @@ class _Run:
             tensors, self.reports[name] = stored
             self.num_resumed += 1
         else:
-            tensors = self.source.read([ours for ours in self.source.names.values() if _is_in(ours, name)], self.device)
+            tensors = self.source.read([ours for ours in self.source.names.values() if is_in(ours, name)], self.device)
             if is_changed:
                 tensors = self._round_block(name, tensors, rules, runner)
                 self.partial.save(name, tensors, self.reports[name])
@@ -228,42 +228,29 @@ class _Run:
     ) -> dict[str, Tensor]:
         """The tensors of a block with its projections rounded."""
         statistics, kv = ({}, None) if runner is None else self._observe(name, tensors, rules, runner)
-        dtypes = {layer: tensors[f"{layer}.weight"].dtype for layer in rules}
-        originals = {layer: tensors[f"{layer}.weight"].float() for layer in rules}
-        exact = {f"{layer}.weight": weight.clone() for layer, weight in originals.items()}
-        folded = fold_scales(self.blocks[name], name, exact, tensors, rules, statistics)
-        reports = []
-        for layer, rule in rules.items():
-            scale_D, found = folded.inputs.get(layer), statistics.get(layer)
-            scaled = found if found is None or scale_D is None else found.scaled(scale_D)
-            weight_ND = exact[f"{layer}.weight"]
-            if scaled is None and part_of(layer) in self.reached:  # in a block behind the last one whose output is read
-                scaled = Statistics.of_unit_inputs(weight_ND.shape[1], weight_ND.device)
-            chosen = rule if found is not None else replace(rule, method="rtn")
-            quantized = quantize(weight_ND, chosen, scaled, dtypes[layer])
-            error = rtn_error = None
-            if scaled is not None and found is not None:
-                error = relative_error(weight_ND, quantized, scaled, folded.outputs.get(layer))
-                plain = quantize(originals[layer], _rounded_to_nearest(rule), None, dtypes[layer])
-                rtn_error = relative_error(originals[layer], plain, found)
-            del tensors[f"{layer}.weight"]
-            tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in quantized.tensors().items()}
-            reports.append(
-                LayerReport(
-                    name=layer,
-                    form=rule.form,
-                    method=chosen.method,
-                    group_size=quantized.scheme.group_size,
-                    note=_note(rule, self.scheme.rule(layer), quantized.scheme, weight_ND.shape[1], found, runner),
-                    error=error,
-                    rtn_error=rtn_error,
-                )
-            )
-        self.reports[name] = reports
+        is_reached = part_of(name) in self.reached
+        rounded = round_projections(self.blocks[name], name, tensors, rules, statistics, is_reached=is_reached)
+        self.reports[name] = [
+            self._layer_report(layer, one, statistics.get(layer), runner) for layer, one in rounded.items()
+        ]
         if self.scheme.kv_cache is not None and kv is not None:
             scales = kv.scales(self.scheme.kv_cache)
             tensors |= {f"{name}.{ATTENTION}.{suffix}": tensor for suffix, tensor in scales.items()}
         return tensors
+
+    def _layer_report(
+        self, layer: str, rounded: RoundedProjection, statistics: Statistics | None, runner: BlockRunner | None
+    ) -> LayerReport:
+        rule, scheme = self.rules[layer], rounded.scheme
+        return LayerReport(
+            name=layer,
+            form=rule.form,
+            method=rounded.method,
+            group_size=scheme.group_size,
+            note=_note(rule, self.scheme.rule(layer), scheme, rounded.num_inputs, statistics, runner),
+            error=rounded.error,
+            rtn_error=rounded.rtn_error,
+        )
 
     def _observe(
         self, name: str, tensors: Mapping[str, Tensor], rules: Mapping[str, Rule], runner: BlockRunner
@@ -278,7 +265,7 @@ class _Run:
         # With gradients enabled no kernel fuses or splits what a projection reads; no parameter requires any.
         with torch.enable_grad():
             for call in runner.calls(name):
-                observer.weight_T = row_weights(call, self.image_weight)
+                observer.weight_T = row_weights(name, call.inputs, self.image_weight)
                 if name == HEAD:
                     observer.add(HEAD, call.args[0], self.model.head.stored_shape[1])
                 else:
@@ -338,7 +325,7 @@ class _Run:
                 for ours, tensor in loaded[0].items():
                     yield _name_on_disk(ours, on_disk), tensor
                 done.add(name)
-        kept = [name for name, ours in self.source.names.items() if not any(_is_in(ours, block) for block in done)]
+        kept = [name for name, ours in self.source.names.items() if not any(is_in(ours, block) for block in done)]
         yield from self.source.read_on_disk(kept, torch.device("cpu"))
 
 
@@ -349,10 +336,6 @@ def _name_on_disk(ours: str, on_disk: Mapping[str, str]) -> str:
     layer, _, last = ours.rpartition(".")
     beside = f"{layer}.q_proj.weight" if ours.endswith(KV_SCALES) else f"{layer}.weight"
     return on_disk[beside].removesuffix("q_proj.weight" if ours.endswith(KV_SCALES) else "weight") + last
-
-
-def _rounded_to_nearest(rule: Rule) -> Rule:
-    return replace(rule, method="rtn", static=False, symmetric=rule.symmetric or rule.form != "int4")
 
 
 def _note(
@@ -370,11 +353,6 @@ def _note(
         why = "no calibration" if runner is None else "no sample of the calibration reaches it"
         notes.append(f"rounded to nearest: {why}")
     return "; ".join(notes)
-
-
-def _is_in(name: str, block: str) -> bool:
-    """Whether a parameter or projection is part of a block."""
-    return name == block or name.startswith(f"{block}.")
 
 
 class _Partial:

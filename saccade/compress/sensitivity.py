@@ -1,43 +1,37 @@
-"""Sensitivity: what the output loses when one group of projections is compressed, and the mixed scheme that follows from it.
+"""Sensitivity: what the output loses when one group of projections is compressed, in every form that a mixed scheme may give it.
 
-A group is what a block computes with one input: its attention, its MLP; the projector; the head. Each is rounded to nearest
-in every candidate form, alone, and the output is compared with the original's (`verify.py`). Losses of groups are close to additive,
-so the best map within a size is a knapsack: the least sum of KL divergences whose bytes fit, found exactly over sizes in small steps.
+A group is what a block multiplies one input with: queries, keys and values; the output of attention; gate and up; down. A projector is
+one group, and so is a head. Each is rounded alone in every candidate form, by the code that will compress it (`rounding.py`) and with
+statistics of the original's activations, and the output is compared with the original's (`verify.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from saccade.compress.calibration import CalibrationConfig, load_batches
-from saccade.compress.observed_linear import replace_projection
-from saccade.compress.quantizers import quantize, stored_scheme
-from saccade.compress.scheme import Method, Rule, Scheme, layer_of, part_of
+from saccade.compress.block_runner import HEAD, is_in, row_weights
+from saccade.compress.observed_linear import ObservedLinear, Observer, replace_projection
+from saccade.compress.quantizers import Statistics, stored_scheme
+from saccade.compress.rounding import round_projections
+from saccade.compress.scheme import Form, Method, Rule, Scheme, part_of
 from saccade.compress.source import Source
 from saccade.compress.verify import Fidelity, Reference
-from saccade.device import resolve_device
-from saccade.errors import ConfigError
-from saccade.model import load_model
-from saccade.model.linear import Linear, Projection
+from saccade.model.linear import Linear
 from saccade.model.quantized_linear import quantized_form
 from saccade.model.vlm import VLM
-from saccade.processor import Processor
+from saccade.model.weights import load_tensor
+from saccade.processor.inputs import ModelInputs
 
-OnGroup = Callable[[str, int, int], None]
-"""Called behind every group with its name, the number of finished groups and of all."""
-_SAMPLES = 32
-_STEPS = 20_000
-"""Sizes that are distinguished."""
+OnStep = Callable[[str, int, int], None]
+"""Called behind every group or trial with its name, the number of finished ones and of all."""
 _ENTRY_BYTES = 140
 """Of one more tensor in the header of a file, and its padding."""
-CANDIDATES = (("int8", None), ("int4", 32), ("int4", 128))
+CANDIDATES: tuple[tuple[Form, int | None], ...] = (("int8", None), ("int4", 32), ("int4", 128))
 """Forms and group sizes that are tried besides keeping a group."""
 
 
@@ -46,9 +40,11 @@ class Candidate:
     """One form of one group of projections."""
 
     group: str
-    """Name of the module that owns the projections."""
-    form: str
+    """Name of the module that owns the projections, and theirs."""
+    form: Form
     """keep, int8, int4."""
+    method: Method = "rtn"
+    """How its weights are rounded."""
     group_size: int | None
     """Of int4."""
     num_bytes: int
@@ -75,201 +71,173 @@ class Sensitivity:
         """With every group kept."""
         return self.other_bytes + sum(options[0].num_bytes for options in self.candidates.values())
 
+    @property
+    def smallest_ratio(self) -> float:
+        """Size of the smallest map as a share of the original's."""
+        smallest = sum(min(one.num_bytes for one in options) for options in self.candidates.values())
+        return (smallest + self.other_bytes) / self.original_bytes
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         candidates = {group: [asdict(one) for one in options] for group, options in self.candidates.items()}
         return {"groups": candidates, "original_bytes": self.original_bytes, "other_bytes": self.other_bytes}
 
 
-def choose_scheme(
-    checkpoint: Path,
-    calibration: CalibrationConfig,
-    *,
-    target_size: float | None = None,
-    max_loss: float | None = None,
-    device: str | torch.device = "auto",
-    on_group: OnGroup | None = None,
-) -> tuple[Scheme, Sensitivity]:
-    """Measure the sensitivity of a checkpoint, and pick the mixed scheme of the best quality within a size, or of the least size within a loss.
-
-    The samples are the first of the calibration's.
-    """
-    place, source = resolve_device(device), Source(checkpoint)
-    model = load_model(checkpoint, device=place)
-    few = replace(calibration, num_samples=min(calibration.num_samples, _SAMPLES))
-    batches = load_batches(few, Processor.load(checkpoint), model.config.language.vocab_size)
-    reference = Reference(model, [batch.to(place) for batch in batches])
-    sensitivity = measure_sensitivity(source, model, reference, on_group)
-    if target_size is not None:
-        chosen, name = choose_within_size(sensitivity, target_size), f"mixed-{target_size:g}"
-    else:
-        assert max_loss is not None, "one of both bounds is given"
-        chosen, name = (
-            choose_within_loss(source, model, reference, sensitivity, max_loss),
-            f"mixed-max-loss-{max_loss:g}",
-        )
-    methods: dict[str, Method] = {"int4": "gptq", "int8": "smoothquant"}
-    return scheme_of(chosen, sensitivity, methods=methods, name=name), sensitivity
-
-
 def measure_sensitivity(
-    source: Source, model: VLM, reference: Reference, on_group: OnGroup | None = None
+    source: Source,
+    model: VLM,
+    batches: Sequence[ModelInputs],
+    methods: Mapping[Form, Method],
+    image_weight: float = 1.0,
+    on_step: OnStep | None = None,
 ) -> Sensitivity:
-    """Round every group alone in every form, and compare. `model` is the original; it is the same afterwards."""
-    plain = source.plain_projections()
-    groups: dict[str, list[str]] = {}
-    for name in plain:
-        groups.setdefault(_group_of(name), []).append(name)
+    """Round every group alone in every form, and compare. `model` is the original; its weights are the same afterwards.
+
+    `batches`: samples of calibration, on the device of the model; both the statistics and the comparison are of them. `methods`: how each
+    form is rounded.
+    """
+    model.requires_grad_(False)
+    reference, groups = Reference(model, batches), _groups(source)
     found: dict[str, list[Candidate]] = {}
-    for number, (group, names) in enumerate(groups.items()):
-        found[group] = [_candidate(source, group, names, "keep", None, None)]
-        for form, group_size in CANDIDATES:
-            rules = {name: _rule(name, form, group_size) for name in names}
-            with rounded(source, model, rules):
-                fidelity = reference.compare(model)
-            found[group].append(_candidate(source, group, names, form, group_size, fidelity))
-        if on_group is not None:
-            on_group(group, number + 1, len(groups))
+    for block in source.blocks:
+        own = {group: names for group, names in groups.items() if is_in(group, block)}
+        statistics = _observe(model, block, [name for names in own.values() for name in names], batches, image_weight)
+        for group, names in own.items():
+            found[group] = [_candidate(source, group, names, _rule(group, "keep"), None)]
+            for rule in _rules(source, group, methods):
+                with _rounded(source, model, block, dict.fromkeys(names, rule), statistics):
+                    found[group].append(_candidate(source, group, names, rule, reference.compare(model)))
+            if on_step is not None:
+                on_step(f"sensitivity of {group}", len(found), len(groups))
     sizes = sum(options[0].num_bytes for options in found.values())
     return Sensitivity(candidates=found, projections=groups, other_bytes=source.num_bytes - sizes)
 
 
-def _group_of(name: str) -> str:
-    """The module that owns a projection; a projector is one group."""
-    return "projector" if part_of(name) == "projector" else name.rpartition(".")[0] or name
-
-
-def _rule(name: str, form: str, group_size: int | None, method: Method = "rtn") -> Rule:
-    return Rule(part=part_of(name), form=form, group_size=group_size, method=method)  # type: ignore[arg-type]
-
-
-def _candidate(
-    source: Source, group: str, names: Sequence[str], form: str, group_size: int | None, fidelity: Fidelity | None
-) -> Candidate:
+def _groups(source: Source) -> dict[str, list[str]]:
+    """Projections by what they read. A group is named by the module that owns it and its projections."""
     plain = source.plain_projections()
-    num_bytes = sum(_stored_bytes(plain[name], form, group_size, source.num_bytes_per_weight) for name in names)
+    groups: dict[str, list[str]] = {}
+    for block, module in source.blocks.items():
+        own = [name for name in plain if is_in(name, block)]
+        if block in ("projector", HEAD):
+            groups |= {block: own} if own else {}
+            continue
+        shared = [[f"{block}.{layer}" for layer in layers] for layers in getattr(module, "normed_inputs", {}).values()]
+        for name in own:
+            group = next((layers for layers in shared if name in layers), [name])
+            owner = name.rpartition(".")[0]
+            groups[f"{owner}.{'+'.join(one.rpartition('.')[2] for one in group)}"] = group
+    return groups
+
+
+def _rules(source: Source, group: str, methods: Mapping[Form, Method]) -> list[Rule]:
+    """What is tried for a group."""
+    rules = [_rule(group, form, methods[form], group_size) for form, group_size in CANDIDATES]
+    return [rule for rule in rules if source.can_store(rule)]
+
+
+def _rule(group: str, form: Form, method: Method = "rtn", group_size: int | None = None) -> Rule:
+    return Rule(part=part_of(group), form=form, method=method, group_size=group_size)  # type: ignore[arg-type]
+
+
+def _candidate(source: Source, group: str, names: Sequence[str], rule: Rule, fidelity: Fidelity | None) -> Candidate:
     kl, change = (0.0, 0.0) if fidelity is None else (fidelity.kl, fidelity.loss - fidelity.original_loss)
-    return Candidate(group=group, form=form, group_size=group_size, num_bytes=num_bytes, kl=kl, loss_change=change)
+    return Candidate(
+        group=group,
+        form=rule.form,
+        method=rule.method,
+        group_size=rule.group_size,
+        num_bytes=sum(_stored_bytes(source, name, rule) for name in names),
+        kl=kl,
+        loss_change=change,
+    )
 
 
-def _stored_bytes(layer: Linear, form: str, group_size: int | None, bytes_per_weight: int) -> int:
+# ------------------------------------------------------------------ sizes
+
+
+def predicted_ratio(source: Source, scheme: Scheme) -> float:
+    """Size of a scheme as a share of the original's, a little too high."""
+    rules = source.rules(scheme)
+    return 1 - sum(_saved_bytes(source, name, rule) for name, rule in rules.items()) / source.num_bytes
+
+
+def smallest_ratio(source: Source) -> float:
+    """Size of the smallest map as a share of the original's."""
+    saved = [
+        max(_saved_bytes(source, name, rule) for rule in _rules(source, name, {"int8": "rtn", "int4": "rtn"}))
+        for name in source.plain_projections()
+    ]
+    return 1 - sum(saved) / source.num_bytes
+
+
+def _saved_bytes(source: Source, name: str, rule: Rule) -> int:
+    return _stored_bytes(source, name, _rule(name, "keep")) - _stored_bytes(source, name, rule)
+
+
+def _stored_bytes(source: Source, name: str, rule: Rule) -> int:
     """Bytes of a projection's weight and scales on disk."""
-    outputs, inputs = layer.stored_shape
-    if form == "keep":
+    bytes_per_weight = source.num_bytes_per_weight
+    outputs, inputs = source.plain_projections()[name].stored_shape
+    if rule.form == "keep":
         return outputs * inputs * bytes_per_weight
-    if form != "int4":
+    if rule.form != "int4":
         return outputs * (inputs + bytes_per_weight) + _ENTRY_BYTES
-    size = stored_scheme(Rule(part="language", form="int4", group_size=group_size), inputs).group_size or inputs
+    size = stored_scheme(rule, inputs).group_size or inputs
     return outputs * (-(-inputs // 8) * 4 + inputs // size * bytes_per_weight) + 2 * _ENTRY_BYTES
 
 
+# ------------------------------------------------------------------ one group alone
+
+
+def _observe(
+    model: VLM, block: str, names: Sequence[str], batches: Sequence[ModelInputs], image_weight: float
+) -> dict[str, Statistics]:
+    """Statistics of what projections of one block read in the original."""
+    observer, plain = Observer(), _plain(model, names)
+    for name, layer in plain.items():
+        replace_projection(model, name, ObservedLinear(name, layer, observer))
+    # With gradients enabled no kernel fuses or splits what a projection reads; no parameter requires any.
+    with torch.enable_grad():
+        for batch in batches:
+            observer.weight_T = row_weights(block, batch, image_weight)
+            hidden_TD = model.hidden_states(batch)
+            if block == HEAD:
+                observer.add(HEAD, hidden_TD, plain[HEAD].stored_shape[1])
+            observer.forget_tensors()
+    for name, layer in plain.items():
+        replace_projection(model, name, layer)
+    return observer.statistics
+
+
 @contextmanager
-def rounded(source: Source, model: VLM, rules: Mapping[str, Rule]) -> Iterator[None]:
-    """The model with some projections rounded to nearest."""
-    device = model.device
-    originals: dict[str, Projection] = {}
-    for name, rule in rules.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, Linear), "the original has plain projections"
-        originals[name] = layer
-        tensors = source.read([f"{name}.weight", f"{name}.bias"], device)
-        weight_ND = tensors.pop(f"{name}.weight")
-        quantized = quantize(weight_ND.float(), rule, None, weight_ND.dtype)
-        form = quantized_form(layer, quantized.scheme)
-        for suffix, tensor in quantized.tensors().items():
-            if suffix != "weight_shape":
-                form.load_tensor(suffix, tensor.to(device), None)
-        for bias, tensor in tensors.items():
-            form.load_tensor(bias.rpartition(".")[2], tensor, model.dtype)
-        replace_projection(model, name, form.eval())
+def _rounded(
+    source: Source, model: VLM, block: str, rules: Mapping[str, Rule], statistics: Mapping[str, Statistics]
+) -> Iterator[None]:
+    """The model with projections of one block rounded, and the norms that their scales are folded into."""
+    originals = source.read([name for name in source.names.values() if is_in(name, block)], model.device)
+    tensors, plain = dict(originals), _plain(model, list(rules))
+    rounded = round_projections(model.get_submodule(block), block, tensors, rules, statistics, has_errors=False)
+    for name, layer in plain.items():
+        replace_projection(model, name, quantized_form(layer, rounded[name].scheme).eval())
+    norms = {}
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[0] in rules:
+            if not name.endswith(".weight_shape"):
+                load_tensor(model, name, tensor.to(model.device), model.dtype)
+        elif tensor is not originals[name]:
+            parameter = model.get_parameter(name)
+            norms[name], parameter.data = parameter.data, tensor.to(parameter.dtype)
     try:
         yield
     finally:
-        for name, layer in originals.items():
+        for name, layer in plain.items():
             replace_projection(model, name, layer)
+        for name, values in norms.items():
+            model.get_parameter(name).data = values
 
 
-# ------------------------------------------------------------------ the map
-
-
-def choose_within_size(sensitivity: Sensitivity, target: float) -> dict[str, Candidate]:
-    """The form of every group with the least sum of KL divergences, within `target` of the original's bytes."""
-    budget = target * sensitivity.original_bytes - sensitivity.other_bytes
-    smallest = sum(min(one.num_bytes for one in options) for options in sensitivity.candidates.values())
-    if smallest > budget:
-        least = (smallest + sensitivity.other_bytes) / sensitivity.original_bytes
-        raise ConfigError(
-            f"--target-size {target:g}: the smallest map has {least:.3f} of the bytes, embeddings and norms included. Give {least + 0.005:.2f} or more"
-        )
-    step = budget / _STEPS
-    cost, choices = np.zeros(_STEPS + 1), []
-    for options in sensitivity.candidates.values():
-        tried = np.full((len(options), _STEPS + 1), np.inf)
-        for row, one in enumerate(options):
-            used = int(np.ceil(one.num_bytes / step - 1e-9))
-            if used <= _STEPS:
-                tried[row, used:] = cost[: _STEPS + 1 - used] + max(one.kl, 0.0)
-        choices.append(tried.argmin(0))
-        cost = tried.min(0)
-    if not np.isfinite(cost[-1]):  # sizes are rounded up to whole steps
-        return {group: min(options, key=lambda one: one.num_bytes) for group, options in sensitivity.candidates.items()}
-    chosen, left = {}, _STEPS
-    for (group, options), choice in zip(reversed(sensitivity.candidates.items()), reversed(choices), strict=True):
-        chosen[group] = options[int(choice[left])]
-        left -= int(np.ceil(chosen[group].num_bytes / step - 1e-9))
-    return {group: chosen[group] for group in sensitivity.candidates}
-
-
-def choose_within_loss(
-    source: Source, model: VLM, reference: Reference, sensitivity: Sensitivity, max_loss: float
-) -> dict[str, Candidate]:
-    """The smallest map whose perplexity, measured with all of it rounded, rises by `max_loss` at most."""
-    smallest = sum(min(one.num_bytes for one in options) for options in sensitivity.candidates.values())
-    low, high = (smallest + sensitivity.other_bytes) / sensitivity.original_bytes + 1e-6, 1.0
-    best = {group: options[0] for group, options in sensitivity.candidates.items()}
-    for _ in range(8):
-        target = (low + high) / 2
-        chosen = choose_within_size(sensitivity, target)
-        with rounded(source, model, rules_of(chosen, sensitivity)):
-            increase = reference.compare(model).perplexity_increase
-        if increase <= max_loss:
-            best, high = chosen, target
-        else:
-            low = target
-    return best
-
-
-def rules_of(chosen: Mapping[str, Candidate], sensitivity: Sensitivity) -> dict[str, Rule]:
-    """The rule of every projection that a map compresses, rounded to nearest."""
-    return {
-        name: _rule(name, one.form, one.group_size)
-        for group, one in chosen.items()
-        for name in sensitivity.projections[group]
-        if one.form != "keep"
-    }
-
-
-def scheme_of(
-    chosen: Mapping[str, Candidate], sensitivity: Sensitivity, *, methods: Mapping[str, Method], name: str
-) -> Scheme:
-    """A map as a scheme. `methods`: the method of each form."""
-    rules = []
-    for group, one in chosen.items():
-        layer = layer_of(group)
-        last = {projection.rpartition(".")[2] for projection in sensitivity.projections[group]}
-        rules.append(
-            Rule(
-                part=part_of(group),  # type: ignore[arg-type]
-                layers=None if layer is None else str(layer),
-                projections=tuple(sorted(last)) if layer is not None else (),
-                form=one.form,  # type: ignore[arg-type]
-                group_size=one.group_size,
-                method=methods.get(one.form, "rtn"),
-            )
-        )
-    return Scheme(name=name, rules=tuple(rules))
-
-
-def predicted_ratio(chosen: Mapping[str, Candidate], sensitivity: Sensitivity) -> float:
-    """Size of a map as a share of the original's."""
-    return (sensitivity.other_bytes + sum(one.num_bytes for one in chosen.values())) / sensitivity.original_bytes
+def _plain(model: VLM, names: Sequence[str]) -> dict[str, Linear]:
+    plain = {name: model.get_submodule(name) for name in names}
+    assert all(isinstance(layer, Linear) for layer in plain.values()), "the original has plain projections"
+    return plain  # type: ignore[return-value]

@@ -67,13 +67,16 @@ class Source:
         """The rule of every projection that a scheme compresses."""
         check_scheme(scheme, [name for name, _ in projections(self.model)])
         found = {name: scheme.rule(name) for name in self.plain_projections()}
-        if not self.family.packs_tower and scheme.name in BUILT_IN:
-            found = {name: None if rule is None else _unpacked(rule) for name, rule in found.items()}
-        return {name: rule for name, rule in found.items() if rule is not None}
+        rules = {name: rule for name, rule in found.items() if rule is not None}
+        if scheme.name in BUILT_IN:
+            rules = {name: rule if self.can_store(rule) else _unpacked(rule) for name, rule in rules.items()}
+        return rules
+
+    def can_store(self, rule: Rule) -> bool:
+        """Whether others load projections of this form: `transformers` initializes the packed weights of some towers, and fails."""
+        return self.family.packs_tower or rule.form != "int4" or rule.part != "vision"
 
 
 def _unpacked(rule: Rule) -> Rule:
-    """The rule of a tower in 8 bits instead of 4: `transformers` initializes the packed weights of some, and fails."""
-    if rule.form != "int4" or rule.part != "vision":
-        return rule
+    """The rule of a tower in 8 bits instead of 4."""
     return Rule(part=rule.part, form="int8", method="smoothquant" if rule.method == "awq" else rule.method)

@@ -94,17 +94,31 @@ class Reference:
     def _states(self, model: VLM) -> list[Tensor]:
         return [model.hidden_states(b).index_select(0, rows) for b, rows in zip(self._batches, self._rows, strict=True)]
 
-    @torch.no_grad()
     def compare(self, model: VLM) -> Fidelity:
         """A model beside the original."""
-        sums = torch.zeros(4, dtype=torch.float64)
+        measures_T4 = self._measures(model)
+        kl, original_loss, loss, agreement = measures_T4.mean(0).tolist()
+        return Fidelity(kl=kl, loss=loss, original_loss=original_loss, agreement=agreement, num_tokens=len(measures_T4))
+
+    def kl_by_conversation(self, model: VLM) -> Tensor:
+        """[C, 2]: the sum of KL divergences and the number of tokens of each conversation, for intervals of a difference."""
+        kl_T, ids, num_conversations = self._measures(model)[:, 0], [], 0
+        for batch, rows in zip(self._batches, self._rows, strict=True):
+            ids.append(num_conversations + torch.bucketize(rows, batch.cu_seqlens[1:], right=True).cpu())
+            num_conversations += batch.num_conversations
+        sums_C2 = torch.zeros(num_conversations, 2, dtype=torch.float64)
+        return sums_C2.index_add_(0, torch.cat(ids), torch.stack([kl_T, torch.ones_like(kl_T)], dim=1))
+
+    @torch.no_grad()
+    def _measures(self, model: VLM) -> Tensor:
+        """[T, 4] fp64: KL divergence, loss of the original, loss, and whether the most probable next token is the same, by token."""
+        found = []
         for theirs, ours, labels in zip(self._hidden, self._states(model), self._labels, strict=True):
             for start in range(0, len(labels), _CHUNK):
                 part = slice(start, start + _CHUNK)
-                sums += _sums(_log_probs(self._head, theirs[part]), _log_probs(model.head, ours[part]), labels[part])
-        num_tokens = sum(map(len, self._labels))
-        kl, original_loss, loss, agreement = (sums / num_tokens).tolist()
-        return Fidelity(kl=kl, loss=loss, original_loss=original_loss, agreement=agreement, num_tokens=num_tokens)
+                logs = _log_probs(self._head, theirs[part]), _log_probs(model.head, ours[part])
+                found.append(_measure(*logs, labels[part]))
+        return torch.cat(found)
 
 
 def _labelled(inputs: ModelInputs) -> Tensor:
@@ -118,12 +132,12 @@ def _log_probs(head: nn.Module, hidden_TD: Tensor) -> Tensor:
     return F.log_softmax(head(hidden_TD).float(), dim=-1)
 
 
-def _sums(theirs_TV: Tensor, ours_TV: Tensor, labels_T: Tensor) -> Tensor:
-    """KL, loss of the original, loss, equal choices."""
-    kl = (theirs_TV.exp() * (theirs_TV - ours_TV)).sum()
-    losses = [F.nll_loss(one, labels_T, reduction="sum") for one in (theirs_TV, ours_TV)]
-    equal = (theirs_TV.argmax(1) == ours_TV.argmax(1)).sum()
-    return torch.stack([kl, *losses, equal.float()]).double().cpu()
+def _measure(theirs_TV: Tensor, ours_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """[T, 4]: KL, loss of the original, loss, equal choice."""
+    kl_T = (theirs_TV.exp() * (theirs_TV - ours_TV)).sum(1)
+    losses = [F.nll_loss(one, labels_T, reduction="none") for one in (theirs_TV, ours_TV)]
+    is_equal_T = theirs_TV.argmax(1) == ours_TV.argmax(1)
+    return torch.stack([kl_T, *losses, is_equal_T.float()], dim=1).double().cpu()
 
 
 def memory_bytes(model: nn.Module) -> int:

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from saccade.cli.compress import _verdict
+from saccade.compress.mixed_scheme import choose_within_size
 from saccade.compress.scheme import load_scheme
-from saccade.compress.sensitivity import Candidate, Sensitivity, choose_within_size
+from saccade.compress.sensitivity import Candidate, Sensitivity
 from saccade.compress.verify import Fidelity
 from saccade.errors import ConfigError
 
@@ -86,6 +87,7 @@ def test_a_model_that_loses_more_than_its_bound_is_refused_in_one_line(tmp_path)
         (("--scheme", "int8", "--max-loss", "1%"), "--verify SHARDS"),
         (("--scheme", "int8", "--tasks", "vqa"), "go together"),
         (("--scheme", "int8", "--target-size", "0.4"), "leave out --scheme"),
+        (("--target-size", "0.4", "--group-size", "64"), "--group-size is of a named scheme"),
     ],
 )
 def test_a_mistake_is_one_line(options, message, checkpoint, tmp_path, command):
