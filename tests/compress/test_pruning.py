@@ -99,7 +99,7 @@ def test_importance_is_the_change_of_the_loss_that_autograd_gives(checkpoint, sh
         seen["x"] = x.detach().requires_grad_()
         return torch.nn.functional.linear(seen["x"], layer.weight)
 
-    layer._gated = lambda gate, up, saves: linear(torch.nn.functional.silu(gate) * up)
+    layer.gated = lambda gate, up, *, saves_activation=False: linear(torch.nn.functional.silu(gate) * up)
     loss, _ = loss_of(model, batch)
     loss.backward()
     expected = (seen["x"] * seen["x"].grad).detach().square().sum(0)
