@@ -22,13 +22,13 @@ from pathlib import Path
 
 from saccade.engine.adapters import AdapterEntry, AdapterTable
 from saccade.engine.config import EngineConfig
-from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_DRAFTING_ON_CPU, MAX_PREFILL, prefill_beside_decode
+from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_PREFILL, prefill_beside_decode
 from saccade.engine.encoder_cache import EncoderCache
 from saccade.engine.grammar import GrammarMasks, Grammars, GrammarState
 from saccade.engine.pages import PagePool
 from saccade.engine.profiler import CoreProfiler
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.prompt_lookup import START_AND_STOP, START_AND_STOP_ON_CPU, PromptLookup
+from saccade.engine.prompt_lookup import PromptLookup
 from saccade.engine.request import Failure, FailureKind, FinishReason, Request, RequestOutput
 from saccade.engine.runner import DeviceError, Runner, StepForward, StepHandle
 from saccade.engine.scheduler import Limits, Scheduler
@@ -217,10 +217,8 @@ class EngineCore:
         )
         self._runner, self._clock = runner, clock
         self._max_waiting = config.max_waiting_requests
-        is_on_cpu = runner.model.device.type == "cpu"
-        self._max_drafting = MAX_DRAFTING_ON_CPU if is_on_cpu else MAX_DRAFTING
-        thresholds = START_AND_STOP_ON_CPU if is_on_cpu else START_AND_STOP
-        self._lookup = PromptLookup(start_and_stop=thresholds) if runner.max_draft_tokens else None
+        self._is_on_cpu = runner.model.device.type == "cpu"
+        self._lookup = PromptLookup() if runner.max_draft_tokens else None
         self.scheduler = Scheduler(
             limits_of(config, runner.max_length, runner.max_draft_tokens),
             PagePool(runner.cache.num_pages, config.page_size, keeps_prefixes=config.prefix_cache),
@@ -524,8 +522,11 @@ class EngineCore:
             self._learn_drafts(self._lookup, step.plan, result)
 
     def _learn_drafts(self, lookup: PromptLookup, plan: StepPlan, result: StepResult) -> None:
-        """Compare new tokens with those looked up, while few enough requests run for drafts to pay."""
-        if self.scheduler.num_running > self._max_drafting:
+        """Compare new tokens with those looked up, while drafts may pay."""
+        if self._is_on_cpu:
+            num_decoding = sum([chunk.reads_last_token for chunk in plan.chunks])
+            lookup.set_cost(self._step_budget.token_cost(num_decoding), self._runner.max_draft_tokens)
+        elif self.scheduler.num_running > MAX_DRAFTING:
             lookup.pause()
             return
         for chunk, given in zip(plan.chunks, result.chunks, strict=True):

@@ -27,9 +27,7 @@ MAX_PREFILL = 4096
 MAX_CHUNKS = 32
 """Prefill requests of a step. All captured steps with prefill have room for so many: one without tokens costs next to nothing."""
 MAX_DRAFTING = 8
-"""Running requests up to which drafts pay (`prompt_lookup.py`)."""
-MAX_DRAFTING_ON_CPU = 2
-"""The same on a CPU, which reads the weights once for about ten tokens in the time of one, but not for more."""
+"""Running requests up to which drafts pay on a GPU (`prompt_lookup.py`)."""
 _MIXED_SAMPLES = 64
 """Samples of captured steps with prefill and decode, where not all requests decode."""
 _MAX_LATE_GRAPHS = 64

@@ -5,10 +5,13 @@
 Outputs often repeat their prompt and themselves (names, code, tables, lists). The model computes all drafts in one step and keeps those
 that it samples itself, so output tokens do not change at any temperature.
 
-On a GPU a request that drafts waits for the tokens of every step, while the others are a step ahead. So drafting is switched on per
-request, when it pays: the lookup predicts every next token of a request on the host, at no cost on the device, and compares. When enough
-recent tokens were predicted, the request drafts; when too few drafts are accepted, it stops. With many running requests nothing is
-looked up: the device is busy with their tokens then, and drafts would only add work.
+Drafting is switched on per request, when it pays: the lookup predicts every next token of a request on the host, at no cost on the device,
+and compares. When enough recent tokens were predicted, the request drafts; when too few drafts are accepted, it stops.
+
+What is enough depends on what a token more costs. On a CPU that is known from the times of earlier steps: a draft costs a token's share of a
+step, an accepted one saves a request's share of a step (`min_rate`). With one request a step takes hardly longer with drafts; with
+many, a draft costs as much as it saves. On a GPU a request that drafts also waits for the tokens of every step, while the others are a step ahead, so
+that the rate is fixed there, and with many running requests nothing is looked up.
 
 Per request, a table maps each n-gram to where it occurred last; it grows with the request. Tokens of images are in no n-gram and are
 never drafted.
@@ -16,18 +19,20 @@ never drafted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from saccade.engine.request import ImageSpan
 from saccade.engine.request_state import RequestState
 
-START_AND_STOP = 0.5, 0.4
-"""Fraction of recent tokens predicted at which a request starts and stops drafting."""
-START_AND_STOP_ON_CPU = 0.3, 0.2
-"""The same on a CPU, where no step waits for another, so that a rejected draft costs less."""
+START_RATE = 0.5
+"""Fraction of recent tokens predicted at which a request starts drafting, unless costs are known."""
+_HYSTERESIS = 0.1
+"""How much lower the rate is at which it stops."""
+_MIN_START_RATE, _MAX_START_RATE = 0.3, 0.9
 _WEIGHT = 0.1
-"""Weight of the newest token in that average: seven predicted tokens in a row start drafting, or four on a CPU."""
+"""Weight of the newest token in that average: seven predicted tokens in a row reach a rate of 0.5, twenty one of 0.9."""
 _TOKENS_AT_ONCE = 4096
 """Tokens that enter the table per call, about 3 ms. A longer prompt takes several."""
 _MAX_TOKENS = 32768
@@ -51,14 +56,28 @@ class _History:
     is_drafting: bool = False
 
 
+def min_rate(cost: float, num_drafts: int) -> float | None:
+    """The rate of predicted tokens from which `num_drafts` drafts pay; None: they never do.
+
+    cost: of one more token in a step, as a fraction of what a request's token costs without drafts. The drafts cost `cost * num_drafts`,
+    and save a token each up to the first that is wrong: rate + rate^2 + ... of them.
+    """
+    if cost >= 1:
+        return None
+    low, high = 0.0, 1.0
+    while high - low > 0.01:
+        rate = (low + high) / 2
+        pays = sum(rate**count for count in range(1, num_drafts + 1)) > cost * num_drafts
+        low, high = (low, rate) if pays else (rate, high)
+    return high
+
+
 class PromptLookup:
     """Drafts for all requests."""
 
-    def __init__(
-        self, *, max_ngram: int = 3, min_ngram: int = 2, start_and_stop: tuple[float, float] = START_AND_STOP
-    ) -> None:
+    def __init__(self, *, max_ngram: int = 3, min_ngram: int = 2) -> None:
         assert 1 <= min_ngram <= max_ngram, f"n-grams of {min_ngram} to {max_ngram} tokens"
-        self._start, self._stop = start_and_stop
+        self._start = START_RATE
         self._lengths = range(max_ngram, min_ngram - 1, -1)
         self._histories: dict[str, _History] = {}
 
@@ -98,6 +117,11 @@ class PromptLookup:
         history.predicted = None if start is None else state.token_ids[start]
         history.num_known = len(state.token_ids)
 
+    def set_cost(self, cost: float, num_drafts: int) -> None:
+        """Draft where it pays at this cost, see `min_rate`."""
+        rate = min_rate(cost, num_drafts)
+        self._start = math.inf if rate is None or rate > _MAX_START_RATE else max(rate, _MIN_START_RATE)
+
     def pause(self) -> None:
         """Too many requests run for drafts to pay: none drafts."""
         for history in self._histories.values():
@@ -110,7 +134,7 @@ class PromptLookup:
     def _learn(self, history: _History, *, hits: int, misses: int) -> None:
         kept = (1 - _WEIGHT) ** hits
         history.rate = (kept * history.rate + 1 - kept) * (1 - _WEIGHT) ** misses
-        history.is_drafting = history.rate >= (self._stop if history.is_drafting else self._start)
+        history.is_drafting = history.rate >= self._start - _HYSTERESIS * history.is_drafting
 
     def _index(self, history: _History, state: RequestState) -> None:
         """Index n-grams that end before the last token, some thousands at most."""

@@ -62,15 +62,21 @@ class StepBudget:
             raised = _DEEP_RAISE
         return self._budget if raised <= 1 else int(min(raised * self._budget, self._max_tokens))
 
+    def token_cost(self, num_tokens: int) -> float:
+        """What one more token costs beside `num_tokens`, as a fraction of what each of them costs: near 0 where a step takes as long for one
+        token as for two, 1 where it takes twice as long. 0 before the first step."""
+        if self._slope is None or num_tokens == 0:
+            return 0.0
+        step_ms = self._mean_ms + self._slope * (num_tokens - self._mean_tokens)
+        return min(1.0, self._slope * num_tokens / max(step_ms, 1e-9))
+
     def observe(self, step_ms: float, num_prompt_tokens: int, num_decode_tokens: int) -> None:
         """Update with the time of a step. Leave out steps that did more than compute tokens: encode images, capture a CUDA graph."""
-        if self._target_ms is None:
-            return
         num_tokens, has_prompts = num_prompt_tokens + num_decode_tokens, num_prompt_tokens > 0
         self._num_decode_tokens = num_decode_tokens
         if not has_prompts:
             self._decode_ms += (step_ms - self._decode_ms) * (_WEIGHT if self._decode_ms else 1.0)
-        target_ms = max(self._target_ms, _MIN_SLOWDOWN * self._decode_ms)
+        target_ms = max(self._target_ms or 0.0, _MIN_SLOWDOWN * self._decode_ms) or step_ms
         self._fit(num_tokens, self._clip(step_ms, num_tokens, has_prompts, target_ms))
         if 2 * num_prompt_tokens >= self._budget:  # the budget was used: at most double it
             self._most_tokens = min(2 * self._budget, self._max_tokens)

@@ -14,10 +14,11 @@ from model.hugging_face import SHAPES, make_checkpoint
 from saccade.engine.config import EngineConfig
 from saccade.engine.cuda_graphs import MAX_DRAFTING
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.prompt_lookup import START_AND_STOP, PromptLookup
+from saccade.engine.prompt_lookup import PromptLookup, min_rate
 from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.engine.request_state import RequestState
 from saccade.engine.step import Chunk
+from saccade.engine.step_budget import StepBudget
 from saccade.engine.step_inputs import InputBuilder, InputSizes, RequestInputs, split
 from saccade.processor.positions import TextSpan, mrope_positions
 
@@ -260,10 +261,9 @@ def random_prompt(rng, length=30):
 
 
 @pytest.fixture
-def gpu_policy(monkeypatch):
-    """Drafts for as many requests, and as late, as on a GPU."""
-    monkeypatch.setattr("saccade.engine.core.MAX_DRAFTING_ON_CPU", MAX_DRAFTING)
-    monkeypatch.setattr("saccade.engine.core.START_AND_STOP_ON_CPU", START_AND_STOP)
+def cheap_drafts(monkeypatch):
+    """A draft costs a quarter of a token, whatever the clock says."""
+    monkeypatch.setattr(StepBudget, "token_cost", lambda *_: 0.25)
 
 
 REPEATS = {"logit_bias": {7: 100.0}}
@@ -271,7 +271,7 @@ REPEATS = {"logit_bias": {7: 100.0}}
 
 
 @pytest.mark.parametrize("num_requests", [1, MAX_DRAFTING])
-@pytest.mark.usefixtures("gpu_policy")
+@pytest.mark.usefixtures("cheap_drafts")
 def test_drafts_of_repeating_text_save_steps_and_change_no_token(folder, num_requests):
     rng = random.Random(1)
     prompts = [random_prompt(rng) for _ in range(num_requests)]
@@ -283,15 +283,26 @@ def test_drafts_of_repeating_text_save_steps_and_change_no_token(folder, num_req
     assert drafted.num_steps < 0.4 * plain.num_steps
 
 
-def test_a_cpu_drafts_by_default_while_one_or_two_requests_run(folder):
+def test_a_cpu_drafts_by_default_where_it_pays(folder, monkeypatch):
     rng = random.Random(3)
     sampling = SamplingParams(max_tokens=60, ignore_eos=True, **REPEATS)
-    for num_requests, drafts in ((1, True), (2, True), (3, False)):
-        prompts = [random_prompt(rng) for _ in range(num_requests)]
-        _, expected = generate(folder, prompts, sampling, max_draft_tokens=0)
+    prompts = [random_prompt(rng) for _ in range(3)]
+    _, expected = generate(folder, prompts, sampling, max_draft_tokens=0)
+    for cost, drafts in ((0.1, True), (0.5, True), (0.95, False), (1.0, False)):
+        monkeypatch.setattr(StepBudget, "token_cost", lambda *_, cost=cost: cost)
         statistics, found = generate(folder, prompts, sampling)
         assert found == expected
         assert (statistics.num_draft_tokens > 0) == drafts
+
+
+def test_the_rate_from_which_drafts_pay_rises_with_their_cost():
+    for num_drafts in (1, 4, 16):
+        rates = [min_rate(cost, num_drafts) for cost in (0.0, 0.1, 0.5, 0.9)]
+        assert rates == sorted(rates)
+        for cost, rate in zip((0.1, 0.5, 0.9), rates[1:], strict=True):
+            saved = [sum(r**n for n in range(1, num_drafts + 1)) for r in (rate - 0.02, rate)]
+            assert saved[0] < cost * num_drafts <= saved[1]
+        assert min_rate(1.0, num_drafts) is None
 
 
 def test_random_text_is_never_drafted(folder):
@@ -317,7 +328,7 @@ def test_random_text_is_never_drafted(folder):
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("gpu_policy")
+@pytest.mark.usefixtures("cheap_drafts")
 def test_drafts_change_no_token_at_any_temperature(folder, temperature, changes):
     """A narrow distribution that still repeats; with few pages requests are preempted while they draft."""
     rng = random.Random(4)

@@ -145,3 +145,15 @@ def test_steps_without_tokens_do_no_harm():
         budget.observe(0.0, 0, 0)
     full_steps(budget, gpu, 60)
     assert mean(full_steps(budget, gpu, 20)) == pytest.approx(50, rel=0.2)
+
+
+@pytest.mark.parametrize("target_ms", [50.0, None])
+def test_the_cost_of_a_token_is_its_share_of_the_step(target_ms):
+    budget, gpu = StepBudget(target_ms, 100_000), Gpu(fixed_ms=10.0, token_ms=1.0)
+    assert budget.token_cost(8) == 0.0
+    for _ in range(20):
+        budget.observe(gpu.step_ms(108), 100, 8)
+        for _ in range(9):
+            budget.observe(gpu.step_ms(8), 0, 8)
+    for num_tokens, expected in ((1, 1 / 11), (8, 8 / 18), (90, 90 / 100)):
+        assert budget.token_cost(num_tokens) == pytest.approx(expected, rel=0.15)
