@@ -52,7 +52,7 @@ class EngineConfig:
     without prompts if that is more. None: no limit."""
     max_draft_tokens: int | None = None
     """Prompt-lookup drafts per request and step, 0 to 16 (0: off). Output tokens do not change, steps may become fewer. None: 4 on a CPU,
-    where a step of five tokens takes little longer than one of one, and off on a GPU, where drafts take CUDA graphs and time to start."""
+    where requests draft as far as it pays, and off on a GPU, where drafts take CUDA graphs and time to start."""
     cuda_graphs: bool = True
     """Run steps and the vision encoder as CUDA graphs, captured by size before the engine is ready."""
     core_process: bool = False
