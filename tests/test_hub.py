@@ -66,7 +66,7 @@ def hub(tmp_path_factory):
         server.shutdown()
 
 
-_CHAT = "import sys; sys.argv = ['saccade', 'chat', '{}', 'hi', '--max-tokens', '2', '--device', 'cpu']; from saccade.cli import main; main()"
+_CHAT = "import sys; sys.argv = ['saccade', 'chat', '{}', 'hi', '--max-tokens', '2', '--device', 'cpu']; from saccade.cli.entry import run; run()"
 _MODULES = ("huggingface_hub", "saccade.engine.engine", "saccade.engine.loading", "saccade.engine.runner")
 _WITHOUT_EXTRA = "import sys; sys.modules['huggingface_hub'] = None\n"
 

@@ -94,8 +94,8 @@ importlib.util.find_spec = lambda name, package=None: None if name in {blocked!r
 _COMMAND = """
 sys.modules["torch._dynamo"] = None  # the compiler is for training: importing it would double the start
 sys.argv = {words!r}
-from saccade.cli import main
-main()
+from saccade.cli.entry import run
+run()
 """
 
 COMMANDS = {

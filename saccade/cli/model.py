@@ -199,12 +199,14 @@ def chat(
     """Ask a model about images and videos, or just talk to it. The answer is streamed."""
     import asyncio
 
-    from saccade.engine import Engine, EngineConfig, SamplingParams
-    from saccade.errors import RequestError
-
     *files, question = words
     if os.path.isfile(question):  # noqa: PTH113  Path.is_file raises for a question longer than a file name
         raise ConfigError(f"the last argument is the question, but {question} is a file. Ask something about it")
+    folder = checkpoint_folder(checkpoint)
+
+    from saccade.engine import Engine, EngineConfig, SamplingParams
+    from saccade.errors import RequestError
+
     sampling = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=1.0 if top_p is None else top_p, seed=seed, max_tokens=max_tokens
     )
@@ -213,7 +215,7 @@ def chat(
     conversation = [*messages, {"role": "user", "content": content}]
 
     config = EngineConfig(max_requests=1, num_workers=0, prefix_cache=False)
-    engine = Engine.load(checkpoint_folder(checkpoint), device=device, dtype=dtype, config=config)
+    engine = Engine.load(folder, device=device, dtype=dtype, config=config)
 
     async def answer() -> None:
         with engine:  # closed before the event loop is, also after Ctrl-C: the engine's thread posts to the loop
