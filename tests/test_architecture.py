@@ -1,6 +1,7 @@
 """Structure: import layers, the public API of each package, and documents that match the code."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -11,6 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "saccade").rglob("*.py"))
+
+
+@functools.cache
+def nodes_of(path):
+    """All nodes of the syntax tree of a module."""
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def test_imports_point_down():
@@ -35,7 +42,7 @@ def test_every_package_and_top_level_module_is_in_the_architecture_table():
 
 def lazy_exports_of(package):
     """The names a package exports lazily, read from the call in its `__init__.py`."""
-    for node in ast.walk(ast.parse(package.read_text())):
+    for node in nodes_of(package):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_exports":
             return ast.literal_eval(node.args[1])
     return {}
@@ -52,7 +59,7 @@ def test_lazy_exports_resolve_and_match_the_imports_for_type_checkers(path):
         assert callable(getattr(package, export))
     with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing_like_this'"):
         _ = package.nothing_like_this
-    imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
     typed = {alias.asname: node.module for node in imports for alias in node.names if alias.asname}
     assert typed == {export: f"{name}.{module}" for export, module in exports.items()}
 
@@ -84,7 +91,7 @@ def test_every_command_is_in_the_readme_and_has_help():
 def test_every_config_field_has_a_docstring():
     """In frozen keyword-only dataclasses the line after a field says what it means."""
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef) and any("kw_only" in ast.unparse(d) for d in node.decorator_list):
                 for field, after in zip(node.body, [*node.body[1:], None], strict=True):
                     if isinstance(field, ast.AnnAssign):
@@ -104,7 +111,7 @@ def test_every_kernel_has_a_reference_a_test_and_a_bench():
 @pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=lambda path: path.stem)
 def test_what_a_benchmark_imports_from_the_package_exists(path):
     """Benchmarks run on a GPU machine only, so a renamed function would be noticed late."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("saccade"):
             module = importlib.import_module(node.module)
             missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
@@ -136,7 +143,7 @@ STORAGE = {
 
 def weights_read(path):
     """What has a `weight` read in a module, except for embeddings, norms (`self.weight` in their own file) and weights of data sources."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and re.fullmatch(
             r"weight(_bits|_scale|_packed|_zero_point)?|lora_[AB]", node.attr
         ):

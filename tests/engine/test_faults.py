@@ -66,12 +66,12 @@ class FailsBatchesOnly(Runner):
 
 
 def load(folder, dooms):
-    """A hundred requests, one in fifty of them (with its own image) doomed; and their expected tokens."""
-    prompts, expected = plain(folder, 1, 50, 12)
+    """Fifty requests, two of them (with their own images) doomed, every other prompt twice; and their expected tokens."""
+    prompts, expected = plain(folder, 1, 25, 12)
     requests = []
-    for number in range(100):
-        prompt, tokens = prompts[number % 50], expected[number % 50]
-        is_doomed = dooms and number % 50 == 20
+    for number in range(50):
+        prompt, tokens = prompts[number % 25], expected[number % 25]
+        is_doomed = dooms and number % 25 == 20
         if is_doomed:
             prompt, tokens = next((p, a) for p, a in zip(prompts, expected, strict=True) if p.images and len(a) > 6)
             images = tuple(
@@ -87,7 +87,7 @@ def load(folder, dooms):
 
 
 @pytest.mark.parametrize("kind", [FailsEncoding, FailsAtOnce, FailsWhileDecoding, FailsSampling])
-def test_of_fifty_requests_one_fails_and_the_others_get_their_tokens(folder, kind):
+def test_of_fifty_requests_two_fail_and_the_others_get_their_tokens(folder, kind):
     requests, expected = load(folder, dooms=True)
     core = make_core(folder, CONFIG, runner_class=kind)
     outputs = run_all(core, requests, at_once=4)
