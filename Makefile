@@ -20,11 +20,14 @@ help:
 # Every package is pinned, so three pips install them in parallel, one mostly waiting for the network, and resolve nothing; the last one resolves, with everything at hand but triton.
 # Python 3.11's own pip takes twice as long as this one. setuptools is among the pins: without it pip makes an environment to build ours.
 # Without --no-compile pip compiles every module of every package for 40 s; most are never imported, the others are compiled then.
-PIP := $(BIN)/python -m pip install --quiet --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+# Our pip is installed by that of $(PYTHON): ensurepip would take 4 s to install another one first.
+INSTALL := install --quiet --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip $(INSTALL)
+PIP_ITSELF := pip==26.3
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "saccade needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) pip==26.3
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python $(INSTALL) $(PIP_ITSELF) || { $(BIN)/python -m ensurepip >/dev/null && $(PIP) $(PIP_ITSELF); }
 	sed '/^# The documentation/,$$d; /^#/d' constraints.txt | sort -r | xargs -P 3 -n 20 $(PIP) --no-deps --ignore-installed
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $(READY)
