@@ -8,7 +8,7 @@ quantized dynamically with its own scale (`quantize_activation`), so that its la
 
     y[t, n] = x_scale[t] * weight_scale[n] * sum_d x8[t, d] * weight[n, d] + bias[n]
 
-int8 is summed exactly in int32, fp8 in fp32 (the library path accumulates with ~14 bits in the tensor core, an error
+int8 is summed exactly in int32 (on a CPU by oneDNN, where it has such instructions), fp8 in fp32 (the library path accumulates with ~14 bits in the tensor core, an error
 small beside the 4 bits of a channel). `matmul_w8a8` takes activations that are already quantized.
 
 `linear_w4a16`: integers 0..15 in groups along the inputs; a group has a scale and a zero point (8 where none is given):
@@ -28,6 +28,7 @@ x and y are [T, D] and [T, N] in one float dtype; scales in any float dtype, use
 N * D bytes (w8a8) or N * D / 2 (w4a16) are read once. No backward: quantized weights are not trained.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -707,6 +708,9 @@ def _matmul_w8a8_library(
     """torch's int8 matmul and our scaling, or its fp8 matmul with scales per row."""
     if weight_ND.dtype == torch.int8:
         sums_TN = torch._int_mm(x8_TD, weight_ND.T)
+        if sums_TN.is_cpu:
+            y = sums_TN.float().mul_(x_scale_T.unsqueeze(1)).mul_(weight_scale_N1.float().T)
+            return (y if bias_N is None else y.add_(bias_N)).to(out_dtype)
         T, N = sums_TN.shape
         out_TN = sums_TN.new_empty((T, N), dtype=out_dtype)
         _scale_kernel[(triton.cdiv(T, 4), triton.cdiv(N, 512))](
@@ -725,9 +729,22 @@ def _matmul_w8a8_library(
 def _library_takes(x8_TD: Tensor, weight_ND: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether torch's 8-bit matmuls accept these shapes on this device."""
     (T, D), N = x8_TD.shape, len(weight_ND)
+    if x8_TD.is_cpu:
+        is_int8 = weight_ND.dtype == torch.int8 and x8_TD.is_contiguous() and weight_ND.is_contiguous()
+        return is_int8 and not torch.compiler.is_compiling() and _has_exact_int8()
     if not x8_TD.is_cuda or D % 16 or N % 16 or not (x8_TD.is_contiguous() and weight_ND.is_contiguous()):
         return False
     return T > 16 if weight_ND.dtype == torch.int8 else out_dtype == torch.bfloat16
+
+
+@functools.cache
+def _has_exact_int8() -> bool:
+    """Whether this CPU has int8 dot products that sum in int32, and torch uses them. Without, oneDNN sums pairs in int16, which overflow."""
+    if not hasattr(torch, "_int_mm") or not getattr(torch.cpu, "_is_vnni_supported", bool)():
+        return False
+    weight_ND = torch.tensor([[-128, 127], [127, 127]], dtype=torch.int8).repeat(16, 64)
+    exact = weight_ND.float() @ weight_ND.float().T
+    return all(torch.equal(torch._int_mm(weight_ND[:rows], weight_ND.T).float(), exact[:rows]) for rows in (1, 32))
 
 
 def _linear_w4a16_triton(
@@ -816,7 +833,7 @@ def matmul_w8a8(
         raise ValueError("matmul_w8a8: inputs and weights must be contiguous along D, weight scales altogether")
     able: tuple[launch.Path, ...] = launch.available_paths(x8_TD, "triton")
     if _library_takes(x8_TD, weight_ND, out_dtype):
-        is_faster = _prefers_library(weight_ND.dtype, T, N, D)
+        is_faster = x8_TD.is_cpu or _prefers_library(weight_ND.dtype, T, N, D)
         able = ("library", *able) if is_faster else (*able, "library")
     path = launch.choose_path(f"matmul_w8a8 {_name(weight_ND.dtype)}", *able)
     if path == "reference" or T == 0:

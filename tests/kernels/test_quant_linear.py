@@ -270,6 +270,19 @@ def test_a_result_off_by_twice_the_bound_is_refused(device, dtype):
             assert_close("y", perturbed(actual, BOUNDS[dtype]), expected, BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("shape", [(1, 896, 896), (7, 129, 1152), (65, 40, 100), (256, 64, 2048)], ids=str)
+def test_int8_of_a_cpu_equals_the_reference(shape, dtype):
+    """By the instructions of the CPU where it has them; the largest sums do not overflow."""
+    case = eight_bit_case(shape, torch.int8, "cpu", dtype)
+    actual = matmul_w8a8(*case, out_dtype=dtype)
+    assert actual.dtype == dtype
+    assert_close("y", actual, matmul_w8a8_reference(*case, out_dtype=torch.float32), BOUNDS[dtype])
+    x8, scale, weight, *rest = case
+    extreme = (torch.full_like(x8, -128), scale, torch.full_like(weight, -128), *rest)
+    expected = matmul_w8a8_reference(*extreme, out_dtype=torch.float32)
+    assert_close("extreme", matmul_w8a8(*extreme, out_dtype=dtype), expected, BOUNDS[dtype])
+
+
 @pytest.mark.gpu
 @EIGHT_BITS
 @pytest.mark.parametrize("path", ["triton", "library"])
