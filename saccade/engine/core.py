@@ -28,7 +28,7 @@ from saccade.engine.grammar import GrammarMasks, Grammars, GrammarState
 from saccade.engine.pages import PagePool
 from saccade.engine.profiler import CoreProfiler
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.prompt_lookup import PromptLookup
+from saccade.engine.prompt_lookup import WEIGHT, WEIGHT_ON_CPU, PromptLookup
 from saccade.engine.request import Failure, FailureKind, FinishReason, Request, RequestOutput
 from saccade.engine.runner import DeviceError, Runner, StepForward, StepHandle
 from saccade.engine.scheduler import Limits, Scheduler
@@ -218,7 +218,8 @@ class EngineCore:
         self._runner, self._clock = runner, clock
         self._max_waiting = config.max_waiting_requests
         self._is_on_cpu = runner.model.device.type == "cpu"
-        self._lookup = PromptLookup() if runner.max_draft_tokens else None
+        weight = WEIGHT_ON_CPU if self._is_on_cpu else WEIGHT
+        self._lookup = PromptLookup(weight=weight) if runner.max_draft_tokens else None
         self.scheduler = Scheduler(
             limits_of(config, runner.max_length, runner.max_draft_tokens),
             PagePool(runner.cache.num_pages, config.page_size, keeps_prefixes=config.prefix_cache),
