@@ -113,6 +113,21 @@ class _Vocabulary:
             raise RequestError(f"structured.{kind}: {_explain(kind, matcher.get_error())}")
         return matcher
 
+    def check(self, kind: str, source: str) -> None:
+        """Compile, and take one step with some allowed tokens: a grammar that is too complex may show it only there."""
+        matcher = self.compile(kind, source)
+        mask_W = np.empty_like(self.allowed_W)
+        matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        is_allowed = np.unpackbits((mask_W & self.allowed_W & ~self.eos_W).view(np.uint8), bitorder="little")
+        token_ids = np.flatnonzero(is_allowed)
+        for token_id in {*token_ids[:1].tolist(), *token_ids[-1:].tolist()}:
+            state = matcher.deep_copy()
+            if state.consume_token(token_id):
+                state.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+            if state.is_error():
+                _logger.debug("llguidance: %s", state.get_error())
+                raise RequestError(f"structured.{kind}: it is too large or too complex")
+
 
 def _packed(token_ids: set[int], vocab_size: int) -> NDArray[np.int32]:
     """A mask of these tokens."""
@@ -200,7 +215,7 @@ def _check_grammars(vocabulary: _Vocabulary, connection: socket.socket) -> None:
     seal(ResourceLimits(memory_bytes=_CHECK_MEMORY_BYTES, file_bytes=0, cpu_s=_CHECK_CPU_S))
     while (request := receive(connection)) is not None:
         with ThreadPoolExecutor(1) as executor:
-            compiled = _with_stack(_CHECK_STACK_BYTES, lambda: executor.submit(vocabulary.compile, **request))
+            compiled = _with_stack(_CHECK_STACK_BYTES, lambda: executor.submit(vocabulary.check, **request))
         try:
             compiled.result()
             send(connection, {})

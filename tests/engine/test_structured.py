@@ -326,6 +326,14 @@ def test_a_hostile_grammar_fails_within_its_bound(name, impatient):
     assert len(allowed_ids(mask_of(soon(impatient, regex=f"{name}[0-9]"), impatient)))
 
 
+@pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((a{100}){100}){100}"])
+def test_a_grammar_that_fails_at_its_second_token_is_refused_by_the_check(regex, compiler, monkeypatch):
+    """Its first step takes 0.15 s, in which no other request would get a token: it is taken in the checking process alone."""
+    monkeypatch.setattr(compiler._vocabulary, "compile", None)  # of this process
+    with pytest.raises(RequestError, match="too large or too complex"):
+        compiler.compile(StructuredOutput(regex=regex)).result(60)
+
+
 LARGE = {
     "repetition": {"regex": "(a{1,1000}){1,1000}"},
     "quadratic": {"regex": "(ab?)*c?" * 1000},
