@@ -42,7 +42,8 @@ class TokenGroups(NamedTuple):
     """[tiles, tokens per tile] int32, -1 for padding; not set in tiles without tokens."""
 
 
-# As measured on layers of a 3B decoder with 8 adapters (bench/kernels/grouped_lora.py, H200, Triton 3.6, 2026-11-16).
+# Sizes that were best on layers of a 3B decoder with 8 adapters (H200, Triton 3.6, 2026-11-16) when a tile could hold several adapters; with one adapter per
+# tile they have not been measured: bench/kernels/grouped_lora.py.
 _BLOCK_N = 128
 _SMALL_T, _LARGE_T = 16, 32
 """Tokens of a tile in decode and in steps with prefill."""

@@ -84,16 +84,21 @@ def assert_equal(completion, expected):
     assert torch.allclose(torch.tensor(actual), torch.tensor(wanted), atol=1e-4)
 
 
+def assert_one_batch_equals(engine, expected):
+    """All conversations with all adapters and the base model at once."""
+    running = [
+        (name, number, submit(engine, conversation, name))
+        for number, conversation in enumerate(CONVERSATIONS)
+        for name in expected
+    ]
+    for name, number, result in running:
+        assert_equal(result(), expected[name][number])
+
+
 def test_three_adapters_and_the_base_in_one_batch_are_the_merged_models(engine, expected):
     assert len({tuple(completions[0].token_ids) for completions in expected.values()}) == 4, "they do differ"
     for _ in ("without a cached prefix", "with one"):
-        running = [
-            (name, number, submit(engine, conversation, name))
-            for number, conversation in enumerate(CONVERSATIONS)
-            for name in expected
-        ]
-        for name, number, result in running:
-            assert_equal(result(), expected[name][number])
+        assert_one_batch_equals(engine, expected)
 
 
 def test_steps_padded_to_a_captured_size_have_the_same_adapters(base, folders, expected):
@@ -114,13 +119,7 @@ def test_matrices_stored_below_plain_weights_give_the_merged_models(base, folder
         for stack, _ in bank._stacks.values():
             assert stack.low is not None
             stack.add = None  # it would compute A x apart
-        running = [
-            (name, number, submit(engine, conversation, name))
-            for number, conversation in enumerate(CONVERSATIONS)
-            for name in expected
-        ]
-        for name, number, result in running:
-            assert_equal(result(), expected[name][number])
+        assert_one_batch_equals(engine, expected)
         engine.remove_adapter("mlp")
         engine.add_adapter("again", folders["attention"])
         assert_equal(engine.generate(CONVERSATIONS[0], GREEDY, adapter="again")[0], expected["attention"][0])
