@@ -3,8 +3,9 @@
     AddRequest, EndRequest  ->  EngineCore  ->  RequestOutput
 
 While the device computes a step, the host plans and launches the next one and only then reads the tokens of the first. A request with
-drafts in flight waits for its tokens; the others do not wait with it. A step with requests that have a grammar is sampled after the
-previous step is read: its masks are computed while its forward pass runs and the next step is planned.
+drafts in flight waits for its tokens; the others do not wait with it. The masks of requests with a grammar are computed when their
+tokens are read: while the forward pass runs that is sampled with them, or, where that is too short and other requests are decoding, while
+a step without them runs.
 
 Messages in and out are plain data, so that the core runs in a thread or in a process of its own (`core_thread.py`,
 `core_process.py`).
@@ -15,7 +16,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from saccade.engine.adapters import AdapterEntry, AdapterTable
 from saccade.engine.config import EngineConfig
 from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_PREFILL, prefill_beside_decode
 from saccade.engine.encoder_cache import EncoderCache
-from saccade.engine.grammar import GrammarMasks, Grammars, GrammarState
+from saccade.engine.grammar import Grammars, GrammarState, NextMasks
 from saccade.engine.pages import PagePool
 from saccade.engine.profiler import CoreProfiler
 from saccade.engine.prompt import TokenPrompt
@@ -46,6 +47,9 @@ _MAX_STALE_DEADLINES = 1024
 
 _SLOWDOWN_BESIDE_ENCODER = 2
 """A step beside the vision encoder takes so much longer, roughly: it computes fewer prompt tokens."""
+
+_LONG_MASKS = 0.5
+"""Part of a step's time from which on computing masks holds up the step: the host has to plan and launch meanwhile."""
 
 _FULL = Failure("waiting", "the engine's queue is full; try again later", "overloaded")
 
@@ -190,12 +194,11 @@ class Statistics:
 class _InFlight:
     """A step between its launch and the reading of its result."""
 
-    __slots__ = ("forward", "handle", "masks", "plan", "started_at")
+    __slots__ = ("forward", "handle", "plan", "started_at")
 
     def __init__(self, plan: StepPlan, forward: StepForward, started_at: float) -> None:
         self.plan, self.forward, self.started_at = plan, forward, started_at
         self.handle: StepHandle | None = None  # None: it is sampled when its masks are computed
-        self.masks: Future[GrammarMasks] | None = None
 
 
 class EngineCore:
@@ -229,6 +232,7 @@ class EngineCore:
         self._step_budget = StepBudget(config.target_step_ms, min(config.max_step_tokens, MAX_PREFILL))
         self._grammars = grammars
         self._grammar_states: dict[str, GrammarState] = {}
+        self._masks = None if grammars is None else NextMasks(grammars, clock)
         self._compiling: dict[str, tuple[AddRequest, Future[GrammarState]]] = {}
         self._adapters = AdapterTable(config.max_adapters)
         self._adapter_of_request: dict[str, AdapterEntry] = {}
@@ -244,7 +248,7 @@ class EngineCore:
         self._in_flight: _InFlight | None = None
         self._is_checked = True
         self._num_added = 0
-        self._last_read_at = 0.0
+        self._last_read_at = self._last_step_s = 0.0
         self.statistics = Statistics(num_free_pages=self.scheduler.pages.num_free)
 
     @property
@@ -426,11 +430,10 @@ class EngineCore:
 
     def _step(self, handle_messages: Callable[[], None]) -> list[RequestOutput]:
         outputs = self._finish_encoding(self._runner.finished_encodings())
-        plan = self.scheduler.plan(self._token_budget())  # while masks are computed
+        plan = self.scheduler.plan(self._token_budget(), self._deferred())  # while masks are computed
         previous, self._in_flight = self._in_flight, None
         if previous is not None and previous.handle is None:
-            masks = None if previous.masks is None else previous.masks.result()
-            previous.handle = self._runner.sample(previous.forward, masks)
+            self._sample(previous)
         if plan is not None:
             self._in_flight = self._launch(plan)
         if previous is not None:
@@ -438,8 +441,7 @@ class EngineCore:
             outputs += self._process(previous)
         elif plan is None:
             outputs += self._finish_encoding(self._runner.finished_encodings(waits=True))
-        if self._in_flight is not None and self._in_flight.handle is None:
-            self._in_flight.masks = self._start_masks(self._in_flight.plan)
+        self._start_masks([step.plan for step in (previous, self._in_flight) if step is not None])
         return outputs
 
     def _wait(self, step: _InFlight, handle_messages: Callable[[], None]) -> None:
@@ -464,10 +466,14 @@ class EngineCore:
 
     def _launch(self, plan: StepPlan) -> _InFlight:
         launched = _InFlight(plan, self._runner.forward(plan), self._clock())
-        if not any(chunk.request_id in self._grammar_states for chunk in plan.chunks):
-            launched.handle = self._runner.sample(launched.forward)
+        if self._masks is None or self._masks.are_ready(self._with_grammar(plan)):
+            self._sample(launched)
         self._count_plan(plan)
         return launched
+
+    def _sample(self, step: _InFlight) -> None:
+        masks = None if self._masks is None else self._masks.take(self._with_grammar(step.plan))
+        step.handle = self._runner.sample(step.forward, masks)
 
     def _process(self, step: _InFlight) -> list[RequestOutput]:
         assert step.handle is not None, "a step is sampled before the next one is launched"
@@ -513,7 +519,8 @@ class EngineCore:
         num_tokens = sum([chunk.num_tokens for chunk in step.plan.chunks])
         num_decode = sum([chunk.num_tokens for chunk in step.plan.chunks if chunk.reads_last_token])
         if num_tokens:
-            self._step_budget.observe((now - max(step.started_at, previous)) * 1e3, num_tokens - num_decode, num_decode)
+            self._last_step_s = now - max(step.started_at, previous)
+            self._step_budget.observe(self._last_step_s * 1e3, num_tokens - num_decode, num_decode)
         for chunk, given in zip(step.plan.chunks, result.chunks, strict=True):
             if chunk.drafts:
                 self.statistics.num_accepted_draft_tokens += max(0, len(given.token_ids) - 1)
@@ -535,14 +542,33 @@ class EngineCore:
             if state is not None:
                 lookup.observe(state, len(given.token_ids), len(chunk.drafts))
 
-    def _start_masks(self, plan: StepPlan) -> Future[GrammarMasks] | None:
-        """Compute the allowed next tokens of the step's requests with a grammar, off this thread, while its forward pass runs."""
-        states = {
-            chunk.request_id: self._grammar_states[chunk.request_id]
-            for chunk in plan.chunks
-            if chunk.samples and chunk.request_id in self._grammar_states
-        }
-        return self._grammars.masks(states) if self._grammars is not None and states else None
+    # -------------------------------------------------------------- grammars
+
+    def _with_grammar(self, plan: StepPlan) -> list[str]:
+        """Open requests with a grammar that the step samples a token of."""
+        states = self._grammar_states
+        return (
+            [chunk.request_id for chunk in plan.chunks if chunk.samples and chunk.request_id in states]
+            if states
+            else []
+        )
+
+    def _start_masks(self, plans: Sequence[StepPlan]) -> None:
+        """Compute the allowed next tokens of requests with a grammar: of those whose tokens were just read, and of those that start."""
+        if self._masks is None or not self._grammar_states:
+            return
+        sampled = [request_id for plan in plans for request_id in self._with_grammar(plan)]
+        is_open = self.scheduler.find
+        self._masks.start({one: self._grammar_states[one] for one in sampled if is_open(one) is not None})
+
+    def _deferred(self) -> Collection[str]:
+        """Requests with a grammar, if computing their masks would hold up others that are decoding: those with a token in flight are
+        left out of a step, during which their masks are computed."""
+        if self._masks is None or self._masks.last_duration_s < _LONG_MASKS * self._last_step_s:
+            return ()
+        states = [self.scheduler.find(request_id) for request_id in self._grammar_states]
+        num_decoding = sum([state is not None and state.is_decoding for state in states])
+        return self._grammar_states.keys() if self.scheduler.num_decoding() > num_decoding else ()
 
     def _fail_grammars(self) -> list[RequestOutput]:
         """End requests whose grammar cannot continue because it exceeded a limit."""
@@ -583,6 +609,8 @@ class EngineCore:
         self._runner.unregister(request_id)
         self._added_at.pop(request_id, None)
         self._grammar_states.pop(request_id, None)
+        if self._masks is not None:
+            self._masks.forget(request_id)
         if (entry := self._adapter_of_request.pop(request_id, None)) is not None:
             self._adapters.release(entry)
         if self._lookup is not None:

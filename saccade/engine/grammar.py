@@ -540,6 +540,43 @@ class Grammars:
             self._pool.close()
 
 
+class NextMasks:
+    """The masks of requests' next tokens, from when the tokens before them are read until they are sampled."""
+
+    def __init__(self, grammars: Grammars, clock: Callable[[], float]) -> None:
+        self._grammars, self._clock = grammars, clock
+        self._computed: dict[str, Future[GrammarMasks]] = {}  # several requests share one
+        self.last_duration_s = 0.0
+        """How long the last ones took."""
+
+    def start(self, states: Mapping[str, GrammarState]) -> None:
+        """Compute the masks of those that have none, off this thread. Until that is done their states may not be used."""
+        missing = {request_id: state for request_id, state in states.items() if request_id not in self._computed}
+        if missing:
+            begin, computed = self._clock(), self._grammars.masks(missing)
+            computed.add_done_callback(lambda _: self._set_duration(self._clock() - begin))
+            self._computed |= dict.fromkeys(missing, computed)
+
+    def are_ready(self, request_ids: Iterable[str]) -> bool:
+        """Whether the masks of all of them are computed."""
+        return all(one in self._computed and self._computed[one].done() for one in request_ids)
+
+    def take(self, request_ids: Sequence[str]) -> GrammarMasks | None:
+        """The masks of requests that are sampled now; waits for them."""
+        found = [self._computed.pop(request_id).result() for request_id in request_ids]
+        if not found or (all(masks is found[0] for masks in found) and len(found) == len(found[0].request_ids)):
+            return found[0] if found else None
+        rows = [masks.words[masks.request_ids.index(one)] for one, masks in zip(request_ids, found, strict=True)]
+        return GrammarMasks(tuple(request_ids), np.stack(rows))
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._computed.pop(request_id, None)
+
+    def _set_duration(self, seconds: float) -> None:
+        self.last_duration_s = seconds
+
+
 def _pass_on(done: Future[None], computed: Future[GrammarMasks], masks: GrammarMasks) -> None:
     if (error := done.exception()) is not None:
         computed.set_exception(error)

@@ -30,7 +30,7 @@ complete. The runner orders encodings behind the steps that read their slots bef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -230,14 +230,15 @@ class Scheduler:
 
     # ---- steps
 
-    def plan(self, token_budget: int | None = None) -> StepPlan | None:
+    def plan(self, token_budget: int | None = None, deferred: Container[str] = ()) -> StepPlan | None:
         """Schedule the next step. None: nothing can be computed before a step or an encoding in flight is read, or at all.
 
         `token_budget` limits the prompt tokens of the step (at least one is always allowed); decode tokens are not limited by it.
+        Requests in `deferred` are left out while a token of theirs is not read.
         """
         while True:
             num_running = self.num_running
-            planner = self._planner(None if token_budget is None else max(1, token_budget))
+            planner = self._planner(None if token_budget is None else max(1, token_budget), deferred)
             planner.run()
             if planner.chunks or planner.images or planner.started:
                 return self._launch(planner)
@@ -258,10 +259,10 @@ class Scheduler:
         planner.run_encodings()
         return self._number(planner) if planner.images or planner.started else None
 
-    def _planner(self, token_budget: int | None) -> _Planner:
+    def _planner(self, token_budget: int | None, deferred: Container[str] = ()) -> _Planner:
         return _Planner(
-            self._queues, self.limits, token_budget, self._drafter, self._encoding, self._num_planned, self._num_steps,
-            self._last_encoded_at,
+            self._queues, self.limits, token_budget, self._drafter, deferred, self._encoding, self._num_planned,
+            self._num_steps, self._last_encoded_at,
         )  # fmt: skip
 
     def _launch(self, planner: _Planner) -> StepPlan:
@@ -420,6 +421,7 @@ class _Planner:
         limits: Limits,
         token_budget: int | None,
         drafter: Drafter | None,
+        deferred: Container[str],
         encoding: dict[bytes, _Encoding],
         number: int,
         num_steps: int,
@@ -431,7 +433,7 @@ class _Planner:
         self.started: list[SlotStart] = []
         self.requests: list[tuple[RequestState, int]] = []
         self._queues = queues
-        self._drafter = drafter
+        self._drafter, self._deferred = drafter, deferred
         self._number, self._num_steps, self._last_encoded_at = number, num_steps, last_encoded_at
         self._limits = limits
         self._tokens_left = limits.max_step_tokens
@@ -479,8 +481,10 @@ class _Planner:
                 self._schedule(running[index], num_uncomputed)
 
     def _num_uncomputed(self, state: RequestState) -> int:
-        """Tokens of a running request that can be computed now; one that drafts waits until all its tokens are known."""
-        if self._drafter is not None and state.num_pending and self._drafter.is_drafting(state):
+        """Tokens of a running request that can be computed now; one that drafts or is deferred waits until all its tokens are known."""
+        if state.num_pending and (
+            (self._drafter is not None and self._drafter.is_drafting(state)) or state.request.id in self._deferred
+        ):
             return 0
         return state.num_uncomputed
 

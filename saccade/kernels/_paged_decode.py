@@ -99,6 +99,7 @@ def _decode_kernel(
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     first_request = tl.load(ranges + 2 * program)
@@ -184,7 +185,7 @@ def _combine_decode_kernel(
     end = tl.load(cu_tiles + 2 + request)
     first = begin // per_program
     last = (end - 1) // per_program
-    if OVERLAP:  # what is read above was written before the first half began
+    if OVERLAP:  # what is read above was written at the start of the step, by kernels that let nothing start early
         tl.extra.cuda.gdc_wait()
     if (next_token <= token) | ((end > begin) & (first == last)):  # padding, or one program had it whole
         return
@@ -299,22 +300,21 @@ def decode(
     num_programs, ratio = len(plan.ranges) - 1, H // G
     partial_out = q_THK.new_empty((2 * num_programs, H, K), dtype=torch.float32)
     partial_lse = q_THK.new_empty((2 * num_programs, H), dtype=torch.float32)
-    overlaps = launch.can_overlap(q_THK.device)
+    overlaps = launch.overlap_options(q_THK.device)
     block_k = triton.next_power_of_2(K)
     _decode_kernel[num_programs, G](
         q_THK, *pages.pointers, cu_seqlens_q, context_lengths_R, plan.ranges, out_THK, partial_out, partial_lse,
         K**-0.5 * LOG2_E, *q_THK.stride()[:2], *out_THK.stride()[:2], *pages.strides, H=H, RATIO=ratio, K=K, PAGE=page_size,
         BLOCK_M=max(16, triton.next_power_of_2(ratio)), BLOCK_N=plan.tiles.block_n, BLOCK_K=block_k,
-        HAS_ROWS=pages.rows is not None, OVERLAP=overlaps, LARGEST=pages.largest, WINDOW=plan.window, num_warps=plan.tiles.num_warps,
-        num_stages=plan.tiles.num_stages,
+        HAS_ROWS=pages.rows is not None, LARGEST=pages.largest, WINDOW=plan.window, num_warps=plan.tiles.num_warps,
+        num_stages=plan.tiles.num_stages, **overlaps,
     )  # fmt: skip
     # A program reads all partial results of its rows at once: a loop over them would wait for memory in every pass. Few requests have
     # many partial results each; of many requests most have none, unless most of them are padding.
     block_h, block_s, block_d = 1, 16 if plan.num_decode > _MANY_REQUESTS else 32, block_k
     if plan.num_decode <= _FEW_REQUESTS:
         block_s, block_d = 128 if plan.num_decode <= 4 else 32, min(block_k, 32)
-    early = {"launch_pdl": True} if overlaps else {}
     _combine_decode_kernel[plan.num_decode, triton.cdiv(H, block_h), triton.cdiv(K, block_d)](
-        partial_out, partial_lse, cu_seqlens_q, plan.cu_tiles, out_THK, *out_THK.stride()[:2], H=H, K=K, OVERLAP=overlaps,
-        BLOCK_H=block_h, BLOCK_S=block_s, BLOCK_D=block_d, num_warps=4, **early,
+        partial_out, partial_lse, cu_seqlens_q, plan.cu_tiles, out_THK, *out_THK.stride()[:2], H=H, K=K,
+        BLOCK_H=block_h, BLOCK_S=block_s, BLOCK_D=block_d, num_warps=4, **overlaps,
     )  # fmt: skip

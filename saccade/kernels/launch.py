@@ -52,8 +52,8 @@ except ImportError:
     triton = tl = _MissingTriton()
 
 __all__ = [
-    "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced", "is_forced", "is_interpreting", "log_path",
-    "num_sms", "overlap_options", "tl", "triton",
+    "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced", "is_differentiable", "is_forced",
+    "is_interpreting", "log_path", "num_sms", "overlap_options", "tl", "triton",
 ]  # fmt: skip
 
 Path = Literal["triton", "library", "reference"]
@@ -122,6 +122,11 @@ def forced(path: Path) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+def is_differentiable() -> bool:
+    """Whether operations must be recorded for backward, or traced by a compiler, which generates its own kernels."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
 @functools.cache

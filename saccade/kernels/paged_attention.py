@@ -175,8 +175,12 @@ def _write_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_F: tl.constexpr,
     LARGEST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """One program per token: all its heads. LARGEST is 0 for a cache in k's own dtype."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     f = tl.arange(0, BLOCK_F)[None, :]
     h = tl.arange(0, BLOCK_H)[:, None]
@@ -273,6 +277,7 @@ def _write(
         *key_pages_NGPK.stride()[:3], *key_scales.stride()[:2],
         H=H, G=G, F=K // 2, PAGE=page_size, BLOCK_H=triton.next_power_of_2(H), BLOCK_G=triton.next_power_of_2(G),
         BLOCK_F=triton.next_power_of_2(K // 2), LARGEST=QUANTIZED_MAX.get(key_pages_NGPK.dtype, 0.0), num_warps=4,
+        **launch.overlap_options(q_THK.device),
     )  # fmt: skip
 
 

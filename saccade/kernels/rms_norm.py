@@ -280,11 +280,6 @@ class _AddRmsNorm(torch.autograd.Function):
         return d_x.view(d_y.shape), d_x.view(d_y.shape), d_weight, None
 
 
-def _is_recorded() -> bool:
-    """Whether an operation may be recorded for backward or by a compiler."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling()
-
-
 def _path(operation: str, x: Tensor, weight: Tensor) -> launch.Path:
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"{operation}: weight {tuple(weight.shape)} does not fit rows of {x.shape[-1]}")
@@ -294,7 +289,7 @@ def _path(operation: str, x: Tensor, weight: Tensor) -> launch.Path:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dim of `x` to unit RMS and scale it by `weight`."""
     if _path("rms_norm", x, weight) == "triton":
-        if not _is_recorded():
+        if not launch.is_differentiable():
             return _forward(x, None, weight, eps)[0]
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
     return _rms_norm_on_cpu(x, weight, eps)
@@ -307,7 +302,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
             f"add_rms_norm: x {x.dtype} {tuple(x.shape)}, residual {residual.dtype} {tuple(residual.shape)}"
         )
     if _path("add_rms_norm", x, weight) == "triton":
-        if not _is_recorded():
+        if not launch.is_differentiable():
             y, total_ND, _ = _forward(x, residual, weight, eps)
             return y, total_ND.view(x.shape)
         return _AddRmsNorm.apply(x, residual, weight, eps)  # type: ignore[no-untyped-call, no-any-return]

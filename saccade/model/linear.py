@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.kernels.grouped_lora import group_tokens
+from saccade.kernels.launch import is_differentiable
 from saccade.kernels.linear_cross_entropy import linear_cross_entropy
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm
 from saccade.kernels.small_linear import gated_linear, norm_linear, small_linear
@@ -38,11 +39,6 @@ from saccade.kernels.swiglu import swiglu, swiglu_linear
 ALIGNMENT = 8
 """Rows of half-precision matrices must start at multiples of 16 bytes, or cuBLAS chooses pre-Hopper kernels: 36864 x 1280 x 3420
 runs at 258 TFLOP/s, with 3424 at 731 (H200)."""
-
-
-def is_differentiable() -> bool:
-    """Whether operations must be recorded for backward, or traced by a compiler, which generates its own kernels."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
 # ------------------------------------------------------------------ inputs

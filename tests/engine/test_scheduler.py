@@ -191,6 +191,17 @@ def test_the_next_step_is_planned_before_the_last_one_is_read():
     assert scheduler.plan() is None
 
 
+def test_a_deferred_request_is_left_out_of_steps_until_its_token_is_read():
+    scheduler = make()
+    added(scheduler, ask("deferred", 3), ask("other", 3))
+    first, second = scheduler.plan(deferred={"deferred"}), scheduler.plan(deferred={"deferred"})
+    assert sizes(first) == {"deferred": 3, "other": 3}
+    assert sizes(second) == {"other": 1}
+    read(scheduler, first)
+    assert sizes(scheduler.plan(deferred={"deferred"})) == {"deferred": 1, "other": 1}
+    assert sizes(scheduler.plan()) == {"deferred": 1, "other": 1}, "it waits no longer"
+
+
 def test_steps_are_read_in_order():
     scheduler = make()
     added(scheduler, ask("a", 3))
@@ -841,8 +852,8 @@ def test_plans_are_plain_data_and_survive_a_round_trip():
         trace = Trace(seed)
         plan_of = trace.scheduler.plan
 
-        def plan_and_check(budget, plan_of=plan_of):
-            plan = plan_of(budget)
+        def plan_and_check(*arguments, plan_of=plan_of):
+            plan = plan_of(*arguments)
             if plan is None:
                 return None
             data = to_primitives(plan)

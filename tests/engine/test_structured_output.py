@@ -7,7 +7,7 @@ import re
 import jsonschema
 import pytest
 
-from saccade.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
+from saccade.engine import Engine, EngineConfig, SamplingParams, StructuredOutput, core
 from saccade.errors import ConfigError
 from saccade.model.initialize import initialize_random, named_size
 
@@ -36,7 +36,7 @@ def schema_of(number):
     }
 
 
-def test_outputs_with_and_without_a_grammar_share_a_batch(engine):
+def test_outputs_with_and_without_a_grammar_share_a_batch(engine, monkeypatch):
     schemas = [schema_of(i) for i in range(8)]
     free = [SamplingParams(max_tokens=20, temperature=1.0, seed=i, ignore_eos=True) for i in range(8)]
     alone = [one.token_ids for one in engine.generate([CONVERSATION] * 8, free)]
@@ -45,8 +45,12 @@ def test_outputs_with_and_without_a_grammar_share_a_batch(engine):
         for i, schema in enumerate(schemas)
     ]
     mixed = [one for pair in zip(bound, free, strict=True) for one in pair]
+    monkeypatch.setattr(core, "_LONG_MASKS", 1e9)  # of a step's time: no request ever skips a step
     completions = engine.generate([CONVERSATION] * 16, mixed)
     assert [one.token_ids for one in completions[1::2]] == alone
+    monkeypatch.setattr(core, "_LONG_MASKS", 0.0)  # those with a grammar always do while others decode
+    again = engine.generate([CONVERSATION] * 16, mixed)
+    assert [one.token_ids for one in again] == [one.token_ids for one in completions]
     complete = [one for one in completions[::2] if one.finish_reason == "stop"]
     assert len(complete) >= 4, "random weights may pad with white space until max_tokens, but not all of them"
     for schema, one in zip(schemas, completions[::2], strict=True):

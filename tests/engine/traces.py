@@ -384,6 +384,10 @@ class Trace:
         self.received: dict[str, list[int]] = {}
         self.prompt_logprobs: dict[str, list[int]] = {}
         self.drafting: set[str] = set()
+        self.deferring: set[str] = set()
+        """Requests that are left out of steps while a token of theirs is not read; in a third of the traces."""
+        self.deferring_rng = random.Random(seed + 2_000_003)
+        self.may_defer = self.deferring_rng.random() < 1 / 3
         self.unread: dict[str, int] = {}
         """Steps in flight that sample, by request."""
         self.encoding: dict[bytes, tuple[int, int]] = {}
@@ -460,7 +464,7 @@ class Trace:
         decoding = [state for state in states if state.slot is not None and self._is_decoding(state)]
         late = [state for state in states if state.slot is not None and self._has_computed_prompt(state)]
         is_idle, num_preemptions = not self.in_flight and not self.encoding, self.scheduler.num_preemptions
-        plan = self.scheduler.plan(budget)
+        plan = self.scheduler.plan(budget, self.deferring)
         self.scheduler.check()
         if self.scheduler.num_preemptions > num_preemptions:
             self.seen.add("preemption")
@@ -508,7 +512,7 @@ class Trace:
     def _is_decoding(self, state: RequestState) -> bool:
         """Whether it needs one token, and no image for it, and need not wait for its tokens."""
         name, request = state.request.id, state.request
-        if self.unread.get(name, 0) and (self.is_drafting(state) or self._has_drafts_in_flight(name)):
+        if self.unread.get(name, 0) and (self._must_wait(state) or self._has_drafts_in_flight(name)):
             return False
         needs_one = state.num_computed_tokens + 1 == state.num_tokens < self.expected[name].limit
         return needs_one and (not request.images or state.num_computed_tokens >= request.images[-1].end)
@@ -583,7 +587,9 @@ class Trace:
         assert state.num_computed_tokens == chunk.end
         assert chunk.end == state.num_tokens - 1 or (not chunk.samples and chunk.end < state.num_tokens)
         is_waiting = self.unread.get(chunk.request_id, 0) > 0
-        assert not (is_waiting and self.is_drafting(state)), "a request that drafts did not wait for its tokens"
+        assert not (is_waiting and self._must_wait(state)), (
+            "a request that drafts or is deferred did not wait for its tokens"
+        )
         assert not chunk.drafts or self.is_drafting(state)
         for index in range(chunk.start // self.pages.page_size, (chunk.end - 1) // self.pages.page_size + 1):
             page = state.pages[index]
@@ -751,10 +757,15 @@ class Trace:
     # ---- drafts
 
     def _draw_drafting(self) -> None:
-        """Requests start and stop drafting at any time."""
+        """Requests start and stop drafting, and being deferred, at any time."""
         for name in self.live:
             if self.rng.random() < 0.2:
                 self.drafting ^= {name}
+            if self.may_defer and self.deferring_rng.random() < 0.2:
+                self.deferring ^= {name}
+
+    def _must_wait(self, state: RequestState) -> bool:
+        return self.is_drafting(state) or state.request.id in self.deferring
 
     def is_drafting(self, state: RequestState) -> bool:
         return self.setting.limits.max_draft_tokens > 0 and state.request.id in self.drafting
