@@ -441,7 +441,7 @@ class EngineCore:
             outputs += self._process(previous)
         elif plan is None:
             outputs += self._finish_encoding(self._runner.finished_encodings(waits=True))
-        self._start_masks([step.plan for step in (previous, self._in_flight) if step is not None])
+        self._start_masks(previous, self._in_flight)
         return outputs
 
     def _wait(self, step: _InFlight, handle_messages: Callable[[], None]) -> None:
@@ -553,13 +553,15 @@ class EngineCore:
             else []
         )
 
-    def _start_masks(self, plans: Sequence[StepPlan]) -> None:
-        """Compute the allowed next tokens of requests with a grammar: of those whose tokens were just read, and of those that start."""
+    def _start_masks(self, read: _InFlight | None, launched: _InFlight | None) -> None:
+        """Compute the allowed next tokens of requests with a grammar: of those whose tokens were just read, and of those that the step
+        in flight waits for."""
         if self._masks is None or not self._grammar_states:
             return
-        sampled = [request_id for plan in plans for request_id in self._with_grammar(plan)]
+        awaited = [] if launched is None or launched.handle is not None else self._with_grammar(launched.plan)
+        sampled = [] if read is None else self._with_grammar(read.plan)
         is_open = self.scheduler.find
-        self._masks.start({one: self._grammar_states[one] for one in sampled if is_open(one) is not None})
+        self._masks.start({one: self._grammar_states[one] for one in awaited + sampled if is_open(one) is not None})
 
     def _deferred(self) -> Collection[str]:
         """Requests with a grammar, if computing their masks would hold up others that are decoding: those with a token in flight are

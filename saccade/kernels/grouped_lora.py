@@ -42,13 +42,14 @@ class TokenGroups(NamedTuple):
     """[tiles, tokens per tile] int32, -1 for padding; not set in tiles without tokens."""
 
 
-# Sizes that were best on layers of a 3B decoder with 8 adapters (H200, Triton 3.6, 2026-11-16) when a tile could hold several adapters; with one adapter per
-# tile they have not been measured: bench/kernels/grouped_lora.py.
+# Sizes that were best, or within 6 % of it, on layers of a 3B decoder with 8 adapters (H200, Triton 3.6, 2026-11-16): bench/kernels/grouped_lora.py.
 _BLOCK_N = 128
 _SMALL_T, _LARGE_T = 16, 32
 """Tokens of a tile in decode and in steps with prefill."""
 _MAX_SMALL = 256
 """Tokens of a step up to which tiles are small."""
+_NUM_BLOCKS = 4
+"""Tiles of channels that a program of `lora_swiglu` has in steps with prefill: it reads its tokens and their low once."""
 _BLOCK_D = 256
 _PROGRAMS_PER_SM = 4
 """Splits of the inputs are added until the GPU has this many programs."""
@@ -301,9 +302,10 @@ def _swiglu_kernel(
     R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """silu(gate) * up of one tile of tokens and of the I channels, adapters added."""
+    """silu(gate) * up of one tile of tokens and NUM_BLOCKS tiles of the I channels, adapters added."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -311,24 +313,31 @@ def _swiglu_kernel(
     own_slot = tl.load(slots + tile)
     if own_slot < 0:
         return
-    r, n = tl.arange(0, R), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, R)
     token = tl.load(tokens + tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    is_token, is_output = (token >= 0)[:, None], n < I
-    is_stored = is_token & is_output[None, :]
-    channels = y + token[:, None] * y_stride + n[None, :]
+    is_token = (token >= 0)[:, None]
     dtype = y.dtype.element_ty
-    gate = tl.load(channels, mask=is_stored, other=0.0).to(tl.float32)
-    up = tl.load(channels + I, mask=is_stored, other=0.0).to(tl.float32)
+    low_gate, low_up = tl.zeros([BLOCK_T, R], dtype), tl.zeros([BLOCK_T, R], dtype)
+    own_scale = 0.0
     if own_slot > 0:
         offset = token[:, None] * low_stride + (own_slot - 1) * (2 * R) + r[None, :]
         low_gate = tl.load(low + offset, mask=is_token, other=0.0)
         low_up = tl.load(low + offset + R, mask=is_token, other=0.0)
-        rows = lora_B + ((own_slot - 1).to(tl.int64) * (2 * I) + n) * R
         own_scale = tl.load(scale + own_slot - 1)
-        gate = (gate + _product(low_gate, rows, is_output, R) * own_scale).to(dtype).to(tl.float32)
-        up = (up + _product(low_up, rows + I * R, is_output, R) * own_scale).to(dtype).to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
-    tl.store(out + token[:, None] * I + n[None, :], value.to(dtype), mask=is_stored)
+    first = tl.program_id(1) * NUM_BLOCKS * BLOCK_N
+    for start in range(first, min(first + NUM_BLOCKS * BLOCK_N, I), BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        is_output = n < I
+        is_stored = is_token & is_output[None, :]
+        channels = y + token[:, None] * y_stride + n[None, :]
+        gate = tl.load(channels, mask=is_stored, other=0.0).to(tl.float32)
+        up = tl.load(channels + I, mask=is_stored, other=0.0).to(tl.float32)
+        if own_slot > 0:
+            rows = lora_B + ((own_slot - 1).to(tl.int64) * (2 * I) + n) * R
+            gate = (gate + _product(low_gate, rows, is_output, R) * own_scale).to(dtype).to(tl.float32)
+            up = (up + _product(low_up, rows + I * R, is_output, R) * own_scale).to(dtype).to(tl.float32)
+        value = gate * tl.sigmoid(gate) * up
+        tl.store(out + token[:, None] * I + n[None, :], value.to(dtype), mask=is_stored)
 
 
 # ------------------------------------------------------------------ launches
@@ -344,13 +353,9 @@ def _num_splits(num_programs: int, num_steps: int, num_sms: int) -> int:
     return max(1, min(_PROGRAMS_PER_SM * num_sms // num_programs, num_steps, _MAX_SPLITS))
 
 
-def _options(groups: TokenGroups, num_warps: int) -> dict[str, Any]:
-    options = {"BLOCK_T": groups.tokens.shape[1], "num_warps": num_warps}
+def _options(groups: TokenGroups) -> dict[str, Any]:
+    options = {"BLOCK_T": groups.tokens.shape[1], "num_warps": 4}
     return options | launch.overlap_options(groups.tokens.device)
-
-
-def _warps(groups: TokenGroups) -> int:
-    return 8 if groups.tokens.shape[1] == _SMALL_T else 4
 
 
 def group_tokens(slot_T: Tensor, num_slots: int) -> TokenGroups:
@@ -376,7 +381,7 @@ def _shrink(x_TD: Tensor, lora_A: Tensor, groups: TokenGroups) -> Tensor:
     splits = _num_splits(num_tiles * P, triton.cdiv(D, block_d), launch.num_sms(x_TD.device))
     low = x_TD.new_empty((splits, P, *groups.tokens.shape, R), dtype=torch.float32)
     _shrink_kernel[(num_tiles, splits, P)](
-        x_TD, lora_A, *groups, low, D, x_TD.stride(0), P=P, R=R, BLOCK_D=block_d, **_options(groups, 4)
+        x_TD, lora_A, *groups, low, D, x_TD.stride(0), P=P, R=R, BLOCK_D=block_d, **_options(groups)
     )
     return low
 
@@ -390,7 +395,7 @@ def _expand(
     _expand_kernel[(len(groups.slots), tiles_n)](
         low, lora_B, scale_S, *groups, y_TN, len(low) if is_partial else 1, low.stride(0), y_TN.stride(0), N0=sizes[0],
         N1=sizes[1], N2=sizes[2], P=len(part_sizes), R=lora_B.shape[2], IS_PARTIAL=is_partial, BLOCK_N=_BLOCK_N,
-        **_options(groups, _warps(groups)),
+        **_options(groups),
     )  # fmt: skip
     return y_TN
 
@@ -439,9 +444,10 @@ def lora_swiglu(y_TN: Tensor, low_TM: Tensor, lora_B: Tensor, scale_S: Tensor, g
     if path == "reference" or len(y_TN) == 0:
         return lora_swiglu_reference(y_TN, low_TM, lora_B, scale_S, groups)
     out = y_TN.new_empty(len(y_TN), half)
-    _swiglu_kernel[(len(groups.slots), triton.cdiv(half, _BLOCK_N))](
+    num_blocks = 1 if groups.tokens.shape[1] == _SMALL_T else _NUM_BLOCKS
+    _swiglu_kernel[(len(groups.slots), triton.cdiv(half, num_blocks * _BLOCK_N))](
         low_TM, lora_B, scale_S, *groups, y_TN, out, low_TM.stride(0), y_TN.stride(0), I=half, R=lora_B.shape[2],
-        BLOCK_N=_BLOCK_N, **_options(groups, _warps(groups)),
+        BLOCK_N=_BLOCK_N, NUM_BLOCKS=num_blocks, **_options(groups),
     )  # fmt: skip
     return out
 

@@ -19,8 +19,8 @@ def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("structured") / "checkpoint"
     initialize_random(folder, named_size("tiny"))
     # Few pages: requests are preempted and resume inside their grammar.
-    config = EngineConfig(num_workers=0, max_length=400, num_pages=130, max_requests=8)
-    with Engine.load(folder, device="cpu", config=config) as engine:
+    config = EngineConfig(num_workers=0, max_length=400, num_pages=130, max_requests=16)
+    with Engine.load(folder, device="cpu", dtype="float32", config=config) as engine:
         yield engine
 
 
@@ -36,24 +36,24 @@ def schema_of(number):
     }
 
 
-def test_outputs_with_and_without_a_grammar_share_a_batch(engine, monkeypatch):
+@pytest.mark.parametrize("long_masks", [1e9, 0.0], ids=["in every step", "skipping steps"])
+def test_outputs_with_and_without_a_grammar_share_a_batch(engine, monkeypatch, long_masks):
+    monkeypatch.setattr(core, "_LONG_MASKS", long_masks)  # of a step's time
     schemas = [schema_of(i) for i in range(8)]
-    free = [SamplingParams(max_tokens=20, temperature=1.0, seed=i, ignore_eos=True) for i in range(8)]
-    alone = [one.token_ids for one in engine.generate([CONVERSATION] * 8, free)]
+    free = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, ignore_eos=True) for i in range(8)]
     bound = [
         SamplingParams(max_tokens=300, temperature=1.0, seed=i, structured=StructuredOutput(json_schema=schema))
         for i, schema in enumerate(schemas)
     ]
-    mixed = [one for pair in zip(bound, free, strict=True) for one in pair]
-    monkeypatch.setattr(core, "_LONG_MASKS", 1e9)  # of a step's time: no request ever skips a step
-    completions = engine.generate([CONVERSATION] * 16, mixed)
-    assert [one.token_ids for one in completions[1::2]] == alone
-    monkeypatch.setattr(core, "_LONG_MASKS", 0.0)  # those with a grammar always do while others decode
-    again = engine.generate([CONVERSATION] * 16, mixed)
-    assert [one.token_ids for one in again] == [one.token_ids for one in completions]
-    complete = [one for one in completions[::2] if one.finish_reason == "stop"]
+    completions = engine.generate(
+        [CONVERSATION] * 8, bound
+    )  # from now on all grammars are compiled, so that these do not start late
+    alone = [one for pair in zip(completions, engine.generate([CONVERSATION] * 8, free), strict=True) for one in pair]
+    mixed = engine.generate([CONVERSATION] * 16, [one for pair in zip(bound, free, strict=True) for one in pair])
+    assert [one.token_ids for one in mixed] == [one.token_ids for one in alone]
+    complete = [one for one in completions if one.finish_reason == "stop"]
     assert len(complete) >= 4, "random weights may pad with white space until max_tokens, but not all of them"
-    for schema, one in zip(schemas, completions[::2], strict=True):
+    for schema, one in zip(schemas, completions, strict=True):
         if one.finish_reason == "stop":
             jsonschema.validate(json.loads(one.text), schema)
 
