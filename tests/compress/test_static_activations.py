@@ -146,8 +146,11 @@ def test_a_gpu_computes_what_a_cpu_computes(folder, checkpoint):
     inputs = Processor.load(checkpoint)([[{"role": "user", "content": "Hello, who are you?"}]])
     with torch.no_grad():
         expected = load_model(folder, device="cpu")(inputs)
-        found = load_model(folder, device="cuda", dtype="bf16")(inputs.to("cuda")).float().cpu()
-    assert (found - expected).norm() / expected.norm() < 0.06
+        on_cpu = load_model(folder, device="cpu", dtype="bf16")(inputs).float()
+        on_gpu = load_model(folder, device="cuda", dtype="bf16")(inputs.to("cuda")).float().cpu()
+    assert (on_gpu - expected).norm() < 1.1 * (on_cpu - expected).norm(), (
+        "static scales amplify what bf16 rounds, on any device"
+    )
 
 
 def test_a_block_that_the_forward_pass_never_runs_needs_no_calibration(shards, tmp_path):
