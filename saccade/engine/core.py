@@ -566,7 +566,9 @@ class EngineCore:
     def _deferred(self) -> Collection[str]:
         """Requests with a grammar, if computing their masks would hold up others that are decoding: those with a token in flight are
         left out of a step, during which their masks are computed."""
-        if self._masks is None or self._masks.last_duration_s < _LONG_MASKS * self._last_step_s:
+        if not self._grammar_states or self._masks is None:
+            return ()
+        if self._masks.last_duration_s < _LONG_MASKS * self._last_step_s:
             return ()
         states = [self.scheduler.find(request_id) for request_id in self._grammar_states]
         num_decoding = sum([state is not None and state.is_decoding for state in states])
