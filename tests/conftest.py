@@ -3,10 +3,8 @@
 # ruff: noqa: E402  modules are imported below what must be said before
 
 import atexit
-import dataclasses
 import functools
 import gc
-import inspect
 import logging
 import os
 import re
@@ -37,6 +35,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # they would compile every modu
 
 import pytest
 from commands import Ended
+from interpreter import speed_up
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -113,52 +112,12 @@ def pytest_collection_finish(session):
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
+    # Runs and engines unfreeze at their end, and whatever collects garbage later would traverse a million objects of imported modules.
+    gc.unfreeze = lambda: None
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and os.access(sys.prefix, os.W_OK):
         IMPORTED.touch()
     if os.environ.get("TRITON_INTERPRET") and (interpreter := sys.modules.get("triton.runtime.interpreter")):
-        patch_triton_once_per_launch(interpreter)
-        leave_out_what_the_interpreter_discards(interpreter)
-
-
-def patch_triton_once_per_launch(interpreter):
-    """Triton's interpreter patches `triton.language` at every call of a device function; once per launch is enough.
-
-    This saves a third of the kernel tests' time, and uses names that Triton may change: then it is left out.
-    """
-    if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope")):
-        return
-    prepare, language = interpreter._patch_lang, interpreter.tl
-
-    @functools.cache
-    def languages(function):
-        modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
-        return [module for module in modules if module in (language, language.core)]
-
-    def prepare_once(function):
-        if any(language.core.is_builtin(module.load) for module in languages(function)):
-            return prepare(function)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = prepare_once
-
-
-def leave_out_what_the_interpreter_discards(interpreter):
-    """Triton's interpreter computes for every sum and product of integers whether it overflows, and asserts it in debug mode only.
-
-    It also makes a table of all dtypes to look one up. Both together took a third of the kernel tests' time; names as above.
-    """
-    options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
-    if getattr(options, "debug", True) is False and hasattr(options, "sanitize_overflow"):
-        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    if look_up := getattr(interpreter, "_get_np_dtype", None):
-        found = {}
-
-        def look_up_once(dtype):
-            if dtype.name not in found:
-                found[dtype.name] = look_up(dtype)
-            return found[dtype.name]
-
-        interpreter._get_np_dtype = look_up_once
+        speed_up(interpreter)
 
 
 @pytest.fixture(autouse=True)
