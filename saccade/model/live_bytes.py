@@ -72,6 +72,11 @@ _results: dict[Any, tuple[Any, ...] | None] = {}
 class MetaCache(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes shapes of results on the meta device once for all operations with equal inputs: most layers of a model are alike."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No dry run is compiled; the guard against it would import the compiler, for a second, and take a tenth of a run's time."""
+        return False
+
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -96,10 +101,17 @@ class MetaCache(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _flops(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
     """FLOPs of a matrix product, also of one in place; 0 of anything else."""
-    in_place = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
-    count = flop_registry.get(in_place.get(operation.overloadpacket, operation.overloadpacket))
+    count = _flop_formula(operation)
+    if count is None:
+        return 0.0
     options = {name: value for name, value in kwargs.items() if name != "out"}
-    return 0.0 if count is None else float(count(*args, **options, out_val=out))
+    return float(count(*args, **options, out_val=out))
+
+
+@functools.cache
+def _flop_formula(operation: Any) -> Any:
+    in_place = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
+    return flop_registry.get(in_place.get(operation.overloadpacket, operation.overloadpacket))
 
 
 @functools.cache
@@ -127,7 +139,7 @@ def _cache_key(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             if not value.is_meta:
                 return None
             described.append((value.shape, value.stride(), value.dtype))
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, (list, tuple)):
             if any(isinstance(x, Tensor) for x in value):
                 return None
             described.append(tuple(map(_hashable, value)))
@@ -178,7 +190,7 @@ class LiveBytes(MetaCache):  # type: ignore[no-untyped-call]
     ) -> Any:
         out, flops = self.result(operation, args, kwargs or {})
         self._phases[-1].flops += flops
-        for value in out if isinstance(out, tuple | list) else (out,):
+        for value in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(value, Tensor) and value.is_meta:
                 self._count(value.untyped_storage())
         return out

@@ -240,18 +240,19 @@ class Oracle:
         self.model.model.rope_deltas = None
         return self.model(**inputs).logits[0]
 
-    @torch.no_grad()
-    def continuation(self, inputs: dict[str, torch.Tensor], num_tokens: int) -> list[int]:
-        self.model.model.rope_deltas = None
-        out = self.model.generate(
-            **inputs,
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        return out[0, inputs["input_ids"].shape[1] :].tolist()
+    def following(self, inputs: dict[str, torch.Tensor], tokens: list[int]) -> list[int]:
+        """The likeliest token at each position of a continuation; the continuation itself, if it is the greedy one.
+
+        One forward pass, where generation would take one per token.
+        """
+        ids = torch.cat([inputs["input_ids"], torch.tensor([tokens])], dim=1)
+        longer = inputs | {"input_ids": ids}
+        if "mm_token_type_ids" in inputs:
+            text = torch.zeros(1, len(tokens), dtype=torch.int32)
+            longer["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], text], dim=1)
+        if "attention_mask" in inputs:
+            longer["attention_mask"] = torch.ones_like(ids)
+        return self.logits(longer)[inputs["input_ids"].shape[1] - 1 : -1].argmax(-1).tolist()
 
 
 def _timed_frames(grid: torch.Tensor, fps: float, merge_size: int) -> str:
