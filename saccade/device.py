@@ -2,11 +2,13 @@
 
 import functools
 import logging
+import math
 import os
 import signal
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -51,6 +53,14 @@ def to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy a host array to the device asynchronously, through pinned memory if it is a GPU."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On a CPU the system provides each memory page when it is first written, so that a large buffer costs what is used of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
 @functools.cache

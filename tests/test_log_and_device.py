@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from saccade.device import DTYPES, resolve_device, resolve_dtype
+from saccade.device import DTYPES, lazy_zeros, resolve_device, resolve_dtype
 from saccade.errors import ConfigError
 from saccade.log import log_once, rank_of_process, set_up_logging
 
@@ -128,3 +128,12 @@ def test_dtypes_have_short_and_long_names():
 def test_an_unknown_dtype_is_refused(name):
     with pytest.raises(ConfigError, match=f"unknown dtype '{name}'. Use one of bf16, fp16, fp32"):
         resolve_dtype(name)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.float8_e4m3fn])
+def test_lazy_zeros_are_writable_zeros(dtype):
+    zeros = lazy_zeros((3, 5), dtype, torch.device("cpu"))
+    assert (zeros.shape, zeros.dtype) == ((3, 5), dtype)
+    assert (zeros.float() == 0).all()
+    zeros[1] = 1.0
+    assert zeros.float().sum() == 5.0

@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from saccade.device import to_device
+from saccade.device import lazy_zeros, to_device
 from saccade.engine.config import EngineConfig
 from saccade.engine.cuda_graphs import (
     CudaGraphs,
@@ -153,7 +153,7 @@ class Runner:
             )  # fmt: skip
             self._num_features = config.encoder_cache_tokens // ENCODER_SLOT_TOKENS * ENCODER_SLOT_TOKENS
             shape = (self._num_features + 1, model.feature_size)  # the last row is read for tokens without features
-            self._features = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self._features = lazy_zeros(shape, self.dtype, self.device)
             self._last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int64, device=self.device)
             self.sampler = Sampler(vocab_size=language.vocab_size, num_slots=config.max_requests, device=self.device)
             self._buffers = StepBuffers(InputSizes(tokens, requests, tokens).total, self.device)
