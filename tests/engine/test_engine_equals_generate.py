@@ -39,7 +39,7 @@ def settings(seed: int) -> EngineConfig:
     )
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 20))])
+@pytest.mark.parametrize("seed", [0, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, *range(3, 20)))])
 def test_ten_random_requests_of_a_random_configuration_get_the_tokens_of_plain_generation(folder, seed):
     prompts, expected = plain(folder, seed % 2, 40, 16)
     rng = random.Random(seed)
@@ -65,7 +65,7 @@ class EagerGraphs:
         self.run = runner._forward_captured
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_steps_padded_to_a_captured_size_give_the_same_tokens(folder, seed):
     prompts, expected = plain(folder, 0, 40, 16)
     core = make_core(folder, settings(seed))

@@ -210,7 +210,11 @@ def many_splits(num_splits):
     return Schedule(block_m=16, block_n=16, num_warps=2, num_stages=3, num_splits=num_splits, min_split=16)
 
 
-@pytest.mark.parametrize("min_keys", [16, 48, 10**5], ids=["small ranges", "ranges of three tiles", "one range"])
+@pytest.mark.parametrize(
+    "min_keys",
+    [16, pytest.param(48, marks=pytest.mark.slow), 10**5],
+    ids=["small ranges", "ranges of three tiles", "one range"],
+)
 def test_ranges_of_ragged_requests_combine_again_and_again(min_keys, device, one_dtype):
     lengths = RAGGED if device == "cuda" else [min(length, 300) for length in RAGGED]
     case = make_case([1] * 9, lengths, (6, 2, 80), device, one_dtype)

@@ -121,7 +121,7 @@ def test_an_average_takes_four_bytes_per_trained_parameter_in_the_plan():
 # ------------------------------------------------------------------ all of them, resumed
 
 
-@pytest.mark.parametrize("kept", [2, 4])
+@pytest.mark.parametrize("kept", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_resumed_run_with_all_options_equals_an_uninterrupted_one(run_root, tmp_path, kept):
     options = averaging(run_root, AUGMENT, "stages.0.objective.label_smoothing=0.1", "validation.export_best=true")
     whole = run_root / "all-options"

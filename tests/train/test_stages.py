@@ -126,7 +126,7 @@ def test_optimizer_state_is_kept_only_with_continue_optimizer(whole):
     assert progress(whole, 8)["optimizer_steps"] == 1
 
 
-@pytest.mark.parametrize("kept", [2, 3, 5, 7])
+@pytest.mark.parametrize("kept", [pytest.param(2, marks=pytest.mark.slow), 3, 5, 7])
 def test_a_run_resumed_anywhere_equals_an_uninterrupted_one(tmp_path, whole, parts, kept):
     """In the middle of a stage, at its end, in the next one: all states after the `kept` step are lost."""
     run = shutil.copytree(whole, tmp_path / "run")
