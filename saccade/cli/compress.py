@@ -12,7 +12,7 @@ import typer
 
 from saccade.cli.hub import checkpoint_folder
 from saccade.cli.options import DeviceOption, JsonOption
-from saccade.errors import ConfigError, DataError, QualityError
+from saccade.errors import ConfigError, QualityError
 
 if TYPE_CHECKING:
     from saccade.compress.calibration import CalibrationConfig
@@ -102,7 +102,9 @@ def compress(
     """Quantize a checkpoint, vision tower included, as compressed-tensors that other engines load; compare it with the original. Resumes."""
     from saccade.compress import compress as run
     from saccade.compress.report import FOLDER, fidelity_rows, summary, text_table, write_report
+    from saccade.compress.run import check_out
 
+    check_out(out)
     folder, bound = checkpoint_folder(checkpoint), _share(max_loss)
     samples = _calibration(calibration, num_samples, calibrate_with.value, image_weight, seed)
     held_out = _held_out(folder, samples, verify, verify_samples, seed)
@@ -176,7 +178,7 @@ def _held_out(
     """Samples to compare on: of their own folder, or those that calibration does not draw. None: there are none."""
     if num_samples == 0 or (samples is None and not verify):
         return None
-    from saccade.compress.calibration import CalibrationConfig, load_batches
+    from saccade.compress.calibration import CalibrationConfig, NoSamplesLeftError, load_batches
     from saccade.model.families import load_model_config
     from saccade.processor import Processor
 
@@ -188,7 +190,7 @@ def _held_out(
     config = CalibrationConfig(shards=samples.shards, num_samples=num_samples, seed=seed)
     try:
         return load_batches(config, processor, vocab_size, skip=samples.num_samples)
-    except DataError:
+    except NoSamplesLeftError:
         typer.echo("calibration takes all samples; none is left to compare on. Give --verify SHARDS", err=True)
         return None
 

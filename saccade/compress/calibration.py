@@ -16,6 +16,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -60,17 +61,20 @@ class CalibrationConfig:
             raise ConfigError(f"image_weight is {self.image_weight}; it must not be negative")
 
 
+class NoSamplesLeftError(DataError):
+    """Shards with no samples beyond those that calibration draws."""
+
+
 def load_batches(
     config: CalibrationConfig, processor: Processor, vocab_size: int, *, skip: int = 0
 ) -> list[ModelInputs]:
     """The packed batches of a draw. `skip`: samples at its beginning that are left out."""
-    samples: list[ModelInputs] = []
-    for inputs in _draw(config, processor, skip):
-        samples.append(inputs)
-        if len(samples) == config.num_samples:
-            break
+    draw = _draw(config, processor)
+    num_skipped = sum(1 for _ in islice(draw, skip))
+    samples = list(islice(draw, config.num_samples))
     if not samples:
-        raise DataError(
+        kind = NoSamplesLeftError if num_skipped else DataError
+        raise kind(
             f"{', '.join(config.shards)}: no sample can be used (up to {config.max_tokens} tokens each, {skip} left for "
             "calibration). Give more samples"
         )
@@ -98,9 +102,9 @@ def fingerprint(config: CalibrationConfig) -> str:
 # ------------------------------------------------------------------ drawing
 
 
-def _draw(config: CalibrationConfig, processor: Processor, skip: int) -> Iterator[ModelInputs]:
-    """Usable samples behind the first `skip`. Those that cannot be read or are too long are left out and counted."""
-    rules, num_bad, num_good = TextRules(), 0, 0
+def _draw(config: CalibrationConfig, processor: Processor) -> Iterator[ModelInputs]:
+    """Usable samples. Those that cannot be read or are too long are left out and counted."""
+    rules, num_bad = TextRules(), 0
     for index, shard, row in _in_turn(config):
         try:
             messages = conversations(index.read_sample(shard, row), rules)[0]
@@ -115,9 +119,7 @@ def _draw(config: CalibrationConfig, processor: Processor, skip: int) -> Iterato
             num_bad += 1
             logger.debug("calibration sample left out: %s", error)
             continue
-        num_good += 1
-        if num_good > skip:
-            yield inputs
+        yield inputs
     if num_bad:
         logger.warning(
             "%d calibration samples were left out: unreadable, or over %d tokens", num_bad, config.max_tokens

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from saccade.compress.calibration import CalibrationConfig, load_batches
+from saccade.compress.calibration import CalibrationConfig, NoSamplesLeftError, load_batches
 from saccade.compress.importance import (
     BlockLayers,
     Measure,
@@ -47,7 +47,7 @@ from saccade.compress.pruned_folder import (
     write_folder,
 )
 from saccade.device import resolve_device
-from saccade.errors import CheckpointError, ConfigError, DataError
+from saccade.errors import CheckpointError, ConfigError
 from saccade.model import load_model
 from saccade.model.config import ModelConfig
 from saccade.model.linear import Linear, projections
@@ -148,8 +148,8 @@ def _samples(
     batches = load_batches(calibration, processor, vocab_size)
     try:
         return batches, load_batches(calibration, processor, vocab_size, skip=calibration.num_samples)
-    except DataError:
-        logger.warning("the shards have no samples behind the calibration's: losses are compared on the same ones")
+    except NoSamplesLeftError:
+        logger.warning("the shards have no samples beyond those of calibration: losses are compared on the same ones")
         return batches, batches
 
 

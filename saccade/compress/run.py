@@ -125,14 +125,19 @@ def compress(
     return run.write()
 
 
+def check_out(out: Path) -> None:
+    """Refuse to write into a folder with files in it."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty. Choose another folder or remove it first")
+
+
 class _Run:
     """One compression: the model on the meta device, its blocks filled one at a time."""
 
     def __init__(
         self, checkpoint: Path, out: Path, scheme: Scheme, calibration: CalibrationConfig | None, device: torch.device
     ) -> None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise CheckpointError(f"{out} exists and is not empty. Choose another folder or remove it first")
+        check_out(out)
         self.source, self.out, self.scheme, self.device = Source(checkpoint), out, scheme, device
         self.model, self.blocks = self.source.model, self.source.blocks
         self.rules = self.source.rules(scheme)

@@ -87,6 +87,8 @@ def test_a_model_that_loses_more_than_its_bound_is_refused_in_one_line(tmp_path)
         (("--scheme", "int8", "--max-loss", "1%"), "--verify SHARDS"),
         (("--scheme", "int8", "--tasks", "vqa"), "go together"),
         (("--scheme", "int8", "--target-size", "0.4"), "leave out --scheme"),
+        (("--target-size", "0.4", "--calibration", "no-shards"), "no-shards: No such file or directory"),
+        (("--scheme", "int8", "--calibration", "no-shards"), "no-shards: No such file or directory"),
         (("--target-size", "0.4", "--group-size", "64"), "--group-size is of a named scheme"),
     ],
 )
@@ -96,3 +98,13 @@ def test_a_mistake_is_one_line(options, message, checkpoint, tmp_path, command):
     assert message in ended.err
     assert len(ended.err.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_output_folder_is_refused_before_schemes_are_tried(checkpoint, shards, tmp_path, command):
+    (tmp_path / "kept.txt").write_text("mine")
+    options = ("--target-size", "0.5", "--calibration", str(shards / "small"), "-o", str(tmp_path))
+    ended = command("compress", str(checkpoint), *options)
+    assert ended.status == 2
+    assert "exists and is not empty" in ended.err
+    assert "trial of" not in ended.err
+    assert [file.name for file in tmp_path.iterdir()] == ["kept.txt"]
