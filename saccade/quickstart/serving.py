@@ -104,14 +104,14 @@ def ask(url: str, image: Path, question: str) -> str:
 
 
 def next_steps(checkpoint: Path, image: Path, question: str) -> list[str]:
-    """What to do next, one line each."""
+    """What to do next: commands to paste, each with a comment."""
     folder = shlex.quote(str(checkpoint))
     return [
         "next:",
-        f'   saccade chat {folder} {shlex.quote(str(image))} "{question}"',
-        f"   saccade serve {folder}        the server with its page",
-        "   saccade quickstart --dir mine --data FOLDER        your own images with captions, or shards",
-        "   saccade recipes list        recipes for larger models, saccade recipes copy NAME to change one",
+        f"   saccade chat {folder} {shlex.quote(str(image))} {shlex.quote(question)}",
+        f"   saccade serve {folder}        # the server with its page",
+        "   saccade quickstart --dir mine --data FOLDER        # your own images with captions, or shards",
+        "   saccade recipes list        # recipes for larger models, saccade recipes copy NAME to change one",
     ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from saccade.errors import ConfigError, DataError
 from saccade.quickstart.flow import make_data, prepare, tasks_of
 from saccade.quickstart.plan import QuickstartConfig, train_command
 from saccade.quickstart.progress import Progress
+from saccade.quickstart.serving import next_steps
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = ["--scenes", "40", "--steps", "12", "--device", "cpu"]
@@ -111,6 +113,18 @@ def test_a_folder_of_something_else_or_of_other_options_is_refused(tmp_path):
     assert Progress.open(tmp_path / "mine", {"steps": 5}).steps == {"data": {"lines": ["x"]}}
     with pytest.raises(ConfigError, match=r"other options.*steps 5"):
         Progress.open(tmp_path / "mine", {"steps": 6})
+
+
+def test_the_next_commands_can_be_pasted_into_a_shell():
+    question = 'Is "5$" or `x` on it?'
+    title, *lines = next_steps(Path("my run/step-1"), Path("my run/a.png"), question)
+    assert title == "next:"
+    shell = [shlex.split(line, comments=True) for line in lines]
+    assert shell[0] == ["saccade", "chat", "my run/step-1", "my run/a.png", question]
+    assert shell[1] == ["saccade", "serve", "my run/step-1"]
+    assert shell[2:] == [["saccade", "quickstart", "--dir", "mine", "--data", "FOLDER"], ["saccade", "recipes", "list"]]
+    run = subprocess.run(["sh", "-c", f"saccade() {{ printf %s \"$4\"; }}; {lines[0]}"], capture_output=True, text=True)  # fmt: skip
+    assert run.stdout == question
 
 
 def test_a_text_model_without_a_gpu_is_refused(command, tmp_path):
