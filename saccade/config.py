@@ -116,7 +116,7 @@ def _decode(kind: Any, value: object, where: str, path: str) -> Any:
         return Path(value)
     if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
-    raise ConfigError(f"{where}: {path} = {value!r} has type {type(value).__name__}, expected {_name(kind)}")
+    raise ConfigError(f"{where}: {path} = {value!r} has type {type(value).__name__}, expected {_expected(kind)}")
 
 
 def _decode_union(kinds: Sequence[Any], value: object, where: str, path: str) -> Any:
@@ -145,7 +145,7 @@ def _decode_dataclass(kind: Any, value: object, where: str, path: str) -> Any:
             raise ConfigError(f"{where}: unknown key {dotted[name]}. {_suggestion(name, fields)}")
     needed = [n for n, f in fields.items() if n not in value and _has_no_default(f)]
     if needed:
-        raise ConfigError(f"{where}: missing {', '.join(dotted[name] for name in needed)}")
+        raise ConfigError(f"{where}: missing {', '.join(dotted[name] for name in needed)}. Add what is missing")
     decoded = {name: _decode(annotations[name], item, where, dotted[name]) for name, item in value.items()}
     try:
         return kind(**decoded)
@@ -164,6 +164,15 @@ def _has_no_default(field: dataclasses.Field[Any]) -> bool:
 
 def _name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
+
+
+def _expected(kind: Any) -> str:
+    """A type in TOML's words: a list or table of what, or the name of a plain type."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin not in (tuple, dict):
+        return _name(kind)
+    container, item = ("a list of", arguments[0]) if origin is tuple else ("a table of", arguments[1])
+    return f"{container} {'sections' if dataclasses.is_dataclass(item) else _expected(item)}"
 
 
 def encode(config: object) -> dict[str, Any]:
