@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -296,9 +297,11 @@ def _check_skipped_share(report: PrepareReport, options: PrepareOptions) -> None
 
 
 def _most_frequent(report: PrepareReport) -> str:
-    """The most frequent reason for skipping, with an example."""
+    """The two most frequent reasons for skipping, each with an example."""
     if not report.skipped:
         return "Check the paths"
-    reason = next(iter(report.skipped))
-    example = next(entry.examples[reason][0] for entry in report.inputs if reason in entry.examples)
-    return f"Most often: {reason} ({report.skipped[reason]} times), for instance {example}"
+    return "Most often: " + "; ".join(
+        f"{reason} ({count} times), for instance "
+        + next(entry.examples[reason][0] for entry in report.inputs if reason in entry.examples)
+        for reason, count in itertools.islice(report.skipped.items(), 2)
+    )

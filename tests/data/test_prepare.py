@@ -479,6 +479,19 @@ def test_options_are_checked(options):
         PrepareOptions(**options)
 
 
+def test_a_llava_folder_is_refused_with_the_way_to_name_its_file(tmp_path):
+    folder = tmp_path / "llava"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.jpg").write_bytes(make_jpeg())
+    turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat"}]
+    (folder / "all.json").write_text(json.dumps([{"id": "0", "image": "0.jpg", "conversations": turns}]))
+    with pytest.raises(DataError, match=r"no usable text \(3 times\).*json is not an object.*chat:FILE, with --images"):
+        prepare([parse_input(str(folder))], tmp_path / "out")
+    named = parse_input(f"chat:{folder / 'all.json'}", images=folder)
+    assert prepare([named], tmp_path / "out").num_samples == 1
+
+
 def test_nothing_usable_is_an_error_and_the_folder_stays_usable(tmp_path):
     spec = make_captions(tmp_path / "coco", 4)
     (tmp_path / "empty").mkdir()

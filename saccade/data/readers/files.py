@@ -81,5 +81,6 @@ def _parse(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UnusableError("json unreadable", str(error)) from error
     if not isinstance(fields, dict):
-        raise UnusableError("json unreadable", f"a {type(fields).__name__}, not an object")
+        remedy = "Give a file of all conversations as chat:FILE, with --images FOLDER"
+        raise UnusableError("json is not an object", f"a {type(fields).__name__}. {remedy}")
     return fields
