@@ -128,12 +128,13 @@ def validation_error(
         return bad_request("the body must be a JSON object", code="invalid_json")
     found = [(_path(error["loc"], body), error) for error in errors]
     path, error = max(found, key=lambda one: len(one[0]))
-    name = _spell(path) or "the body"
+    param = _spell(path) or None
+    name = param or "the body"
     if error["type"] == "extra_forbidden" and (reason := (unsupported or {}).get(str(path[-1]))):
-        return bad_request(f"{name} is not supported: {reason}", param=name, code="unsupported_parameter")
+        return bad_request(f"{name} is not supported: {reason}", param=param, code="unsupported_parameter")
     words, code = _WORDS.get(error["type"], ("is not valid", "invalid_value"))
     context = {key: str(value)[:200] for key, value in (error.get("ctx") or {}).items()}
-    return bad_request(f"{name} {words.format_map(_Context(context))}", param=name, code=code)
+    return bad_request(f"{name} {words.format_map(_Context(context))}", param=param, code=code)
 
 
 class _Context(dict[str, str]):

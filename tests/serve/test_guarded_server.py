@@ -206,6 +206,7 @@ def test_browsers_of_other_origins_are_not_let_in_and_headers_are_safe(guarded):
 def test_a_body_that_is_no_request_is_refused(guarded, body, code):
     response = guarded.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert code_of(response) == (400, code)
+    assert response.json()["error"]["param"] in (None, "messages")
 
 
 @pytest.mark.parametrize(
