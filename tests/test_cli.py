@@ -505,6 +505,8 @@ def test_recipes_are_listed_and_copied(command, tmp_path):
 def test_the_next_command_can_be_pasted_into_a_shell(command, tmp_path):
     copied = command("recipes", "copy", "tiny", tmp_path / "my recipe.toml").out
     assert shlex.split(copied.partition("next: ")[2]) == ["saccade", "train", str(tmp_path / "my recipe.toml")]
+    copied = command("recipes", "copy", "slurm", tmp_path).out
+    assert shlex.split(copied.partition("next: ")[2]) == ["sbatch", str(tmp_path / "slurm.sh"), "RECIPE"]
 
 
 def test_recipes_copy_refuses_an_unknown_name_and_an_existing_file(command, tmp_path):

@@ -30,12 +30,12 @@ def list_(as_json: JsonOption = False) -> None:
 
 @app.command()
 def copy(
-    name: Annotated[str, typer.Argument(help="A recipe of saccade recipes list, with or without .toml.")],
+    name: Annotated[str, typer.Argument(help="A recipe of saccade recipes list, with or without its extension.")],
     to: Annotated[Path, typer.Argument(help="File or folder to write.")] = Path(),
 ) -> None:
     """Copy a recipe, to change it and train with it."""
     known = {path.name: path for path in _recipes()}
-    source = known.get(name) or known.get(f"{name}.toml")
+    source = known.get(name) or known.get(f"{name}.toml") or known.get(f"{name}.sh")
     if source is None:
         raise ConfigError(f"no recipe {name!r}. Recipes: {', '.join(known)}")
     target = to / source.name if to.is_dir() else to
@@ -45,7 +45,9 @@ def copy(
         shutil.copyfile(source, target)
     except OSError as error:
         raise ConfigError(f"{target}: {error.strerror}. Name a file in a folder that can be written") from error
-    typer.echo(f"{target}  next: saccade train {shlex.quote(str(target))}")
+    file = shlex.quote(str(target))
+    next_command = f"sbatch {file} RECIPE" if source.suffix == ".sh" else f"saccade train {file}"
+    typer.echo(f"{target}: its first lines say what it needs. next: {next_command}")
 
 
 def _recipes() -> list[Path]:
