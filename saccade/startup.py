@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-_RARELY = 50_000
+_THRESHOLD_WHILE_IMPORTING = 50_000
 """Net allocations between two collections while modules are imported; Python's default is 700."""
 
 
@@ -30,7 +30,7 @@ def collect_rarely_while_importing() -> None:
         num_modules = len(sys.modules)
 
     gc.callbacks.append(restore_when_imported)
-    gc.set_threshold(_RARELY, *usual[1:])
+    gc.set_threshold(_THRESHOLD_WHILE_IMPORTING, *usual[1:])
 
 
 class QuickExit:

@@ -1,10 +1,10 @@
 """Pick a mixed scheme: the best within a size, or the smallest within a loss.
 
-    try every uniform scheme -> sensitivity, in the best method of each form -> the map with the least sum of KL divergences -> try it
+    try every uniform scheme -> sensitivity, in the best method of each form -> the mixed scheme with the least sum of KL divergences -> try it
 
 A trial compresses as `saccade compress` would, and compares with the original on the calibration samples. Losses of groups are close to
-additive, so the best map within a size is a knapsack, solved exactly over sizes in small steps. Close is not equal, so the trials decide:
-the map is taken if it is nearer to the original than every uniform scheme that fits. What is picked is therefore at least as good on
+additive, so the best mixed scheme within a size is a knapsack, solved exactly over sizes in small steps. Close is not equal, so the trials decide:
+the mixed scheme is taken if it is nearer to the original than every uniform scheme that fits. What is picked is therefore at least as good on
 these samples as every uniform scheme of its size.
 """
 
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 _SAMPLES = 32
 """Samples that sensitivity is measured on."""
 _STEPS = 100_000
-"""Sizes that are distinguished."""
+"""Steps that sizes are rounded to in the knapsack."""
 _BISECTIONS = 7
-"""Maps that are tried to find the smallest within a loss."""
+"""Mixed schemes that are tried to find the smallest within a loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,9 @@ class Choice:
     scheme: Scheme
     """The one nearest to the original of those that fit."""
     sensitivity: Sensitivity
-    """What the map was chosen by."""
+    """What the mixed scheme was chosen by."""
     trials: list[Trial]
-    """The uniform schemes, then maps."""
+    """The uniform schemes, then mixed ones."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -92,8 +92,8 @@ def choose_scheme(
 ) -> Choice:
     """Pick the scheme of the best quality within a size, or of the least size within a loss.
 
-    `folder`: where candidates are compressed for a while. Sensitivity is measured on the first of the calibration's samples, candidates
-    on all of them. Costs eight compressions, with `max_loss` up to fourteen.
+    `folder`: where trials are written, and removed again. Sensitivity is measured on the first of the calibration's samples, trials on
+    all of them. Costs eight or nine compressions, with `max_loss` up to fourteen.
     """
     if target_size is not None:
         _check_reachable(smallest_ratio(Source(checkpoint)), target_size)
@@ -153,31 +153,31 @@ class Picker:
         return self.trials[scheme]
 
     def within_size(self, target: float) -> Scheme:
-        """The scheme nearest to the original within `target` of its bytes: the map by sensitivity, or a uniform one."""
+        """The scheme nearest to the original within `target` of its bytes: the mixed one by sensitivity, or a uniform one."""
         fitting = [trial for trial in self._uniform if trial.ratio <= target]
-        # Sizes are predicted a little too high: first a map as large, by prediction, as the uniform schemes that do fit.
+        # Sizes are predicted a little too high: first a mixed scheme as large, by prediction, as the uniform schemes that do fit.
         for bound in (max([target, *(self._predicted[trial.scheme] for trial in fitting)]), target):
-            mixed = self._try_map(bound, f"mixed-{target:.4g}")
+            mixed = self._try_mixed(bound, f"mixed-{target:.4g}")
             if mixed.ratio <= target:
                 return _best([mixed, *fitting])
         return _best(fitting or [mixed])
 
     def within_loss(self, max_loss: float) -> Scheme:
-        """The smallest map whose perplexity rises by `max_loss` at most, or a uniform scheme that is better and no larger."""
+        """The smallest mixed scheme whose perplexity rises by `max_loss` at most, or a uniform scheme that is better and no larger."""
         low, high, best = self.sensitivity.smallest_ratio + 1e-6, 1.0, None
         for _ in range(_BISECTIONS):
             target = (low + high) / 2
-            trial = self._try_map(target, f"mixed-max-loss-{max_loss:g}")
+            trial = self._try_mixed(target, f"mixed-max-loss-{max_loss:g}")
             if trial.fidelity.perplexity_increase <= max_loss:
                 best, high = trial, target
             else:
                 low = target
         if best is None:
-            raise ConfigError(f"--max-loss {100 * max_loss:g} %: every map loses more. Allow more loss")
+            raise ConfigError(f"--max-loss {100 * max_loss:g} %: every mixed scheme loses more. Allow more loss")
         good = [trial for trial in self._uniform if trial.fidelity.perplexity_increase <= max_loss]
         return _best([best, *(trial for trial in good if trial.ratio <= best.ratio)])
 
-    def _try_map(self, target: float, name: str) -> Trial:
+    def _try_mixed(self, target: float, name: str) -> Trial:
         return self._try(scheme_of(choose_within_size(self.sensitivity, target), self.sensitivity, name=name))
 
 
@@ -185,7 +185,7 @@ def _best(trials: Sequence[Trial]) -> Scheme:
     return min(trials, key=lambda trial: trial.fidelity.kl).scheme
 
 
-# ------------------------------------------------------------------ the map
+# ------------------------------------------------------------------ the mixed scheme
 
 
 def choose_within_size(sensitivity: Sensitivity, target: float) -> dict[str, Candidate]:
@@ -193,7 +193,7 @@ def choose_within_size(sensitivity: Sensitivity, target: float) -> dict[str, Can
     budget = int(target * sensitivity.original_bytes + 1e-3) - sensitivity.other_bytes
     _check_reachable(sensitivity.smallest_ratio, target)
     groups = sensitivity.candidates
-    # Sizes are rounded to whole steps: down, which gives the best map if it fits; else up, which always does.
+    # Sizes are rounded to whole steps: down, which gives the best one if it fits; else up, which always does.
     for rounding in (np.floor, np.ceil):
         chosen = _knapsack(groups, budget, rounding)
         if chosen is not None and sum(one.num_bytes for one in chosen.values()) <= budget:
@@ -204,7 +204,7 @@ def choose_within_size(sensitivity: Sensitivity, target: float) -> dict[str, Can
 def _check_reachable(least: float, target: float) -> None:
     if least > target:
         raise ConfigError(
-            f"--target-size {target:g}: the smallest map has {least:.3f} of the bytes, embeddings and norms included. Give {least + 0.005:.2f} or more"
+            f"--target-size {target:g}: the smallest mixed scheme has {least:.3f} of the bytes, embeddings and norms included. Give {least + 0.005:.2f} or more"
         )
 
 
@@ -231,7 +231,7 @@ def _knapsack(
 
 
 def scheme_of(chosen: Mapping[str, Candidate], sensitivity: Sensitivity, *, name: str) -> Scheme:
-    """A map as a scheme."""
+    """The chosen candidates as a scheme."""
     rules = []
     for group, one in chosen.items():
         layer = layer_of(group)

@@ -41,13 +41,13 @@ def round_projections(
     statistics: Mapping[str, Statistics],
     *,
     is_reached: bool = True,
-    has_errors: bool = True,
+    computes_errors: bool = True,
 ) -> dict[str, RoundedProjection]:
     """Round projections of a block. In `tensors`, those of the block as the checkpoint has them, their weights are replaced, and norms and
     biases that scales were folded into.
 
     `is_reached`: whether calibration samples run through this part of the model; its blocks without statistics are then never run.
-    `has_errors`: whether errors of outputs are computed.
+    `computes_errors`: whether errors of outputs are computed.
     """
     originals = {layer: tensors[f"{layer}.weight"] for layer in rules}
     exact = {f"{layer}.weight": weight.float().clone() for layer, weight in originals.items()}
@@ -56,12 +56,12 @@ def round_projections(
     for layer, rule in rules.items():
         weight_ND, scale_D, found = exact[f"{layer}.weight"], folded.inputs.get(layer), statistics.get(layer)
         scaled = found if found is None or scale_D is None else found.scaled(scale_D)
-        if scaled is None and is_reached:  # in a block behind the last one whose output is read
+        if scaled is None and is_reached:  # in a block after the last one whose output is read
             scaled = Statistics.of_unit_inputs(weight_ND.shape[1], weight_ND.device)
         dtype, chosen = originals[layer].dtype, rule if found is not None else replace(rule, method="rtn")
         quantized = quantize(weight_ND, chosen, scaled, dtype)
         error = rtn_error = None
-        if has_errors and scaled is not None and found is not None:
+        if computes_errors and scaled is not None and found is not None:
             error = relative_error(weight_ND, quantized, scaled, folded.outputs.get(layer))
             original_ND = originals[layer].float()
             rtn_error = relative_error(original_ND, quantize(original_ND, _to_nearest(rule), None, dtype), found)

@@ -73,7 +73,7 @@ class Sensitivity:
 
     @property
     def smallest_ratio(self) -> float:
-        """Size of the smallest map as a share of the original's."""
+        """Size of the smallest mixed scheme as a share of the original's."""
         smallest = sum(min(one.num_bytes for one in options) for options in self.candidates.values())
         return (smallest + self.other_bytes) / self.original_bytes
 
@@ -163,7 +163,7 @@ def predicted_ratio(source: Source, scheme: Scheme) -> float:
 
 
 def smallest_ratio(source: Source) -> float:
-    """Size of the smallest map as a share of the original's."""
+    """Size of the smallest mixed scheme as a share of the original's."""
     saved = [
         max(_saved_bytes(source, name, rule) for rule in _rules(source, name, {"int8": "rtn", "int4": "rtn"}))
         for name in source.plain_projections()
@@ -217,7 +217,7 @@ def _rounded(
     """The model with projections of one block rounded, and the norms that their scales are folded into."""
     originals = source.read([name for name in source.names.values() if is_in(name, block)], model.device)
     tensors, plain = dict(originals), _plain(model, list(rules))
-    rounded = round_projections(model.get_submodule(block), block, tensors, rules, statistics, has_errors=False)
+    rounded = round_projections(model.get_submodule(block), block, tensors, rules, statistics, computes_errors=False)
     for name, layer in plain.items():
         replace_projection(model, name, quantized_form(layer, rounded[name].scheme).eval())
     norms = {}

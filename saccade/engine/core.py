@@ -4,8 +4,8 @@
 
 While the device computes a step, the host plans and launches the next one and only then reads the tokens of the first. A request with
 drafts in flight waits for its tokens; the others do not wait with it. The masks of requests with a grammar are computed when their
-tokens are read: while the forward pass runs that is sampled with them, or, where that is too short and other requests are decoding, while
-a step without them runs.
+tokens are read, during the forward pass that is sampled with them. Where that is too short and other requests are decoding, they are
+computed during a step without those requests.
 
 Messages in and out are plain data, so that the core runs in a thread or in a process of its own (`core_thread.py`,
 `core_process.py`).
@@ -42,14 +42,13 @@ from saccade.model.adapters import Adapter
 logger = logging.getLogger(__name__)
 
 _MAX_STALE_DEADLINES = 1024
-"""Deadlines of ended requests kept before they are swept."""
-
+"""Deadlines of ended requests kept before they are removed."""
 
 _SLOWDOWN_BESIDE_ENCODER = 2
-"""A step beside the vision encoder takes so much longer, roughly: it computes fewer prompt tokens."""
+"""Roughly how many times as long a step takes beside the vision encoder, so that it gets fewer prompt tokens."""
 
 _LONG_MASKS = 0.5
-"""Part of a step's time from which on computing masks holds up the step: the host has to plan and launch meanwhile."""
+"""Share of a step's time above which computing masks delays the step: the host also has to plan and launch the next one."""
 
 _FULL = Failure("waiting", "the engine's queue is full; try again later", "overloaded")
 
@@ -259,7 +258,7 @@ class EngineCore:
     # -------------------------------------------------------------- messages
 
     def handle(self, message: Message | OwnMessage) -> list[RequestOutput]:
-        """Take a message; returns the last output of a request that ends by it."""
+        """Handle a message. Returns the last output of a request that it ends."""
         if isinstance(message, EndRequest):
             return self._finish(self._end(message))
         if isinstance(message, GrammarCompiled):
@@ -316,6 +315,8 @@ class EngineCore:
             self._adapters.remove(entry)
             raise
         self._adapters.activate(entry, adapter.digest)
+
+    # -------------------------------------------------------------- requests
 
     @property
     def _is_full(self) -> bool:
@@ -419,8 +420,8 @@ class EngineCore:
     def step(self, handle_messages: Callable[[], None] = lambda: None) -> list[RequestOutput]:
         """Plan and launch the next step, then process the previous one. Returns what is new of each request.
 
-        `handle_messages` is called again and again while the previous step has prompts and runs: it may wait a little, and `handle`
-        what has come. The images of new requests are encoded at once.
+        `handle_messages` is called repeatedly while a previous step with prompts runs: it may block briefly, and passes new messages to
+        `handle`. The images of new requests are encoded at once.
         """
         try:
             return self._finish([*self._expire(), *self._fail_grammars(), *self._step(handle_messages)])
@@ -445,7 +446,7 @@ class EngineCore:
         return outputs
 
     def _wait(self, step: _InFlight, handle_messages: Callable[[], None]) -> None:
-        """Wait for a step; for a short one the reading waits, which wakes up sooner."""
+        """Handle messages until a step with prompts is done. For a decode step, `read` waits instead: it wakes up sooner."""
         if all(chunk.reads_last_token for chunk in step.plan.chunks):
             return
         while step.handle is not None and not step.handle.is_done:

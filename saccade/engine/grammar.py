@@ -57,7 +57,7 @@ _OWN_LEXER_S = 0.02
 """A grammar that compiles faster than this gets several lexers."""
 
 _NUM_COMPILING = 16
-"""Requests whose grammars are waited for at once; others queue."""
+"""Requests that wait for their grammars at once; others queue."""
 
 _stack_lock = threading.Lock()
 _logger = logging.getLogger(__name__)

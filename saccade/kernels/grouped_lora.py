@@ -142,7 +142,7 @@ def _group_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Place BLOCK tokens: behind all of lower slots, and the earlier ones of their own. The first program writes slots and padding."""
+    """Write BLOCK tokens after all tokens of lower slots and the earlier ones of their own. The first program writes slots and padding."""
     own = tl.program_id(0) * BLOCK
     s, i = tl.arange(0, SLOTS), tl.arange(0, BLOCK)
     total, before = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.int32)
@@ -251,7 +251,7 @@ def _expand_kernel(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """Add scale * low B' to one tile of outputs, which lies within one part. N0, N1, N2: outputs of the parts. IS_PARTIAL: low is partial
+    """Add scale * low B' to one tile of outputs, which is within one part. N0, N1, N2: outputs of the parts. IS_PARTIAL: low is partial
     sums of tiles, else [T, S * P * R]."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()

@@ -114,7 +114,7 @@ def test_the_smallest_map_within_a_loss_is_picked(picker, monkeypatch):
     assert all(
         trial.fidelity.perplexity_increase > 0.002 or trial.fidelity.kl >= picked.fidelity.kl for trial in smaller
     )
-    with pytest.raises(ConfigError, match="every map loses more"):
+    with pytest.raises(ConfigError, match="every mixed scheme loses more"):
         picker.within_loss(-1.0)
 
 

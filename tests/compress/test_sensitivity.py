@@ -41,7 +41,7 @@ def test_the_map_of_a_size_is_the_best_of_all_maps(seed):
 
 
 def test_a_size_that_no_map_reaches_is_refused_with_the_smallest():
-    with pytest.raises(ConfigError, match=r"the smallest map has 0\.\d+ of the bytes"):
+    with pytest.raises(ConfigError, match=r"the smallest mixed scheme has 0\.\d+ of the bytes"):
         choose_within_size(make_sensitivity(random.Random(0), 4), 0.1)
 
 
