@@ -8,27 +8,43 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 _THRESHOLD_WHILE_IMPORTING = 50_000
 """Net allocations between two collections while modules are imported; Python's default is 700."""
 
+_RESEND_S = 0.01
+"""Seconds until a dropped Ctrl-C is sent again: by then the collection has ended, or it is dropped and sent once more."""
+
 
 def collect_rarely_while_importing() -> None:
-    """Raise the threshold of the garbage collector until a collection finds no new module: then the default is restored."""
-    usual, num_modules = gc.get_threshold(), 0
+    """Raise the threshold of the garbage collector until a collection finds no new module: then the default is restored.
+
+    Call it in the main thread. Python drops what a callback of the collector raises, so a Ctrl-C that arrives in it is sent again.
+    """
+    usual, num_modules, usual_hook = gc.get_threshold(), 0, sys.unraisablehook
 
     def restore_when_imported(phase: str, _info: Mapping[str, Any]) -> None:
         nonlocal num_modules
         if phase == "start":
             return
         if len(sys.modules) == num_modules:
-            gc.callbacks.remove(restore_when_imported)
             gc.set_threshold(*usual)
+            gc.callbacks.remove(restore_when_imported)
+            sys.unraisablehook = usual_hook
         num_modules = len(sys.modules)
 
+    def interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
+        if dropped.object is restore_when_imported and dropped.exc_type is KeyboardInterrupt:
+            threading.Timer(_RESEND_S, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+        else:
+            usual_hook(dropped)
+
+    sys.unraisablehook = interrupt_again
     gc.callbacks.append(restore_when_imported)
     gc.set_threshold(_THRESHOLD_WHILE_IMPORTING, *usual[1:])
 

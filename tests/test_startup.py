@@ -61,3 +61,23 @@ assert gc.callbacks == callbacks
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_an_interrupt_during_a_collection_is_not_lost():
+    code = """
+import ctypes, functools, gc, operator, signal, sys, time
+from saccade.startup import collect_rarely_while_importing
+signal.signal(signal.SIGINT, signal.default_int_handler)
+hook = sys.unraisablehook
+collect_rarely_while_importing()
+interrupt = functools.partial(ctypes.CDLL(None)["raise"], signal.SIGINT)  # no check for signals before the callback
+try:
+    list(map(operator.call, (interrupt, gc.collect)))
+    time.sleep(300)
+except KeyboardInterrupt:
+    gc.collect()
+    assert sys.unraisablehook is hook
+    print("interrupted")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "interrupted\n", "")
