@@ -212,6 +212,8 @@ def _scheme(
         if target_size is not None:
             raise ConfigError("--target-size picks a scheme; leave out --scheme, or --target-size")
         chosen = load_scheme(name)
+        if group_size is not None and all(rule.form != "int4" for rule in chosen.rules):
+            raise ConfigError(f"--group-size is for int4 weights, and scheme {chosen.name} has none. Leave it out")
         return (chosen if group_size is None else chosen.with_group_size(group_size)), None
     if target_size is None and max_loss is None:
         raise ConfigError("give --scheme NAME, or --target-size 0.35 or --max-loss 1% to have a mixed one picked")

@@ -57,8 +57,8 @@ class CalibrationConfig:
             raise ConfigError("calibration needs shard folders: --calibration SHARDS")
         if self.num_samples < 1:
             raise ConfigError(f"num_samples is {self.num_samples}; it must be above 0")
-        if isinstance(self.image_weight, float) and self.image_weight < 0:
-            raise ConfigError(f"image_weight is {self.image_weight}; it must not be negative")
+        if isinstance(self.image_weight, float) and not 0 <= self.image_weight < math.inf:
+            raise ConfigError(f"image_weight is {self.image_weight}; give a number from 0, or balanced")
 
 
 class NoSamplesLeftError(DataError):

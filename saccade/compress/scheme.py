@@ -73,7 +73,7 @@ class Rule:
             raise ConfigError(
                 f"symmetric = false is for form int4, and for int8 with static = true; form {self.form!r} has no zero point"
             )
-        if self.group_size is not None and self.group_size % 128 and self.group_size not in (16, 32, 64):
+        if self.group_size is not None and not _is_group_size(self.group_size):
             raise ConfigError(f"group_size is {self.group_size}; it may be 16, 32, 64 or a multiple of 128")
         if self.form == "int4" and self.method == "gptq" and not self.symmetric:
             raise ConfigError("GPTQ rounds symmetric weights. Remove symmetric = false, or use rtn or awq")
@@ -142,6 +142,10 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def _is_group_size(value: int) -> bool:
+    return value in (16, 32, 64) or (value > 0 and value % 128 == 0)
+
+
 def _parse_layers(text: str) -> frozenset[int]:
     numbers: set[int] = set()
     for piece in text.split(","):
@@ -196,4 +200,8 @@ def check_scheme(scheme: Scheme, names: list[str]) -> None:
         if rule.form != "keep" and is_narrow and not any(rule.matches(name) for name in names):
             found = sorted({layer_of(name) for name in names if part_of(name) == rule.part} - {None})  # type: ignore[type-var]
             blocks = f"its blocks are {found[0]}-{found[-1]}" if found else "it has no blocks"
-            raise ConfigError(f"scheme {scheme.name}: a rule matches no projection of {rule.part} ({blocks}): {rule}")
+            last_parts = sorted({name.rpartition(".")[2] for name in names if part_of(name) == rule.part})
+            raise ConfigError(
+                f"scheme {scheme.name}: a rule of {rule.part} with layers {rule.layers or 'all'} and projections "
+                f"{', '.join(rule.projections) or 'all'} matches no projection. Correct it: {blocks}, its projections {', '.join(last_parts)}"
+            )

@@ -66,7 +66,7 @@ class GGUFModel:
         except FileNotFoundError as error:
             raise CheckpointError(f"{path}: no such file. Check the path") from error
         except (ValueError, OSError, IndexError) as error:
-            raise CheckpointError(f"{path}: not a readable GGUF file: {error}") from error
+            raise CheckpointError(f"{path}: not a readable GGUF file: {error}. Download it again") from error
         self.architecture = str(self._field("general.architecture"))
         self._stored = {tensor.name: tensor for tensor in self._reader.tensors}
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from saccade.compress.calibration import CalibrationConfig
 from saccade.compress.scheme import BUILT_IN, Rule, Scheme, check_scheme, load_scheme
 from saccade.errors import ConfigError
 from saccade.model.quantization import fitting_group
@@ -68,8 +69,21 @@ def test_a_rule_that_matches_nothing_is_refused():
         Rule(part="language", layers="7", form="int4"),
         Rule(part="vision", projections=("fc9",), form="int8"),
     ):
-        with pytest.raises(ConfigError, match="matches no projection"):
+        with pytest.raises(ConfigError, match=r"matches no projection. Correct it: its blocks are 0-\d+, its projections \w+") as caught:  # fmt: skip
             check_scheme(Scheme(rules=(rule,)), NAMES)
+        assert "Rule(" not in str(caught.value)
+
+
+@pytest.mark.parametrize("group_size", [0, -128, 7, 100])
+def test_a_group_size_that_no_kernel_has_is_refused(group_size):
+    with pytest.raises(ConfigError, match=f"group_size is {group_size}; it may be 16, 32, 64 or a multiple of 128"):
+        BUILT_IN["w4a16-rtn"].with_group_size(group_size)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_of_image_tokens_is_a_finite_number(weight):
+    with pytest.raises(ConfigError, match="give a number from 0, or balanced"):
+        CalibrationConfig(shards=("shards",), image_weight=weight)
 
 
 def test_an_unknown_scheme_is_refused_with_the_known_ones():

@@ -89,6 +89,7 @@ def test_a_model_that_loses_more_than_its_bound_is_refused_in_one_line(tmp_path)
         (("--scheme", "int8", "--target-size", "0.4"), "leave out --scheme"),
         (("--target-size", "0.4", "--calibration", "no-shards"), "no-shards: No such file or directory"),
         (("--scheme", "int8", "--calibration", "no-shards"), "no-shards: No such file or directory"),
+        (("--scheme", "int8", "--group-size", "64"), "--group-size is for int4 weights, and scheme int8 has none"),
         (("--target-size", "0.4", "--group-size", "64"), "--group-size is of a named scheme"),
     ],
 )
