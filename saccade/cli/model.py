@@ -61,6 +61,10 @@ def quickstart(
         raise ConfigError(
             "--text-model trains the SmolLM2 recipe, which needs a GPU. Leave it out: the tiny recipe trains on a CPU"
         )
+    if device not in ("auto", "cpu"):
+        from saccade.device import resolve_device
+
+        resolve_device(device)  # refuse it before anything is made
     made = run(config, say)
     image, question = held_out_image(config)
     checkpoint = trained_checkpoint(made)

@@ -127,6 +127,13 @@ def test_the_next_commands_can_be_pasted_into_a_shell():
     assert run.stdout == question
 
 
+def test_an_unknown_device_is_refused_before_anything_is_made(command, tmp_path):
+    ended = command("quickstart", "--dir", tmp_path / "x", "--scenes", "20", "--no-serve", "--device", "gpu")
+    assert ended.status == 2
+    assert ended.err == "saccade: unknown device 'gpu'. Use cpu, cuda, cuda:1 or auto\n"
+    assert not (tmp_path / "x").exists()
+
+
 def test_a_text_model_without_a_gpu_is_refused(command, tmp_path):
     if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
         pytest.skip("a text model is refused only where there is no GPU")
