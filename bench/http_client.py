@@ -106,9 +106,11 @@ async def read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> Non
 
 
 def _count(event: bytes, outcome: Outcome, now: float) -> None:
-    if _CONTENT.search(event):
+    is_last = _FINISH.search(event) is not None
+    is_silent = b'"content":' in event and b'"role":' not in event and not is_last  # tokens whose text is incomplete
+    if _CONTENT.search(event) or is_silent:
         outcome.chunk_times.append(now)
-    if _FINISH.search(event):
+    if is_last:
         outcome.num_finished += 1
         outcome.chunk_times = outcome.chunk_times or [now]  # all its tokens are without text
     if b"[DONE]" in event[:16]:

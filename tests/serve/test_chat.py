@@ -34,6 +34,16 @@ def test_answers_over_http_are_those_of_the_engine_and_streamed_is_not_streamed(
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_tokens_without_text_are_streamed_as_they_come(server):
+    """Clients that measure see the first token when it comes, not at the end."""
+    chunks = server.chunks(max_tokens=100, ignore_eos=True, logit_bias={"310": 100})  # an id that no text has
+    first, *others, last = [chunk["choices"][0] for chunk in chunks]
+    assert first["delta"]["role"] == "assistant"
+    assert len(others) > 2, "as many as tokens, unless some arrive together"
+    assert {choice["delta"]["content"] for choice in others} == {""}
+    assert last["finish_reason"] == "length"
+
+
 def test_an_unknown_field_is_refused_by_name(server):
     response = server.chat(foo=1)
     assert response.status_code == 400

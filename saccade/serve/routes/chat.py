@@ -214,7 +214,8 @@ class _ChoiceStream:
             text = "".join([part.text for part in parsed if isinstance(part, ContentDelta)])
             calls = [part for part in parsed if isinstance(part, ToolCallDelta)]
         logprobs = self._answer.delta_logprobs(deltas)
-        if text or logprobs is not None:
+        is_silent = self._parser is None and completion is None  # tokens whose text is incomplete, or that have none
+        if text or logprobs is not None or is_silent:
             yield self._chunk.text(self.index, text, logprobs, usage)
         if calls:
             yield self._chunk.tool_calls(self.index, calls, usage)

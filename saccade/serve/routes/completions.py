@@ -161,7 +161,7 @@ class _Answer:
                     events.append(event(orjson.dumps(error.body)))
                     continue
                 reason = None if delta.completion is None else delta.completion.finish_reason
-                if delta.text or delta.logprobs or reason:
+                if delta.text or delta.token_ids or reason:  # tokens may have no text, or none yet
                     choice = self._choice(index, delta.text, delta.logprobs, offsets[index], reason)
                     events.append(event(orjson.dumps(fields | {"choices": [choice]})))
                 offsets[index] += len(delta.text)
