@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -108,11 +109,22 @@ def next_steps(checkpoint: Path, image: Path, question: str) -> list[str]:
     folder = shlex.quote(str(checkpoint))
     return [
         "next:",
+        *_activation(),
         f"   saccade chat {folder} {shlex.quote(str(image))} {shlex.quote(question)}",
         f"   saccade serve {folder}        # the server with its page",
         "   saccade quickstart --dir mine --data FOLDER        # your own images with captions, or shards",
         "   saccade recipes list        # recipes for larger models, saccade recipes copy NAME to change one",
     ]
+
+
+def _activation() -> list[str]:
+    """A command that puts this environment on the PATH, unless the shell finds its `saccade` already."""
+    commands = Path(sys.prefix) / "bin"
+    script = commands / "activate"
+    if not script.is_file() or shutil.which("saccade") == str(commands / "saccade"):
+        return []
+    shown_path = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
+    return [f"   . {shlex.quote(str(shown_path))}        # once per shell: puts saccade on the PATH"]
 
 
 GPU_HINT = (

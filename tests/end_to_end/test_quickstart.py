@@ -1,12 +1,14 @@
 """`saccade quickstart`: the whole flow in real processes, killed and continued, at the smallest size."""
 
 import json
+import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from venv import create as make_environment
 
 import pytest
 
@@ -115,7 +117,15 @@ def test_a_folder_of_something_else_or_of_other_options_is_refused(tmp_path):
         Progress.open(tmp_path / "mine", {"steps": 6})
 
 
-def test_the_next_commands_can_be_pasted_into_a_shell():
+def test_the_next_commands_can_be_pasted_into_a_shell(monkeypatch, tmp_path):
+    environment = tmp_path / "an environment"
+    make_environment(environment, with_pip=False)
+    (environment / "bin" / "saccade").symlink_to("/bin/true")
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    [_, activate, *_] = next_steps(Path("run"), Path("a.png"), "What?")
+    found = subprocess.run(["sh", "-c", f"{activate}\ncommand -v saccade"], capture_output=True, text=True)
+    assert found.stdout == f"{environment}/bin/saccade\n"
+    monkeypatch.setenv("PATH", str(environment / "bin"), prepend=os.pathsep)
     question = 'Is "5$" or `x` on it?'
     title, *lines = next_steps(Path("my run/step-1"), Path("my run/a.png"), question)
     assert title == "next:"
