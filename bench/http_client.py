@@ -107,8 +107,8 @@ async def read_events(response: aiohttp.ClientResponse, outcome: Outcome) -> Non
 
 def _count(event: bytes, outcome: Outcome, now: float) -> None:
     is_last = _FINISH.search(event) is not None
-    is_silent = b'"content":' in event and b'"role":' not in event and not is_last  # tokens whose text is incomplete
-    if _CONTENT.search(event) or is_silent:
+    is_empty = b'"content":' in event and b'"role":' not in event and not is_last  # tokens whose text is incomplete
+    if _CONTENT.search(event) or is_empty:
         outcome.chunk_times.append(now)
     if is_last:
         outcome.num_finished += 1

@@ -547,12 +547,9 @@ class EngineCore:
 
     def _with_grammar(self, plan: StepPlan) -> list[str]:
         """Open requests with a grammar that the step samples a token of."""
-        states = self._grammar_states
-        return (
-            [chunk.request_id for chunk in plan.chunks if chunk.samples and chunk.request_id in states]
-            if states
-            else []
-        )
+        if not self._grammar_states:
+            return []
+        return [chunk.request_id for chunk in plan.chunks if chunk.samples and chunk.request_id in self._grammar_states]
 
     def _start_masks(self, read: _InFlight | None, launched: _InFlight | None) -> None:
         """Compute the allowed next tokens of requests with a grammar: of those whose tokens were just read, and of those that the step

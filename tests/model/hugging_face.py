@@ -241,7 +241,7 @@ class Oracle:
         return self.model(**inputs).logits[0]
 
     def following(self, inputs: dict[str, torch.Tensor], tokens: list[int]) -> list[int]:
-        """The likeliest token at each position of a continuation; the continuation itself, if it is the greedy one.
+        """The most probable token at each position of a continuation; the continuation itself, if it is the greedy one.
 
         One forward pass, where generation would take one per token.
         """

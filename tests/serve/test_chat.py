@@ -39,7 +39,7 @@ def test_tokens_without_text_are_streamed_as_they_come(server):
     chunks = server.chunks(max_tokens=100, ignore_eos=True, logit_bias={"310": 100})  # an id that no text has
     first, *others, last = [chunk["choices"][0] for chunk in chunks]
     assert first["delta"]["role"] == "assistant"
-    assert len(others) > 2, "as many as tokens, unless some arrive together"
+    assert others, "as many as tokens, unless some arrive together; before, all came with the last"
     assert {choice["delta"]["content"] for choice in others} == {""}
     assert last["finish_reason"] == "length"
 

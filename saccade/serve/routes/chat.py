@@ -214,8 +214,8 @@ class _ChoiceStream:
             text = "".join([part.text for part in parsed if isinstance(part, ContentDelta)])
             calls = [part for part in parsed if isinstance(part, ToolCallDelta)]
         logprobs = self._answer.delta_logprobs(deltas)
-        is_silent = self._parser is None and completion is None  # tokens whose text is incomplete, or that have none
-        if text or logprobs is not None or is_silent:
+        may_be_empty = self._parser is None and completion is None  # tokens whose text is incomplete, or that have none
+        if text or logprobs is not None or may_be_empty:
             yield self._chunk.text(self.index, text, logprobs, usage)
         if calls:
             yield self._chunk.tool_calls(self.index, calls, usage)
