@@ -83,8 +83,8 @@ class _Slot:
     method: Method
     held: dict[str, Tensor]
     """Moments by name, and `master` if the parameter is not fp32."""
-    age: Tensor
-    """int64 scalar on the CPU: number of updates of this parameter."""
+    index: int
+    """Of the parameter in the optimizer's ages."""
 
 
 class Optimizer:
@@ -97,7 +97,12 @@ class Optimizer:
         self.num_steps = 0
         """Total number of steps. Bias correction uses the count of each parameter, which is part of its state."""
         self._config = config
-        self._slots = {name: _open_slot(name, parameter, config) for name, parameter in parameters.items()}
+        self._slots = {
+            name: _open_slot(index, name, parameter, config)
+            for index, (name, parameter) in enumerate(parameters.items())
+        }
+        self._ages = torch.zeros(len(self._slots), dtype=torch.int64)
+        """On the CPU: number of updates of each parameter. One tensor, because a call per parameter would take milliseconds a step."""
 
     @property
     def masters(self) -> dict[str, Tensor]:
@@ -113,14 +118,13 @@ class Optimizer:
         """Update every parameter with `lr_factor` times its group's learning rate and `grad_scale` times its gradient. No host sync."""
         config = self._config
         self.num_steps += 1
+        self._ages += 1
+        ages = self._ages.tolist()
         for group in self.groups:
             for names, decay in ((group.decayed, config.weight_decay), (group.undecayed, 0.0)):
-                for slots in self._alike([self._slots[name] for name in names]):
-                    step = int(slots[0].age) + 1
-                    lr = group.lr * lr_factor
+                for slots in self._alike([self._slots[name] for name in names], ages):
+                    lr, step = group.lr * lr_factor, ages[slots[0].index]
                     self._update(slots, Settings(lr, config.beta1, config.beta2, config.eps, decay, step, grad_scale))
-                    for slot in slots:
-                        slot.age.fill_(step)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -135,7 +139,7 @@ class Optimizer:
         self._synchronize_offload()
         return {
             name: {key: dtensor_like(slot.parameter, x) for key, x in slot.held.items() if key != "master"}
-            | {"step": slot.age}
+            | {"step": self._ages[slot.index]}
             for name, slot in self._slots.items()
         }
 
@@ -151,11 +155,11 @@ class Optimizer:
         if self._config.offload and torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def _alike(self, slots: Sequence[_Slot]) -> Iterator[list[_Slot]]:
+    def _alike(self, slots: Sequence[_Slot], ages: Sequence[int]) -> Iterator[list[_Slot]]:
         """Group slots that one kernel call can update: same method and age, all or none with a master, bounded size if offloaded."""
         lists: dict[tuple[Method, int, bool], list[_Slot]] = {}
         for slot in slots:
-            lists.setdefault((slot.method, int(slot.age), "master" in slot.held), []).append(slot)
+            lists.setdefault((slot.method, ages[slot.index], "master" in slot.held), []).append(slot)
         for alike in lists.values():
             yield from _chunks(alike, _STREAMED_BYTES) if self._config.offload else [alike]
 
@@ -184,7 +188,7 @@ class Optimizer:
                 _to_host(tensors, slot.held)
 
 
-def _open_slot(name: str, parameter: Tensor, config: OptimizerConfig) -> _Slot:
+def _open_slot(index: int, name: str, parameter: Tensor, config: OptimizerConfig) -> _Slot:
     """Zero state, and the master."""
     local, method = local_tensor(parameter.detach()), _method(name, parameter, config)
     held = {} if local.dtype == torch.float32 else {"master": local.float()}
@@ -197,7 +201,7 @@ def _open_slot(name: str, parameter: Tensor, config: OptimizerConfig) -> _Slot:
             held[key] = torch.zeros_like(local, dtype=torch.float32)
     if config.offload and local.is_cuda:
         held = {key: x.cpu().pin_memory() for key, x in held.items()}
-    return _Slot(parameter, method, held, age=torch.tensor(0))
+    return _Slot(parameter, method, held, index)
 
 
 def _method(name: str, parameter: Tensor, config: OptimizerConfig) -> Method:
@@ -241,6 +245,7 @@ def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(local) if parameter.grad is None else local_tensor(parameter.grad).contiguous()
 
 
+@torch.no_grad()
 def total_norm(parameters: Iterable[Tensor]) -> Tensor:
     """L2 norm of all gradients together, on the device: a fp32 scalar, the same on every rank. No host sync.
 
@@ -254,7 +259,7 @@ def total_norm(parameters: Iterable[Tensor]) -> Tensor:
             axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
             key = (gradient.device_mesh, axes)
         if gradient is not None:
-            shards.setdefault(key, []).append(local_tensor(gradient.detach()))
+            shards.setdefault(key, []).append(local_tensor(gradient))
     squares = []
     for key, gradients in shards.items():
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
