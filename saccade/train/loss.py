@@ -11,6 +11,7 @@ dummy image, and a rank without data runs an empty micro-batch. Both contribute 
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,7 +31,9 @@ _LOGITS_CHUNK = 1024
 
 def labels_by_source(inputs: ModelInputs, labels: Tensor, sources: Sequence[int], num_sources: int) -> list[Tensor]:
     """[T] for each of `num_sources`: the labels of that source, given the source of each conversation. On the CPU."""
-    of_token = torch.tensor(sources, dtype=torch.int64).repeat_interleave(inputs.cu_seqlens.diff().long())
+    if num_sources <= 1:
+        return [labels] * num_sources
+    of_token = torch.from_numpy(np.repeat(np.array(sources), inputs.cu_seqlens.diff().numpy()))
     return [labels.masked_fill(of_token != source, IGNORED) for source in range(num_sources)]
 
 
