@@ -26,6 +26,7 @@ class EngineModel:
 
     can_score = True
     can_embed = False
+    has_beam_search = True
 
     def __init__(
         self, folder: Path, *, device: str = "auto", dtype: str | None = None, adapter: Path | None = None
@@ -72,7 +73,12 @@ class EngineModel:
 
     def generate(self, conversation: Conversation, decoding: Decoding) -> Answer:
         """Generate one answer."""
-        [completion] = self._engine.generate([conversation], _sampling(decoding), adapter=self._adapter)
+        if decoding.num_beams > 1:
+            [completion] = self._engine.beam_search(
+                [conversation], num_beams=decoding.num_beams, max_tokens=decoding.max_tokens, adapter=self._adapter
+            )
+        else:
+            [completion] = self._engine.generate([conversation], _sampling(decoding), adapter=self._adapter)
         _check(completion)
         return Answer(
             text=completion.text,

@@ -53,6 +53,9 @@ def evaluate(
         Path | None, typer.Option(help="meteor-1.5.jar with its data folder: adds METEOR to captioning; needs Java.")
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    num_beams: Annotated[
+        int, typer.Option(min=1, help="Beam search with so many beams, for tasks that generate; needs a checkpoint.")
+    ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of examples, shuffled images, sampling and bootstrap.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Examples asked at once.")] = 64,
     name: Annotated[str | None, typer.Option(help="Name of the model in reports; from its path if not given.")] = None,
@@ -99,6 +102,10 @@ def evaluate(
         raise ConfigError("options --load-... set the load of --efficiency, which was not given. Add it")
     if served_model is not None and not any(map(_is_url, [model, *(compare or [])])):
         raise ConfigError("--model is the name of a model on a server, but no URL was given. Remove it")
+    if num_beams > 1 and (url := next(filter(_is_url, [model, *(compare or [])]), None)):
+        raise ConfigError(
+            f"--num-beams {num_beams}: {url} is a server, whose API has no beam search. Give a checkpoint folder"
+        )
 
     def open_model(target: str, *, is_compared: bool = False) -> Any:
         own = None if is_compared else adapter
@@ -117,8 +124,8 @@ def evaluate(
 
             check_training_data(training_data)
         config = evaluation_config(
-            tasks, data, out, limit=limit, images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed,
-            concurrency=concurrency, meteor_jar=meteor_jar, name=name or _name(str(adapter or model)),
+            tasks, data, out, limit=limit, images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature,
+            num_beams=num_beams, seed=seed, concurrency=concurrency, meteor_jar=meteor_jar, name=name or _name(str(adapter or model)),
         )  # fmt: skip
         results = _evaluate_all(model, config, compare or [], shuffle_images, open_model, load if efficiency else None)
         _note_contamination(results, model, training_data or [], is_on=contamination)

@@ -154,6 +154,8 @@ class CoreInfo:
     """Pages of the KV cache."""
     page_size: int
     """Tokens per page."""
+    max_requests: int
+    """Maximum number of running requests."""
 
 
 @dataclass
@@ -216,6 +218,7 @@ class EngineCore:
             vocab_size=runner.model.config.language.vocab_size,
             num_pages=runner.cache.num_pages,
             page_size=config.page_size,
+            max_requests=config.max_requests,
         )
         self._runner, self._clock = runner, clock
         self._max_waiting = config.max_waiting_requests

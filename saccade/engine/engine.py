@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 import torch
 
+from saccade.engine.beam_search import BeamSearch, BeamSearchParams
 from saccade.engine.config import EngineConfig
 from saccade.engine.core import (
     AddAdapter,
@@ -79,6 +80,8 @@ logger = logging.getLogger(__name__)
 _MAX_PRIORITY = 1000
 _NOTHING = object()
 """No item of the inbox."""
+_LIVE_BEAMS = 2
+"""Beams that are searched at once, per running request: one computes while the host extends the other."""
 _PROFILE_S = 60.0
 """Time to write a profile."""
 Conversation = Sequence[dict[str, Any]]
@@ -277,16 +280,9 @@ class Engine:
         `continue_final_message` continues a final assistant message instead of starting a new one. `tools` are functions that the model
         may call, in OpenAI's format; its calls are part of the text.
         """
-        batch: Any = conversations
-        if not isinstance(batch, str | Mapping) and isinstance(batch, Iterable):
-            batch = list(batch)
-        else:
-            raise RequestError('a conversation is a list of messages, such as [{"role": "user", "content": "hello"}]')
-        if batch and isinstance(batch[0], Mapping):
-            batch = [batch]
         submits = [
             partial(self.preprocess, messages, continue_final_message=continue_final_message, tools=tools, salt=salt)
-            for messages in batch
+            for messages in _batch_of(conversations)
         ]
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s, adapter)
         return self._generate(submits, sampling, options, progress)
@@ -310,6 +306,50 @@ class Engine:
         submits = [partial(self.preprocess_tokens, token_ids, images, salt=salt) for token_ids, images in prompts]
         options = RequestOptions(priority, salt, queue_timeout_s, timeout_s, adapter)
         return self._generate(submits, sampling, options, progress)
+
+    def beam_search(
+        self,
+        conversations: Sequence[Conversation] | Conversation,
+        *,
+        num_beams: int,
+        max_tokens: int = 256,
+        length_penalty: float = 1.0,
+        num_return_sequences: int = 1,
+        priority: int = 0,
+        salt: bytes = b"",
+        adapter: str | None = None,
+        progress: bool = False,
+        continue_final_message: bool = False,
+    ) -> list[Completion]:
+        """The best completions of one or several conversations by beam search, `num_return_sequences` consecutive ones for each.
+
+        Tokens are those of `transformers` with `early_stopping=False` (`beam_search.py`). `logprobs` of a completion has one entry per
+        token, without the most likely others. Beams share the prompt through the prefix cache: without it every token computes the prompt
+        again. A conversation that cannot be served has one completion, with its failure.
+        """
+        params = BeamSearchParams(
+            num_beams=num_beams,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            num_return_sequences=num_return_sequences,
+        )
+        options = RequestOptions(priority, salt, None, None, adapter)
+        batch = _batch_of(conversations)
+        live = threading.Semaphore(max(1, _LIVE_BEAMS * self._core.info.max_requests // num_beams))
+        searches: list[BeamSearch] = []
+        try:
+            with _progress_bar(len(batch), progress) as advance:
+                for messages in batch:
+                    live.acquire()
+                    prompt = self.preprocess(messages, continue_final_message=continue_final_message, salt=salt)
+                    searches.append(BeamSearch(self, prompt, params, options))
+                    searches[-1].result.add_done_callback(advance)
+                    searches[-1].result.add_done_callback(lambda _: live.release())
+                return [completion for search in searches for completion in search.result.result()]
+        except BaseException:
+            for search in searches:
+                search.cancel()
+            raise
 
     def preprocess(
         self,
@@ -860,6 +900,14 @@ def with_slots(config: EngineConfig, adapters: Mapping[str, str | Path]) -> Engi
         with contextlib.suppress(UserError):  # a broken one is refused later, alone
             ranks.append(adapter_rank(folder))
     return replace(config, max_adapters=max(config.max_adapters, len(adapters)), max_adapter_rank=max(ranks))
+
+
+def _batch_of(conversations: Any) -> list[Any]:
+    """Conversations as a list, also of a single one."""
+    if isinstance(conversations, str | Mapping) or not isinstance(conversations, Iterable):
+        raise RequestError('a conversation is a list of messages, such as [{"role": "user", "content": "hello"}]')
+    batch = list(conversations)
+    return [batch] if batch and isinstance(batch[0], Mapping) else batch
 
 
 def _sampling_of_each(sampling: Any, count: int) -> list[SamplingParams]:

@@ -24,6 +24,8 @@ class Decoding:
     """0: greedy."""
     seed: int = 0
     """Seed of sampling."""
+    num_beams: int = 1
+    """Beams of beam search; 1: none. Needs temperature 0."""
     ignore_eos: bool = False
     """Continue to `max_tokens`; for measuring speed."""
 
@@ -57,6 +59,8 @@ class Model(Protocol):
     """Whether `log_likelihoods` works."""
     can_embed: bool
     """Whether `embed` works."""
+    has_beam_search: bool
+    """Whether `generate` can search with several beams."""
 
     def describe(self) -> dict[str, Any]:
         """Identity of the model for the results folder: equal before and after a restart, different for other weights."""

@@ -39,6 +39,8 @@ _SIGNATURES = ((b"\x89PNG", "png"), (b"RIFF", "webp"), (b"GIF8", "gif"), (b"BM",
 class OpenAIModel:
     """A model behind a URL. Any thread may ask."""
 
+    has_beam_search = False
+
     def __init__(
         self, url: str, *, model: str | None = None, api_key: str | None = None, timeout_s: float = 600.0
     ) -> None:

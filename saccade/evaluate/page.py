@@ -21,7 +21,7 @@ from saccade.evaluate.charts import histogram, interval_chart
 from saccade.evaluate.comparison import Change, Comparison
 from saccade.evaluate.results import Results
 from saccade.evaluate.run import examples_of
-from saccade.evaluate.tables import LEGEND, Cell, Row, number, score_rows
+from saccade.evaluate.tables import LEGEND, Cell, Row, beams_of, number, score_rows
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def _task_section(task: str, results: Sequence[Results], comparisons: Mapping[st
     ids = {record["id"] for record in shown} | {change.id for some in changes.values() for change in some}
     images = _thumbnails(ours, task, ids)
     parts = [
-        f"<h2>{escape(task)}</h2><p class=soft>{scores['num_examples']:,} examples about {scores['num_images']:,} images</p>"
+        f"<h2>{escape(task)}</h2><p class=soft>{scores['num_examples']:,} examples about {scores['num_images']:,} images{beams_of(ours, task)}</p>"
     ]
     parts += [_charts(task, results, comparisons, records)]
     if shown:

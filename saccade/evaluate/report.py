@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from saccade.evaluate.comparison import Comparison, compare
 from saccade.evaluate.page import make_page
 from saccade.evaluate.results import Results, write_json
-from saccade.evaluate.tables import LEGEND, Cell, latex, markdown, score_rows
+from saccade.evaluate.tables import LEGEND, Cell, beams_of, latex, markdown, score_rows
 from saccade.files import atomic_write
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def _notes(results: Sequence[Results], comparisons: Mapping[str, Comparison]) ->
     lines = []
     for task, scores in ours.scores.get("tasks", {}).items():
         failed = f", {scores['num_failures']} failed" if scores["num_failures"] else ""
-        lines.append(f"{task}: {scores['num_examples']:,} examples, {scores['num_images']:,} images{failed}")
+        lines.append(
+            f"{task}: {scores['num_examples']:,} examples, {scores['num_images']:,} images{beams_of(ours, task)}{failed}"
+        )
         lines += [f"  {note}" for note in scores.get("notes", [])]
         if contamination := scores.get("contamination"):
             lines.append(f"  {contamination['text']}")

@@ -69,6 +69,8 @@ class EvaluationConfig:
     """Seed of the choice of examples, of shuffled images, of sampling and of the bootstrap."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
+    num_beams: int = 1
+    """Beams of the tasks that generate answers; 1: no beam search."""
     shuffle_images: bool = False
     """Exchange the images between examples: what the model scores without looking."""
     concurrency: int = 64
@@ -82,6 +84,10 @@ class EvaluationConfig:
             raise ConfigError(f"tasks are {', '.join(names) or 'missing'}; name at least one, each once")
         if self.concurrency < 1:
             raise ConfigError(f"concurrency is {self.concurrency}; give 1 or more")
+        if self.num_beams < 1:
+            raise ConfigError(f"num_beams is {self.num_beams}; give 1 or more")
+        if self.num_beams > 1 and self.temperature > 0:
+            raise ConfigError("beam search draws no samples. Leave out either the beams or the temperature")
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,10 @@ def prepare_task(config: TaskConfig, evaluation: EvaluationConfig) -> PreparedTa
     chosen = select_examples(accepted, config.limit if config.limit is not None else task.limit, evaluation.seed)
     shown = shuffle_images(chosen, evaluation.seed) if evaluation.shuffle_images else chosen
     decoding = Decoding(
-        max_tokens=config.max_tokens or task.max_tokens, temperature=evaluation.temperature, seed=evaluation.seed
+        max_tokens=config.max_tokens or task.max_tokens,
+        temperature=evaluation.temperature,
+        seed=evaluation.seed,
+        num_beams=evaluation.num_beams if task.needs is None else 1,
     )
     asking = Asking(prompt=config.prompt if config.prompt is not None else task.prompt, decoding=decoding, pool=chosen)
     settings = {
@@ -173,6 +182,8 @@ def _check_abilities(prepared: PreparedTask, model: Model) -> None:
         raise ConfigError(
             f"{prepared.name} needs log-likelihoods, which this server does not give (prompt_logprobs). Evaluate the checkpoint folder"
         )
+    if prepared.asking.decoding.num_beams > 1 and not model.has_beam_search:
+        raise ConfigError("a server's API has no beam search. Evaluate the checkpoint folder, or leave out the beams")
     if prepared.task.needs == "embed" and not model.can_embed:
         raise ConfigError(
             f"{prepared.name} needs embeddings, which this model does not have. Use retrieval, by likelihood"

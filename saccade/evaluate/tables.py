@@ -70,6 +70,12 @@ def score_rows(results: Sequence[Results], comparisons: Mapping[str, Comparison]
     return rows
 
 
+def beams_of(results: Results, task: str) -> str:
+    """`, 3 beams` if answers were found by beam search; else nothing."""
+    num_beams = results.settings["tasks"][task]["decoding"].get("num_beams", 1)
+    return f", {num_beams} beams" if num_beams > 1 else ""
+
+
 def _cell(score: Mapping[str, float] | None, comparison: Comparison | None, task: str, metric: str) -> Cell | None:
     if score is None:
         return None

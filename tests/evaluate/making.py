@@ -55,10 +55,11 @@ class ColourModel:
 
     can_score = True
     can_embed = True
+    has_beam_search = True
 
     def __init__(self, name="colours", refuses=(), knows=tuple(COLOURS)):
         self.name, self.refuses, self.knows = name, refuses, knows
-        self.asked, self._lock = Counter(), threading.Lock()
+        self.asked, self.num_beams, self._lock = Counter(), set(), threading.Lock()
 
     def describe(self):
         return {"rules": self.name}
@@ -83,6 +84,7 @@ class ColourModel:
         colour, text = self._see(conversation), self._text(conversation)
         with self._lock:
             self.asked[text] += 1
+            self.num_beams.add(decoding.num_beams)
         if colour in self.refuses:
             raise RequestError(f"{colour} hurts")
         said = colour if colour in self.knows else "grey"

@@ -136,6 +136,10 @@ def test_models_of_the_same_name_go_by_their_folder(command, walls, tmp_path):
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--model", "served"], "no URL was given"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--load-rate", "2"], "--efficiency, which was not given"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--adapter", "nowhere"], "no adapter_config.json"),
+        (
+            ["--num-beams", "3", "--compare", "http://localhost:1/v1"],
+            "http://localhost:1/v1 is a server, whose API has no beam search",
+        ),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(command, checkpoint, words, message, tmp_path, monkeypatch):

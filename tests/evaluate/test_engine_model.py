@@ -9,6 +9,7 @@ from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.cli.engine_model import EngineModel
 from saccade.data.toy import toy_sample
+from saccade.engine import Engine
 from saccade.errors import CheckpointError, RequestError
 from saccade.evaluate.efficiency import Load, measure_efficiency
 from saccade.evaluate.model import Decoding
@@ -37,6 +38,14 @@ def test_answers_are_those_of_plain_generation(model, checkpoint):
         answer = model.generate(conversation(number), Decoding(max_tokens=6))
         assert answer.text == processor.decode(tokens)
         assert (answer.num_tokens, answer.num_prompt_tokens) == (len(tokens), inputs.num_tokens)
+
+
+def test_several_beams_are_searched_by_the_engine(model, checkpoint):
+    answer = model.generate(conversation(2), Decoding(max_tokens=6, num_beams=4))
+    with Engine.load(checkpoint, device="cpu") as engine:
+        [completion] = engine.beam_search(conversation(2), num_beams=4, max_tokens=6)
+    assert (answer.text, answer.num_tokens) == (completion.text, len(completion.token_ids))
+    assert answer.finish_reason == completion.finish_reason
 
 
 def test_likelihoods_are_sums_over_the_tokens_of_the_continuation(model, checkpoint):

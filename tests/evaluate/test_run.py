@@ -10,6 +10,7 @@ from evaluate.making import COLOURS, ColourModel, caption, picture, write_shards
 from saccade.errors import ConfigError, DataError
 from saccade.evaluate import EvaluationConfig, Results, TaskConfig, compare, evaluate
 from saccade.evaluate.readers import DataSpec
+from saccade.evaluate.report import terminal_report, write_reports
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,7 @@ def test_records_keep_what_was_asked_and_answered(walls, tmp_path):
         "max_tokens": 64,
         "temperature": 0.0,
         "seed": 5,
+        "num_beams": 1,
         "ignore_eos": False,
     }
     [record, *_] = results.records("captioning")
@@ -171,6 +173,25 @@ def test_refused_examples_are_recorded_count_as_wrong_and_are_asked_again(walls,
     assert results.scores["tasks"]["pope"]["metrics"]["accuracy"]["value"] == pytest.approx(3 / 9)
     assert results.records("pope")[0]["failure"] == "red hurts"
     assert scores_of(evaluate(ColourModel(), config), "pope")["accuracy"] == 1.0
+
+
+def test_beam_search_is_recorded_for_tasks_that_generate_and_told_in_the_report(walls, tmp_path):
+    model = ColourModel()
+    config = config_of(walls, tmp_path / "out", "captioning", "perplexity", num_beams=3)
+    results = evaluate(model, config)
+    assert model.num_beams == {3}
+    recorded = {task: one["decoding"]["num_beams"] for task, one in results.settings["tasks"].items()}
+    assert recorded == {"captioning": 3, "perplexity": 1}
+    write_reports([results], {})
+    assert "12 examples about 12 images, 3 beams<" in (tmp_path / "out" / "report.html").read_text()
+    assert "captioning: 12 examples, 12 images, 3 beams" in terminal_report([results], {}).renderables
+    with pytest.raises(ConfigError, match=r"captioning decoding was .*'num_beams': 3.*, now .*'num_beams': 4"):
+        evaluate(model, replace(config, num_beams=4))
+    model.has_beam_search = False
+    with pytest.raises(ConfigError, match=r"API has no beam search\. Evaluate the checkpoint folder"):
+        evaluate(model, replace(config, out=tmp_path / "other"))
+    with pytest.raises(ConfigError, match="beam search draws no samples"):
+        replace(config, temperature=0.5)
 
 
 def test_results_of_other_settings_are_not_mixed(walls, tmp_path):
