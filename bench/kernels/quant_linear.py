@@ -34,7 +34,7 @@ from saccade.kernels.quant_linear import (
 from saccade.kernels.rms_norm import add_rms_norm, add_rms_norm_quant
 from saccade.kernels.small_quant_linear import (
     Weight4bit,
-    gated_linear_w4a16,
+    norm_gated_linear_w4a16,
     norm_linear_w4a16,
     small_linear_w4a16,
     small_matmul_w8a8,
@@ -242,21 +242,24 @@ class Block:
             return small_linear_w4a16(x, Weight4bit(*weight))
         return small_matmul_w8a8(*quantize_activation(x, EIGHT_BITS[self.kind]), *weight, out_dtype=x.dtype)
 
-    def gated(self, layer: str, gate: Tensor, up: Tensor) -> Tensor:
-        """Gated activation, then linear."""
-        weight = self.weights[layer]
+    def feed_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Norm of a sum, gate and up, activation, down: (out, the sum)."""
+        gate_up, down = self.weights["gate and up"], self.weights["down"]
         if self.kind == "bf16":
-            return small_linear.gated_linear(gate, up, *weight)
+            hidden, total = small_linear.norm_gated_linear(x, residual, self.gain, EPS, *gate_up)
+            return small_linear.small_linear(hidden, *down), total
         if self.kind == "int4":
-            return gated_linear_w4a16(gate, up, Weight4bit(*weight))
-        return small_matmul_w8a8(*swiglu_quant(gate, up, EIGHT_BITS[self.kind]), *weight, out_dtype=gate.dtype)
+            hidden, total = norm_gated_linear_w4a16(x, residual, self.gain, EPS, Weight4bit(*gate_up))
+            return small_linear_w4a16(hidden, Weight4bit(*down)), total
+        wide, total = self.normed("gate and up", x, residual)
+        hidden8, scale = swiglu_quant(*wide.chunk(2, dim=1), EIGHT_BITS[self.kind])
+        return small_matmul_w8a8(hidden8, scale, *down, out_dtype=x.dtype), total
 
     def run(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """All but the attention, which is the slice of its queries."""
         qkv, total = self.normed("qkv", x, residual, self.bias)
         attended = self.linear("out", qkv[:, :HIDDEN].contiguous())
-        wide, total = self.normed("gate and up", attended, total)
-        return self.gated("down", *wide.chunk(2, dim=1)), total
+        return self.feed_forward(attended, total)
 
 
 def compare_blocks(kinds: tuple[str, ...]) -> list[Result]:
@@ -378,19 +381,24 @@ def small_candidates(case: Case) -> Iterator[tuple[str, Callable[[tuple[Tensor, 
 
 
 def fused_candidates(case: Case) -> Iterator[tuple[str, Callable[[tuple[Tensor, ...]], Tensor]]]:
-    """The 4-bit kernel with the norm or the activation in it, and in parts. Not checked here (tests/kernels/test_small_quant_linear.py does)."""
-    x, other = case.x, random(*case.x.shape)
+    """The 4-bit kernel with norm and activation in it, and in parts. Not checked here (tests/kernels/test_small_quant_linear.py does)."""
+    x, residual = case.x, random(*case.x.shape)
     gain = torch.ones(x.shape[1], device=DEVICE, dtype=x.dtype)
-    for block_n, warps in SMALL_TILES["int4"][LAYERS[case.layer][1] > 4096]:
-        options: dict[str, Any] = {"tiles": small_quant_linear.Tiles(block_n, warps)}
+    is_gated = case.layer == "gate and up"
+    for block_n, warps in SMALL_TILES["int4"][False]:
+        tiles = small_quant_linear.Tiles(block_n, warps)
+        if is_gated and block_n < 2:
+            continue
 
-        def fused(weight: tuple[Tensor, ...], options: dict[str, Any] = options) -> Tensor:
-            how = {"up": other} if case.layer == "down" else {"residual": other, "norm": (gain, EPS)}
-            return small_quant_linear._run_w4a16(x, Weight4bit(*weight), **how, **options)[0]
+        def fused(weight: tuple[Tensor, ...], tiles: Any = tiles) -> Tensor:
+            return small_quant_linear._run_w4a16(
+                x, Weight4bit(*weight), residual=residual, norm=(gain, EPS), is_gated=is_gated, tiles=tiles
+            )[0]
 
-        def in_parts(weight: tuple[Tensor, ...], options: dict[str, Any] = options) -> Tensor:
-            rows = swiglu(x, other) if case.layer == "down" else add_rms_norm(x, other, gain, EPS)[0]
-            return small_quant_linear._run_w4a16(rows, Weight4bit(*weight), **options)[0]
+        def in_parts(weight: tuple[Tensor, ...], tiles: Any = tiles) -> Tensor:
+            rows = add_rms_norm(x, residual, gain, EPS)[0]
+            out = small_quant_linear._run_w4a16(rows, Weight4bit(*weight), tiles=tiles)[0]
+            return swiglu(*out.chunk(2, dim=1)) if is_gated else out
 
         yield f"fused n{block_n} w{warps}", fused
         yield f"in parts n{block_n} w{warps}", in_parts
@@ -403,7 +411,7 @@ def sweep(layers: list[str]) -> list[Result]:
     fused = [
         (case, list(fused_candidates(case)))
         for case in every
-        if case.kind == "int4" and len(case.x) <= 2 and case.layer != "out"
+        if case.kind == "int4" and len(case.x) <= 2 and case.layer in ("qkv", "gate and up")
     ]
     begin = time.monotonic()
     with launch.compile_only(16), torch.no_grad():

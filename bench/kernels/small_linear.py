@@ -26,7 +26,7 @@ from saccade.kernels import launch
 from saccade.kernels import small_linear as module
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm
 from saccade.kernels.small_linear import Tiles
-from saccade.kernels.swiglu import swiglu
+from saccade.kernels.swiglu import swiglu, swiglu_reference
 
 EPS = 1e-6
 TOKENS = (1, 2, 4, 8)
@@ -38,7 +38,7 @@ class Layer(NamedTuple):
     """One linear layer of the model."""
 
     kind: str
-    """norm, norm of sum, gated or plain."""
+    """norm, norm of sum, gated (norm of sum, and the activation behind the product) or plain."""
     num_outputs: int
     num_inputs: int
     has_bias: bool = False
@@ -47,8 +47,8 @@ class Layer(NamedTuple):
 LAYERS = {
     "norm, qkv": Layer("norm", 2560, 2048, has_bias=True),
     "out": Layer("plain", 2048, 2048),
-    "norm of sum, gate up": Layer("norm of sum", 22016, 2048),
-    "swiglu, down": Layer("gated", 2048, 11008),
+    "norm of sum, gate up, swiglu": Layer("gated", 22016, 2048),
+    "down": Layer("plain", 2048, 11008),
     "norm of sum, head": Layer("norm of sum", 151936, 2048),
 }
 
@@ -61,13 +61,11 @@ class Case:
         N, K = copies[0].shape
         self.shape = f"{name} {num_tokens} x {K} -> {N}"
         new = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-        self.x, self.up = new(num_tokens, K), None
-        if self.layer.kind == "gated":
-            self.x, self.up = new(num_tokens, 2 * K).chunk(2, dim=1)
-        self.residual = new(num_tokens, K) if self.layer.kind == "norm of sum" else None
-        self.norm = (new(K), EPS) if self.layer.kind.startswith("norm") else None
+        self.x, self.is_gated = new(num_tokens, K), self.layer.kind == "gated"
+        self.residual = new(num_tokens, K) if self.layer.kind in ("norm of sum", "gated") else None
+        self.norm = (new(K), EPS) if self.layer.kind != "plain" else None
         self.bias = new(N) if self.layer.has_bias else None
-        sizes = [x.nbytes for x in (copies[0], self.x, self.up, self.residual, self.bias) if x is not None]
+        sizes = [x.nbytes for x in (copies[0], self.x, self.residual, self.bias) if x is not None]
         self.work = Work(sum(sizes) + 2 * num_tokens * N)
         self.expected = self.reference(copies[0])
 
@@ -76,12 +74,13 @@ class Case:
         with launch.forced("reference"):
             rows = self.rows().float()
         out = torch.cat([rows @ part.float().T for part in weight.split(8192)], dim=1)
-        return out if self.bias is None else out + self.bias.float()
+        out = out if self.bias is None else out + self.bias.float()
+        return swiglu_reference(*out.chunk(2, dim=1)) if self.is_gated else out
 
     def rows(self) -> Tensor:
-        """What the weight is multiplied with: the elementwise work as launches of its own."""
+        """What the weight is multiplied with: the norm as a launch of its own."""
         if self.norm is None:
-            return self.x if self.up is None else swiglu(self.x, self.up)
+            return self.x
         if self.residual is None:
             return rms_norm(self.x, *self.norm)
         return add_rms_norm(self.x, self.residual, *self.norm)[0]
@@ -89,17 +88,21 @@ class Case:
     def fused(self, weight: Tensor, tiles: Tiles | None = None, overlaps: bool | None = None) -> Tensor:
         """One launch."""
         return module._run(
-            self.x, weight, self.bias, residual=self.residual, norm=self.norm, up=self.up, tiles=tiles,
+            self.x, weight, self.bias, residual=self.residual, norm=self.norm, is_gated=self.is_gated, tiles=tiles,
             overlaps=overlaps,
         )[0]  # fmt: skip
 
     def apart(self, weight: Tensor, tiles: Tiles | None = None) -> Tensor:
-        """The elementwise work, then our product."""
-        return module._run(self.rows(), weight, self.bias, tiles=tiles)[0]
+        """The norm, then our product, then the activation."""
+        return self.activated(module._run(self.rows(), weight, self.bias, tiles=tiles)[0])
 
     def in_parts(self, weight: Tensor) -> Tensor:
-        """The elementwise work, then torch's product."""
-        return F.linear(self.rows(), weight, self.bias)
+        """The norm, then torch's product, then the activation."""
+        return self.activated(F.linear(self.rows(), weight, self.bias))
+
+    def activated(self, out: Tensor) -> Tensor:
+        """What the layer gives for the outputs of its product."""
+        return swiglu(*out.chunk(2, dim=1)) if self.is_gated else out
 
     def measure(self, path: str, way: Callable[[Tensor], Tensor]) -> Row:
         """Compared with the reference, then timed. Compilers fail in many ways; the others continue."""

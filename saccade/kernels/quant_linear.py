@@ -308,9 +308,10 @@ def _w8a8_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
+    STORES_SUMS: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> None:
-    """One tile of outputs over one split of the inputs. EVEN: BLOCK_D divides D."""
+    """One tile of outputs over one split of the inputs, whose sums are stored for `_scale_kernel` if STORES_SUMS. EVEN: BLOCK_D divides D."""
     t, n = _tile_of_program(T, N, BLOCK_T, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     is_token = (t < T)[:, None]
@@ -347,6 +348,9 @@ def _w8a8_kernel(
         total = tl.trans(total)
     stored = is_token & (n < N)[None, :]
     offset = t.to(tl.int64)[:, None] * N + n[None, :]
+    if STORES_SUMS:
+        tl.store(sums + tl.program_id(1) * tl.cast(T, tl.int64) * N + offset, total, mask=stored)
+        return
     if SPLIT:
         total, is_last = _sum_of_splits(total, sums, counters, offset, stored, T, N)
         if not is_last:
@@ -385,16 +389,19 @@ def _scale_kernel(
     out: tl.tensor,
     T: tl.tensor,
     N: tl.tensor,
+    SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Scale the int32 sums [T, N] of a library matmul."""
+    """Add up the sums of splits [SPLITS, T, N] and scale them."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     stored = (t < T)[:, None] & (n < N)[None, :]
     offset = t.to(tl.int64)[:, None] * N + n[None, :]
     total = tl.load(sums + offset, mask=stored, other=0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(sums + split * tl.cast(T, tl.int64) * N + offset, mask=stored, other=0)
     y = _scale_outputs(total, x_scale, weight_scale, bias, t, n, T, N, HAS_BIAS)
     tl.store(out + offset, y.to(out.dtype.element_ty), mask=stored)
 
@@ -577,6 +584,8 @@ class Tiles:
     """Steps in flight."""
     programs_per_sm: int
     """Splits of the inputs are added until the GPU has this many programs."""
+    stores_sums: bool = False
+    """Whether a second kernel adds up the splits, instead of the last program of a tile: faster for large tiles."""
 
 
 # Measured on an H200 at the 3B shapes, CUDA-graph replays with cold weights (bench/kernels/quant_linear.py, 2026-11-16). The kernels below do not start
@@ -584,28 +593,28 @@ class Tiles:
 # as long as its fullest multiprocessor. With it int8 down (11008 -> 2048) went from 0.57 to 0.69 of bf16 at 16 tokens and from 0.82 to 1.05 at 64.
 
 # 8 bits: maximum number of tokens -> tiles. At 16 / 64 tokens in us: int8 down 10.6 / 15.4, gate and up
-# (2048 -> 22016) 15.2 / 16.6; fp8 11.0 / 14.8 and 15.5 / 16.8; torch in bf16 18.5 / 18.8 and 27.4 / 28.8.
+# (2048 -> 22016) 15.2 / 16.6; fp8 11.0 / 14.8 and 15.5 / 16.8; torch in bf16 18.5 / 18.8 and 27.4 / 28.8. At 128 / 256 / 512 tokens int8 down takes
+# 14.0 / 17.0 / 26.2 us with sums that are stored, 17.0 / 27.5 / 35.1 where the last program of a tile adds them up, 27.4 / 28.0 / 54.5 in torch.
 _W8A8_TILES: dict[int, Tiles] = {
     16: Tiles(block_t=16, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
     32: Tiles(block_t=32, block_n=64, block_d=256, num_warps=4, num_stages=3, programs_per_sm=2),
     64: Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
-    128: Tiles(block_t=128, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
+    512: Tiles(block_t=64, block_n=128, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2, stores_sums=True),
     2**62: Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1),
 }
 _LARGE_W4A16 = Tiles(block_t=128, block_n=128, block_d=128, num_warps=8, num_stages=4, programs_per_sm=1)
-# 4 bits: more than 8192 outputs -> maximum number of tokens -> tiles. At 16 / 64 tokens, before the last change of kernel and tiles: down
-# 12.1 / 24.3 us, gate and up 14.6 / 24.4.
+# 4 bits: more than 8192 outputs -> maximum number of tokens -> tiles. At 16 / 32 / 64 tokens in us, torch in bf16 in parentheses: qkv (2048 -> 2560) 5.5 / 6.6 / 7.4
+# (6.6 / 6.7 / 6.8), out (2048 -> 2048) 5.3 / 5.9 / 6.9 (6.3 / 6.4 / 6.6), gate and up 13.6 / 20.1 / 20.5 (26.9 / 27.5 / 28.8), down 9.9 / 11.3 / 15.6 (18.2 / 17.6 / 18.4).
 _W4A16_TILES: dict[bool, dict[int, Tiles]] = {
     False: {
-        16: Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=6, programs_per_sm=4),
-        32: Tiles(block_t=32, block_n=64, block_d=128, num_warps=4, num_stages=5, programs_per_sm=2),
-        64: Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=1),
+        16: Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
+        64: Tiles(block_t=32, block_n=64, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
         2**62: _LARGE_W4A16,
     },
     True: {
         16: Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_stages=6, programs_per_sm=4),
         32: Tiles(block_t=32, block_n=128, block_d=128, num_warps=4, num_stages=5, programs_per_sm=3),
-        64: Tiles(block_t=64, block_n=128, block_d=128, num_warps=4, num_stages=4, programs_per_sm=2),
+        64: Tiles(block_t=64, block_n=64, block_d=128, num_warps=4, num_stages=3, programs_per_sm=2),
         2**62: _LARGE_W4A16,
     },
 }
@@ -614,22 +623,27 @@ _W4A16_FP32_TILES = Tiles(block_t=16, block_n=64, block_d=128, num_warps=4, num_
 _MIN_STEPS = 4
 """Steps along the inputs that are worth a split of their own."""
 _ANY = 2**62
-# By the weight's dtype (int32: 4 bits) and shape, the range of tokens in which torch's matmul is faster (after unpacking 4 bits). Ours / torch's in us:
-# int8 qkv (2048 -> 2560) 6.8 / 8.2 at 32 tokens, 10.2 / 8.3 at 64, 15.9 / 12.2 at 256, 32.4 / 39.4 at 2048, gate and up 36.1 / 49.6 at 256;
-# fp8 qkv 7.0 / 8.5, 10.3 / 8.5, 15.7 / 8.7, 32.7 / 20.5, gate and up 15.5 / 18.9 at 64 and 36.1 / 23.8 at 256, down 26.6 / 29.2 at 256 and 94.7 / 62.1 at 2048;
+# By the weight's dtype (int32: 4 bits) and shape, the number of tokens from which torch's matmul is faster (after unpacking 4 bits). Ours / torch's in us:
+# fp8 qkv 9.5 / 7.4 at 64 tokens, out 7.4 / 6.9, down 14.9 / 13.8, gate and up 16.2 / 19.1 at 64 and 28.8 / 18.9 at 128; int8 gate and up 36.4 / 50.0 at 256;
 # 4 bits qkv 8.7 / 9.8 at 64 and 16.2 / 10.7 at 256, gate and up 62.7 / 64.5 at 256 and 433 / 265 at 2048, down 35.2 / 40.0 and 195 / 126.
-_LIBRARY_TOKENS: dict[torch.dtype, dict[str, tuple[int, int]]] = {
-    torch.int8: {"small": (64, 512), "wide": (_ANY, _ANY), "deep": (_ANY, _ANY)},
-    torch.float8_e4m3fn: {"small": (64, _ANY), "wide": (128, _ANY), "deep": (257, _ANY)},
-    torch.int32: {"small": (128, _ANY), "wide": (257, _ANY), "deep": (257, _ANY)},
+_LIBRARY_TOKENS: dict[torch.dtype, dict[str, int]] = {
+    torch.int8: {"small": _ANY, "wide": _ANY, "deep": _ANY},
+    torch.float8_e4m3fn: {"small": 64, "wide": 65, "deep": 64},
+    torch.int32: {"small": 128, "wide": 257, "deep": 257},
 }
+# By shape, the number of tokens up to which torch's fp8 matmul with one scale, and our scales behind it, is faster than the one with scales per row: it splits
+# the inputs. In us: qkv 8.0 / 9.2 at 256 tokens and 10.2 / 9.4 at 512, down 16.0 / 29.9 at 256, 22.7 / 29.9 at 512 and 36.1 / 32.4 at 1024, gate and up 20.2 / 19.1 at 64.
+_SCALED_AFTER_TOKENS = {"small": 384, "wide": 0, "deep": 768}
+
+
+def _shape_of(num_outputs: int, num_inputs: int) -> str:
+    """How the tables name the shape of a layer."""
+    return "wide" if num_outputs > 8192 else "deep" if num_inputs > 4096 else "small"
 
 
 def _prefers_library(dtype: torch.dtype, num_tokens: int, num_outputs: int, num_inputs: int) -> bool:
     """Whether torch's matmul is faster than our kernel, by the table above."""
-    shape = "wide" if num_outputs > 8192 else "deep" if num_inputs > 4096 else "small"
-    first, end = _LIBRARY_TOKENS[dtype][shape]
-    return first <= num_tokens < end
+    return num_tokens >= _LIBRARY_TOKENS[dtype][_shape_of(num_outputs, num_inputs)]
 
 
 def _tiles_for(table: dict[int, Tiles], num_tokens: int) -> Tiles:
@@ -637,9 +651,22 @@ def _tiles_for(table: dict[int, Tiles], num_tokens: int) -> Tiles:
 
 
 def _num_splits(tiles: Tiles, num_programs: int, num_inputs: int, num_sms: int) -> int:
-    """As many splits as fill the GPU, none shorter than `_MIN_STEPS`."""
-    wanted = tiles.programs_per_sm * num_sms // num_programs
-    return max(1, min(wanted, num_inputs // (tiles.block_d * _MIN_STEPS)))
+    """As many splits as give every multiprocessor the same number of programs, none shorter than `_MIN_STEPS`."""
+    most = num_inputs // (tiles.block_d * _MIN_STEPS)
+    filling = (per_sm * num_sms // num_programs for per_sm in range(tiles.programs_per_sm, 0, -1))
+    return max(1, next((splits for splits in filling if splits <= most), most))
+
+
+_unit_scales: dict[torch.device, Tensor] = {}
+
+
+def _unit_scale(device: torch.device) -> Tensor | None:
+    """The fp32 scalar 1 on a device. None at its first use if a graph is being captured just then: it would be written at replay alone."""
+    if device not in _unit_scales:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _unit_scales[device] = torch.ones((), device=device)
+    return _unit_scales[device]
 
 
 _COUNTER_ROWS, _MAX_COUNTERS = 32, 1024
@@ -666,8 +693,10 @@ def _counters(device: torch.device) -> Tensor | None:
 def _choose_splits(
     tiles: Tiles, num_programs: int, num_inputs: int, device: torch.device, num_splits: int | None
 ) -> tuple[int, Tensor | None]:
-    """Splits (`num_splits` if given) and the counters they need; a single one where there are no counters."""
+    """Splits (`num_splits` if given) and the counters they need where no second kernel adds them up; a single one where there are no counters."""
     splits = num_splits or _num_splits(tiles, num_programs, num_inputs, launch.num_sms(device))
+    if tiles.stores_sums:
+        return splits, None
     counters = _counters(device) if splits > 1 and num_programs <= _MAX_COUNTERS else None
     return (1 if counters is None else splits), counters
 
@@ -687,14 +716,29 @@ def _matmul_w8a8_triton(
     splits, counters = _choose_splits(tiles, num_programs, D, x8_TD.device, num_splits)
     sum_dtype = torch.int32 if weight_ND.dtype == torch.int8 else torch.float32
     out_TN = x8_TD.new_empty((T, N), dtype=out_dtype)
-    sums_STN = out_TN if counters is None else x8_TD.new_empty((splits, T, N), dtype=sum_dtype)
+    stores_sums = tiles.stores_sums and splits > 1
+    has_sums = stores_sums or counters is not None
+    sums_STN = x8_TD.new_empty((splits, T, N), dtype=sum_dtype) if has_sums else out_TN
     _w8a8_kernel[(num_programs, splits)](
         x8_TD, weight_ND, x_scale_T, weight_scale_N1, out_TN if bias_N is None else bias_N, out_TN, sums_STN,
         out_TN if counters is None else counters, T, N, D, x8_TD.stride(0), weight_ND.stride(0), HAS_BIAS=bias_N is not None,
         BLOCK_T=tiles.block_t, BLOCK_N=tiles.block_n, BLOCK_D=tiles.block_d, SPLIT=counters is not None,
-        EVEN=D % tiles.block_d == 0, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        STORES_SUMS=stores_sums, EVEN=D % tiles.block_d == 0, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
+    if stores_sums:
+        _scale_sums(sums_STN, x_scale_T, weight_scale_N1, bias_N, out_TN)
     return out_TN
+
+
+def _scale_sums(
+    sums_STN: Tensor, x_scale_T: Tensor, weight_scale_N1: Tensor, bias_N: Tensor | None, out_TN: Tensor
+) -> None:
+    """Write what the sums of all splits are, scaled."""
+    (S, T, N), block_t, block_n = sums_STN.shape, 4, 512
+    _scale_kernel[(triton.cdiv(T, block_t), triton.cdiv(N, block_n))](
+        sums_STN, x_scale_T, weight_scale_N1, out_TN if bias_N is None else bias_N, out_TN, T, N, SPLITS=S,
+        HAS_BIAS=bias_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip
 
 
 def _matmul_w8a8_library(
@@ -705,18 +749,16 @@ def _matmul_w8a8_library(
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """torch's int8 matmul and our scaling, or its fp8 matmul with scales per row."""
+    """torch's int8 matmul on a CPU, and its fp8 matmul on a GPU: with one scale and ours behind it for few tokens, else with scales per row."""
     if weight_ND.dtype == torch.int8:
-        sums_TN = torch._int_mm(x8_TD, weight_ND.T)
-        if sums_TN.is_cpu:
-            y = sums_TN.float().mul_(x_scale_T.unsqueeze(1)).mul_(weight_scale_N1.float().T)
-            return (y if bias_N is None else y.add_(bias_N)).to(out_dtype)
-        T, N = sums_TN.shape
+        y = torch._int_mm(x8_TD, weight_ND.T).float().mul_(x_scale_T.unsqueeze(1)).mul_(weight_scale_N1.float().T)
+        return (y if bias_N is None else y.add_(bias_N)).to(out_dtype)
+    (T, D), N = x8_TD.shape, len(weight_ND)
+    unit = _unit_scale(x8_TD.device) if _SCALED_AFTER_TOKENS[_shape_of(N, D)] >= T else None
+    if unit is not None:
+        sums_TN = torch._scaled_mm(x8_TD, weight_ND.T, unit, unit, out_dtype=torch.float32, use_fast_accum=True)
         out_TN = sums_TN.new_empty((T, N), dtype=out_dtype)
-        _scale_kernel[(triton.cdiv(T, 4), triton.cdiv(N, 512))](
-            sums_TN, x_scale_T, weight_scale_N1, sums_TN if bias_N is None else bias_N, out_TN, T, N,
-            HAS_BIAS=bias_N is not None, BLOCK_T=4, BLOCK_N=512, num_warps=4,
-        )  # fmt: skip
+        _scale_sums(sums_TN.unsqueeze(0), x_scale_T, weight_scale_N1, bias_N, out_TN)
         return out_TN
     has_fused_bias = bias_N is not None and bias_N.dtype == out_dtype
     y = torch._scaled_mm(
@@ -728,13 +770,12 @@ def _matmul_w8a8_library(
 
 def _library_takes(x8_TD: Tensor, weight_ND: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether torch's 8-bit matmuls accept these shapes on this device."""
-    (T, D), N = x8_TD.shape, len(weight_ND)
+    D, N = x8_TD.shape[1], len(weight_ND)
     if x8_TD.is_cpu:
         is_int8 = weight_ND.dtype == torch.int8 and x8_TD.is_contiguous() and weight_ND.is_contiguous()
         return is_int8 and not torch.compiler.is_compiling() and _has_exact_int8()
-    if not x8_TD.is_cuda or D % 16 or N % 16 or not (x8_TD.is_contiguous() and weight_ND.is_contiguous()):
-        return False
-    return T > 16 if weight_ND.dtype == torch.int8 else out_dtype == torch.bfloat16
+    is_fp8 = weight_ND.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
+    return x8_TD.is_cuda and is_fp8 and D % 16 == N % 16 == 0 and x8_TD.is_contiguous() and weight_ND.is_contiguous()
 
 
 @functools.cache

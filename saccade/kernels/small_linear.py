@@ -1,20 +1,20 @@
 # mypy: allow-untyped-decorators
-"""Linear layers for a few tokens (decode of a small batch), fused with the elementwise operation before them.
+"""Linear layers for a few tokens (decode of a small batch), fused with the norm before them and the gated activation behind them.
 
 Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs, I intermediate channels of a feed-forward layer.
 
-    small_linear:  out = x W' + bias
-    norm_linear:   out = rms_norm(s) W' + bias,  s = x + residual (or x itself);   returns (out, s)
-    gated_linear:  out = swiglu(gate, up) W' + bias,  gate and up [T, I], with any row strides
+    small_linear:       out = x W' + bias
+    norm_linear:        out = rms_norm(s) W' + bias,  s = x + residual (or x itself);   returns (out, s)
+    norm_gated_linear:  out = silu(gate) * up,  [gate, up] = norm_linear with W [2 I, D];   returns (out, s)
 
 x, residual, W [N, D], bias [N] and the outputs share one dtype: bf16, fp16 or fp32. Rounding is that of the unfused layers:
-s, the normalised row before and after its weight, and the gated row are rounded to x's dtype; norm, activation and every sum are
-fp32; out is rounded once, after the bias. Forward only: with gradients, for more tokens, or with a prepacked weight, `rms_norm`,
+s, the normalised row before and after its weight, gate and up are rounded to x's dtype; norm, activation and every sum are
+fp32; out is rounded once, after bias or activation. Forward only: with gradients, for more tokens, or with a prepacked weight, `rms_norm`,
 `swiglu` and `linear` are used.
 
 Memory-bound: the N * D elements of W are read once. A program computes BLOCK_N outputs and loops over the inputs in tiles of
-BLOCK_K. Every program computes the normalised or gated rows itself: T * D elements from the cache, and two barriers for the norm,
-cost less than a launch. Each thread accumulates its own products; one reduction at the end. No atomics and no splits: results are
+BLOCK_K. Every program computes the normalised rows itself: T * D elements from the cache, and two barriers,
+cost less than a launch. A program of a gated layer has the rows of gate and up of BLOCK_N / 2 channels. Each thread accumulates its own products; one reduction at the end. No atomics and no splits: results are
 deterministic, and the tiles do not depend on T, so neither does the order of any sum.
 
 On Hopper (programmatic dependent launch) a kernel starts before the previous one ends and loads its first DEPTH tiles of W before
@@ -59,9 +59,17 @@ def norm_linear_reference(
     return F.linear(normalized_TD, weight_ND, bias_N), total_TD
 
 
-def gated_linear_reference(gate_TI: Tensor, up_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None = None) -> Tensor:
-    """The third."""
-    return F.linear(swiglu_reference(gate_TI, up_TI), weight_DI, bias_D)
+def norm_gated_linear_reference(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    norm_weight_D: Tensor,
+    eps: float,
+    weight_ND: Tensor,
+    bias_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The third: (out, what was normalised)."""
+    out_TN, total_TD = norm_linear_reference(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
+    return swiglu_reference(*out_TN.chunk(2, dim=1)), total_TD
 
 
 @triton.jit
@@ -111,6 +119,26 @@ def _sum_of_rows(sums: tl.tensor, TOKENS: tl.constexpr) -> tl.tensor:
     return tl.reshape(tl.sum(joined, 1), [sums[0].shape[0], TOKENS])
 
 
+@triton.jit
+def rows_of_program(N: tl.tensor, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """A program's outputs [BLOCK_N] (in pairs of one if IS_GATED) and its rows of W, of N outputs; those past the last repeat it."""
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = i // 2 if IS_GATED else i
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    if IS_GATED:
+        row += i % 2 * tl.cast(N, tl.int64)  # gate, up, gate, up, ...
+    return n, row
+
+
+@triton.jit
+def gated_output(result: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """silu(gate) * up of [2 I, T], gate and up in turns and rounded to `dtype` first: [I, T] in fp32."""
+    result = result.to(dtype).to(tl.float32)
+    pairs = tl.reshape(result, [result.shape[0] // 2, 2, result.shape[1]])
+    gate, up = tl.split(tl.permute(pairs, (0, 2, 1)))
+    return gate * tl.sigmoid(gate) * up
+
+
 @triton.jit(do_not_specialize=["num_tokens", "N"])
 def _linear_kernel(
     x: tl.tensor,
@@ -138,7 +166,7 @@ def _linear_kernel(
     VECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """BLOCK_N outputs of all tokens; TOKENS is num_tokens rounded up. VECTOR: elements in 16 bytes. IS_GATED: `residual` is up.
+    """BLOCK_N rows of W for all tokens; TOKENS is num_tokens rounded up. VECTOR: elements in 16 bytes. N: outputs.
 
     DEPTH tiles of W are in flight. The loops are unrolled by DEPTH, after which the tuple of tiles is in order again: no tile is
     moved between registers.
@@ -149,16 +177,16 @@ def _linear_kernel(
     IS_EVEN: tl.constexpr = K == STEP  # a single iteration, all of it inside the row
     dtype = out.dtype.element_ty
     k = tl.arange(0, BLOCK_K)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Outputs and tokens past the last repeat the last: no mask until the end.
-    weights = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * weight_stride
+    n, n_row = rows_of_program(N, BLOCK_N, IS_GATED)
+    weights = weight + n_row[:, None] * weight_stride
     scales = norm_weight + tl.zeros([1, 1], tl.int32)
     tiles = _load_tiles(weights, k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_first")
     if HAS_NORM:
         scale_tiles = _load_tiles(scales, k, K, BLOCK_K, DEPTH, IS_EVEN, "evict_last")
     added = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
-        added += tl.load(bias + tl.minimum(n, N - 1)).to(tl.float32)
+        added += tl.load(bias + n_row).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 
@@ -206,22 +234,21 @@ def _linear_kernel(
                 index = tl.minimum(t, num_tokens - 1).to(tl.int64)
                 rows = x + index * x_stride + tl.zeros([1, 1], tl.int32)
                 row = _load(rows, at, K, IS_EVEN, "evict_last")
-                other_rows = residual + index * residual_stride + tl.zeros([1, 1], tl.int32)
                 if HAS_RESIDUAL:
+                    other_rows = residual + index * residual_stride + tl.zeros([1, 1], tl.int32)
                     row += _load(other_rows, at, K, IS_EVEN, "evict_last")
                 row = row.to(tl.float32)
                 if HAS_NORM:
                     # y = weight * round(s * rstd), rounded
                     own_rstd = tl.sum(tl.where(token == t, rstd, 0.0), 0)
                     row = ((row * own_rstd).to(dtype).to(tl.float32) * scale).to(dtype).to(tl.float32)
-                if IS_GATED:
-                    # y = gate sigmoid(gate) up, rounded
-                    up = _load(other_rows, at, K, IS_EVEN, "evict_last").to(tl.float32)
-                    row = (row * tl.sigmoid(row) * up).to(dtype).to(tl.float32)
                 # Here too: after one iteration over the tokens their sums are in order again.
                 sums = sums[1:] + (sums[0] + _sum_of_vectors(w * row, VECTOR),)  # noqa: RUF005
 
     result = _sum_of_rows(sums, TOKENS) + added[:, None]
+    if IS_GATED:
+        result = gated_output(result, dtype)
+        n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     in_out = (n < N)[:, None] & (token < num_tokens)[None, :]
     tl.store(out + token.to(tl.int64)[None, :] * N + n[:, None], result.to(dtype), mask=in_out)
 
@@ -239,18 +266,16 @@ class Tiles(NamedTuple):
 
 
 # (more than 4096 inputs, more than 8192 outputs) -> tiles. H200, bf16, one token, fused, against the parts with torch's product:
-# 2048 -> 2560 3.8 us (8.1), 2048 -> 2048 2.9 (6.1), 2048 -> 22016 22.4 (26.9), 11008 -> 2048 13.5 (19.1).
+# norm and 2048 -> 2560 4.4 us (8.1), 2048 -> 2048 3.0 (6.1), norm, 2048 -> 22016 and activation 23.2 (28.5), 11008 -> 2048 12.7 (17.1).
 _CUTS = {
     (False, False): Tiles(block_n=4, block_k=1024, num_warps=4, depth=2),
     (False, True): Tiles(block_n=8, block_k=1024, num_warps=4, depth=2),
-    (True, False): Tiles(block_n=8, block_k=2048, num_warps=8, depth=2),
+    (True, False): Tiles(block_n=4, block_k=2048, num_warps=8, depth=2),
     (True, True): Tiles(block_n=8, block_k=1024, num_warps=4, depth=3),
 }
 _WORTHWHILE_TOKENS = {(False, False): 4, (False, True): 1, (True, False): 2, (True, True): 1}
-"""Beyond these torch's product is faster: 2048 -> 2560 with 4 tokens 6.4 us against 8.2, 11008 -> 2048 with 2 16.2 against 19.2 and with 4
-27.8 against 19.5, 2048 -> 22016 with 2 28.8 against 27.2."""
-_FUSED_TOKENS = {"norm": 8, "gate": 2}
-"""Beyond these the norm or the activation is a launch of its own, before the same product: fused, every program does that work again for all tokens, in ~12 instructions an element for the norm and ~25 for the activation."""
+"""Beyond these torch's product is faster: 2048 -> 2560 with 4 tokens 5.1 us against 6.6, 11008 -> 2048 with 2 16.6 against 17.4 and with 4
+27.8 against 18.4, 2048 -> 22016 with 2 28.8 against 27.2."""
 
 
 def _tiles_for(num_outputs: int, num_inputs: int) -> Tiles:
@@ -268,25 +293,25 @@ def _run(
     *,
     residual: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
-    up: Tensor | None = None,
+    is_gated: bool = False,
     tiles: Tiles | None = None,
     overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: (out, x or its sum with `residual`). With `up`, x is the gate. `tiles` and `overlaps`: by default from the
-    table and the device."""
-    (N, K), num_tokens = weight_NK.shape, len(x)
-    tiles = tiles or _tiles_for(N, K)
+    """Launch the kernel: (out, x or its sum with `residual`). `tiles` and `overlaps`: by default from the table and the device."""
+    (num_rows, K), num_tokens = weight_NK.shape, len(x)
+    tiles = tiles or _tiles_for(num_rows, K)
+    N = num_rows // 2 if is_gated else num_rows
     overlaps = launch.can_overlap(x.device) if overlaps is None else overlaps
     out_TN = x.new_empty((num_tokens, N))
     total = x if residual is None else x.new_empty(x.shape)
-    others = next((other for other in (residual, up) if other is not None), x)
+    others = x if residual is None else residual
     norm_weight, eps = norm if norm is not None else (weight_NK, 0.0)
     halves = x.element_size() // 2
     early = {"launch_pdl": True} if overlaps else {}
-    _linear_kernel[(triton.cdiv(N, tiles.block_n),)](
+    _linear_kernel[(triton.cdiv(num_rows, tiles.block_n),)](
         x, others, norm_weight, weight_NK, out_TN if bias_N is None else bias_N, out_TN, total, x.stride(0),
         others.stride(0), weight_NK.stride(0), num_tokens, N, eps, K=K, HAS_NORM=norm is not None,
-        HAS_RESIDUAL=residual is not None, IS_GATED=up is not None, HAS_BIAS=bias_N is not None,
+        HAS_RESIDUAL=residual is not None, IS_GATED=is_gated, HAS_BIAS=bias_N is not None,
         TOKENS=triton.next_power_of_2(num_tokens), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k // halves, DEPTH=tiles.depth,
         VECTOR=8 // halves, OVERLAP=overlaps, num_warps=tiles.num_warps, **early,
     )  # fmt: skip
@@ -313,7 +338,7 @@ def _is_small(operation: str, x: Tensor, weight: Tensor, *others: Tensor | None)
 
 def small_linear(x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """x W' + bias."""
-    _check("small_linear", x_TD, weight_ND, bias_N, num_inputs=x_TD.shape[1])
+    _check("small_linear", x_TD, weight_ND, bias_N)
     if not _is_small("small_linear", x_TD, weight_ND, bias_N):
         return linear(x_TD, weight_ND, bias_N)
     if launch.choose_path("small_linear", *launch.available_paths(x_TD, "triton")) == "triton":
@@ -330,20 +355,11 @@ def norm_linear(
     bias_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) W' + bias, x + residual); without a residual the second is x itself."""
-    _check("norm_linear", x_TD, weight_ND, bias_N, num_inputs=x_TD.shape[1])
-    if norm_weight_D.shape != x_TD.shape[1:] or (residual_TD is not None and residual_TD.shape != x_TD.shape):
-        residual_shape = None if residual_TD is None else tuple(residual_TD.shape)
-        raise ValueError(
-            f"norm_linear: x {tuple(x_TD.shape)}, residual {residual_shape} and norm weight "
-            f"{tuple(norm_weight_D.shape)} do not fit"
-        )
+    _check_norm(x_TD, residual_TD, norm_weight_D, weight_ND, bias_N)
     if not _is_small("norm_linear", x_TD, weight_ND, bias_N, residual_TD, norm_weight_D):
         normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
         return linear(normalized_TD, weight_ND, bias_N), total_TD
     if launch.choose_path("norm_linear", *launch.available_paths(x_TD, "triton")) == "triton":
-        if len(x_TD) > _FUSED_TOKENS["norm"]:
-            normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
-            return _run(normalized_TD, weight_ND, bias_N)[0], total_TD
         return _run(x_TD, weight_ND, bias_N, residual=residual_TD, norm=(norm_weight_D, eps))
     return norm_linear_reference(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
 
@@ -355,24 +371,38 @@ def _norm(x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: 
     return add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
 
 
-def gated_linear(gate_TI: Tensor, up_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None = None) -> Tensor:
-    """(silu(gate) * up) W' + bias."""
-    _check("gated_linear", gate_TI, weight_DI, bias_D, num_inputs=gate_TI.shape[1])
-    if up_TI.shape != gate_TI.shape:
-        raise ValueError(f"gated_linear: gate {tuple(gate_TI.shape)} and up {tuple(up_TI.shape)} do not fit")
-    if not _is_small("gated_linear", gate_TI, weight_DI, bias_D, up_TI):
-        return linear(swiglu(gate_TI, up_TI), weight_DI, bias_D)
-    if launch.choose_path("gated_linear", *launch.available_paths(gate_TI, "triton")) == "triton":
-        if len(gate_TI) > _FUSED_TOKENS["gate"]:
-            return _run(swiglu(gate_TI, up_TI), weight_DI, bias_D)[0]
-        return _run(gate_TI, weight_DI, bias_D, up=up_TI)[0]
-    return gated_linear_reference(gate_TI, up_TI, weight_DI, bias_D)
+def norm_gated_linear(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    norm_weight_D: Tensor,
+    eps: float,
+    weight_ND: Tensor,
+    bias_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(silu(gate) * up, x + residual), where gate and up are the halves of `norm_linear`."""
+    if len(weight_ND) % 2:
+        raise ValueError(f"norm_gated_linear: weight {tuple(weight_ND.shape)} has no halves for gate and up")
+    is_small = _is_small("norm_gated_linear", x_TD, weight_ND, bias_N, residual_TD, norm_weight_D)
+    if is_small and launch.choose_path("norm_gated_linear", *launch.available_paths(x_TD, "triton")) == "triton":
+        _check_norm(x_TD, residual_TD, norm_weight_D, weight_ND, bias_N)
+        return _run(x_TD, weight_ND, bias_N, residual=residual_TD, norm=(norm_weight_D, eps), is_gated=True)
+    out_TN, total_TD = norm_linear(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
+    return swiglu(*out_TN.chunk(2, dim=1)), total_TD
 
 
-def _check(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, num_inputs: int) -> None:
-    is_fit = x.dim() == weight.dim() == 2 and weight.shape[1] == num_inputs
+def _check(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    is_fit = x.dim() == weight.dim() == 2 and weight.shape[1] == x.shape[1]
     if not is_fit or (bias is not None and bias.shape != weight.shape[:1]):
         bias_shape = None if bias is None else tuple(bias.shape)
         raise ValueError(
             f"{operation}: x {tuple(x.shape)}, weight {tuple(weight.shape)} and bias {bias_shape} do not fit"
+        )
+
+
+def _check_norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _check("norm_linear", x, weight, bias)
+    if norm_weight.shape != x.shape[1:] or (residual is not None and residual.shape != x.shape):
+        residual_shape = None if residual is None else tuple(residual.shape)
+        raise ValueError(
+            f"norm_linear: x {tuple(x.shape)}, residual {residual_shape} and norm weight {tuple(norm_weight.shape)} do not fit"
         )

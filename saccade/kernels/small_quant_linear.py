@@ -1,15 +1,15 @@
 # mypy: allow-untyped-decorators
-"""Linear layers on quantized weights for one or two tokens (decode of a small batch), fused with the operation before them in 4 bits.
+"""Linear layers on quantized weights for one or two tokens (decode of a small batch), fused in 4 bits with the norm before them and the gated activation behind them.
 
 Legend: T tokens (at most MAX_TOKENS for the kernels), D inputs, W words of a tile (8 inputs each), N outputs, Z groups of inputs that share
 a scale, I intermediate channels of a feed-forward layer. Weights and scales are those of `quant_linear.py`.
 
-    small_linear_w4a16:  out = x W' + bias
-    norm_linear_w4a16:   out = rms_norm(s) W' + bias,  s = x + residual (or x itself);   returns (out, s)
-    gated_linear_w4a16:  out = swiglu(gate, up) W' + bias,  gate and up [T, I], with any row strides
-    small_matmul_w8a8:   out = x_scale * weight_scale * (x8 W') + bias;   its reference is `matmul_w8a8_reference`
+    small_linear_w4a16:       out = x W' + bias
+    norm_linear_w4a16:        out = rms_norm(s) W' + bias,  s = x + residual (or x itself);   returns (out, s)
+    norm_gated_linear_w4a16:  out = silu(gate) * up,  [gate, up] = norm_linear_w4a16 with W [2 I, D];   returns (out, s)
+    small_matmul_w8a8:        out = x_scale * weight_scale * (x8 W') + bias;   its reference is `matmul_w8a8_reference`
 
-x, residual, gate, up, bias and the outputs share one dtype. s and the gated row are rounded to it, as the separate kernels round them; the
+x, residual, bias and the outputs share one dtype. s, gate and up are rounded to it, as the separate kernels round them; the
 normalised row is not, since 1 / rms is multiplied with the finished sums. Everything else is fp32 (sums of int8 products too). The kernel of
 4 bits takes groups of a multiple of 128 inputs. For more tokens `rms_norm`, `swiglu` and `quant_linear` are used. Forward only.
 
@@ -31,6 +31,7 @@ from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
 from saccade.kernels.quant_linear import linear_w4a16, linear_w4a16_reference, matmul_w8a8
 from saccade.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from saccade.kernels.small_linear import gated_output, rows_of_program
 from saccade.kernels.swiglu import swiglu, swiglu_reference
 
 MAX_TOKENS = 2
@@ -63,9 +64,12 @@ def norm_linear_w4a16_reference(
     return linear_w4a16_reference(normalized_TD, *weight), total_TD
 
 
-def gated_linear_w4a16_reference(gate_TI: Tensor, up_TI: Tensor, weight: Weight4bit) -> Tensor:
-    """The third."""
-    return linear_w4a16_reference(swiglu_reference(gate_TI, up_TI), *weight)
+def norm_gated_linear_w4a16_reference(
+    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float, weight: Weight4bit
+) -> tuple[Tensor, Tensor]:
+    """The third: (out, what was normalised)."""
+    out_TN, total_TD = norm_linear_w4a16_reference(x_TD, residual_TD, norm_weight_D, eps, weight)
+    return swiglu_reference(*out_TN.chunk(2, dim=1)), total_TD
 
 
 @triton.jit
@@ -109,13 +113,6 @@ def _numbers(tile: tl.tensor, j: tl.constexpr, magic: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _silu(x: tl.tensor) -> tl.tensor:
-    """x / (1 + exp(-x)). Every program computes it for all inputs, and a division has twice the instructions of this square."""
-    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
-    return x * (root * root)
-
-
-@triton.jit
 def _sum_of_vectors(x: tl.tensor, VECTOR: tl.constexpr) -> tl.tensor:
     """[R, C] to [R, C / VECTOR]: VECTOR adjacent elements are in one thread, loaded by one instruction."""
     return tl.sum(x.reshape(x.shape[0], x.shape[1] // VECTOR, VECTOR), 2)
@@ -124,7 +121,7 @@ def _sum_of_vectors(x: tl.tensor, VECTOR: tl.constexpr) -> tl.tensor:
 @triton.jit(do_not_specialize=["N", "magic"])
 def _w4a16_kernel(
     x: tl.tensor,
-    other: tl.tensor,
+    residual: tl.tensor,
     norm_weight: tl.tensor,
     words: tl.tensor,
     weight_scale: tl.tensor,
@@ -133,7 +130,7 @@ def _w4a16_kernel(
     out: tl.tensor,
     total: tl.tensor,
     x_stride: tl.tensor,
-    other_stride: tl.tensor,
+    residual_stride: tl.tensor,
     N: tl.tensor,
     eps: tl.tensor,
     magic: tl.tensor,
@@ -149,14 +146,13 @@ def _w4a16_kernel(
     W: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    """BLOCK_N outputs of all tokens. `other`: the residual, or up."""
+    """BLOCK_N rows of W for all tokens. N: outputs."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     WORDS: tl.constexpr = D // 8
     Z: tl.constexpr = D // GROUP
-    dtype = x.dtype.element_ty
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, N - 1).to(tl.int64)[:, None]  # outputs past the last repeat it
+    n, n_row = rows_of_program(N, BLOCK_N, IS_GATED)
+    row = n_row[:, None]
     w = tl.arange(0, W)[None, :]
     v = tl.arange(0, W // 4)[None, :] * 4  # the first word of every 16 bytes
     d = tl.arange(0, 8 * W)
@@ -184,15 +180,12 @@ def _w4a16_kernel(
         for t in tl.static_range(TOKENS):
             inputs = tl.load(x + t * x_stride + at, mask=is_input, other=0.0)
             if HAS_RESIDUAL:
-                inputs += tl.load(other + t * other_stride + at, mask=is_input, other=0.0)
+                inputs += tl.load(residual + t * residual_stride + at, mask=is_input, other=0.0)
                 tl.store(total + t * D + at, inputs, mask=at < stored)
             inputs = inputs.to(tl.float32)
             if HAS_NORM:
                 squares = squares[1:] + (squares[0] + inputs * inputs,)  # noqa: RUF005
                 inputs *= tl.load(norm_weight + at, mask=is_input, other=0.0).to(tl.float32)
-            if IS_GATED:
-                up = tl.load(other + t * other_stride + at, mask=is_input, other=0.0).to(tl.float32)
-                inputs = (_silu(inputs) * up).to(dtype).to(tl.float32)
             values = values + _inputs_of_nibbles(inputs, W)
         # All tokens for each nibble: its float is then needed once. After the tokens the tuple of sums is in order again.
         products = (tl.zeros([BLOCK_N, W], tl.float32),) * TOKENS
@@ -215,7 +208,10 @@ def _w4a16_kernel(
         if HAS_NORM:
             result *= tl.rsqrt(tl.sum(squares[t], 0) / D + eps)
         if HAS_BIAS:
-            result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+            result += tl.load(bias + n_row).to(tl.float32)
+        if IS_GATED:
+            result = tl.reshape(gated_output(result[:, None], out.dtype.element_ty), [BLOCK_N // 2])
+            n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         at_out = out + tl.cast(N, tl.int64) * t + n
         tl.store(at_out, result.to(out.dtype.element_ty), mask=n < N)
 
@@ -280,18 +276,18 @@ class Tiles(NamedTuple):
     """Tile sizes of a layer, by its shape."""
 
     block_n: int
-    """Outputs of a program, for one token; half of them for two."""
+    """Outputs of a program, for one token; half of them for two, but no fewer than two."""
     num_warps: int
     """A thread reads 16 bytes of each output: a tile has 1024 4-bit or 512 8-bit inputs per warp."""
 
 
-# (more than 4096 inputs, more than 8192 outputs) -> tiles. H200, one token, us (bench/kernels/quant_linear.py, 2026-11-16): int4 2048 -> 2560 3.8,
-# 2048 -> 2048 3.5, 2048 -> 22016 9.5, 11008 -> 2048 8.7, and the four with norms and activation in them 26.3 (bf16: 43.4); int8 3.7, 3.0,
-# 15.8, 10.9; fp8 3.1, 2.5, 13.0, 10.9. The tiles are estimates; `--sweep` of that benchmark times others.
+# (more than 4096 inputs, more than 8192 outputs) -> tiles. H200, one token, us (bench/kernels/quant_linear.py, 2026-11-16): int4 norm and 2048 -> 2560 3.7,
+# 2048 -> 2048 2.6, norm, 2048 -> 22016 and activation 11.5, 11008 -> 2048 7.0 (bf16: 4.4, 3.0, 23.2, 12.7); int8 without norm and activation 3.7, 3.0,
+# 15.8, 10.9; fp8 3.1, 2.5, 13.0, 10.9. `--sweep` of that benchmark times other tiles.
 _W4A16_TILES = {
-    (False, False): Tiles(block_n=4, num_warps=2),
+    (False, False): Tiles(block_n=2, num_warps=2),
     (False, True): Tiles(block_n=8, num_warps=2),
-    (True, False): Tiles(block_n=8, num_warps=4),
+    (True, False): Tiles(block_n=4, num_warps=4),
     (True, True): Tiles(block_n=8, num_warps=4),
 }
 _W8A8_TILES = {
@@ -315,7 +311,7 @@ _MAGIC = 0x43000000
 
 def _tiles_for(table: dict[tuple[bool, bool], Tiles], num_outputs: int, num_inputs: int, num_tokens: int) -> Tiles:
     tiles = table[num_inputs > 4096, num_outputs > 8192]
-    return tiles._replace(block_n=tiles.block_n // num_tokens)
+    return tiles._replace(block_n=max(2, tiles.block_n // num_tokens))
 
 
 def _run_w4a16(
@@ -324,23 +320,23 @@ def _run_w4a16(
     *,
     residual: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
-    up: Tensor | None = None,
+    is_gated: bool = False,
     tiles: Tiles | None = None,
     overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: (out, x or its sum with `residual`). With `up`, x is the gate. `tiles` and `overlaps`: by default from the
-    table and the device."""
-    (num_tokens, D), (N, Z) = x.shape, weight.scale.shape
-    tiles = tiles or _tiles_for(_W4A16_TILES, N, D, num_tokens)
+    """Launch the kernel: (out, x or its sum with `residual`). `tiles` and `overlaps`: by default from the table and the device."""
+    (num_tokens, D), (num_rows, Z) = x.shape, weight.scale.shape
+    tiles = tiles or _tiles_for(_W4A16_TILES, num_rows, D, num_tokens)
+    N = num_rows // 2 if is_gated else num_rows
     num_words = min(tiles.num_warps * 128, triton.next_power_of_2(D // 8))
     out_TN = x.new_empty((num_tokens, N))
     total = x if residual is None else x.new_empty(x.shape)
-    other = next((tensor for tensor in (residual, up) if tensor is not None), x)
+    added = x if residual is None else residual
     norm_weight, eps = norm if norm is not None else (x, 0.0)
-    _w4a16_kernel[(triton.cdiv(N, tiles.block_n),)](
-        x, other, norm_weight, weight.words, weight.scale, weight.words if weight.zero_point is None else weight.zero_point,
-        x if weight.bias is None else weight.bias, out_TN, total, x.stride(0), other.stride(0), N, eps, _MAGIC,
-        D=D, GROUP=D // Z, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, IS_GATED=up is not None,
+    _w4a16_kernel[(triton.cdiv(num_rows, tiles.block_n),)](
+        x, added, norm_weight, weight.words, weight.scale, weight.words if weight.zero_point is None else weight.zero_point,
+        x if weight.bias is None else weight.bias, out_TN, total, x.stride(0), added.stride(0), N, eps, _MAGIC,
+        D=D, GROUP=D // Z, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, IS_GATED=is_gated,
         HAS_ZERO=weight.zero_point is not None, HAS_BIAS=weight.bias is not None, TOKENS=num_tokens, BLOCK_N=tiles.block_n,
         W=num_words, num_warps=max(1, num_words // 128), num_stages=1, **launch.overlap_options(x.device, overlaps),
     )  # fmt: skip
@@ -418,8 +414,7 @@ def norm_linear_w4a16(
     x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float, weight: Weight4bit
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) W' + bias, x + residual) on 4-bit weights; without a residual the second is x itself."""
-    if residual_TD is not None and residual_TD.shape != x_TD.shape:
-        raise ValueError(f"norm_linear_w4a16: x {tuple(x_TD.shape)}, residual {tuple(residual_TD.shape)} do not fit")
+    _check_residual(x_TD, residual_TD)
     if not _is_small_w4a16("norm_linear_w4a16", x_TD, weight, residual_TD, norm_weight_D):
         if residual_TD is None:
             return small_linear_w4a16(rms_norm(x_TD, norm_weight_D, eps), weight), x_TD
@@ -430,15 +425,23 @@ def norm_linear_w4a16(
     return norm_linear_w4a16_reference(x_TD, residual_TD, norm_weight_D, eps, weight)
 
 
-def gated_linear_w4a16(gate_TI: Tensor, up_TI: Tensor, weight: Weight4bit) -> Tensor:
-    """(silu(gate) * up) W' + bias on 4-bit weights."""
-    if up_TI.shape != gate_TI.shape:
-        raise ValueError(f"gated_linear_w4a16: gate {tuple(gate_TI.shape)} and up {tuple(up_TI.shape)} do not fit")
-    if not _is_small_w4a16("gated_linear_w4a16", gate_TI, weight, up_TI):
-        return small_linear_w4a16(swiglu(gate_TI, up_TI), weight)
-    if launch.choose_path("gated_linear_w4a16", *launch.available_paths(gate_TI, "triton")) == "triton":
-        return _run_w4a16(gate_TI, weight, up=up_TI)[0]
-    return gated_linear_w4a16_reference(gate_TI, up_TI, weight)
+def norm_gated_linear_w4a16(
+    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float, weight: Weight4bit
+) -> tuple[Tensor, Tensor]:
+    """(silu(gate) * up, x + residual), where gate and up are the halves of `norm_linear_w4a16`."""
+    if len(weight.scale) % 2:
+        raise ValueError(f"norm_gated_linear_w4a16: {len(weight.scale)} outputs have no halves for gate and up")
+    is_small = _is_small_w4a16("norm_gated_linear_w4a16", x_TD, weight, residual_TD, norm_weight_D)
+    if is_small and launch.choose_path("norm_gated_linear_w4a16", *launch.available_paths(x_TD, "triton")) == "triton":
+        _check_residual(x_TD, residual_TD)
+        return _run_w4a16(x_TD, weight, residual=residual_TD, norm=(norm_weight_D, eps), is_gated=True)
+    out_TN, total_TD = norm_linear_w4a16(x_TD, residual_TD, norm_weight_D, eps, weight)
+    return swiglu(*out_TN.chunk(2, dim=1)), total_TD
+
+
+def _check_residual(x: Tensor, residual: Tensor | None) -> None:
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"norm_linear_w4a16: x {tuple(x.shape)}, residual {tuple(residual.shape)} do not fit")
 
 
 def small_matmul_w8a8(

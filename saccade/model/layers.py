@@ -93,8 +93,8 @@ class FeedForward(nn.Module):
         return self._forward(x)
 
     def _forward(self, x: Input, chosen: RowAdapters | None = None) -> Tensor:
-        if chosen is not None:
-            hidden = project_gated(x, self.gate_proj, self.up_proj, chosen)
+        hidden = project_gated(x, self.gate_proj, self.up_proj, chosen)
+        if hidden is not None:
             return project(hidden, self.down_proj, chosen=chosen)[0]
         gate, up = project(x, self.gate_proj, self.up_proj)
         return self.down_proj.gated(gate, up, saves_activation=self.saves_activation)

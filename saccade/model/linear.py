@@ -33,7 +33,7 @@ from saccade.kernels.grouped_lora import group_tokens
 from saccade.kernels.launch import is_differentiable
 from saccade.kernels.linear_cross_entropy import linear_cross_entropy
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm
-from saccade.kernels.small_linear import gated_linear, norm_linear, small_linear
+from saccade.kernels.small_linear import norm_gated_linear, norm_linear, small_linear
 from saccade.kernels.swiglu import swiglu, swiglu_linear
 
 ALIGNMENT = 8
@@ -168,6 +168,10 @@ class Projection(nn.Module):
         """The outputs, in the memory of `out` where that costs nothing: CUDA graphs of all sizes then share one."""
         return out.copy_(self.linear(x))
 
+    def forward_gated(self, x: Input) -> Tensor | None:
+        """silu(gate) * up of outputs [gate, up], without gradients. None: this form leaves it to the next projection, see `gated`."""
+        return None
+
     def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
         """(silu(gate) * up) W' + bias. `saves_activation`: keep silu(gate) * up for backward instead of computing it again."""
         return self.linear(swiglu(gate, up))
@@ -265,8 +269,11 @@ def _with_low(x: Input, parts: Sequence[Projection], adapters: Adapters) -> tupl
     return out[:, :num_outputs], out[:, num_outputs:]
 
 
-def project_gated(x: Input, gate: Projection, up: Projection, chosen: RowAdapters) -> Tensor:
-    """silu(gate(x)) * up(x), with the adapter of each row."""
+def project_gated(x: Input, gate: Projection, up: Projection, chosen: RowAdapters | None = None) -> Tensor | None:
+    """silu(gate(x)) * up(x), where the form of the projections computes it: always with the adapter of each row, never with gradients."""
+    if chosen is None:
+        whole = _whole_of((gate, up))
+        return None if whole is None else whole.forward_gated(x)
     found = None if gate.adapters is None else _with_low(x, (gate, up), gate.adapters)
     if found is None or gate.adapters is None:
         return swiglu(*project(x, gate, up, chosen=chosen))
@@ -364,6 +371,13 @@ class Linear(Projection):
             return out
         return self.linear(x)
 
+    def forward_gated(self, x: Input) -> Tensor | None:
+        """See `Projection`. Norm and activation run in the kernel of the product, for one token."""
+        if not isinstance(x, NormedSum):
+            return swiglu(*self.linear(x).chunk(2, dim=-1))
+        out, x.total = norm_gated_linear(x.x_TD, x.residual_TD, x.weight_D, x.eps, self.weight, self.bias)
+        return out
+
     def forward_into(self, x: Tensor, out: Tensor) -> Tensor:
         """See `Projection`."""
         return super().forward_into(x, out) if self.bias is not None else torch.mm(x, self.weight.t(), out=out)
@@ -374,9 +388,7 @@ class Linear(Projection):
             if saves_activation:
                 return F.linear(swiglu(gate, up), self.weight, self.bias)
             return swiglu_linear(gate, up, self.weight, self.bias)
-        if is_differentiable() or gate.dim() != 2:
-            return F.linear(swiglu(gate, up), self.weight, self.bias)
-        return gated_linear(gate, up, self.weight, self.bias)
+        return self.linear(swiglu(gate, up))
 
     def cross_entropy(
         self,

@@ -29,12 +29,12 @@ from saccade.kernels.quant_linear import (
 from saccade.kernels.rms_norm import add_rms_norm_quant, rms_norm_quant
 from saccade.kernels.small_quant_linear import (
     Weight4bit,
-    gated_linear_w4a16,
+    norm_gated_linear_w4a16,
     norm_linear_w4a16,
     small_linear_w4a16,
     small_matmul_w8a8,
 )
-from saccade.kernels.swiglu import swiglu_quant
+from saccade.kernels.swiglu import swiglu, swiglu_quant
 from saccade.model.linear import Input, Linear, NormedSum, Projection, share_rows
 from saccade.model.quantization import QuantizationConfig, Scheme
 
@@ -327,12 +327,12 @@ class Linear4bit(QuantizedLinear):
         out, x.total = norm_linear_w4a16(x.x_TD, x.residual_TD, x.weight_D, x.eps, self._weight())
         return out
 
-    def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
-        """See `Projection`."""
-        if not self._reads_as_given:
-            return super().gated(gate, up, saves_activation=saves_activation)
-        out_TN = gated_linear_w4a16(gate.flatten(0, -2), up.flatten(0, -2), self._weight())
-        return out_TN.view(*gate.shape[:-1], self.out_features)
+    def forward_gated(self, x: Input) -> Tensor | None:
+        """See `Projection`. Norm and activation run in the kernel of the product, for one token."""
+        if not isinstance(x, NormedSum) or not self._reads_as_given:
+            return swiglu(*self.forward(x).chunk(2, dim=-1))
+        out, x.total = norm_gated_linear_w4a16(x.x_TD, x.residual_TD, x.weight_D, x.eps, self._weight())
+        return out
 
     @property
     def _reads_as_given(self) -> bool:

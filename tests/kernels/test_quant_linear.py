@@ -105,6 +105,27 @@ def test_any_number_of_splits_gives_the_same_in_8_bits(num_splits, bits, device,
     assert_close("y", actual, matmul_w8a8_reference(*case, out_dtype=torch.float32), BOUNDS[one_dtype])
 
 
+@EIGHT_BITS
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+def test_splits_may_be_added_up_by_a_second_kernel(num_splits, bits, device, one_dtype):
+    case = eight_bit_case((70, 150, 600), bits, device, one_dtype)
+    tiles = dataclasses.replace(module._W8A8_TILES[512], num_warps=4)
+    assert tiles.stores_sums
+    actual = module._matmul_w8a8_triton(*case, one_dtype, tiles, num_splits)
+    assert_close("y", actual, matmul_w8a8_reference(*case, out_dtype=torch.float32), BOUNDS[one_dtype])
+
+
+def test_splits_give_every_multiprocessor_the_same_number_of_programs():
+    tiles = module._W4A16_TILES[False][16]
+    assert tiles.programs_per_sm == 2
+    assert module._num_splits(tiles, 32, 11008, num_sms=132) == 8
+    assert module._num_splits(tiles, 40, 2048, num_sms=132) == 3  # six would be too short, four are 160 programs
+    assert module._num_splits(tiles, 32, 2048, num_sms=132) == 4
+    assert module._num_splits(tiles, 500, 2048, num_sms=132) == 1
+    assert module._num_splits(tiles, 4, 2048, num_sms=132) == 4  # too few inputs to fill the GPU
+    assert module._num_splits(tiles, 4, 128, num_sms=132) == 1
+
+
 def test_eight_bit_linear_is_close_to_the_plain_one(device, dtype):
     weight, bias = weights(64, 512, device, dtype)
     x = torch.randn(9, 512, device=device).to(dtype)
@@ -234,6 +255,7 @@ def test_four_bits_are_close_to_the_weight(device):
 def test_few_tokens_are_for_our_kernels_and_thousands_for_the_library_but_in_int8(shape, bits):
     assert not module._prefers_library(bits, 16, *shape)
     assert module._prefers_library(bits, 4096, *shape) == (bits != torch.int8)
+    assert module._SCALED_AFTER_TOKENS[module._shape_of(*shape)] < 1024
 
 
 def test_no_tokens_give_no_outputs(device, one_dtype):
@@ -287,10 +309,11 @@ def test_int8_of_a_cpu_equals_the_reference(shape, dtype):
 @EIGHT_BITS
 @pytest.mark.parametrize("path", ["triton", "library"])
 @pytest.mark.parametrize("num_tokens", [1, 16, 64, 257, 4096])
-def test_real_sizes_equal_the_reference_in_8_bits(num_tokens, path, bits):
-    if path == "library" and bits == torch.int8 and num_tokens <= 16:
-        pytest.skip("torch's int8 matmul begins at 17 tokens")
-    case = eight_bit_case((num_tokens, 2560, 2048), bits, "cuda", torch.bfloat16)
+@pytest.mark.parametrize("shape", [(2560, 2048), (2048, 11008)], ids=str)
+def test_real_sizes_equal_the_reference_in_8_bits(shape, num_tokens, path, bits):
+    if path == "library" and bits == torch.int8:
+        pytest.skip("our kernel is always faster")
+    case = eight_bit_case((num_tokens, *shape), bits, "cuda", torch.bfloat16)
     with launch.forced(path):
         actual = matmul_w8a8(*case, out_dtype=torch.bfloat16)
     assert_close("y", actual, matmul_w8a8_reference(*case, out_dtype=torch.float32), BOUNDS[torch.bfloat16])
@@ -315,9 +338,10 @@ def test_a_captured_graph_of_split_layers_replays_the_same():
     weight, _ = weights(2048, 11008, "cuda", torch.bfloat16)
     x = torch.randn(3, 11008, device="cuda").bfloat16()
     four, eight = four_bits(weight, 128), quantize_weight(weight, torch.int8)
+    many = torch.randn(100, 11008, device="cuda").bfloat16()
 
     def both():
-        return torch.cat([linear_w4a16(x, *four), linear_w8a8(x, *eight)])
+        return torch.cat([linear_w4a16(x, *four), linear_w8a8(x, *eight), linear_w8a8(many, *eight)])
 
     with launch.forced("triton"):
         expected = both()

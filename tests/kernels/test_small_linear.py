@@ -8,13 +8,13 @@ from saccade.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from saccade.kernels.small_linear import (
     MAX_TOKENS,
     Tiles,
-    gated_linear,
-    gated_linear_reference,
+    norm_gated_linear,
+    norm_gated_linear_reference,
     norm_linear,
     norm_linear_reference,
     small_linear_reference,
 )
-from saccade.kernels.swiglu import swiglu_linear, swiglu_reference
+from saccade.kernels.swiglu import swiglu, swiglu_reference
 
 EPS = 1e-6
 
@@ -53,24 +53,30 @@ def expect_norm_linear(x, residual, norm_weight, weight, bias, dtype):
     return actual
 
 
-def expect_gated_linear(gate, up, weight, bias, dtype):
+def expect_norm_gated_linear(x, residual, norm_weight, weight, bias, dtype):
+    """The rows of `weight` are halves for gate and up: an odd last one is left out."""
+    weight = weight[: len(weight) // 2 * 2]
+    bias = None if bias is None else bias[: len(weight)]
     with launch.forced("triton"):
-        actual = gated_linear(gate, up, weight, bias)
-    activated = swiglu_reference(gate.float(), up.float()).to(dtype)  # rounded once, as `swiglu` rounds
-    assert_close("out", actual, product(activated, weight, bias), BOUNDS[dtype])
+        actual, total = norm_gated_linear(x, residual, norm_weight, EPS, weight, bias)
+    expected_total = x if residual is None else x + residual
+    assert torch.equal(total, expected_total)
+    gate_up = product(rms_norm_reference(expected_total, norm_weight, EPS), weight, bias)
+    # Gate and up are rounded as the outputs of a layer are, and each may be off by its bound.
+    expected = swiglu_reference(*gate_up.to(dtype).float().chunk(2, dim=1))
+    assert_close("out", actual, expected, 3 * BOUNDS[dtype])
     return actual
 
 
 def expect_layers(x, residual, norm_weight, weight, bias, dtype):
     expect_linear(x, weight, bias, dtype)
     expect_norm_linear(x, residual, norm_weight, weight, bias, dtype)
-    expect_gated_linear(x, residual, weight, bias, dtype)
-    expect_gated_linear(*torch.cat([x, residual], dim=1).chunk(2, dim=1), weight, bias, dtype)
+    if len(weight) > 1:
+        expect_norm_gated_linear(x, residual, norm_weight, weight, bias, dtype)
 
 
 @pytest.mark.parametrize("num_tokens", range(1, MAX_TOKENS + 1))
-def test_every_number_of_tokens_equals_the_reference(num_tokens, device, dtype, monkeypatch):
-    monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": MAX_TOKENS, "gate": MAX_TOKENS})
+def test_every_number_of_tokens_equals_the_reference(num_tokens, device, dtype):
     expect_layers(*inputs(num_tokens, (7, 129), device, dtype), dtype)
 
 
@@ -80,10 +86,12 @@ def test_every_shape_equals_the_reference(shape, has_bias, device, dtype):
     x, residual, norm_weight, weight, bias = inputs(2, shape, device, dtype, has_bias)
     expect_layers(x, residual, norm_weight, weight, bias, dtype)
     expect_norm_linear(x, None, norm_weight, weight, bias, dtype)
+    if len(weight) > 1:
+        expect_norm_gated_linear(x, None, norm_weight, weight, bias, dtype)
 
 
 def test_the_references_are_the_layers_one_after_the_other(device):
-    x, residual, norm_weight, weight, bias = inputs(3, (7, 16), device, torch.float32)
+    x, residual, norm_weight, weight, bias = inputs(3, (8, 16), device, torch.float32)
     normalized, total = add_rms_norm(x, residual, norm_weight, EPS)
     for actual, expected in zip(
         norm_linear_reference(x, residual, norm_weight, EPS, weight, bias),
@@ -91,8 +99,9 @@ def test_the_references_are_the_layers_one_after_the_other(device):
         strict=True,
     ):
         assert_close("out", actual, expected, 1e-6)
-    expected = swiglu_linear(x, residual, weight, bias)
-    assert_close("out", gated_linear_reference(x, residual, weight, bias), expected, 1e-6)
+    gated, total = norm_gated_linear_reference(x, residual, norm_weight, EPS, weight, bias)
+    assert_close("gated", gated, swiglu(*F.linear(normalized, weight, bias).chunk(2, dim=1)), 1e-6)
+    assert torch.equal(total, x + residual)
     assert torch.equal(small_linear_reference(x, weight, bias), F.linear(x, weight, bias))
 
 
@@ -101,12 +110,6 @@ def test_without_a_residual_the_sum_is_the_input_itself(device):
     for path in ("triton", "reference"):
         with launch.forced(path):
             assert norm_linear(x, None, norm_weight, EPS, weight, bias)[1] is x
-
-
-@pytest.mark.parametrize("fused_tokens", [0, MAX_TOKENS])
-def test_norm_and_activation_may_be_launches_of_their_own(fused_tokens, device, dtype, monkeypatch):
-    monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": fused_tokens, "gate": fused_tokens})
-    expect_layers(*inputs(5, (7, 64), device, dtype), dtype)
 
 
 @pytest.mark.parametrize(
@@ -129,23 +132,22 @@ def test_any_tiles_give_the_same_layer(tiles, num_inputs, device, dtype, monkeyp
 def test_rows_apart_equal_copies(device, dtype):
     _, _, norm_weight, weight, bias = inputs(1, (9, 48), device, dtype)
     wide = torch.randn(5, 4 * 48 + 1, device=device).to(dtype)
-    x, residual, gate, up = wide[:, 48:96], wide[:, 97:145], wide[:, 96:144], wide[:, 144:192]
+    x, residual = wide[:, 48:96], wide[:, 97:145]
     wide_weight = torch.cat([weight, weight], dim=1)[:, :48]
     for w in (weight, wide_weight):
         assert torch.equal(expect_linear(x, w, bias, dtype)[0], expect_linear(x.clone(), w, bias, dtype)[0])
         expect_norm_linear(x, residual, norm_weight, w, bias, dtype)
-        expect_gated_linear(gate, up, w, bias, dtype)
+        expect_norm_gated_linear(x, residual, norm_weight, w, bias, dtype)
 
 
-def test_a_token_does_not_depend_on_the_others(device, dtype, monkeypatch):
+def test_a_token_does_not_depend_on_the_others(device, dtype):
     """Nor on how many there are: alone, and in every batch up to the largest, its outputs are the same bits."""
-    monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": MAX_TOKENS, "gate": MAX_TOKENS})
-    shape = (1040, 2048) if device == "cuda" else (5, 300)
+    shape = (1040, 2048) if device == "cuda" else (6, 300)
     x, residual, norm_weight, weight, bias = inputs(MAX_TOKENS, shape, device, dtype)
 
     def layers(rows):
         with launch.forced("triton"):
-            gated = gated_linear(x[rows], residual[rows], weight, bias)
+            gated, _ = norm_gated_linear(x[rows], residual[rows], norm_weight, EPS, weight, bias)
             plain = small_linear.small_linear(x[rows], weight, bias)
             return gated, plain, *norm_linear(x[rows], residual[rows], norm_weight, EPS, weight, bias)
 
@@ -159,27 +161,29 @@ def test_a_token_does_not_depend_on_the_others(device, dtype, monkeypatch):
                     assert_close("out", one[0], many[token], BOUNDS[dtype] / 10)
 
 
-def test_the_activation_rounds_as_the_kernel_of_its_own_does(device, dtype, monkeypatch):
-    x, residual, _, weight, bias = inputs(3, (9, 512), device, dtype)
-    results = []
-    for fused_tokens in (0, MAX_TOKENS):
-        monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": 0, "gate": fused_tokens})
-        results.append(expect_gated_linear(3 * x, 3 * residual, weight, bias, dtype))
-    assert_close("out", results[1], results[0].float(), 1e-6 if dtype == torch.float32 else BOUNDS[dtype] / 4)
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_an_activation_of_extreme_gates_is_finite(device, dtype):
+    gates = torch.tensor([-1e4, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4, 0.5], device=device).to(dtype)
+    bias = torch.cat([gates, torch.ones_like(gates)])
+    x, residual, norm_weight, weight, _ = inputs(1, (16, 64), device, dtype)
+    with launch.forced("triton"):
+        actual, _ = norm_gated_linear(x, residual, norm_weight, EPS, 0 * weight, bias)
+    assert_close("out", actual[0], swiglu_reference(gates.float(), torch.ones_like(gates).float()), BOUNDS[dtype])
 
 
 def test_more_tokens_and_training_are_served_in_parts(device):
     dtype = torch.float32
     for num_tokens in (0, MAX_TOKENS + 1):
         expect_layers(*inputs(num_tokens, (7, 64), device, dtype), dtype)
-    x, residual, norm_weight, weight, bias = (t.requires_grad_() for t in inputs(2, (7, 64), device, dtype))
+    leaves = x, residual, norm_weight, weight, bias = [t.requires_grad_() for t in inputs(2, (8, 64), device, dtype)]
     with launch.forced("triton"):
         out, total = norm_linear(x, residual, norm_weight, EPS, weight, bias)
-        (out.sum() + gated_linear(x, residual, weight, bias).sum() + total.sum()).backward()
-    leaves = (x, residual, norm_weight, weight, bias)
+        gated, _ = norm_gated_linear(x, residual, norm_weight, EPS, weight, bias)
+        (out.sum() + gated.sum() + total.sum()).backward()
     actual = [leaf.grad for leaf in leaves]
     out, total = norm_linear_reference(x, residual, norm_weight, EPS, weight, bias)
-    loss = out.sum() + gated_linear_reference(x, residual, weight, bias).sum() + total.sum()
+    gated, _ = norm_gated_linear_reference(x, residual, norm_weight, EPS, weight, bias)
+    loss = out.sum() + gated.sum() + total.sum()
     for name, a, e in zip(
         ("x", "residual", "norm", "weight", "bias"), actual, torch.autograd.grad(loss, leaves), strict=True
     ):
@@ -209,11 +213,13 @@ def test_shapes_that_do_not_fit_are_refused(device):
         lambda: small_linear.small_linear(x, weight, bias[1:]),
         lambda: norm_linear(x, residual[:1], norm_weight, EPS, weight),
         lambda: norm_linear(x, None, norm_weight[1:], EPS, weight),
-        lambda: gated_linear(x, residual[:, 1:], weight),
-        lambda: gated_linear(x[:, 1:], residual[:, 1:], weight),
+        lambda: norm_gated_linear(x, residual[:1], norm_weight, EPS, weight[:6]),
+        lambda: norm_gated_linear(x, None, norm_weight[1:], EPS, weight[:6]),
     ):
         with pytest.raises(ValueError, match="do not fit"):
             wrong()
+    with pytest.raises(ValueError, match="no halves"):
+        norm_gated_linear(x, None, norm_weight, EPS, weight)
 
 
 def test_an_error_of_twice_the_bound_is_noticed(device, dtype):
@@ -226,8 +232,7 @@ def test_an_error_of_twice_the_bound_is_noticed(device, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 3, 8])
 @pytest.mark.parametrize("shape", [(2560, 2048), (2048, 2048), (22016, 2048), (2048, 11008)], ids=str)
-def test_real_shapes_equal_the_reference(shape, num_tokens, device, dtype, monkeypatch):
-    monkeypatch.setattr(small_linear, "_FUSED_TOKENS", {"norm": MAX_TOKENS, "gate": MAX_TOKENS})
+def test_real_shapes_equal_the_reference(shape, num_tokens, device, dtype):
     expect_layers(*inputs(num_tokens, shape, device, dtype), dtype)
 
 
@@ -243,8 +248,8 @@ def test_a_chain_of_layers_started_early_gives_what_layers_one_by_one_give(devic
         out, total = x, residual
         for _ in range(6):
             out = wait(small_linear.small_linear(rms_norm(out, norm_weight, EPS), first, bias))
-            middle, total = wait(norm_linear(out, total, norm_weight, EPS, gate_up))
-            out = wait(gated_linear(*middle.chunk(2, dim=1), down))
+            middle, total = wait(norm_gated_linear(out, total, norm_weight, EPS, gate_up))
+            out = wait(small_linear.small_linear(middle, down))
         return out, total
 
     def synchronized(result):
