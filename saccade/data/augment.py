@@ -1,6 +1,6 @@
-"""Augmentation of training images: random resized crop, horizontal flip and colour jitter.
+"""Augmentation of training images: random resized crop, horizontal flip, colour jitter, grayscale and random erasing.
 
-    image -> crop and resize (one pass) -> flip -> brightness, contrast, saturation
+    image -> crop and resize (one pass) -> flip -> brightness, contrast, saturation -> grayscale -> erase
 
 All random numbers of a sample come from one generator, whose seed is the stream's seed, the sample's id and the epoch: a resumed
 stream, and one with another number of ranks or workers, gives the same pixels. Images keep their size, so that measured lengths hold.
@@ -15,13 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image, ImageEnhance
+from PIL import Image, ImageEnhance, ImageOps, ImageStat
 
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
     from saccade.processor.conversation import Message
 
+_ERASED_AREA, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
+"""Smallest and largest area of an erased rectangle, as a share of the image's, and its aspect ratio: those of the paper and of torchvision."""
 _SIDES = re.compile(r"\b(left|right)", re.IGNORECASE)
 
 
@@ -41,6 +43,10 @@ class AugmentConfig:
     """Largest relative change of contrast, likewise."""
     saturation: float = 0.0
     """Largest relative change of saturation, likewise."""
+    grayscale: float = 0.0
+    """Probability that an image loses its colours. Leave it at 0 where the text names colours."""
+    erase: float = 0.0
+    """Random erasing: probability that a rectangle, a fiftieth to a third of the image, gets the image's mean colour."""
 
     def __post_init__(self) -> None:
         for name, limit in (("crop_scale", 1.0), ("crop_ratio", 10.0)):
@@ -49,7 +55,7 @@ class AugmentConfig:
                 raise ConfigError(
                     f"{name} is {list(values)}; give the smallest and the largest value, above 0 and at most {limit:g}"
                 )
-        for name in ("flip", "brightness", "contrast", "saturation"):
+        for name in ("flip", "brightness", "contrast", "saturation", "grayscale", "erase"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give a number between 0 and 1")
 
@@ -72,7 +78,9 @@ def augment(
     image: Image.Image, size: tuple[int, int], config: AugmentConfig, rng: random.Random, *, can_flip: bool
 ) -> Image.Image:
     """The changed image, `size` (width, height) large."""
-    changed = image.resize(size, Image.Resampling.BICUBIC, box=_crop_box(image.size, config, rng))
+    changed = image.resize(
+        size, Image.Resampling.BICUBIC, box=_random_box(image.size, config.crop_scale, config.crop_ratio, rng)
+    )
     if rng.random() < config.flip and can_flip:
         changed = changed.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     for enhancer, strength in (
@@ -82,13 +90,29 @@ def augment(
     ):
         if strength:
             changed = enhancer(changed).enhance(rng.uniform(1 - strength, 1 + strength))
+    if config.grayscale and rng.random() < config.grayscale:
+        changed = ImageOps.grayscale(changed).convert(changed.mode)
+    if config.erase and rng.random() < config.erase:
+        changed.paste(_mean_colour(changed), _erased_box(changed.size, rng))
     return changed
 
 
-def _crop_box(size: tuple[int, int], config: AugmentConfig, rng: random.Random) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of a random crop; one wider or higher than the image is cut."""
-    scale = rng.uniform(*config.crop_scale)
-    low, high = config.crop_ratio
+def _erased_box(size: tuple[int, int], rng: random.Random) -> tuple[int, int, int, int]:
+    """The rectangle in whole pixels."""
+    left, top, right, bottom = map(round, _random_box(size, _ERASED_AREA, _ERASED_RATIO, rng))
+    return left, top, right, bottom
+
+
+def _mean_colour(image: Image.Image) -> tuple[int, ...]:
+    return tuple(round(value) for value in ImageStat.Stat(image).mean)
+
+
+def _random_box(
+    size: tuple[int, int], scales: Sequence[float], ratios: Sequence[float], rng: random.Random
+) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a box of random area and aspect ratio, both relative to the image's; one wider or higher is cut."""
+    scale = rng.uniform(*scales)
+    low, high = ratios
     ratio = low * (high / low) ** rng.random()
     width, height = (
         share * side

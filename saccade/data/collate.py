@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from saccade.data.header import upright_size
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.sample import Sample, TextRules, images, training_conversations
 from saccade.data.storage import StorageConfig
+from saccade.data.token_dropout import TokenDropout
 from saccade.errors import DataError, StorageError, UserError
 from saccade.processor.conversation import Message
 from saccade.processor.image import MediaLimits, Pixels, load_image
@@ -53,6 +54,19 @@ class PackedSequence:
     """Index into `source_names` of each conversation."""
     source_names: list[str]
     """The sources of the stream."""
+    replaced_index: list[int] = field(default_factory=list)
+    """Tokens that the model does not read, because of token dropout. `inputs` has them: they are predicted."""
+    replaced_by: list[int] = field(default_factory=list)
+    """The token that it reads instead of each."""
+
+    @property
+    def model_inputs(self) -> ModelInputs:
+        """The inputs with the tokens that the model reads."""
+        if not self.replaced_index:
+            return self.inputs
+        token_ids = self.inputs.token_ids.clone()
+        token_ids[self.replaced_index] = torch.tensor(self.replaced_by)
+        return dataclasses.replace(self.inputs, token_ids=token_ids)
 
 
 @dataclass(frozen=True)
@@ -103,8 +117,10 @@ class CollatorConfig:
     """How shards are read."""
     augment: AugmentConfig | None = None
     """How images are changed; None: not at all."""
+    token_dropout: float = 0.0
+    """Probability that a token of an answer is replaced."""
     seed: int = 0
-    """Of the random numbers of augmentation."""
+    """Of the random numbers of augmentation and token dropout."""
 
     def to_json(self) -> dict[str, Any]:
         """For a message to another process."""
@@ -121,6 +137,7 @@ class CollatorConfig:
             sources=tuple(CollatorSource(**source) for source in sources),
             storage=StorageConfig(**content["storage"]),
             augment=None if changes is None else AugmentConfig(**changes),
+            token_dropout=content["token_dropout"],
             seed=content["seed"],
         )
 
@@ -133,6 +150,9 @@ class Collator:
         self._sources, self._storage = config.sources, config.storage
         self._indexes = [_open(source, config.storage) for source in config.sources]
         self._augment_config, self._seed = config.augment, config.seed
+        self._token_dropout = (
+            TokenDropout(config.token_dropout, self._processor.tokenizer) if config.token_dropout else None
+        )
         settings = self._processor.images
         self._empty = ModelInputs.empty(patch_dim=settings.patch_dim, pixel_mean=settings.mean, pixel_std=settings.std)
 
@@ -146,7 +166,8 @@ class Collator:
         if into is None:
             into = np.empty((sum(ref.patches for ref in refs), self.patch_dim), dtype=np.uint8)
         packed, sample_ids, sources, bad = [self._empty], [], [], []
-        num_patches, num_bytes = 0, 0
+        num_patches, num_tokens, num_bytes = 0, 0, 0
+        replaced: dict[int, int] = {}
         for ref in refs:
             source, index = self._sources[ref.source], self._indexes[ref.source]
             try:
@@ -161,7 +182,10 @@ class Collator:
             packed.append(dataclasses.replace(inputs, patches=self._empty.patches))
             sample_ids.append(sample_id(source.name, index, ref))
             sources += [ref.source] * inputs.num_conversations
+            drawn = self._draw_dropped(inputs, sample_ids[-1], ref.epoch)
+            replaced |= {num_tokens + position: token_id for position, token_id in drawn.items()}
             num_patches += ref.patches
+            num_tokens += ref.tokens
             num_bytes += sum(map(len, sample.members.values()))
         inputs = dataclasses.replace(ModelInputs.pack(packed), patches=torch.from_numpy(into[:num_patches]))
         sequence = PackedSequence(
@@ -169,8 +193,16 @@ class Collator:
             sample_ids=sample_ids,
             source_of_conversation=sources,
             source_names=[source.name for source in self._sources],
+            replaced_index=list(replaced),
+            replaced_by=list(replaced.values()),
         )
         return CollateResult(sequence, bad, num_bytes)
+
+    def _draw_dropped(self, inputs: ModelInputs, name: str, epoch: int) -> dict[int, int]:
+        """The tokens of a sample that token dropout replaces."""
+        if self._token_dropout is None:
+            return {}
+        return self._token_dropout.draw(inputs, generator(self._seed, f"tokens of {name}", epoch))
 
     def _read(self, index: ShardIndex, ref: SampleRef) -> Sample:
         """Read and verify a sample. Storage that fails is retried for `max_wait_s`."""

@@ -133,6 +133,7 @@ def open_stream(
     state: Mapping[str, Any] | None = None,
     resize: ResizeName = "torch",
     augment: AugmentConfig | None = None,
+    token_dropout: float = 0.0,
     num_workers: int = 2,
     prefetch: int = 2,
     max_bad_share: float = 0.01,
@@ -153,9 +154,9 @@ def open_stream(
     `num_epochs` may differ from those it was saved with; data, order and `packing_buffer_size` must be the same.
 
     `resize` "torch" is within 2/255 of "pillow", which gives Hugging Face's pixels, at less than half of the cost of an image.
-    `augment` changes images at random, as a function of `seed`, sample and epoch alone. `num_workers` processes collate sequences, 0 does it in this process; `prefetch` batches are kept ready. On first use the index
-    and the lengths of a folder are built by `num_workers` processes: open the stream on one rank before the others, or run
-    `saccade data measure` before the job.
+    `augment` changes images and `token_dropout` tokens of answers at random, as a function of `seed`, sample and epoch alone. `num_workers`
+    processes collate sequences, 0 does it in this process; `prefetch` batches are kept ready. On first use the index and the lengths of a
+    folder are built by `num_workers` processes: open the stream on one rank before the others, or run `saccade data measure` before the job.
 
     Bad samples (damaged, over a limit) are skipped and written to `bad_log` as JSON lines. The stream stops when there are at least
     10 of them and their share exceeds `max_bad_share`, counted by each rank since it opened the stream. Storage that fails
@@ -190,6 +191,7 @@ def open_stream(
         ),
         storage=storage,
         augment=augment,
+        token_dropout=token_dropout,
         seed=seed,
     )
     position = Position() if state is None else sampler.restore(state)

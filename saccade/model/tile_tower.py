@@ -25,7 +25,7 @@ from saccade.kernels.attention import attention
 from saccade.model.config import VisionConfig
 from saccade.model.layers import LayerNorm, PlainFeedForward, make_embedding
 from saccade.model.linear import Input, Linear, add_update, project
-from saccade.model.vision import Integers, Numbers, PatchEmbedding, Segments, Tower, aligned, split_aligned
+from saccade.model.vision import Integers, Numbers, PatchEmbedding, Segments, Tower, aligned, drop_paths, split_aligned
 from saccade.processor.image import Grid
 from saccade.processor.tiles import kept_features
 
@@ -299,12 +299,18 @@ class TileBlock(nn.Module):
         self.layer_norm2 = LayerNorm(config.hidden_size, config.norm_eps)
         self.mlp = _FeedForward(config.hidden_size, config.intermediate_size, activation)
 
-    def forward(self, x_SD: Tensor, update_SD: Tensor | None, segments: Segments) -> tuple[Tensor, Tensor | None]:
-        """The residual stream x + update to itself, see `add_update`."""
+    def forward(
+        self, x_SD: Tensor, update_SD: Tensor | None, segments: Segments, kept_2S1: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream x + update to itself, see `add_update`. `kept_2S1`: see `drop_paths`."""
         normed = self.layer_norm1.add_norm(x_SD, update_SD)
         attn_out_SD = self.self_attn(normed.input, segments)
+        if kept_2S1 is not None:
+            attn_out_SD = attn_out_SD * kept_2S1[0]
         normed = self.layer_norm2.add_norm(attn_out_SD, normed.total)
         mlp_out_SD = self.mlp(normed.input)
+        if kept_2S1 is not None:
+            mlp_out_SD = mlp_out_SD * kept_2S1[1]
         return add_update(normed.total, mlp_out_SD)
 
 
@@ -339,8 +345,10 @@ class TileTower(Tower):
             x_SD = self.pre_norm(x_SD)
         update_SD: Tensor | None = None
         outputs = {0: x_SD}
-        for layer, block in zip(range(1, self.config.num_run_layers + 1), self.blocks, strict=False):
-            x_SD, update_SD = block(x_SD, update_SD, inputs.tiles)
+        num_layers = self.config.num_run_layers
+        paths = drop_paths(self.drop_path if self.training else 0.0, num_layers, inputs.tiles, x_SD)
+        for layer, block, kept_2S1 in zip(range(1, num_layers + 1), self.blocks, paths, strict=False):
+            x_SD, update_SD = block(x_SD, update_SD, inputs.tiles, kept_2S1)
             if layer in self.config.selected_layers:
                 x_SD, update_SD = x_SD if update_SD is None else x_SD + update_SD, None
                 outputs[layer] = x_SD

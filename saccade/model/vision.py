@@ -318,14 +318,40 @@ class VisionBlock(nn.Module):
         """Norms, and the projections that read each; nothing else does."""
 
     def forward(
-        self, x_PD: Tensor, update_PD: Tensor | None, cos_sin: CosSin, segments: Segments
+        self,
+        x_PD: Tensor,
+        update_PD: Tensor | None,
+        cos_sin: CosSin,
+        segments: Segments,
+        kept_2P1: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream x + update to itself, see `add_update`."""
+        """The residual stream x + update to itself, see `add_update`. `kept_2P1`: see `drop_paths`."""
         normed = self.norm1.add_norm(x_PD, update_PD)
         attn_out_PD = self.attn(normed.input, cos_sin, segments)
+        if kept_2P1 is not None:
+            attn_out_PD = attn_out_PD * kept_2P1[0]
         normed = self.norm2.add_norm(attn_out_PD, normed.total)
         mlp_out_PD = self.mlp(normed.input)
+        if kept_2P1 is not None:
+            mlp_out_PD = mlp_out_PD * kept_2P1[1]
         return add_update(normed.total, mlp_out_PD)
+
+
+def drop_paths(rate: float, num_layers: int, segments: Segments, x_PD: Tensor) -> Sequence[Tensor | None]:
+    """Draw the images that skip each block in training (stochastic depth).
+
+    Of each block [2, P, 1]: factors of its attention and its MLP output, 0 where an image skips it, else 1 / (1 - probability), so that the mean
+    stays; or None if nothing is skipped. The probability grows linearly from 0 in the first block to `rate` in the last. Drawn here and not in
+    the blocks, so that activation checkpointing repeats them; with the device's generator, which is saved with the training state.
+    """
+    if rate == 0.0:
+        return [None] * num_layers
+    cu_seqlens = segments.cu_seqlens
+    lengths_I = cu_seqlens.diff()
+    image_P = torch.arange(len(lengths_I), device=x_PD.device).repeat_interleave(lengths_I, output_size=len(x_PD))
+    share_L11 = 1.0 - torch.linspace(0.0, rate, num_layers, device=x_PD.device)[:, None, None]
+    kept_L2I = (torch.rand(num_layers, 2, len(lengths_I), device=x_PD.device) < share_L11) / share_L11
+    return kept_L2I[:, :, image_P, None].to(x_PD.dtype).unbind(0)
 
 
 class LayoutOnHost(Protocol):
@@ -368,6 +394,8 @@ class Tower(nn.Module):
 
     config: VisionConfig
     blocks: nn.ModuleList
+    drop_path = 0.0
+    """Stochastic depth in training: probability that an image skips the last block; see `drop_paths`."""
 
     def arrange(self, features: Tensor, inputs: Any) -> Tensor:
         """The projector's output to the features of all image tokens, in their order."""
@@ -428,9 +456,10 @@ class VisionTower(Tower):
         update_PD: Tensor | None = None
         outputs: list[Tensor] = []
         cos_sin = vision_cos_sin(inputs.positions, config.head_dim)
-        for layer, block in enumerate(self.blocks):
+        paths = drop_paths(self.drop_path if self.training else 0.0, config.num_layers, inputs.images, x_PD)
+        for layer, (block, kept_2P1) in enumerate(zip(self.blocks, paths, strict=True)):
             is_full = layer in config.full_attention_layers or not config.has_windows
-            x_PD, update_PD = block(x_PD, update_PD, cos_sin, inputs.images if is_full else inputs.windows)
+            x_PD, update_PD = block(x_PD, update_PD, cos_sin, inputs.images if is_full else inputs.windows, kept_2P1)
             if layer in config.feature_layers:
                 x_PD, update_PD = x_PD if update_PD is None else x_PD + update_PD, None
                 outputs.append(x_PD)

@@ -60,6 +60,7 @@ def open_stage_stream(
         state=state,
         resize=data.resize,
         augment=data.augment,
+        token_dropout=data.token_dropout,
         num_workers=data.num_workers,
         max_bad_share=data.max_bad_share,
         bad_log=config.run / "bad_samples.jsonl",
@@ -234,7 +235,7 @@ class BatchIterator:
         by_source = labels_by_source(sequence.inputs, labels, sequence.source_of_conversation, num_sources)
         targets = {} if self._read_targets is None else self._read_targets(sequence.sample_ids, sequence.inputs, labels)
         counted = [(part, count_labels(part)) for part in by_source]
-        return MicroBatch(sequence.inputs, labels, count_labels(labels), counted, targets)
+        return MicroBatch(sequence.model_inputs, labels, count_labels(labels), counted, targets)
 
     def _empty_batch(self, with_sources: bool) -> MicroBatch:
         labels = next_token_labels(self._empty)

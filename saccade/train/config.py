@@ -150,6 +150,8 @@ class DataConfig:
     """Image resize implementation: torch is five times as fast and within 2/255 of Hugging Face's pixels."""
     augment: AugmentConfig | None = None
     """Augmentation of the images if this section is present: against overfitting when few images are seen many times."""
+    token_dropout: float = 0.0
+    """Probability that the model reads a random token in place of one of the answers, which it still has to predict; not in validation."""
     max_bad_share: float = 0.01
     """Fraction of bad samples above which the run stops, once a rank has seen at least 10 of them."""
     storage: StorageConfig = field(default_factory=StorageConfig)
@@ -170,6 +172,8 @@ class DataConfig:
         _check_positive(self, "max_seq_len", "max_patches", "global_batch_size", "packing_buffer_size", "window_shards")
         if self.num_workers < 0:
             raise ConfigError(f"num_workers is {self.num_workers}; give 0 or more")
+        if not 0.0 <= self.token_dropout < 1.0:
+            raise ConfigError(f"token_dropout is {self.token_dropout}; give 0 or more and less than 1")
         if not 0.0 <= self.max_bad_share <= 1.0:
             raise ConfigError(f"max_bad_share is {self.max_bad_share}; give a fraction between 0 and 1")
         if 0 < sum(source.weight is not None for source in self.sources) < len(self.sources):
@@ -257,6 +261,8 @@ class StageConfig:
     """What is optimized; cross entropy of the next token without this section."""
     ema_decay: float | None = None
     """Decay of an exponential moving average of the trained weights, such as 0.999; it is validated, exported and handed to the next stage."""
+    drop_path: float = 0.0
+    """Stochastic depth of the vision tower: probability that an image skips the last block, growing linearly from 0 in the first; not in validation."""
     lora: LoraConfig | None = None
     """Train LoRA adapters instead of the parameters."""
     qat: QuantizationAwareConfig | None = None
@@ -279,9 +285,20 @@ class StageConfig:
             raise ConfigError(f"stage {self.name}: a weighted mixture has no epochs. Give steps or tokens, or remove the weights")  # fmt: skip
         if self.lora is not None and self.qat is not None:
             raise ConfigError(f"stage {self.name}: lora and qat exclude each other: rounding would undo the adapters. Keep one")  # fmt: skip
-        if self.data.augment is not None and self.objective.distillation and self.objective.distillation.top_k:
-            raise ConfigError(f"stage {self.name}: stored logits are of images that are not augmented. Remove data.augment, or top_k")  # fmt: skip
+        self._check_randomness()
         self._check_schedule()
+
+    def _check_randomness(self) -> None:
+        """Refuse random changes that the objective's second model would not see."""
+        if not 0.0 <= self.drop_path < 1.0:
+            raise ConfigError(f"stage {self.name}: drop_path is {self.drop_path}; give 0 or more and less than 1")
+        if self.objective.distillation and self.objective.distillation.top_k:
+            if self.data.augment is not None:
+                raise ConfigError(f"stage {self.name}: stored logits are of images that are not augmented. Remove data.augment, or top_k")  # fmt: skip
+            if self.data.token_dropout:
+                raise ConfigError(f"stage {self.name}: stored logits are of tokens that are not replaced. Remove data.token_dropout, or top_k")  # fmt: skip
+        if self.objective.reads_pairs and (self.drop_path or self.data.token_dropout):
+            raise ConfigError(f"stage {self.name}: preference pairs are compared with a reference that drops nothing. Remove drop_path and data.token_dropout")  # fmt: skip
 
     def _check_schedule(self) -> None:
         """Refuse a schedule longer than the stage, or one that needs a number of steps that is not known in advance."""

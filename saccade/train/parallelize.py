@@ -136,6 +136,7 @@ def build_model(folder: Path, stage: StageConfig, strategy: Strategy, dtype: str
     is_sharded = strategy in ("fsdp", "hsdp")
     model = meta_model(folder, torch.float32 if is_sharded else DTYPES[dtype])
     prepare_model(model, stage.optimizer, stage.lora, stage.qat, dtype)
+    model.vision.drop_path = stage.drop_path
     return model
 
 

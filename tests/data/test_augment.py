@@ -12,8 +12,9 @@ from saccade.data.index import build_index
 from saccade.errors import ConfigError
 
 STRONG = AugmentConfig(
-    crop_scale=(0.3, 1.0), crop_ratio=(0.75, 1.333), flip=0.5, brightness=0.4, contrast=0.4, saturation=0.4
-)
+    crop_scale=(0.3, 1.0), crop_ratio=(0.75, 1.333), flip=0.5, brightness=0.4, contrast=0.4, saturation=0.4,
+    grayscale=0.2, erase=0.5,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +94,31 @@ def test_crops_have_the_area_and_the_ratio_asked_for():
     assert 1.1 < max(ratios) <= 1.3
 
 
+def test_a_gray_image_has_the_brightness_of_the_original():
+    picture = make_picture()
+    assert changed(picture, grayscale=1.0) == ImageOps.grayscale(picture).convert("RGB")
+    is_gray = [changed(picture, seed=seed, grayscale=0.25) != picture for seed in range(200)]
+    assert 0.15 < sum(is_gray) / len(is_gray) < 0.35
+
+
+def test_an_erased_rectangle_has_the_mean_colour_and_a_fiftieth_to_a_third_of_the_area():
+    picture = make_picture()
+    pixels, areas = np.asarray(picture), []
+    for seed in range(60):
+        erased = np.asarray(changed(picture, seed=seed, erase=1.0))
+        rows, columns = (np.flatnonzero((erased != pixels).any(axis=(2, axis))) for axis in (1, 0))
+        box = erased[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        assert (np.abs(box - pixels.mean((0, 1))) < 1.0).all()
+        areas.append(box.shape[0] * box.shape[1] / pixels[..., 0].size)
+    assert 0.01 < min(areas) < 0.06
+    assert 0.25 < max(areas) < 0.35
+    is_erased = [changed(picture, seed=seed, erase=0.25) != picture for seed in range(200)]
+    assert 0.15 < sum(is_erased) / len(is_erased) < 0.35
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"crop_scale": (0.5,)}, {"crop_scale": (0.0, 1.0)}, {"crop_ratio": (2.0, 1.0)}, {"flip": 1.5}]
+    "wrong",
+    [{"crop_scale": (0.5,)}, {"crop_scale": (0.0, 1.0)}, {"crop_ratio": (2.0, 1.0)}, {"flip": 1.5}, {"erase": 2.0}],
 )
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):

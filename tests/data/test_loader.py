@@ -54,6 +54,7 @@ def assert_same_batches(actual, expected):
             assert one.sample_ids == other.sample_ids
             assert one.source_of_conversation == other.source_of_conversation
             assert one.source_names == other.source_names
+            assert (one.replaced_index, one.replaced_by) == (other.replaced_index, other.replaced_by)
             assert_same_inputs(one.inputs, other.inputs)
 
 

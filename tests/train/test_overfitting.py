@@ -1,4 +1,5 @@
-"""Options against overfitting: averaged weights, augmentation, label smoothing, and the checkpoint with the lowest validation loss."""
+"""Options against overfitting: averaged weights, augmentation, label smoothing, stochastic depth, token dropout, and the checkpoint with the
+lowest validation loss."""
 
 import json
 import shutil
@@ -18,20 +19,25 @@ from saccade.train.stages import train
 
 DECAY = 0.6
 STEPS = 6
-AUGMENT = "stages.0.data.augment={crop_scale=[0.4, 1.0], crop_ratio=[0.75, 1.333], flip=0.5, brightness=0.3}"
+AUGMENT = "stages.0.data.augment={crop_scale=[0.4, 1.0], crop_ratio=[0.75, 1.333], flip=0.5, brightness=0.3, erase=0.5}"
+DROPPED = ["stages.0.drop_path=0.5", "stages.0.data.token_dropout=0.2"]
 
 
 @pytest.fixture(scope="module")
 def run_root(tmp_path_factory):
-    """A plain run that exports every step, the same with an average, and both on two ranks with fsdp."""
+    """A plain run that exports every step, the same with an average, and that on two ranks with fsdp, there also with dropped paths."""
     folder = tmp_path_factory.mktemp("overfitting")
     make_checkpoint(folder / "checkpoint")
     write_shards(folder / "shards")
     write_shards(folder / "held-out", count=12)
     train(read_recipe(recipe(folder, "plain"), f"stages.0.steps={STEPS}", "checkpoint.export_every=1"), device="cpu")
     train(read_recipe(recipe(folder, "averaged"), *averaging(folder)), device="cpu")
+    dropped = [*averaging(folder), *DROPPED, "parallel.recompute_vision=full"]
     run_together(
-        [{"recipe": str(recipe(folder, "fsdp")), "set": [*averaging(folder), "validation.num_generations=0"]}],
+        [
+            {"recipe": str(recipe(folder, "fsdp")), "set": averaging(folder)},
+            {"recipe": str(recipe(folder, "fsdp-dropped")), "set": dropped},
+        ],
         folder,
         num_ranks=2,
     )
@@ -123,7 +129,9 @@ def test_an_average_takes_four_bytes_per_trained_parameter_in_the_plan():
 
 @pytest.mark.parametrize("kept", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_resumed_run_with_all_options_equals_an_uninterrupted_one(run_root, tmp_path, kept):
-    options = averaging(run_root, AUGMENT, "stages.0.objective.label_smoothing=0.1", "validation.export_best=true")
+    options = averaging(
+        run_root, AUGMENT, *DROPPED, "stages.0.objective.label_smoothing=0.1", "validation.export_best=true"
+    )
     whole = run_root / "all-options"
     if not whole.exists():
         train(read_recipe(recipe(run_root, "all-options"), *options), device="cpu")
@@ -154,6 +162,39 @@ def test_smoothed_labels_change_the_loss_of_training_and_not_of_validation(run_r
     assert found[0.0][1] == pytest.approx(found[0.2][1], rel=1e-6)
 
 
+# ------------------------------------------------------------------ dropped paths and tokens
+
+
+def test_activation_checkpointing_repeats_the_dropped_paths(run_root):
+    for recompute in ("none", "full"):
+        settings = [*DROPPED, "stages.0.steps=4", f"parallel.recompute_vision={recompute}"]
+        train(read_recipe(recipe(run_root, f"dropped-{recompute}"), *settings), device="cpu")
+    assert losses(run_root / "dropped-full") == losses(run_root / "dropped-none")
+    assert losses(run_root / "dropped-none") != losses(run_root / "plain")[:4]
+
+
+def test_a_sharded_run_drops_paths_and_learns(run_root):
+    found = losses(run_root / "fsdp-dropped")
+    assert len(found) == STEPS
+    assert found != losses(run_root / "fsdp")
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("setting", DROPPED)
+def test_what_is_dropped_changes_the_loss_of_training_and_not_of_validation(run_root, setting):
+    still = [
+        "stages.0.steps=1",
+        "stages.0.schedule.warmup_steps=0",
+        "stages.0.optimizer.lr=1e-15",
+        "validation.every=1",
+    ]
+    name = setting.split("=")[0]
+    for run, more in ((name, [setting]), ("still", [])):
+        train(read_recipe(recipe(run_root, run), *averaging(run_root, *still, *more)), device="cpu")
+    assert losses(run_root / name)[0] != losses(run_root / "still")[0]
+    assert validations(run_root / name)[1] == pytest.approx(validations(run_root / "still")[1], rel=1e-6)
+
+
 # ------------------------------------------------------------------ best checkpoint
 
 
@@ -178,8 +219,16 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(run_root):
         ("stages.0.objective.label_smoothing=1.0", "label_smoothing is 1.0"),
         ("validation.export_best=true", "needs validation.sources"),
         ("stages.0.data.augment={crop_scale=[0.0, 1.0]}", "crop_scale is"),
+        ("stages.0.drop_path=1.0", "drop_path is 1.0"),
+        ("stages.0.data.token_dropout=-0.1", "token_dropout is -0.1"),
     ],
 )
 def test_settings_out_of_range_are_refused(run_root, override, words):
     with pytest.raises(ConfigError, match=words):
         load_config(TrainConfig, recipe(run_root, "refused"), [override])
+
+
+@pytest.mark.parametrize("setting", DROPPED)
+def test_preference_pairs_are_not_compared_with_a_reference_that_drops_nothing(run_root, setting):
+    with pytest.raises(ConfigError, match=r"Remove drop_path and data\.token_dropout"):
+        load_config(TrainConfig, recipe(run_root, "refused"), ["stages.0.objective.dpo={}", setting])

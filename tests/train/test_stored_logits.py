@@ -172,6 +172,7 @@ def test_logits_of_another_teacher_tokenizer_or_setting_are_not_read(root, tmp_p
     [
         (["stages.0.objective.distillation.hidden_weight=0.1"], "stores no hidden states"),
         (["stages.0.data.augment.flip=0.5"], "not augmented"),
+        (["stages.0.data.token_dropout=0.1"], "not replaced"),
         (["stages.0.objective.distillation.top_k=0"], "1 or more"),
     ],
 )
