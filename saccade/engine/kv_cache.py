@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade.device import to_device
 from saccade.engine.config import KVFormat
-from saccade.kernels.paged_attention import DecodePlan, GatherPlan, paged_attention, write_pages
+from saccade.kernels.paged_attention import DecodePlan, GatherPlan, NewTokens, paged_attention
 from saccade.kernels.rope import CosSin
 from saccade.model.config import LanguageConfig
 
@@ -96,26 +96,14 @@ class PagedAttention:
     """Tokens before its own that a token attends to; None: all. Plans have the same."""
 
     def __call__(self, layer: int, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor) -> Tensor:
-        """See `AttentionContext`. `q` and `k` are rotated in place."""
+        """See `AttentionContext`. `q` and `k` may be rotated in place."""
         keys, values = self.cache.entries[layer]
         key_scales, value_scales = (None, None) if self.cache.scales is None else self.cache.scales[layer]
-        write_pages(
-            q_THK,
-            k_TGK,
-            v_TGK,
-            self.angles,
-            self.slot_mapping,
-            keys,
-            values,
-            key_scales,
-            value_scales,
-            self.gather_plan,
-        )
         return paged_attention(
             q_THK, keys, values, self.page_table, self.cu_seqlens, self.context_lengths, max_seqlen_q=self.max_new,
             num_decode=self.num_decode, max_context_length=self.max_context, table_rows_R=self.slots,
             decode_plan=self.decode_plan, gather_plan=self.gather_plan, key_scales_NGP=key_scales, value_scales_NGP=value_scales,
-            window=self.window,
+            window=self.window, new=NewTokens(k_TGK, v_TGK, self.angles, self.slot_mapping),
         )  # fmt: skip
 
 

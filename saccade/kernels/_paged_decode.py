@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saccade.kernels import launch
-from saccade.kernels._paged_tile import LOG2_E, Pages, add_partials, attend_tile, scaled_queries
+from saccade.kernels._paged_tile import LOG2_E, NewTokens, Pages, add_partials, attend_tile, scaled_queries
 from saccade.kernels.launch import tl, triton
 
 
@@ -55,8 +55,31 @@ def _plan_kernel(
 
 
 @triton.jit
+def _prefetch(address: tl.tensor) -> None:
+    """Read the cache lines of these addresses into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _rotated(
+    x: tl.tensor, at: tl.tensor, d: tl.tensor, mask: tl.tensor, cos: tl.tensor, sin: tl.tensor, F: tl.constexpr
+) -> tl.tensor:
+    """Heads at `at`, channels d, with RoPE: x cos + the other channel of the pair sin, where sin is negative in the first half."""
+    own = tl.load(x + at + d, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(x + at + tl.where(d < F, d + F, d - F), mask=mask, other=0.0).to(tl.float32)
+    return (own * cos + other * sin).to(x.dtype.element_ty)
+
+
+@triton.jit
 def _decode_kernel(
     q: tl.tensor,
+    new_k: tl.tensor,
+    new_v: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    new_slots: tl.tensor,
     key_pages: tl.tensor,
     value_pages: tl.tensor,
     key_scales: tl.tensor,
@@ -70,8 +93,14 @@ def _decode_kernel(
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
     scale_log2: tl.tensor,
+    num_slots: tl.tensor,
     q_stride_t: tl.tensor,
     q_stride_h: tl.tensor,
+    k_stride_t: tl.tensor,
+    k_stride_h: tl.tensor,
+    v_stride_t: tl.tensor,
+    v_stride_h: tl.tensor,
+    angle_stride: tl.tensor,
     out_stride_t: tl.tensor,
     out_stride_h: tl.tensor,
     page_stride: tl.tensor,
@@ -88,6 +117,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    STORES: tl.constexpr,
     OVERLAP: tl.constexpr,
     LARGEST: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -95,11 +125,12 @@ def _decode_kernel(
     """One program: a range of tiles of consecutive requests, for the RATIO heads that share a key head.
 
     A request whose tiles are all in the range is finished here; the first and the last may leave a partial result each. With a WINDOW
-    the tiles of a request begin with the one that has the first key in it.
+    the tiles of a request begin with the one that has the first key in it. STORES: queries and new keys are rotated here, and the
+    program that has the last tile of a request stores its new key and value.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    # Read before the wait: what was written at the start of the step, by kernels that let nothing start early, and older keys.
     program = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     first_request = tl.load(ranges + 2 * program)
@@ -110,6 +141,24 @@ def _decode_kernel(
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_K)
+    if OVERLAP:
+        if (first_request < last_request) | (first_tile < end_tile):
+            first_length = tl.load(context_lengths + first_request)
+            first_row = tl.cast(first_request, tl.int64)
+            if HAS_ROWS:
+                first_row = tl.load(table_rows + first_request).to(tl.int64)
+            first_key = first_tile * BLOCK_N
+            if WINDOW is not None:
+                first_key += tl.maximum(first_length - 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+            key = tl.minimum(first_key + n, first_length - 1)
+            page = tl.load(page_table + first_row * table_stride + key // PAGE).to(tl.int64)
+            LINE: tl.constexpr = 128 // (key_pages.dtype.element_ty.primitive_bitwidth // 8)  # channels of a cache line
+            line = tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE
+            lines = (page * page_stride + key % PAGE * token_stride)[:, None] + kv_head * head_stride + line[None, :]
+            _prefetch(key_pages + lines)
+            _prefetch(value_pages + lines)
+        tl.extra.cuda.gdc_wait()
+
     head = kv_head * RATIO + m
     in_block = m < RATIO
     in_head = d < K
@@ -136,8 +185,25 @@ def _decode_kernel(
         if HAS_ROWS:
             row = tl.load(table_rows + request).to(tl.int64)
         if begin < end:
-            q_rows = q + token * q_stride_t + head[:, None] * q_stride_h + d[None, :]
-            q_block = tl.load(q_rows, mask=in_rows, other=0.0)
+            q_rows = token * q_stride_t + head[:, None] * q_stride_h
+            if STORES:
+                F: tl.constexpr = K // 2
+                f = tl.where(d < F, d, d - F)
+                cos_d = tl.load(cos + token * angle_stride + f, mask=in_head, other=0.0)
+                sin_d = tl.load(sin + token * angle_stride + f, mask=in_head, other=0.0)
+                sin_d = tl.where(d < F, -sin_d, sin_d)
+                q_block = _rotated(q, q_rows, d[None, :], in_rows, cos_d[None, :], sin_d[None, :], F)
+                if end == num_tiles:
+                    k_row = _rotated(new_k, token * k_stride_t + kv_head * k_stride_h, d, in_head, cos_d, sin_d, F)
+                    v_row = tl.load(new_v + token * v_stride_t + kv_head * v_stride_h + d, mask=in_head, other=0.0)
+                    slot = tl.load(new_slots + token).to(tl.int64)
+                    if (slot >= 0) & (slot < num_slots):
+                        at = slot // PAGE * page_stride + kv_head * head_stride + slot % PAGE * token_stride + d
+                        tl.store(key_pages + at, k_row, mask=in_head)
+                        tl.store(value_pages + at, v_row, mask=in_head)
+                    tl.debug_barrier()  # the tile with them is read by all threads
+            else:
+                q_block = tl.load(q + q_rows + d[None, :], mask=in_rows, other=0.0)
             q_block = scaled_queries(q_block, scale_log2, LARGEST)
             best = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
@@ -293,20 +359,28 @@ def plan_decode(
 
 
 def decode(
-    q_THK: Tensor, pages: Pages, cu_seqlens_q: Tensor, context_lengths_R: Tensor, out_THK: Tensor, plan: DecodePlan
+    q_THK: Tensor,
+    pages: Pages,
+    cu_seqlens_q: Tensor,
+    context_lengths_R: Tensor,
+    out_THK: Tensor,
+    plan: DecodePlan,
+    new: NewTokens | None = None,
 ) -> None:
-    """Write the rows of the first requests, as `plan` says."""
-    (_, H, K), (_, G, page_size, _) = q_THK.shape, pages.keys.shape
+    """Write the rows of the first requests, as `plan` says. `new`: rotate q and these keys, and store them first."""
+    (_, H, K), (num_pages, G, page_size, _) = q_THK.shape, pages.keys.shape
     num_programs, ratio = len(plan.ranges) - 1, H // G
     partial_out = q_THK.new_empty((2 * num_programs, H, K), dtype=torch.float32)
     partial_lse = q_THK.new_empty((2 * num_programs, H), dtype=torch.float32)
     overlaps = launch.overlap_options(q_THK.device)
     block_k = triton.next_power_of_2(K)
+    k, v, angles, slots = (q_THK, q_THK, (q_THK, q_THK), q_THK) if new is None else new  # not read without `new`
     _decode_kernel[num_programs, G](
-        q_THK, *pages.pointers, cu_seqlens_q, context_lengths_R, plan.ranges, out_THK, partial_out, partial_lse,
-        K**-0.5 * LOG2_E, *q_THK.stride()[:2], *out_THK.stride()[:2], *pages.strides, H=H, RATIO=ratio, K=K, PAGE=page_size,
+        q_THK, k, v, *angles, slots, *pages.pointers, cu_seqlens_q, context_lengths_R, plan.ranges, out_THK, partial_out,
+        partial_lse, K**-0.5 * LOG2_E, num_pages * page_size, *q_THK.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        angles[0].stride(0), *out_THK.stride()[:2], *pages.strides, H=H, RATIO=ratio, K=K, PAGE=page_size,
         BLOCK_M=max(16, triton.next_power_of_2(ratio)), BLOCK_N=plan.tiles.block_n, BLOCK_K=block_k,
-        HAS_ROWS=pages.rows is not None, LARGEST=pages.largest, WINDOW=plan.window, num_warps=plan.tiles.num_warps,
+        HAS_ROWS=pages.rows is not None, STORES=new is not None, LARGEST=pages.largest, WINDOW=plan.window, num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages, **overlaps,
     )  # fmt: skip
     # A program reads all partial results of its rows at once: a loop over them would wait for memory in every pass. Few requests have

@@ -7,10 +7,23 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.launch import tl, triton
+from saccade.kernels.rope import CosSin
 
 QUANTIZED_MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """The largest value of each compressed cache format."""
 LOG2_E = 1.4426950408889634
+
+
+class NewTokens(NamedTuple):
+    """Keys and values of a step's tokens, before RoPE, that are not in the pages yet."""
+
+    k: Tensor
+    """[T, G, K]"""
+    v: Tensor
+    """[T, G, K]"""
+    angles: CosSin
+    slots: Tensor
+    """[T]: where each is stored; outside of the cache: nowhere."""
 
 
 class Pages(NamedTuple):

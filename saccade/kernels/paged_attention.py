@@ -9,7 +9,7 @@ s % P of page s // P. The keys 0 .. context_lengths[r] - 1 of request r are in p
 
 `write_pages` applies RoPE to the queries and keys of the new tokens (in place, see rope.py) and stores keys and values at
 `slots_T` [T]. A token whose slot is outside the cache is rotated but not stored: padding of a batch.
-`paged_attention` is attention of the new tokens of every request over its pages, which already contain them:
+`paged_attention` is attention of the new tokens of every request over its pages, which already contain them, or get them first (`new`):
 
     out[t] = sum_s softmax_s(K^-0.5 * q[t] . k[s]) v[s]      over the keys s of t's own request, s <= position of t
 
@@ -45,13 +45,13 @@ from saccade.kernels import launch
 from saccade.kernels._paged_decode import DecodePlan, decode, plan_decode
 from saccade.kernels._paged_gather import GatherPlan, attend_gathered, plan_gather, write_rows
 from saccade.kernels._paged_prefill import prefill, schedule_prefill
-from saccade.kernels._paged_tile import QUANTIZED_MAX, Pages
+from saccade.kernels._paged_tile import QUANTIZED_MAX, NewTokens, Pages
 from saccade.kernels.attention import attention_reference
 from saccade.kernels.launch import tl, triton
 from saccade.kernels.rope import CosSin, rope_reference, rotate_whole
 
 __all__ = [
-    "QUANTIZED_MAX", "DecodePlan", "GatherPlan", "paged_attention", "paged_attention_reference", "plan_decode",
+    "QUANTIZED_MAX", "DecodePlan", "GatherPlan", "NewTokens", "paged_attention", "paged_attention_reference", "plan_decode",
     "plan_gather", "write_pages", "write_pages_reference",
 ]  # fmt: skip
 
@@ -334,8 +334,12 @@ def paged_attention(
     key_scales_NGP: Tensor | None = None,
     value_scales_NGP: Tensor | None = None,
     window: int | None = None,
+    new: NewTokens | None = None,
 ) -> Tensor:
     """Attention of every request's new tokens over its pages, see the top of this file.
+
+    `new`: keys and values that the pages do not contain yet. They are stored first, as by `write_pages`; in a step of decode alone by its own
+    kernel, unless the cache is compressed. q may be rotated in place.
 
     `max_seqlen_q` bounds the new tokens of a request (1 selects decode), `max_context_length` its keys (W * P if not given).
     The first `num_decode` requests have one new token each, or none; they are decoded beside the prefill of the others, in a
@@ -351,11 +355,15 @@ def paged_attention(
             f"context lengths {tuple(context_lengths_R.shape)} do not name the same requests"
         )
     path = launch.choose_path("paged_attention", *_paths(q_THK))
+    if new is not None and (path != "triton" or max_seqlen_q > 1 or key_scales_NGP is not None):
+        pages_of_layer = key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP
+        write_pages(q_THK, new.k, new.v, new.angles, new.slots, *pages_of_layer, gather_plan)
+        new = None
     if path == "triton":
         pages = Pages(key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP, page_table_RW, table_rows_R)
         return _attend(
             q_THK, pages, cu_seqlens_q, context_lengths_R, max_seqlen_q=max_seqlen_q, num_decode=num_decode,
-            max_context_length=max_context_length, decode_plan=decode_plan, window=window,
+            max_context_length=max_context_length, decode_plan=decode_plan, window=window, new=new,
         )  # fmt: skip
     own_table_RW = page_table_RW if table_rows_R is None else page_table_RW[table_rows_R.long()]
     tensors = (q_THK, key_pages_NGPK, value_pages_NGPK, own_table_RW, cu_seqlens_q, context_lengths_R)
@@ -401,6 +409,7 @@ def _attend(
     max_context_length: int | None,
     decode_plan: DecodePlan | None,
     window: int | None,
+    new: NewTokens | None,
 ) -> Tensor:
     """Prefill first: where it is split, it also writes rows of decode tokens, which decode overwrites."""
     num_requests = len(context_lengths_R)
@@ -425,7 +434,7 @@ def _attend(
         plan = decode_plan or plan_decode(
             cu_seqlens_q, context_lengths_R, pages.keys, num_decode=num_decode, window=window
         )
-        decode(q_THK, pages, cu_seqlens_q, context_lengths_R, out_THK, plan)
+        decode(q_THK, pages, cu_seqlens_q, context_lengths_R, out_THK, plan, new)
     return out_THK
 
 
