@@ -258,9 +258,10 @@ def _evaluations(
         return []
     if not tasks or not data:
         raise ConfigError("--tasks NAME,NAME and --data PATH go together, as of saccade evaluate")
+    limits = [] if limit is None else [str(limit)]
     return [
         evaluation_config(
-            tasks, data, out / name, limit=limit, images=None, prompts=None, max_tokens=None, seed=seed, name=name
+            tasks, data, out / name, limits=limits, images=None, prompts=None, max_tokens=None, seed=seed, name=name
         )
         for name in ("original", "compressed")
     ]

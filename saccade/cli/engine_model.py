@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,9 +18,14 @@ from saccade.evaluate.model import Answer, Conversation, Decoding, Likelihood
 
 if TYPE_CHECKING:
     from saccade.engine.engine import CompletionDelta, Engine
+    from saccade.engine.prompt import TokenPrompt
     from saccade.engine.request import Completion, SamplingParams
 
 _HASHED_BYTES = 2**20
+_MAX_SCORING = 1024
+"""Continuations scored at once, over all threads: enough for full steps, and far fewer than the engine's queue holds."""
+_MAX_TOKENIZED = 2**15
+"""Continuations whose tokens are kept: those of a retrieval pool are scored for every image."""
 
 
 class EngineModel:
@@ -39,6 +46,8 @@ class EngineModel:
         self._folder, self._device, self._dtype = folder, device, dtype
         self._adapter_folder, self._adapter = adapter, None if adapter is None else "adapter"
         self._lock = threading.Lock()
+        self._scoring = threading.Semaphore(_MAX_SCORING)
+        self._tokenized: dict[tuple[str, str], tuple[tuple[int, ...], list[int]]] = {}
 
     def describe(self) -> dict[str, Any]:
         """The folder, and a hash of its config and of the beginning and the end of its weights."""
@@ -88,24 +97,51 @@ class EngineModel:
         )
 
     def log_likelihoods(self, conversation: Conversation, continuations: Sequence[str]) -> list[Likelihood]:
-        """Score all continuations in one batch: each is the assistant's turn, without its end."""
-        from saccade.engine import SamplingParams
+        """Score all continuations as requests of their own: each is the assistant's turn, without its end."""
+        texts, images = _texts(conversation), _images(conversation)
+        prompts: dict[tuple[int, ...], TokenPrompt] = {}  # one, unless a template writes turns that follow differently
+        scoring: list[tuple[Future[Completion], int]] = []
+        for continuation in continuations:
+            prompt_ids, token_ids = self._tokens(conversation, texts, continuation.strip())
+            if prompt_ids not in prompts:
+                prompts[prompt_ids] = self._engine.preprocess_tokens(prompt_ids, images).result()
+            scoring.append((self._score(prompts[prompt_ids].continued(token_ids)), len(token_ids)))
+        return [_likelihood(completion.result(), num_tokens) for completion, num_tokens in scoring]
 
-        processor, images = self._engine.processor, _images(conversation)
-        num_prompt = len(processor.tokenize(conversation, add_generation_prompt=True))
-        prompts = [
-            processor.tokenize(
-                [*conversation, {"role": "assistant", "content": text.strip()}], continue_final_message=True
-            )
-            for text in continuations
-        ]
-        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        pairs = [(token_ids, images) for token_ids in prompts]
-        completions = self._engine.generate_tokens(pairs, sampling, adapter=self._adapter)
-        return [
-            _likelihood(completion, len(token_ids) - num_prompt)
-            for completion, token_ids in zip(completions, prompts, strict=True)
-        ]
+    def _tokens(self, conversation: Conversation, texts: str, continuation: str) -> tuple[tuple[int, ...], list[int]]:
+        """Tokens of the prompt and of the continuation. They do not depend on the pixels of images, so pools are tokenized once."""
+        found = self._tokenized.get((texts, continuation))
+        if found is None:
+            processor, answer = self._engine.processor, {"role": "assistant", "content": continuation}
+            num_prompt = len(processor.tokenize(conversation, add_generation_prompt=True))
+            token_ids = processor.tokenize([*conversation, answer], continue_final_message=True)
+            if len(self._tokenized) >= _MAX_TOKENIZED:
+                self._tokenized.clear()
+            found = self._tokenized[texts, continuation] = tuple(token_ids[:num_prompt]), token_ids[num_prompt:]
+        return found
+
+    def _score(self, prompt: TokenPrompt) -> Future[Completion]:
+        """Submit a prompt for its log-probabilities; waits while too many are being scored."""
+        from saccade.engine import SamplingParams
+        from saccade.engine.engine import RequestOptions
+
+        given: Future[TokenPrompt] = Future()
+        given.set_result(prompt)
+        scored: Future[Completion] = Future()
+
+        def on_delta(delta: CompletionDelta) -> None:
+            if delta.completion is not None:
+                self._scoring.release()
+                scored.set_result(delta.completion)
+
+        sampling, options = SamplingParams(max_tokens=1, prompt_logprobs=0), RequestOptions(adapter=self._adapter)
+        self._scoring.acquire()
+        try:
+            self._engine.submit(given, sampling, on_delta, options, streams=False)
+        except BaseException:
+            self._scoring.release()
+            raise
+        return scored
 
     def embed(self, conversation: Conversation) -> list[float]:
         """Not available."""
@@ -164,6 +200,11 @@ def _sampling(decoding: Decoding) -> SamplingParams:
         seed=decoding.seed,
         ignore_eos=decoding.ignore_eos,
     )
+
+
+def _texts(conversation: Conversation) -> str:
+    """The conversation without its images."""
+    return json.dumps(conversation, default=lambda _: None)
 
 
 def _images(conversation: Conversation) -> list[bytes]:

@@ -1,6 +1,9 @@
 """`saccade evaluate`."""
 
 import json
+import logging
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +19,10 @@ if TYPE_CHECKING:
     from saccade.evaluate.results import Results
     from saccade.evaluate.run import EvaluationConfig
 
+logger = logging.getLogger("saccade.evaluate")
 SHUFFLED = "image-shuffled"
+_LOG_EVERY_S = 15.0
+"""Seconds between lines of progress without a terminal."""
 
 
 def evaluate(
@@ -41,7 +47,10 @@ def evaluate(
     shuffle_images: Annotated[
         bool, typer.Option("--shuffle-images", help="Compare with the same model shown other images: without looking.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Examples per task, chosen at random by the seed.")] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(help="Examples per task, chosen at random by the seed: N, or TASK=N for one; may be repeated."),
+    ] = None,
     images: Annotated[Path | None, typer.Option(help="Image folder of the data; found beside it if not given.")] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="TASK=TEXT with {question}: the prompt of a task; may be repeated.")
@@ -124,7 +133,7 @@ def evaluate(
 
             check_training_data(training_data)
         config = evaluation_config(
-            tasks, data, out, limit=limit, images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature,
+            tasks, data, out, limits=limit or [], images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature,
             num_beams=num_beams, seed=seed, concurrency=concurrency, meteor_jar=meteor_jar, name=name or _name(str(adapter or model)),
         )  # fmt: skip
         results = _evaluate_all(model, config, compare or [], shuffle_images, open_model, load if efficiency else None)
@@ -242,7 +251,7 @@ def evaluation_config(
     data: list[str] | None,
     out: Path | None,
     *,
-    limit: int | None,
+    limits: list[str],
     images: Path | None,
     prompts: list[str] | None,
     max_tokens: int | None,
@@ -261,17 +270,32 @@ def evaluation_config(
     for task in names:
         task_named(task)
     paths, texts = _by_task(data, names, "--data"), _by_task(prompts or [], names, "--prompt", every=False)
+    counts = _limits(limits, names)
     configs = [
         TaskConfig(
             task=task,
             data=parse_spec(paths[task], images),
             prompt=texts.get(task),
             max_tokens=max_tokens,
-            limit=limit,
+            limit=counts.get(task),
         )
         for task in names
     ]
     return EvaluationConfig(out=out, tasks=tuple(configs), **fields)
+
+
+def _limits(values: list[str], names: list[str]) -> dict[str, int]:
+    """`N` for all tasks, `TASK=N` for one, which counts where both are given."""
+    shared, own = {}, {}
+    for value in values:
+        task, equals, count = value.rpartition("=")
+        if (equals and task not in names) or not re.fullmatch("[1-9][0-9]{0,8}", count):
+            raise ConfigError(f"--limit {value}: write N, or TASK=N with one of the tasks {', '.join(names)}")
+        if equals:
+            own[task] = int(count)
+        else:
+            shared = dict.fromkeys(names, int(count))
+    return shared | own
 
 
 def _by_task(values: list[str], names: list[str], option: str, *, every: bool = True) -> dict[str, str]:
@@ -331,7 +355,7 @@ def _open_model(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error for each task; disabled without a terminal."""
+    """A bar on standard error for each task; without a terminal, a line in the log now and then."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -339,10 +363,15 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         known: dict[str, TaskID] = {}
+        last_logged = time.monotonic()
 
         def advance(title: str, done: int, total: int) -> None:
+            nonlocal last_logged
             if title not in known:
                 known[title] = bar.add_task(title, total=total)
             bar.update(known[title], completed=done)
+            if bar.disable and time.monotonic() - last_logged >= _LOG_EVERY_S:
+                last_logged = time.monotonic()
+                logger.info("%s: %d of %d examples", title, done, total)
 
         yield advance

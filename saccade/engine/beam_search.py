@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import MAX_LOGPROBS, Completion, SamplingParams, TokenLogprobs
 from saccade.errors import ConfigError
@@ -193,7 +191,7 @@ class BeamSearch:
             best = self._beams.finished[: self._params.num_return_sequences]
             self.result.set_result([self._completion(beam, self._first) for beam in best])
         else:
-            self._submit(_continued(prompt, self._beams.live))
+            self._submit([_done(prompt.continued(beam.token_ids)) for beam in self._beams.live])
 
     def _completion(self, beam: Beam, first: Completion) -> Completion:
         return replace(
@@ -211,15 +209,7 @@ class BeamSearch:
         self.result.set_result([replace(completion, text="", token_ids=[], logprobs=None)])
 
 
-def _continued(prompt: TokenPrompt, beams: Sequence[Beam]) -> list[Future[TokenPrompt]]:
-    """The prompt with the tokens of each beam, sharing its images."""
-    first = int(prompt.positions[:, -1].max()) + 1
-    later = np.arange(first, first + len(beams[0].token_ids))
-    positions = np.concatenate([prompt.positions, np.broadcast_to(later, (len(prompt.positions), len(later)))], axis=1)
-    prompts = []
-    for beam in beams:
-        continued: Future[TokenPrompt] = Future()
-        token_ids = [*prompt.token_ids, *beam.token_ids]
-        continued.set_result(TokenPrompt(token_ids=token_ids, positions=positions, images=prompt.images))
-        prompts.append(continued)
-    return prompts
+def _done(prompt: TokenPrompt) -> Future[TokenPrompt]:
+    future: Future[TokenPrompt] = Future()
+    future.set_result(prompt)
+    return future

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,3 +34,10 @@ class TokenPrompt:
     """[3, tokens]: time, height, width. Generated tokens continue after the largest position of the last token."""
     images: tuple[PromptImage, ...] = ()
     """In order of their tokens."""
+
+    def continued(self, token_ids: Sequence[int]) -> TokenPrompt:
+        """The prompt followed by more text tokens, with the same images."""
+        first = int(self.positions[:, -1].max()) + 1
+        later = np.arange(first, first + len(token_ids))
+        positions = np.concatenate([self.positions, np.broadcast_to(later, (3, len(later)))], axis=1)
+        return TokenPrompt(token_ids=[*self.token_ids, *token_ids], positions=positions, images=self.images)

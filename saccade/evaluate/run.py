@@ -97,6 +97,8 @@ class PreparedTask:
     name: str
     task: Task
     examples: list[Example]
+    num_accepted: int
+    """Examples of the data that the task takes, before the limit."""
     asking: Asking
     settings: dict[str, Any] = field(repr=False)
 
@@ -108,6 +110,7 @@ def evaluate(model: Model, config: EvaluationConfig, *, on_progress: OnProgress 
     prepared = [prepare_task(task, config) for task in config.tasks]
     for one in prepared:
         _check_abilities(one, model)
+        _log_default_limit(one)
     results = Results.create(config.out, settings_of(config, model.describe(), prepared))
     scores = results.scores.get("tasks", {})
     for one in prepared:
@@ -147,7 +150,7 @@ def prepare_task(config: TaskConfig, evaluation: EvaluationConfig) -> PreparedTa
         "num_examples": len(chosen),
         "fingerprint": fingerprint(shown),
     }
-    return PreparedTask(config.task, task, shown, asking, settings)
+    return PreparedTask(config.task, task, shown, len(accepted), asking, settings)
 
 
 def examples_of(results: Results, task: str) -> list[Example]:
@@ -175,6 +178,15 @@ def settings_of(config: EvaluationConfig, model: dict[str, Any], prepared: Seque
         "shuffle_images": config.shuffle_images,
         "tasks": {one.name: one.settings for one in prepared},
     }
+
+
+def _log_default_limit(prepared: PreparedTask) -> None:
+    """Say that a task uses a part of its data, where no limit was given."""
+    if prepared.settings["limit"] is None and len(prepared.examples) < prepared.num_accepted:
+        logger.info(
+            "%s: %d of %d examples, the default of the task. Choose with --limit %s=N",
+            prepared.name, len(prepared.examples), prepared.num_accepted, prepared.name,
+        )  # fmt: skip
 
 
 def _check_abilities(prepared: PreparedTask, model: Model) -> None:

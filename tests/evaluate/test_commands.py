@@ -74,6 +74,19 @@ def test_a_url_is_evaluated_and_two_results_are_compared(command, walls, tmp_pat
     assert f"report: {tmp_path / 'good' / 'report.html'}" in ended.out
 
 
+def test_a_limit_may_be_of_one_task_and_progress_is_logged_without_a_terminal(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("saccade.cli.evaluate._LOG_EVERY_S", 0.0)
+    walls = write_shards(tmp_path / "walls", 12, questions=False)
+    words = ["--tasks", "captioning,retrieval,perplexity", "--data", walls, "-o", tmp_path / "out", "--name", "walls"]
+    with served(ColourModel()) as (url, _):
+        ended = command("evaluate", url, *words, "--limit", 5, "--limit", "retrieval=3", "--json")
+    tasks = json.loads(ended.out)["results"]["walls"]["tasks"]
+    counts = {name: one["num_examples"] for name, one in tasks.items()}
+    assert counts == {"captioning": 5, "retrieval": 3, "perplexity": 5}
+    assert tasks["retrieval"]["notes"] == ["retrieval among 3 pairs, 9 captions scored: recall@1 by chance is 0.3333"]
+    assert "walls: captioning: 5 of 5 examples" in ended.err
+
+
 def test_an_evaluation_that_is_killed_resumes_where_it_was(command, walls, tmp_path):
     out = tmp_path / "out"
     words = ["--tasks", "vqa", "--data", str(walls), "-o", str(out), "--name", "walls", "--concurrency", "2"]
@@ -136,6 +149,8 @@ def test_models_of_the_same_name_go_by_their_folder(command, walls, tmp_path):
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--model", "served"], "no URL was given"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--load-rate", "2"], "--efficiency, which was not given"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--adapter", "nowhere"], "no adapter_config.json"),
+        (["--tasks", "vqa", "--data", "x", "-o", "y", "--limit", "pope=3"], "--limit pope=3: write N, or TASK=N"),
+        (["--tasks", "vqa", "--data", "x", "-o", "y", "--limit", "0"], "--limit 0: write N"),
         (
             ["--num-beams", "3", "--compare", "http://localhost:1/v1"],
             "http://localhost:1/v1 is a server, whose API has no beam search",

@@ -1,6 +1,8 @@
 """The engine is asked as any other model is: same answers as `generate`, likelihoods of the model's own logits."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,6 +62,19 @@ def test_likelihoods_are_sums_over_the_tokens_of_the_continuation(model, checkpo
         own = logprobs[:-1].gather(1, inputs.token_ids[1:, None])[num_prompt - 1 :, 0]
         assert likelihood.num_tokens == len(own) == len(text.encode())  # this tokenizer has a token per byte
         assert likelihood.logprob == pytest.approx(float(own.sum()), abs=1e-4)
+
+
+def test_threads_that_score_more_than_the_engine_may_hold_wait_for_each_other(model, monkeypatch):
+    alone = [model.log_likelihoods(conversation(number), ["red", "blue", "a ring"]) for number in range(4)]
+    monkeypatch.setattr(model, "_scoring", threading.Semaphore(2))
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda n: model.log_likelihoods(conversation(n), ["red", "blue", "a ring"]), range(4)))
+    lengths, sums = (
+        [[getattr(one, name) for many in scored for one in many] for scored in (together, alone)]
+        for name in ("num_tokens", "logprob")
+    )
+    assert lengths[0] == lengths[1]
+    assert sums[0] == pytest.approx(sums[1], abs=1e-4)
 
 
 def test_a_refused_image_is_an_error_of_the_request(model):

@@ -1,6 +1,7 @@
 """An evaluation end to end: every task, resumed, refused, compared."""
 
 import json
+import logging
 import threading
 from dataclasses import replace
 
@@ -102,6 +103,15 @@ def test_records_keep_what_was_asked_and_answered(walls, tmp_path):
     assert [one["id"] for one in results.records("captioning")] == sorted(
         one["id"] for one in results.records("captioning")
     )
+
+
+def test_a_task_that_takes_a_part_of_its_data_by_default_says_so(tmp_path, caplog):
+    data = DataSpec(path=str(write_shards(tmp_path / "walls", 66, questions=False)))
+    config = EvaluationConfig(out=tmp_path / "out", tasks=(TaskConfig(task="embedding_retrieval", data=data),))
+    with caplog.at_level(logging.INFO, "saccade.evaluate"):
+        results = evaluate(ColourModel(), config)
+    assert results.scores["tasks"]["embedding_retrieval"]["num_examples"] == 64
+    assert "embedding_retrieval: 64 of 66 examples, the default of the task" in caplog.text
 
 
 def test_groups_are_scored_apart(walls, tmp_path):

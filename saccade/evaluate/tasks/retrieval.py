@@ -62,7 +62,9 @@ class Retrieval(Task):
 
     def notes(self, records: Sequence[Record]) -> list[str]:
         """Chance depends on the pool."""
-        return [f"retrieval among {len(records)} pairs: recall@1 by chance is {1 / max(1, len(records)):.4f}"]
+        count = len(records)
+        scored = f", {count * count:,} captions scored" if self._by == "likelihood" else ""
+        return [f"retrieval among {count:,} pairs{scored}: recall@1 by chance is {1 / max(1, count):.4f}"]
 
 
 def _ranks(scores: Floats) -> Floats:
