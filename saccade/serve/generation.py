@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Completion, SamplingParams
 from saccade.serve.errors import ApiError, error_of_failure
 from saccade.serve.record import RequestRecord
+from saccade.serve.sampling import name_as_sent
 
 _ENDINGS = ("stop", "length", "cancelled", "failed")
 """From good to bad."""
@@ -69,8 +71,13 @@ class Generation:
         *,
         max_unsent_tokens: int,
         on_end: Callable[[Generation], None],
+        structured_field: str | None = None,
     ) -> None:
-        """`on_end` is called once, when every completion has ended, whether or not anyone reads the deltas."""
+        """`on_end` is called once, when every completion has ended, whether or not anyone reads the deltas.
+
+        `structured_field`: the field of the request that sets the form of the output, for messages.
+        """
+        self._structured_field = structured_field
         self._engine, self._hub, self._record, self._on_end = engine, hub, record, on_end
         self._max_unsent_tokens = max_unsent_tokens
         self._ids: list[str] = []
@@ -116,6 +123,9 @@ class Generation:
     def _on_delta(self, number: int, delta: CompletionDelta) -> None:
         """Runs in the engine's thread."""
         if delta.completion is not None:
+            if (failure := delta.completion.failure) is not None:
+                named = replace(failure, message=name_as_sent(failure.message, self._structured_field))
+                delta = replace(delta, completion=replace(delta.completion, failure=named))
             self.completions[number] = delta.completion
             self._ended_at[number] = time.perf_counter()
             self._num_open -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from saccade.engine.request import SamplingParams
@@ -12,6 +13,8 @@ from saccade.serve.errors import bad_request
 from saccade.serve.protocol.chat import JsonObjectFormat, JsonSchemaFormat, ResponseFormat
 from saccade.serve.protocol.common import SamplingFields, StructuredOutputs
 
+_ENGINE_NAME = re.compile(r"(structured\.)?(json_schema|json_object|regex|choice|grammar)\b")
+"""What the engine calls the form of an output, at the beginning of a message."""
 _DEFAULTS = {"temperature": 1.0}
 _SAME = (
     "temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty", "min_tokens",
@@ -28,8 +31,12 @@ def samplings_of(
     prompt_logprobs: int | None = None,
     response_format: ResponseFormat | None = None,
     tool_grammar: StructuredOutput | None = None,
+    structured_field: str | None = None,
 ) -> list[SamplingParams]:
-    """The parameters of each of the `n` completions; completion i has seed + i."""
+    """The parameters of each of the `n` completions; completion i has seed + i.
+
+    `structured_field`: the field that sets the form of the output, for messages.
+    """
     num_completions = request.n or 1
     if num_completions > max_completions:
         raise bad_request(f"n is {num_completions}; this server makes up to {max_completions} completions", param="n")
@@ -50,6 +57,9 @@ def samplings_of(
         fields["seed"] = request.seed % 2**63
     try:
         structured = structured_of(response_format, request.structured_outputs, tool_grammar)
+    except ConfigError as error:
+        raise bad_request(name_as_sent(str(error), structured_field), param=structured_field) from error
+    try:
         one = SamplingParams(
             **_DEFAULTS | fields,
             max_tokens=max_tokens,
@@ -62,6 +72,33 @@ def samplings_of(
     if num_completions == 1 or one.seed is None:
         return [one] * num_completions
     return [dataclasses.replace(one, seed=(one.seed + i) % 2**63) for i in range(num_completions)]
+
+
+def structured_field_of(
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    tool_grammar: StructuredOutput | None = None,
+) -> str | None:
+    """The field of a request that sets the form of the output, as the client wrote it."""
+    if tool_grammar is not None:
+        return "tools"
+    if structured is not None:
+        given = _given(structured)
+        return f"structured_outputs.{given[0]}" if len(given) == 1 else "structured_outputs"
+    is_schema = isinstance(response_format, JsonSchemaFormat)
+    return "response_format.json_schema" if is_schema else None if response_format is None else "response_format"
+
+
+def _given(structured: StructuredOutputs) -> list[str]:
+    """The fields that are set, as clients write them."""
+    return [name for name, value in structured.model_dump(by_alias=True).items() if value not in (None, False)]
+
+
+def name_as_sent(message: str, structured_field: str | None) -> str:
+    """A message of the engine about the form of the output, which begins with the name of the client's field instead."""
+    if structured_field is None or (found := _ENGINE_NAME.match(message)) is None:
+        return message
+    return structured_field + message[found.end() :]
 
 
 def structured_of(
@@ -85,6 +122,10 @@ def structured_of(
         return form
     if form is not None:
         raise ConfigError("response_format and structured_outputs both set the form of the output; set one")
+    given = _given(structured)
+    if len(given) != 1:
+        names = ", ".join(field.alias or name for name, field in StructuredOutputs.model_fields.items())
+        raise ConfigError(f"structured_outputs sets {' and '.join(given) or 'nothing'}; set exactly one of {names}")
     return StructuredOutput(
         json_schema=structured.json_,
         json_object=structured.json_object or False,

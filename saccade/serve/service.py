@@ -199,6 +199,7 @@ class Service:
         adapter: str | None = None,
         priority: int | None = None,
         cache_salt: str | None = None,
+        structured_field: str | None = None,
     ) -> Generation:
         """Admit a request and hand it to the engine; each prompt gets a completion per sampling."""
         engine, record, key = self.supervisor.engine, request.state.record, request.state.key
@@ -229,6 +230,7 @@ class Service:
             record,
             max_unsent_tokens=self.config.max_unsent_tokens,
             on_end=end,
+            structured_field=structured_field,
         )
         try:
             futures = [prompt.preprocess(engine, salt) for prompt in prompts]

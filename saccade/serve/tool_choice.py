@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.engine.structured import StructuredOutput
-from saccade.errors import RequestError
+from saccade.errors import ConfigError, RequestError
 
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 """White space between the JSON tokens of arguments. Unbounded, a model may emit nothing else."""
@@ -50,6 +50,7 @@ def choose_tools(
             raise RequestError("tool_choice is set but tools is not. Send the tools, or leave tool_choice out")
         return ToolChoice()
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    fields = {name: f"tools[{number}].function.parameters" for number, name in enumerate(functions)}
     more = ' ("\\n<tool_call>" rest)*' if is_parallel else ""
     structured = None
     if choice == "none":
@@ -57,16 +58,17 @@ def choose_tools(
     if choice in (None, "auto"):
         if not is_parallel or any(function.get("strict") for function in functions.values()):
             schemas = {
-                name: _schema(function if function.get("strict") else {}) for name, function in functions.items()
+                name: _schema(function if function.get("strict") else {}, fields[name])
+                for name, function in functions.items()
             }
             structured = _grammar(f"start: TEXT? | lead rest{more}\n{_FREE_TEXT}", schemas)
     elif choice == "required":
-        schemas = {name: _schema(function) for name, function in functions.items()}
+        schemas = {name: _schema(function, fields[name]) for name, function in functions.items()}
         structured = _grammar(f'start: "<tool_call>" rest{more}\n', schemas)
     else:
         name = _chosen_name(choice, functions)
         functions = {name: functions[name]}
-        structured = _grammar('start: "<tool_call>" rest\n', {name: _schema(functions[name])})
+        structured = _grammar('start: "<tool_call>" rest\n', {name: _schema(functions[name], fields[name])})
     return ToolChoice(tools, structured, frozenset(functions))
 
 
@@ -85,10 +87,13 @@ def _chosen_name(choice: object, names: Iterable[str]) -> str:
     return name
 
 
-def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+def _schema(function: Mapping[str, Any], field: str) -> dict[str, Any]:
     """The schema of a function's arguments, checked like that of a structured output. Arguments are always an object."""
     schema = {"type": "object"} | (function.get("parameters") or {})
-    StructuredOutput(json_schema=schema)
+    try:
+        StructuredOutput(json_schema=schema)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("json_schema", field, 1)) from error
     return schema
 
 

@@ -220,7 +220,7 @@ def test_a_body_that_is_no_request_is_refused(guarded, body, code):
         ({"logit_bias": {"99999": 1}}, None, "invalid_value"),
         ({"functions": []}, "functions", "unsupported_parameter"),
         ({"store": True}, "store", "unsupported_parameter"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "invalid_value"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "invalid_value"),
         ({"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0]", "invalid_value"),
         ({"messages": [{"role": "assistant"}]}, "messages[0]", "invalid_value"),
@@ -253,6 +253,34 @@ def test_no_library_text_reaches_a_client(guarded):
         assert not [
             word for word in ("traceback", "pil", "pydantic", "llguidance", "error(", "site-packages") if word in text
         ]
+
+
+def test_messages_about_the_form_of_the_output_name_the_field_that_was_sent(guarded):
+    bad = {"type": 5}
+    deep = {"type": "object"}
+    for _ in range(60):
+        deep = {"properties": {"a": deep}}
+
+    def error(path="/v1/chat/completions", **fields):
+        body = {"model": "tiny", **fields}
+        if path == "/v1/chat/completions":
+            body["messages"] = [{"role": "user", "content": "hi"}]
+        found = guarded.http.post(path, json=body)
+        assert found.status_code == 400, found.text
+        return found.json()["error"]
+
+    for schema in (bad, deep):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        assert error(response_format=form)["message"].startswith("response_format.json_schema")
+        assert error(structured_outputs={"json": schema})["message"].startswith("structured_outputs.json")
+        answer = error(
+            "/v1/responses", input="hi", text={"format": {"type": "json_schema", "name": "a", "schema": schema}}
+        )
+        assert answer["message"].startswith("text.format")
+    assert error(structured_outputs={"regex": "(a"})["message"].startswith("structured_outputs.regex")
+    both = error(structured_outputs={"regex": "a", "json": bad})
+    assert both["message"].startswith("structured_outputs sets json and regex; set exactly one of json, json_object")
+    assert both["param"] == "structured_outputs"
 
 
 def raw(guarded, *parts):

@@ -22,7 +22,7 @@ from saccade.serve.logprobs import chat_logprobs, prompt_logprobs
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
 from saccade.serve.protocol.chat import ChatCompletion, ChatRequest
 from saccade.serve.record import RequestRecord
-from saccade.serve.sampling import samplings_of
+from saccade.serve.sampling import samplings_of, structured_field_of
 from saccade.serve.service import Service, usage_of
 from saccade.serve.sse import DONE, EventStream, event
 from saccade.serve.tool_calls import (
@@ -77,6 +77,7 @@ async def _start(
             "add_generation_prompt must be the opposite of continue_final_message", param="add_generation_prompt"
         )
     choice = _tool_choice(service, body)
+    structured_field = structured_field_of(body.response_format, body.structured_outputs, choice.structured)
     samplings = samplings_of(
         body,
         max_tokens=body.max_completion_tokens or body.max_tokens or service.supervisor.engine.max_length,
@@ -85,6 +86,7 @@ async def _start(
         prompt_logprobs=body.prompt_logprobs,
         response_format=body.response_format,
         tool_grammar=choice.structured,
+        structured_field=structured_field,
     )
     request.state.record.user = body.user
     conversation = conversation_of(body.messages, allows_remote=service.remote_media is not None)
@@ -97,6 +99,7 @@ async def _start(
         adapter=adapter,
         priority=body.priority,
         cache_salt=body.cache_salt,
+        structured_field=structured_field,
     )
     return generation, choice.names
 

@@ -19,7 +19,7 @@ from saccade.serve.logprobs import completion_logprobs, echoed_logprobs, prompt_
 from saccade.serve.openapi import GENERATION_ERRORS, event_stream
 from saccade.serve.protocol.completions import CompletionRequest, TextCompletion
 from saccade.serve.record import RequestRecord
-from saccade.serve.sampling import samplings_of
+from saccade.serve.sampling import samplings_of, structured_field_of
 from saccade.serve.service import PromptInput, Service, encode_text, usage_of
 from saccade.serve.sse import DONE, EventStream, event
 
@@ -39,6 +39,7 @@ def router(service: Service) -> APIRouter:
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         adapter = service.check_model(body.model)
+        structured_field = structured_field_of(body.response_format, body.structured_outputs)
         samplings = samplings_of(
             body,
             max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
@@ -46,6 +47,7 @@ def router(service: Service) -> APIRouter:
             logprobs=body.logprobs,
             prompt_logprobs=_num_prompt_logprobs(body),
             response_format=body.response_format,
+            structured_field=structured_field,
         )
         prompts = _prompts(body)
         if len(prompts) * len(samplings) > service.config.max_completions:
@@ -63,6 +65,7 @@ def router(service: Service) -> APIRouter:
             adapter=adapter,
             priority=body.priority,
             cache_salt=body.cache_salt,
+            structured_field=structured_field,
         )
         answer = _Answer(service, body, request.state.record, token_ids)
         if body.stream:

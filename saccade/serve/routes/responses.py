@@ -55,13 +55,14 @@ async def _start(service: Service, body: ResponsesRequest, request: Request, ada
         max_tokens=body.max_output_tokens or service.supervisor.engine.max_length,
         max_completions=1,
         response_format=_response_format(body),
+        structured_field="text.format",
     )
     request.state.record.user = body.user
     conversation = _conversation(body, allows_remote=service.remote_media is not None)
     await service.fetch_media(conversation)
     return service.start(
         request, [prompt_input(conversation)], samplings, streams=body.stream or False, adapter=adapter,
-        priority=body.priority,
+        priority=body.priority, structured_field="text.format",
     )  # fmt: skip
 
 
