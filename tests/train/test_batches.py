@@ -28,10 +28,10 @@ def recipe(tmp_path, checkpoint):
     return write_recipe(tmp_path / "recipe.toml", run=tmp_path / "run", checkpoint=checkpoint, shards=shards)
 
 
-def open_batches(config, **state):
+def open_batches(config, device=CPU, **state):
     stage = config.stages[0]
     stream = open_stage_stream(config, stage, **state)
-    return BatchIterator(stream, load_model_config(config.model.folder), (), CPU, CrossEntropy())
+    return BatchIterator(stream, load_model_config(config.model.folder), (), device, CrossEntropy())
 
 
 def read(batches, count, *, prefetch):
@@ -75,6 +75,17 @@ def test_prefetched_batches_are_those_read_one_by_one_and_have_the_state_after_t
     resumed_after = expected[1][-1]
     with open_batches(config, state=resumed_after) as batches:
         assert read(batches, 2, prefetch=True) == expected[2:]
+    no_thread_is_left()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_batches_on_the_gpu_are_those_of_the_cpu_with_any_number_of_micro_batches(recipe, prefetch, no_thread_is_left):
+    config = read_recipe(recipe, "stages.0.data.global_batch_size=3")
+    with open_batches(config) as batches:
+        expected = read(batches, 4, prefetch=False)
+    with open_batches(config, torch.device("cuda")) as batches:
+        assert read(batches, 4, prefetch=prefetch) == expected
     no_thread_is_left()
 
 

@@ -18,6 +18,7 @@ VARIANTS = {
     "ddp": ["parallel.strategy=ddp", "parallel.compress_gradients=bf16"],
     "recomputed": ["parallel.recompute_vision=full", "parallel.recompute_language=selective"],
     "compiled": ["parallel.compile=true", "parallel.recompute_language=full"],
+    "dropped": ["stages.0.drop_path=0.3", "parallel.recompute_vision=full"],
 }
 
 
@@ -50,8 +51,10 @@ def test_a_run_resumes_on_the_gpu(run_root):
     assert losses(run_root / "two-parts") == pytest.approx(losses(run_root / "cpu"), abs=0.05)
 
 
-def test_a_step_waits_for_the_gpu_once(run_root):
+@pytest.mark.parametrize("settings", [[], ["stages.0.drop_path=0.3"]], ids=["plain", "dropped"])
+def test_a_step_waits_for_the_gpu_once(run_root, settings):
     """Steps 5 and 6 are watched; by then everything is compiled."""
+    name = f"watched-{len(settings)}"
     waits = []
 
     def validate(model, step):
@@ -64,7 +67,6 @@ def test_a_step_waits_for_the_gpu_once(run_root):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(
-            read_recipe(recipe(run_root, "watched"), *SETTINGS, "validation.every=1"), device="cuda", validate=validate
-        )
+        config = read_recipe(recipe(run_root, name), *SETTINGS, *settings, "validation.every=1")
+        train(config, device="cuda", validate=validate)
     assert waits[1] - waits[0] == 2, [str(warning.message) for warning in caught]
