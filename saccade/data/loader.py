@@ -538,15 +538,16 @@ class _Prefetcher(Generic[T]):
         """`cancel`, called from another thread, makes `items` raise where it waits."""
         self._items, self._cancel = items, cancel
         self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(num_ahead)
-        self._is_closed = threading.Event()
+        self._is_closed, self._lock = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __next__(self) -> T:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="saccade stream", daemon=True)
-            self._thread.start()
-        if self._is_closed.is_set():
-            raise StopIteration
+        with self._lock:  # a stream that is closed starts no thread
+            if self._is_closed.is_set():
+                raise StopIteration
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="saccade stream", daemon=True)
+                self._thread.start()
         item, error = self._ready.get()
         if item is None:
             raise error or StopIteration
@@ -567,7 +568,8 @@ class _Prefetcher(Generic[T]):
 
     def close(self) -> None:
         """Stop the thread; items that are ready are dropped. A reader that waits in another thread gets `StopIteration`."""
-        self._is_closed.set()
+        with self._lock:
+            self._is_closed.set()
         while self._thread and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._cancel()
             with contextlib.suppress(queue.Empty):  # also taken by the reader
