@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from saccade.kernels import launch
-from saccade.kernels._paged_decode import DecodePlan, decode, plan_decode
+from saccade.kernels._paged_decode import MAX_STORING_REQUESTS, DecodePlan, decode, plan_decode
 from saccade.kernels._paged_gather import GatherPlan, attend_gathered, plan_gather, write_rows
 from saccade.kernels._paged_prefill import prefill, schedule_prefill
 from saccade.kernels._paged_tile import QUANTIZED_MAX, NewTokens, Pages
@@ -338,8 +338,8 @@ def paged_attention(
 ) -> Tensor:
     """Attention of every request's new tokens over its pages, see the top of this file.
 
-    `new`: keys and values that the pages do not contain yet. They are stored first, as by `write_pages`; in a step of decode alone by its own
-    kernel, unless the cache is compressed. q may be rotated in place.
+    `new`: keys and values that the pages do not contain yet. They are stored first, as by `write_pages`; if few requests decode and the cache is
+    not compressed, by the decode kernel itself. q may be rotated in place.
 
     `max_seqlen_q` bounds the new tokens of a request (1 selects decode), `max_context_length` its keys (W * P if not given).
     The first `num_decode` requests have one new token each, or none; they are decoded beside the prefill of the others, in a
@@ -355,7 +355,8 @@ def paged_attention(
             f"context lengths {tuple(context_lengths_R.shape)} do not name the same requests"
         )
     path = launch.choose_path("paged_attention", *_paths(q_THK))
-    if new is not None and (path != "triton" or max_seqlen_q > 1 or key_scales_NGP is not None):
+    stores_in_decode = max_seqlen_q <= 1 and len(context_lengths_R) <= MAX_STORING_REQUESTS and key_scales_NGP is None
+    if new is not None and not (path == "triton" and stores_in_decode):
         pages_of_layer = key_pages_NGPK, value_pages_NGPK, key_scales_NGP, value_scales_NGP
         write_pages(q_THK, new.k, new.v, new.angles, new.slots, *pages_of_layer, gather_plan)
         new = None
