@@ -160,7 +160,9 @@ class BatchIterator:
         self._stream, self._config, self._trained_parts, self._device = stream, config, trained_parts, device
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._empty = empty_micro_batch(config.vision)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saccade batches")
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="saccade batches", initializer=_use_device_of(self._copy_stream)
+        )
         self._prefetched: tuple[bool, Future[StepBatch | None]] | None = None
 
     def prefetch(self, *, with_sources: bool) -> None:
@@ -256,7 +258,7 @@ class BatchIterator:
         return iterate()
 
     def _start_copy(self, batch: MicroBatch) -> tuple[MicroBatch, torch.cuda.Event | None]:
-        """Copy asynchronously; the event marks the end of the copy. Pinned inside the context, which also sets the thread's device."""
+        """Copy asynchronously; the event marks the end of the copy."""
         if self._copy_stream is None:
             return batch, None
         with torch.cuda.stream(self._copy_stream):
@@ -278,6 +280,11 @@ def sum_work(works: Iterable[Work]) -> Work:
     for work in works:
         total = total.plus(work)
     return total
+
+
+def _use_device_of(stream: torch.cuda.Stream | None) -> Callable[[], None]:
+    """What a new thread does first: it starts on GPU 0, where every rank would create a context when it leaves the stream's device."""
+    return lambda: None if stream is None else torch.cuda.set_device(stream.device)
 
 
 def _record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
