@@ -55,8 +55,31 @@ def _plan_kernel(
 
 
 @triton.jit
+def _prefetch_tile(
+    keys: tl.tensor,
+    values: tl.tensor,
+    table_row: tl.tensor,
+    n: tl.tensor,
+    length: tl.tensor,
+    page_stride: tl.tensor,
+    token_stride: tl.tensor,
+    PAGE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Read keys and values n of a request of this length into L2."""
+    if length > 0:
+        n = tl.minimum(n, length - 1)
+        page = tl.load(table_row + n // PAGE).to(tl.int64)
+        LINE: tl.constexpr = 128 // (keys.dtype.element_ty.primitive_bitwidth // 8)  # channels of a cache line
+        line = tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE
+        at = (page * page_stride + n % PAGE * token_stride)[:, None] + line[None, :]
+        _prefetch(keys + at)
+        _prefetch(values + at)
+
+
+@triton.jit
 def _prefetch(address: tl.tensor) -> None:
-    """Read the cache lines of these addresses into L2."""
+    """Read the cache lines at these addresses into L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -141,24 +164,20 @@ def _decode_kernel(
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_K)
+    if STORES and OVERLAP:  # older keys, while the queries are computed
+        has_keys = (first_request < last_request) | (first_tile < end_tile)
+        first_length = tl.load(context_lengths + first_request, mask=has_keys, other=0)
+        first_row = tl.cast(first_request, tl.int64)
+        if HAS_ROWS:
+            first_row = tl.load(table_rows + first_request, mask=has_keys, other=0).to(tl.int64)
+        first_key = first_tile * BLOCK_N
+        if WINDOW is not None:
+            first_key += tl.maximum(first_length - 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        _prefetch_tile(
+            key_pages + kv_head * head_stride, value_pages + kv_head * head_stride, page_table + first_row * table_stride,
+            first_key + n, first_length, page_stride, token_stride, PAGE, BLOCK_K,
+        )  # fmt: skip
     if OVERLAP:
-        if STORES & (
-            (first_request < last_request) | (first_tile < end_tile)
-        ):  # older keys, while the queries are computed
-            first_length = tl.load(context_lengths + first_request)
-            first_row = tl.cast(first_request, tl.int64)
-            if HAS_ROWS:
-                first_row = tl.load(table_rows + first_request).to(tl.int64)
-            first_key = first_tile * BLOCK_N
-            if WINDOW is not None:
-                first_key += tl.maximum(first_length - 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-            key = tl.minimum(first_key + n, first_length - 1)
-            page = tl.load(page_table + first_row * table_stride + key // PAGE).to(tl.int64)
-            LINE: tl.constexpr = 128 // (key_pages.dtype.element_ty.primitive_bitwidth // 8)  # channels of a cache line
-            line = tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE
-            lines = (page * page_stride + key % PAGE * token_stride)[:, None] + kv_head * head_stride + line[None, :]
-            _prefetch(key_pages + lines)
-            _prefetch(value_pages + lines)
         tl.extra.cuda.gdc_wait()
 
     head = kv_head * RATIO + m
