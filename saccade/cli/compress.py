@@ -102,9 +102,9 @@ def compress(
     """Quantize a checkpoint, vision tower included, as compressed-tensors that other engines load; compare it with the original. Resumes."""
     from saccade.compress import compress as run
     from saccade.compress.report import FOLDER, fidelity_rows, summary, text_table, write_report
-    from saccade.compress.run import check_out
+    from saccade.model.weights import check_new_folder
 
-    check_out(out)
+    check_new_folder(out)
     folder, bound = checkpoint_folder(checkpoint), _share(max_loss)
     samples = _calibration(calibration, num_samples, calibrate_with.value, image_weight, seed)
     held_out = _held_out(folder, samples, verify, verify_samples, seed)

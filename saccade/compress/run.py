@@ -34,12 +34,12 @@ from saccade.compress.rounding import RoundedProjection, round_projections
 from saccade.compress.scheme import Rule, Scheme, load_scheme, part_of
 from saccade.compress.source import Source
 from saccade.device import resolve_device
-from saccade.errors import CheckpointError, ConfigError
+from saccade.errors import ConfigError
 from saccade.files import atomic_write
 from saccade.model.linear import Linear, Projection, projections
 from saccade.model.quantization import Scheme as StoredScheme
 from saccade.model.quantized_linear import quantized_form
-from saccade.model.weights import load_tensor, tensor_files
+from saccade.model.weights import check_new_folder, load_tensor, tensor_files
 from saccade.processor import Processor
 
 logger = logging.getLogger(__name__)
@@ -125,19 +125,13 @@ def compress(
     return run.write()
 
 
-def check_out(out: Path) -> None:
-    """Refuse to write into a folder with files in it."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty. Choose another folder or remove it first")
-
-
 class _Run:
     """One compression: the model on the meta device, its blocks filled one at a time."""
 
     def __init__(
         self, checkpoint: Path, out: Path, scheme: Scheme, calibration: CalibrationConfig | None, device: torch.device
     ) -> None:
-        check_out(out)
+        check_new_folder(out)
         self.source, self.out, self.scheme, self.device = Source(checkpoint), out, scheme, device
         self.model, self.blocks = self.source.model, self.source.blocks
         self.rules = self.source.rules(scheme)

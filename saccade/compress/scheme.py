@@ -23,6 +23,7 @@ report names these layers.
 from __future__ import annotations
 
 import re
+import reprlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -150,10 +151,18 @@ def _parse_layers(text: str) -> frozenset[int]:
     numbers: set[int] = set()
     for piece in text.split(","):
         found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", piece)
+        if found and max(map(len, filter(None, found.groups()))) > _MAX_DIGITS:
+            raise ConfigError(
+                f"layers = {reprlib.repr(text)}: no model has so many blocks. Leave layers out for all of them"
+            )
         if not found or (found[2] and int(found[2]) < int(found[1])):
-            raise ConfigError(f"layers = {text!r}: write ranges and numbers, such as 0-13,20")
+            raise ConfigError(f"layers = {reprlib.repr(text)}: write ranges and numbers, such as 0-13,20")
         numbers |= set(range(int(found[1]), int(found[2] or found[1]) + 1))
     return frozenset(numbers)
+
+
+_MAX_DIGITS = 4
+"""Of a block's number, so that a range stays small. `check_scheme` knows how many blocks there are."""
 
 
 # ------------------------------------------------------------------ built-in schemes
@@ -197,11 +206,15 @@ def check_scheme(scheme: Scheme, names: list[str]) -> None:
     """Refuse rules that match no projection of a model: a mistyped range must not pass silently. Rules that keep may match none."""
     for rule in scheme.rules:
         is_narrow = rule.layers is not None or bool(rule.projections)
+        found = sorted({layer_of(name) for name in names if part_of(name) == rule.part} - {None})  # type: ignore[type-var]
+        blocks = f"its blocks are {found[0]}-{found[-1]}" if found else "it has no blocks"
         if rule.form != "keep" and is_narrow and not any(rule.matches(name) for name in names):
-            found = sorted({layer_of(name) for name in names if part_of(name) == rule.part} - {None})  # type: ignore[type-var]
-            blocks = f"its blocks are {found[0]}-{found[-1]}" if found else "it has no blocks"
             last_parts = sorted({name.rpartition(".")[2] for name in names if part_of(name) == rule.part})
             raise ConfigError(
                 f"scheme {scheme.name}: a rule of {rule.part} with layers {rule.layers or 'all'} and projections "
                 f"{', '.join(rule.projections) or 'all'} matches no projection. Correct it: {blocks}, its projections {', '.join(last_parts)}"
+            )
+        if rule.form != "keep" and found and max(rule.layer_numbers or (0,)) > (found[-1] or 0):
+            raise ConfigError(
+                f"scheme {scheme.name}: a rule of {rule.part} with layers {rule.layers} goes beyond the model. Correct it: {blocks}"
             )

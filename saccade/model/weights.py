@@ -312,18 +312,23 @@ def save_model(model: VLM, folder: str | Path, *, like: str | Path, max_shard_by
             writer.add(family.name_on_disk(name), stored)
 
 
+def check_new_folder(folder: Path) -> None:
+    """Refuse to write a checkpoint where something is already."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file. Choose another folder or remove it first")
+    if folder.exists() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder} exists and is not empty. Choose another folder or remove it first")
+    if folder.is_symlink() and not folder.exists():
+        raise CheckpointError(f"{folder} is a broken link. Remove it or choose another folder")
+
+
 class CheckpointWriter:
     """Writes a checkpoint folder under a temporary name and renames it when it is complete; after an error nothing is left."""
 
     def __init__(self, folder: str | Path, *, max_shard_bytes: int = 2 * 2**30) -> None:
         self.folder = Path(folder)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder} is a file. Choose another folder or remove it first")
-        if self.folder.exists() and any(self.folder.iterdir()):
-            raise CheckpointError(f"{self.folder} exists and is not empty. Choose another folder or remove it first")
+        check_new_folder(self.folder)
         target = self.folder.resolve()
-        if self.folder.is_symlink() and not self.folder.exists():
-            raise CheckpointError(f"{self.folder} is a broken link. Remove it or choose another folder")
         self._partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
         self._max_shard_bytes = max_shard_bytes
         self._shard: dict[str, Tensor] = {}

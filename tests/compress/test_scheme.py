@@ -53,6 +53,7 @@ def test_built_in_schemes_compress_tower_and_decoder(name):
         ),
         ('[[rules]]\npart = "language"\nform = "int4"\ngroup_size = 100', "16, 32, 64 or a multiple of 128"),
         ('[[rules]]\npart = "language"\nform = "int4"\nlayers = "3-1"', "write ranges and numbers"),
+        ('[[rules]]\npart = "language"\nform = "int4"\nlayers = "0-99999999999"', "no model has so many blocks"),
         ('[[rules]]\npart = "decoder"\nform = "int4"', "part"),
         ('[[rules]]\npart = "language"\nform = "int4"\nlayer = "3"', "layers"),
         ("rules = []", "everything would be kept"),
@@ -72,6 +73,8 @@ def test_a_rule_that_matches_nothing_is_refused():
         with pytest.raises(ConfigError, match=r"matches no projection. Correct it: its blocks are 0-\d+, its projections \w+") as caught:  # fmt: skip
             check_scheme(Scheme(rules=(rule,)), NAMES)
         assert "Rule(" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"with layers 2-9 goes beyond the model\. Correct it: its blocks are 0-3"):
+        check_scheme(Scheme(rules=(Rule(part="language", layers="2-9", form="int4"),)), NAMES)
 
 
 @pytest.mark.parametrize("group_size", [0, -128, 7, 100])
