@@ -47,6 +47,7 @@ class EngineModel:
         self._adapter_folder, self._adapter = adapter, None if adapter is None else "adapter"
         self._lock = threading.Lock()
         self._scoring = threading.Semaphore(_MAX_SCORING)
+        self._turn = threading.Lock()  # conversations are scored one after another: each is complete soon
         self._tokenized: dict[tuple[str, str], tuple[tuple[int, ...], list[int]]] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -99,14 +100,14 @@ class EngineModel:
     def log_likelihoods(self, conversation: Conversation, continuations: Sequence[str]) -> list[Likelihood]:
         """Score all continuations as requests of their own: each is the assistant's turn, without its end."""
         texts, images = _texts(conversation), _images(conversation)
-        prompts: dict[tuple[int, ...], TokenPrompt] = {}  # one, unless a template writes turns that follow differently
-        scoring: list[tuple[Future[Completion], int]] = []
-        for continuation in continuations:
-            prompt_ids, token_ids = self._tokens(conversation, texts, continuation.strip())
-            if prompt_ids not in prompts:
-                prompts[prompt_ids] = self._engine.preprocess_tokens(prompt_ids, images).result()
-            scoring.append((self._score(prompts[prompt_ids].continued(token_ids)), len(token_ids)))
-        return [_likelihood(completion.result(), num_tokens) for completion, num_tokens in scoring]
+        tokenized = [self._tokens(conversation, texts, continuation.strip()) for continuation in continuations]
+        prompts = {  # one, unless the template writes something else where a turn follows
+            prompt_ids: self._engine.preprocess_tokens(prompt_ids, images).result()
+            for prompt_ids in dict.fromkeys(prompt_ids for prompt_ids, _ in tokenized)
+        }
+        with self._turn:
+            scoring = [self._score(prompts[prompt_ids].continued(token_ids)) for prompt_ids, token_ids in tokenized]
+        return [_likelihood(one.result(), len(ids)) for one, (_, ids) in zip(scoring, tokenized, strict=True)]
 
     def _tokens(self, conversation: Conversation, texts: str, continuation: str) -> tuple[tuple[int, ...], list[int]]:
         """Tokens of the prompt and of the continuation. They do not depend on the pixels of images, so pools are tokenized once."""

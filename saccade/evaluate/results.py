@@ -107,24 +107,27 @@ class Results:
 
 
 class RecordWriter:
-    """Appends records to examples.jsonl, each with one write; any thread may add."""
+    """Appends records to examples.jsonl, each with one write; any thread may add. What is added after the end is dropped."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_cut_line(path)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._lock = threading.Lock()
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
         line = _line(record).encode()
         with self._lock:
-            while line:
+            while line and self._file is not None:
                 line = line[os.write(self._file, line) :]
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._file)
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

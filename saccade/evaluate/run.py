@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -249,17 +249,23 @@ def _record(prepared: PreparedTask, model: Model, example: Example) -> dict[str,
 
 
 def in_threads(do: Callable[[Any], object], items: Sequence[Any], num_threads: int) -> None:
-    """Call `do` for every item from several threads; the first error cancels the rest and is raised."""
+    """Call `do` for every item from several threads; the first error cancels the rest and is raised.
+
+    Ctrl-C does not wait for calls in progress: closing the model ends them.
+    """
     pool = ThreadPoolExecutor(max(1, min(num_threads, len(items))), "saccade-evaluate")
-    futures: list[Future[object]] = []
+    waits = True
     try:
         futures = [pool.submit(do, item) for item in items]
         wait(futures, return_when=FIRST_EXCEPTION)
         for future in futures:
             if future.done() and (error := future.exception()) is not None:
                 raise error
+    except KeyboardInterrupt:
+        waits = False
+        raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(wait=waits, cancel_futures=True)
 
 
 # ------------------------------------------------------------------ score

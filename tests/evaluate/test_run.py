@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ from saccade.errors import ConfigError, DataError
 from saccade.evaluate import EvaluationConfig, Results, TaskConfig, compare, evaluate
 from saccade.evaluate.readers import DataSpec
 from saccade.evaluate.report import terminal_report, write_reports
+from saccade.evaluate.results import RecordWriter
+from saccade.evaluate.run import in_threads
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +177,31 @@ def test_answers_with_odd_characters_survive_the_results_folder(walls, tmp_path)
     again = ColourModel()
     assert evaluate(again, config).records("vqa") == results.records("vqa")
     assert again.asked.total() == 0
+
+
+def test_ctrl_c_waits_for_no_answer_in_progress(tmp_path):
+    """The thread that is left behind writes nothing any more."""
+    has_asked, is_over = threading.Event(), threading.Event()
+    writer, ended = RecordWriter(tmp_path / "examples.jsonl"), []
+
+    def ask(number):
+        if number == 0:
+            has_asked.wait(60)
+            raise KeyboardInterrupt
+        has_asked.set()
+        assert is_over.wait(60), "the interruption waits for this answer"
+        writer.add({"id": number})
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(ask, range(2), 2)
+    writer.close()
+    is_over.set()
+    deadline = time.monotonic() + 60
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended == [1]
+    assert (tmp_path / "examples.jsonl").read_text() == ""
 
 
 def test_refused_examples_are_recorded_count_as_wrong_and_are_asked_again(walls, tmp_path):
