@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Results:
             raise DataError(f"{folder}: not a results folder ({error}). saccade evaluate -o writes one") from error
         if settings.get("version") != VERSION:
             raise DataError(f"{folder}: version {settings.get('version')}, only {VERSION} is read. Evaluate again")
+        for task in settings["tasks"].values():
+            task.get("decoding", {}).setdefault("num_beams", 1)  # answers from before there was beam search
         return Results(folder, settings)
 
     @staticmethod
@@ -162,5 +164,11 @@ def _drop_cut_line(path: Path) -> None:
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Settings that differ, with both values."""
-    keys: Sequence[str] = sorted({*old, *new})
-    return [f"{key} was {old.get(key)!r}, now {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+    changes = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            changes += [f"{key}.{change}" for change in _changed(before, after)]
+        elif before != after:
+            changes.append(f"{key} was {before!r}, now {after!r}")
+    return changes
