@@ -12,7 +12,6 @@ lock serialises, also with the trainer's own. Two workers on two cores gave 424 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -226,7 +225,7 @@ _MAX_PATCHES_PER_TOKEN = 64
 
 
 class Stream:
-    """An iterator over batches. Close it, from any thread, or drop the last reference, and its processes end."""
+    """An iterator over batches. Close it, or drop the last reference, and its processes end."""
 
     def __init__(
         self,
@@ -245,7 +244,7 @@ class Stream:
         self._pool = CollatorPool(config, num_workers, share.sample_id) if num_workers else None
         make = self._pool.collate if self._pool else lambda sequences: map(Collator(config).make, sequences)
         batches = _batches(share, position, make)
-        self._batches = _Prefetcher(batches, prefetch, self._pool.close) if self._pool else _Locked(batches)
+        self._batches = _Prefetcher(batches, prefetch, self._pool.close) if self._pool else batches
         self._finalizer = weakref.finalize(self, self._batches.close)
 
     def __iter__(self) -> Self:
@@ -515,22 +514,6 @@ def _batches(
 T = TypeVar("T")
 
 
-class _Locked(Generic[T]):
-    """A generator that another thread may close; that waits for the item being made."""
-
-    def __init__(self, items: Generator[T]) -> None:
-        self._items, self._lock = items, threading.Lock()
-
-    def __next__(self) -> T:
-        with self._lock:
-            return next(self._items)
-
-    def close(self) -> None:
-        """End the generator."""
-        with self._lock:
-            self._items.close()
-
-
 class _Prefetcher(Generic[T]):
     """Runs a generator in a thread, a few items ahead. Read by one thread; starts with the first `next`."""
 
@@ -538,16 +521,15 @@ class _Prefetcher(Generic[T]):
         """`cancel`, called from another thread, makes `items` raise where it waits."""
         self._items, self._cancel = items, cancel
         self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(num_ahead)
-        self._is_closed, self._lock = threading.Event(), threading.Lock()
+        self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __next__(self) -> T:
-        with self._lock:  # a stream that is closed starts no thread
-            if self._is_closed.is_set():
-                raise StopIteration
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="saccade stream", daemon=True)
-                self._thread.start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="saccade stream", daemon=True)
+            self._thread.start()
+        if self._is_closed.is_set():
+            raise StopIteration
         item, error = self._ready.get()
         if item is None:
             raise error or StopIteration
@@ -567,14 +549,10 @@ class _Prefetcher(Generic[T]):
         self._ready.put((None, error))
 
     def close(self) -> None:
-        """Stop the thread; items that are ready are dropped. A reader that waits in another thread gets `StopIteration`."""
-        with self._lock:
-            self._is_closed.set()
+        """Stop the thread; items that are ready are dropped."""
+        self._is_closed.set()
         while self._thread and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._cancel()
-            with contextlib.suppress(queue.Empty):  # also taken by the reader
-                while True:
-                    self._ready.get_nowait()
+            while not self._ready.empty():
+                self._ready.get_nowait()
             self._thread.join(timeout=0.01)
-        with contextlib.suppress(queue.Full):  # then the reader has something to get
-            self._ready.put_nowait((None, None))

@@ -2,9 +2,6 @@
 
     stream -> add labels -> pinned memory -> copy on a side CUDA stream while the previous micro-batch computes
 
-All of it runs in a thread of its own, one micro-batch ahead, so that the host is free to launch kernels: copying the patches of 32768
-tokens to pinned memory takes 30 ms, during which torch holds no interpreter lock.
-
 Every rank runs the same number of micro-batches per step: ranks with fewer packed sequences add empty ones.
 """
 
@@ -14,9 +11,8 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,7 +138,7 @@ class StepBatch:
 
 
 class BatchIterator:
-    """Reads batches from a stream and copies them to the device, in a thread. Close it before the stream, or use it as a context manager."""
+    """Reads batches from a stream and copies them to the device."""
 
     def __init__(
         self,
@@ -160,55 +156,16 @@ class BatchIterator:
         self._stream, self._config, self._trained_parts, self._device = stream, config, trained_parts, device
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._empty = empty_micro_batch(config.vision)
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="saccade batches", initializer=_use_device_of(self._copy_stream)
-        )
-        self._prefetched: tuple[bool, Future[StepBatch | None]] | None = None
-
-    def prefetch(self, *, with_sources: bool) -> None:
-        """Start preparing what `next` returns, in the background.
-
-        Called when the last micro-batch of a step is about to be computed: the device then holds that one and the first of the next step.
-        """
-        assert self._prefetched is None, "next comes between two calls of prefetch"
-        self._prefetched = with_sources, self._thread.submit(self._prepare, with_sources)
 
     def next(self, *, with_sources: bool) -> StepBatch | None:
-        """The next step's micro-batches, with the first copy already started; None at the end of the data.
-
-        An error of the data is raised here, also if the batch was prefetched.
-        """
-        if self._prefetched is None:
-            self.prefetch(with_sources=with_sources)
-        assert self._prefetched is not None, "set by prefetch"
-        (prefetched_with_sources, batch), self._prefetched = self._prefetched, None
-        assert prefetched_with_sources == with_sources, "a batch is prefetched as it is read"
+        """The next step's micro-batches, with the first copy already started; None at the end of the data."""
         start = time.perf_counter()
-        try:
-            return batch.result()
-        finally:
-            self.wait_s = time.perf_counter() - start
-
-    def close(self) -> None:
-        """Stop the thread, also while it waits for data, and close the stream. A prefetched batch is dropped."""
-        self._stream.close()
-        self._thread.shutdown(cancel_futures=True)
-        self._prefetched = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # -------------------------------------------------------------- in the thread
-
-    def _prepare(self, with_sources: bool) -> StepBatch | None:
-        """Read a batch, add labels, count its work, and start its first copy."""
         try:
             batch = next(self._stream)
         except StopIteration:
             return None
+        finally:
+            self.wait_s = time.perf_counter() - start
         sequences = [
             sequence for sequence in batch.sequences if sequence.inputs.num_tokens
         ]  # empty if all samples are bad
@@ -248,12 +205,11 @@ class BatchIterator:
         first = self._start_copy(batches[0])
 
         def iterate() -> Iterator[MicroBatch]:
-            current = first
+            pending = first
             for following in batches[1:]:
-                pending = self._thread.submit(self._start_copy, following)
+                current, pending = pending, self._start_copy(following)
                 yield self._wait_for_copy(*current)
-                current = pending.result()
-            yield self._wait_for_copy(*current)
+            yield self._wait_for_copy(*pending)
 
         return iterate()
 
@@ -266,7 +222,7 @@ class BatchIterator:
             return copied, self._copy_stream.record_event()
 
     def _wait_for_copy(self, batch: MicroBatch, copied: torch.cuda.Event | None) -> MicroBatch:
-        """Make the compute stream, not the host, wait for the copy. In the thread that computes."""
+        """Make the compute stream, not the host, wait for the copy."""
         if copied is not None:
             compute_stream = torch.cuda.current_stream(self._device)
             compute_stream.wait_event(copied)
@@ -280,11 +236,6 @@ def sum_work(works: Iterable[Work]) -> Work:
     for work in works:
         total = total.plus(work)
     return total
-
-
-def _use_device_of(stream: torch.cuda.Stream | None) -> Callable[[], None]:
-    """What a new thread does first: it starts on GPU 0, where every rank would create a context when it leaves the stream's device."""
-    return lambda: None if stream is None else torch.cuda.set_device(stream.device)
 
 
 def _record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:

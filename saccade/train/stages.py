@@ -237,24 +237,23 @@ def _run_stage(
         if _must_stop(stop_requested, stage, world):
             return Ending.STOPPED
         held_out = held_out_validation(config, stage, world, step=progress.step, stop_requested=stop_requested)
-        with BatchIterator(
-            stream, parallel.model.config, _trained_parts(state), world.device, parallel.module.objective
-        ) as batches:
-            return Trainer(
-                config=config,
-                stage=stage,
-                progress=progress,
-                state=state,
-                batches=batches,
-                guard=guard,
-                saver=saver,
-                metrics_log=MetricsLog(trackers, stage.name, config.log.every, world),
-                world=world,
-                stop_requested=stop_requested,
-                num_samples=_num_samples(stage),
-                validate=combine(validate, held_out),
-                on_export=on_export,
-            ).run()
+        return Trainer(
+            config=config,
+            stage=stage,
+            progress=progress,
+            state=state,
+            batches=BatchIterator(
+                stream, parallel.model.config, _trained_parts(state), world.device, parallel.module.objective
+            ),
+            guard=guard,
+            saver=saver,
+            metrics_log=MetricsLog(trackers, stage.name, config.log.every, world),
+            world=world,
+            stop_requested=stop_requested,
+            num_samples=_num_samples(stage),
+            validate=combine(validate, held_out),
+            on_export=on_export,
+        ).run()
 
 
 def _load_state(

@@ -1,8 +1,8 @@
 """The training loop of a stage: batch -> micro-batches -> backward -> clip -> optimizer step -> log -> save -> validate.
 
-The host runs ahead of the GPU. It enqueues forward and backward of all micro-batches, while a thread prepares the next batch
-(`batches.py`), and then synchronizes once, for the metrics of the step: loss, gradient norm, stop requests. These are summed over the
-ranks, so every rank sees the same values and makes the same decisions.
+The host runs ahead of the GPU. It enqueues forward and backward of all micro-batches, fetches the next batch while they compute, and
+then synchronizes once, for the metrics of the step: loss, gradient norm, stop requests. These are summed over the ranks, so
+every rank sees the same values and makes the same decisions.
 """
 
 from __future__ import annotations
@@ -135,26 +135,15 @@ class Trainer:
 
     # -------------------------------------------------------------- one step
 
-    def _prefetch_batch(self, stage_step: int) -> None:
-        """Start preparing the micro-batches of a step in the background, if the stage has that step."""
-        if self._has_step(stage_step):
-            self._batches.prefetch(with_sources=self._is_logged(stage_step))
-
     def _next_batch(self, stage_step: int) -> StepBatch | None:
         """The micro-batches of a step, with the first copy to the device started; None at the end of the stage."""
-        if not self._has_step(stage_step):
+        if self._stage.known_steps is not None and stage_step >= self._stage.known_steps:
             return None
-        batch = self._batches.next(with_sources=self._is_logged(stage_step))
+        step = self._progress.step - self._progress.stage_step + stage_step + 1
+        is_logged = step % self._config.log.every == 0 or stage_step == self._first_stage_step
+        batch = self._batches.next(with_sources=is_logged)
         self._data_wait_s = 0.0 if self._is_gpu_busy() else self._batches.wait_s
         return batch
-
-    def _has_step(self, stage_step: int) -> bool:
-        """Whether the stage is that long; one of epochs ends with its data."""
-        return self._stage.known_steps is None or stage_step < self._stage.known_steps
-
-    def _is_logged(self, stage_step: int) -> bool:
-        step = self._progress.step - self._progress.stage_step + stage_step + 1
-        return step % self._config.log.every == 0 or stage_step == self._first_stage_step
 
     def _is_gpu_busy(self) -> bool:
         """Whether the GPU still has work queued, so that waiting for data cost nothing."""
@@ -178,8 +167,6 @@ class Trainer:
                 self._state.drop_gradients()
                 return losses, None
             is_last = number == batch.num_micro_batches
-            if is_last:
-                self._prefetch_batch(self._progress.stage_step + 1)
             loss, own_sums = self._state.backward(micro_batch, count, is_last_micro_batch=is_last)
             losses.append(loss)
             sums += own_sums

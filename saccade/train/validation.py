@@ -114,8 +114,8 @@ class HeldOutValidation:
         names = ("loss", *objective.metric_names) if objective.metric_names else ()
         total = torch.zeros(3, dtype=torch.float64, device=self._world.device)
         of_objective = torch.zeros(1 + len(names), dtype=torch.float64, device=self._world.device)
-        device, config = self._world.device, model.model.config
-        with self._open_stream() as stream, BatchIterator(stream, config, (), device, objective) as batches:
+        with self._open_stream() as stream:
+            batches = BatchIterator(stream, model.model.config, (), self._world.device, model.objective)
             while (batch := batches.next(with_sources=False)) is not None:
                 for one in batch.on_device:
                     total += model.score(one.inputs, objective.validated(one.inputs, one.labels))

@@ -65,8 +65,8 @@ def micro_batches(config, count=2):
     """Packed sequences of the recipe's first step, with their labels."""
     stage = config.stages[0]
     built = parallelize(config.model.folder, stage, config.parallel, CPU, dtype=config.model.dtype, seed=config.seed)
-    stream = open_stage_stream(config, stage)
-    with BatchIterator(stream, built.model.config, (), CPU.device, built.module.objective) as batches:
+    with open_stage_stream(config, stage) as stream:
+        batches = BatchIterator(stream, built.model.config, (), CPU.device, built.module.objective)
         found = list(batches.next(with_sources=False).on_device)
     return built, found[:count]
 

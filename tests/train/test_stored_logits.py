@@ -51,8 +51,8 @@ def first_step(config):
     """(terms, model, micro-batch) of the recipe's first micro-batch."""
     stage = config.stages[0]
     built = parallelize(config.model.folder, stage, config.parallel, CPU, dtype=config.model.dtype, seed=config.seed)
-    stream = open_stage_stream(config, stage)
-    with BatchIterator(stream, built.model.config, (), CPU.device, built.module.objective) as batches:
+    with open_stage_stream(config, stage) as stream:
+        batches = BatchIterator(stream, built.model.config, (), CPU.device, built.module.objective)
         [batch, *_] = batches.next(with_sources=False).on_device
     labelled = Labelled(batch.inputs, batch.labels, batch.num_loss_tokens, targets=batch.targets)
     hidden = built.model.hidden_states(batch.inputs)
