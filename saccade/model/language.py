@@ -67,8 +67,8 @@ class DecoderLayer(nn.Module):
         """The residual stream x + update to itself, see `add_update`. `select_S`: tokens to return (None: all); `chosen`: the adapter
         of each token.
 
-        Without gradients each sum, norm and activation runs in the kernel of the matrix product behind it: for few tokens a layer is
-        five kernels and attention.
+        Without gradients each sum and norm runs in the kernel of the matrix product behind it, and the activation in that of gate and up: for one
+        token a layer is four kernels and attention.
         """
         normed = self.input_layernorm.add_norm(x_TD, update_TD)
         attn_out_TD = self.self_attn(normed.input, attend, chosen)
