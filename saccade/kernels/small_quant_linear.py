@@ -282,7 +282,7 @@ class Tiles(NamedTuple):
 
 
 # (more than 4096 inputs, more than 8192 outputs) -> tiles. H200, one token, us (bench/kernels/quant_linear.py, 2026-11-16): int4 norm and 2048 -> 2560 3.7,
-# 2048 -> 2048 2.6, norm, 2048 -> 22016 and activation 11.5, 11008 -> 2048 7.0 (bf16: 4.4, 3.0, 23.2, 12.7); int8 without norm and activation 3.7, 3.0,
+# 2048 -> 2048 2.6, norm, 2048 -> 22016 and activation 11.5, 11008 -> 2048 7.0 (bf16: 4.4, 3.0, without the activation 23.0, 12.7); int8 without norm and activation 3.7, 3.0,
 # 15.8, 10.9; fp8 3.1, 2.5, 13.0, 10.9. `--sweep` of that benchmark times other tiles.
 _W4A16_TILES = {
     (False, False): Tiles(block_n=2, num_warps=2),

@@ -306,13 +306,14 @@ def test_int8_of_a_cpu_equals_the_reference(shape, dtype):
 
 
 @pytest.mark.gpu
-@EIGHT_BITS
-@pytest.mark.parametrize("path", ["triton", "library"])
+@pytest.mark.parametrize(
+    ("bits", "path"),
+    [(torch.int8, "triton"), (torch.float8_e4m3fn, "triton"), (torch.float8_e4m3fn, "library")],
+    ids=["int8", "fp8", "fp8 of torch"],
+)
 @pytest.mark.parametrize("num_tokens", [1, 16, 64, 257, 4096])
 @pytest.mark.parametrize("shape", [(2560, 2048), (2048, 11008)], ids=str)
-def test_real_sizes_equal_the_reference_in_8_bits(shape, num_tokens, path, bits):
-    if path == "library" and bits == torch.int8:
-        pytest.skip("our kernel is always faster")
+def test_real_sizes_equal_the_reference_in_8_bits(shape, num_tokens, bits, path):
     case = eight_bit_case((num_tokens, *shape), bits, "cuda", torch.bfloat16)
     with launch.forced(path):
         actual = matmul_w8a8(*case, out_dtype=torch.bfloat16)
