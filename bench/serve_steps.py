@@ -34,7 +34,7 @@ def text_prompt(rng: np.random.Generator, length: int) -> TokenPrompt:
 
 def image_prompt(rng: np.random.Generator) -> TokenPrompt:
     """An image of 672 x 672 and 62 tokens of text."""
-    patches = rng.integers(0, 256, (2304, 1176), dtype=np.uint8)
+    patches = rng.integers(0, 256, (2304, 588), dtype=np.uint8)
     span = ImageSpan(key=rng.bytes(32), start=1, num_tokens=576, num_patches=2304)
     ids = [151652, *[151655] * 576, 151653, *(int(i) for i in rng.integers(1, 150_000, 62))]
     positions = mrope_positions([TextSpan(1), VisionSpan(1, 24, 24), TextSpan(63)])

@@ -135,7 +135,7 @@ def initialize_liar(config):
     def lie(request, mailbox, processor):
         message = reply(request, mailbox, processor)
         if "grid" in message:
-            patches = np.empty((np.prod(message["grid"]), processor.metadata.image.patch_dim), np.uint8)
+            patches = np.empty((np.prod(message["grid"]), processor.metadata.image.patch_bytes), np.uint8)
             mailbox.outbox.read_into(patches)
             if patches.max() == 0:
                 mailbox.outbox.write(patches + 77, 0)

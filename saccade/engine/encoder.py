@@ -1,11 +1,12 @@
 """Vision encoder of the engine: all images of a step in one forward pass.
 
-    round up to a patch budget -> layout -> fill host memory -> copy -> run the encoder as a CUDA graph
+    round up to a patch budget -> layout -> fill host memory -> copy, repeat frames -> run the encoder as a CUDA graph
 
 Launched from Python, the encoder is some 400 kernels, which take longer to launch than to run for an image or two. So it is captured
 as CUDA graphs for fixed patch budgets. Batches are filled up to the budget with *padding*: blank images, windowed and
 computed like any other, whose features are not read. The lists of windows and images are filled up with empty ones. Images attend
-only to themselves, so padding does not change their features.
+only to themselves, so padding does not change their features. The patches of a still image come with its frame once
+(`PromptImage.patches`), which is repeated on the device.
 
 Legend: P patches, M image tokens (merged patches), F features of an image token.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -59,10 +61,11 @@ class Encoder:
         self._graphs: CudaGraphs[int] | None = None
         if budgets:
             num_ints = self._tower.budget_sizes(budgets[-1]).total
-            pixel_shape = (budgets[-1], self._config.patch_dim)
-            self._pixels = torch.zeros(pixel_shape, dtype=torch.uint8, device=self._device)
+            num_bytes = budgets[-1] * self._config.patch_dim
+            self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+            self._pixels = torch.zeros(budgets[-1], self._config.patch_dim, dtype=torch.uint8, device=self._device)
             self._ints = torch.zeros(num_ints, dtype=torch.int32, device=self._device)
-            self._staging = [_Staging(pixel_shape, num_ints, self._device) for _ in range(2)]
+            self._staging = [_Staging(num_bytes, num_ints, self._device) for _ in range(2)]
             if self._device.type == "cuda":
                 self._graphs = CudaGraphs(self._forward)
 
@@ -110,7 +113,9 @@ class Encoder:
         return self._encode_group(images)
 
     def _encode_group(self, images: Sequence[PromptImage]) -> Tensor:
-        patches = to_device(np.concatenate([image.patches for image in images]), self._device)
+        num_patches = sum(len(image.patches) for image in images)
+        patches = torch.empty(num_patches, self._config.patch_dim, dtype=torch.uint8, device=self._device)
+        self._repeat_frames(images, to_device(np.concatenate(_byte_views(images)), self._device), patches)
         pixels = normalize_patches(patches, self._pixel_mean, self._pixel_std)
         return self._model.encode_images(pixels, torch.tensor([image.grid for image in images]))
 
@@ -120,15 +125,32 @@ class Encoder:
         staging = self._staging[0]
         self._staging.reverse()
         staging.wait()
-        np.concatenate([image.patches for image in images], out=staging.pixels[:num_patches])
+        num_bytes = sum(image.patches.nbytes for image in images)
+        np.concatenate(_byte_views(images), out=staging.bytes[:num_bytes])
         layout.write(staging.ints, sizes)
-        staging.send(self._pixels[:num_patches], self._ints[: sizes.total])
+        staging.send(self._bytes[:num_bytes], self._ints[: sizes.total])
+        self._repeat_frames(images, self._bytes, self._pixels)
         self._pixels[num_patches:budget].zero_()
+
+    def _repeat_frames(self, images: Sequence[PromptImage], data: Tensor, patches: Tensor) -> None:
+        """Write the patches [P, patch_dim] of all images from their bytes, which follow one another; still images have one frame."""
+        channels, depth, side = self._config.in_channels, self._config.temporal_patch_size, self._config.patch_size
+        offset = first = 0
+        for dim, group in groupby(images, lambda image: image.patches.shape[1]):
+            num_patches = sum(len(image.patches) for image in group)
+            end = offset + num_patches * dim
+            frames = data[offset:end].view(num_patches, channels, -1, side * side)
+            patches[first : first + num_patches].view(num_patches, channels, depth, side * side).copy_(frames)
+            offset, first = end, first + num_patches
 
     def _forward(self, budget: int) -> Tensor:
         """Features of the contents of the device buffers. Capturable: its control flow depends on the budget only."""
         pixels = normalize_patches(self._pixels[:budget], self._pixel_mean, self._pixel_std)
         return self._model.encode_patches(pixels, self._tower.budget_sizes(budget).inputs(self._ints))
+
+
+def _byte_views(images: Sequence[PromptImage]) -> list[NDArray[np.uint8]]:
+    return [image.patches.reshape(-1) for image in images]
 
 
 def _groups(images: Sequence[PromptImage]) -> Iterator[list[PromptImage]]:
@@ -147,11 +169,11 @@ def _groups(images: Sequence[PromptImage]) -> Iterator[list[PromptImage]]:
 class _Staging:
     """Pinned host memory for asynchronous copies to the device."""
 
-    def __init__(self, pixel_shape: tuple[int, int], num_ints: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, num_ints: int, device: torch.device) -> None:
         is_gpu = device.type == "cuda"
-        self._pixels = torch.zeros(pixel_shape, dtype=torch.uint8, pin_memory=is_gpu)
+        self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
         self._ints = torch.zeros(num_ints, dtype=torch.int32, pin_memory=is_gpu)
-        self.pixels: NDArray[np.uint8] = self._pixels.numpy()
+        self.bytes: NDArray[np.uint8] = self._bytes.numpy()
         self.ints: NDArray[np.int32] = self._ints.numpy()
         self._sent: torch.cuda.Event | None = None
         if is_gpu:
@@ -162,9 +184,9 @@ class _Staging:
         if self._sent is not None:
             self._sent.synchronize()
 
-    def send(self, pixels: Tensor, ints: Tensor) -> None:
+    def send(self, data: Tensor, ints: Tensor) -> None:
         """Copy to the device as much as the two tensors hold."""
-        pixels.copy_(self._pixels[: len(pixels)], non_blocking=True)
+        data.copy_(self._bytes[: len(data)], non_blocking=True)
         ints.copy_(self._ints[: len(ints)], non_blocking=True)
         if self._sent is not None:
             self._sent.record()

@@ -120,8 +120,8 @@ class VisualMetadata:
 
     token_id: int | None
     """Their placeholder; None if the model takes none of them."""
-    patch_dim: int
-    """Bytes of a patch."""
+    patch_bytes: int
+    """Bytes of a patch: all its frames of a video, the one frame of an image."""
     max_bytes: int
     """Maximum size of the patches of one image or video."""
     settings: str
@@ -259,16 +259,23 @@ class PromptProcessor:
         frames = self._frames(task, MediaBudget(self._config.limits))
         decoded_at = time.perf_counter()
         if task.kind == "image":
-            visual = self._processor.patchify_image(frames[0], num_images=task.num_images)
+            visual = self._patchify_image(frames[0], task.num_images)
         else:
             visual = self._processor.patchify_video(frames, task.fps)
         visual.patches.flags.writeable = False
-        if not _is_possible(visual.grid, task, self._processor.rules, self._config.limits):
+        if not _is_possible(visual.grid, task, self.rules, self._config.limits):
             raise ImageError(
                 f"a {task.kind} of grid {visual.grid} at {task.fps:g} frames per second cannot be computed. Use another fps"
             )
         num_pixels = sum(frame.shape[0] * frame.shape[1] for frame in frames)
         return Patchified(visual, num_pixels, decoded_at - started_at, time.perf_counter() - decoded_at)
+
+    def _patchify_image(self, pixels: Pixels, num_images: int) -> Visual:
+        """Each patch holds the one frame once: half the bytes to send, to cache and to copy to the device."""
+        height, width = pixels.shape[:2]
+        num_patches = self.rules.num_patches(self.rules.image_grid(height, width, num_images))
+        into = np.empty((num_patches, self.rules.images.frame_dim), np.uint8)
+        return self._processor.patchify_image(pixels, into, num_images)
 
     def warm_up(self) -> None:
         """Run once what is slow the first time, and load what a sealed worker can no longer load."""
@@ -286,11 +293,11 @@ class PromptProcessor:
         datetime.now().astimezone()
 
     def _visual_metadata(self, kind: VisualKind, token_id: int | None, settings: ImageSettings) -> VisualMetadata:
-        max_patches = self._processor.rules.max_patches(kind, self._config.limits)
+        patch_bytes = settings.frame_dim if kind == "image" else settings.patch_dim
         return VisualMetadata(
             token_id=token_id,
-            patch_dim=settings.patch_dim,
-            max_bytes=max_patches * settings.patch_dim,
+            patch_bytes=patch_bytes,
+            max_bytes=self.rules.max_patches(kind, self._config.limits) * patch_bytes,
             settings=json.dumps([kind, repr(settings), self._config.resize]),
         )
 
@@ -510,7 +517,7 @@ class _ImageJob(Job[Mailbox, ProcessedImage]):
         num_pixels = _count(message.get("num_pixels"), 2**53)
         times = [check_seconds(message.get(name)) for name in ("decode_s", "preprocess_s")]
         num_patches = sum(span.num_patches for span in feature_spans(parts))
-        patches = worker.channel.read_outbox((num_patches, metadata.patch_dim), np.uint8)
+        patches = worker.channel.read_outbox((num_patches, metadata.patch_bytes), np.uint8)
         worker.channel.free_if_large()
         return ProcessedImage(image_key(metadata, self._task), parts, patches, num_pixels, *times)
 

@@ -21,7 +21,8 @@ class PromptImage:
     grid: Grid
     """How its patches are arranged, for the vision tower."""
     patches: NDArray[np.uint8]
-    """[patches, patch_dim], read-only: prompts with the same image share it."""
+    """[patches, patch_dim], read-only: prompts with the same image share it. Of a still image [patches, frame_dim]: each patch holds its one
+    frame once, and the encoder repeats it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,9 +171,14 @@ class ImageSettings:
         return self.patch_size * self.merge_size
 
     @property
+    def frame_dim(self) -> int:
+        """Pixel values of one frame of a patch."""
+        return len(self.mean) * self.patch_size**2
+
+    @property
     def patch_dim(self) -> int:
         """Pixel values of one patch."""
-        return len(self.mean) * self.temporal_patch_size * self.patch_size**2
+        return self.temporal_patch_size * self.frame_dim
 
     def grid(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int, int]:
         """Frame pairs, rows and columns of patches of an image or video of this size."""
@@ -406,8 +411,8 @@ def video_patches(
 ) -> tuple[Pixels, Grid]:
     """[patches, patch_dim] uint8 and the grid of frames of one size; the last frame is repeated to fill the last frame pair.
 
-    The patches are written to the first rows of `into`, or to new memory. `size`: height and width to resize to (None: those of
-    `settings.resized`).
+    The patches are written to the first rows of `into`, or to new memory. If the rows of `into` have `frame_dim` values, each patch holds
+    the one frame of an image once. `size`: height and width to resize to (None: those of `settings.resized`).
     """
     height, width = frames[0].shape[:2]
     size = size or settings.resized(height, width)
@@ -425,7 +430,7 @@ def video_patches(
 
 def _patchify(frames: Iterable[Pixels], into: Pixels, grid: tuple[int, int, int], settings: ImageSettings) -> None:
     """Frames to patches: the patches of one token are adjacent; a patch is [channel, frame, row, column]."""
-    side, merge, depth = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+    side, merge, depth = settings.patch_size, settings.merge_size, into.shape[1] // settings.frame_dim
     assert into.flags.c_contiguous, "patches are written through a view"
     pairs, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     #                     time  row of tokens  column  row and column in token  channel  frame  pixel row and column

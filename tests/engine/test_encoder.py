@@ -32,14 +32,16 @@ BATCHES = {
     "several images": [(1, 8, 8), (1, 2, 14), (1, 20, 6), (1, 10, 10)],
     "a video and an image": [(3, 6, 10), (1, 12, 8)],
     "an image that fills the budget": [(1, 16, 16)],
+    "a video between images": [(1, 4, 6), (1, 8, 4), (2, 4, 4), (1, 4, 4)],
     "images that fill the budget": [(1, 16, 16), (1, 8, 16), (2, 8, 8)],
     "one token short of the budget": [(1, 2, 254), (1, 16, 16)],
 }
 
 
 def image_of(grid: tuple[int, int, int], seed: int) -> PromptImage:
-    num_patches = int(np.prod(grid))
-    patches = np.random.default_rng(seed).integers(0, 256, (num_patches, 1176), dtype=np.uint8)
+    """An image, which has one frame, or a video."""
+    num_patches, patch_dim = int(np.prod(grid)), 588 if grid[0] == 1 else 1176
+    patches = np.random.default_rng(seed).integers(0, 256, (num_patches, patch_dim), dtype=np.uint8)
     span = ImageSpan(key=bytes([seed]) * 32, start=0, num_tokens=num_patches // 4, num_patches=num_patches)
     return PromptImage(span=span, grid=grid, patches=patches)
 
@@ -50,7 +52,8 @@ def images_of(grids, seed: int = 0) -> list[PromptImage]:
 
 def plain(model, images: list[PromptImage]) -> torch.Tensor:
     """Features without padding."""
-    patches = torch.from_numpy(np.concatenate([image.patches for image in images])).to(model.head.weight.device)
+    frames = [torch.from_numpy(image.patches).view(-1, 3, image.patches.shape[1] // 588, 196) for image in images]
+    patches = torch.cat([part.expand(-1, 3, 2, 196).flatten(1) for part in frames]).to(model.head.weight.device)
     with torch.no_grad():
         return model.encode_images(
             normalize_patches(patches, MEAN, STD), torch.tensor([image.grid for image in images])

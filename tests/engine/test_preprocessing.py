@@ -106,13 +106,21 @@ def encode_video(num_frames):
     return file.getvalue()
 
 
+def repeat_frame(patches, patch_dim):
+    """The patches of an image with its one frame repeated; others as they are."""
+    frames = patches.reshape(len(patches), 3, 1, -1)
+    return np.tile(frames, (1, 1, patch_dim // patches.shape[1], 1)).reshape(-1, patch_dim)
+
+
 def assert_equal(prompt, inputs):
     """A prompt equals the processor's inputs."""
     assert prompt.token_ids == inputs.token_ids.tolist()
     assert prompt.positions.dtype == np.int64
     np.testing.assert_array_equal(prompt.positions, inputs.positions.numpy())
     assert [list(image.grid) for image in prompt.images] == inputs.image_grids.tolist()
-    patches = np.concatenate([np.zeros((0, inputs.patches.shape[1]), np.uint8), *(i.patches for i in prompt.images)])
+    patch_dim = inputs.patches.shape[1]
+    patches = [repeat_frame(image.patches, patch_dim) for image in prompt.images]
+    patches = np.concatenate([np.zeros((0, patch_dim), np.uint8), *patches])
     np.testing.assert_array_equal(patches, inputs.patches.numpy())
     tokens = [index for image in prompt.images for index in range(image.span.start, image.span.end)]
     assert tokens == inputs.image_token_index.tolist()
@@ -275,6 +283,13 @@ def test_placeholders_among_tokens_are_expanded_in_place(preprocessor, processor
     assert prompt.positions.shape == (3, len(prompt.token_ids))
     plain = preprocessor.submit_tokens(np.array([3, 4]), []).result(TIMEOUT_S)
     assert (plain.token_ids, plain.images) == ([3, 4], ())
+
+
+def test_an_image_holds_its_frame_once_and_a_video_all_of_them(preprocessor, processor):
+    video = [{"role": "user", "content": [{"type": "video", "video": [noise(56, 56, seed) for seed in range(4)]}]}]
+    for messages, num_frames in ((ask(noise(56, 56, 0)), 1), (video, 2)):
+        [image] = preprocessor.submit(messages).result(TIMEOUT_S).images
+        assert image.patches.shape[1] == num_frames * processor.images.frame_dim
 
 
 def test_patches_are_read_only(preprocessor):
@@ -761,7 +776,7 @@ MESSAGE = {"grid": [1, 4, 6], "texts": []}
 
 
 def checks(rules):
-    visual = VisualMetadata(token_id=9, patch_dim=6, max_bytes=1 << 20, settings="")
+    visual = VisualMetadata(token_id=9, patch_bytes=6, max_bytes=1 << 20, settings="")
     metadata = ProcessorMetadata(image=visual, video=visual, vocab_size=100, control_ids=[9, 10])
     known = Future()
     known.set_result(metadata)

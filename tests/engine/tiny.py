@@ -27,7 +27,8 @@ def prompt_of(inputs: ModelInputs, rules: VisionRules) -> TokenPrompt:
     for grid in inputs.image_grids.tolist():
         [part] = rules.parts("image", tuple(grid), 1.0, ())
         num_patches, num_tokens = part.num_patches, part.length
-        patches = inputs.patches[patch : patch + num_patches].numpy()
+        frames = inputs.patches[patch : patch + num_patches].unflatten(1, (3, rules.images.temporal_patch_size, -1))
+        patches = frames[:, :, 0].flatten(1).numpy()  # an image has one frame
         key = hashlib.sha256(repr(grid).encode() + patches.tobytes()).digest()
         span = ImageSpan(key=key, start=indices[token], num_tokens=num_tokens, num_patches=num_patches)
         images.append(PromptImage(span=span, grid=tuple(grid), patches=patches))
@@ -94,7 +95,10 @@ def training_inputs(prompt, output) -> ModelInputs:
     later = torch.arange(first, first + len(output)).expand(3, -1)
     grids = torch.tensor([image.grid for image in prompt.images], dtype=torch.int64).reshape(-1, 3)
     index = [i for image in prompt.images for i in range(image.span.start, image.span.end)]
-    patches = [torch.from_numpy(image.patches) for image in prompt.images]
+    patches = [
+        torch.from_numpy(image.patches).unflatten(1, (3, 1, -1)).repeat(1, 1, 2, 1).flatten(1)
+        for image in prompt.images
+    ]
     num_tokens = num_prompt + len(output)
     return ModelInputs(
         token_ids=torch.tensor([*prompt.token_ids, *output]),

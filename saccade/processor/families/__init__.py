@@ -74,7 +74,8 @@ class VisionRules(Protocol):
     ) -> tuple[Pixels, Grid]:
         """[patches, patch_dim] uint8 and the grid of an image (one frame) or a video, in the first rows of `into` or in new memory.
 
-        `num_images`: images of the conversation.
+        An image written to rows of `frame_dim` values has its frame once, not repeated to fill the patch. `num_images`: images of the
+        conversation.
         """
         ...
 
