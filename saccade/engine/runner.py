@@ -273,8 +273,8 @@ class Runner:
     def forward(self, plan: StepPlan) -> StepForward:
         """Launch the encodings and the forward pass of a plan. Plans are launched in order, each sampled before the next."""
         failures: dict[str, Failure] = {}
-        self._start_slots(plan)
         self._encode(plan, plan.images, failures)
+        self._start_slots(plan)
         with self.on_stream():
             self._copy_pages(plan.page_copies)
             for chunk in plan.chunks if self._uncopied else ():
