@@ -130,7 +130,8 @@ def initialize_liar(config):
     run, metadata = preprocessing_worker.initialize(config)
     processor = run.args[0]
     victim = preprocessing_worker.ImageTask("image", [preprocessing_worker.Source("pixels", VICTIM)])
-    key, reply = processor.process(victim).key.hex(), preprocessing_worker._reply
+    reply = preprocessing_worker._reply
+    key = preprocessing_worker.image_key(processor.metadata.image, victim.digest()).hex()
 
     def lie(request, mailbox, processor):
         message = reply(request, mailbox, processor)

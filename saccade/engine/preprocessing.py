@@ -4,7 +4,8 @@
           \\-> read, hash, look up (reader thread) -> decode, resize, patchify (image workers) -/
 
 Each image is a job of its own: images of one prompt are preprocessed in parallel, an image that several prompts use is preprocessed
-once, and a slow one occupies a single worker. A request without images touches neither readers nor image workers.
+once, and a slow one occupies a single worker. An image that cannot be in the cache, by its fingerprint, is hashed while a worker
+preprocesses it. A request without images touches neither readers nor image workers.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from saccade.engine.preprocessing_worker import (
     MAX_WORKER_BYTES,
     ImageTask,
     LocalBackend,
+    Patchified,
     PreprocessingConfig,
     ProcessBackend,
     ProcessorMetadata,
     Source,
+    image_key,
 )
 from saccade.engine.processed_images import ProcessedImage, ProcessedImageCache
 from saccade.engine.prompt import PromptImage, TokenPrompt
@@ -64,6 +67,8 @@ _READ_AHEAD_BYTES = 512 * 2**20
 """Bytes of images that are read before a worker is free for them."""
 _READ_AHEAD_PER_WORKER = 2
 """Images that are read for each worker before it is free; more would only take memory."""
+_NUM_FINGERPRINTS = 2**16
+"""Fingerprints of recent images that are kept; an older image may be preprocessed although it is in the cache."""
 _NUM_IMAGE_LOCKS = 61
 """A prime: ids of objects are multiples of 16."""
 _Value = TypeVar("_Value")
@@ -134,6 +139,8 @@ class Preprocessor:
         self._cache = ProcessedImageCache(processed_image_cache_bytes)
         self._in_progress: dict[bytes, Future[ProcessedImage]] = {}
         """By salted digest of the task."""
+        self._fingerprints: dict[tuple[bytes, int], None] = {}
+        """Salt and fingerprint of recent images, the oldest first."""
         self._unfinished: set[Future[TokenPrompt]] = set()
         self._is_closed = False
         self._num_prompts = self._num_processed = self._num_cache_hits = self._num_shared = 0
@@ -186,6 +193,7 @@ class Preprocessor:
         """Forget all processed images."""
         with self._lock:
             self._cache.clear()
+            self._fingerprints.clear()
 
     def wait_until_ready(self) -> None:
         """Wait until the workers have loaded the processor; raises what is wrong with the checkpoint folder."""
@@ -285,19 +293,37 @@ class Preprocessor:
             task = self._read(item, num_images, budget)
         except Exception as error:  # reported when all are done, so that of two bad images the first is named
             return _failed(error)
-        digest = salted(salt, task.digest)
+        job = self._patchify(task) if self._is_new(task, salt) else None  # hashed meanwhile
+        digest = task.digest()
+        cache_key = salted(salt, digest)
         with self._lock:
-            if image := self._cache.get(digest):
+            if image := self._cache.get(cache_key):
                 self._num_cache_hits += 1
                 return _done(image)
-            if digest in self._in_progress:
+            if cache_key in self._in_progress:
                 self._num_shared += 1
-                return self._in_progress[digest]
-            future = self._in_progress[digest] = Future()
-        cost = self._read_ahead.acquire(task.num_bytes)
-        job = self._backend.process(task)
-        job.add_done_callback(partial(self._image_done, digest, cost, future))
+                return self._in_progress[cache_key]
+            future = self._in_progress[cache_key] = Future()
+        job = job or self._patchify(task)
+        job.add_done_callback(partial(self._image_done, task.kind, digest, cache_key, future))
         return future
+
+    def _is_new(self, task: ImageTask, salt: bytes) -> bool:
+        """Whether the image was not sent recently. Remembers it."""
+        fingerprint = salt, task.fingerprint()
+        with self._lock:
+            is_new = fingerprint not in self._fingerprints
+            self._fingerprints[fingerprint] = None
+            if len(self._fingerprints) > _NUM_FINGERPRINTS:
+                del self._fingerprints[next(iter(self._fingerprints))]
+        return is_new
+
+    def _patchify(self, task: ImageTask) -> Future[Patchified]:
+        """Have a worker preprocess an image, once there is space to read ahead."""
+        cost = self._read_ahead.acquire(task.num_bytes)
+        job = self._backend.patchify(task)
+        job.add_done_callback(lambda _: self._read_ahead.release(cost))
+        return job
 
     def _read(self, item: VisualItem, num_images: int, budget: MediaBudget) -> ImageTask:
         """Read the bytes of an image, of a video file, or of all frames of a video."""
@@ -330,23 +356,29 @@ class Preprocessor:
     # -------------------------------------------------------------- from finished jobs to the prompt
 
     def _image_done(
-        self, digest: bytes, cost: int, future: Future[ProcessedImage], job: Future[ProcessedImage]
+        self,
+        kind: VisualKind,
+        digest: bytes,
+        cache_key: bytes,
+        future: Future[ProcessedImage],
+        job: Future[Patchified],
     ) -> None:
-        self._read_ahead.release(cost)
         try:
-            image = job.result()
+            visual, num_pixels, decode_s, preprocess_s = job.result()
+            key = image_key(self._backend.metadata.result().of(kind), digest)
+            image = ProcessedImage(key, visual.parts, visual.patches, num_pixels)
             with self._lock:
-                self._decode_times.observe(image.decode_s)
-                self._preprocess_times.observe(image.preprocess_s)
-                self._cache.put(digest, image)
+                self._decode_times.observe(decode_s)
+                self._preprocess_times.observe(preprocess_s)
+                self._cache.put(cache_key, image)
                 self._num_processed += 1
         except BaseException as error:
             with self._lock:
-                del self._in_progress[digest]
+                del self._in_progress[cache_key]
             future.set_exception(error)
             return
         with self._lock:
-            del self._in_progress[digest]
+            del self._in_progress[cache_key]
         future.set_result(image)
 
     def _assemble_when_done(

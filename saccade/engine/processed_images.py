@@ -29,10 +29,6 @@ class ProcessedImage:
     """[patches, patch_dim], or [patches, frame_dim] of a still image, read-only: those of its spans, in order."""
     num_pixels: int = 0
     """Decoded pixels of all frames, before resizing."""
-    decode_s: float = 0.0
-    """Time its worker took to decode it."""
-    preprocess_s: float = 0.0
-    """Time its worker took to resize it and to cut it into patches."""
 
 
 class ProcessedImageCache:

@@ -374,6 +374,31 @@ def test_a_new_image_of_several_prompts_is_processed_once(preprocessor):
         assert old.total_s < new.total_s
 
 
+def test_images_that_differ_in_one_pixel_are_told_apart(preprocessor, processor):
+    """Also where their fingerprints, which are of a few bytes, are equal."""
+    pixels = np.asarray(noise(100, 100, 28))
+    found = []
+    for index in range(0, 200, 7):
+        changed = pixels.copy()
+        changed.reshape(-1)[index] ^= 1
+        image = Image.fromarray(changed)
+        prompt = preprocessor.submit(ask(image)).result(TIMEOUT_S)
+        assert_equal(prompt, processor.preprocess(ask(image), add_generation_prompt=True))
+        found.append((ImageTask("image", [Source("pixels", changed)]).fingerprint(), prompt.images[0].span.key))
+    assert len({fingerprint for fingerprint, _ in found}) < len({key for _, key in found}) == len(found)
+
+
+def test_an_image_whose_fingerprint_is_forgotten_is_found_in_the_cache(preprocessor):
+    png = encoded(noise(140, 100, 29))
+    first = preprocessor.submit(ask(png)).result(TIMEOUT_S)
+    before = preprocessor.statistics
+    preprocessor._fingerprints.clear()
+    second = preprocessor.submit(ask(png)).result(TIMEOUT_S)
+    after = preprocessor.statistics
+    assert (after.num_processed, after.num_cache_hits) == (before.num_processed, before.num_cache_hits + 1)
+    assert second.images[0].patches is first.images[0].patches
+
+
 def test_the_cache_stays_within_its_bound(checkpoint):
     with Preprocessor(checkpoint, num_workers=0, processed_image_cache_bytes=10**5) as small:
         for _ in range(2):
@@ -501,7 +526,7 @@ def test_a_frame_rate_that_cannot_be_computed_is_an_error_of_its_request(two_wor
     with pytest.raises(RequestError, match="fps"):
         two_workers.submit(ask(video(4, fps=fps))).result(TIMEOUT_S)
     with pytest.raises(ImageError, match="Use another fps"):  # also if it gets as far as a worker
-        two_workers._backend.process(ImageTask("video", FRAMES, fps)).result(TIMEOUT_S)
+        two_workers._backend.patchify(ImageTask("video", FRAMES, fps)).result(TIMEOUT_S)
     assert two_workers.statistics.num_worker_crashes == before
 
 
@@ -513,7 +538,7 @@ class Enormous(Source):
 def test_an_image_that_needs_too_much_memory_is_an_error_of_its_request(two_workers):
     before = two_workers.statistics.num_worker_crashes
     with pytest.raises(ImageError, match="more memory than a worker may use"):
-        two_workers._backend.process(ImageTask("image", [Enormous("pixels", FRAMES[0].data)])).result(TIMEOUT_S)
+        two_workers._backend.patchify(ImageTask("image", [Enormous("pixels", FRAMES[0].data)])).result(TIMEOUT_S)
     assert two_workers.statistics.num_worker_crashes == before
 
 
