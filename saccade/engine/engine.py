@@ -82,6 +82,8 @@ _NOTHING = object()
 """No item of the inbox."""
 _LIVE_BEAMS = 2
 """Beams that are searched at once, per running request: one computes while the host extends the other."""
+_UNSTREAMED_INTERVAL = 32
+"""Tokens per output of a request that does not stream and has no stop strings: an output costs the host as much as scheduling the token."""
 _PROFILE_S = 60.0
 """Time to write a profile."""
 Conversation = Sequence[dict[str, Any]]
@@ -792,7 +794,13 @@ class _OpenRequest:
             salt=options.salt,
             queue_timeout_s=options.queue_timeout_s,
             timeout_s=options.timeout_s,
+            stream_interval=1 if self._reads_text else _UNSTREAMED_INTERVAL,
         )
+
+    @property
+    def _reads_text(self) -> bool:
+        """Whether text is needed before the end."""
+        return self._streams or bool(self.sampling.stop)
 
     def on_output(self, output: RequestOutput) -> None:
         """Process what is new. No exception of a callback, not even SystemExit, may reach the front end's thread."""
@@ -825,7 +833,7 @@ class _OpenRequest:
 
     def _detokenize(self, output: RequestOutput) -> tuple[str, bool]:
         """New text, and whether a stop string is complete. Without streaming or stop strings, text is decoded once at the end."""
-        if not (self._streams or self.sampling.stop):
+        if not self._reads_text:
             self._undecoded += output.token_ids
             return "", False
         text, is_stopped = self._detokenizer.push(output.token_ids)

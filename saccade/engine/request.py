@@ -10,6 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
@@ -224,6 +225,8 @@ class Request:
     """Fail the request if it has not started by then."""
     timeout_s: float | None = None
     """Fail the request if it has not ended by then."""
+    stream_interval: int = 1
+    """Tokens per output. The first token is sent at once, and the end with all tokens before it."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -255,6 +258,10 @@ class RequestOutput(NamedTuple):
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     num_preemptions: int = 0
+
+
+new_output = partial(tuple.__new__, RequestOutput)
+"""Make an output of a tuple with all its fields, in half the time of `RequestOutput(...)`."""
 
 
 def merge_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:

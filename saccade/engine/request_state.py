@@ -23,13 +23,18 @@ class RequestState:
         "has_drafts_in_flight",
         "image_keys",
         "next_image",
+        "next_output_at",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_pages_sent",
         "num_pending",
+        "num_plain_tokens",
         "num_preemptions",
         "num_prompt_logprobs_sent",
+        "num_prompt_tokens",
+        "num_ready_tokens",
         "num_registered",
+        "num_sent",
         "num_start_tokens",
         "order",
         "page_keys",
@@ -43,16 +48,21 @@ class RequestState:
     def __init__(self, request: Request, arrival: int, max_length: int) -> None:
         self.request = request
         self.order = (arrival + AGEING * request.priority, arrival)
-        self.token_limit = min(request.num_prompt_tokens + request.sampling.max_tokens, max_length)
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.token_limit = min(self.num_prompt_tokens + request.sampling.max_tokens, max_length)
         self.token_ids = list(request.token_ids)  # known tokens: the prompt, then the output tokens read back so far
         self.num_computed_tokens = 0  # their keys and values are in the pages once the steps in flight have run
         self.num_pending = 0  # tokens sampled in steps in flight
         self.pages: list[int] = []  # its page table
         self.num_pages_sent = 0  # leading pages that plans have named
+        self.num_ready_tokens = 0  # tokens that can be computed without another page or image
         self.slot: int | None = None  # in the runner's tables, while it runs
         self.num_start_tokens = 0  # tokens known when it got the slot; later ones were sampled in it
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first started
         self.num_preemptions = 0
+        self.num_sent = self.num_prompt_tokens  # known tokens before those of its next output
+        self.next_output_at = self.num_prompt_tokens + 1  # known tokens with which that is sent
+        self.num_plain_tokens = 0  # while it knows fewer, one more fills no page and does not reach the limit
         self.num_prompt_logprobs_sent = 1  # prompt tokens whose log-probabilities were sent; the first has none
         self.image_keys = [salted(request.salt, image.key) for image in request.images]
         self.page_keys: list[bytes] = []  # of its full pages, computed on demand; known tokens never change
@@ -81,7 +91,7 @@ class RequestState:
     @property
     def is_decoding(self) -> bool:
         """Whether its prompt is computed, so that a late step delays its output."""
-        return self.num_computed_tokens >= self.request.num_prompt_tokens
+        return self.num_computed_tokens >= self.num_prompt_tokens
 
     def start_at(self, num_computed_tokens: int) -> None:
         """Set the number of computed tokens, with no image in use."""
@@ -194,7 +204,7 @@ class Queues:
         if state.slot is not None:
             heappush(self._free_slots, state.slot)
             state.slot = None
-        state.num_registered = 0
+        state.num_registered = state.num_ready_tokens = state.num_plain_tokens = 0
         state.start_at(0)
 
 

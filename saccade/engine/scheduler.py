@@ -36,7 +36,7 @@ from typing import NamedTuple, Protocol
 
 from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache
 from saccade.engine.pages import PagePool
-from saccade.engine.request import Failure, FinishReason, Request, RequestOutput, TokenLogprobs
+from saccade.engine.request import Failure, FinishReason, Request, RequestOutput, TokenLogprobs, new_output
 from saccade.engine.request_state import Queues, RequestState
 from saccade.engine.step import (
     Chunk,
@@ -47,6 +47,7 @@ from saccade.engine.step import (
     SlotStart,
     StepPlan,
     StepResult,
+    new_chunk,
 )
 from saccade.errors import ConfigError, ImageError, RequestError
 
@@ -103,8 +104,10 @@ class Limits:
 
 class _InFlight(NamedTuple):
     plan: StepPlan
-    requests: tuple[tuple[RequestState, int], ...]
-    """Of each chunk, and its preemptions when it was planned: a request preempted since has other pages."""
+    states: tuple[RequestState, ...]
+    """Of each chunk."""
+    num_preemptions: tuple[int, ...]
+    """Of each when it was planned: a request preempted since has other pages."""
 
 
 class Scheduler:
@@ -157,17 +160,13 @@ class Scheduler:
 
     def num_decoding(self) -> int:
         """Running requests that wait for their next output token."""
-        return sum([state.is_decoding for state in self._queues.running])
+        return [state.num_computed_tokens >= state.num_prompt_tokens for state in self._queues.running].count(True)
 
     def num_uncomputed_prompt_tokens(self) -> int:
         """Prompt tokens of open requests that are not computed."""
         queues = self._queues
-        return sum(
-            [
-                max(0, state.request.num_prompt_tokens - state.num_computed_tokens)
-                for state in (*queues.running, *queues.waiting)
-            ]
-        )
+        left = [state.num_prompt_tokens - state.num_computed_tokens for state in (*queues.running, *queues.waiting)]
+        return sum([num_tokens for num_tokens in left if num_tokens > 0])
 
     def find(self, request_id: str) -> RequestState | None:
         """The open request with this id."""
@@ -220,13 +219,7 @@ class Scheduler:
 
     def _end(self, state: RequestState, reason: FinishReason, failure: Failure | None = None) -> RequestOutput:
         self._queues.remove(state)
-        return RequestOutput(
-            request_id=state.request.id,
-            finish_reason=reason,
-            failure=failure,
-            num_cached_tokens=state.num_cached_tokens,
-            num_preemptions=state.num_preemptions,
-        )
+        return _output(state, reason, failure)
 
     # ---- steps
 
@@ -268,7 +261,7 @@ class Scheduler:
     def _launch(self, planner: _Planner) -> StepPlan:
         plan = self._number(planner)
         self._num_steps += bool(plan.chunks)
-        self._in_flight.append(_InFlight(plan, tuple(planner.requests)))
+        self._in_flight.append(_InFlight(plan, tuple(planner.states), tuple(planner.num_preemptions)))
         return plan
 
     def _number(self, planner: _Planner) -> StepPlan:
@@ -290,14 +283,17 @@ class Scheduler:
         in_flight = self._in_flight.pop(0)
         assert in_flight.plan is plan, "steps are read in the order in which they were planned"
         outputs = self.finish_encoding(result.images)
-        for chunk, given, (state, num_preemptions) in zip(plan.chunks, result.chunks, in_flight.requests, strict=True):
-            if self._queues.find(chunk.request_id) is not state:
+        find = self._queues.find
+        for chunk, given, state, num_preemptions in zip(plan.chunks, result.chunks, *in_flight[1:], strict=True):
+            if find(chunk.request_id) is not state:
                 continue
-            if given.failure is not None:
+            is_current = state.num_preemptions == num_preemptions
+            if is_current and chunk.num_tokens == 1 and _append_plain(state, given):
+                if len(state.token_ids) >= state.next_output_at:
+                    outputs.append(_output(state))
+            elif given.failure is not None:
                 outputs.append(self._end(state, "failed", given.failure))
-                continue
-            output = self._update_request(state, chunk, given, is_current=state.num_preemptions == num_preemptions)
-            if output is not None:
+            elif (output := self._update_request(state, chunk, given, is_current=is_current)) is not None:
                 outputs.append(output)
         return outputs
 
@@ -328,27 +324,20 @@ class Scheduler:
         _settle_pending(state, chunk)
         num_known = len(state.token_ids)
         reason = _append(state, given.token_ids)
+        num_new = len(state.token_ids) - num_known
         if is_current:
             end = chunk.end
             if chunk.drafts:
                 end = state.num_computed_tokens = chunk.start + len(given.token_ids)
             if end >= (state.num_registered + 1) * self.pages.page_size:
                 self._register_pages(state, min(end, len(state.token_ids)))
-        token_ids = given.token_ids if reason is None else tuple(state.token_ids[num_known:])
-        if reason is None and not token_ids and not given.prompt_logprobs:
-            return None
-        output = RequestOutput(
-            request_id=state.request.id,
-            token_ids=token_ids,
-            logprobs=given.logprobs[: len(token_ids)],
-            prompt_logprobs=self._unsent_prompt_logprobs(state, chunk, given) if given.prompt_logprobs else (),
-            finish_reason=reason,
-            num_cached_tokens=state.num_cached_tokens,
-            num_preemptions=state.num_preemptions,
-        )
+            state.num_plain_tokens = min(state.token_limit - 1, (state.num_registered + 1) * self.pages.page_size)
         if reason is not None:
             self._queues.remove(state)
-        return output
+        elif len(state.token_ids) < state.next_output_at and not given.logprobs and not given.prompt_logprobs:
+            return None
+        prompt_logprobs = self._unsent_prompt_logprobs(state, chunk, given) if given.prompt_logprobs else ()
+        return _output(state, reason, None, given.logprobs[:num_new], prompt_logprobs)
 
     @staticmethod
     def _unsent_prompt_logprobs(state: RequestState, chunk: Chunk, given: ChunkResult) -> tuple[TokenLogprobs, ...]:
@@ -391,11 +380,44 @@ def _append(state: RequestState, tokens: Sequence[int]) -> FinishReason | None:
     return None
 
 
+def _append_plain(state: RequestState, given: ChunkResult) -> bool:
+    """Append the token of a decode request that neither ends nor fills a page by it, as most. False: there is more to do.
+
+    The same as `_update_request`, in a fifth of its time.
+    """
+    known, token_ids = state.token_ids, given.token_ids
+    if len(known) >= state.num_plain_tokens or len(token_ids) != 1 or given.logprobs:
+        return False
+    if token_ids[0] in state.request.stop_ids:
+        return False
+    known.append(token_ids[0])
+    state.num_pending -= 1
+    return True
+
+
 def _settle_pending(state: RequestState, chunk: Chunk) -> None:
     """The chunk's pending tokens are known now, or rejected."""
     if chunk.samples:
         state.num_pending -= 1 + len(chunk.drafts)
         state.has_drafts_in_flight = False
+
+
+def _output(
+    state: RequestState,
+    reason: FinishReason | None = None,
+    failure: Failure | None = None,
+    logprobs: tuple[TokenLogprobs, ...] = (),
+    prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+) -> RequestOutput:
+    """All that is new of a request since its last output."""
+    token_ids = tuple(state.token_ids[state.num_sent :])
+    if token_ids:
+        state.num_sent += len(token_ids)
+        state.next_output_at = state.num_sent + state.request.stream_interval
+    num_cached, num_preemptions = state.num_cached_tokens, state.num_preemptions
+    return new_output(
+        (state.request.id, token_ids, logprobs, prompt_logprobs, reason, failure, num_cached, num_preemptions)
+    )
 
 
 class _Prefix(NamedTuple):
@@ -431,7 +453,8 @@ class _Planner:
         self.images: list[ImageToEncode] = []
         self.page_copies: list[tuple[int, int]] = []
         self.started: list[SlotStart] = []
-        self.requests: list[tuple[RequestState, int]] = []
+        self.states: list[RequestState] = []
+        self.num_preemptions: list[int] = []
         self._queues = queues
         self._drafter, self._deferred = drafter, deferred
         self._number, self._num_steps, self._last_encoded_at = number, num_steps, last_encoded_at
@@ -472,7 +495,10 @@ class _Planner:
 
     def _schedule_running(self) -> None:
         running = self._queues.running
-        all_uncomputed = [self._num_uncomputed(state) for state in running]
+        if self._drafter is None and not self._deferred:
+            all_uncomputed = [state.num_uncomputed for state in running]
+        else:
+            all_uncomputed = [self._num_uncomputed(state) for state in running]
         self._num_decoding = all_uncomputed.count(1)
         for index, num_uncomputed in enumerate(all_uncomputed):
             if index >= len(running):  # only the request at `index` or later ones can have been preempted
@@ -494,25 +520,16 @@ class _Planner:
         The same as `_schedule`, in a third of its time.
         """
         start, slot = state.num_computed_tokens, state.slot
-        num_pages = len(state.pages)
-        if (
-            self._drafter is not None
-            or self._tokens_left <= 0
-            or slot is None
-            or start >= num_pages * self._queues.pages.page_size
-            or state.num_pages_sent != num_pages
-            or state.first_image != len(state.image_keys)
-        ):
+        if start >= state.num_ready_tokens or self._tokens_left <= 0 or self._drafter is not None or slot is None:
             return False
-        samples = start + 1 == len(state.token_ids) + state.num_pending
-        self.chunks.append(
-            Chunk(state.request.id, slot, start, 1, (), (), start >= state.num_start_tokens, (), samples)
-        )
-        self.requests.append((state, state.num_preemptions))
+        reads_last_token = start >= state.num_start_tokens
+        self.chunks.append(new_chunk((state.request.id, slot, start, 1, (), (), reads_last_token, (), True)))
+        self.states.append(state)
+        self.num_preemptions.append(state.num_preemptions)
         self._num_decoding -= 1
         self._tokens_left -= 1
         state.num_computed_tokens = start + 1
-        state.num_pending += samples
+        state.num_pending += 1
         return True
 
     def _schedule(self, state: RequestState, num_uncomputed: int) -> None:
@@ -736,7 +753,8 @@ class _Planner:
                 samples=samples,
             )
         )
-        self.requests.append((state, state.num_preemptions))
+        self.states.append(state)
+        self.num_preemptions.append(state.num_preemptions)
         state.num_pages_sent = len(state.pages)
         self._tokens_left -= num_tokens
         if drafts:
@@ -748,6 +766,8 @@ class _Planner:
         while state.first_image < state.next_image and state.request.images[state.first_image].end <= end:
             self._images_to_release.append(state.image_keys[state.first_image])
             state.first_image += 1
+        has_images_left = state.first_image < len(state.image_keys)
+        state.num_ready_tokens = 0 if has_images_left else len(state.pages) * self._queues.pages.page_size
 
     def _features(self, state: RequestState, end: int) -> tuple[ImageFeatures, ...]:
         """The images with a token in the chunk that ends at `end`."""

@@ -6,6 +6,7 @@ Integers, ids and tuples alone, immutable: a plan can be sent to another process
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from saccade.engine.request import Failure, TokenLogprobs
@@ -44,6 +45,10 @@ class Chunk(NamedTuple):
     def end(self) -> int:
         """Index one past its last token."""
         return self.start + self.num_tokens
+
+
+new_chunk = partial(tuple.__new__, Chunk)
+"""Make a chunk of a tuple with all its fields, in half the time of `Chunk(...)`."""
 
 
 class SlotStart(NamedTuple):
@@ -95,6 +100,10 @@ class ChunkResult(NamedTuple):
     """Of the prompt tokens after those of the chunk, if requested."""
     failure: Failure | None = None
     """Set if the chunk could not be computed."""
+
+
+new_chunk_result = partial(tuple.__new__, ChunkResult)
+"""Make a result of a tuple with all its fields, in half the time of `ChunkResult(...)`."""
 
 
 class EncodeResult(NamedTuple):

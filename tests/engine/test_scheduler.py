@@ -69,7 +69,7 @@ def make(
     )
 
 
-def ask(name, tokens, images=(), *, priority=0, salt=b"", **sampling):
+def ask(name, tokens, images=(), *, priority=0, salt=b"", stream_interval=1, **sampling):
     token_ids = tuple(range(100, 100 + tokens)) if isinstance(tokens, int) else tuple(tokens)
     return Request(
         id=name,
@@ -79,6 +79,7 @@ def ask(name, tokens, images=(), *, priority=0, salt=b"", **sampling):
         stop_ids=frozenset([STOP]),
         priority=priority,
         salt=salt,
+        stream_interval=stream_interval,
     )
 
 
@@ -219,6 +220,23 @@ def test_a_stop_token_ends_a_request_but_not_before_min_tokens():
         step(scheduler, STOP)
     assert scheduler.last("a").finish_reason == "stop"
     assert scheduler.tokens("a") == [STOP] * 3
+
+
+def test_an_output_has_the_first_token_alone_then_a_stream_interval_and_the_last_one_the_rest():
+    scheduler = make()
+    added(scheduler, ask("a", 3, max_tokens=10, stream_interval=4))
+    finish_all(scheduler)
+    assert [len(output.token_ids) for output in scheduler.outputs] == [1, 4, 4, 1]
+    assert scheduler.last("a").finish_reason == "length"
+
+
+def test_a_cancelled_request_gets_the_tokens_that_were_not_sent():
+    scheduler = make()
+    added(scheduler, ask("a", 3, max_tokens=10, stream_interval=4))
+    for token in (5, 6, 7):
+        step(scheduler, token)
+    assert scheduler.tokens("a") == [5]
+    assert scheduler.end("a", "cancelled").token_ids == (6, 7)
 
 
 def test_tokens_computed_after_a_stop_token_are_dropped():

@@ -243,6 +243,26 @@ def send_only_new_pages_after_a_preemption(monkeypatch):
     monkeypatch.setattr(Queues, "_release", release_all_but_the_count)
 
 
+def lose_unsent_tokens(monkeypatch):
+    output = scheduler._output
+
+    def output_of_a_step(state, *args):
+        state.num_sent = max(state.num_sent, len(state.token_ids) - 1)
+        return output(state, *args)
+
+    monkeypatch.setattr(scheduler, "_output", output_of_a_step)
+
+
+def forget_the_end_of_plain_tokens(monkeypatch):
+    append_plain = scheduler._append_plain
+
+    def append_any(state, given):
+        state.num_plain_tokens += 1
+        return append_plain(state, given)
+
+    monkeypatch.setattr(scheduler, "_append_plain", append_any)
+
+
 def start_without_the_output(monkeypatch):
     start = _Planner._start
 
@@ -281,6 +301,8 @@ MUTATIONS = [
     do_not_send_the_pages_of_later_chunks,
     send_only_new_pages_after_a_preemption,
     start_without_the_output,
+    lose_unsent_tokens,
+    forget_the_end_of_plain_tokens,
 ]
 
 

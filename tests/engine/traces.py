@@ -113,7 +113,7 @@ def draw_setting(seed: int) -> Setting:
     sizes = [rng.randint(1, max_length // rng.choice([2, 3, 6, 12])) for _ in range(rng.randint(1, 5))]
     images = [(bytes([number]) * 32, size, rng.randint(1, 4 * size)) for number, size in enumerate(sizes)]
     prompts = list(_draw_prompts(rng, images, max_length, rng.randint(3, 32)))
-    requests = [_draw_request(rng, f"{seed}-{number}", *prompt) for number, prompt in enumerate(prompts)]
+    requests = [_draw_request(rng, seed, number, *prompt) for number, prompt in enumerate(prompts)]
     most_tokens = max(min(len(r.token_ids) + r.sampling.max_tokens, max_length) for r in requests) - 1
     most_pages = -(-most_tokens // page_size)
     largest_size = max(-(-size // ENCODER_SLOT_TOKENS) for size in sizes)
@@ -177,10 +177,10 @@ def _cut(tokens: list[int], spans: list[ImageSpan], rng: random.Random) -> Promp
     return tokens[:length], [span for span in spans if span.end <= length]
 
 
-def _draw_request(rng: random.Random, name: str, tokens: list[int], spans: list[ImageSpan]) -> Request:
+def _draw_request(rng: random.Random, seed: int, number: int, tokens: list[int], spans: list[ImageSpan]) -> Request:
     max_tokens = rng.choice([1, 5, 20, 60])
     return Request(
-        id=name,
+        id=f"{seed}-{number}",
         token_ids=tuple(tokens),
         images=tuple(spans),
         sampling=SamplingParams(
@@ -191,6 +191,7 @@ def _draw_request(rng: random.Random, name: str, tokens: list[int], spans: list[
         stop_ids=frozenset([STOP]),
         priority=rng.choice([0, 0, 0, -1, 1]),
         salt=rng.choice([b"", b"", b"other"]),
+        stream_interval=(1, 1, 2, 7)[(seed + number) % 4],
     )
 
 
@@ -491,8 +492,10 @@ class Trace:
         assert len(set(targets)) == len(targets), "two copies into one page"
         assert not sources & set(targets), "a page is copied from and into"
         for start in plan.started:
-            assert self._state(start.request_id).slot == start.slot
-            assert list(start.output_token_ids) == self.received[start.request_id], "a start without known tokens"
+            state = self._state(start.request_id)
+            assert state.slot == start.slot
+            known = state.token_ids[state.request.num_prompt_tokens :]
+            assert list(start.output_token_ids) == known, "a start without known tokens"
 
     def _start_encodings(self) -> None:
         """A plan of encodings alone is run, but has no result."""
@@ -701,7 +704,15 @@ class Trace:
         for chunk in plan.chunks:
             state = self.scheduler.find(chunk.request_id)
             if state is not None:
-                assert state.token_ids[state.request.num_prompt_tokens :] == self.received[chunk.request_id]
+                self._check_received(state)
+
+    def _check_received(self, state: RequestState) -> None:
+        """All known output tokens but the last few were sent, and the first one at once."""
+        request, received = state.request, self.received[state.request.id]
+        known = state.token_ids[request.num_prompt_tokens :]
+        assert known[: len(received)] == received
+        assert len(known) - len(received) < request.stream_interval, f"an output of {request.id} is late"
+        assert received or not known, f"the first token of {request.id} is late"
 
     def _take(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
@@ -745,9 +756,10 @@ class Trace:
             request = self.rng.choice(list(self.live.values()))
             reason = self.rng.choice(["cancelled", "failed", "stop"])
             failure = FAILURE if reason == "failed" else None
+            known = self.scheduler.find(request.id).token_ids[request.num_prompt_tokens :]
             output = self.scheduler.end(request.id, reason, failure)
             assert (output.request_id, output.finish_reason, output.failure) == (request.id, reason, failure)
-            assert not output.token_ids
+            assert [*self.received[request.id], *output.token_ids] == known, "tokens are lost at the end"
             assert self.scheduler.end(request.id, "cancelled") is None
             self._close(request.id)
             self.scheduler.check()
