@@ -184,10 +184,10 @@ class Statistics:
     num_free_pages: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     """Requests by finish reason."""
-    encode_counts: list[int] = field(default_factory=list)
+    encode_counts: Sequence[int] = ()
     """Images by the seconds from the start of their encoding until it was seen to be complete, in buckets of `STAGE_SECONDS`."""
     encode_total_s: float = 0.0
-    queue_counts: list[int] = field(default_factory=list)
+    queue_counts: Sequence[int] = ()
     """Requests by the seconds they waited for a slot, in the same buckets."""
     queue_total_s: float = 0.0
 
@@ -195,11 +195,13 @@ class Statistics:
 class _InFlight:
     """A step between its launch and the reading of its result."""
 
-    __slots__ = ("forward", "handle", "plan", "started_at")
+    __slots__ = ("forward", "handle", "num_decode_tokens", "num_prompt_tokens", "plan", "started_at")
 
     def __init__(self, plan: StepPlan, forward: StepForward, started_at: float) -> None:
         self.plan, self.forward, self.started_at = plan, forward, started_at
         self.handle: StepHandle | None = None  # None: it is sampled when its masks are computed
+        self.num_prompt_tokens = sum([chunk.num_tokens for chunk in plan.chunks if not chunk.reads_last_token])
+        self.num_decode_tokens = sum([chunk.num_tokens for chunk in plan.chunks]) - self.num_prompt_tokens
 
 
 class EngineCore:
@@ -450,9 +452,7 @@ class EngineCore:
 
     def _wait(self, step: _InFlight, handle_messages: Callable[[], None]) -> None:
         """Handle messages until a step with prompts is done. For a decode step, `read` waits instead: it wakes up sooner."""
-        if all(chunk.reads_last_token for chunk in step.plan.chunks):
-            return
-        while step.handle is not None and not step.handle.is_done:
+        while step.num_prompt_tokens and step.handle is not None and not step.handle.is_done:
             num_added = self._num_added
             handle_messages()
             if self._num_added > num_added and (plan := self.scheduler.plan_encodings()) is not None:
@@ -472,7 +472,7 @@ class EngineCore:
         launched = _InFlight(plan, self._runner.forward(plan), self._clock())
         if self._masks is None or self._masks.are_ready(self._with_grammar(plan)):
             self._sample(launched)
-        self._count_plan(plan)
+        self._count_launch(launched)
         return launched
 
     def _sample(self, step: _InFlight) -> None:
@@ -520,21 +520,20 @@ class EngineCore:
         the tokens that grammars advance by."""
         now, previous = self._clock(), self._last_read_at
         self._last_read_at = now
-        num_tokens = sum([chunk.num_tokens for chunk in step.plan.chunks])
-        num_decode = sum([chunk.num_tokens for chunk in step.plan.chunks if chunk.reads_last_token])
-        if num_tokens:
+        if step.plan.chunks:
             self._last_step_s = now - max(step.started_at, previous)
-            self._step_budget.observe(self._last_step_s * 1e3, num_tokens - num_decode, num_decode)
-        for chunk, given in zip(step.plan.chunks, result.chunks, strict=True):
-            if chunk.drafts:
-                self.statistics.num_accepted_draft_tokens += max(0, len(given.token_ids) - 1)
-            if chunk.request_id in self._grammar_states and given.token_ids:
-                self._grammar_states[chunk.request_id].accept(given.token_ids)
+            self._step_budget.observe(self._last_step_s * 1e3, step.num_prompt_tokens, step.num_decode_tokens)
+        for given in result.chunks if self._grammar_states else ():
+            if given.request_id in self._grammar_states and given.token_ids:
+                self._grammar_states[given.request_id].accept(given.token_ids)
         if self._lookup is not None:
             self._learn_drafts(self._lookup, step.plan, result)
 
     def _learn_drafts(self, lookup: PromptLookup, plan: StepPlan, result: StepResult) -> None:
-        """Compare new tokens with those looked up, while drafts may pay."""
+        """Count accepted drafts; compare new tokens with those looked up, while drafts may pay."""
+        for chunk, given in zip(plan.chunks, result.chunks, strict=True):
+            if chunk.drafts:
+                self.statistics.num_accepted_draft_tokens += max(0, len(given.token_ids) - 1)
         if self._is_on_cpu:
             num_decoding = sum([chunk.reads_last_token for chunk in plan.chunks])
             lookup.set_cost(self._step_budget.token_cost(num_decoding), self._runner.max_draft_tokens)
@@ -628,18 +627,17 @@ class EngineCore:
         statistics.num_waiting = scheduler.num_waiting + len(self._compiling)
         statistics.num_free_pages = scheduler.pages.num_free
 
-    def _count_plan(self, plan: StepPlan) -> None:
+    def _count_launch(self, step: _InFlight) -> None:
         statistics, scheduler = self.statistics, self.scheduler
         statistics.num_steps += 1
-        self._count_starts(plan)
+        self._count_starts(step.plan)
         statistics.num_preemptions = scheduler.num_preemptions
         statistics.num_encoder_cache_queries = scheduler.encoder_cache.num_queries
         statistics.num_encoder_cache_hits = scheduler.encoder_cache.num_hits
         statistics.num_late_captures, statistics.num_eager_steps = self._runner.graph_counters()
-        for chunk in plan.chunks:
-            statistics.num_draft_tokens += len(chunk.drafts)
-            if not chunk.reads_last_token:
-                statistics.num_prompt_tokens += chunk.num_tokens
+        statistics.num_prompt_tokens += step.num_prompt_tokens
+        if self._lookup is not None:
+            statistics.num_draft_tokens += sum([len(chunk.drafts) for chunk in step.plan.chunks])
 
     def close(self) -> None:
         """Free the device memory. The core cannot be used any more."""

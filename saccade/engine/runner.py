@@ -47,7 +47,15 @@ from saccade.engine.kv_cache import KVCache, PagedAttention
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Failure, FailureKind, Request, SamplingParams, Stage, TokenLogprobs
 from saccade.engine.sampler import Logprobs, Sampler, TokenMasks
-from saccade.engine.step import Chunk, ChunkResult, EncodeResult, ImageToEncode, StepPlan, StepResult
+from saccade.engine.step import (
+    Chunk,
+    ChunkResult,
+    EncodeResult,
+    ImageToEncode,
+    StepPlan,
+    StepResult,
+    new_chunk_result,
+)
 from saccade.engine.step_inputs import (
     InputBuilder,
     InputSizes,
@@ -281,7 +289,7 @@ class Runner:
                 for page in self._uncopied.keys() & set(chunk.new_pages):
                     failures[chunk.request_id] = self._uncopied.pop(page)
             self._wait_for_features(plan)
-            chunks = [chunk for chunk in plan.chunks if chunk.request_id not in failures]
+            chunks = _without(failures, plan.chunks)
             if not chunks:
                 return StepForward(plan, None, failures)
             try:
@@ -303,7 +311,7 @@ class Runner:
         failures = dict(step.failures)
         parts: list[_SampledChunks] = []
         with self.on_stream():
-            chunks = [chunk for chunk in step.plan.chunks if chunk.request_id not in failures]
+            chunks = _without(failures, step.plan.chunks)
             if step.forward is None:
                 parts = self._sample_isolated(chunks, masks, failures)
             else:
@@ -373,26 +381,28 @@ class Runner:
 
     def _forward_chunks(self, chunks: Sequence[Chunk]) -> _Forward:
         """Decode requests first, then the others: see `step_inputs.py`."""
-        decode = [chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.samples and not chunk.images]
         prefill = [chunk for chunk in chunks if chunk.num_tokens > 1 or not chunk.samples or chunk.images]
-        ordered = [*decode, *prefill]
+        decode = chunks
+        if prefill:
+            decode = [chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.samples and not chunk.images]
+        num_samples = len(decode) + _num_samples(prefill)
         needs_all = any(self._request(chunk).sampling.prompt_logprobs is not None for chunk in prefill)
-        num_samples = _num_samples(ordered)
-        size = self._size(decode, prefill)
+        size = self._size(decode, prefill, num_samples)
         if self._graphs is None or needs_all or size is None:
             self._num_eager_steps += 1
             return self._forward_eager(decode, prefill, needs_all)
         sizes = self._input_sizes(size)
         self._builder.fill(split(self._next_host(sizes), sizes), size.num_decode, decode, prefill, self._requests)
         self._buffers.upload(sizes.total)
+        ordered = [*decode, *prefill] if prefill else chunks
         return _Forward(ordered, self._graphs.run(size)[:num_samples], [])
 
-    def _size(self, decode: Sequence[Chunk], prefill: Sequence[Chunk]) -> StepSize | None:
+    def _size(self, decode: Sequence[Chunk], prefill: Sequence[Chunk], num_samples: int) -> StepSize | None:
         return step_size(
             num_decode=len(decode),
             num_tokens=sum([chunk.num_tokens for chunk in prefill]),
             num_chunks=len(prefill),
-            num_samples=len(decode) + _num_samples(prefill),
+            num_samples=num_samples,
             max_requests=self.config.max_requests,
         )
 
@@ -604,7 +614,8 @@ class Runner:
 
     def _wait_for_features(self, plan: StepPlan) -> None:
         """Let the step wait, on the device, for the encodings it reads; remember which slots it reads."""
-        slots = [slot for chunk in plan.chunks for image in chunk.images for slot in image.slots]
+        images = [chunk.images for chunk in plan.chunks if chunk.images]
+        slots = [slot for read in images for image in read for slot in image.slots]
         if not slots:
             return
         self._slot_read_by[slots] = plan.number
@@ -727,8 +738,11 @@ class _SampledChunks:
         """Results of the chunks, complete once the step is."""
         sampled, first = self._tokens.tolist(), 0
         if self._is_plain and NON_FINITE not in sampled:  # one token each, and nothing else
-            tokens = iter(sampled)
-            yield from [ChunkResult(c.request_id, (next(tokens),) if c.samples else ()) for c in self._chunks]
+            tokens = zip(sampled, strict=True)
+            yield from [
+                new_chunk_result((chunk.request_id, next(tokens) if chunk.samples else (), (), (), None))
+                for chunk in self._chunks
+            ]
             return
         for chunk in self._chunks:
             token_ids: list[int] = []
@@ -782,14 +796,13 @@ class StepHandle:
             except RuntimeError as error:
                 raise DeviceError(f"the device failed: {error}") from error
         runner._num_steps_read = self.plan.number + 1
-        results = {
-            request_id: ChunkResult(request_id, failure=failure) for request_id, failure in self._failures.items()
-        }
+        results = [ChunkResult(request_id, failure=failure) for request_id, failure in self._failures.items()]
         for part in self._parts:
-            results |= {result.request_id: result for result in part.read(runner._requests)}
+            results += part.read(runner._requests)
+        by_request = {result.request_id: result for result in results}
         return StepResult(
             number=self.plan.number,
-            chunks=tuple([results[chunk.request_id] for chunk in self.plan.chunks]),
+            chunks=tuple([by_request[chunk.request_id] for chunk in self.plan.chunks]),
             images=runner.finished_encodings(),
         )
 
@@ -838,6 +851,11 @@ def _token_masks(masks: GrammarMasks, sampling: Sequence[Chunk]) -> TokenMasks |
 def _first_rows(sampling: Sequence[Chunk]) -> list[int]:
     """The first row of logits of each chunk."""
     return [0, *itertools.accumulate([1 + len(chunk.drafts) for chunk in sampling])][:-1]
+
+
+def _without(failures: Mapping[str, Failure], chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    """The chunks of requests that have not failed."""
+    return [chunk for chunk in chunks if chunk.request_id not in failures] if failures else chunks
 
 
 def _num_samples(chunks: Sequence[Chunk]) -> int:

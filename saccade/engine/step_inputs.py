@@ -115,7 +115,7 @@ class InputBuilder:
         self._max_requests, self._page_size, self._num_kv_slots = max_requests, page_size, num_kv_slots
         self._num_features = num_features
         self._table = np.zeros((max_requests, max_pages), dtype=np.int32)
-        self._num_pages = np.zeros(max_requests, dtype=np.int64)
+        self._num_pages = [0] * max_requests
         self._position_shift = np.zeros(max_requests, dtype=np.int64)
 
     def start_slot(self, slot: int, inputs: RequestInputs) -> None:
@@ -130,15 +130,17 @@ class InputBuilder:
         """
         index: list[int] = []
         pages: list[int] = []
-        for chunk in chunks:
-            if chunk.new_pages:
-                first = int(self._num_pages[chunk.slot])
-                end = self._num_pages[chunk.slot] = first + len(chunk.new_pages)
-                self._table[chunk.slot, first:end] = chunk.new_pages
-                row = chunk.slot * self._table.shape[1]
-                index += range(row + first, row + end)
-                pages += chunk.new_pages
-        return np.array([index, pages], np.int32) if pages else None
+        width = self._table.shape[1]
+        for chunk in [chunk for chunk in chunks if chunk.new_pages]:
+            first = chunk.slot * width + self._num_pages[chunk.slot]
+            self._num_pages[chunk.slot] += len(chunk.new_pages)
+            index += range(first, first + len(chunk.new_pages))
+            pages += chunk.new_pages
+        if not pages:
+            return None
+        new_pages = np.array([index, pages], np.int32)
+        self._table.reshape(-1)[new_pages[0]] = new_pages[1]
+        return new_pages
 
     def fill(
         self,
@@ -174,12 +176,12 @@ class InputBuilder:
         out.token_ids[:n] = 0
         out.last_token_slots[:n] = slots
         out.positions[:, :n] = starts + self._position_shift[slots]
-        for index, chunk in enumerate(chunks):
-            if not chunk.reads_last_token:  # the last token of a prompt whose others are cached
-                inputs = requests[chunk.request_id]
-                out.token_ids[index] = inputs.token_ids[chunk.start]
-                out.last_token_slots[index] = self._max_requests
-                out.positions[:, index] = inputs.positions(chunk.start, chunk.end)[:, 0]
+        for index in [index for index, chunk in enumerate(chunks) if not chunk.reads_last_token]:
+            chunk = chunks[index]  # the last token of a prompt whose others are cached
+            inputs = requests[chunk.request_id]
+            out.token_ids[index] = inputs.token_ids[chunk.start]
+            out.last_token_slots[index] = self._max_requests
+            out.positions[:, index] = inputs.positions(chunk.start, chunk.end)[:, 0]
         pages = self._table[slots, starts // self._page_size]
         out.slot_mapping[:n] = pages * self._page_size + starts % self._page_size
         out.feature_index[:n] = self._num_features

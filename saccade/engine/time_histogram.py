@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 STAGE_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Buckets of one stage of one image."""
@@ -41,7 +41,7 @@ class TimeHistogram:
         return list(self._counts)
 
     @staticmethod
-    def of_counts(counts: list[int], total_s: float, bounds: tuple[float, ...] = STAGE_SECONDS) -> TimeHistogram:
+    def of_counts(counts: Sequence[int], total_s: float, bounds: tuple[float, ...] = STAGE_SECONDS) -> TimeHistogram:
         """A histogram from plain data, as another process sends it."""
         made = TimeHistogram(bounds)
         if counts:
