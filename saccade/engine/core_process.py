@@ -43,7 +43,15 @@ from saccade.engine.core import (
 )
 from saccade.engine.core_thread import Inbox, OnOutputs, OnStop, run_core
 from saccade.engine.prompt import PromptImage, TokenPrompt
-from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, SamplingParams, TokenLogprobs
+from saccade.engine.request import (
+    Failure,
+    ImageSpan,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    new_output,
+)
 from saccade.fork_server import decode_error, encode_error, follow_parent
 from saccade.log import logs_json, set_up_logging
 from saccade.shared_memory import SharedMemory
@@ -76,7 +84,8 @@ class Connection:
         import msgpack
 
         self._socket, self._lock = connection, threading.Lock()
-        self._pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True).pack
+        # Outputs are tuples, with a Failure or TokenLogprobs in few of them.
+        self._pack: Callable[[Any], bytes] = msgpack.Packer(use_bin_type=True, default=dataclasses.astuple).pack
         self._unpack = msgpack.unpackb
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
@@ -90,14 +99,15 @@ class Connection:
             else:
                 self._socket.sendall(header + data)
 
-    def receive(self) -> tuple[Any, list[int]]:
-        """The next message and its file descriptors. EOFError: the other end is gone."""
+    def receive(self, *, as_tuples: bool = False) -> tuple[Any, list[int]]:
+        """The next message and its file descriptors; arrays are lists, or tuples. EOFError: the other end is gone."""
         header, fds, _, _ = socket.recv_fds(self._socket, 16, _MAX_FDS)
         while len(header) < 16:
             header += self._read(16 - len(header))
         size, num_fds = int.from_bytes(header[:8], "little"), int.from_bytes(header[8:], "little")
         assert len(fds) == num_fds, "file descriptors were lost on the way"
-        return self._unpack(self._read(size), raw=False, strict_map_key=False), list(fds)
+        message = self._unpack(self._read(size), raw=False, strict_map_key=False, use_list=not as_tuples)
+        return message, list(fds)
 
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
@@ -180,29 +190,25 @@ def _map_patches(fd: int, shape: tuple[int, int]) -> Any:
     return np.frombuffer(memory, np.uint8).reshape(shape)
 
 
-def _encode_output(output: RequestOutput) -> list[Any]:
-    failure = None if output.failure is None else list(dataclasses.astuple(output.failure))
-    logprobs = [[dataclasses.astuple(one) for one in many] for many in (output.logprobs, output.prompt_logprobs)]
-    return [output.request_id, output.token_ids, *logprobs, output.finish_reason, failure, *output[6:]]
+def decode_outputs(outputs: Sequence[tuple[Any, ...]]) -> list[RequestOutput]:
+    """Outputs of the fields that they were sent as."""
+    return [_decode_output(fields) for fields in outputs]
 
 
-def _decode_output(fields: list[Any]) -> RequestOutput:
-    request_id, token_ids, logprobs, prompt_logprobs, reason, failure, num_cached_tokens, num_preemptions = fields
-    return RequestOutput(
-        request_id,
-        tuple(token_ids),
-        tuple([_decode_logprobs(one) for one in logprobs]) if logprobs else (),
-        tuple([_decode_logprobs(one) for one in prompt_logprobs]) if prompt_logprobs else (),
-        reason,
-        None if failure is None else Failure(*failure),
-        num_cached_tokens,
-        num_preemptions,
+def _decode_output(fields: tuple[Any, ...]) -> RequestOutput:
+    _, _, logprobs, prompt_logprobs, _, failure, _, _ = fields
+    output = new_output(fields)
+    if not (logprobs or prompt_logprobs or failure):
+        return output
+    return output._replace(
+        logprobs=_decode_logprobs(logprobs),
+        prompt_logprobs=_decode_logprobs(prompt_logprobs),
+        failure=Failure(*failure) if failure else None,
     )
 
 
-def _decode_logprobs(fields: list[Any]) -> TokenLogprobs:
-    token_id, logprob, top = fields
-    return TokenLogprobs(token_id, logprob, [(int(i), float(value)) for i, value in top])
+def _decode_logprobs(tokens: tuple[Any, ...]) -> tuple[TokenLogprobs, ...]:
+    return tuple([TokenLogprobs(token_id, logprob, list(top)) for token_id, logprob, top in tokens])
 
 
 # ------------------------------------------------------------------ the front end's side
@@ -316,10 +322,10 @@ class CoreProcess:
     def _read(self) -> None:
         try:
             while True:
-                message, _ = self._connection.receive()
+                message, _ = self._connection.receive(as_tuples=True)
                 self._statistics = Statistics(**message["statistics"])
                 if message["outputs"]:
-                    self._on_outputs([_decode_output(fields) for fields in message["outputs"]])
+                    self._on_outputs(decode_outputs(message["outputs"]))
         except (EOFError, OSError):
             if not self._is_closing:
                 self._on_stop(_DIED)
@@ -365,8 +371,7 @@ def serve(connection: Connection) -> None:
     threading.Thread(target=_receive, args=(connection, inbox), name="saccade-core-reader", daemon=True).start()
 
     def emit(outputs: Sequence[RequestOutput]) -> None:
-        statistics = dataclasses.asdict(core.statistics)
-        connection.send({"outputs": [_encode_output(output) for output in outputs], "statistics": statistics})
+        connection.send({"outputs": outputs, "statistics": vars(core.statistics)})
 
     run_core(core, inbox, emit)
 
