@@ -68,11 +68,13 @@ from saccade.engine.step_inputs import (
     table_width,
 )
 from saccade.errors import CheckpointError, RequestError
+from saccade.kernels.embed import ImageRows, StepTokens, embed
 from saccade.kernels.paged_attention import plan_decode, plan_gather
-from saccade.kernels.sampler import NON_FINITE
+from saccade.kernels.sampler import NON_FINITE, Destination
 from saccade.model.adapters import Adapter, AdapterBank, load_adapter
 from saccade.model.families import family_named
 from saccade.model.language import LayerFeatures
+from saccade.model.linear import Input, NormedSum
 from saccade.model.vlm import VLM
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,8 @@ class _Forward(NamedTuple):
     chunks: Sequence[Chunk]
     logits: Tensor
     """[S, V]"""
+    sampled_slots: Tensor
+    """[S]: see `StepInputs`."""
     prompt_logprobs: PromptLogprobs
 
 
@@ -163,6 +167,7 @@ class Runner:
             shape = (self._num_features + 1, model.feature_size)  # the last row is read for tokens without features
             self._features = lazy_zeros(shape, self.dtype, self.device)
             self._last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int64, device=self.device)
+            self._sampled_on_host = _HostMemory(self._max_samples, self.device)
             self.sampler = Sampler(vocab_size=language.vocab_size, num_slots=config.max_requests, device=self.device)
             self._buffers = StepBuffers(InputSizes(tokens, requests, tokens).total, self.device)
             self._page_table = torch.zeros(config.max_requests, max_pages, dtype=torch.int32, device=self.device)
@@ -393,9 +398,9 @@ class Runner:
             return self._forward_eager(decode, prefill, needs_all)
         sizes = self._input_sizes(size)
         self._builder.fill(split(self._next_host(sizes), sizes), size.num_decode, decode, prefill, self._requests)
-        self._buffers.upload(sizes.total)
         ordered = [*decode, *prefill] if prefill else chunks
-        return _Forward(ordered, self._graphs.run(size)[:num_samples], [])
+        slots = sizes.last_part(self._buffers.upload(sizes.total))[:num_samples]
+        return _Forward(ordered, self._graphs.run(size)[:num_samples], slots, [])
 
     def _size(self, decode: Sequence[Chunk], prefill: Sequence[Chunk], num_samples: int) -> StepSize | None:
         return step_size(
@@ -425,9 +430,9 @@ class Runner:
             has_adapters=any(self._requests[chunk.request_id].adapter_slot is not None for chunk in ordered),
         )
         if not needs_all:
-            return _Forward(ordered, self._head(hidden), [])
-        logits_SV = self._head(hidden.index_select(0, inputs.sampled))
-        return _Forward(ordered, logits_SV, self._prompt_logprobs(ordered, hidden))
+            return _Forward(ordered, self._head(hidden.input), inputs.sampled_slots, [])
+        logits_SV = self._head(hidden.normed.index_select(0, inputs.sampled))
+        return _Forward(ordered, logits_SV, inputs.sampled_slots, self._prompt_logprobs(ordered, hidden.normed))
 
     def _input_sizes(self, size: StepSize) -> InputSizes:
         return InputSizes(size.num_tokens, size.num_requests, size.num_samples)
@@ -436,7 +441,7 @@ class Runner:
         """Logits of the step in the device buffer. Capturable: its control flow depends on the size only."""
         is_decode = size.num_chunks == 0
         inputs = split(self._buffers.uploaded, self._input_sizes(size))
-        hidden_SD = self._forward(
+        hidden = self._forward(
             inputs,
             index_S=None if is_decode else inputs.sampled,
             num_decode=size.num_decode,
@@ -445,7 +450,7 @@ class Runner:
             has_images=not is_decode,
             has_adapters=self.adapters is not None,
         )
-        return self._head(hidden_SD)
+        return self._head(hidden.input)
 
     def _next_host(self, sizes: InputSizes) -> Ints:
         assert sizes.total <= self._buffers.capacity, f"a step of {sizes} is larger than the buffers"
@@ -461,18 +466,15 @@ class Runner:
         max_context: int,
         has_images: bool,
         has_adapters: bool = False,
-    ) -> Tensor:
+    ) -> NormedSum:
         """[S, D]: input of the head, at the given token indices (None: at all)."""
-        is_last_token = inputs.last_token_slots < self.config.max_requests
-        token_ids = torch.where(is_last_token, self._last_tokens[inputs.last_token_slots], inputs.token_ids)
-        x_TD: Tensor = self.model.language.embed_tokens(token_ids)
+        tokens = StepTokens(inputs.token_ids, inputs.last_token_slots, self._last_tokens)
+        images = ImageRows(self._features, inputs.feature_index) if has_images else None
+        x_TD = embed(tokens, self.model.language.embed_tokens.weight, images)
         features: LayerFeatures | None = None
-        if has_images:
-            is_feature = inputs.feature_index < self._num_features
-            embedded_TD, later_LTD = self.model.split_features(self._features.index_select(0, inputs.feature_index))
-            x_TD = torch.where(is_feature[:, None], embedded_TD, x_TD)
-            if later_LTD is not None:  # the last row of the cache is zero
-                features = LayerFeatures(later_LTD)
+        if images is not None and self.model.config.vision.feature_sets > 1:
+            _, later_LTD = self.model.split_features(self._features.index_select(0, inputs.feature_index))
+            features = None if later_LTD is None else LayerFeatures(later_LTD)  # the last row of the cache is zero
         plan, window = None, self.model.config.language.window
         if num_decode and self.device.type == "cuda":
             keys = self.cache.entries[0, 0]
@@ -490,7 +492,7 @@ class Runner:
             inputs.cu_seqlens, inputs.context_lengths, num_decode, max_new, max_context, plan, gather_plan, window,
         )  # fmt: skip
         adapter_T = self._adapter_of_token(inputs) if has_adapters else None
-        return self.model.forward_layers(x_TD, attend, index_S, adapter_T, features)
+        return self.model.language.run_layers(x_TD, attend, index_S, adapter_T, features)
 
     def _adapter_of_token(self, inputs: StepInputs[Tensor]) -> Tensor:
         """[T]: the slot of each token's adapter from 1, 0 for the base model. Padding has any."""
@@ -498,7 +500,7 @@ class Runner:
         request = torch.searchsorted(inputs.cu_seqlens[1:], token, right=True).clamp_(max=len(inputs.slots) - 1)
         return self._adapter_of_slot[inputs.slots[request]]
 
-    def _head(self, hidden_SD: Tensor) -> Tensor:
+    def _head(self, hidden_SD: Input) -> Tensor:
         """[S, V] logits, overwritten by the next step."""
         return self.model.head.forward_into(hidden_SD, self._logits[: len(hidden_SD)])
 
@@ -507,33 +509,32 @@ class Runner:
         slots = [chunk.slot for chunk in sampling for _ in range(1 + len(chunk.drafts))]
         positions = [chunk.end - count for chunk in sampling for count in range(len(chunk.drafts), -1, -1)]
         token_masks = None if masks is None else _token_masks(masks, sampling)
-        sampled = self.sampler.sample(forward.logits, _int64(slots), _int64(positions), token_masks)
+        prompts = {
+            chunk.request_id: (targets, _HostLogprobs(found)) for chunk, targets, found in forward.prompt_logprobs
+        }
+        host = self._sampled_on_host.take(len(slots))
+        destination = Destination(self._last_tokens, forward.sampled_slots, host)
+        sampled = self.sampler.sample(forward.logits, _int64(slots), _int64(positions), token_masks, destination)
         logprobs = None
         if sampled.logprobs is not None:
             logprobs = Logprobs(sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-        part = _SampledChunks(forward.chunks, sampled.token_ids, logprobs, forward.prompt_logprobs)
+        part = _SampledChunks(forward.chunks, host, self._sampled_on_host, logprobs, prompts)
         # Last, when nothing can fail any more: a step that is run again must find the same state.
         self.sampler.commit()
-        self._store_last_tokens(forward.chunks, slots, sampled.token_ids.clamp(min=0))  # NON_FINITE has no embedding
+        self._store_accepted(sampling, sampled.token_ids)
         return part
 
-    def _store_last_tokens(self, chunks: Sequence[Chunk], slots: Sequence[int], token_ids_S: Tensor) -> None:
-        """Keep the last token of each slot. Of drafts the accepted ones count, which are known here on the device alone."""
-        if not any(chunk.drafts for chunk in chunks):
-            self._last_tokens[to_device(_int64(slots), self.device)] = token_ids_S
-            return
+    def _store_accepted(self, sampling: Sequence[Chunk], token_ids_S: Tensor) -> None:
+        """Keep the last token of slots with drafts: that after the accepted ones, which are known here on the device alone."""
         first = 0
-        for chunk in chunks:
-            if not chunk.samples:
-                continue
-            sampled = token_ids_S[first : first + 1 + len(chunk.drafts)]
-            first += 1 + len(chunk.drafts)
-            last = sampled[:1]
+        for chunk in sampling:
+            rows = slice(first, first + 1 + len(chunk.drafts))
+            first = rows.stop
             if chunk.drafts:
+                sampled = token_ids_S[rows].clamp(min=0)  # NON_FINITE has no embedding
                 drafts = to_device(_int64(chunk.drafts), self.device)
                 num_accepted = (sampled[:-1] == drafts).int().cumprod(0).sum().view(1)
-                last = sampled.index_select(0, num_accepted)
-            self._last_tokens[chunk.slot : chunk.slot + 1] = last
+                self._last_tokens[chunk.slot : chunk.slot + 1] = sampled.index_select(0, num_accepted)
 
     def _prompt_logprobs(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> PromptLogprobs:
         found: PromptLogprobs = []
@@ -713,30 +714,58 @@ class Runner:
             inputs.cu_seqlens[:] = (0, num_tokens)
             inputs.context_lengths[:] = num_tokens
             on_device = split(self._buffers.upload(sizes.total), sizes)
-            hidden_TD = self._forward(
+            hidden = self._forward(
                 on_device, index_S=None, num_decode=0, max_new=num_tokens, max_context=num_tokens, has_images=True
             )
             num_samples = min(self._max_samples, num_tokens)
-            self._head(hidden_TD[:num_samples]).float()
+            self._head(hidden.normed[:num_samples]).float()
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
+
+
+class _HostMemory:
+    """Pinned memory of the host for sampled tokens, which the device writes. It is reused, and never freed: a step that failed may still be
+    written."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._capacity, self._is_pinned = capacity, device.type == "cuda"
+        self._free: list[Tensor] = []
+        self._all: list[Tensor] = []
+
+    def take(self, count: int) -> Tensor:
+        """[count] int64, to be given back."""
+        if not self._free:
+            self._all.append(torch.empty(self._capacity, dtype=torch.int64, pin_memory=self._is_pinned))
+            self._free.append(self._all[-1])
+        return self._free.pop()[:count]
+
+    def give_back(self, tokens: Tensor) -> None:
+        """What `take` returned, when it is read."""
+        self._free.append(tokens.as_strided((self._capacity,), (1,)))
 
 
 class _SampledChunks:
     """Sampled tokens and log-probabilities of chunks, being copied to the host."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], tokens: Tensor, logprobs: Logprobs | None, prompt_logprobs: PromptLogprobs
+        self,
+        chunks: Sequence[Chunk],
+        tokens: Tensor,
+        memory: _HostMemory,
+        logprobs: Logprobs | None,
+        prompts: Mapping[str, tuple[Sequence[int], _HostLogprobs]],
     ) -> None:
+        """`tokens` in `memory`, to which it is given back when they are read. `prompts`: log-probabilities by request."""
         self._chunks = chunks
-        self._tokens = _to_host(tokens)
+        self._tokens, self._memory = tokens, memory
         self._logprobs = None if logprobs is None else _HostLogprobs(logprobs)
-        self._prompts = {chunk.request_id: (targets, _HostLogprobs(found)) for chunk, targets, found in prompt_logprobs}
-        self._is_plain = logprobs is None and not prompt_logprobs and not any(chunk.drafts for chunk in chunks)
+        self._prompts = prompts
+        self._is_plain = logprobs is None and not prompts and not any(chunk.drafts for chunk in chunks)
 
     def read(self, requests: Mapping[str, RequestInputs]) -> Iterator[ChunkResult]:
         """Results of the chunks, complete once the step is."""
         sampled, first = self._tokens.tolist(), 0
+        self._memory.give_back(self._tokens)
         if self._is_plain and NON_FINITE not in sampled:  # one token each, and nothing else
             tokens = zip(sampled, strict=True)
             yield from [

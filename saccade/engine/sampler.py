@@ -142,8 +142,7 @@ class Sampler:
         self._settings = np.zeros(num_slots, _SETTINGS)
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, NDArray[np.int64]] = {}
-        self._uncommitted: tuple[Tensor, _Step] | None = None
-        self._zeros = torch.zeros(0, dtype=torch.int64, device=device)
+        self._uncommitted: tuple[Tensor, _Step, kernel.Destination | None] | None = None
         self._is_prompt_RV: Tensor | None = None
         self._num_output_RV: Tensor | None = None
 
@@ -181,11 +180,13 @@ class Sampler:
         slots: NDArray[np.int64],
         positions: NDArray[np.int64],
         masks: TokenMasks | None = None,
+        destination: kernel.Destination | None = None,
     ) -> SampledStep:
         """Sample one token per row of the logits, which are overwritten.
 
         For each: the slot of its request, and the index of the new token in the request.
-        `masks` restrict some rows to the tokens that a grammar allows.
+        `masks` restrict some rows to the tokens that a grammar allows. `destination`: where the tokens are stored besides the result,
+        by `commit` at the latest.
         A request with penalties has one sample per step: its counts could not be rolled back when a draft is rejected.
         """
         if not len(slots):
@@ -193,34 +194,29 @@ class Sampler:
         chosen = self._settings[slots]
         assert chosen["is_set"].all(), f"no request in slots {slots[~chosen['is_set']]}"
         if masks is None and not chosen["needs_more"].any():
-            return SampledStep(self._most_likely(logits_SV), None, None, None)
+            return SampledStep(kernel.most_likely(logits_SV, destination), None, None, None)
         step = self._upload(chosen, slots, positions)
         adjusted_SV = self._adjust(logits_SV, step)
         if masks is not None:
             adjusted_SV = self._mask(adjusted_SV, masks, keeps=adjusted_SV is logits_SV and len(step.with_logprobs) > 0)
+        is_last = not len(step.with_logprobs) and not len(step.penalized)  # nothing can fail after the kernel
         token_ids = kernel.sample(
-            adjusted_SV, step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.position
-        ).token_ids
-        self._uncommitted = token_ids, step
+            adjusted_SV, step.temperature, step.top_k, step.top_p, step.min_p, step.seed, step.position,
+            destination=destination if is_last else None,
+        ).token_ids  # fmt: skip
+        self._uncommitted = None if is_last else (token_ids, step, destination)
         if not len(step.with_logprobs):
             return SampledStep(token_ids, None, None, None)
         return SampledStep(token_ids, *self._logprobs(logits_SV, token_ids, step))
 
-    def _most_likely(self, logits_SV: Tensor) -> Tensor:
-        """[S]: greedy decoding of requests without any other parameter, as most are. Nothing is uploaded."""
-        num_samples = len(logits_SV)
-        if len(self._zeros) < num_samples:
-            self._zeros = torch.zeros(2 * num_samples, dtype=torch.int64, device=self._device)
-        longs, ints, floats = (
-            self._zeros.view(dtype)[:num_samples] for dtype in (torch.int64, torch.int32, torch.float32)
-        )
-        return kernel.sample(logits_SV, floats, ints, floats, floats, longs, longs).token_ids
-
     @torch.inference_mode()
     def commit(self) -> None:
-        """Add the tokens sampled last to the penalty counts. Before that, a step can be sampled again with the same result."""
+        """Add the tokens sampled last to the penalty counts, and store them if the kernel has not. Before that, a step can be run and
+        sampled again with the same result."""
         if self._uncommitted is not None:
-            self._add_counts(*self._uncommitted)
+            token_ids, step, destination = self._uncommitted
+            self._add_counts(token_ids, step)
+            kernel.store(token_ids, destination)
             self._uncommitted = None
 
     @staticmethod

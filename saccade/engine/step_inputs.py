@@ -39,12 +39,16 @@ class InputSizes(NamedTuple):
     def lengths(self) -> tuple[int, ...]:
         """Elements of each part, in the order of `StepInputs`."""
         tokens, requests, samples = self
-        return tokens, tokens, 3 * tokens, tokens, tokens, requests + 1, requests, requests, samples
+        return tokens, tokens, 3 * tokens, tokens, tokens, requests + 1, requests, requests, samples, samples
 
     @property
     def total(self) -> int:
         """Elements of the buffer."""
         return sum(map(_aligned, self.lengths))
+
+    def last_part(self, buffer: Tensor) -> Tensor:
+        """The part that `split` would return last: a slice of a tensor takes microseconds."""
+        return buffer[self.total - _aligned(self.num_samples) :]
 
 
 class StepInputs(NamedTuple, Generic[Array]):
@@ -68,6 +72,8 @@ class StepInputs(NamedTuple, Generic[Array]):
     """[R]: their rows of the page table."""
     sampled: Array
     """[S]: indices of the tokens after which one is sampled."""
+    sampled_slots: Array
+    """[S]: the request slot whose last token the sampled one is; the number of slots for a sample after a draft, which may be rejected."""
 
 
 def split(buffer: Array, sizes: InputSizes) -> StepInputs[Array]:
@@ -163,6 +169,7 @@ class InputBuilder:
         out.context_lengths[end:] = 0
         out.slots[end:] = 0
         out.sampled[sample:] = 0
+        out.sampled_slots[sample:] = self._max_requests
         self._fill_padding(out, token)
 
     def _fill_decode(
@@ -188,6 +195,7 @@ class InputBuilder:
         out.context_lengths[:n] = starts + 1
         out.slots[:n] = slots
         out.sampled[:n] = np.arange(n)
+        out.sampled_slots[:n] = slots
 
     def _fill_prefill(
         self, out: StepInputs[Ints], first_request: int, num_decode: int, chunks: Sequence[Chunk],
@@ -222,6 +230,7 @@ class InputBuilder:
             if chunk.samples:
                 count = 1 + len(chunk.drafts)
                 out.sampled[sample : sample + count] = np.arange(end - count, end)
+                out.sampled_slots[sample : sample + count] = self._max_requests if chunk.drafts else chunk.slot
                 sample += count
             token = end
         return token, sample

@@ -463,9 +463,12 @@ def _key_gradient_kernel(
             low, high = full_end, end
         # One loop over all heads, so that loads are pipelined across heads.
         num_tiles = tl.cdiv(high - low, BLOCK_M)
+        # Loads of the first steps are issued before the loop, also of an empty one. To divide by its zero tiles would be undefined, and the
+        # compiler would take it for granted that there is a step.
+        tiles_per_head = tl.maximum(num_tiles, 1)
         for step in tl.range(0, num_tiles * (GROUP // SPLITS)):
-            head = first_head + step // num_tiles
-            m0 = low + step % num_tiles * BLOCK_M
+            head = first_head + step // tiles_per_head
+            m0 = low + step % tiles_per_head * BLOCK_M
             queries = m0 + tl.arange(0, BLOCK_M)
             is_inside = (queries >= 0) & (queries < num_queries)
             q_column = head * HEAD_DIM

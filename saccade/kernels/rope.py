@@ -30,6 +30,10 @@ CosSin = tuple[Tensor, Tensor]
 """(cos, sin), each [T, F] in fp32."""
 
 
+_MROPE_TOKENS = 8
+"""Tokens per program."""
+
+
 def _table(angles_TF: Tensor) -> CosSin:
     return angles_TF.cos(), angles_TF.sin()
 
@@ -72,6 +76,13 @@ def mrope_cos_sin(
     """
     assert len(sections) == positions_AT.shape[0], "one section per position axis"
     inverse_F, axis_F = frequencies(sections, theta, positions_AT.device, is_interleaved)
+    if launch.choose_path("mrope", *launch.available_paths(positions_AT, "triton")) == "triton":
+        return _mrope_triton(positions_AT, inverse_F, axis_F)
+    return mrope_reference(positions_AT, inverse_F, axis_F)
+
+
+def mrope_reference(positions_AT: Tensor, inverse_F: Tensor, axis_F: Tensor) -> CosSin:
+    """The tables from `frequencies`, in plain PyTorch."""
     return _table(positions_AT.t().index_select(1, axis_F) * inverse_F)
 
 
@@ -105,6 +116,47 @@ def rotate_whole(x_THK: Tensor, signed: CosSin) -> Tensor:
     half = x_THK.shape[-1] // 2
     swapped = torch.cat([x_THK[..., half:], x_THK[..., :half]], -1)
     return (x_THK.float() * cos).addcmul_(swapped.float(), sin).to(x_THK.dtype)
+
+
+@triton.jit
+def _mrope_kernel(
+    positions: tl.tensor,
+    inverse: tl.tensor,
+    axes: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    T: tl.tensor,
+    axis_stride: tl.tensor,
+    token_stride: tl.tensor,
+    F: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    INTERPRETS: tl.constexpr,
+) -> None:
+    """Tables of BLOCK_T tokens. With libdevice's functions, which are those of PyTorch: Triton's own are approximate."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    f = tl.arange(0, BLOCK_F)[None, :]
+    inside = (t < T) & (f < F)
+    axis = tl.load(axes + f, mask=f < F, other=0)
+    position = tl.load(positions + axis * axis_stride + t * token_stride, mask=inside, other=0).to(tl.float32)
+    angle = position * tl.load(inverse + f, mask=f < F, other=0.0)
+    if INTERPRETS:
+        tl.store(cos + t * F + f, tl.cos(angle), mask=inside)
+        tl.store(sin + t * F + f, tl.sin(angle), mask=inside)
+    else:
+        tl.store(cos + t * F + f, tl.extra.cuda.libdevice.cos(angle), mask=inside)
+        tl.store(sin + t * F + f, tl.extra.cuda.libdevice.sin(angle), mask=inside)
+
+
+def _mrope_triton(positions_AT: Tensor, inverse_F: Tensor, axis_F: Tensor) -> CosSin:
+    T, F = positions_AT.shape[1], len(inverse_F)
+    cos, sin = (torch.empty(T, F, dtype=torch.float32, device=positions_AT.device) for _ in range(2))
+    if T:
+        _mrope_kernel[(triton.cdiv(T, _MROPE_TOKENS),)](
+            positions_AT, inverse_F, axis_F, cos, sin, T, *positions_AT.stride(), F=F, BLOCK_T=_MROPE_TOKENS,
+            BLOCK_F=triton.next_power_of_2(F), INTERPRETS=launch.is_interpreting(), num_warps=4,
+        )  # fmt: skip
+    return cos, sin
 
 
 @triton.jit

@@ -19,6 +19,9 @@ logits [R, V] in any float dtype; temperature, top_p, min_p [R] fp32; top_k [R] 
 [R] int64. `logprobs` [R] fp32, if asked for, is log softmax(logits)[token], without temperature or filters. A row with NaN or +inf,
 or with no finite logit, gives token `NON_FINITE`; -inf is a masked token. Everything is computed in fp32. Nothing is sorted: a row is read once for a
 greedy token, about four times with top-k or top-p, and only the first time from memory.
+
+Where all requests are greedy, `most_likely` reads each row with several programs. Either kernel also stores the tokens where the next step and the
+host read them (`Destination`), so that nothing but the next step follows it on the device.
 """
 
 from typing import NamedTuple
@@ -44,6 +47,25 @@ _LEAST_TEMPERATURE = 1e-30
 
 _LOGITS_AT_ONCE = 1 << 21
 """Logits the reference draws from at once, which bounds its temporary memory."""
+
+
+_GREEDY_TILE = 2048
+"""Logits a program of `most_likely` reads at once."""
+_MAX_SPLITS = 64
+"""Programs of `most_likely` per row."""
+_PROGRAMS_PER_SM = 4
+"""Programs of `most_likely` that fill the GPU."""
+
+
+class Destination(NamedTuple):
+    """Where sampled tokens are stored besides the result. `NON_FINITE` is stored as token 0 on the device, which has an embedding."""
+
+    last_tokens: Tensor
+    """[slots + 1] int64, on the device."""
+    slots: Tensor
+    """[R] int32: the element of `last_tokens` that the token of each row replaces; the last one belongs to no slot."""
+    host: Tensor
+    """[R] int64, in pinned memory of the host: complete when the device has reached the end of the kernel."""
 
 
 class Sampled(NamedTuple):
@@ -313,6 +335,81 @@ def _draw(
 
 
 @triton.jit
+def _store_token(
+    r: tl.tensor,
+    token: tl.tensor,
+    token_ids: tl.tensor,
+    last_tokens: tl.tensor,
+    slots: tl.tensor,
+    host: tl.tensor,
+    HAS_DESTINATION: tl.constexpr,
+) -> None:
+    """Store the token of row r, or of several rows."""
+    token = token.to(tl.int64)
+    tl.store(token_ids + r, token)
+    if HAS_DESTINATION:
+        tl.store(last_tokens + tl.load(slots + r), tl.maximum(token, 0))
+        tl.store(host + r, token)
+
+
+@triton.jit(do_not_specialize=["part"])
+def _peaks_kernel(
+    logits: tl.tensor,
+    peaks: tl.tensor,
+    tokens: tl.tensor,
+    V: tl.tensor,
+    stride: tl.tensor,
+    part: tl.tensor,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """The largest logit (+inf if one is NaN) of `part` tokens of a row, and its token."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    r = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, TILE)
+    first = tl.program_id(1) * part
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    best_token = tl.full([TILE], 2147483647, tl.int32)
+    for start in tl.range(first, tl.minimum(first + part, V), TILE, num_stages=3):
+        token = start + lane
+        x = _load_logits(logits + r * stride, token, V)
+        x = tl.where(x == x, x, float("inf"))
+        best_token = tl.where(x > best, token, best_token)
+        best = tl.maximum(best, x)
+    peak, token = _first_of_best(best, best_token)
+    tl.store(peaks + r * tl.num_programs(1) + tl.program_id(1), peak)
+    tl.store(tokens + r * tl.num_programs(1) + tl.program_id(1), token)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _most_likely_kernel(
+    peaks: tl.tensor,
+    tokens: tl.tensor,
+    token_ids: tl.tensor,
+    last_tokens: tl.tensor,
+    slots: tl.tensor,
+    host: tl.tensor,
+    num_splits: tl.tensor,
+    HAS_DESTINATION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """The token of one row, from the peaks of its parts."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    r = tl.program_id(0)
+    split = tl.arange(0, SPLITS)
+    best = tl.load(peaks + r * num_splits + split, mask=split < num_splits, other=float("-inf"))
+    token = tl.load(tokens + r * num_splits + split, mask=split < num_splits, other=2147483647)
+    peak, chosen = _first_of_best(best, token)
+    is_finite = (peak > float("-inf")) & (peak < float("inf"))
+    chosen = tl.where(is_finite, chosen, -1)  # NON_FINITE
+    _store_token(r, chosen, token_ids, last_tokens, slots, host, HAS_DESTINATION)
+
+
+@triton.jit
 def _sample_kernel(
     logits: tl.tensor,
     temperatures: tl.tensor,
@@ -322,9 +419,13 @@ def _sample_kernel(
     seeds: tl.tensor,
     positions: tl.tensor,
     token_ids: tl.tensor,
+    last_tokens: tl.tensor,
+    slots: tl.tensor,
+    host: tl.tensor,
     logprobs: tl.tensor,
     V: tl.tensor,
     stride: tl.tensor,
+    HAS_DESTINATION: tl.constexpr,
     WITH_LOGPROBS: tl.constexpr,
     SPAN: tl.constexpr,
     TILE: tl.constexpr,
@@ -363,7 +464,7 @@ def _sample_kernel(
             if (top_p < 1) & (x < peak):
                 more_likely = _mass(row, V, peak, inverse_temperature, x, True, TILE)
                 is_dropped = (more_likely >= allowed).to(tl.int32)
-    tl.store(token_ids + r, token.to(tl.int64))
+    _store_token(r, token, token_ids, last_tokens, slots, host, HAS_DESTINATION)
     if WITH_LOGPROBS:
         tl.store(logprobs + r, x - peak - tl.log(_mass(row, V, peak, 1.0, float("-inf"), True, TILE)))
 
@@ -376,6 +477,7 @@ def _sample_triton(
     min_p_R: Tensor,
     seeds_R: Tensor,
     positions_R: Tensor,
+    destination: Destination | None,
     *,
     with_logprobs: bool = False,
 ) -> Sampled:
@@ -385,10 +487,48 @@ def _sample_triton(
     if R:
         _sample_kernel[(R,)](
             logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R, token_ids,
-            token_ids if logprobs is None else logprobs, V, logits_RV.stride(0),
-            WITH_LOGPROBS=with_logprobs, SPAN=_SPAN, TILE=_TILE, num_warps=_WARPS,
+            *(destination or (token_ids,) * 3), token_ids if logprobs is None else logprobs, V, logits_RV.stride(0),
+            HAS_DESTINATION=destination is not None, WITH_LOGPROBS=with_logprobs, SPAN=_SPAN, TILE=_TILE, num_warps=_WARPS,
         )  # fmt: skip
     return Sampled(token_ids, logprobs)
+
+
+def _most_likely_triton(logits_RV: Tensor, destination: Destination | None) -> Tensor:
+    (R, V), device = logits_RV.shape, logits_RV.device
+    token_ids = torch.empty(R, dtype=torch.int64, device=device)
+    if not R:
+        return token_ids
+    most_splits = min(_MAX_SPLITS, triton.cdiv(_PROGRAMS_PER_SM * launch.num_sms(device), R))
+    part = triton.cdiv(triton.cdiv(V, most_splits), _GREEDY_TILE) * _GREEDY_TILE
+    num_splits = triton.cdiv(V, part)
+    peaks = torch.empty(R, num_splits, dtype=torch.float32, device=device)
+    tokens = torch.empty(R, num_splits, dtype=torch.int32, device=device)
+    overlap = launch.overlap_options(device)
+    _peaks_kernel[(R, num_splits)](
+        logits_RV, peaks, tokens, V, logits_RV.stride(0), part, TILE=_GREEDY_TILE, num_warps=8, **overlap
+    )  # fmt: skip
+    _most_likely_kernel[(R,)](
+        peaks, tokens, token_ids, *(destination or (token_ids,) * 3), num_splits, HAS_DESTINATION=destination is not None,
+        SPLITS=_MAX_SPLITS, num_warps=1, **overlap,
+    )  # fmt: skip
+    return token_ids
+
+
+def store(token_ids_R: Tensor, destination: Destination | None) -> None:
+    """Store sampled tokens as the kernels do, after them."""
+    if destination is not None:
+        destination.last_tokens[destination.slots.long()] = token_ids_R.clamp(min=0)
+        destination.host.copy_(token_ids_R, non_blocking=True)
+
+
+def most_likely(logits_RV: Tensor, destination: Destination | None = None) -> Tensor:
+    """[R]: the token of `sample` with temperature 0 for all requests. Does not synchronise."""
+    if launch.choose_path("most_likely", *launch.available_paths(logits_RV, "triton")) == "triton":
+        return _most_likely_triton(logits_RV, destination)
+    peaks_R, best_R = logits_RV.max(1)
+    token_ids = torch.where(peaks_R.isfinite(), best_R, NON_FINITE)
+    store(token_ids, destination)
+    return token_ids
 
 
 def sample(
@@ -401,6 +541,7 @@ def sample(
     positions_R: Tensor,
     *,
     with_logprobs: bool = False,
+    destination: Destination | None = None,
 ) -> Sampled:
     """Draw the next token of every request, see the top of this file. Does not synchronise."""
     parameters = (temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R)
@@ -409,8 +550,8 @@ def sample(
             f"sample: logits {tuple(logits_RV.shape)} need one value per row of each parameter, not "
             f"{[tuple(x.shape) for x in parameters]}, and contiguous rows"
         )
-    path = launch.choose_path("sample", *launch.available_paths(logits_RV, "triton"))
-    run = _sample_triton if path == "triton" else sample_reference
-    return run(
-        logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, positions_R, with_logprobs=with_logprobs
-    )  # fmt: skip
+    if launch.choose_path("sample", *launch.available_paths(logits_RV, "triton")) == "triton":
+        return _sample_triton(logits_RV, *parameters, destination, with_logprobs=with_logprobs)
+    sampled = sample_reference(logits_RV, *parameters, with_logprobs=with_logprobs)
+    store(sampled.token_ids, destination)
+    return sampled

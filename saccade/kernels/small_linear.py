@@ -294,15 +294,17 @@ def _run(
     residual: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     is_gated: bool = False,
+    out_TN: Tensor | None = None,
     tiles: Tiles | None = None,
     overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: (out, x or its sum with `residual`). `tiles` and `overlaps`: by default from the table and the device."""
+    """Launch the kernel: (out, x or its sum with `residual`). `out_TN`: contiguous memory for it. `tiles` and `overlaps`: by default from the
+    table and the device."""
     (num_rows, K), num_tokens = weight_NK.shape, len(x)
     tiles = tiles or _tiles_for(num_rows, K)
     N = num_rows // 2 if is_gated else num_rows
     overlaps = launch.can_overlap(x.device) if overlaps is None else overlaps
-    out_TN = x.new_empty((num_tokens, N))
+    out_TN = x.new_empty((num_tokens, N)) if out_TN is None else out_TN
     total = x if residual is None else x.new_empty(x.shape)
     others = x if residual is None else residual
     norm_weight, eps = norm if norm is not None else (weight_NK, 0.0)
@@ -362,6 +364,17 @@ def norm_linear(
     if launch.choose_path("norm_linear", *launch.available_paths(x_TD, "triton")) == "triton":
         return _run(x_TD, weight_ND, bias_N, residual=residual_TD, norm=(norm_weight_D, eps))
     return norm_linear_reference(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
+
+
+def norm_linear_into(
+    x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float, weight_ND: Tensor, out_TN: Tensor
+) -> Tensor:
+    """`norm_linear` without a bias, into the memory of `out_TN`."""
+    is_small = _is_small("norm_linear", x_TD, weight_ND, residual_TD, norm_weight_D) and out_TN.is_contiguous()
+    if is_small and launch.choose_path("norm_linear", *launch.available_paths(x_TD, "triton")) == "triton":
+        _check_norm(x_TD, residual_TD, norm_weight_D, weight_ND, None)
+        return _run(x_TD, weight_ND, None, residual=residual_TD, norm=(norm_weight_D, eps), out_TN=out_TN)[0]
+    return torch.mm(_norm(x_TD, residual_TD, norm_weight_D, eps)[0], weight_ND.t(), out=out_TN)
 
 
 def _norm(x_TD: Tensor, residual_TD: Tensor | None, norm_weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from saccade.model.attention import AttentionContext
 from saccade.model.config import LanguageConfig
 from saccade.model.layers import FeedForward, RMSNorm, make_embedding
-from saccade.model.linear import Input, Linear, RowAdapters, add_update, project
+from saccade.model.linear import Input, Linear, NormedSum, RowAdapters, add_update, project
 
 
 class SelfAttention(nn.Module):
@@ -120,7 +120,18 @@ class LanguageModel(nn.Module):
         adapter_T: Tensor | None = None,
         features: LayerFeatures | None = None,
     ) -> Tensor:
-        """[T, D] embeddings to [S, D] normalised hidden states of the tokens `select_S` (None: all).
+        """[T, D] embeddings to [S, D] normalised hidden states of the tokens `select_S` (None: all)."""
+        return self.run_layers(x_TD, attend, select_S, adapter_T, features).normed
+
+    def run_layers(
+        self,
+        x_TD: Tensor,
+        attend: AttentionContext,
+        select_S: Tensor | None = None,
+        adapter_T: Tensor | None = None,
+        features: LayerFeatures | None = None,
+    ) -> NormedSum:
+        """`forward` up to the last norm, which may run in the kernel of the head.
 
         The MLP of the last layer runs on the selected tokens alone: of a prompt only the last is sampled from. `features`: added
         behind the first layers.
@@ -132,4 +143,4 @@ class LanguageModel(nn.Module):
             x_TD, update_TD = layer(x_TD, update_TD, attend, select, chosen)
             if features is not None:
                 x_TD = features.add(i, x_TD, select)
-        return self.norm.add_norm(x_TD, update_TD).normed
+        return self.norm.add_norm(x_TD, update_TD)

@@ -33,7 +33,7 @@ from saccade.kernels.grouped_lora import group_tokens
 from saccade.kernels.launch import is_differentiable
 from saccade.kernels.linear_cross_entropy import linear_cross_entropy
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm
-from saccade.kernels.small_linear import norm_gated_linear, norm_linear, small_linear
+from saccade.kernels.small_linear import norm_gated_linear, norm_linear, norm_linear_into, small_linear
 from saccade.kernels.swiglu import swiglu, swiglu_linear
 
 ALIGNMENT = 8
@@ -164,9 +164,9 @@ class Projection(nn.Module):
         """[..., D] to [..., N]."""
         return self.linear(x.normed if isinstance(x, NormedSum) else x)
 
-    def forward_into(self, x: Tensor, out: Tensor) -> Tensor:
+    def forward_into(self, x: Input, out: Tensor) -> Tensor:
         """The outputs, in the memory of `out` where that costs nothing: CUDA graphs of all sizes then share one."""
-        return out.copy_(self.linear(x))
+        return out.copy_(self(x))
 
     def forward_gated(self, x: Input) -> Tensor | None:
         """silu(gate) * up of outputs [gate, up], without gradients. None: this form leaves it to the next projection, see `gated`."""
@@ -378,9 +378,13 @@ class Linear(Projection):
         out, x.total = norm_gated_linear(x.x_TD, x.residual_TD, x.weight_D, x.eps, self.weight, self.bias)
         return out
 
-    def forward_into(self, x: Tensor, out: Tensor) -> Tensor:
+    def forward_into(self, x: Input, out: Tensor) -> Tensor:
         """See `Projection`."""
-        return super().forward_into(x, out) if self.bias is not None else torch.mm(x, self.weight.t(), out=out)
+        if self.bias is not None:
+            return super().forward_into(x, out)
+        if isinstance(x, NormedSum):
+            return norm_linear_into(x.x_TD, x.residual_TD, x.weight_D, x.eps, self.weight, out)
+        return torch.mm(x, self.weight.t(), out=out)
 
     def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
         """See `Projection`."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from saccade.kernels.linear import can_prepack, linear, prepack
-from saccade.model.linear import Linear, Projection
+from saccade.model.linear import Input, Linear, Projection
 
 
 class PrepackedLinear(Projection):
@@ -29,9 +29,9 @@ class PrepackedLinear(Projection):
         """See `Projection`."""
         return linear(x, self.weight, self.bias)
 
-    def forward_into(self, x: Tensor, out: Tensor) -> Tensor:
+    def forward_into(self, x: Input, out: Tensor) -> Tensor:
         """See `Projection`. oneDNN writes to memory of its own."""
-        return self.linear(x)
+        return self.forward(x)
 
 
 class PrepackedPart(Projection):

@@ -3,7 +3,7 @@ import torch
 from closeness import BOUNDS, assert_close, perturbed
 
 from saccade.kernels import launch
-from saccade.kernels.rope import mrope_cos_sin, rope, rope_reference, vision_cos_sin
+from saccade.kernels.rope import frequencies, mrope_cos_sin, mrope_reference, rope, rope_reference, vision_cos_sin
 
 CASES = [(1, 2, 1, 16), (7, 3, 1, 8), (9, 2, 2, 80), (0, 2, 2, 16)]  # tokens, heads, key heads, head dim
 
@@ -98,3 +98,19 @@ def test_the_rotation_of_whole_heads_on_a_cpu_equals_the_reference(dtype):
         for actual, expected in zip(rope(q, k, table), rope_reference(q, k, table), strict=True):
             assert actual.dtype == dtype
             assert_close("rotated", actual, expected, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 30])
+@pytest.mark.parametrize(
+    ("sections", "is_interleaved"), [((16, 24, 24), False), ((24, 20, 20), True), ((6, 5, 5), False)]
+)
+@pytest.mark.parametrize("longest", [10, 1_000_000])
+def test_tables_of_positions_equal_the_reference(num_tokens, sections, is_interleaved, longest, device):
+    positions = torch.randint(longest, (3, num_tokens), dtype=torch.int32, device=device)
+    with launch.forced("triton"):
+        cos, sin = mrope_cos_sin(positions, 1e6, sections, is_interleaved=is_interleaved)
+    expected_cos, expected_sin = mrope_reference(
+        positions, *frequencies(sections, 1e6, positions.device, is_interleaved)
+    )
+    torch.testing.assert_close(cos, expected_cos, rtol=0, atol=2e-7)
+    torch.testing.assert_close(sin, expected_sin, rtol=0, atol=2e-7)

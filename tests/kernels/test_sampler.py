@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from saccade.kernels import launch, sampler
-from saccade.kernels.sampler import NON_FINITE, exponential_noise, sample, sample_reference
+from saccade.kernels.sampler import (
+    NON_FINITE,
+    Destination,
+    exponential_noise,
+    most_likely,
+    sample,
+    sample_reference,
+)
 
 NEUTRAL = {"temperature": 1.0, "top_k": 10**6, "top_p": 1.0, "min_p": 0.0}
 
@@ -276,3 +283,70 @@ def test_a_temperature_next_to_nothing_takes_the_likeliest_token(device):
         for path in ("triton", "reference"):
             with launch.forced(path):
                 assert sample(logits, *arguments).token_ids.tolist() == logits.argmax(1).tolist()
+
+
+def destination_of(slots, device):
+    """Rows for slots 0 to 5 and one of no slot; tokens of the host."""
+    host = torch.full((len(slots),), -7)
+    return Destination(
+        torch.full((7,), 99, device=device),
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        host.pin_memory() if device == "cuda" else host,
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [1, 129, 4096, 30011])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["distinct", "ties"])
+def test_the_most_likely_tokens_are_those_of_the_reference(vocab_size, is_tied, device, dtype):
+    logits = torch.randn(9, vocab_size)
+    logits = (logits.round() if is_tied else logits).to(device, dtype)
+    with launch.forced("triton"):
+        actual = most_likely(logits)
+    expected = [int((row == row.max()).nonzero()[0]) for row in logits]
+    assert actual.tolist() == expected
+    assert most_likely(logits.float().cpu()).tolist() == expected
+
+
+@pytest.mark.parametrize("path", ["triton", "reference"])
+def test_rows_without_a_finite_peak_are_marked_wherever_they_are_bad(path, device):
+    logits = torch.randn(6, 20000, device=device)
+    logits[1, 19999] = float("nan")
+    logits[2, 3] = float("inf")
+    logits[3] = float("-inf")
+    logits[4, 1:] = float("-inf")
+    with launch.forced(path):
+        found = most_likely(logits).tolist()
+    assert [token == NON_FINITE for token in found] == [False, True, True, True, False, False]
+    assert found[4] == 0
+
+
+@pytest.mark.parametrize("path", ["triton", "reference"])
+@pytest.mark.parametrize("is_greedy", [True, False], ids=["greedy", "drawn"])
+def test_tokens_reach_the_slots_and_the_host(path, is_greedy, device):
+    logits = torch.randn(4, 5000, device=device)
+    logits[2] = float("nan")
+    destination = destination_of([5, 0, 3, 6], device)
+    with launch.forced(path):
+        if is_greedy:
+            token_ids = most_likely(logits, destination)
+        else:
+            token_ids = sample(logits, *parameters(4, device), destination=destination).token_ids
+    if device == "cuda":
+        torch.cuda.synchronize()
+    a, b, bad, d = token_ids.tolist()
+    assert bad == NON_FINITE
+    assert destination.last_tokens.tolist() == [b, 99, 99, 0, 99, a, d]
+    assert destination.host.tolist() == [a, b, NON_FINITE, d]
+
+
+def test_no_row_has_no_most_likely_token(device):
+    with launch.forced("triton"):
+        assert most_likely(torch.zeros(0, 10, device=device)).shape == (0,)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 64, 255, 300])
+def test_most_likely_tokens_of_real_vocabularies(num_rows):
+    logits = torch.randn(num_rows, 151936, device="cuda").bfloat16()
+    expected = [int((row == row.max()).nonzero()[0]) for row in logits]
+    assert most_likely(logits).tolist() == expected

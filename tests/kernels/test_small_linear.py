@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from saccade.kernels.small_linear import (
     norm_gated_linear,
     norm_gated_linear_reference,
     norm_linear,
+    norm_linear_into,
     norm_linear_reference,
     small_linear_reference,
 )
@@ -278,3 +281,23 @@ def test_offsets_beyond_32_bits(device):
         out = small_linear.small_linear(x, weight)
         assert torch.equal(out[:, -8:], small_linear.small_linear(x, weight[-8:]))
     assert not out[:, :-8].any()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 20])
+@pytest.mark.parametrize("has_residual", [True, False], ids=["sum", "alone"])
+def test_the_norm_and_the_head_write_into_given_memory(num_tokens, has_residual, device, dtype):
+    x, residual = (torch.randn(num_tokens, 64, device=device, dtype=dtype) for _ in range(2))
+    weight = torch.randn(100, 64, device=device, dtype=dtype) / 8
+    norm_weight = torch.rand(64, device=device, dtype=dtype) + 0.5
+    out = torch.full((num_tokens, 100), float("nan"), device=device, dtype=dtype)
+    arguments = (x, residual if has_residual else None, norm_weight, 1e-6, weight)
+    with torch.no_grad(), launch.forced("triton") if num_tokens <= 8 else contextlib.nullcontext():
+        given = norm_linear_into(*arguments, out)
+    expected, _ = norm_linear_reference(*(a.float() if isinstance(a, torch.Tensor) else a for a in arguments))
+    assert given.data_ptr() == out.data_ptr()
+    torch.testing.assert_close(
+        out.float(),
+        expected,
+        rtol=2e-2 if dtype != torch.float32 else 1e-5,
+        atol=2e-2 if dtype != torch.float32 else 1e-5,
+    )
