@@ -41,6 +41,7 @@ from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan
 from saccade.engine.time_histogram import TimeHistogram
 from saccade.errors import RequestError
+from saccade.fork_server import keep_freed_memory
 from saccade.processor.conversation import ImageItem, Message, VideoFileItem, VisualItem
 from saccade.processor.image import (
     ImageSource,
@@ -67,6 +68,8 @@ _READ_AHEAD_BYTES = 512 * 2**20
 """Bytes of images that are read before a worker is free for them."""
 _READ_AHEAD_PER_WORKER = 2
 """Images that are read for each worker before it is free; more would only take memory."""
+_KEPT_HEAP_BYTES = 2**28
+"""Freed memory that this process keeps: images are read into it, and fresh memory is slow."""
 _NUM_FINGERPRINTS = 2**16
 """Fingerprints of recent images that are kept; an older image may be preprocessed although it is in the cache."""
 _NUM_IMAGE_LOCKS = 61
@@ -124,6 +127,7 @@ class Preprocessor:
         bounds the images and videos of a request, `limits` what each of them may be, `max_worker_bytes` the memory that a worker
         may allocate.
         """
+        keep_freed_memory(_KEPT_HEAP_BYTES)
         self._limits, self._max_images = limits or MediaLimits(), max_images
         config = PreprocessingConfig(
             folder=Path(folder), limits=self._limits, resize=resize, max_worker_bytes=max_worker_bytes
