@@ -272,9 +272,12 @@ def _combine_decode_kernel(
     end = tl.load(cu_tiles + 2 + request)
     first = begin // per_program
     last = (end - 1) // per_program
-    if OVERLAP:  # what is read above was written at the start of the step, by kernels that let nothing start early
+    is_complete = (next_token <= token) | ((end > begin) & (first == last))  # padding, or one program had it whole
+    # What is read above was written at the start of the step, by kernels that let nothing start early. One program of a request waits even if it
+    # has nothing to do: what follows reads the rows of decode, and waits for the end of this kernel. The others make room.
+    if OVERLAP and ((not is_complete) | (tl.program_id(1) + tl.program_id(2) == 0)):
         tl.extra.cuda.gdc_wait()
-    if (next_token <= token) | ((end > begin) & (first == last)):  # padding, or one program had it whole
+    if is_complete:
         return
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
