@@ -80,6 +80,9 @@ def test_padded_features_are_those_of_the_images_alone(model, grids):
     assert_close("features", encoder_of(model).encode(images), plain(model, images), 1e-5)
 
 
+@pytest.mark.skipif(
+    not launch.is_interpreting(), reason="the tests of captured features below run the kernels on a GPU"
+)
 def test_padded_features_are_the_same_with_the_captured_kernels(model):
     images = images_of([(1, 4, 6), (1, 2, 2)])
     with launch.forced("triton"):
