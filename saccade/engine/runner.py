@@ -691,8 +691,12 @@ class Runner:
         for sampling in (greedy, SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01)):
             self.sampler.set_request(0, Request(id="warm-up", token_ids=[0], sampling=sampling))
             for count in (1, min(16, self._max_samples)):
-                zeros = np.zeros(count, np.int64)
-                self.sampler.sample(self._logits[:count].zero_(), zeros, zeros + 1)
+                zeros, host = np.zeros(count, np.int64), self._sampled_on_host.take(count)
+                no_slot = torch.full((count,), self.config.max_requests, dtype=torch.int32, device=self.device)
+                destination = Destination(self._last_tokens, no_slot, host)
+                self.sampler.sample(self._logits[:count].zero_(), zeros, zeros + 1, destination=destination)
+                self.sampler.commit()
+                self._sampled_on_host.give_back(host)
 
     @torch.inference_mode()
     def profile_largest_step(self) -> None:

@@ -344,7 +344,7 @@ def _store_token(
     host: tl.tensor,
     HAS_DESTINATION: tl.constexpr,
 ) -> None:
-    """Store the token of row r, or of several rows."""
+    """Store the token of row r."""
     token = token.to(tl.int64)
     tl.store(token_ids + r, token)
     if HAS_DESTINATION:
