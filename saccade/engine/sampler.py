@@ -189,6 +189,7 @@ class Sampler:
         by `commit` at the latest.
         A request with penalties has one sample per step: its counts could not be rolled back when a draft is rejected.
         """
+        self._uncommitted = None  # of a step that failed behind its sampling
         if not len(slots):
             return SampledStep(torch.empty(0, dtype=torch.int64, device=self._device), None, None, None)
         chosen = self._settings[slots]

@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from saccade.engine.request import Request, SamplingParams
 from saccade.engine.sampler import Sampler, check_sampling, penalty_bytes
 from saccade.errors import RequestError
-from saccade.kernels.sampler import sample_reference
+from saccade.kernels.sampler import Destination, sample_reference
 
 VOCAB = 37
 CPU = torch.device("cpu")
@@ -193,6 +193,26 @@ def test_a_request_with_penalties_cannot_have_two_samples():
     start(sampler, 0, request, 5)
     with pytest.raises(AssertionError, match="one sample"):
         sampler.sample(torch.zeros(2, VOCAB), np.zeros(2, np.int64), np.arange(2))
+
+
+def test_a_step_that_failed_before_its_commit_leaves_nothing_to_the_next_one():
+    """A step that fails is run again in halves, which must find the last tokens and counts of before."""
+    sampler = Sampler(vocab_size=VOCAB, num_slots=2, device=CPU)
+    for slot, request in enumerate((make_request(frequency_penalty=1.0, logprobs=1), make_request("b"))):
+        start(sampler, slot, request)
+    last_tokens = torch.tensor([VOCAB, VOCAB, 0])
+    logits = torch.stack([logits_of(name, 4) for name in "ab"])
+
+    def sample(*slots):
+        destination = Destination(last_tokens, torch.tensor(slots), torch.zeros(len(slots), dtype=torch.int64))
+        columns = np.array([slots, [4] * len(slots)], np.int64)
+        return sampler.sample(logits[list(slots)], *columns, destination=destination).token_ids.tolist()
+
+    sample(0, 1)  # and fails
+    [token_id] = sample(1)
+    sampler.commit()
+    assert last_tokens[:2].tolist() == [VOCAB, token_id]
+    assert not sampler._num_output_RV.any()
 
 
 def test_a_slot_without_a_request_cannot_be_sampled():
