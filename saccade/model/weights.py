@@ -253,11 +253,11 @@ class _ReadAhead:
             rest, offset = rest[num_read:], offset + num_read
 
     def copy_next(self, target: Tensor) -> None:
-        """Copy the next part to the device, behind the work of the current stream."""
+        """Copy the next part to the device, behind the work of the current stream there."""
         index, slot = self._num_copied, self._num_copied % len(self._buffers)
         self._reading[slot].result()
         target.copy_(self._buffers[slot][: len(target)], non_blocking=True)
-        self._copied[slot].record()
+        self._copied[slot].record(torch.cuda.current_stream(target.device))  # which may not be the current device
         self._num_copied += 1
         if index + len(self._buffers) < len(self._parts):
             self._reading[slot] = self._threads.submit(self._read, index + len(self._buffers))

@@ -36,3 +36,15 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
         opened.truncate(2**20)
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*shorter than its header says"):
         list(reading)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_parts_that_wait_for_a_gpu_other_than_the_current_one_are_not_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "_READ_BYTES", 2**16)
+    stored = {"x": torch.randn(2**20)}
+    save_file(stored, tmp_path / "model.safetensors")
+    with torch.cuda.device(1):
+        torch.cuda._sleep(10**9)
+    [(_, found)] = read_tensors({"x": tmp_path / "model.safetensors"}, ["x"], torch.device("cuda:1"))
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(found.cpu(), stored["x"])
