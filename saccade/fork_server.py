@@ -81,6 +81,11 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it and its workers were killed for good."""
+        return self._is_closed
+
     def start_worker(self, *fds: int) -> tuple[socket.socket, int]:
         """Fork a worker that inherits these descriptors; return its socket and process id. Raises what `initialize` raised."""
         with self._start_lock:

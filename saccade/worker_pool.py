@@ -302,7 +302,7 @@ class WorkerPool(Generic[_Channel]):
             with contextlib.suppress(OSError):
                 os.kill(worker.pid, signal.SIGKILL)
         jobs = list(worker.jobs)
-        if self._is_closed:
+        if self._is_closed or self._fork_server.is_closed:  # perhaps by another pool, which is closed first
             self._queue.extendleft(reversed(jobs))
             return
         self.num_crashes += 1

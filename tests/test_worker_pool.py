@@ -235,6 +235,17 @@ def test_two_pools_share_a_fork_server():
     wait_for(lambda: not any(map(is_alive, pids)))
 
 
+def test_workers_that_end_with_the_pool_that_shares_their_fork_server_are_not_counted_as_crashed(caplog):
+    fork_server = ForkServer(echo_worker.initialize, {})
+    pools = [WorkerPool(fork_server, 1, NoMemory) for _ in range(2)]
+    for pool in pools:
+        run(pool, {})
+    pools[0].close()
+    wait_for(lambda: not pools[1].pids)
+    pools[1].close()
+    assert (pools[1].num_crashes, caplog.messages) == (0, [])
+
+
 def test_closing_fails_unfinished_and_later_jobs():
     pool = opened(1)
     futures = [pool.submit(Echo({"sleep": 600})) for _ in range(3)]
