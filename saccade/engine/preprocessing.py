@@ -5,7 +5,8 @@
 
 Each image is a job of its own: images of one prompt are preprocessed in parallel, an image that several prompts use is preprocessed
 once, and a slow one occupies a single worker. An image that cannot be in the cache, by its fingerprint, is hashed while a worker
-preprocesses it. A request without images touches neither readers nor image workers.
+preprocesses it; so one that both readers get at the same moment may be preprocessed twice. A request without images touches neither
+readers nor image workers.
 """
 
 from __future__ import annotations

@@ -638,11 +638,10 @@ def _run_worker(processor: PromptProcessor, limits: ResourceLimits, connection: 
 
 def _touch_memory(processor: PromptProcessor, mailbox: Mailbox) -> None:
     """Preprocess a large image, so that memory and threads are there when the first one comes: it took 35 ms instead of 14."""
-    pixels = np.zeros((*_LARGE_IMAGE, 3), np.uint8)
-    with contextlib.suppress(
-        Exception
-    ):  # such as the limits on memory: the image of a request gets the error, with its name
-        mailbox.outbox.write(processor.patchify(ImageTask("image", [Source("pixels", pixels)])).visual.patches, 0)
+    task = ImageTask("image", [Source("pixels", np.zeros((*_LARGE_IMAGE, 3), np.uint8))])
+    # What fails here, such as a limit on memory, fails again for the image of a request, which gets the error.
+    with contextlib.suppress(Exception):
+        mailbox.outbox.write(processor.patchify(task).visual.patches, 0)
 
 
 def _reply(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcessor) -> dict[str, Any]:

@@ -284,7 +284,8 @@ class Scheduler:
         assert in_flight.plan is plan, "steps are read in the order in which they were planned"
         outputs = self.finish_encoding(result.images)
         find = self._queues.find
-        for chunk, given, state, num_preemptions in zip(plan.chunks, result.chunks, *in_flight[1:], strict=True):
+        updates = zip(plan.chunks, result.chunks, in_flight.states, in_flight.num_preemptions, strict=True)
+        for chunk, given, state, num_preemptions in updates:
             if find(chunk.request_id) is not state:
                 continue
             is_current = state.num_preemptions == num_preemptions
