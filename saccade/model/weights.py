@@ -214,6 +214,10 @@ def _read_to_gpu(file: Path, names: Sequence[str], device: torch.device) -> Iter
     with _checked(file), file.open("rb", buffering=0) as opened:
         header_bytes = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(header_bytes))
+        unknown = [name for name in names if header[name]["dtype"] not in _STORED_DTYPES]
+        if unknown:
+            stored = header[unknown[0]]["dtype"]
+            raise CheckpointError(f"{file}: {unknown[0]} is stored as {stored}; use {', '.join(_STORED_DTYPES)}")
         spans = [[8 + header_bytes + offset for offset in header[name]["data_offsets"]] for name in names]
         parts = [
             (start, min(_READ_BYTES, end - start)) for first, end in spans for start in range(first, end, _READ_BYTES)
