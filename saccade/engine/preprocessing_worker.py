@@ -547,7 +547,8 @@ def _touch_free_memory() -> None:
     A page fault takes 2 us on a virtual machine, 0.7 ms for the patches of 672 x 672 pixels. What is freed here is not returned to the system
     (`keep_freed_memory`), so that the next allocation of this thread has it.
     """
-    np.empty(_FREE_BYTES, np.uint8)[:: mmap.PAGESIZE] = 0
+    with contextlib.suppress(MemoryError):  # the job is sent
+        np.empty(_FREE_BYTES, np.uint8)[:: mmap.PAGESIZE] = 0
 
 
 def _times(count: int) -> str:

