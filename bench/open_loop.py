@@ -13,6 +13,7 @@ are those completed in the second half of the time in which requests arrive.
 """
 
 import argparse
+import dataclasses
 import json
 import threading
 import time
@@ -104,7 +105,7 @@ def run(engine: Engine, prompts: Prompts, arrivals: Sequence[Arrival], name: str
         sampling = SamplingParams(max_tokens=arrivals[index].num_output, ignore_eos=True)
         engine.submit_tokens(*made[index], sampling, on_delta)
 
-    before = engine.statistics.num_late_captures
+    before = dataclasses.replace(engine.statistics)
     start = time.perf_counter()
     for index, arrival in enumerate(arrivals):
         time.sleep(max(0.0, start + arrival.arrival_s - time.perf_counter()))
@@ -126,7 +127,8 @@ def run(engine: Engine, prompts: Prompts, arrivals: Sequence[Arrival], name: str
         "ttft_ms": percentiles(ttft),
         "preprocess_ms": percentiles(np.array(preprocess_s) * 1e3),
         "gap_ms": percentiles(gaps),
-        "late_captures": engine.statistics.num_late_captures - before,
+        "late_captures": engine.statistics.num_late_captures - before.num_late_captures,
+        "late_compiles": engine.statistics.num_late_compiles - before.num_late_compiles,
     }
 
 
@@ -140,7 +142,7 @@ def show(row: dict[str, Any]) -> str:
     ttft, gap = ([f"{row[kind][p]:.1f}" for p in ("p50", "p95", "p99", "max")] for kind in ("ttft_ms", "gap_ms"))
     return (
         f"{row['name']:<14} arrivals {row['arrivals_per_s']:5.1f}/s  served {row['served_per_s']:5.1f}/s  "
-        f"TTFT p50/95/99/max {' / '.join(ttft)} ms (preprocessing {row['preprocess_ms']['p50']:.1f})  gap {' / '.join(gap)} ms  late captures {row['late_captures']}"
+        f"TTFT p50/95/99/max {' / '.join(ttft)} ms (preprocessing {row['preprocess_ms']['p50']:.1f})  gap {' / '.join(gap)} ms  late captures {row['late_captures']}, compiles {row['late_compiles']}"
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +26,7 @@ from saccade.engine.adapters import AdapterEntry, AdapterTable
 from saccade.engine.config import EngineConfig
 from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_PREFILL, prefill_beside_decode
 from saccade.engine.encoder_cache import EncoderCache
+from saccade.engine.encoder_progress import EncoderProgress
 from saccade.engine.grammar import Grammars, GrammarState, NextMasks
 from saccade.engine.pages import PagePool
 from saccade.engine.profiler import CoreProfiler
@@ -45,7 +47,10 @@ _MAX_STALE_DEADLINES = 1024
 """Deadlines of ended requests kept before they are removed."""
 
 _SLOWDOWN_BESIDE_ENCODER = 2
-"""Roughly how many times as long a step takes beside the vision encoder, so that it gets fewer prompt tokens."""
+"""How many times as long a step takes that runs beside the vision encoder for a part of its time, so that it gets fewer prompt tokens."""
+
+_POLLED = 0.6
+"""Share of a decode step in which messages are handled."""
 
 _LONG_MASKS = 0.1
 """Share of a step's time above which computing masks delays the step: the host also has to plan and launch the next one, and hands on the
@@ -178,6 +183,8 @@ class Statistics:
     num_failures: int = 0
     num_late_captures: int = 0
     """CUDA graphs captured while serving: each delays a step."""
+    num_late_compiles: int = 0
+    """Kernels compiled, or read from the cache, while serving: each delays a step."""
     num_eager_steps: int = 0
     """Steps that ran without a CUDA graph on a GPU that uses them."""
     num_running: int = 0
@@ -249,6 +256,8 @@ class EngineCore:
         self._deadlines: list[tuple[float, str, str]] = []  # a heap: time, request id, kind
         self._added_at: dict[str, float] = {}  # of requests that have not started
         self._encoding_since: dict[bytes, float] = {}
+        self._encoder_progress = EncoderProgress()
+        self._target_s = None if config.target_step_ms is None else config.target_step_ms / 1e3
         self._queue_times, self._encode_times = TimeHistogram(), TimeHistogram()
         self._in_flight: _InFlight | None = None
         self._is_checked = True
@@ -426,8 +435,8 @@ class EngineCore:
     def step(self, handle_messages: Callable[[], None] = lambda: None) -> list[RequestOutput]:
         """Plan and launch the next step, then process the previous one. Returns what is new of each request.
 
-        `handle_messages` is called repeatedly while a previous step with prompts runs: it may block briefly, and passes new messages to
-        `handle`. The images of new requests are encoded at once.
+        `handle_messages` is called repeatedly while the previous step runs: it may block briefly, and passes new messages to `handle`.
+        The images of new requests are encoded at once.
         """
         try:
             return self._finish([*self._expire(), *self._fail_grammars(), *self._step(handle_messages)])
@@ -437,7 +446,9 @@ class EngineCore:
 
     def _step(self, handle_messages: Callable[[], None]) -> list[RequestOutput]:
         outputs = self._finish_encoding(self._runner.finished_encodings())
-        plan = self.scheduler.plan(self._token_budget(), self._deferred())  # while masks are computed
+        num_patches_soon = self._num_patches_soon()
+        budget = self._token_budget(num_patches_soon)
+        plan = self.scheduler.plan(budget, self._deferred(), num_patches_soon)  # while masks are computed
         previous, self._in_flight = self._in_flight, None
         if previous is not None and previous.handle is None:
             self._sample(previous)
@@ -452,21 +463,31 @@ class EngineCore:
         return outputs
 
     def _wait(self, step: _InFlight, handle_messages: Callable[[], None]) -> None:
-        """Handle messages until a step with prompts is done. For a decode step, `read` waits instead: it wakes up sooner."""
-        while step.num_prompt_tokens and step.handle is not None and not step.handle.is_done:
+        """Handle messages while a step runs. The last part of a decode step is left to `read`, which wakes up sooner."""
+        polls_until = math.inf
+        if not step.num_prompt_tokens:
+            polls_until = max(step.started_at, self._last_read_at) + _POLLED * self._step_budget.decode_ms / 1e3
+        while step.handle is not None and not step.handle.is_done and self._clock() < polls_until:
             num_added = self._num_added
             handle_messages()
             if self._num_added > num_added and (plan := self.scheduler.plan_encodings()) is not None:
                 self._runner.start_encodings(plan)
                 self._count_starts(plan)
 
-    def _token_budget(self) -> int:
+    def _num_patches_soon(self) -> float:
+        """Patches for which the next step may wait: those that the encoder will have completed within the time of a step, during which
+        the one in flight runs."""
+        if self._target_s is None:
+            return math.inf
+        return self._encoder_progress.num_patches(self._clock(), self._target_s)
+
+    def _token_budget(self, num_patches_soon: float) -> int:
         """Prompt tokens of the next step. While no request is decoding there is no gap between tokens to bound."""
         budget, num_decoding = None, self.scheduler.num_decoding()
         if num_decoding:
             budget = self._step_budget.num_tokens(self.scheduler.num_uncomputed_prompt_tokens())
-            if budget is not None and self.scheduler.is_encoding:
-                budget = max(MIN_TOKENS, budget // _SLOWDOWN_BESIDE_ENCODER)
+            if budget is not None and self.scheduler.num_patches_encoding > num_patches_soon:
+                budget = max(MIN_TOKENS, int(budget / _SLOWDOWN_BESIDE_ENCODER))
         return prefill_beside_decode(MAX_PREFILL if budget is None else budget, num_decoding)
 
     def _launch(self, plan: StepPlan) -> _InFlight:
@@ -483,20 +504,24 @@ class EngineCore:
     def _process(self, step: _InFlight) -> list[RequestOutput]:
         assert step.handle is not None, "a step is sampled before the next one is launched"
         result = step.handle.read()
-        self._observe_encodings(result.images)
+        num_patches = self.scheduler.num_patches_encoding
         outputs = self.scheduler.update(step.plan, result)
+        self._observe_encodings(result.images, num_patches)
         self._observe(step, result)
         return outputs
 
     def _finish_encoding(self, results: Sequence[EncodeResult]) -> list[RequestOutput]:
-        self._observe_encodings(results)
-        return self.scheduler.finish_encoding(results)
+        num_patches = self.scheduler.num_patches_encoding
+        outputs = self.scheduler.finish_encoding(results)
+        self._observe_encodings(results, num_patches)
+        return outputs
 
-    def _observe_encodings(self, results: Sequence[EncodeResult]) -> None:
-        """Count how long encodings took."""
+    def _observe_encodings(self, results: Sequence[EncodeResult], num_patches_before: int) -> None:
+        """Learn how long encodings took, of which so many patches were in flight before these ended."""
         if not results:
             return
-        now = self._clock()
+        now, num_left = self._clock(), self.scheduler.num_patches_encoding
+        self._encoder_progress.finish(num_patches_before - num_left, num_left=num_left, now=now)
         self._encode_times.observe_all(now - self._encoding_since.pop(result.key, now) for result in results)
         self.statistics.encode_counts = self._encode_times.counts
         self.statistics.encode_total_s = self._encode_times.total_s
@@ -504,8 +529,10 @@ class EngineCore:
     def _count_starts(self, plan: StepPlan) -> None:
         """Count requests that got a slot and images whose encoding has begun."""
         now = self._clock()
-        self.statistics.num_images_encoded += len(plan.images)
-        self._encoding_since |= {image.key: now for image in plan.images}
+        if plan.images:
+            self.statistics.num_images_encoded += len(plan.images)
+            self._encoding_since |= {image.key: now for image in plan.images}
+            self._encoder_progress.start(now)
         waited = [
             now - self._added_at.pop(start.request_id) for start in plan.started if start.request_id in self._added_at
         ]
@@ -636,6 +663,7 @@ class EngineCore:
         statistics.num_encoder_cache_queries = scheduler.encoder_cache.num_queries
         statistics.num_encoder_cache_hits = scheduler.encoder_cache.num_hits
         statistics.num_late_captures, statistics.num_eager_steps = self._runner.graph_counters()
+        statistics.num_late_compiles = self._runner.num_late_compiles
         statistics.num_prompt_tokens += step.num_prompt_tokens
         if self._lookup is not None:
             statistics.num_draft_tokens += sum([len(chunk.drafts) for chunk in step.plan.chunks])

@@ -20,7 +20,7 @@ from saccade.log import log_once
 
 logger = logging.getLogger(__name__)
 
-STEP_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 4352)
+STEP_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 4352)
 """Tokens of captured steps with prefill. Larger steps keep the GPU busy long enough for the host to launch them."""
 MAX_PREFILL = 4096
 """Prefill tokens of a step while no request decodes."""

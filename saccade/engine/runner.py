@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,13 +45,15 @@ from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS
 from saccade.engine.grammar import GrammarMasks
 from saccade.engine.kv_cache import KVCache, PagedAttention
 from saccade.engine.prompt import PromptImage, TokenPrompt
-from saccade.engine.request import Failure, FailureKind, Request, SamplingParams, Stage, TokenLogprobs
+from saccade.engine.request import Failure, FailureKind, ImageSpan, Request, SamplingParams, Stage, TokenLogprobs
 from saccade.engine.sampler import Logprobs, Sampler, TokenMasks
 from saccade.engine.step import (
     Chunk,
     ChunkResult,
     EncodeResult,
+    ImageFeatures,
     ImageToEncode,
+    SlotStart,
     StepPlan,
     StepResult,
     new_chunk_result,
@@ -68,6 +70,7 @@ from saccade.engine.step_inputs import (
     table_width,
 )
 from saccade.errors import CheckpointError, RequestError
+from saccade.kernels import launch
 from saccade.kernels.embed import ImageRows, StepTokens, embed
 from saccade.kernels.paged_attention import plan_decode, plan_gather
 from saccade.kernels.sampler import NON_FINITE, Destination
@@ -197,6 +200,9 @@ class Runner:
         self._requests: dict[str, RequestInputs] = {}
         self._encodings: list[_Encoding] = []
         self._encode_results: list[EncodeResult] = []
+        self._unwatch_compiles: Callable[[], None] = lambda: None
+        self.num_late_compiles = 0
+        """Kernels compiled, or read from the cache, while serving."""
         self._slot_read_by = np.full(self._num_features // ENCODER_SLOT_TOKENS, -1)  # the last step that read each slot
         self._num_steps_read = 0
         self._uncopied: dict[int, Failure] = {}  # pages whose copy failed, until a chunk reads them
@@ -204,6 +210,7 @@ class Runner:
 
     def close(self) -> None:
         """Free the device memory at once: reference cycles would keep it until the next garbage collection."""
+        self._unwatch_compiles()
         is_gpu = self.device.type == "cuda" and self.is_alive()  # which also waits for the last step
         vars(self).clear()
         if is_gpu:
@@ -677,7 +684,40 @@ class Runner:
             self._warm_up_sampler()
         with self._on(self._encoder_stream):
             self._encoder.warm_up()
+        self.run_blank_request()
         torch.cuda.synchronize(self.device)
+        self._unwatch_compiles = launch.watch_compiles(self._count_compile)
+
+    def _count_compile(self, kernel: str) -> None:
+        self.num_late_compiles += 1
+        logger.info("kernel %s compiled while serving", kernel)
+
+    def run_blank_request(self) -> None:
+        """Run a request of two tokens, one of them of an image, as any other, and copy a page. What torch runs beside the captured graphs is
+        loaded by that; the first request on a fresh machine waits half a second for it otherwise."""
+        vision, page_size, num_pages = self.model.config.vision, self.config.page_size, self.cache.num_pages
+        if self._num_features == 0:
+            return
+        name, (grid, num_patches) = "warm-up", self.model.vision.square_grid(0)
+        span = ImageSpan(key=b"", start=0, num_tokens=1, num_patches=num_patches)
+        patches = np.zeros((num_patches, vision.in_channels * vision.patch_size**2), np.uint8)
+        images = (PromptImage(span=span, grid=grid, patches=patches),)
+        prompt = TokenPrompt(token_ids=[0, 0], positions=np.tile(np.arange(2), (3, 1)), images=images)
+        pages = tuple(range(-(-2 // page_size)))
+        chunk = Chunk(
+            request_id=name, slot=0, start=0, num_tokens=2, new_pages=pages, images=(ImageFeatures(0, (0,)),), reads_last_token=False,
+            drafts=(), samples=True,
+        )  # fmt: skip
+        plan = StepPlan(
+            number=-1,  # before the first
+            chunks=(chunk,),
+            images=(ImageToEncode(name, 0, span.key, (0,)),),
+            page_copies=((0, num_pages - 1),) if num_pages > len(pages) else (),
+            started=(SlotStart(name, 0, ()),),
+        )
+        self.register(Request(id=name, token_ids=prompt.token_ids, images=(span,)), prompt)
+        self.sample(self.forward(plan)).read()
+        self.unregister(name)
 
     def _upload_padding(self, size: StepSize) -> None:
         """Inputs of a step without requests."""

@@ -14,8 +14,9 @@ Pages are allocated on demand. When none is free, the running request last in or
 until they are needed. A request starts only if there are pages for all its known tokens beside those that running prompts still
 need, and no later request starts before it.
 
-Images are encoded beside the steps. A plan starts encodings; the chunks that read an image wait for it on the host while other
-requests decode, and on the device while none does, which loses no time. So an image delays the output of its own request alone.
+Images are encoded beside the steps. A plan starts encodings. The chunks that read an image wait for it on the host while other requests
+decode, until the caller expects it to be encoded about when the step begins; then, and while none decodes, they wait on the device. So
+an image delays the output of other requests by little.
 
 No deadlock. `Scheduler.add` accepts only requests that can run alone. The first running request can always get pages, because all
 others can be preempted. A request acquires its images in order, from the first that is not computed, and releases each when a chunk
@@ -51,8 +52,6 @@ from saccade.engine.step import (
 )
 from saccade.errors import ConfigError, ImageError, RequestError
 
-_PATCHES_PER_STEP = 2048
-"""Patches that are surely encoded during a step: a step planned that much later reads an image that is not reported ready yet."""
 _MAX_PASSES = 2
 """Passes of the vision encoder in flight: one that runs, one that follows at once."""
 _MAX_QUARANTINED = 4096
@@ -75,8 +74,6 @@ class _Encoding(NamedTuple):
     """Not salted."""
     num_patches: int
     plan_number: int
-    num_steps: int
-    """Steps with chunks planned before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +126,6 @@ class Scheduler:
         self._in_flight: list[_InFlight] = []
         self._encoding: dict[bytes, _Encoding] = {}  # by salted key
         self._num_planned = 0
-        self._num_steps = 0  # plans with chunks; others take the device no time
-        self._last_encoded_at = 0  # in these steps; the encoder is at the next pass since then at the latest
         self._num_added = 0
 
     @property
@@ -142,6 +137,11 @@ class Scheduler:
     def is_encoding(self) -> bool:
         """Whether an encoding is in flight."""
         return bool(self._encoding)
+
+    @property
+    def num_patches_encoding(self) -> int:
+        """Patches of the images being encoded."""
+        return sum([image.num_patches for image in self._encoding.values()])
 
     @property
     def num_running(self) -> int:
@@ -223,15 +223,18 @@ class Scheduler:
 
     # ---- steps
 
-    def plan(self, token_budget: int | None = None, deferred: Container[str] = ()) -> StepPlan | None:
+    def plan(
+        self, token_budget: int | None = None, deferred: Container[str] = (), num_patches_soon: float = 0
+    ) -> StepPlan | None:
         """Schedule the next step. None: nothing can be computed before a step or an encoding in flight is read, or at all.
 
         `token_budget` limits the prompt tokens of the step (at least one is always allowed); decode tokens are not limited by it.
-        Requests in `deferred` are left out while a token of theirs is not read.
+        Requests in `deferred` are left out while a token of theirs is not read. The step may wait for images among the next
+        `num_patches_soon` that the encoder completes.
         """
         while True:
             num_running = self.num_running
-            planner = self._planner(None if token_budget is None else max(1, token_budget), deferred)
+            planner = self._planner(None if token_budget is None else max(1, token_budget), deferred, num_patches_soon)
             planner.run()
             if planner.chunks or planner.images or planner.started:
                 return self._launch(planner)
@@ -252,15 +255,15 @@ class Scheduler:
         planner.run_encodings()
         return self._number(planner) if planner.images or planner.started else None
 
-    def _planner(self, token_budget: int | None, deferred: Container[str] = ()) -> _Planner:
+    def _planner(
+        self, token_budget: int | None, deferred: Container[str] = (), num_patches_soon: float = 0
+    ) -> _Planner:
         return _Planner(
-            self._queues, self.limits, token_budget, self._drafter, deferred, self._encoding, self._num_planned,
-            self._num_steps, self._last_encoded_at,
+            self._queues, self.limits, token_budget, self._drafter, deferred, self._encoding, num_patches_soon, self._num_planned
         )  # fmt: skip
 
     def _launch(self, planner: _Planner) -> StepPlan:
         plan = self._number(planner)
-        self._num_steps += bool(plan.chunks)
         self._in_flight.append(_InFlight(plan, tuple(planner.states), tuple(planner.num_preemptions)))
         return plan
 
@@ -303,7 +306,6 @@ class Scheduler:
         outputs = []
         for key, failure in results:
             encoding = self._encoding.pop(key)
-            self._last_encoded_at = self._num_steps
             if failure is None:
                 self.encoder_cache.set_ready(key)
                 continue
@@ -446,9 +448,8 @@ class _Planner:
         drafter: Drafter | None,
         deferred: Container[str],
         encoding: dict[bytes, _Encoding],
+        num_patches_soon: float,
         number: int,
-        num_steps: int,
-        last_encoded_at: int,
     ) -> None:
         self.chunks: list[Chunk] = []
         self.images: list[ImageToEncode] = []
@@ -458,15 +459,14 @@ class _Planner:
         self.num_preemptions: list[int] = []
         self._queues = queues
         self._drafter, self._deferred = drafter, deferred
-        self._number, self._num_steps, self._last_encoded_at = number, num_steps, last_encoded_at
+        self._number = number
         self._limits = limits
         self._tokens_left = limits.max_step_tokens
         self._prompt_tokens_left = limits.max_step_tokens if token_budget is None else token_budget
         self._chunks_left = limits.max_step_chunks
-        self._encoding = encoding
+        self._encoding, self._num_patches_soon = encoding, num_patches_soon
         num_passes = len({image.plan_number for image in encoding.values()})
         self._patches_left = limits.max_encoder_patches if num_passes < _MAX_PASSES else 0
-        self._num_patches_encoding = sum([image.num_patches for image in encoding.values()])
         self._waits_on_device = not any(state.is_decoding for state in queues.running)
         self._num_decoding = 0  # decoding requests not scheduled yet; one token is reserved for each
         self._is_encoder_cache_full = False
@@ -693,11 +693,12 @@ class _Planner:
         return end
 
     def _can_read(self, key: bytes) -> bool:
-        """Whether the step may read an image: it is encoded, or will be about when the step begins."""
+        """Whether the step may read an image: it is encoded, or will be soon."""
         if self._waits_on_device or self._queues.encoder_cache.is_ready(key):
             return True
-        num_steps = self._num_steps - max(self._encoding[key].num_steps, self._last_encoded_at)
-        return num_steps > self._num_patches_encoding // _PATCHES_PER_STEP
+        last = self._encoding[key].plan_number  # images of one plan are encoded in one pass, as far as it is planned
+        num_patches = sum([image.num_patches for image in self._encoding.values() if image.plan_number <= last])
+        return num_patches <= self._num_patches_soon
 
     def _enter_image(self, state: RequestState) -> bool:
         """Acquire the request's next image, within the cache and what may be encoded at once."""
@@ -715,7 +716,7 @@ class _Planner:
         state.next_image += 1
         if is_new:
             self._patches_left -= span.num_patches
-            self._encoding[key] = _Encoding(span.key, span.num_patches, self._number, self._num_steps)
+            self._encoding[key] = _Encoding(span.key, span.num_patches, self._number)
             self.images.append(ImageToEncode(state.request.id, index, key, cache.slots(key)))
         return True
 

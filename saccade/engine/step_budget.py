@@ -52,6 +52,11 @@ class StepBudget:
         self._slope: float | None = None
         self._deviation = 0.0
 
+    @property
+    def decode_ms(self) -> float:
+        """Time of a step without prompts, averaged over the latest. 0 before the first."""
+        return self._decode_ms
+
     def num_tokens(self, num_waiting: int = 0) -> int | None:
         """Prompt tokens the next step may compute, with `num_waiting` to be computed in all. A backlog raises the target: what a step
         costs beside its prompts is then shared by more of them."""

@@ -53,7 +53,7 @@ except ImportError:
 
 __all__ = [
     "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced", "is_differentiable", "is_forced",
-    "is_interpreting", "log_path", "num_sms", "overlap_options", "tl", "triton",
+    "is_interpreting", "log_path", "num_sms", "overlap_options", "tl", "triton", "watch_compiles",
 ]  # fmt: skip
 
 Path = Literal["triton", "library", "reference"]
@@ -174,6 +174,30 @@ def compile_only(num_threads: int) -> Iterator[None]:
     finally:
         _only_compiles.reset(token)
         JITFunction.run = launch_kernel
+
+
+_on_compile: list[Callable[[str], None]] = []
+
+
+def watch_compiles(on_compile: Callable[[str], None]) -> Callable[[], None]:
+    """Call `on_compile` with the name of every kernel that is compiled, or read from the cache, until the function returned is called."""
+    _install_compile_hook()
+    _on_compile.append(on_compile)
+    return lambda: _on_compile.remove(on_compile)
+
+
+@functools.cache
+def _install_compile_hook() -> None:
+    if isinstance(triton, _MissingTriton):
+        return
+    earlier = triton.knobs.runtime.jit_post_compile_hook
+
+    def hook(**details: Any) -> bool | None:
+        for listener in _on_compile:
+            listener(details["fn"].name)
+        return None if earlier is None else bool(earlier(**details))
+
+    triton.knobs.runtime.jit_post_compile_hook = hook
 
 
 @contextlib.contextmanager

@@ -286,6 +286,11 @@ class _EngineCollector(Collector):
                 "CUDA graphs captured while serving: each delays a step.",
                 core["num_late_captures"],
             ),
+            (
+                "saccade:kernel_late_compiles",
+                "Kernels compiled, or read from the cache, while serving: each delays a step.",
+                core["num_late_compiles"],
+            ),
             ("saccade:eager_steps", "Steps that fell back to running without a CUDA graph.", core["num_eager_steps"]),
         ):
             yield self._counter(name, documentation, value)

@@ -535,19 +535,37 @@ def test_an_image_is_not_waited_for_while_a_request_decodes():
     assert sizes(plan) == {"text": 1, "a": 2}  # the text before the image
     assert [planned.image_index for planned in plan.images] == [0]
     read(scheduler, plan, images=())
-    assert sizes(scheduler.plan()) == {"text": 1, "a": 6}  # few patches: encoded during one step
+    assert sizes(scheduler.plan()) == {"text": 1}
+    scheduler.finish_encoding(encoded(plan))
+    assert sizes(scheduler.plan()) == {"text": 1, "a": 6}
 
 
-@pytest.mark.parametrize(("num_patches", "num_steps"), [(1, 1), (100, 1), (101, 2), (1000, 10)])
-def test_an_image_is_read_before_it_is_reported_once_enough_steps_have_passed(num_patches, num_steps, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "_PATCHES_PER_STEP", 100)
+def test_an_image_is_waited_for_that_is_encoded_soon():
+    """Images of one plan are encoded together, after those of earlier ones."""
+    scheduler = make(keeps_prefixes=False, max_encoder_patches=100)
+    added(scheduler, ask("text", 2, max_tokens=50))
+    step(scheduler)
+    added(
+        scheduler,
+        ask("a", 8, [image(b"i", 0, 4, 40)], max_tokens=9),
+        ask("b", 8, [image(b"j", 0, 4, 30)], max_tokens=9),
+    )
+    assert sizes(scheduler.plan(num_patches_soon=39)) == {"text": 1}
+    added(scheduler, ask("c", 8, [image(b"k", 0, 4, 10)], max_tokens=9))
+    assert sizes(scheduler.plan(num_patches_soon=69)) == {"text": 1}
+    assert scheduler.num_patches_encoding == 80
+    assert sizes(scheduler.plan(num_patches_soon=70)) == {"text": 1, "a": 8, "b": 8}
+    assert sizes(scheduler.plan(num_patches_soon=80)) == {"text": 1, "a": 1, "b": 1, "c": 8}
+
+
+def test_an_image_that_is_encoded_soon_is_read_by_the_step_that_starts_its_encoding():
     scheduler = make(keeps_prefixes=False)
     added(scheduler, ask("text", 2, max_tokens=50))
     step(scheduler)
-    added(scheduler, ask("a", 8, [image(b"i", 0, 4, num_patches)], max_tokens=1))
-    plans = [scheduler.plan() for _ in range(20)]
-    first = next(number for number, plan in enumerate(plans) if "a" in sizes(plan))
-    assert first == num_patches // 100 + 1 >= num_steps
+    added(scheduler, ask("a", 8, [image(b"i", 0, 4, 40)], max_tokens=1))
+    plan = scheduler.plan(num_patches_soon=40)
+    assert sizes(plan) == {"text": 1, "a": 8}
+    assert len(plan.images) == 1
 
 
 def test_images_of_a_request_are_encoded_ahead_of_its_chunks():

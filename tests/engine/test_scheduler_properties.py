@@ -42,7 +42,7 @@ def test_random_traces_leak_nothing_mix_up_nothing_and_starve_no_request(run):
         "encoded beside a step",
         "two passes",
         "wait on the device",
-        "old image",
+        "image ready soon",
         "image read beside decoding",
         "image encoded without a user",
         "result of a preempted request",

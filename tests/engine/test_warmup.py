@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from PIL import Image
 from saccade.engine import Engine, SamplingParams, cuda_graphs
 from saccade.engine.config import EngineConfig
 from saccade.engine.warmup import _with_few_layers, small_runner
+from saccade.kernels import launch
+from saccade.kernels.rms_norm import rms_norm
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.initialize import initialize_random
 
@@ -59,5 +62,27 @@ def test_the_first_request_compiles_nothing(tmp_path):
             [completion] = engine.generate_tokens([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
         finally:
             triton.knobs.compilation.listener = before
+        assert engine.statistics.num_late_compiles == 0
+        rms_norm(torch.ones(3, 48, device="cuda"), torch.ones(48, device="cuda"), 1e-6)
+        engine.generate_tokens([prompt], SamplingParams(max_tokens=2, ignore_eos=True))
+        assert engine.statistics.num_late_compiles == 1
     assert len(completion.token_ids) == 2
     assert compiled == []
+
+
+def test_compiled_kernels_are_reported_until_no_one_listens(monkeypatch):
+    triton = pytest.importorskip("triton")
+    others, first, second = [], [], []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **details: others.append(details["fn"].name)
+    )
+    launch._install_compile_hook.cache_clear()
+    stop_first, stop_second = launch.watch_compiles(first.append), launch.watch_compiles(second.append)
+    compiled = triton.knobs.runtime.jit_post_compile_hook
+    compiled(fn=SimpleNamespace(name="a"))
+    stop_first()
+    compiled(fn=SimpleNamespace(name="b"))
+    stop_second()
+    compiled(fn=SimpleNamespace(name="c"))
+    launch._install_compile_hook.cache_clear()
+    assert (others, first, second) == (["a", "b", "c"], ["a"], ["a", "b"])

@@ -17,9 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from unittest import mock
 
-from saccade.engine import scheduler as scheduler_module
 from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
 from saccade.engine.pages import PagePool
 from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, SamplingParams, TokenLogprobs
@@ -101,7 +99,7 @@ class Setting:
     fault_rate: float
     """How often a request is cancelled or fails."""
     patches_per_step: int
-    """Patches that the scheduler expects to be encoded during a step."""
+    """Patches for which a step may wait, and that a steady encoder encodes during one."""
     encoder_rate: float
     """How often a pass of the encoder ends before a step."""
 
@@ -365,8 +363,8 @@ class Device:
 class Trace:
     """One random trace. `run` raises AssertionError at the first error.
 
-    With a `steady_encoder` each step takes as long as the encoder needs for `patches_per_step`, as the scheduler assumes; then no
-    step with a decoding request may wait for an image.
+    With a `steady_encoder` each step takes as long as the encoder needs for `patches_per_step`, and the scheduler is told how far the encoder
+    is; then no step with a decoding request may wait for an image.
     """
 
     def __init__(self, seed: int, *, steady_encoder: bool = False) -> None:
@@ -389,6 +387,7 @@ class Trace:
         """Requests that are left out of steps while a token of theirs is not read; in a third of the traces."""
         self.deferring_rng = random.Random(seed + 2_000_003)
         self.may_defer = self.deferring_rng.random() < 1 / 3
+        self.soon_rng = random.Random(seed + 3_000_003)
         self.unread: dict[str, int] = {}
         """Steps in flight that sample, by request."""
         self.encoding: dict[bytes, tuple[int, int]] = {}
@@ -405,10 +404,6 @@ class Trace:
 
     def run(self) -> int:
         """Run to the end; returns the number of steps."""
-        with mock.patch.object(scheduler_module, "_PATCHES_PER_STEP", self.setting.patches_per_step):
-            return self._run()
-
-    def _run(self) -> int:
         arrivals = deque(self.setting.requests)
         while arrivals or self.live or self.in_flight or self.encoding:
             while arrivals and self.rng.random() < self.setting.rate:
@@ -465,7 +460,8 @@ class Trace:
         decoding = [state for state in states if state.slot is not None and self._is_decoding(state)]
         late = [state for state in states if state.slot is not None and self._has_computed_prompt(state)]
         is_idle, num_preemptions = not self.in_flight and not self.encoding, self.scheduler.num_preemptions
-        plan = self.scheduler.plan(budget, self.deferring)
+        soon = self._num_patches_soon()
+        plan = self.scheduler.plan(budget, self.deferring, soon)
         self.scheduler.check()
         if self.scheduler.num_preemptions > num_preemptions:
             self.seen.add("preemption")
@@ -475,7 +471,7 @@ class Trace:
         self.num_steps += 1
         self.num_chunks += len(plan.chunks)
         self._check_encodings(plan)
-        self._check_waits(plan, [state for state in late if state.slot is not None])
+        self._check_waits(plan, [state for state in late if state.slot is not None], soon)
         self._check_budgets(plan, budget)
         self._check_fairness(plan, decoding)
         self.without_chunk |= {start.request_id for start in plan.started}
@@ -545,9 +541,15 @@ class Trace:
         if num_passes == 2:
             self.seen.add("two passes")
 
-    def _check_waits(self, plan: StepPlan, late: list[RequestState]) -> None:
-        """A step waits for an image only if no running request waits for its next output token, or if it should be encoded by now."""
-        num_patches = sum(patches for number, patches in self.encoding.values() if number < plan.number)
+    def _num_patches_soon(self) -> int:
+        """What the scheduler is told of the encoder: its progress if it is steady, any number otherwise."""
+        if self.steady_encoder:
+            num_patches = sum(patches for _, patches in self.encoding.values())
+            return num_patches - sum(one.patches_left for one in self.device.passes)
+        return self.soon_rng.choice([0, self.setting.patches_per_step])
+
+    def _check_waits(self, plan: StepPlan, late: list[RequestState], soon: int) -> None:
+        """A step waits for an image only if no running request waits for its next output token, or if it is encoded soon."""
         for chunk in plan.chunks:
             for image in chunk.images:
                 key = self.expected[chunk.request_id].image_keys[image.image_index]
@@ -555,9 +557,10 @@ class Trace:
                     if late:
                         self.seen.add("image read beside decoding")
                     continue
-                is_old = plan.number - self.encoding[key][0] > num_patches // self.setting.patches_per_step
-                assert is_old or not late, f"a step waits for an image of {chunk.request_id} while others decode"
-                self.seen.add("old image" if late else "wait on the device")
+                last = self.encoding[key][0]
+                is_soon = sum(patches for number, patches in self.encoding.values() if number <= last) <= soon
+                assert is_soon or not late, f"a step waits for an image of {chunk.request_id} while others decode"
+                self.seen.add("image ready soon" if late else "wait on the device")
 
     def _check_budgets(self, plan: StepPlan, budget: int | None) -> None:
         limits = self.setting.limits
