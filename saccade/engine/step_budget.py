@@ -32,8 +32,8 @@ _MIN_SLOPE = 0.02
 _BACKLOG_STEPS = 6
 """Steps worth of prompts beyond which a backlog raises the target."""
 _MAX_RAISE = 2.5
-_DEEP_BACKLOG_STEPS, _DEEP_RAISE = 64, 6.0
-"""With so many steps worth of prompts waiting, half a second of them, throughput counts more than the gap between tokens."""
+_DEEP_BACKLOG_STEPS, _DEEP_RAISE = 32, 6.0
+"""With so many steps worth of prompts waiting, a third of a second of them, throughput counts more than the gap between tokens."""
 _MIN_SLOWDOWN = 3.0
 """The target is at least this many times a step without prompts."""
 
