@@ -47,7 +47,7 @@ _MAX_STALE_DEADLINES = 1024
 """Deadlines of ended requests kept before they are removed."""
 
 _SLOWDOWN_BESIDE_ENCODER = 2
-"""How many times as long a step takes that runs beside the vision encoder for a part of its time, so that it gets fewer prompt tokens."""
+"""How many times as long a step takes that runs beside the vision encoder, roughly, so that it gets fewer prompt tokens."""
 
 _POLLED = 0.6
 """Share of a decode step in which messages are handled."""
@@ -486,9 +486,14 @@ class EngineCore:
         budget, num_decoding = None, self.scheduler.num_decoding()
         if num_decoding:
             budget = self._step_budget.num_tokens(self.scheduler.num_uncomputed_prompt_tokens())
-            if budget is not None and self.scheduler.num_patches_encoding > num_patches_soon:
-                budget = max(MIN_TOKENS, int(budget / _SLOWDOWN_BESIDE_ENCODER))
+        if budget is not None and self._runs_beside_encoder(budget, num_patches_soon):
+            budget = max(MIN_TOKENS, budget // _SLOWDOWN_BESIDE_ENCODER)
         return prefill_beside_decode(MAX_PREFILL if budget is None else budget, num_decoding)
+
+    def _runs_beside_encoder(self, budget: int, num_patches_soon: float) -> bool:
+        """Whether most of a step would run beside the encoder. A long one, of a raised budget, does if any image is being encoded."""
+        num_patches, usual = self.scheduler.num_patches_encoding, self._step_budget.num_tokens()
+        return num_patches > num_patches_soon or (num_patches > 0 and usual is not None and budget > usual)
 
     def _launch(self, plan: StepPlan) -> _InFlight:
         launched = _InFlight(plan, self._runner.forward(plan), self._clock())

@@ -1,0 +1,306 @@
+"""Open-loop serving on a simulated GPU: what a change of the scheduler does to latencies, without one.
+
+    python -m bench.simulate_serving [--rates 32 64] [--seconds 15] [--seeds 3] [--set target_step_ms=12] [--breakdown]
+
+The engine core, its scheduler and the workload of `bench.open_loop` are the real ones; the runner, the clock and the preprocessing workers are
+not. A step takes what the 3B shape takes on an H200, interpolated over decode requests and captured sizes. The vision encoder runs beside
+the steps: together they are about as fast as one after the other beside prompts, and 1.15 times as fast beside decode alone. All constants were
+measured there (2026-11-16). Against the device itself, 32 arrivals/s: TTFT p50 / p95 / p99 of 31 / 99 / 129 ms simulated, 31 to 32 / 105 to 109 /
+121 to 134 measured; gaps 3.0 / 10.2 / 15.3 and 3.2 / 10.6 / 14.5 to 15.1. It says which of two policies is better, not how good one is.
+"""
+
+import argparse
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench.open_loop import Arrival, percentiles, poisson
+from saccade.engine.config import EngineConfig
+from saccade.engine.core import AddRequest, EngineCore
+from saccade.engine.cuda_graphs import step_size
+from saccade.engine.request import ImageSpan, Request, SamplingParams
+from saccade.engine.step import ChunkResult, EncodeResult, StepPlan, StepResult
+
+DECODE_MS = {1: 1.9, 2: 2.4, 8: 2.75, 16: 2.8, 24: 3.0, 64: 3.5, 128: 4.2, 256: 5.1}
+"""Decode steps by number of requests."""
+MIXED_MS = {
+    16: 3.27, 64: 3.31, 128: 3.62, 192: 4.0, 256: 4.22, 512: 6.39, 640: 7.38, 768: 8.5, 1024: 10.6, 1280: 13.0, 1536: 15.4,
+    2048: 20.2, 3072: 30.0, 4096: 40.0, 4352: 42.5,
+}  # fmt: skip
+"""Steps with prompts and 8 decode requests, by captured size."""
+DECODE_REQUEST_MS = 0.008
+"""Of each further decode request of such a step."""
+BESIDE_DECODE, BESIDE_PROMPTS = (0.42, 0.72), (0.52, 0.64)
+"""Speed of a step and of the encoder beside each other, as a fraction of what each has alone."""
+LAUNCH_S, READ_S, ENCODE_S, MESSAGE_S, POLL_S = 0.0003, 0.00015, 0.0002, 0.0007, 0.0005
+"""Host: plan and launch a step, read one, launch an encoding, hand over a request or an output, wait for a message."""
+
+
+def encode_ms(num_patches: int) -> float:
+    """A pass of the vision encoder alone."""
+    return 0.6 + 0.0029 * num_patches
+
+
+def preprocess_ms(images: Sequence[tuple[int, int]]) -> float:
+    """Until the prompt of a request is ready."""
+    return 1.8 + sum(0.6 + 5.2e-6 * height * width for height, width in images)
+
+
+class Work:
+    """A step or a pass of the encoder."""
+
+    def __init__(self, seconds: float, waits_for: Sequence["Work"] = (), *, has_prompts: bool = False) -> None:
+        self.left, self.waits_for, self.has_prompts = seconds, waits_for, has_prompts
+        self.begun_at: float | None = None
+        self.ended_at: float | None = None
+
+    @property
+    def can_run(self) -> bool:
+        """Whether all it waits for has ended."""
+        return all(other.ended_at is not None for other in self.waits_for)
+
+
+class Gpu:
+    """A stream of steps and one of encodings, and the time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.steps: deque[Work] = deque()
+        self.encodings: deque[Work] = deque()
+
+    def run_until(self, time: float) -> None:
+        """Advance the time."""
+        while self.now < time:
+            heads = [stream[0] if stream else None for stream in (self.steps, self.encodings)]
+            step, encoding = (work if work is not None and work.can_run else None for work in heads)
+            speeds = (1.0, 1.0)
+            if step is not None and encoding is not None:
+                speeds = BESIDE_PROMPTS if step.has_prompts else BESIDE_DECODE
+            running = [
+                (w, v, s)
+                for w, v, s in zip((step, encoding), speeds, (self.steps, self.encodings), strict=True)
+                if w is not None
+            ]
+            seconds = min([time - self.now, *(work.left / speed for work, speed, _ in running)])
+            for work, speed, stream in running:
+                work.begun_at = self.now if work.begun_at is None else work.begun_at
+                work.left -= seconds * speed
+                if work.left < 1e-9:
+                    work.ended_at = self.now + seconds
+                    stream.popleft()
+            self.now = time if not running or seconds >= time - self.now else self.now + seconds
+
+    def wait(self, work: Work) -> None:
+        """Advance the time until it has ended."""
+        while work.ended_at is None:
+            self.run_until(self.now + 1e-4)
+
+
+class SimulatedRunner:
+    """What the core uses of a runner."""
+
+    num_late_compiles = num_registered = max_draft_tokens = 0
+    max_length = 8192
+
+    def __init__(self, config: EngineConfig, gpu: Gpu) -> None:
+        self.config, self.gpu = config, gpu
+        self.model = SimpleNamespace(
+            config=SimpleNamespace(language=SimpleNamespace(vocab_size=151936)), device=SimpleNamespace(type="cuda")
+        )
+        self.cache = SimpleNamespace(num_pages=100_000)
+        self.chunks: dict[str, list[Work]] = {}
+        """Steps with a part of a request's prompt."""
+        self._requests: dict[str, Request] = {}
+        self._encodings: deque[tuple[Work, StepPlan]] = deque()
+
+    def register(self, request: Request, prompt: object, adapter_slot: int | None) -> None:
+        """A request was added."""
+        self._requests[request.id] = request
+
+    def unregister(self, request_id: str) -> None:
+        """A request has ended."""
+        self._requests.pop(request_id, None)
+
+    def graph_counters(self) -> tuple[int, int]:
+        """All sizes are captured."""
+        return 0, 0
+
+    def start_encodings(self, plan: StepPlan) -> None:
+        """One pass for the images of a plan."""
+        if plan.images:
+            spans = [self._requests[image.request_id].images[image.image_index] for image in plan.images]
+            work = Work(encode_ms(sum(span.num_patches for span in spans)) / 1e3)
+            self.gpu.encodings.append(work)
+            self._encodings.append((work, plan))
+            self.gpu.run_until(self.gpu.now + ENCODE_S)
+
+    def forward(self, plan: StepPlan) -> "SimulatedStep":
+        """Launch a step."""
+        self.start_encodings(plan)
+        self.gpu.run_until(self.gpu.now + LAUNCH_S)
+        read = {slot for chunk in plan.chunks for image in chunk.images for slot in image.slots}
+        waits_for = [work for work, of in self._encodings if any(read.intersection(image.slots) for image in of.images)]
+        prompts = [chunk for chunk in plan.chunks if not chunk.reads_last_token]
+        work = Work(self._step_ms(plan) / 1e3, waits_for, has_prompts=bool(prompts))
+        self.gpu.steps.append(work)
+        for chunk in prompts:
+            self.chunks.setdefault(chunk.request_id, []).append(work)
+        return SimulatedStep(self, plan, work)
+
+    def _step_ms(self, plan: StepPlan) -> float:
+        if not plan.chunks:
+            return 0.0
+        num_decode = sum(chunk.reads_last_token for chunk in plan.chunks)
+        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks) - num_decode
+        if num_tokens == 0:
+            return _interpolate(DECODE_MS, num_decode)
+        size = step_size(
+            num_decode=num_decode,
+            num_tokens=num_tokens,
+            num_chunks=1,
+            num_samples=1,
+            max_requests=self.config.max_requests,
+        )
+        mixed_ms = _interpolate(MIXED_MS, size.num_tokens if size is not None else num_tokens + num_decode)
+        return mixed_ms + DECODE_REQUEST_MS * max(0, num_decode - 8)
+
+    def sample(self, forward: "SimulatedStep", masks: object) -> "SimulatedStep":
+        """Part of the step."""
+        return forward
+
+    def finished_encodings(self, *, waits: bool = False) -> tuple[EncodeResult, ...]:
+        """Images whose encoding has ended."""
+        if waits and self._encodings:
+            self.gpu.wait(self._encodings[0][0])
+        results: list[EncodeResult] = []
+        while self._encodings and self._encodings[0][0].ended_at is not None:
+            results += [EncodeResult(image.key) for image in self._encodings.popleft()[1].images]
+        return tuple(results)
+
+
+class SimulatedStep(NamedTuple):
+    """A step in flight."""
+
+    runner: SimulatedRunner
+    plan: StepPlan
+    work: Work
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+        return self.work.ended_at is not None
+
+    def read(self) -> StepResult:
+        """Wait for its end."""
+        gpu = self.runner.gpu
+        gpu.wait(self.work)
+        gpu.run_until(gpu.now + READ_S)
+        chunks = tuple([ChunkResult(chunk.request_id, (1,) if chunk.samples else ()) for chunk in self.plan.chunks])
+        return StepResult(number=self.plan.number, chunks=chunks, images=self.runner.finished_encodings())
+
+
+def _interpolate(table: dict[int, float], x: int) -> float:
+    return float(np.interp(x, list(table), list(table.values())))
+
+
+def requests_of(arrivals: Sequence[Arrival]) -> Iterator[tuple[float, Request]]:
+    """When each request reaches the core."""
+    for number, arrival in enumerate(arrivals):
+        token_ids, spans = [1] * 40, []
+        for index, (height, width) in enumerate(arrival.images):
+            num_tokens = round(height / 28) * round(width / 28)
+            key = f"{number}-{index}".encode()
+            spans.append(
+                ImageSpan(key=key, start=len(token_ids) + 1, num_tokens=num_tokens, num_patches=4 * num_tokens)
+            )
+            token_ids += [2, *[3] * num_tokens, 4]
+        token_ids += [5 + number] * arrival.num_text
+        sampling = SamplingParams(max_tokens=arrival.num_output, ignore_eos=True)
+        request = Request(id=str(number), token_ids=token_ids, images=tuple(spans), sampling=sampling)
+        yield arrival.arrival_s + preprocess_ms(arrival.images) / 1e3 + MESSAGE_S, request
+
+
+class Simulation:
+    """One run of a workload."""
+
+    def __init__(self, arrivals: Sequence[Arrival], config: EngineConfig) -> None:
+        self.arrivals, self.gpu = arrivals, Gpu()
+        self.runner = SimulatedRunner(config, self.gpu)
+        self._core = EngineCore(self.runner, clock=lambda: self.gpu.now)  # type: ignore[arg-type]
+        self._inbox = deque(sorted(requests_of(arrivals), key=lambda item: item[0]))
+        self.ready_at = {request.id: time for time, request in self._inbox}
+        self.times: list[list[float]] = [[] for _ in arrivals]
+        self._run()
+
+    def _run(self) -> None:
+        while self._inbox or self._core.has_work:
+            if not self._core.has_work:
+                self.gpu.run_until(self._inbox[0][0])
+            while self._inbox and self._inbox[0][0] <= self.gpu.now:
+                self._add()
+            for output in self._core.step(self._poll):
+                if output.token_ids:
+                    self.times[int(output.request_id)].append(self.gpu.now + MESSAGE_S)
+
+    def _add(self) -> None:
+        self._core.handle(AddRequest(request=self._inbox.popleft()[1], prompt=None))  # type: ignore[arg-type]
+
+    def _poll(self) -> None:
+        until = self.gpu.now + POLL_S
+        has_message = bool(self._inbox) and self._inbox[0][0] < until
+        self.gpu.run_until(max(self.gpu.now, self._inbox[0][0]) if has_message else until)
+        if has_message:
+            self._add()
+
+    def ttft_ms(self) -> list[float]:
+        """Of each request."""
+        return [(times[0] - one.arrival_s) * 1e3 for times, one in zip(self.times, self.arrivals, strict=True)]
+
+    def gaps_ms(self) -> list[float]:
+        """Of all requests."""
+        return [gap * 1e3 for times in self.times for gap in np.diff(times)]
+
+    def breakdown_ms(self) -> Iterator[tuple[float, ...]]:
+        """Of each request: until it is ready, until its first chunk begins, until its last one does, that one, and until its token is sent."""
+        for number, arrival in enumerate(self.arrivals):
+            steps = self.runner.chunks[str(number)]
+            first, last, ended = steps[0].begun_at or 0.0, steps[-1].begun_at or 0.0, steps[-1].ended_at or 0.0
+            moments = [arrival.arrival_s, self.ready_at[str(number)], first, last, ended, self.times[number][0]]
+            yield tuple(np.diff(moments) * 1e3)
+
+
+def show(rate: float, runs: Sequence[Simulation]) -> str:
+    """One line: percentiles, averaged over runs."""
+    parts = []
+    for values in ([run.ttft_ms() for run in runs], [run.gaps_ms() for run in runs]):
+        found = [percentiles(np.array(one)) for one in values]
+        parts.append(" / ".join(f"{np.mean([one[p] for one in found]):.1f}" for p in ("p50", "p95", "p99", "max")))
+    return f"{rate:g}/s  TTFT p50/95/99/max {parts[0]} ms  gap {parts[1]} ms"
+
+
+def main() -> None:
+    """Simulate every rate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", default=[32, 64])
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of EngineConfig")
+    parser.add_argument("--breakdown", action="store_true", help="mean times from arrival to first token")
+    options = parser.parse_args()
+    settings: dict[str, Any] = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}
+    config = EngineConfig(**{"max_length": 8192, "max_draft_tokens": 0} | settings)
+    for rate in options.rates:
+        runs = [Simulation(poisson(rate, options.seconds, seed), config) for seed in range(options.seeds)]
+        print(show(rate, runs), flush=True)
+        if options.breakdown:
+            names = ("ready", "first chunk begins", "last chunk begins", "last chunk", "sent")
+            means = np.mean([times for run in runs for times in run.breakdown_ms()], axis=0)
+            print("   " + ", ".join(f"{name} {mean:.1f}" for name, mean in zip(names, means, strict=True)) + " ms")
+
+
+if __name__ == "__main__":
+    main()
