@@ -1,12 +1,13 @@
 """Open-loop serving on a simulated GPU: what a change of the scheduler does to latencies, without one.
 
-    python -m bench.simulate_serving [--rates 32 64] [--seconds 15] [--seeds 3] [--set target_step_ms=12] [--breakdown]
+    python -m bench.simulate_serving [--rates 32 64] [--seconds 10] [--seeds 3] [--set target_step_ms=12] [--breakdown]
 
 The engine core, its scheduler and the workload of `bench.open_loop` are the real ones; the runner, the clock and the preprocessing workers are
 not. A step takes what the 3B shape takes on an H200, interpolated over decode requests and captured sizes. The vision encoder runs beside
-the steps: together they are about as fast as one after the other beside prompts, and 1.15 times as fast beside decode alone. All constants were
-measured there (2026-11-16). Against the device itself, 32 arrivals/s: TTFT p50 / p95 / p99 of 31 / 99 / 129 ms simulated, 31 to 32 / 105 to 109 /
-121 to 134 measured; gaps 3.0 / 10.2 / 15.3 and 3.2 / 10.6 / 14.5 to 15.1. It says which of two policies is better, not how good one is.
+the steps: together they are as fast as one after the other beside prompts, and 1.15 times as fast beside decode alone. All constants were
+measured there (2026-11-16). Against the device itself, the same ten seconds of 32 arrivals/s (`--seeds 1`): TTFT p50 / p95 / p99 / max of 30 / 104 / 127 /
+184 ms simulated, 31 to 32 / 105 to 109 / 121 to 134 / 170 measured; gaps 3.0 / 9.9 / 15.0 / 21 and 3.2 / 10.5 / 14.5 to 15.1 / 22 to 25. It says which
+of two policies is better, not how good one is.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from saccade.engine.core import AddRequest, EngineCore
 from saccade.engine.cuda_graphs import step_size
 from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.engine.step import ChunkResult, EncodeResult, StepPlan, StepResult
+from saccade.processor.image import ImageSettings
 
 DECODE_MS = {1: 1.9, 2: 2.4, 8: 2.75, 16: 2.8, 24: 3.0, 64: 3.5, 128: 4.2, 256: 5.1}
 """Decode steps by number of requests."""
@@ -34,8 +36,9 @@ MIXED_MS = {
 """Steps with prompts and 8 decode requests, by captured size."""
 DECODE_REQUEST_MS = 0.008
 """Of each further decode request of such a step."""
-BESIDE_DECODE, BESIDE_PROMPTS = (0.42, 0.72), (0.52, 0.64)
+BESIDE_DECODE, BESIDE_PROMPTS = (0.42, 0.72), (0.50, 0.52)
 """Speed of a step and of the encoder beside each other, as a fraction of what each has alone."""
+IMAGES = ImageSettings()
 LAUNCH_S, READ_S, ENCODE_S, MESSAGE_S, POLL_S = 0.0003, 0.00015, 0.0002, 0.0007, 0.0005
 """Host: plan and launch a step, read one, launch an encoding, hand over a request or an output, wait for a message."""
 
@@ -46,8 +49,9 @@ def encode_ms(num_patches: int) -> float:
 
 
 def preprocess_ms(images: Sequence[tuple[int, int]]) -> float:
-    """Until the prompt of a request is ready."""
-    return 1.8 + sum(0.6 + 5.2e-6 * height * width for height, width in images)
+    """Until the prompt of a request is ready. Its images are preprocessed in parallel; Pillow resizes those that do not fit."""
+    times = [1.5e-5 * h * w if IMAGES.resized(h, w) != (h, w) else 5.2e-6 * h * w for h, w in images]
+    return 1.8 + 0.6 * len(images) + max(times, default=0.0)
 
 
 class Work:
@@ -212,7 +216,8 @@ def requests_of(arrivals: Sequence[Arrival]) -> Iterator[tuple[float, Request]]:
     for number, arrival in enumerate(arrivals):
         token_ids, spans = [1] * 40, []
         for index, (height, width) in enumerate(arrival.images):
-            num_tokens = round(height / 28) * round(width / 28)
+            _, rows, columns = IMAGES.grid(height, width)
+            num_tokens = rows * columns // 4
             key = f"{number}-{index}".encode()
             spans.append(
                 ImageSpan(key=key, start=len(token_ids) + 1, num_tokens=num_tokens, num_patches=4 * num_tokens)
@@ -286,7 +291,7 @@ def main() -> None:
     """Simulate every rate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[32, 64])
-    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of EngineConfig")
     parser.add_argument("--breakdown", action="store_true", help="mean times from arrival to first token")
