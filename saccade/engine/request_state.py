@@ -81,6 +81,11 @@ class RequestState:
         return self.image_keys[self.first_image : self.next_image]
 
     @property
+    def has_images_left(self) -> bool:
+        """Whether tokens of an image are not computed yet."""
+        return self.first_image < len(self.image_keys)
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens that can be computed now: known or pending ones, none while drafts are in flight."""
         num_tokens = len(self.token_ids) + self.num_pending

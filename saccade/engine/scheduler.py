@@ -468,7 +468,7 @@ class _Planner:
         num_passes = len({image.plan_number for image in encoding.values()})
         self._patches_left = limits.max_encoder_patches if num_passes < _MAX_PASSES else 0
         self._waits_on_device = not any(state.is_decoding for state in queues.running)
-        self._num_decoding = 0  # decoding requests not scheduled yet; one token is reserved for each
+        self._num_decoding = 0  # requests that need one token and no image, not scheduled yet; one token is reserved for each
         self._is_encoder_cache_full = False
         self._pages_to_free: list[int] = []
         self._images_to_release: list[bytes] = []
@@ -500,7 +500,8 @@ class _Planner:
             all_uncomputed = [state.num_uncomputed for state in running]
         else:
             all_uncomputed = [self._num_uncomputed(state) for state in running]
-        self._num_decoding = all_uncomputed.count(1)
+        in_images = [state.has_images_left for state in running]
+        self._num_decoding = list(zip(all_uncomputed, in_images, strict=True)).count((1, False))
         for index, num_uncomputed in enumerate(all_uncomputed):
             if index >= len(running):  # only the request at `index` or later ones can have been preempted
                 break
@@ -535,8 +536,8 @@ class _Planner:
 
     def _schedule(self, state: RequestState, num_uncomputed: int) -> None:
         """Schedule a chunk of a running request; it may be preempted instead if there are no pages."""
-        budget = self._tokens_left
-        if num_uncomputed == 1:
+        budget, is_one = self._tokens_left, num_uncomputed == 1 and not state.has_images_left
+        if is_one:
             self._num_decoding -= 1
         else:
             budget = min(num_uncomputed, budget - self._num_decoding, self._prompt_budget)
@@ -548,7 +549,7 @@ class _Planner:
             return
         if not self._allocate_pages(state, end):
             self._undo_images(num_images)
-        elif num_uncomputed == 1:
+        elif is_one:
             self._add_chunk(state, end, self._propose_drafts(state, end) if self._drafter else ())
         else:
             self._add_prompt_chunk(state, end)
@@ -565,7 +566,7 @@ class _Planner:
             return True
         while not pool.can_allocate(num_pages):
             last = self._queues.running[-1]
-            if last is not state and self._num_uncomputed(last) == 1:
+            if last is not state and self._num_uncomputed(last) == 1 and not last.has_images_left:
                 self._num_decoding -= 1
             self._queues.preempt(last)
             if last is state:
@@ -696,9 +697,13 @@ class _Planner:
         """Whether the step may read an image: it is encoded, or will be soon."""
         if self._waits_on_device or self._queues.encoder_cache.is_ready(key):
             return True
-        last = self._encoding[key].plan_number  # images of one plan are encoded in one pass, as far as it is planned
+        last = self._encoding[key].plan_number  # images of one plan are encoded in one pass
         num_patches = sum([image.num_patches for image in self._encoding.values() if image.plan_number <= last])
-        return num_patches <= self._num_patches_soon
+        if num_patches > self._num_patches_soon:
+            return False
+        if last == self._number:  # what joins the pass now is waited for too
+            self._patches_left = min(self._patches_left, int(self._num_patches_soon) - num_patches)
+        return True
 
     def _enter_image(self, state: RequestState) -> bool:
         """Acquire the request's next image, within the cache and what may be encoded at once."""
@@ -768,8 +773,7 @@ class _Planner:
         while state.first_image < state.next_image and state.request.images[state.first_image].end <= end:
             self._images_to_release.append(state.image_keys[state.first_image])
             state.first_image += 1
-        has_images_left = state.first_image < len(state.image_keys)
-        state.num_ready_tokens = 0 if has_images_left else len(state.pages) * self._queues.pages.page_size
+        state.num_ready_tokens = 0 if state.has_images_left else len(state.pages) * self._queues.pages.page_size
 
     def _features(self, state: RequestState, end: int) -> tuple[ImageFeatures, ...]:
         """The images with a token in the chunk that ends at `end`."""
