@@ -257,7 +257,6 @@ class EngineCore:
         self._added_at: dict[str, float] = {}  # of requests that have not started
         self._encoding_since: dict[bytes, float] = {}
         self._encoder_progress = EncoderProgress()
-        self._target_s = None if config.target_step_ms is None else config.target_step_ms / 1e3
         self._queue_times, self._encode_times = TimeHistogram(), TimeHistogram()
         self._in_flight: _InFlight | None = None
         self._is_checked = True
@@ -267,8 +266,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is open or a step is in flight."""
-        return self.scheduler.has_work or self._in_flight is not None
+        """Whether a request is open, or a step or an encoding is in flight."""
+        return self.scheduler.has_work or self._in_flight is not None or self.scheduler.is_encoding
 
     # -------------------------------------------------------------- messages
 
@@ -435,8 +434,8 @@ class EngineCore:
     def step(self, handle_messages: Callable[[], None] = lambda: None) -> list[RequestOutput]:
         """Plan and launch the next step, then process the previous one. Returns what is new of each request.
 
-        `handle_messages` is called repeatedly while the previous step runs: it may block briefly, and passes new messages to `handle`.
-        The images of new requests are encoded at once.
+        `handle_messages` is called repeatedly while the previous step runs, but for the end of a decode step: it may block briefly, and
+        passes new messages to `handle`. The images of new requests are encoded at once.
         """
         try:
             return self._finish([*self._expire(), *self._fail_grammars(), *self._step(handle_messages)])
@@ -474,14 +473,14 @@ class EngineCore:
                 self._runner.start_encodings(plan)
                 self._count_starts(plan)
 
-    def _num_patches_soon(self) -> float:
+    def _num_patches_soon(self) -> int:
         """Patches for which the next step may wait: those that the encoder will have completed within the time of a step, during which
         the one in flight runs."""
-        if self._target_s is None:
-            return math.inf
-        return self._encoder_progress.num_patches(self._clock(), self._target_s)
+        target_ms = self._step_budget.target_ms
+        seconds = self._last_step_s if target_ms is None else target_ms / 1e3
+        return self._encoder_progress.num_patches(self._clock(), seconds)
 
-    def _token_budget(self, num_patches_soon: float) -> int:
+    def _token_budget(self, num_patches_soon: int) -> int:
         """Prompt tokens of the next step. While no request is decoding there is no gap between tokens to bound."""
         budget, num_decoding = None, self.scheduler.num_decoding()
         if num_decoding:
@@ -490,7 +489,7 @@ class EngineCore:
             budget = max(MIN_TOKENS, budget // _SLOWDOWN_BESIDE_ENCODER)
         return prefill_beside_decode(MAX_PREFILL if budget is None else budget, num_decoding)
 
-    def _runs_beside_encoder(self, budget: int, num_patches_soon: float) -> bool:
+    def _runs_beside_encoder(self, budget: int, num_patches_soon: int) -> bool:
         """Whether most of a step would run beside the encoder. A long one, of a raised budget, does if any image is being encoded."""
         num_patches, usual = self.scheduler.num_patches_encoding, self._step_budget.num_tokens()
         return num_patches > num_patches_soon or (num_patches > 0 and usual is not None and budget > usual)
@@ -522,11 +521,12 @@ class EngineCore:
         return outputs
 
     def _observe_encodings(self, results: Sequence[EncodeResult], num_patches_before: int) -> None:
-        """Learn how long encodings took, of which so many patches were in flight before these ended."""
+        """Learn how long encodings took, of which so many patches were in flight before these ended. Failed ones say nothing of it."""
         if not results:
             return
         now, num_left = self._clock(), self.scheduler.num_patches_encoding
-        self._encoder_progress.finish(num_patches_before - num_left, num_left=num_left, now=now)
+        has_failed = any(result.failure is not None for result in results)
+        self._encoder_progress.finish(0 if has_failed else num_patches_before - num_left, num_left=num_left, now=now)
         self._encode_times.observe_all(now - self._encoding_since.pop(result.key, now) for result in results)
         self.statistics.encode_counts = self._encode_times.counts
         self.statistics.encode_total_s = self._encode_times.total_s
@@ -668,7 +668,7 @@ class EngineCore:
         statistics.num_encoder_cache_queries = scheduler.encoder_cache.num_queries
         statistics.num_encoder_cache_hits = scheduler.encoder_cache.num_hits
         statistics.num_late_captures, statistics.num_eager_steps = self._runner.graph_counters()
-        statistics.num_late_compiles = self._runner.num_late_compiles
+        statistics.num_late_compiles = self._runner.num_late_compiles()
         statistics.num_prompt_tokens += step.num_prompt_tokens
         if self._lookup is not None:
             statistics.num_draft_tokens += sum([len(chunk.drafts) for chunk in step.plan.chunks])

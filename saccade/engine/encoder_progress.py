@@ -1,7 +1,8 @@
 """How far the vision encoder will be, from how fast it was. Plain Python, no clock.
 
 The encoder runs beside the steps, which slow it down, and its end is seen only between two steps. So its speed is learned from what
-that amounts to: the patches that were seen to be complete over the time since the encoder started, or since the last ones were.
+that amounts to: the patches that were seen to be complete over the time since the encoder started, or since the last ones were. On a CPU,
+where images are encoded before anything else runs, it has no meaning, and none is waited for.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class EncoderProgress:
             self._busy_since = now
 
     def finish(self, num_patches: int, *, num_left: int, now: float) -> None:
-        """So many patches were encoded; `num_left` are in flight."""
+        """So many patches were encoded, or none that the speed can be learned from; `num_left` are in flight."""
         if num_patches and self._busy_since is not None:
             self._num_patches = _DECAY * self._num_patches + num_patches
             self._seconds = _DECAY * self._seconds + now - self._busy_since

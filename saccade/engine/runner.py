@@ -22,7 +22,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -200,9 +201,7 @@ class Runner:
         self._requests: dict[str, RequestInputs] = {}
         self._encodings: list[_Encoding] = []
         self._encode_results: list[EncodeResult] = []
-        self._unwatch_compiles: Callable[[], None] = lambda: None
-        self.num_late_compiles = 0
-        """Kernels compiled, or read from the cache, while serving."""
+        self._compiles = launch.CompileCounter()
         self._slot_read_by = np.full(self._num_features // ENCODER_SLOT_TOKENS, -1)  # the last step that read each slot
         self._num_steps_read = 0
         self._uncopied: dict[int, Failure] = {}  # pages whose copy failed, until a chunk reads them
@@ -210,7 +209,6 @@ class Runner:
 
     def close(self) -> None:
         """Free the device memory at once: reference cycles would keep it until the next garbage collection."""
-        self._unwatch_compiles()
         is_gpu = self.device.type == "cuda" and self.is_alive()  # which also waits for the last step
         vars(self).clear()
         if is_gpu:
@@ -292,6 +290,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> StepForward:
         """Launch the encodings and the forward pass of a plan. Plans are launched in order, each sampled before the next."""
+        self._compiles.thread_id = threading.get_ident()
         failures: dict[str, Failure] = {}
         self._encode(plan, plan.images, failures)
         self._start_slots(plan)
@@ -652,6 +651,10 @@ class Runner:
         late = self._graphs.num_late_captures + self._encoder.num_late_captures
         return late, self._graphs.num_eager_runs + self._num_eager_steps
 
+    def num_late_compiles(self) -> int:
+        """Kernels compiled, or read from the cache, by steps since the warm-up."""
+        return self._compiles.num_kernels
+
     # -------------------------------------------------------------- start-up
 
     @torch.inference_mode()
@@ -686,38 +689,43 @@ class Runner:
             self._encoder.warm_up()
         self.run_blank_request()
         torch.cuda.synchronize(self.device)
-        self._unwatch_compiles = launch.watch_compiles(self._count_compile)
+        self._compiles = launch.CompileCounter()
 
-    def _count_compile(self, kernel: str) -> None:
-        self.num_late_compiles += 1
-        logger.info("kernel %s compiled while serving", kernel)
-
-    def run_blank_request(self) -> None:
-        """Run a request of two tokens, one of them of an image, as any other, and copy a page. What torch runs beside the captured graphs is
-        loaded by that; the first request on a fresh machine waits half a second for it otherwise."""
-        vision, page_size, num_pages = self.model.config.vision, self.config.page_size, self.cache.num_pages
-        if self._num_features == 0:
-            return
-        name, (grid, num_patches) = "warm-up", self.model.vision.square_grid(0)
-        span = ImageSpan(key=b"", start=0, num_tokens=1, num_patches=num_patches)
+    @torch.inference_mode()
+    def run_blank_request(self) -> Failure | None:
+        """Run a request with a small image as any other, and copy a page. What torch runs beside the captured graphs is loaded by that; the
+        first request on a fresh machine waits a third of a second for it otherwise. Returns why it failed, if it did."""
+        vision, page_size = self.model.config.vision, self.config.page_size
+        grid, num_patches = self.model.vision.square_grid(0)
+        num_features = self.model.vision.layout([grid]).sizes.num_tokens
+        num_tokens = num_features + 1
+        pages, slots = range(-(-num_tokens // page_size)), range(-(-num_features // ENCODER_SLOT_TOKENS))
+        fits = num_tokens <= self.max_length and len(pages) <= self.cache.num_pages
+        if not fits or len(slots) * ENCODER_SLOT_TOKENS > self._num_features:
+            return None
+        name, span = "warm-up", ImageSpan(key=b"", start=0, num_tokens=num_features, num_patches=num_patches)
         patches = np.zeros((num_patches, vision.in_channels * vision.patch_size**2), np.uint8)
-        images = (PromptImage(span=span, grid=grid, patches=patches),)
-        prompt = TokenPrompt(token_ids=[0, 0], positions=np.tile(np.arange(2), (3, 1)), images=images)
-        pages = tuple(range(-(-2 // page_size)))
+        prompt = TokenPrompt(
+            token_ids=[0] * num_tokens,
+            positions=np.tile(np.arange(num_tokens), (3, 1)),
+            images=(PromptImage(span=span, grid=grid, patches=patches),),
+        )
         chunk = Chunk(
-            request_id=name, slot=0, start=0, num_tokens=2, new_pages=pages, images=(ImageFeatures(0, (0,)),), reads_last_token=False,
-            drafts=(), samples=True,
+            request_id=name, slot=0, start=0, num_tokens=num_tokens, new_pages=tuple(pages), images=(ImageFeatures(0, tuple(slots)),),
+            reads_last_token=False, drafts=(), samples=True,
         )  # fmt: skip
         plan = StepPlan(
             number=-1,  # before the first
             chunks=(chunk,),
-            images=(ImageToEncode(name, 0, span.key, (0,)),),
-            page_copies=((0, num_pages - 1),) if num_pages > len(pages) else (),
+            images=(ImageToEncode(name, 0, span.key, tuple(slots)),),
+            page_copies=((0, self.cache.num_pages - 1),) if len(pages) < self.cache.num_pages else (),
             started=(SlotStart(name, 0, ()),),
         )
         self.register(Request(id=name, token_ids=prompt.token_ids, images=(span,)), prompt)
-        self.sample(self.forward(plan)).read()
+        [result] = self.sample(self.forward(plan)).read().chunks
         self.unregister(name)
+        self._uncopied.clear()
+        return result.failure
 
     def _upload_padding(self, size: StepSize) -> None:
         """Inputs of a step without requests."""

@@ -224,7 +224,7 @@ class Scheduler:
     # ---- steps
 
     def plan(
-        self, token_budget: int | None = None, deferred: Container[str] = (), num_patches_soon: float = 0
+        self, token_budget: int | None = None, deferred: Container[str] = (), num_patches_soon: int = 0
     ) -> StepPlan | None:
         """Schedule the next step. None: nothing can be computed before a step or an encoding in flight is read, or at all.
 
@@ -255,9 +255,7 @@ class Scheduler:
         planner.run_encodings()
         return self._number(planner) if planner.images or planner.started else None
 
-    def _planner(
-        self, token_budget: int | None, deferred: Container[str] = (), num_patches_soon: float = 0
-    ) -> _Planner:
+    def _planner(self, token_budget: int | None, deferred: Container[str] = (), num_patches_soon: int = 0) -> _Planner:
         return _Planner(
             self._queues, self.limits, token_budget, self._drafter, deferred, self._encoding, num_patches_soon, self._num_planned
         )  # fmt: skip
@@ -448,7 +446,7 @@ class _Planner:
         drafter: Drafter | None,
         deferred: Container[str],
         encoding: dict[bytes, _Encoding],
-        num_patches_soon: float,
+        num_patches_soon: int,
         number: int,
     ) -> None:
         self.chunks: list[Chunk] = []
@@ -468,7 +466,9 @@ class _Planner:
         num_passes = len({image.plan_number for image in encoding.values()})
         self._patches_left = limits.max_encoder_patches if num_passes < _MAX_PASSES else 0
         self._waits_on_device = not any(state.is_decoding for state in queues.running)
-        self._num_decoding = 0  # requests that need one token and no image, not scheduled yet; one token is reserved for each
+        self._num_decoding = (
+            0  # requests that need one token and no image, not scheduled yet; one token is reserved for each
+        )
         self._is_encoder_cache_full = False
         self._pages_to_free: list[int] = []
         self._images_to_release: list[bytes] = []
@@ -702,7 +702,7 @@ class _Planner:
         if num_patches > self._num_patches_soon:
             return False
         if last == self._number:  # what joins the pass now is waited for too
-            self._patches_left = min(self._patches_left, int(self._num_patches_soon) - num_patches)
+            self._patches_left = min(self._patches_left, self._num_patches_soon - num_patches)
         return True
 
     def _enter_image(self, state: RequestState) -> bool:

@@ -33,7 +33,7 @@ _BACKLOG_STEPS = 6
 """Steps worth of prompts beyond which a backlog raises the target."""
 _MAX_RAISE = 2.5
 _DEEP_BACKLOG_STEPS, _DEEP_RAISE = 32, 6.0
-"""With so many steps worth of prompts waiting, a third of a second of them, throughput counts more than the gap between tokens."""
+"""With so many steps worth of prompts waiting, 0.4 s of them, throughput counts more than the gap between tokens."""
 _MIN_SLOWDOWN = 3.0
 """The target is at least this many times a step without prompts."""
 
@@ -56,6 +56,13 @@ class StepBudget:
     def decode_ms(self) -> float:
         """Time of a step without prompts, averaged over the latest. 0 before the first."""
         return self._decode_ms
+
+    @property
+    def target_ms(self) -> float | None:
+        """Time of a step with prompts that is aimed at, without a backlog. None: any."""
+        if self._target_ms is None:
+            return None
+        return max(self._target_ms, _MIN_SLOWDOWN * self._decode_ms)
 
     def num_tokens(self, num_waiting: int = 0) -> int | None:
         """Prompt tokens the next step may compute, with `num_waiting` to be computed in all. A backlog raises the target: what a step
@@ -81,7 +88,7 @@ class StepBudget:
         self._num_decode_tokens = num_decode_tokens
         if not has_prompts:
             self._decode_ms += (step_ms - self._decode_ms) * (_WEIGHT if self._decode_ms else 1.0)
-        target_ms = max(self._target_ms or 0.0, _MIN_SLOWDOWN * self._decode_ms) or step_ms
+        target_ms = self.target_ms or _MIN_SLOWDOWN * self._decode_ms or step_ms
         self._fit(num_tokens, self._clip(step_ms, num_tokens, has_prompts, target_ms))
         if 2 * num_prompt_tokens >= self._budget:  # the budget was used: at most double it
             self._most_tokens = min(2 * self._budget, self._max_tokens)

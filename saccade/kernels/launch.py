@@ -11,6 +11,8 @@ import `triton` and `tl` from here, so that they can be imported without Triton.
 import contextlib
 import functools
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor
 
 from saccade.log import log_once
+
+logger = logging.getLogger(__name__)
 
 
 class _UnlaunchedKernel:
@@ -52,8 +56,8 @@ except ImportError:
     triton = tl = _MissingTriton()
 
 __all__ = [
-    "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced", "is_differentiable", "is_forced",
-    "is_interpreting", "log_path", "num_sms", "overlap_options", "tl", "triton", "watch_compiles",
+    "CompileCounter", "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced", "is_differentiable", "is_forced",
+    "is_interpreting", "log_path", "num_sms", "overlap_options", "tl", "triton",
 ]  # fmt: skip
 
 Path = Literal["triton", "library", "reference"]
@@ -176,25 +180,36 @@ def compile_only(num_threads: int) -> Iterator[None]:
         JITFunction.run = launch_kernel
 
 
-_on_compile: list[Callable[[str], None]] = []
+class CompileCounter:
+    """Counts kernels that one thread compiles, or reads from the cache, when it first launches them."""
+
+    def __init__(self) -> None:
+        self.num_kernels = 0
+        self.thread_id: int | None = None
+        """Of the thread; None: no kernel is counted."""
+        _install_compile_hook()
+        _counters.add(self)
+
+    def count(self, kernel: str) -> None:
+        """A kernel was compiled in the current thread."""
+        if threading.get_ident() == self.thread_id:
+            self.num_kernels += 1
+            logger.info("kernel %s compiled while serving", kernel)
 
 
-def watch_compiles(on_compile: Callable[[str], None]) -> Callable[[], None]:
-    """Call `on_compile` with the name of every kernel that is compiled, or read from the cache, until the function returned is called."""
-    _install_compile_hook()
-    _on_compile.append(on_compile)
-    return lambda: _on_compile.remove(on_compile)
+_counters: weakref.WeakSet[CompileCounter] = weakref.WeakSet()
 
 
 @functools.cache
 def _install_compile_hook() -> None:
+    """Tell all counters of every kernel that is compiled, after what was told before."""
     if isinstance(triton, _MissingTriton):
         return
     earlier = triton.knobs.runtime.jit_post_compile_hook
 
     def hook(**details: Any) -> bool | None:
-        for listener in _on_compile:
-            listener(details["fn"].name)
+        for counter in list(_counters):
+            counter.count(details["fn"].name)
         return None if earlier is None else bool(earlier(**details))
 
     triton.knobs.runtime.jit_post_compile_hook = hook

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 
 from saccade.engine import Engine, SamplingParams, cuda_graphs
 from saccade.engine.config import EngineConfig
+from saccade.engine.runner import PixelScale, Runner
 from saccade.engine.warmup import _with_few_layers, small_runner
 from saccade.kernels import launch
 from saccade.kernels.rms_norm import rms_norm
@@ -70,19 +72,39 @@ def test_the_first_request_compiles_nothing(tmp_path):
     assert compiled == []
 
 
-def test_compiled_kernels_are_reported_until_no_one_listens(monkeypatch):
+def test_kernels_are_counted_that_the_thread_compiles():
     triton = pytest.importorskip("triton")
-    others, first, second = [], [], []
-    monkeypatch.setattr(
-        triton.knobs.runtime, "jit_post_compile_hook", lambda **details: others.append(details["fn"].name)
-    )
-    launch._install_compile_hook.cache_clear()
-    stop_first, stop_second = launch.watch_compiles(first.append), launch.watch_compiles(second.append)
-    compiled = triton.knobs.runtime.jit_post_compile_hook
-    compiled(fn=SimpleNamespace(name="a"))
-    stop_first()
-    compiled(fn=SimpleNamespace(name="b"))
-    stop_second()
-    compiled(fn=SimpleNamespace(name="c"))
-    launch._install_compile_hook.cache_clear()
-    assert (others, first, second) == (["a", "b", "c"], ["a"], ["a", "b"])
+    counter, other = launch.CompileCounter(), launch.CompileCounter()
+    counter.thread_id, other.thread_id = threading.get_ident(), -1
+    num_counters = len(launch._counters)
+    triton.knobs.runtime.jit_post_compile_hook(fn=SimpleNamespace(name="kernel"))
+    assert (counter.num_kernels, other.num_kernels) == (1, 0)
+    del other
+    assert len(launch._counters) == num_counters - 1, "a counter is kept by its owner alone"
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {},
+        {"page_size": 1, "num_pages": 1},
+        {"page_size": 1, "num_pages": 40},
+        {"encoder_cache_tokens": 1},
+        {"max_length": 1},
+    ],
+    ids=str,
+)
+def test_a_blank_request_runs_where_it_fits(engine):
+    config = dataclasses.replace(ENGINE, **{"max_requests": 2, "max_length": 64} | engine)
+    runner = small_runner(CONFIG, config, device=torch.device("cpu"), dtype=torch.float32)
+    if "num_pages" in engine:
+        runner = Runner(
+            runner.model,
+            config,
+            pixels=PixelScale(mean=(0.5,) * 3, std=(0.5,) * 3),
+            num_pages=engine["num_pages"],
+            max_length=config.max_length,
+        )
+    assert runner.run_blank_request() is None
+    assert runner.num_registered == 0
+    assert runner.finished_encodings() == ()
