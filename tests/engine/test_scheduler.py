@@ -568,6 +568,20 @@ def test_an_image_that_is_encoded_soon_is_read_by_the_step_that_starts_its_encod
     assert len(plan.images) == 1
 
 
+def test_a_pass_that_a_step_waits_for_does_not_grow_beyond_what_is_encoded_soon():
+    scheduler = make(keeps_prefixes=False, max_encoder_patches=10_000, encoder_slots=8)
+    added(scheduler, ask("text", 2, max_tokens=50))
+    step(scheduler)
+    added(scheduler, ask("a", 8, [image(b"i", 0, 4, 40)], max_tokens=9))
+    added(scheduler, ask("b", 8, [image(b"j", 0, 4, 60)], max_tokens=9))
+    added(scheduler, ask("c", 8, [image(b"k", 0, 4, 8000)], max_tokens=9))
+    plan = scheduler.plan(num_patches_soon=100)
+    assert sizes(plan) == {"text": 1, "a": 8, "b": 8}
+    assert scheduler.num_patches_encoding == 100
+    assert sizes(scheduler.plan(num_patches_soon=100)) == {"text": 1, "a": 1, "b": 1}
+    assert scheduler.num_patches_encoding == 8100
+
+
 def test_images_of_a_request_are_encoded_ahead_of_its_chunks():
     scheduler = make(max_step_tokens=4)
     added(scheduler, ask("a", 20, [image(b"i", 8, 2), image(b"j", 12, 2)]))
