@@ -202,7 +202,7 @@ _counters: weakref.WeakSet[CompileCounter] = weakref.WeakSet()
 
 @functools.cache
 def _install_compile_hook() -> None:
-    """Tell all counters of every kernel that is compiled, after what was told before."""
+    """Have every kernel that is compiled counted; a hook that is set already is called too."""
     if isinstance(triton, _MissingTriton):
         return
     earlier = triton.knobs.runtime.jit_post_compile_hook

@@ -363,8 +363,8 @@ class Device:
 class Trace:
     """One random trace. `run` raises AssertionError at the first error.
 
-    With a `steady_encoder` each step takes as long as the encoder needs for `patches_per_step`, and the scheduler is told how far the encoder
-    is; then no step with a decoding request may wait for an image.
+    With a `steady_encoder` each step takes as long as the encoder needs for `patches_per_step`, and the scheduler gets the encoder's
+    progress; then no step with a decoding request may wait for an image.
     """
 
     def __init__(self, seed: int, *, steady_encoder: bool = False) -> None:
@@ -542,7 +542,7 @@ class Trace:
             self.seen.add("two passes")
 
     def _num_patches_soon(self) -> int:
-        """What the scheduler is told of the encoder: its progress if it is steady, any number otherwise."""
+        """What the scheduler gets as progress of the encoder: the real one if it is steady, any number otherwise."""
         if self.steady_encoder:
             num_patches = sum(patches for _, patches in self.encoding.values())
             return num_patches - sum(one.patches_left for one in self.device.passes)
