@@ -49,6 +49,9 @@ _MAX_STALE_DEADLINES = 1024
 _SLOWDOWN_BESIDE_ENCODER = 2
 """How many times as long a step takes that runs beside the vision encoder, roughly, so that it gets fewer prompt tokens."""
 
+_STEPS_WAITED_FOR = 2
+"""Times of a step within which the encoder completes an image that the next step waits for, during one of which the step in flight runs."""
+
 _POLLED = 0.6
 """Share of a decode step in which messages are handled."""
 
@@ -474,11 +477,12 @@ class EngineCore:
                 self._count_starts(plan)
 
     def _num_patches_soon(self) -> int:
-        """Patches for which the next step may wait: those that the encoder will have completed within the time of a step, during which
-        the one in flight runs."""
+        """Patches for which the next step may wait: those that the encoder will have completed soon, or with a backlog of images, before the
+        step in flight has ended."""
         target_ms = self._step_budget.target_ms
         seconds = self._last_step_s if target_ms is None else target_ms / 1e3
-        return self._encoder_progress.num_patches(self._clock(), seconds)
+        num_steps = 1 if self.scheduler.has_image_backlog else _STEPS_WAITED_FOR
+        return self._encoder_progress.num_patches(self._clock(), num_steps * seconds)
 
     def _token_budget(self, num_patches_soon: int) -> int:
         """Prompt tokens of the next step. While no request is decoding there is no gap between tokens to bound."""

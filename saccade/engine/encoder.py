@@ -31,6 +31,8 @@ from saccade.processor.inputs import normalize_patches
 
 _SMALLEST_BUDGET = 64
 """In tokens. Smaller batches take as long."""
+_SMALL_BUDGETS = 320
+"""In tokens: up to here budgets are 32 apart, then 64."""
 _LARGEST_BUDGET = 2048
 """In tokens (8192 patches when four are merged). Larger batches keep the GPU busy while the host launches the rest."""
 
@@ -39,10 +41,10 @@ _CPU_PATCHES = 2048
 
 
 def patch_budgets(max_patches: int, patches_per_token: int) -> tuple[int, ...]:
-    """Patch budgets to capture: 64 tokens apart, then eight per doubling, so that padding is an eighth at most."""
+    """Patch budgets to capture. Padding takes as long as images do: with budgets 128 tokens apart one of 952 x 1288 took 5 % longer."""
     tokens, budgets = _SMALLEST_BUDGET, [_SMALLEST_BUDGET]
     while tokens < _LARGEST_BUDGET and tokens * patches_per_token < max_patches:
-        tokens += max(_SMALLEST_BUDGET, 1 << (tokens.bit_length() - 1) >> 3)
+        tokens += 32 if tokens < _SMALL_BUDGETS else 64
         budgets.append(tokens)
     return tuple(tokens * patches_per_token for tokens in budgets)
 

@@ -76,6 +76,8 @@ _NUM_FINGERPRINTS = 2**16
 _NUM_IMAGE_LOCKS = 61
 """A prime: ids of objects are multiples of 16."""
 _Value = TypeVar("_Value")
+_BegunImage = tuple[ImageTask, Future[Patchified] | None] | Exception
+"""An image with its job, if it was not sent recently, or why it could not be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,10 +282,15 @@ class Preprocessor:
             if token_ids.done():
                 _placeholders(token_ids.result(), kinds, self._backend.metadata.result())  # fail before the images do
             num_images = self._backend.counted_images(count_images(items))
+            begun: _BegunImage | None = None
             for item in items:
                 if future.cancelled():
                     break
-                images.append(self._image(item, num_images, budget, salt))
+                before, begun = begun, self._begin_image(item, num_images, budget, salt)
+                if before is not None:
+                    images.append(self._image(before, salt))  # hashed while the next one is preprocessed
+            if begun is not None:
+                images.append(self._image(begun, salt))
         except BaseException as error:
             self._finish(future, error)
             return
@@ -292,13 +299,19 @@ class Preprocessor:
         else:
             self._assemble_when_done(future, token_ids, kinds, images)
 
-    def _image(self, item: VisualItem, num_images: int, budget: MediaBudget, salt: bytes) -> Future[ProcessedImage]:
-        """The image from the cache, from another prompt's job, or from a new job."""
+    def _begin_image(self, item: VisualItem, num_images: int, budget: MediaBudget, salt: bytes) -> _BegunImage:
+        """Read an image, and have it preprocessed if it was not sent recently."""
         try:
             task = self._read(item, num_images, budget)
         except Exception as error:  # reported when all are done, so that of two bad images the first is named
-            return _failed(error)
-        job = self._patchify(task) if self._is_new(task, salt) else None  # hashed meanwhile
+            return error
+        return task, self._patchify(task) if self._is_new(task, salt) else None
+
+    def _image(self, begun: _BegunImage, salt: bytes) -> Future[ProcessedImage]:
+        """The image from the cache, from another prompt's job, or from its own job."""
+        if isinstance(begun, Exception):
+            return _failed(begun)
+        task, job = begun
         digest = task.digest()
         cache_key = salted(salt, digest)
         with self._lock:

@@ -52,8 +52,8 @@ from saccade.engine.step import (
 )
 from saccade.errors import ConfigError, ImageError, RequestError
 
-_MAX_PASSES = 2
-"""Passes of the vision encoder in flight: one that runs, one that follows at once."""
+_BACKLOG_PASSES = 2
+"""Passes of the vision encoder in flight with a backlog of images: one that runs, one that follows at once."""
 _MAX_QUARANTINED = 4096
 
 
@@ -87,11 +87,16 @@ class Limits:
     max_step_chunks: int
     """Requests with more than one token in a step."""
     max_encoder_patches: int
-    """Patches in one pass of the vision encoder, of which two may be in flight; an image with more is encoded alone."""
+    """Patches in one pass of the vision encoder; an image with more is encoded alone."""
     max_length: int
     """Tokens of prompt and output together."""
     max_draft_tokens: int = 0
     """Draft tokens per request and step."""
+    short_pass_patches: int = 3200
+    """Patches in a pass without a backlog of images, when one pass is in flight at a time: a longer one delays the first of its images, and
+    one that follows it slows down the step that computes them."""
+    encoder_backlog: int = 25_000
+    """Patches that wait for the encoder from which on its throughput counts more than when each image is encoded. 0: any."""
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_step_tokens", "max_step_chunks", "max_encoder_patches", "max_length"):
@@ -142,6 +147,17 @@ class Scheduler:
     def num_patches_encoding(self) -> int:
         """Patches of the images being encoded."""
         return sum([image.num_patches for image in self._encoding.values()])
+
+    @property
+    def has_image_backlog(self) -> bool:
+        """Whether so many images wait for the encoder that its throughput counts most."""
+        num_patches = 0
+        for state in (*self._queues.running, *self._queues.waiting):
+            if state.next_image < len(state.image_keys):
+                num_patches += sum([image.num_patches for image in state.request.images[state.next_image :]])
+                if num_patches > self.limits.encoder_backlog:
+                    return True
+        return False
 
     @property
     def num_running(self) -> int:
@@ -257,8 +273,16 @@ class Scheduler:
 
     def _planner(self, token_budget: int | None, deferred: Container[str] = (), num_patches_soon: int = 0) -> _Planner:
         return _Planner(
-            self._queues, self.limits, token_budget, self._drafter, deferred, self._encoding, num_patches_soon, self._num_planned
+            self._queues, self.limits, token_budget, self._drafter, deferred, self._encoding, self._num_patches_to_start(),
+            num_patches_soon, self._num_planned,
         )  # fmt: skip
+
+    def _num_patches_to_start(self) -> int:
+        """Patches whose encoding the next plan may start."""
+        num_passes = len({image.plan_number for image in self._encoding.values()})
+        if self.has_image_backlog:
+            return self.limits.max_encoder_patches if num_passes < _BACKLOG_PASSES else 0
+        return 0 if num_passes else min(self.limits.short_pass_patches, self.limits.max_encoder_patches)
 
     def _launch(self, planner: _Planner) -> StepPlan:
         plan = self._number(planner)
@@ -446,6 +470,7 @@ class _Planner:
         drafter: Drafter | None,
         deferred: Container[str],
         encoding: dict[bytes, _Encoding],
+        num_patches_to_start: int,
         num_patches_soon: int,
         number: int,
     ) -> None:
@@ -463,8 +488,7 @@ class _Planner:
         self._prompt_tokens_left = limits.max_step_tokens if token_budget is None else token_budget
         self._chunks_left = limits.max_step_chunks
         self._encoding, self._num_patches_soon = encoding, num_patches_soon
-        num_passes = len({image.plan_number for image in encoding.values()})
-        self._patches_left = limits.max_encoder_patches if num_passes < _MAX_PASSES else 0
+        self._patches_left = num_patches_to_start
         self._waits_on_device = not any(state.is_decoding for state in queues.running)
         self._num_decoding = (
             0  # requests that need one token and no image, not scheduled yet; one token is reserved for each

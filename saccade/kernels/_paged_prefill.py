@@ -2,14 +2,27 @@
 """Prefill over pages, and chunks of any number of tokens: see `paged_attention.py`, which has the legend."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.kernels import launch
-from saccade.kernels._attention_tiled import locate
 from saccade.kernels._paged_tile import LOG2_E, Pages, add_partials, attend_tile, scaled_queries
 from saccade.kernels.launch import tl, triton
+
+
+@triton.jit
+def _locate(
+    cu_seqlens: tl.tensor, num_requests: tl.tensor, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Request and block of this program, as `locate` of the packed kernels. It reads the lengths of all requests at once: a search would
+    wait for memory at every step."""
+    r = tl.arange(0, BLOCK_R)
+    starts = tl.load(cu_seqlens + r, mask=r < num_requests, other=2**30)
+    first_blocks = (starts - tl.min(starts, 0)) // BLOCK + r
+    is_reached = first_blocks <= tl.program_id(0)
+    return tl.sum(is_reached.to(tl.int32), 0) - 1, tl.program_id(0) - tl.max(tl.where(is_reached, first_blocks, 0), 0)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_splits", "min_split"])
@@ -47,6 +60,7 @@ def _attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -56,19 +70,26 @@ def _attend_kernel(
     """One program: some query tokens of one request, the RATIO heads that share a key head, one split of the keys.
 
     Row m of a block is query token m // RATIO, head m % RATIO. SPLIT: results go to `partial_*`, to be combined by
-    `_combine_kernel`, which OVERLAP lets start early. LARGEST: see QUANTIZED_MAX, 0 for a cache in q's own dtype.
+    `_combine_kernel`. OVERLAP: it starts early, and lets the next kernel do so. LARGEST: see QUANTIZED_MAX, 0 for a cache in q's own dtype.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+    # Lengths and page numbers are read before the wait: they were written at the start of the step, by kernels that let nothing start early.
     BLOCK_Q: tl.constexpr = BLOCK_M // RATIO
-    request, block = locate(cu_seqlens_q, tl.program_id(0), num_requests, tl.load(cu_seqlens_q), BLOCK_Q)
-    first_query = block * BLOCK_Q
+    request, block = _locate(cu_seqlens_q, num_requests, BLOCK_Q, BLOCK_R)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     start = tl.load(cu_seqlens_q + request)
     num_queries = tl.load(cu_seqlens_q + request + 1) - start
     length = tl.load(context_lengths + request)
-    if first_query >= num_queries:
+    row = request.to(tl.int64)
+    if HAS_ROWS:
+        row = tl.load(table_rows + request).to(tl.int64)
+    first_query = (tl.cdiv(num_queries, BLOCK_Q) - 1 - block) * BLOCK_Q  # the last ones, which see the most keys, first
+    # One program waits even if it has nothing to do: what follows reads what is before this kernel too, and waits for its end.
+    if OVERLAP and ((first_query >= 0) | (tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)):
+        tl.extra.cuda.gdc_wait()
+    if first_query < 0:
         return
 
     m = tl.arange(0, BLOCK_M)
@@ -102,9 +123,6 @@ def _attend_kernel(
     q_block = scaled_queries(q_block, scale_log2, LARGEST)
     keys = key_pages + kv_head * head_stride + d[None, :]
     values = value_pages + kv_head * head_stride + d[None, :]
-    row = request.to(tl.int64)
-    if HAS_ROWS:
-        row = tl.load(table_rows + request).to(tl.int64)
     table_row = page_table + row * table_stride
     scales_k = key_scales + kv_head * scale_head_stride
     scales_v = value_scales + kv_head * scale_head_stride
@@ -204,19 +222,32 @@ class Schedule:
     """Fewest keys worth a split of their own; short requests use fewer splits than the grid offers."""
 
 
-# Keys per step, warps and stages for many queries per request, at most 128 rows: bound by the matrix unit, so larger tiles and fewer
-# stages than decode.
+class PrefillTiles(NamedTuple):
+    """Tiles for many queries per request."""
+
+    block_m: int
+    """At most so many rows."""
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# (head dim, bytes per cached channel) -> tiles. Bound by the matrix unit, so larger tiles and fewer stages than decode. Measured for head dim
+# 128 in bf16 (H200, from a graph, us a layer): 500 new tokens, 4 x 500, 6 x 640, 900 over 1800, 2048 over 4096 take 15.1, 26.7, 52.5, 43.3, 147
+# with 64 rows, and 16.6, 30.0, 60.8, 48.9, 170 with 128 rows, 8 warps and 3 stages.
 _PREFILL_TILES = {
-    (64, 1): (64, 4, 3),
-    (64, 2): (64, 4, 3),
-    (64, 4): (32, 4, 2),
-    (128, 1): (64, 8, 3),
-    (128, 2): (64, 8, 3),
-    (128, 4): (32, 8, 2),
-    (256, 1): (32, 8, 3),
-    (256, 2): (32, 8, 3),
-    (256, 4): (16, 8, 2),
+    (64, 1): PrefillTiles(128, 64, 4, 3),
+    (64, 2): PrefillTiles(128, 64, 4, 3),
+    (64, 4): PrefillTiles(128, 32, 4, 2),
+    (128, 1): PrefillTiles(128, 64, 8, 3),
+    (128, 2): PrefillTiles(64, 64, 4, 4),
+    (128, 4): PrefillTiles(128, 32, 8, 2),
+    (256, 1): PrefillTiles(128, 32, 8, 3),
+    (256, 2): PrefillTiles(128, 32, 8, 3),
+    (256, 4): PrefillTiles(128, 16, 8, 2),
 }
+_MIN_BLOCK_R = 32
+"""Requests whose lengths are read at once: few sizes, so that few kernels are compiled."""
 _MAX_SPLITS = 64
 _MIN_SPLIT = 2048
 """Keys: partial results are as many as the queries. H200, 256 new tokens: 11 us a layer in one piece, 24 in three."""
@@ -228,14 +259,14 @@ def schedule_prefill(
 ) -> Schedule:  # fmt: skip
     """Tiles from the table above; as many splits as fill the GPU."""
     ratio = H // G
-    block_m = max(16, triton.next_power_of_2(ratio), min(128, triton.next_power_of_2(max_seqlen_q * ratio)))
-    block_n, num_warps, num_stages = _PREFILL_TILES[max(64, triton.next_power_of_2(head_dim)), cache_bytes]
+    tiles = _PREFILL_TILES[max(64, triton.next_power_of_2(head_dim)), cache_bytes]
+    block_m = max(16, triton.next_power_of_2(ratio), min(tiles.block_m, triton.next_power_of_2(max_seqlen_q * ratio)))
     num_programs = G * _num_query_blocks(num_tokens, num_requests, block_m // ratio)
     return Schedule(
         block_m=block_m,
-        block_n=block_n,
-        num_warps=4 if block_m < 64 else num_warps,
-        num_stages=num_stages,
+        block_n=tiles.block_n,
+        num_warps=4 if block_m < 64 else tiles.num_warps,
+        num_stages=tiles.num_stages,
         num_splits=max(1, min(num_sms // max(1, num_programs), _MAX_SPLITS, max_context_length // _MIN_SPLIT)),
         min_split=_MIN_SPLIT,
     )
@@ -260,21 +291,20 @@ def prefill(
         partial_lse = q_THK.new_full((num_tokens, H, splits), float("-inf"), dtype=torch.float32)
     ratio = H // G
     grid = (_num_query_blocks(num_tokens, num_requests, schedule.block_m // ratio), G, splits)
-    overlaps = splits > 1 and launch.can_overlap(q_THK.device)
+    overlaps = launch.overlap_options(q_THK.device)
     block_k = triton.next_power_of_2(K)
     _attend_kernel[grid](
         q_THK, *pages.pointers, cu_seqlens_q, context_lengths_R, out_THK, partial_out, partial_lse, num_requests, splits,
         schedule.min_split, K**-0.5 * LOG2_E, *q_THK.stride()[:2], *out_THK.stride()[:2], *pages.strides,
         H=H, RATIO=ratio, K=K, PAGE=page_size, BLOCK_M=schedule.block_m, BLOCK_N=schedule.block_n, BLOCK_K=block_k,
-        HAS_ROWS=pages.rows is not None, SPLIT=splits > 1, OVERLAP=overlaps, LARGEST=pages.largest, WINDOW=window,
-        num_warps=schedule.num_warps, num_stages=schedule.num_stages,
+        BLOCK_R=max(_MIN_BLOCK_R, triton.next_power_of_2(num_requests)), HAS_ROWS=pages.rows is not None, SPLIT=splits > 1,
+        LARGEST=pages.largest, WINDOW=window, num_warps=schedule.num_warps, num_stages=schedule.num_stages, **overlaps,
     )  # fmt: skip
     if splits > 1:
         # Few rows with many splits: fewer channels per program, so that more programs share them. All loads at once.
         block_s = triton.next_power_of_2(splits)
         block_d = min(block_k, max(32, 4096 // block_s))
-        early = {"launch_pdl": True} if overlaps else {}
         _combine_kernel[num_tokens * H, triton.cdiv(K, block_d)](
-            partial_out, partial_lse, out_THK, splits, *out_THK.stride()[:2], H=H, K=K, OVERLAP=overlaps,
-            BLOCK_S=block_s, BLOCK_D=block_d, num_warps=4, **early,
+            partial_out, partial_lse, out_THK, splits, *out_THK.stride()[:2], H=H, K=K,
+            BLOCK_S=block_s, BLOCK_D=block_d, num_warps=4, **overlaps,
         )  # fmt: skip

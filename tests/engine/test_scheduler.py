@@ -472,7 +472,7 @@ def test_a_pass_encodes_no_more_patches_than_allowed_and_a_larger_image_alone():
 
 
 def test_two_passes_are_in_flight_at_most():
-    scheduler = make(max_encoder_patches=10, keeps_prefixes=False)
+    scheduler = make(max_encoder_patches=10, encoder_backlog=0, keeps_prefixes=False)
     spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(4)]
     added(scheduler, ask("text", 2, max_tokens=50), ask("a", 8, spans))
     plans = [scheduler.plan() for _ in range(4)]
@@ -481,6 +481,35 @@ def test_two_passes_are_in_flight_at_most():
         read(scheduler, plan, images=())
     scheduler.finish_encoding(encoded(plans[0]))
     assert [planned.image_index for planned in scheduler.plan().images] == [2]
+
+
+def test_without_a_backlog_passes_are_short_and_one_is_in_flight():
+    scheduler = make(max_encoder_patches=100, short_pass_patches=20, encoder_backlog=48, keeps_prefixes=False)
+    spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(6)]
+    added(scheduler, ask("text", 2, max_tokens=50), ask("a", 12, spans))
+    assert not scheduler.has_image_backlog
+    plans = [scheduler.plan() for _ in range(2)]
+    assert [len(plan.images) for plan in plans] == [2, 0]
+    for plan in plans:
+        read(scheduler, plan, images=())
+    scheduler.finish_encoding(encoded(plans[0]))
+    assert [planned.image_index for planned in scheduler.plan().images] == [2, 3]
+
+
+def test_with_a_backlog_passes_are_long_and_two_are_in_flight():
+    scheduler = make(max_encoder_patches=16, short_pass_patches=8, encoder_backlog=16, keeps_prefixes=False)
+    spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(6)]
+    added(scheduler, ask("text", 2, max_tokens=50), ask("a", 12, spans))
+    assert scheduler.has_image_backlog
+    plans = [scheduler.plan() for _ in range(3)]
+    assert [len(plan.images) for plan in plans] == [2, 2, 0]
+    assert not scheduler.has_image_backlog
+    for plan in plans:
+        read(scheduler, plan, images=())
+    scheduler.finish_encoding(encoded(plans[0]))
+    assert scheduler.plan().images == ()
+    scheduler.finish_encoding(encoded(plans[1]))
+    assert [planned.image_index for planned in scheduler.plan().images] == [4]
 
 
 def test_requests_with_the_same_image_encode_it_once():
@@ -542,7 +571,7 @@ def test_an_image_is_not_waited_for_while_a_request_decodes():
 
 def test_an_image_is_waited_for_that_is_encoded_soon():
     """Images of one plan are encoded together, after those of earlier ones."""
-    scheduler = make(keeps_prefixes=False, max_encoder_patches=100)
+    scheduler = make(keeps_prefixes=False, max_encoder_patches=100, encoder_backlog=0)
     added(scheduler, ask("text", 2, max_tokens=50))
     step(scheduler)
     added(
@@ -569,7 +598,7 @@ def test_an_image_that_is_encoded_soon_is_read_by_the_step_that_starts_its_encod
 
 
 def test_a_pass_that_a_step_waits_for_does_not_grow_beyond_what_is_encoded_soon():
-    scheduler = make(keeps_prefixes=False, max_encoder_patches=10_000, encoder_slots=8)
+    scheduler = make(keeps_prefixes=False, max_encoder_patches=10_000, encoder_backlog=0, encoder_slots=8)
     added(scheduler, ask("text", 2, max_tokens=50))
     step(scheduler)
     added(scheduler, ask("a", 8, [image(b"i", 0, 4, 40)], max_tokens=9))

@@ -218,7 +218,7 @@ def do_not_fail_the_users_of_an_image_that_failed(monkeypatch):
 
 
 def encode_more_than_two_passes_at_once(monkeypatch):
-    monkeypatch.setattr(scheduler, "_MAX_PASSES", 10)
+    monkeypatch.setattr(scheduler, "_BACKLOG_PASSES", 10)
 
 
 def do_not_send_the_pages_of_later_chunks(monkeypatch):

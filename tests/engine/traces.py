@@ -124,6 +124,8 @@ def draw_setting(seed: int) -> Setting:
             max_encoder_patches=rng.randint(1, 3 * max(patches for _, _, patches in images)),
             max_length=max_length,
             max_draft_tokens=rng.choice([0, 0, 1, 4]),
+            short_pass_patches=rng.choice([1, 64, 3200]),
+            encoder_backlog=rng.choice([0, 0, 0, 100]),
         ),
         page_size=page_size,
         num_pages=most_pages + rng.choice([0, 1, most_pages, 2 * most_pages, 3 * most_pages]),

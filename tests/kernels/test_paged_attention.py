@@ -199,8 +199,8 @@ def test_prefill_splits_fill_the_gpu_and_stay_within_bounds():
     few = schedule_prefill(num_tokens=16, num_requests=1, max_context_length=65536, max_seqlen_q=16, **shape)
     many = schedule_prefill(num_tokens=4096, num_requests=8, max_context_length=4096, max_seqlen_q=2048, **shape)
     short = schedule_prefill(num_tokens=16, num_requests=1, max_context_length=2047, max_seqlen_q=16, **shape)
-    assert [few.num_splits, many.num_splits, short.num_splits] == [32, 1, 1]
-    assert many.block_m == 128
+    assert [few.num_splits, many.num_splits, short.num_splits] == [22, 1, 1]
+    assert many.block_m == 64
 
 
 RAGGED = [0, 1, 15, 16, 17, 1000, 0, 129, 64]
