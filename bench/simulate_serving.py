@@ -30,8 +30,8 @@ from saccade.processor.image import ImageSettings
 DECODE_MS = {1: 1.9, 2: 2.4, 8: 2.75, 16: 2.8, 24: 3.0, 64: 3.5, 128: 4.2, 256: 5.1}
 """Decode steps by number of requests."""
 MIXED_MS = {
-    16: 3.27, 64: 3.31, 128: 3.62, 192: 4.0, 256: 4.22, 512: 6.39, 640: 7.38, 768: 8.5, 1024: 10.6, 1280: 13.0, 1536: 15.4,
-    2048: 20.2, 3072: 30.0, 4096: 40.0, 4352: 42.5,
+    16: 3.25, 64: 3.23, 128: 3.47, 192: 3.8, 256: 3.9, 512: 6.1, 640: 7.1, 768: 8.2, 1024: 10.3, 1280: 12.7, 1536: 15.1,
+    2048: 19.9, 3072: 29.7, 4096: 39.7, 4352: 42.2,
 }  # fmt: skip
 """Steps with prompts and 8 decode requests, by captured size."""
 DECODE_REQUEST_MS = 0.008
@@ -39,7 +39,7 @@ DECODE_REQUEST_MS = 0.008
 BESIDE_DECODE, BESIDE_PROMPTS = (0.42, 0.72), (0.50, 0.52)
 """Speed of a step and of the encoder beside each other, as a fraction of what each has alone."""
 IMAGES = ImageSettings()
-LAUNCH_S, READ_S, ENCODE_S, MESSAGE_S, POLL_S = 0.0003, 0.00015, 0.0002, 0.0007, 0.0005
+LAUNCH_S, READ_S, ENCODE_S, MESSAGE_S, POLL_S = 0.0006, 0.00015, 0.0008, 0.0007, 0.0005
 """Host: plan and launch a step, read one, launch an encoding, hand over a request or an output, wait for a message."""
 
 
@@ -49,9 +49,8 @@ def encode_ms(num_patches: int) -> float:
 
 
 def preprocess_ms(images: Sequence[tuple[int, int]]) -> float:
-    """Until the prompt of a request is ready. Its images are preprocessed in parallel; Pillow resizes those that do not fit."""
-    times = [1.5e-5 * h * w if IMAGES.resized(h, w) != (h, w) else 5.2e-6 * h * w for h, w in images]
-    return 1.8 + 0.6 * len(images) + max(times, default=0.0)
+    """Until the prompt of a request is ready: its images are copied and hashed one after another, and patchified on the device."""
+    return 0.9 + sum(0.3 + 4.5e-6 * height * width for height, width in images)
 
 
 class Work:

@@ -1,12 +1,12 @@
 """Vision encoder of the engine: all images of a step in one forward pass.
 
-    round up to a patch budget -> layout -> fill host memory -> copy, repeat frames -> run the encoder as a CUDA graph
+    round up to a patch budget -> layout -> fill host memory -> copy, patchify -> run the encoder as a CUDA graph
 
 Launched from Python, the encoder is some 400 kernels, which take longer to launch than to run for an image or two. So it is captured
 as CUDA graphs for fixed patch budgets. Batches are filled up to the budget with *padding*: blank images, windowed and
 computed like any other, whose features are not read. The lists of windows and images are filled up with empty ones. Images attend
-only to themselves, so padding does not change their features. The patches of a still image come with its frame once
-(`PromptImage.patches`), which is repeated on the device.
+only to themselves, so padding does not change their features. A still image comes with its frame once (`PromptImage.patches`), which is
+repeated on the device, or as it is, to be resized and patchified there.
 
 Legend: P patches, M image tokens (merged patches), F features of an image token.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -35,6 +34,9 @@ _SMALL_BUDGETS = 320
 """In tokens: up to here budgets are 32 apart, then 64."""
 _LARGEST_BUDGET = 2048
 """In tokens (8192 patches when four are merged). Larger batches keep the GPU busy while the host launches the rest."""
+
+_ALIGNMENT = 16
+"""Bytes at multiples of which images begin: Triton specializes kernels on it. Patches of a token have a multiple of it."""
 
 _CPU_PATCHES = 2048
 """Patches per forward pass on a CPU."""
@@ -63,7 +65,8 @@ class Encoder:
         self._graphs: CudaGraphs[int] | None = None
         if budgets:
             num_ints = self._tower.budget_sizes(budgets[-1]).total
-            num_bytes = budgets[-1] * self._config.patch_dim
+            # A whole image has at most as many pixels as patches of two frames.
+            num_bytes = budgets[-1] * (self._config.patch_dim + _ALIGNMENT)
             self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
             self._pixels = torch.zeros(budgets[-1], self._config.patch_dim, dtype=torch.uint8, device=self._device)
             self._ints = torch.zeros(num_ints, dtype=torch.int32, device=self._device)
@@ -72,10 +75,11 @@ class Encoder:
                 self._graphs = CudaGraphs(self._forward)
 
     def warm_up(self) -> None:
-        """Capture all budgets, on the current stream."""
+        """Capture all budgets, on the current stream, and compile what patchifies images."""
         if self._graphs is not None:
             for budget in self._budgets:
                 self._graphs.capture(budget)
+            self._tower.warm_up(self._device)
 
     def run_largest(self) -> None:
         """Run the largest budget on whatever is in the buffers, which compiles kernels."""
@@ -99,7 +103,7 @@ class Encoder:
         All work is queued on the current stream, which must always be the same one and not the default.
         """
         grids = [image.grid for image in images]
-        num_patches = sum(len(image.patches) for image in images)
+        num_patches = sum(image.span.num_patches for image in images)
         index = bisect_left(self._budgets, num_patches)
         budget = self._budgets[index] if index < len(self._budgets) else None
         layout = None if budget is None else self._tower.padded_layout(grids, budget)
@@ -115,9 +119,11 @@ class Encoder:
         return self._encode_group(images)
 
     def _encode_group(self, images: Sequence[PromptImage]) -> Tensor:
-        num_patches = sum(len(image.patches) for image in images)
+        num_patches = sum(image.span.num_patches for image in images)
         patches = torch.empty(num_patches, self._config.patch_dim, dtype=torch.uint8, device=self._device)
-        self._repeat_frames(images, to_device(np.concatenate(_byte_views(images)), self._device), patches)
+        data = np.empty(sum(_sizes(images)), np.uint8)
+        _write_bytes(images, data)
+        self._write_patches(images, to_device(data, self._device), patches)
         pixels = normalize_patches(patches, self._pixel_mean, self._pixel_std)
         return self._model.encode_images(pixels, torch.tensor([image.grid for image in images]))
 
@@ -127,23 +133,25 @@ class Encoder:
         staging = self._staging[0]
         self._staging.reverse()
         staging.wait()
-        num_bytes = sum(image.patches.nbytes for image in images)
-        np.concatenate(_byte_views(images), out=staging.bytes[:num_bytes])
+        _write_bytes(images, staging.bytes)
         layout.write(staging.ints, sizes)
-        staging.send(self._bytes[:num_bytes], self._ints[: sizes.total])
-        self._repeat_frames(images, self._bytes, self._pixels)
+        staging.send(self._bytes[: sum(_sizes(images))], self._ints[: sizes.total])
+        self._write_patches(images, self._bytes, self._pixels)
         self._pixels[num_patches:budget].zero_()
 
-    def _repeat_frames(self, images: Sequence[PromptImage], data: Tensor, patches: Tensor) -> None:
-        """Write the patches [P, patch_dim] of all images from their bytes, which follow one another; still images have one frame."""
+    def _write_patches(self, images: Sequence[PromptImage], data: Tensor, patches: Tensor) -> None:
+        """Write the patches [P, patch_dim] of all images from their bytes (`_write_bytes`). Still images have one frame, which is repeated;
+        whole ones are resized and patchified first."""
         channels, depth, side = self._config.in_channels, self._config.temporal_patch_size, self._config.patch_size
-        offset = first = 0
-        for dim, group in groupby(images, lambda image: image.patches.shape[1]):
-            num_patches = sum(len(image.patches) for image in group)
-            end = offset + num_patches * dim
-            frames = data[offset:end].view(num_patches, channels, -1, side * side)
-            patches[first : first + num_patches].view(num_patches, channels, depth, side * side).copy_(frames)
-            offset, first = end, first + num_patches
+        sizes, first = _sizes(images), 0
+        for image, part in zip(images, torch.split(data[: sum(sizes)], sizes), strict=True):
+            end = first + image.span.num_patches
+            frames = part[: image.patches.nbytes].view(image.patches.shape)
+            if image.is_whole:
+                frames = self._tower.patchify(frames, image.grid)
+            into = patches[first:end].view(end - first, channels, depth, side * side)
+            into.copy_(frames.view(end - first, channels, -1, side * side))
+            first = end
 
     def _forward(self, budget: int) -> Tensor:
         """Features of the contents of the device buffers. Capturable: its control flow depends on the budget only."""
@@ -151,8 +159,17 @@ class Encoder:
         return self._model.encode_patches(pixels, self._tower.budget_sizes(budget).inputs(self._ints))
 
 
-def _byte_views(images: Sequence[PromptImage]) -> list[NDArray[np.uint8]]:
-    return [image.patches.reshape(-1) for image in images]
+def _sizes(images: Sequence[PromptImage]) -> list[int]:
+    """Bytes of each image, aligned."""
+    return [-(-image.patches.nbytes // _ALIGNMENT) * _ALIGNMENT for image in images]
+
+
+def _write_bytes(images: Sequence[PromptImage], out: NDArray[np.uint8]) -> None:
+    """Write the bytes of all images, one after another."""
+    offset = 0
+    for image, size in zip(images, _sizes(images), strict=True):
+        out[offset : offset + image.patches.nbytes] = image.patches.reshape(-1)
+        offset += size
 
 
 def _groups(images: Sequence[PromptImage]) -> Iterator[list[PromptImage]]:
@@ -160,11 +177,11 @@ def _groups(images: Sequence[PromptImage]) -> Iterator[list[PromptImage]]:
     group: list[PromptImage] = []
     num_patches = 0
     for image in images:
-        if group and num_patches + len(image.patches) > _CPU_PATCHES:
+        if group and num_patches + image.span.num_patches > _CPU_PATCHES:
             yield group
             group, num_patches = [], 0
         group.append(image)
-        num_patches += len(image.patches)
+        num_patches += image.span.num_patches
     yield group
 
 

@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 import torch
 
+from saccade.device import resolve_device
 from saccade.engine.beam_search import BeamSearch, BeamSearchParams
 from saccade.engine.config import EngineConfig
 from saccade.engine.core import (
@@ -232,6 +233,7 @@ class Engine:
             timeout_s=config.preprocess_timeout_s,
             max_images=config.max_images_per_request,
             limits=limits,
+            patchifies_on_device=resolve_device(device).type == "cuda",
         )
         connect: Connect
         with contextlib.ExitStack() as opened:

@@ -123,17 +123,22 @@ class Preprocessor:
         limits: MediaLimits | None = None,
         resize: ResizeName = "pillow",
         max_worker_bytes: int = MAX_WORKER_BYTES,
+        patchifies_on_device: bool = False,
     ) -> None:
         """Starts the workers without waiting for them. With none, two threads of this process do their work.
 
         A worker that takes longer than `timeout_s` for one image, text or 32 frames of a video is killed and replaced. `max_images`
         bounds the images and videos of a request, `limits` what each of them may be, `max_worker_bytes` the memory that a worker
-        may allocate.
+        may allocate. `patchifies_on_device`: images are decoded only, and the vision tower does the rest, where the family allows it.
         """
         keep_freed_memory(_KEPT_HEAP_BYTES)
         self._limits, self._max_images = limits or MediaLimits(), max_images
         config = PreprocessingConfig(
-            folder=Path(folder), limits=self._limits, resize=resize, max_worker_bytes=max_worker_bytes
+            folder=Path(folder),
+            limits=self._limits,
+            resize=resize,
+            max_worker_bytes=max_worker_bytes,
+            patchifies_on_device=patchifies_on_device,
         )
         self._backend = ProcessBackend(config, num_workers, timeout_s) if num_workers else LocalBackend(config)
         self._readers = ThreadPoolExecutor(_NUM_READERS, "saccade-reader")

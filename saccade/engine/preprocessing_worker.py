@@ -104,6 +104,8 @@ class PreprocessingConfig:
     """Implementation of the resize."""
     max_worker_bytes: int = MAX_WORKER_BYTES
     """Memory a worker may allocate."""
+    patchifies_on_device: bool = False
+    """Leave it to the vision tower to resize and patchify images, where the family allows it; workers decode them."""
 
     def to_json(self) -> dict[str, Any]:
         """For a message to another process."""
@@ -117,6 +119,7 @@ class PreprocessingConfig:
             limits=MediaLimits(**content["limits"]),
             resize=content["resize"],
             max_worker_bytes=content["max_worker_bytes"],
+            patchifies_on_device=content["patchifies_on_device"],
         )
 
 
@@ -228,7 +231,7 @@ class Patchified(NamedTuple):
     """Patches of an image or video, and what they cost."""
 
     visual: Visual
-    """Its patches are read-only."""
+    """Its patches are read-only. Of an image that is patchified on the device they are its pixels, [height, width, 3]."""
     num_pixels: int
     """Decoded pixels of all frames, before resizing."""
     decode_s: float
@@ -266,7 +269,10 @@ class PromptProcessor:
         started_at = time.perf_counter()
         frames = self._frames(task, MediaBudget(self._config.limits))
         decoded_at = time.perf_counter()
-        if task.kind == "image":
+        whole = whole_image(task, frames[0], self.rules, self._config)
+        if whole is not None:
+            visual = whole
+        elif task.kind == "image":
             visual = self._patchify_image(frames[0], task.num_images)
         else:
             visual = self._processor.patchify_video(frames, task.fps)
@@ -326,6 +332,15 @@ class PromptProcessor:
         return load_image(_encoded(source), budget.limits, budget)
 
 
+def whole_image(task: ImageTask, pixels: Pixels, rules: VisionRules, config: PreprocessingConfig) -> Visual | None:
+    """An image that the vision tower resizes and patchifies. None: not this one."""
+    height, width = pixels.shape[:2]
+    if task.kind != "image" or not config.patchifies_on_device or not rules.can_patchify_on_device(height, width):
+        return None
+    grid = rules.image_grid(height, width, task.num_images)
+    return Visual(pixels, grid, [], rules.parts("image", grid, task.fps, []))
+
+
 def image_key(metadata: VisualMetadata, digest: bytes) -> bytes:
     """sha256 of an image as sent (`ImageTask.digest`) and of the settings it is preprocessed with: equal keys have equal features.
 
@@ -356,7 +371,7 @@ class LocalBackend:
     pids: Sequence[int] = ()
 
     def __init__(self, config: PreprocessingConfig) -> None:
-        self._processor = PromptProcessor(config)
+        self._config, self._processor = config, PromptProcessor(config)
         self.metadata: Future[ProcessorMetadata] = Future()
         self.metadata.set_result(self._processor.metadata)
         self._text = ThreadPoolExecutor(1, "saccade-tokenize")
@@ -370,7 +385,7 @@ class LocalBackend:
 
     def patchify(self, task: ImageTask) -> Future[Patchified]:
         """As `PromptProcessor.patchify`."""
-        return self._images.submit(self._processor.patchify, task)
+        return _whole(task, self._processor.rules, self._config) or self._images.submit(self._processor.patchify, task)
 
     def counted_images(self, num_images: int) -> int:
         """As `VisionRules.counted_images`."""
@@ -422,6 +437,8 @@ class ProcessBackend:
 
     def patchify(self, task: ImageTask) -> Future[Patchified]:
         """As `PromptProcessor.patchify`."""
+        if whole := _whole(task, self._checks.rules, self._config):
+            return whole
         size = task.num_bytes / _BYTES_PER_TIMEOUT if task.is_video_file else len(task.sources) / _FRAMES_PER_TIMEOUT
         return self._images.submit(_ImageJob(task, self._checks, self._timeout_s * math.ceil(size)))
 
@@ -445,6 +462,17 @@ class ProcessBackend:
                 " and ".join(missing),
             )
         self.metadata.set_result(ProcessorMetadata.from_json(received.result()["processor"]))
+
+
+def _whole(task: ImageTask, rules: VisionRules, config: PreprocessingConfig) -> Future[Patchified] | None:
+    """An image that comes as pixels and is patchified on the device: there is nothing to do for a worker."""
+    pixels = task.sources[0].data
+    if not isinstance(pixels, np.ndarray) or (visual := whole_image(task, pixels, rules, config)) is None:
+        return None
+    visual.patches.flags.writeable = False
+    done: Future[Patchified] = Future()
+    done.set_result(Patchified(visual, pixels.shape[0] * pixels.shape[1], 0.0, 0.0))
+    return done
 
 
 class Mailbox:
@@ -525,8 +553,10 @@ class _ImageJob(Job[Mailbox, Patchified]):
         parts = self._checks.parts(message, self._task)
         num_pixels = _count(message.get("num_pixels"), 2**53)
         times = [check_seconds(message.get(name)) for name in ("decode_s", "preprocess_s")]
-        num_patches = sum(span.num_patches for span in feature_spans(parts))
-        patches = worker.channel.read_outbox((num_patches, metadata.patch_bytes), np.uint8)
+        shape: tuple[int, ...] = sum(span.num_patches for span in feature_spans(parts)), metadata.patch_bytes
+        if "whole" in message:
+            shape = self._checks.whole_shape(message["whole"], tuple(message["grid"]), self._task)
+        patches = worker.channel.read_outbox(shape, np.uint8)
         worker.channel.free_if_large()
         visual = Visual(patches, tuple(message["grid"]), message["texts"], parts)
         return Patchified(visual, num_pixels, *times)
@@ -588,6 +618,18 @@ class ImageChecks(NamedTuple):
             raise WorkerLostError(f"it sent other texts than a {task.kind} of grid {found} has")
         return self.rules.parts(task.kind, grid, task.fps, [self._text(text) for text in texts])
 
+    def whole_shape(self, size: object, grid: Grid, task: ImageTask) -> tuple[int, int, int]:
+        """The shape of an image that is patchified on the device. Raises `WorkerLostError` unless it may be, and has this grid."""
+        if not isinstance(size, list) or len(size) != 2:
+            raise WorkerLostError("it sent something else than the size of an image")
+        height, width = (_count(side, self.limits.max_side) for side in size)
+        is_image = task.kind == "image" and height > 0 and width > 0 and height * width <= self.limits.max_pixels
+        if not is_image or not self.rules.can_patchify_on_device(height, width):
+            raise WorkerLostError(f"it sent an image of {width}x{height} pixels as it is")
+        if self.rules.image_grid(height, width, task.num_images) != grid:
+            raise WorkerLostError(f"it sent the grid {list(grid)}, which no image of {width}x{height} pixels has")
+        return height, width, 3
+
     def _text(self, token_ids: object) -> list[int]:
         """Token ids of a text: few, and none of them a control token."""
         metadata = self.metadata.result()
@@ -614,7 +656,7 @@ def initialize(config: Any) -> tuple[RunWorker, dict[str, Any]]:
     processor.warm_up()
     limits = ResourceLimits(
         memory_bytes=settings.max_worker_bytes,
-        file_bytes=max(processor.metadata.image.max_bytes, processor.metadata.video.max_bytes, 8 * _MAX_TOKENS),
+        file_bytes=max(2 * processor.metadata.image.max_bytes, processor.metadata.video.max_bytes, 8 * _MAX_TOKENS),
         cpu_s=_MAX_CPU_S,
     )
     metadata = {"processor": dataclasses.asdict(processor.metadata), "no_sandbox": missing_features()}
@@ -658,14 +700,15 @@ def _reply(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcessor
     visual, num_pixels, decode_s, preprocess_s = processor.patchify(
         ImageTask(task["kind"], sources, task["fps"], task["num_images"])
     )
-    mailbox.outbox.write(visual.patches, 0)
-    return {
+    mailbox.outbox.write(np.ascontiguousarray(visual.patches), 0)
+    reply = {
         "grid": visual.grid,
         "texts": visual.texts,
         "num_pixels": num_pixels,
         "decode_s": decode_s,
         "preprocess_s": preprocess_s,
     }
+    return reply | ({"whole": visual.patches.shape[:2]} if visual.patches.ndim == 3 else {})
 
 
 def _sources(descriptions: Sequence[Sequence[Any]], inbox: SharedMemory) -> list[Source]:

@@ -26,7 +26,7 @@ class ProcessedImage:
     parts: tuple[Part, ...]
     """The tokens that replace its placeholder."""
     patches: Pixels
-    """[patches, patch_dim], or [patches, frame_dim] of a still image, read-only: those of its spans, in order."""
+    """[patches, patch_dim], or [patches, frame_dim] or [height, width, 3] of a still image, read-only: those of its spans, in order."""
     num_pixels: int = 0
     """Decoded pixels of all frames, before resizing."""
 

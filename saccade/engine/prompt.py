@@ -22,7 +22,12 @@ class PromptImage:
     """How its patches are arranged, for the vision tower."""
     patches: NDArray[np.uint8]
     """[patches, patch_dim], read-only: prompts with the same image share it. Of a still image [patches, frame_dim]: each patch holds its one
-    frame once, and the encoder repeats it."""
+    frame once, and the encoder repeats it; or the image as it is, which the encoder patchifies (`is_whole`)."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `patches` is an image, [height, width, 3]."""
+        return self.patches.ndim == 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,8 +95,8 @@ class Limits:
     short_pass_patches: int = 3200
     """Patches in a pass without a backlog of images, when one pass is in flight at a time: a longer one delays the first of its images, and
     one that follows it slows down the step that computes them."""
-    encoder_backlog: int = 25_000
-    """Patches that wait for the encoder from which on its throughput counts more than when each image is encoded. 0: any."""
+    encoder_backlog: int = 8
+    """Images that may wait for the encoder; with more, its throughput counts more than when each of them is encoded."""
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_step_tokens", "max_step_chunks", "max_encoder_patches", "max_length"):
@@ -151,13 +151,13 @@ class Scheduler:
     @property
     def has_image_backlog(self) -> bool:
         """Whether so many images wait for the encoder that its throughput counts most."""
-        num_patches = 0
-        for state in (*self._queues.running, *self._queues.waiting):
-            if state.next_image < len(state.image_keys):
-                num_patches += sum([image.num_patches for image in state.request.images[state.next_image :]])
-                if num_patches > self.limits.encoder_backlog:
-                    return True
-        return False
+        queues, most = self._queues, self.limits.encoder_backlog
+        num_images = sum([len(state.image_keys) - state.next_image for state in queues.running])
+        for state in queues.waiting:
+            if num_images > most:
+                break
+            num_images += len(state.image_keys)
+        return num_images > most
 
     @property
     def num_running(self) -> int:

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 
 from saccade.device import to_device
 from saccade.kernels.attention import attention
+from saccade.kernels.resize import resize
 from saccade.kernels.rope import CosSin, rope, vision_cos_sin
 from saccade.model.config import VisionConfig
 from saccade.model.layers import LayerNorm, RMSNorm, make_embedding
 from saccade.model.linear import Input, Linear, PatchLinear, add_update
 from saccade.processor.image import Grid
+from saccade.processor.pillow_resize import rows_first
 
 Integers = NDArray[np.int64]
 Numbers = TypeVar("Numbers", NDArray[np.int32], Tensor)
@@ -425,6 +427,14 @@ class Tower(nn.Module):
         """Pairs of patches that attend to each other, over all blocks that are run."""
         raise NotImplementedError
 
+    def patchify(self, pixels_HWC: Tensor, grid: Grid) -> Tensor:
+        """[patches, frame_dim]: a uint8 image resized to a grid, as `processor.image.video_patches` does. For families that allow it
+        (`VisionRules.can_patchify_on_device`)."""
+        raise NotImplementedError
+
+    def warm_up(self, device: torch.device) -> None:
+        """Compile the kernels of `patchify`, if it can."""
+
     def unused_modules(self) -> list[nn.Module]:
         """Modules that are in the checkpoint but not run; they are not trained."""
         return []
@@ -488,6 +498,20 @@ class VisionTower(Tower):
         return features[inputs.reading_order.long()] if self.config.has_windows else features
 
     # -------------------------------------------------------------- what a grid means
+
+    def patchify(self, pixels_HWC: Tensor, grid: Grid) -> Tensor:
+        """See `Tower`: the patches of a token are adjacent, and a patch is [channel, row, column]."""
+        (_, rows, columns), side, merge = grid, self.config.patch_size, self.config.merge_size
+        (old_height, old_width, channels), height, width = pixels_HWC.shape, rows * side, columns * side
+        is_rows_first = rows_first(old_height, old_width, height, width)
+        resized_HWC = resize(pixels_HWC, height, width, rows_first=is_rows_first)
+        cells = resized_HWC.view(rows // merge, merge, side, columns // merge, merge, side, channels)
+        return cells.permute(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, channels * side * side)
+
+    def warm_up(self, device: torch.device) -> None:
+        """See `Tower`."""
+        grid, _ = self.square_grid(0)
+        self.patchify(torch.zeros(7, 9, self.config.in_channels, dtype=torch.uint8, device=device), grid)
 
     def layout(self, grids: Sequence[Grid]) -> TowerLayout:
         """The layout of packed images."""

@@ -1,5 +1,6 @@
 """Padding to a budget and CUDA graphs do not change the features of images."""
 
+import dataclasses
 import random
 import warnings
 from itertools import pairwise
@@ -99,6 +100,20 @@ def test_without_budgets_images_are_not_padded(model):
 def test_images_that_fit_no_budget_are_not_padded(model, grids):
     images = images_of(grids)
     assert torch.equal(encoder_of(model).encode(images), plain(model, images))
+
+
+@pytest.mark.parametrize("budgets", [BUDGETS, ()], ids=["padded", "eager"])
+def test_a_whole_image_has_the_features_of_its_patches(model, budgets):
+    """Resized or not, among others."""
+    tower, rng = model.vision, np.random.default_rng(0)
+    images, expected = [], []
+    for seed, (grid, size) in enumerate([((1, 8, 6), (112, 84)), ((1, 4, 10), (61, 130)), ((1, 6, 6), (84, 85))]):
+        pixels = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
+        image = image_of(grid, seed)
+        patches = tower.patchify(torch.from_numpy(pixels), grid).numpy()
+        images += [dataclasses.replace(image, patches=pixels), image_of((1, 4, 4), seed + 10)]
+        expected += [dataclasses.replace(image, patches=patches), images[-1]]
+    assert torch.equal(encoder_of(model, budgets).encode(images), encoder_of(model, budgets).encode(expected))
 
 
 def test_features_do_not_depend_on_earlier_batches(model):

@@ -26,6 +26,7 @@ from saccade.engine.preprocessing import Preprocessor, _ReadAhead
 from saccade.engine.preprocessing_worker import ImageTask, Mailbox, ProcessorMetadata, Source, VisualMetadata
 from saccade.errors import CheckpointError, ImageError, RequestError, UserError
 from saccade.fork_server import receive, receive_with_fds, send
+from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import MediaLimits, Processor
 from saccade.processor.families import load_rules
@@ -209,6 +210,20 @@ def preprocessor(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.fixture(scope="module", params=[1, 0], ids=["a worker", "no workers"])
+def decoder(checkpoint, request):
+    """A preprocessor that leaves it to the vision tower to patchify images."""
+    with Preprocessor(
+        checkpoint, num_workers=request.param, processed_image_cache_bytes=CACHE_BYTES, patchifies_on_device=True
+    ) as preprocessor:
+        yield preprocessor
+
+
+@pytest.fixture(scope="module")
+def tower(checkpoint):
+    return load_model(checkpoint, device="cpu").vision
+
+
 # ------------------------------------------------------------------ prompts equal the processor's inputs
 
 
@@ -290,6 +305,46 @@ def test_an_image_holds_its_frame_once_and_a_video_all_of_them(preprocessor, pro
     for messages, num_frames in ((ask(noise(56, 56, 0)), 1), (video, 2)):
         [image] = preprocessor.submit(messages).result(TIMEOUT_S).images
         assert image.patches.shape[1] == num_frames * processor.images.frame_dim
+
+
+def patchified(prompt, tower):
+    """The prompt with patches instead of whole images."""
+    images = []
+    for image in prompt.images:
+        assert image.is_whole
+        patches = tower.patchify(torch.from_numpy(image.patches.copy()), image.grid).numpy()
+        images.append(dataclasses.replace(image, patches=patches))
+    return dataclasses.replace(prompt, images=tuple(images))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_image_that_the_tower_patchifies_has_the_same_patches_and_key(decoder, two_workers, processor, tower, name):
+    part = {"type": "image", "image": SOURCES[name]}
+    expected = processor.preprocess(ask("see", part), add_generation_prompt=True)
+    prompt = decoder.submit(ask("see", part)).result(TIMEOUT_S)
+    assert_equal(patchified(prompt, tower), expected)
+    assert prompt.images[0].span.key == two_workers.submit(ask("see", part)).result(TIMEOUT_S).images[0].span.key
+
+
+@pytest.mark.parametrize("size", [(56, 84), (57, 83), (28, 28), (700, 33), (20, 20), (1000, 200)], ids=str)
+def test_images_of_any_size_have_the_patches_that_they_have_on_the_host(decoder, processor, tower, size):
+    messages = ask(noise(*size, 21), encoded(noise(*size, 22)))
+    expected = processor.preprocess(messages, add_generation_prompt=True)
+    assert_equal(patchified(decoder.submit(messages).result(TIMEOUT_S), tower), expected)
+
+
+def test_large_images_and_videos_are_patchified_on_the_host(decoder, processor):
+    messages = ask(noise(2000, 1600), video(3))
+    prompt = decoder.submit(messages).result(TIMEOUT_S)
+    assert not any(image.is_whole for image in prompt.images)
+    assert_equal(prompt, processor.preprocess(messages, add_generation_prompt=True))
+
+
+def test_whole_images_are_read_only_and_cached(decoder):
+    first, again = (decoder.submit(ask(noise(60, 90, 31))).result(TIMEOUT_S).images[0] for _ in range(2))
+    assert again.patches is first.patches
+    with pytest.raises(ValueError, match="read-only"):
+        first.patches[0, 0, 0] = 1
 
 
 def test_patches_are_read_only(preprocessor):
@@ -827,6 +882,12 @@ def test_messages_of_a_worker_are_validated(processor):
     for fps in (1e-300, 1e-7):
         with pytest.raises(WorkerLostError):
             check.parts({"grid": [1, 4, 6], "texts": []}, ImageTask("video", TASK.sources, fps))
+    assert check.whole_shape([56, 84], (1, 4, 6), TASK) == (56, 84, 3)
+    for size in (None, 56, [56], [56, 84, 3], [56, "84"], [-56, 84], [0, 84], [56, 112], [2**20, 84], [1600, 2400]):
+        with pytest.raises(WorkerLostError):
+            check.whole_shape(size, (1, 4, 6), TASK)
+    with pytest.raises(WorkerLostError):
+        check.whole_shape([56, 84], (1, 4, 6), ImageTask("video", TASK.sources))
     assert preprocessing_worker.check_seconds(0.25) == 0.25
     for value in (None, 1, "0.25", -0.1, 1e300, float("inf"), float("nan")):
         with pytest.raises(WorkerLostError):

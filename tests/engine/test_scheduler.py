@@ -484,7 +484,7 @@ def test_two_passes_are_in_flight_at_most():
 
 
 def test_without_a_backlog_passes_are_short_and_one_is_in_flight():
-    scheduler = make(max_encoder_patches=100, short_pass_patches=20, encoder_backlog=48, keeps_prefixes=False)
+    scheduler = make(max_encoder_patches=100, short_pass_patches=20, encoder_backlog=6, keeps_prefixes=False)
     spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(6)]
     added(scheduler, ask("text", 2, max_tokens=50), ask("a", 12, spans))
     assert not scheduler.has_image_backlog
@@ -497,7 +497,7 @@ def test_without_a_backlog_passes_are_short_and_one_is_in_flight():
 
 
 def test_with_a_backlog_passes_are_long_and_two_are_in_flight():
-    scheduler = make(max_encoder_patches=16, short_pass_patches=8, encoder_backlog=16, keeps_prefixes=False)
+    scheduler = make(max_encoder_patches=16, short_pass_patches=8, encoder_backlog=2, keeps_prefixes=False)
     spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(6)]
     added(scheduler, ask("text", 2, max_tokens=50), ask("a", 12, spans))
     assert scheduler.has_image_backlog

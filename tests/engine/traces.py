@@ -125,7 +125,7 @@ def draw_setting(seed: int) -> Setting:
             max_length=max_length,
             max_draft_tokens=rng.choice([0, 0, 1, 4]),
             short_pass_patches=rng.choice([1, 64, 3200]),
-            encoder_backlog=rng.choice([0, 0, 0, 100]),
+            encoder_backlog=rng.choice([0, 0, 0, 4]),
         ),
         page_size=page_size,
         num_pages=most_pages + rng.choice([0, 1, most_pages, 2 * most_pages, 3 * most_pages]),

@@ -4,6 +4,8 @@ A test takes `device` and `dtype`; each is run in every dtype of its device. The
 bf16 is for the GPU. Fresh memory is poisoned: an output a kernel forgets to write is NaN, not yesterday's right answer.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -27,6 +29,14 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _freed_memory() -> Iterator[None]:
+    """Several test processes share a GPU."""
+    yield
+    if HAS_GPU:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -64,6 +64,10 @@ class VisionRules(Protocol):
         """Patches of a grid."""
         ...
 
+    def can_patchify_on_device(self, height: int, width: int) -> bool:
+        """Whether an image of this size may be sent to the vision tower as it is, which then resizes and patchifies it (`Tower.patchify`)."""
+        ...
+
     def patchify(
         self,
         kind: VisualKind,

@@ -78,6 +78,10 @@ class Rules:
         """See `VisionRules`."""
         return grid[0] * self.images.tiling.patches_per_tile
 
+    def can_patchify_on_device(self, height: int, width: int) -> bool:
+        """See `VisionRules`. Tiles are cut on the host."""
+        return False
+
     def patchify(
         self,
         kind: VisualKind,
