@@ -5,9 +5,9 @@
 The engine core, its scheduler and the workload of `bench.open_loop` are the real ones; the runner, the clock and the preprocessing workers are
 not. A step takes what the 3B shape takes on an H200, interpolated over decode requests and captured sizes. The vision encoder runs beside
 the steps: together they are as fast as one after the other beside prompts, and 1.15 times as fast beside decode alone. All constants were
-measured there (2026-11-16). Against the device itself, the same ten seconds of 32 arrivals/s (`--seeds 1`): TTFT p50 / p95 / p99 / max of 30 / 104 / 127 /
-184 ms simulated, 31 to 32 / 105 to 109 / 121 to 134 / 170 measured; gaps 3.0 / 9.9 / 15.0 / 21 and 3.2 / 10.5 / 14.5 to 15.1 / 22 to 25. It says which
-of two policies is better, not how good one is.
+measured there (2026-11-17). Against the device itself, the same ten seconds of 32 arrivals/s (`--seeds 1`): TTFT p50 / p95 / p99 / max of 26 / 79 / 122 / 142
+ms simulated, 28 to 29 / 93 to 96 / 123 to 124 / 159 to 163 measured; gaps 3.0 / 10.7 / 14.0 / 18 and 3.2 / 11.0 / 14.4 / 18 to 22; over 15 s p99 126 and 142 to 148. It
+says which of two policies is better, not how good one is.
 """
 
 import argparse
