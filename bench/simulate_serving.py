@@ -4,8 +4,8 @@
 
 The engine core, its scheduler and the workload of `bench.open_loop` are the real ones; the runner, the clock and the preprocessing workers are
 not. A step takes what the 3B shape takes on an H200, interpolated over decode requests and captured sizes. The vision encoder runs beside
-the steps: together they are as fast as one after the other beside prompts, and 1.15 times as fast beside decode alone. All constants were
-measured there (2026-11-17). Against the device itself, the same ten seconds of 32 arrivals/s (`--seeds 1`): TTFT p50 / p95 / p99 / max of 26 / 79 / 122 / 142
+the steps: together they are as fast as one after the other beside prompts, and 1.15 times as fast beside decode alone. Constants are
+from measurements there (2026-11-16 and 17). Against the device itself, the same ten seconds of 32 arrivals/s (`--seeds 1`): TTFT p50 / p95 / p99 / max of 26 / 79 / 122 / 142
 ms simulated, 28 to 29 / 93 to 96 / 123 to 124 / 159 to 163 measured; gaps 3.0 / 10.7 / 14.0 / 18 and 3.2 / 11.0 / 14.4 / 18 to 22; over 15 s p99 126 and 142 to 148. It
 says which of two policies is better, not how good one is.
 """
@@ -33,14 +33,15 @@ MIXED_MS = {
     16: 3.25, 64: 3.23, 128: 3.47, 192: 3.8, 256: 3.9, 512: 6.1, 640: 7.1, 768: 8.2, 1024: 10.3, 1280: 12.7, 1536: 15.1,
     2048: 19.9, 3072: 29.7, 4096: 39.7, 4352: 42.2,
 }  # fmt: skip
-"""Steps with prompts and 8 decode requests, by captured size."""
+"""Steps with prompts and 8 decode requests, by captured size: as measured, less 0.3 ms that attention takes less since."""
 DECODE_REQUEST_MS = 0.008
 """Of each further decode request of such a step."""
 BESIDE_DECODE, BESIDE_PROMPTS = (0.42, 0.72), (0.50, 0.52)
 """Speed of a step and of the encoder beside each other, as a fraction of what each has alone."""
 IMAGES = ImageSettings()
 LAUNCH_S, READ_S, ENCODE_S, MESSAGE_S, POLL_S = 0.0006, 0.00015, 0.0008, 0.0007, 0.0005
-"""Host: plan and launch a step, read one, launch an encoding, hand over a request or an output, wait for a message."""
+"""Host: plan and launch a step, read one, launch an encoding, hand over a request or an output, wait for a message. The first and the third take 0.85
+and 1.65 ms with the core in a thread; in a process of its own they are estimated."""
 
 
 def encode_ms(num_patches: int) -> float:

@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -113,30 +114,54 @@ class PagedCase:
         )
 
 
+CHUNK_SHAPES = {
+    "500": ([500], [500]),
+    "2 x 500": ([500] * 2, [500] * 2),
+    "4 x 500": ([500] * 4, [500] * 4),
+    "6 x 640": ([640] * 6, [640] * 6),
+    "900 over 1800": ([900], [1800]),
+    "2048 over 4096": ([2048], [4096]),
+}
+"""New tokens and context of each request."""
+
+
 def sweep_chunks() -> Iterator[Result]:
-    """Prompt chunks: tiles at one request of 2048 new tokens over 4096."""
-    cache = Cache([4096])
-    q, starts = queries([2048])
-    out = torch.empty_like(q)
-    pages = Pages(*cache.pages, None, None, cache.table, None)
-    arguments = (q, *cache.pages, cache.table, starts, cache.lengths)
-    expected = paged_module.paged_attention_reference(*arguments, max_seqlen_q=2048)
-    flops = 4 * HEADS * HEAD_DIM * (2048 * 4096 - 2048 * 2047 // 2)
-    for block_m, block_n, num_warps, num_stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5)):
-        if (block_m == 64) == (num_warps == 8) or (block_n == 128 and num_stages == 5):
-            continue
-        schedule = _paged_prefill.Schedule(
-            block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages, num_splits=1, min_split=4096
-        )
-        run = lambda schedule=schedule: _paged_prefill.prefill(q, pages, starts, cache.lengths, out, schedule) or out  # noqa: E731
-        result = try_candidate(
-            f"m{block_m} n{block_n} w{num_warps} st{num_stages}",
-            "2048 over 4096",
-            lambda run=run: relative_rms(run(), expected),
-            lambda run=run: gpu_ms(run, budget_ms=10),
-            0.0,
-        )
-        yield result | ({"tflop_s": round(flops / result["ms"] / 1e9)} if "ms" in result else {})
+    """Prompt chunks: tiles."""
+    for shape, (new, context) in CHUNK_SHAPES.items():
+        cache = Cache(context)
+        q, starts = queries(new)
+        out = torch.empty_like(q)
+        pages = Pages(*cache.pages, None, None, cache.table, None)
+        arguments = (q, *cache.pages, cache.table, starts, cache.lengths)
+        expected = paged_module.paged_attention_reference(*arguments, max_seqlen_q=max(new))
+        flops = sum(4 * HEADS * HEAD_DIM * (n * c - n * (n - 1) // 2) for n, c in zip(new, context, strict=True))
+        for block_m, block_n, num_warps, num_stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4, 5)):
+            if (block_m == 64) == (num_warps == 8) or (block_n == 128 and num_stages > 3):
+                continue
+            schedule = _paged_prefill.Schedule(
+                block_m=block_m,
+                block_n=block_n,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                num_splits=1,
+                min_split=4096,
+            )
+            run = partial(_attend_chunks, q, pages, starts, cache.lengths, out, schedule)
+            result = try_candidate(
+                f"m{block_m} n{block_n} w{num_warps} st{num_stages}",
+                shape,
+                lambda run=run, expected=expected: relative_rms(run(), expected),
+                lambda run=run: graph_ms(run, repeats=12, replays=7),
+                0.0,
+            )
+            yield result | ({"tflop_s": round(flops / result["ms"] / 1e9)} if "ms" in result else {})
+
+
+def _attend_chunks(
+    q: Tensor, pages: Pages, starts: Tensor, lengths: Tensor, out: Tensor, schedule: _paged_prefill.Schedule
+) -> Tensor:
+    _paged_prefill.prefill(q, pages, starts, lengths, out, schedule)
+    return out
 
 
 def sweep_loss() -> Iterator[Result]:
