@@ -62,7 +62,7 @@ class EngineConfig:
     num_workers: int | None = None
     """Preprocessing worker processes. 0: preprocess in this process. None: by the number of cores."""
     processed_image_cache_bytes: int = 2 << 30
-    """Preprocessed images kept in host memory."""
+    """Preprocessed images kept in host memory, or decoded ones where the device patchifies them."""
     preprocess_timeout_s: float = 10.0
     """Seconds a worker may take for one image, text, 32 video frames or 8 MiB of a video file; then it is killed and replaced."""
     max_images_per_request: int = 64

@@ -66,7 +66,6 @@ _MAX_SHARED_IMAGES = 256
 """Images whose shared memory is kept for the next request with them."""
 _MAX_SHARED_BYTES = 512 * 2**20
 """Their size; a long video alone has a gigabyte."""
-_MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux
 _CLOSE_S = 10.0
 _CPU_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "GOMP_SPINCOUNT": "10000"}
 """Of a core that computes on the CPU, unless set by the user. Weights in huge pages: one decode step reads all of them, at 28 GB/s instead of
@@ -184,10 +183,9 @@ def _decode_message(message: dict[str, Any], fds: Sequence[int]) -> Message:
 
 
 def _map_patches(fd: int, shape: tuple[int, ...]) -> Any:
-    """The patches in shared memory, read only. The mapping lives as long as the array. All of it is mapped now: page by page, when the
-    encoder is launched, it would take longer."""
+    """The patches in shared memory, read only. The mapping lives as long as the array."""
     try:
-        memory = mmap.mmap(fd, math.prod(shape), flags=mmap.MAP_SHARED | _MAP_POPULATE, prot=mmap.PROT_READ)
+        memory = mmap.mmap(fd, math.prod(shape), prot=mmap.PROT_READ)
     finally:
         os.close(fd)
     return np.frombuffer(memory, np.uint8).reshape(shape)
@@ -295,13 +293,17 @@ class CoreProcess:
 
     def _share(self, image: PromptImage) -> int:
         """The file descriptor of an image's patches in shared memory. Recent ones are kept: prompts often share an image."""
-        key = image.span.key
-        if key in self._shared:
-            self._shared.move_to_end(key)
-        else:
-            self._shared[key] = SharedMemory()
-            self._num_shared_bytes += self._shared[key].write(np.ascontiguousarray(image.patches), 0)
-        return self._shared[key].fd
+        key, shared = image.span.key, self._shared.pop(image.span.key, None)
+        if (
+            shared is not None and shared.num_bytes() != image.patches.nbytes
+        ):  # preprocessed again, by a worker that sent something else
+            self._num_shared_bytes -= shared.num_bytes()
+            shared = None
+        if shared is None:
+            shared = SharedMemory()
+            self._num_shared_bytes += shared.write(np.ascontiguousarray(image.patches), 0)
+        self._shared[key] = shared  # the most recently used is last
+        return shared.fd
 
     def _evict_shared(self) -> None:
         """Free the least recently used; the core has its own descriptors of those it still needs."""
@@ -389,7 +391,8 @@ def _receive(connection: Connection, inbox: Inbox) -> None:
             inbox.put(_decode_message(message, fds))
     except (EOFError, OSError):
         pass
-    inbox.put(None)
+    finally:
+        inbox.put(None)
 
 
 def main() -> None:

@@ -3,9 +3,12 @@
     submit -> tokenise (text worker) -----------------------------------------------------------> assemble -> TokenPrompt
           \\-> read, hash, look up (reader thread) -> decode, resize, patchify (image workers) -/
 
+On a GPU the vision tower resizes and patchifies the still images of some families; workers only decode those, and none is needed for one that
+comes as pixels.
+
 Each image is a job of its own: images of one prompt are preprocessed in parallel, an image that several prompts use is preprocessed
 once, and a slow one occupies a single worker. An image that cannot be in the cache, by its fingerprint, is hashed while a worker
-preprocesses it; so one that both readers get at the same moment may be preprocessed twice. A request without images touches neither
+preprocesses it; so one that both readers get at about the same time may be preprocessed twice. A request without images touches neither
 readers nor image workers.
 """
 
@@ -87,7 +90,7 @@ class PreprocessingStatistics:
     num_prompts: int
     """Prompts that are ready, failed or cancelled."""
     num_processed: int
-    """Images decoded and patchified."""
+    """Images decoded, and patchified unless the device does it."""
     num_cache_hits: int
     """Images found in the processed-image cache."""
     num_shared: int
@@ -101,9 +104,9 @@ class PreprocessingStatistics:
     num_unfinished: int
     """Prompts that are being preprocessed now."""
     decode_times: TimeHistogram
-    """Of images and videos, measured by the workers."""
+    """Of images and videos that workers decoded."""
     preprocess_times: TimeHistogram
-    """Resizing and cutting into patches."""
+    """Resizing and cutting into patches, where workers did it."""
 
 
 class Preprocessor:
@@ -294,7 +297,7 @@ class Preprocessor:
                 before, begun = begun, self._begin_image(item, num_images, budget, salt)
                 if before is not None:
                     images.append(self._image(before, salt))  # hashed while the next one is preprocessed
-            if begun is not None:
+            if begun is not None and not future.cancelled():
                 images.append(self._image(begun, salt))
         except BaseException as error:
             self._finish(future, error)
@@ -342,7 +345,9 @@ class Preprocessor:
         return is_new
 
     def _patchify(self, task: ImageTask) -> Future[Patchified]:
-        """Have a worker preprocess an image, once there is space to read ahead."""
+        """Have a worker preprocess an image, once there is space to read ahead; nothing is to be done for one that is sent as pixels."""
+        if done := self._backend.as_pixels(task):
+            return done
         cost = self._read_ahead.acquire(task.num_bytes)
         job = self._backend.patchify(task)
         job.add_done_callback(lambda _: self._read_ahead.release(cost))
@@ -391,8 +396,10 @@ class Preprocessor:
             key = image_key(self._backend.metadata.result().of(kind), digest)
             image = ProcessedImage(key, visual.parts, visual.patches, num_pixels)
             with self._lock:
-                self._decode_times.observe(decode_s)
-                self._preprocess_times.observe(preprocess_s)
+                if decode_s is not None:
+                    self._decode_times.observe(decode_s)
+                if preprocess_s is not None:
+                    self._preprocess_times.observe(preprocess_s)
                 self._cache.put(cache_key, image)
                 self._num_processed += 1
         except BaseException as error:

@@ -45,6 +45,7 @@ from saccade.processor.image import (
     MediaBudget,
     MediaLimits,
     Pixels,
+    check_size,
     load_image,
     read_encoded,
 )
@@ -106,6 +107,11 @@ class PreprocessingConfig:
     """Memory a worker may allocate."""
     patchifies_on_device: bool = False
     """Leave it to the vision tower to resize and patchify images, where the family allows it; workers decode them."""
+
+    @property
+    def sends_whole_images(self) -> bool:
+        """Whether images may be patchified on the device, which resizes as Pillow does."""
+        return self.patchifies_on_device and self.resize == "pillow"
 
     def to_json(self) -> dict[str, Any]:
         """For a message to another process."""
@@ -234,10 +240,10 @@ class Patchified(NamedTuple):
     """Its patches are read-only. Of an image that is patchified on the device they are its pixels, [height, width, 3]."""
     num_pixels: int
     """Decoded pixels of all frames, before resizing."""
-    decode_s: float
-    """Time to decode it."""
-    preprocess_s: float
-    """Time to resize it and to cut it into patches."""
+    decode_s: float | None
+    """Time to decode it. None: it came as pixels."""
+    preprocess_s: float | None
+    """Time to resize it and to cut it into patches. None: left to the device."""
 
 
 class PromptProcessor:
@@ -282,7 +288,8 @@ class PromptProcessor:
                 f"a {task.kind} of grid {visual.grid} at {task.fps:g} frames per second cannot be computed. Use another fps"
             )
         num_pixels = sum(frame.shape[0] * frame.shape[1] for frame in frames)
-        return Patchified(visual, num_pixels, decoded_at - started_at, time.perf_counter() - decoded_at)
+        preprocess_s = None if whole is not None else time.perf_counter() - decoded_at
+        return Patchified(visual, num_pixels, decoded_at - started_at, preprocess_s)
 
     def _patchify_image(self, pixels: Pixels, num_images: int) -> Visual:
         """Each patch holds the one frame once: half the bytes to send, to cache and to copy to the device."""
@@ -335,7 +342,7 @@ class PromptProcessor:
 def whole_image(task: ImageTask, pixels: Pixels, rules: VisionRules, config: PreprocessingConfig) -> Visual | None:
     """An image that the vision tower resizes and patchifies. None: not this one."""
     height, width = pixels.shape[:2]
-    if task.kind != "image" or not config.patchifies_on_device or not rules.can_patchify_on_device(height, width):
+    if task.kind != "image" or not config.sends_whole_images or not rules.can_patchify_on_device(height, width):
         return None
     grid = rules.image_grid(height, width, task.num_images)
     return Visual(pixels, grid, [], rules.parts("image", grid, task.fps, []))
@@ -385,7 +392,11 @@ class LocalBackend:
 
     def patchify(self, task: ImageTask) -> Future[Patchified]:
         """As `PromptProcessor.patchify`."""
-        return _whole(task, self._processor.rules, self._config) or self._images.submit(self._processor.patchify, task)
+        return self._images.submit(self._processor.patchify, task)
+
+    def as_pixels(self, task: ImageTask) -> Future[Patchified] | None:
+        """See `_as_pixels`."""
+        return _as_pixels(task, self._processor.rules, self._config)
 
     def counted_images(self, num_images: int) -> int:
         """As `VisionRules.counted_images`."""
@@ -412,7 +423,9 @@ class ProcessBackend:
     @functools.cached_property
     def _checks(self) -> ImageChecks:
         """Read from the folder by this process: workers are not trusted."""
-        return ImageChecks(load_rules(self._config.folder), self._config.limits, self.metadata)
+        return ImageChecks(
+            load_rules(self._config.folder), self._config.limits, self.metadata, self._config.sends_whole_images
+        )
 
     @property
     def num_crashes(self) -> int:
@@ -437,10 +450,12 @@ class ProcessBackend:
 
     def patchify(self, task: ImageTask) -> Future[Patchified]:
         """As `PromptProcessor.patchify`."""
-        if whole := _whole(task, self._checks.rules, self._config):
-            return whole
         size = task.num_bytes / _BYTES_PER_TIMEOUT if task.is_video_file else len(task.sources) / _FRAMES_PER_TIMEOUT
         return self._images.submit(_ImageJob(task, self._checks, self._timeout_s * math.ceil(size)))
+
+    def as_pixels(self, task: ImageTask) -> Future[Patchified] | None:
+        """See `_as_pixels`."""
+        return _as_pixels(task, self._checks.rules, self._config)
 
     def counted_images(self, num_images: int) -> int:
         """As `VisionRules.counted_images`."""
@@ -464,14 +479,14 @@ class ProcessBackend:
         self.metadata.set_result(ProcessorMetadata.from_json(received.result()["processor"]))
 
 
-def _whole(task: ImageTask, rules: VisionRules, config: PreprocessingConfig) -> Future[Patchified] | None:
-    """An image that comes as pixels and is patchified on the device: there is nothing to do for a worker."""
+def _as_pixels(task: ImageTask, rules: VisionRules, config: PreprocessingConfig) -> Future[Patchified] | None:
+    """An image that came as pixels and is patchified on the device: there is nothing to do for a worker. None: there is."""
     pixels = task.sources[0].data
     if not isinstance(pixels, np.ndarray) or (visual := whole_image(task, pixels, rules, config)) is None:
         return None
     visual.patches.flags.writeable = False
     done: Future[Patchified] = Future()
-    done.set_result(Patchified(visual, pixels.shape[0] * pixels.shape[1], 0.0, 0.0))
+    done.set_result(Patchified(visual, pixels.shape[0] * pixels.shape[1], None, None))
     return done
 
 
@@ -552,14 +567,16 @@ class _ImageJob(Job[Mailbox, Patchified]):
         metadata = self._checks.metadata.result().of(self._task.kind)
         parts = self._checks.parts(message, self._task)
         num_pixels = _count(message.get("num_pixels"), 2**53)
-        times = [check_seconds(message.get(name)) for name in ("decode_s", "preprocess_s")]
+        decode_s, preprocess_s = check_seconds(message.get("decode_s")), None
         shape: tuple[int, ...] = sum(span.num_patches for span in feature_spans(parts)), metadata.patch_bytes
         if "whole" in message:
             shape = self._checks.whole_shape(message["whole"], tuple(message["grid"]), self._task)
+        else:
+            preprocess_s = check_seconds(message.get("preprocess_s"))
         patches = worker.channel.read_outbox(shape, np.uint8)
         worker.channel.free_if_large()
         visual = Visual(patches, tuple(message["grid"]), message["texts"], parts)
-        return Patchified(visual, num_pixels, *times)
+        return Patchified(visual, num_pixels, decode_s, preprocess_s)
 
     def error(self, reason: str) -> ImageError:
         return ImageError(
@@ -604,6 +621,8 @@ class ImageChecks(NamedTuple):
     rules: VisionRules
     limits: MediaLimits
     metadata: Future[ProcessorMetadata]
+    allows_whole: bool
+    """Whether images may be sent as pixels."""
 
     def parts(self, message: dict[str, Any], task: ImageTask) -> tuple[Part, ...]:
         """The tokens of a task's result. Raises `WorkerLostError` unless the task can have it."""
@@ -623,9 +642,13 @@ class ImageChecks(NamedTuple):
         if not isinstance(size, list) or len(size) != 2:
             raise WorkerLostError("it sent something else than the size of an image")
         height, width = (_count(side, self.limits.max_side) for side in size)
-        is_image = task.kind == "image" and height > 0 and width > 0 and height * width <= self.limits.max_pixels
-        if not is_image or not self.rules.can_patchify_on_device(height, width):
-            raise WorkerLostError(f"it sent an image of {width}x{height} pixels as it is")
+        try:
+            check_size((width, height), self.limits)
+        except ImageError as error:
+            raise WorkerLostError(f"it sent an image of {width}x{height} pixels") from error
+        is_allowed = task.kind == "image" and self.allows_whole and self.rules.can_patchify_on_device(height, width)
+        if not is_allowed:
+            raise WorkerLostError(f"it sent a {task.kind} of {width}x{height} pixels as it is")
         if self.rules.image_grid(height, width, task.num_images) != grid:
             raise WorkerLostError(f"it sent the grid {list(grid)}, which no image of {width}x{height} pixels has")
         return height, width, 3

@@ -74,7 +74,7 @@ def _attend_kernel(
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    # Lengths and page numbers are read before the wait: they were written at the start of the step, by kernels that let nothing start early.
+    # Lengths are read before the wait: they were written at the start of the step, and ordinary kernels, which let nothing start early, are between.
     BLOCK_Q: tl.constexpr = BLOCK_M // RATIO
     request, block = _locate(cu_seqlens_q, num_requests, BLOCK_Q, BLOCK_R)
     kv_head = tl.program_id(1).to(tl.int64)

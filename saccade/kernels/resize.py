@@ -27,7 +27,7 @@ from saccade.kernels.launch import tl, triton
 _PRECISION_BITS = 22
 """Fractional bits of a weight, as in Pillow."""
 _BLOCK, _NUM_WARPS = 1024, 4
-"""Elements and warps of a program. Not measured yet: bench/kernels/resize.py --tune sweeps them."""
+"""Elements and warps of a program. Not tuned: bench/kernels/resize.py --tune measures them."""
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ deterministic, and the tiles do not depend on T, so neither does the order of an
 On Hopper (programmatic dependent launch) a kernel starts before the previous one ends and loads its first DEPTH tiles of W before
 waiting for it.
 Only constants (W, bias, the norm's weight) are read before the wait. They must not be written by a kernel that
-lets its successor start early (`gdc_launch_dependents`): those launched with `launch_pdl`, and the first half of _paged_prefill.
+lets its successor start early (`gdc_launch_dependents`): those launched with `launch_pdl`.
 """
 
 from typing import NamedTuple

@@ -18,6 +18,8 @@ from saccade.kernels import launch
 from saccade.model import load_model
 from saccade.model.config import VisionConfig
 from saccade.model.vision import budget_sizes, padded_layout
+from saccade.processor.families import load_rules
+from saccade.processor.image import video_patches
 from saccade.processor.inputs import normalize_patches
 
 MEAN, STD = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28)
@@ -114,6 +116,22 @@ def test_a_whole_image_has_the_features_of_its_patches(model, budgets):
         images += [dataclasses.replace(image, patches=pixels), image_of((1, 4, 4), seed + 10)]
         expected += [dataclasses.replace(image, patches=patches), images[-1]]
     assert torch.equal(encoder_of(model, budgets).encode(images), encoder_of(model, budgets).encode(expected))
+
+
+def test_whole_images_of_as_many_pixels_as_allowed_fit_the_buffers(model, folder):
+    """70 x 70 pixels become 56 x 56, four tokens: 1.56 times as many bytes as patches, and not a multiple of the alignment."""
+    rules, pixels = load_rules(folder), np.random.default_rng(0).integers(0, 256, (70, 70, 3), dtype=np.uint8)
+    size = rules.images.cell * 2
+    small = dataclasses.replace(rules, images=dataclasses.replace(rules.images, max_pixels=size**2))
+    grid = small.image_grid(70, 70)
+    assert small.can_patchify_on_device(70, 70)
+    assert not small.can_patchify_on_device(90, 90)
+    images = [dataclasses.replace(image_of(grid, seed), patches=pixels) for seed in range(BUDGETS[-1] // np.prod(grid))]
+    patches, _ = video_patches([pixels], small.images)
+    expected = normalize_patches(torch.from_numpy(np.tile(patches, (len(images), 1))), MEAN, STD)
+    with torch.no_grad():
+        features = model.encode_images(expected, torch.tensor([grid] * len(images)))
+    assert torch.equal(encoder_of(model).encode(images), features)
 
 
 def test_features_do_not_depend_on_earlier_batches(model):

@@ -340,6 +340,24 @@ def test_large_images_and_videos_are_patchified_on_the_host(decoder, processor):
     assert_equal(prompt, processor.preprocess(messages, add_generation_prompt=True))
 
 
+def test_another_resize_than_pillows_is_not_left_to_the_device(checkpoint):
+    with Preprocessor(
+        checkpoint, num_workers=0, processed_image_cache_bytes=0, resize="torch", patchifies_on_device=True
+    ) as preprocessor:
+        assert not preprocessor.submit(ask(PICTURE)).result(TIMEOUT_S).images[0].is_whole
+
+
+def test_times_are_those_of_workers(checkpoint):
+    with Preprocessor(
+        checkpoint, num_workers=0, processed_image_cache_bytes=0, patchifies_on_device=True
+    ) as preprocessor:
+        for source in (PICTURE, encoded(noise(60, 90, 41)), noise(2000, 1600, 42)):
+            preprocessor.submit(ask(source)).result(TIMEOUT_S)
+        found = preprocessor.statistics
+    assert found.num_processed == 3
+    assert (sum(found.decode_times.counts), sum(found.preprocess_times.counts)) == (2, 1)
+
+
 def test_whole_images_are_read_only_and_cached(decoder):
     first, again = (decoder.submit(ask(noise(60, 90, 31))).result(TIMEOUT_S).images[0] for _ in range(2))
     assert again.patches is first.patches
@@ -860,7 +878,7 @@ def checks(rules):
     metadata = ProcessorMetadata(image=visual, video=visual, vocab_size=100, control_ids=[9, 10])
     known = Future()
     known.set_result(metadata)
-    return preprocessing_worker.ImageChecks(rules, LIMITS, known)
+    return preprocessing_worker.ImageChecks(rules, LIMITS, known, allows_whole=True)
 
 
 def test_messages_of_a_worker_are_validated(processor):
@@ -888,6 +906,8 @@ def test_messages_of_a_worker_are_validated(processor):
             check.whole_shape(size, (1, 4, 6), TASK)
     with pytest.raises(WorkerLostError):
         check.whole_shape([56, 84], (1, 4, 6), ImageTask("video", TASK.sources))
+    with pytest.raises(WorkerLostError):
+        check._replace(allows_whole=False).whole_shape([56, 84], (1, 4, 6), TASK)
     assert preprocessing_worker.check_seconds(0.25) == 0.25
     for value in (None, 1, "0.25", -0.1, 1e300, float("inf"), float("nan")):
         with pytest.raises(WorkerLostError):

@@ -221,6 +221,10 @@ def encode_more_than_two_passes_at_once(monkeypatch):
     monkeypatch.setattr(scheduler, "_BACKLOG_PASSES", 10)
 
 
+def encode_as_with_a_backlog(monkeypatch):
+    monkeypatch.setattr(Scheduler, "has_image_backlog", True)
+
+
 def do_not_send_the_pages_of_later_chunks(monkeypatch):
     add_chunk = _Planner._add_chunk
 
@@ -298,6 +302,7 @@ MUTATIONS = [
     keep_images_that_failed,
     do_not_fail_the_users_of_an_image_that_failed,
     encode_more_than_two_passes_at_once,
+    encode_as_with_a_backlog,
     do_not_send_the_pages_of_later_chunks,
     send_only_new_pages_after_a_preemption,
     start_without_the_output,

@@ -41,6 +41,7 @@ def test_random_traces_leak_nothing_mix_up_nothing_and_starve_no_request(run):
         "encoded ahead",
         "encoded beside a step",
         "two passes",
+        "short pass",
         "wait on the device",
         "image ready soon",
         "image read beside decoding",

@@ -462,7 +462,7 @@ class Trace:
         decoding = [state for state in states if state.slot is not None and self._is_decoding(state)]
         late = [state for state in states if state.slot is not None and self._has_computed_prompt(state)]
         is_idle, num_preemptions = not self.in_flight and not self.encoding, self.scheduler.num_preemptions
-        soon = self._num_patches_soon()
+        soon, has_backlog = self._num_patches_soon(), self._has_image_backlog()
         plan = self.scheduler.plan(budget, self.deferring, soon)
         self.scheduler.check()
         if self.scheduler.num_preemptions > num_preemptions:
@@ -472,7 +472,8 @@ class Trace:
             return None
         self.num_steps += 1
         self.num_chunks += len(plan.chunks)
-        self._check_encodings(plan)
+        # A request that was preempted while the plan was made has its images to wait for again.
+        self._check_encodings(plan, has_backlog or self.scheduler.num_preemptions > num_preemptions)
         self._check_waits(plan, [state for state in late if state.slot is not None], soon)
         self._check_budgets(plan, budget)
         self._check_fairness(plan, decoding)
@@ -497,12 +498,13 @@ class Trace:
 
     def _start_encodings(self) -> None:
         """A plan of encodings alone is run, but has no result."""
+        has_backlog = self._has_image_backlog()
         plan = self.scheduler.plan_encodings()
         self.scheduler.check()
         if plan is None:
             return
         assert not plan.chunks
-        self._check_encodings(plan)
+        self._check_encodings(plan, has_backlog)
         self.without_chunk |= {start.request_id for start in plan.started}
         self._check_starts(plan)
         self._record_events(plan)
@@ -525,7 +527,13 @@ class Trace:
     def _has_computed_prompt(state: RequestState) -> bool:
         return state.num_computed_tokens >= state.request.num_prompt_tokens
 
-    def _check_encodings(self, plan: StepPlan) -> None:
+    def _has_image_backlog(self) -> bool:
+        """Whether more images of open requests than the limit are not encoded, cached or being encoded for them."""
+        states = [self._state(name) for name in self.live]
+        num_images = sum(len(state.request.images) - state.next_image for state in states)
+        return num_images > self.setting.limits.encoder_backlog
+
+    def _check_encodings(self, plan: StepPlan, has_backlog: bool) -> None:
         """New encodings are those of images that requests have, within the limits of a pass."""
         limits, patches = self.setting.limits, []
         for image in plan.images:
@@ -536,6 +544,10 @@ class Trace:
             patches.append(span.num_patches)
         is_alone = len(patches) <= 1 and not self.encoding
         assert sum(patches) <= limits.max_encoder_patches or is_alone, "a pass encodes too many patches"
+        if patches and not has_backlog:
+            assert not self.encoding, "without a backlog two passes are in flight"
+            assert sum(patches) <= limits.short_pass_patches or is_alone, "without a backlog a pass is long"
+            self.seen.add("short pass")
         for image, num_patches in zip(plan.images, patches, strict=True):
             self.encoding[image.key] = plan.number, num_patches
         num_passes = len({number for number, _ in self.encoding.values()})

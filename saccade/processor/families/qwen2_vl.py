@@ -15,8 +15,6 @@ from saccade.processor.positions import VisionSpan
 
 MODEL_TYPE = "qwen2_vl"
 
-_MAX_SHRINK = 2
-"""Pixels of an image sent as it is, over those of its patches: patches of videos have two frames, so there is memory for so many."""
 _MAX_TIME_STEP = 2.0**20
 """Maximum positions between two frame pairs of a video."""
 
@@ -72,8 +70,8 @@ class Rules:
         return math.prod(grid)
 
     def can_patchify_on_device(self, height: int, width: int) -> bool:
-        """See `VisionRules`. An image with many more pixels than its patches is resized first, where it is."""
-        return height * width <= _MAX_SHRINK * math.prod(self.images.resized(height, width))
+        """See `VisionRules`. An image with more pixels than patches of all frames would have is resized first, where it is."""
+        return height * width <= self.images.temporal_patch_size * math.prod(self.images.resized(height, width))
 
     def patchify(
         self,
