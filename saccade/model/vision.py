@@ -248,6 +248,12 @@ def budget_sizes(budget: int, config: VisionConfig) -> LayoutSizes:
 
 def padded_layout(grids: Sequence[Grid], budget: int, config: VisionConfig) -> TowerLayout | None:
     """The layout of the images followed by padding up to the budget. None: too many small images."""
+    return _padded_layout(tuple(grids), budget, config)
+
+
+@functools.lru_cache(maxsize=64)
+def _padded_layout(grids: tuple[Grid, ...], budget: int, config: VisionConfig) -> TowerLayout | None:
+    """Cached: sizes of images recur, and one of 41 x 30 tokens takes 0.2 ms before the encoder can be launched."""
     missing = budget - sum(frames * rows * columns for frames, rows, columns in grids)
     layout = tower_layout([*grids, *_padding(missing // config.patches_per_token, config)], config)
     sizes, capacity = layout.sizes, budget_sizes(budget, config)
