@@ -43,7 +43,7 @@ _CPU_PATCHES = 2048
 
 
 def patch_budgets(max_patches: int, patches_per_token: int) -> tuple[int, ...]:
-    """Patch budgets to capture. Padding takes as long as images do: with budgets 128 tokens apart one of 952 x 1288 took 5 % longer."""
+    """Patch budgets to capture. Padding takes as long as images do, so they are close: 256 patches take 0.7 ms (H200, 3B)."""
     tokens, budgets = _SMALLEST_BUDGET, [_SMALLEST_BUDGET]
     while tokens < _LARGEST_BUDGET and tokens * patches_per_token < max_patches:
         tokens += 32 if tokens < _SMALL_BUDGETS else 64
