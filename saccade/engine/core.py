@@ -477,8 +477,8 @@ class EngineCore:
                 self._count_starts(plan)
 
     def _num_patches_soon(self) -> int:
-        """Patches for which the next step may wait: those that the encoder will have completed soon, or with a backlog of images, before the
-        step in flight has ended."""
+        """Patches for which the next step may wait: those that the encoder will have completed within two step times, or within one with a
+        backlog of images."""
         target_ms = self._step_budget.target_ms
         seconds = self._last_step_s if target_ms is None else target_ms / 1e3
         num_steps = 1 if self.scheduler.has_image_backlog else _STEPS_WAITED_FOR

@@ -69,6 +69,16 @@ def test_the_first_request_compiles_nothing(tmp_path):
         )  # of another thread: not counted
         engine.generate_tokens(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
         assert engine.statistics.num_late_compiles == 0
+        runner = engine._core._core._runner
+        forward = runner.forward
+
+        def forward_with_a_new_kernel(plan):
+            rms_norm(torch.ones(3, 40, device="cuda"), torch.ones(40, device="cuda"), 1e-6)
+            return forward(plan)
+
+        runner.forward = forward_with_a_new_kernel
+        engine.generate_tokens(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
+        assert engine.statistics.num_late_compiles == 1
     assert [len(completion.token_ids) for completion in completions] == [2, 2]
     assert compiled == []
 
