@@ -12,6 +12,7 @@ import torch
 
 from bench.kernels.timing import Row, Work, compare, graph_ms, main
 from saccade.kernels import attention as module
+from saccade.kernels.rope import rope
 
 
 @functools.cache
@@ -92,6 +93,24 @@ def rows() -> Iterator[Row]:
             for path in able
         }
         yield from compare("attention", name, paths, (q, k, v), *case.work, clock=graph_ms)
+        if max(case.lengths) <= 64:
+            yield from _rotated(name, case)
+
+
+def _rotated(name: str, case: Case) -> Iterator[Row]:
+    """Windows with RoPE: in the kernel that attends, and before it."""
+    angles = torch.randn(sum(case.lengths), case.head_dim // 2, device="cuda")
+    table, cu_seqlens, longest = (angles.cos(), angles.sin()), _cu_seqlens(case.lengths), max(case.lengths)
+
+    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return module.rope_attention(q, k, v, table, cu_seqlens, max_seqlen=longest, causal=False)
+
+    def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        bounds = {"max_seqlen_q": longest, "max_seqlen_k": longest, "causal": False}
+        return module.attention(*rope(q, k, table), v, cu_seqlens, cu_seqlens, **bounds)
+
+    paths = {"rotated as loaded": fused, "rope, then attention": parts}
+    yield from compare("rope_attention", name, paths, case.inputs(), case.work[0], clock=graph_ms)
 
 
 if __name__ == "__main__":

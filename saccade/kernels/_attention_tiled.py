@@ -11,7 +11,6 @@ columns, MAIN and TAIL; where TAIL is 0 the second is unused.
 Names in the kernels: m are queries and n keys of one segment; the `position` of a query is the index of the last key it attends to.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -546,13 +545,7 @@ def _tiles(kernel: str, q_THK: Tensor) -> Tiles:
     if q_THK.dtype == torch.float32:
         return FP32_TILES
     tiles = CONFIGS[kernel, next(width for width in (64, 96, 128, 256) if q_THK.shape[2] <= width)]
-    return tiles if _has_tma(q_THK.device) else tiles._replace(tma=False)
-
-
-@functools.cache
-def _has_tma(device: torch.device) -> bool:
-    is_other = device.type == "cuda" and torch.version.cuda is None  # ROCm architectures start at 9 as well
-    return not is_other and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
+    return tiles if launch.has_tma(q_THK.device) else tiles._replace(tma=False)
 
 
 def chunks(head_dim: int) -> dict[str, int]:

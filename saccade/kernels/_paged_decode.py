@@ -141,6 +141,7 @@ def _decode_kernel(
     BLOCK_K: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     STORES: tl.constexpr,
+    BESIDE_PREFILL: tl.constexpr,
     OVERLAP: tl.constexpr,
     LARGEST: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -149,7 +150,8 @@ def _decode_kernel(
 
     A request whose tiles are all in the range is finished here; the first and the last may leave a partial result each. With a WINDOW
     the tiles of a request begin with the one that has the first key in it. STORES: queries and new keys are rotated here, and the
-    program that has the last tile of a request stores its new key and value.
+    program that has the last tile of a request stores its new key and value. BESIDE_PREFILL: it does not wait for the prefill kernel before it,
+    which lets it start when all keys are written, and shares nothing else with it; but it does not end before it.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -177,7 +179,7 @@ def _decode_kernel(
             key_pages + kv_head * head_stride, value_pages + kv_head * head_stride, page_table + first_row * table_stride,
             first_key + n, first_length, page_stride, token_stride, PAGE, BLOCK_K,
         )  # fmt: skip
-    if OVERLAP:
+    if OVERLAP and not BESIDE_PREFILL:
         tl.extra.cuda.gdc_wait()
 
     head = kv_head * RATIO + m
@@ -224,7 +226,7 @@ def _decode_kernel(
                         tl.store(value_pages + at, v_row, mask=in_head)
                     tl.debug_barrier()  # the tile with them is read by all threads
             else:
-                q_block = tl.load(q + q_rows + d[None, :], mask=in_rows, other=0.0)
+                q_block = tl.load(q + q_rows + d[None, :], mask=in_rows, other=0.0, cache_modifier=".cg")
             q_block = scaled_queries(q_block, scale_log2, LARGEST)
             best = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
@@ -245,6 +247,8 @@ def _decode_kernel(
                 partial = (2 * program + (request != first_request).to(tl.int32)).to(tl.int64) * H + head
                 tl.store(partial_lse + partial, best + tl.log2(total), mask=in_block)
                 tl.store(partial_out + partial[:, None] * K + d[None, :], acc, mask=in_rows)
+    if OVERLAP and BESIDE_PREFILL and (program + tl.program_id(1) == 0):
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -392,8 +396,11 @@ def decode(
     out_THK: Tensor,
     plan: DecodePlan,
     new: NewTokens | None = None,
+    *,
+    beside_prefill: bool = False,
 ) -> None:
-    """Write the rows of the first requests, as `plan` says. `new`: rotate q and these keys, and store them first."""
+    """Write the rows of the first requests, as `plan` says. `new`: rotate q and these keys, and store them first. `beside_prefill`: the kernel
+    launched before is `prefill` of the other requests, without splits, and the two may run at once."""
     (_, H, K), (num_pages, G, page_size, _) = q_THK.shape, pages.keys.shape
     num_programs, ratio = len(plan.ranges) - 1, H // G
     partial_out = q_THK.new_empty((2 * num_programs, H, K), dtype=torch.float32)
@@ -406,7 +413,7 @@ def decode(
         partial_lse, K**-0.5 * LOG2_E, num_pages * page_size, *q_THK.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         angles[0].stride(0), *out_THK.stride()[:2], *pages.strides, H=H, RATIO=ratio, K=K, PAGE=page_size,
         BLOCK_M=max(16, triton.next_power_of_2(ratio)), BLOCK_N=plan.tiles.block_n, BLOCK_K=block_k,
-        HAS_ROWS=pages.rows is not None, STORES=new is not None, LARGEST=pages.largest, WINDOW=plan.window, num_warps=plan.tiles.num_warps,
+        HAS_ROWS=pages.rows is not None, STORES=new is not None, BESIDE_PREFILL=beside_prefill, LARGEST=pages.largest, WINDOW=plan.window, num_warps=plan.tiles.num_warps,
         num_stages=plan.tiles.num_stages, **overlaps,
     )  # fmt: skip
     # A program reads all partial results of its rows at once: a loop over them would wait for memory in every pass. Few requests have

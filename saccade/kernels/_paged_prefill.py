@@ -72,8 +72,6 @@ def _attend_kernel(
     Row m of a block is query token m // RATIO, head m % RATIO. SPLIT: results go to `partial_*`, to be combined by
     `_combine_kernel`. OVERLAP: it starts early, and lets the next kernel do so. LARGEST: see QUANTIZED_MAX, 0 for a cache in q's own dtype.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
     # Lengths are read before the wait: they were written at the start of the step, and ordinary kernels, which let nothing start early, are between.
     BLOCK_Q: tl.constexpr = BLOCK_M // RATIO
     request, block = _locate(cu_seqlens_q, num_requests, BLOCK_Q, BLOCK_R)
@@ -89,6 +87,8 @@ def _attend_kernel(
     # One program waits even if it has nothing to do: what follows reads what is before this kernel too, and waits for its end.
     if OVERLAP and ((first_query >= 0) | (tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)):
         tl.extra.cuda.gdc_wait()
+    if OVERLAP:  # not before the wait: what starts now may read what the kernels before this one wrote
+        tl.extra.cuda.gdc_launch_dependents()
     if first_query < 0:
         return
 

@@ -14,6 +14,9 @@ q [T, H, K], k and v [S, G, K], out [T, H, K]; softmax in fp32. A segment withou
 
 Two families of Triton kernels: `_attention_tiled.py` for any mask and any lengths, saves out and one fp32 per query and head;
 `_attention_window.py` for thousands of segments of at most 64 tokens, saves nothing. Lengths stay on the device.
+
+`rope_attention` is attention of segments to themselves with q and k rotated first, see `rope.py`. Without gradients the kernel of short
+segments rotates what it loads; everything else is `rope`, then `attention`.
 """
 
 import functools
@@ -30,7 +33,8 @@ from torch import Tensor
 
 from saccade.kernels import launch
 from saccade.kernels._attention_tiled import can_tile, tiled_attention
-from saccade.kernels._attention_window import can_window, window_attention
+from saccade.kernels._attention_window import can_window, rotated_window_attention, window_attention
+from saccade.kernels.rope import CosSin, rope, rope_reference
 
 
 def attention_reference(
@@ -300,3 +304,33 @@ def attention(
     name = next(name for name in names if _CANDIDATES[name].path == path)
     launch.log_path(f"attention of head dim {q_THK.shape[2]}, {'causal' if causal else 'full'}: {name}")
     return _CANDIDATES[name].run(call)
+
+
+def rope_attention_reference(
+    q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, table: CosSin, cu_seqlens: Tensor, *, max_seqlen: int, causal: bool
+) -> Tensor:
+    """The two formulas, one after the other."""
+    q_THK, k_TGK = rope_reference(q_THK, k_TGK, table)
+    return attention_reference(
+        q_THK, k_TGK, v_TGK, cu_seqlens, cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, causal=causal
+    )
+
+
+def rope_attention(
+    q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, table: CosSin, cu_seqlens: Tensor, *, max_seqlen: int, causal: bool
+) -> Tensor:
+    """Attention of q and k after RoPE, see the top of this file."""
+    if any(part.shape != (len(q_THK), q_THK.shape[2] // 2) for part in table) or q_THK.shape[2] % 2:
+        tables = ", ".join(str(tuple(part.shape)) for part in table)
+        raise ValueError(f"rope_attention: q {tuple(q_THK.shape)} and tables {tables} do not fit")
+    if q_THK.shape[2] != k_TGK.shape[2] or k_TGK.shape != v_TGK.shape or len(k_TGK) != len(q_THK):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q_THK, k_TGK, v_TGK))
+        raise ValueError(f"rope_attention: q, k and v {shapes} do not fit")
+    if not launch.is_differentiable() and can_window(q_THK, k_TGK, max_seqlen, max_seqlen, causal) and len(q_THK):
+        path = launch.choose_path("rope_attention", *launch.available_paths(q_THK, "triton"))
+        if path == "triton":
+            return rotated_window_attention(q_THK, k_TGK, v_TGK, table, cu_seqlens, max_seqlen)
+    q_THK, k_TGK = rope(q_THK, k_TGK, table)
+    return attention(
+        q_THK, k_TGK, v_TGK, cu_seqlens, cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen, causal=causal
+    )

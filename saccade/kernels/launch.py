@@ -56,7 +56,7 @@ except ImportError:
     triton = tl = _MissingTriton()
 
 __all__ = [
-    "CompileCounter", "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced", "is_differentiable", "is_forced",
+    "CompileCounter", "Path", "available_paths", "can_overlap", "choose_path", "compile_only", "dry_run", "forced", "has_tma", "is_differentiable", "is_forced",
     "is_interpreting", "log_path", "num_sms", "overlap_options", "tl", "triton",
 ]  # fmt: skip
 
@@ -144,6 +144,13 @@ def can_overlap(device: torch.device) -> bool:
     """Whether a kernel may start before the one it depends on has ended (programmatic dependent launch): Hopper and later."""
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def has_tma(device: torch.device) -> bool:
+    """Whether kernels can load and store tiles through descriptors (the bulk copy engine): Hopper and later, and the interpreter."""
+    is_other = device.type == "cuda" and torch.version.cuda is None  # ROCm architectures start at 9 as well
+    return not is_other and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def overlap_options(device: torch.device, overlaps: bool | None = None) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""Linear layers, with weights that may be prepacked for a CPU.
+"""Linear layers: with weights that may be prepacked for a CPU, and of many tokens without a workspace on a GPU.
 
 Legend: T tokens, D inputs, N outputs.
 
@@ -9,12 +9,21 @@ calls MKL for fp32, which packs the weight again on every call; for few tokens t
 torch 2.13, fp32, GFLOP/s, MKL -> prepacked; bench/kernels/linear.py): 220 x 896 x 4864 158 -> 219, 8 x 896 x 4864 48 -> 210,
 1 x 896 x 4864 30 -> 65, where 218 is what a product of 2048 cubed reaches. A row's result does not depend on the number of rows,
 but for a single one of some shapes.
+
+On an NVIDIA GPU, without gradients and from `MIN_TOKENS` tokens on, the product is cuBLASLt's without a workspace (`_cublaslt.py`): steps of 512 to 2048
+tokens of the 3B shape take 0.7 to 4.4 % less, decode of 256 requests 2.6 %, passes of its vision encoder up to 2.4 % (H200). Where cuBLAS had no
+workspace at all, decode of 16 to 64 requests took 3 to 4 % more.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from saccade.kernels import launch
+from saccade.kernels._cublaslt import ALIGNMENT, CublasLtError, cublaslt
+
+MIN_TOKENS = 256
+"""Tokens from which on a product needs no workspace to be fast."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -40,4 +49,29 @@ def linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor
     if weight_ND.is_mkldnn:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_ND, bias_N, "none", [], "")
         return out
+    if x.is_cuda and _can_run_without_workspace(x, weight_ND, bias_N):
+        library = cublaslt(x.device)
+        if library is not None:
+            try:
+                return library.linear(x, weight_ND, bias_N)
+            except CublasLtError as error:
+                launch.log_path(f"linear of {tuple(x.shape)} and {tuple(weight_ND.shape)} by torch: {error}")
     return F.linear(x, weight_ND, bias_N)
+
+
+def _can_run_without_workspace(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None) -> bool:
+    """Whether cuBLASLt is called directly: products of many tokens in 16 bits, on the current device, whose rows are aligned."""
+    if (
+        launch.is_differentiable()
+        or x.dim() != 2
+        or len(x) < MIN_TOKENS
+        or x.dtype not in (torch.bfloat16, torch.float16)
+    ):
+        return False
+    tensors = (x, weight_ND) if bias_N is None else (x, weight_ND, bias_N)
+    is_aligned = all(
+        one.dtype == x.dtype and one.stride(-1) == 1 and one.data_ptr() % ALIGNMENT == 0 for one in tensors
+    )
+    row_bytes = x.element_size() * x.stride(0), x.element_size() * x.shape[1], x.element_size() * len(weight_ND)
+    is_current = x.device.index == torch.cuda.current_device()
+    return is_aligned and is_current and weight_ND.is_contiguous() and all(size % ALIGNMENT == 0 for size in row_bytes)

@@ -412,12 +412,16 @@ def _attend(
     window: int | None,
     new: NewTokens | None,
 ) -> Tensor:
-    """Prefill first: where it is split, it also writes rows of decode tokens, which decode overwrites."""
+    """Prefill first: where it is split, it also writes rows of decode tokens, which decode overwrites. Where not, decode runs beside it."""
     num_requests = len(context_lengths_R)
     num_decode = num_requests if max_seqlen_q <= 1 else num_decode
     out_THK = torch.empty_like(q_THK, memory_format=torch.contiguous_format)
     if len(q_THK) == 0 or num_requests == 0:
         return out_THK
+    plan, beside_prefill = decode_plan, False
+    # Made before prefill: decode does not wait for what is launched right before it.
+    if num_decode > 0 and (plan is None or plan.num_decode != num_decode):
+        plan = plan_decode(cu_seqlens_q, context_lengths_R, pages.keys, num_decode=num_decode, window=window)
     if num_decode < num_requests:
         most_keys = pages.table.shape[1] * pages.keys.shape[2]
         schedule = schedule_prefill(
@@ -431,11 +435,9 @@ def _attend(
         else:
             others = pages._replace(rows=pages.rows[num_decode:])
         prefill(q_THK, others, cu_seqlens_q[num_decode:], context_lengths_R[num_decode:], out_THK, schedule, window)
-    if num_decode > 0:
-        plan = decode_plan or plan_decode(
-            cu_seqlens_q, context_lengths_R, pages.keys, num_decode=num_decode, window=window
-        )
-        decode(q_THK, pages, cu_seqlens_q, context_lengths_R, out_THK, plan, new)
+        beside_prefill = schedule.num_splits == 1
+    if plan is not None and num_decode > 0:
+        decode(q_THK, pages, cu_seqlens_q, context_lengths_R, out_THK, plan, new, beside_prefill=beside_prefill)
     return out_THK
 
 

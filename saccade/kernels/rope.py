@@ -67,6 +67,16 @@ def _frequencies(
 _cached_frequencies = functools.cache(_frequencies)
 
 
+def _vision_frequencies(num_frequencies: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same frequencies for two axes, one after the other: [F] frequencies, [F] axes."""
+    with torch.inference_mode(False):
+        inverse, axis = _frequencies((num_frequencies,), theta, device, False)
+        return inverse.repeat(2), torch.cat([axis, axis + 1])
+
+
+_cached_vision_frequencies = functools.cache(_vision_frequencies)
+
+
 def mrope_cos_sin(
     positions_AT: Tensor, theta: float, sections: Sequence[int], *, is_interleaved: bool = False
 ) -> CosSin:
@@ -88,9 +98,11 @@ def mrope_reference(positions_AT: Tensor, inverse_F: Tensor, axis_F: Tensor) -> 
 
 def vision_cos_sin(positions_2P: Tensor, head_dim: int, theta: float = 10000.0) -> CosSin:
     """2-D RoPE: the first half of the frequencies uses the patch's row, the second half its column."""
-    inverse, _ = frequencies((head_dim // 4,), theta, positions_2P.device)
-    rows, columns = positions_2P[0, :, None].float() * inverse, positions_2P[1, :, None].float() * inverse
-    return _table(torch.cat([rows, columns], dim=-1))
+    make = _vision_frequencies if torch.compiler.is_compiling() else _cached_vision_frequencies
+    inverse_F, axis_F = make(head_dim // 4, theta, positions_2P.device)
+    if launch.choose_path("mrope", *launch.available_paths(positions_2P, "triton")) == "triton":
+        return _mrope_triton(positions_2P, inverse_F, axis_F)
+    return mrope_reference(positions_2P, inverse_F, axis_F)
 
 
 def rope_reference(q_THK: Tensor, k_THK: Tensor, table: CosSin) -> tuple[Tensor, Tensor]:

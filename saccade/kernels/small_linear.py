@@ -10,7 +10,7 @@ Legend: T tokens (at most MAX_TOKENS for the fused kernel), D inputs, N outputs,
 x, residual, W [N, D], bias [N] and the outputs share one dtype: bf16, fp16 or fp32. Rounding is that of the unfused layers:
 s, the normalised row before and after its weight, gate and up are rounded to x's dtype; norm, activation and every sum are
 fp32; out is rounded once, after bias or activation. Forward only: with gradients, for more tokens, or with a prepacked weight, `rms_norm`,
-`swiglu` and `linear` are used.
+`linear` and `gated_linear` are used.
 
 Memory-bound: the N * D elements of W are read once. A program computes BLOCK_N outputs and loops over the inputs in tiles of
 BLOCK_K. Every program computes the normalised rows itself: T * D elements from the cache, and two barriers,
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.kernels import launch
+from saccade.kernels.gated_linear import gated_linear
 from saccade.kernels.launch import tl, triton
 from saccade.kernels.linear import linear
 from saccade.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -396,12 +397,15 @@ def norm_gated_linear(
     """(silu(gate) * up, x + residual), where gate and up are the halves of `norm_linear`."""
     if len(weight_ND) % 2:
         raise ValueError(f"norm_gated_linear: weight {tuple(weight_ND.shape)} has no halves for gate and up")
+    _check_norm(x_TD, residual_TD, norm_weight_D, weight_ND, bias_N)
     is_small = _is_small("norm_gated_linear", x_TD, weight_ND, bias_N, residual_TD, norm_weight_D)
     if is_small and launch.choose_path("norm_gated_linear", *launch.available_paths(x_TD, "triton")) == "triton":
-        _check_norm(x_TD, residual_TD, norm_weight_D, weight_ND, bias_N)
         return _run(x_TD, weight_ND, bias_N, residual=residual_TD, norm=(norm_weight_D, eps), is_gated=True)
-    out_TN, total_TD = norm_linear(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
-    return swiglu(*out_TN.chunk(2, dim=1)), total_TD
+    if is_small:
+        out_TN, total_TD = norm_linear(x_TD, residual_TD, norm_weight_D, eps, weight_ND, bias_N)
+        return swiglu(*out_TN.chunk(2, dim=1)), total_TD
+    normalized_TD, total_TD = _norm(x_TD, residual_TD, norm_weight_D, eps)
+    return gated_linear(normalized_TD, weight_ND, bias_N), total_TD
 
 
 def _check(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -160,8 +160,9 @@ class _Launch(NamedTuple):
 
 _QUANT_BLOCK = 16384
 """Columns of a row that 16 warps hold in registers, 32 each."""
-# Not tuned: 16 and 8 elements per thread; bench/kernels/swiglu.py --tune measures them.
-_CONFIGS = {"forward": _Launch(block=2048, num_warps=4), "backward": _Launch(block=1024, num_warps=4)}
+# Forward behind its product, H200, bf16: 2048 x 11008 takes 28.8 us, with 2048 columns and 4 warps 43.8; with 640 and 1024 rows the two are
+# equal. Backward is not tuned: bench/kernels/swiglu.py --tune measures it.
+_CONFIGS = {"forward": _Launch(block=1024, num_warps=2), "backward": _Launch(block=1024, num_warps=4)}
 
 
 def _rows_of(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,12 @@ from saccade.kernels import _attention_tiled as tiled
 from saccade.kernels import _attention_window as window_kernels
 from saccade.kernels import attention as module
 from saccade.kernels import launch
-from saccade.kernels.attention import attention, attention_reference
+from saccade.kernels.attention import (
+    attention,
+    attention_reference,
+    rope_attention,
+    rope_attention_reference,
+)
 
 NAMES = ("out", "dq", "dk", "dv")
 SMALL = tiled.Tiles(32, 16, 4, 1)
@@ -129,6 +134,58 @@ def test_window_kernels_equal_the_reference(head_dim, heads_per_program, device,
         monkeypatch.setitem(window_kernels.CONFIGS, kernel, changed)
     tensors, segments = inputs([16, 7, 0, 64], [16, 7, 0, 64], (2, 2, head_dim), device, dtype)
     expect_path_equals_reference("triton", tensors, segments, BOUNDS[dtype], causal=False)
+
+
+@pytest.mark.parametrize(("head_dim", "heads_per_program"), [(64, 1), (72, 2), (80, 2)])
+def test_windows_rotated_as_they_are_loaded_equal_the_reference(
+    head_dim, heads_per_program, device, dtype, monkeypatch
+):
+    changed = window_kernels.CONFIGS["rotated"]._replace(heads=heads_per_program)
+    monkeypatch.setitem(window_kernels.CONFIGS, "rotated", changed)
+    (q, k, v, _), segments = inputs([16, 7, 0, 64], [16, 7, 0, 64], (2, 2, head_dim), device, dtype)
+    angles = 3 * torch.randn(len(q), head_dim // 2, device=device)
+    arguments = (angles.cos(), angles.sin()), segments["cu_seqlens_q"]
+    with torch.no_grad(), launch.forced("triton"):
+        actual = rope_attention(q, k, v, *arguments, max_seqlen=64, causal=False)
+    expected = rope_attention_reference(q.float(), k.float(), v.float(), *arguments, max_seqlen=64, causal=False)
+    assert_close("out", actual, expected, BOUNDS[dtype])
+    with pytest.raises(AssertionError):
+        assert_close("out", perturbed(actual, BOUNDS[dtype]), expected, BOUNDS[dtype])
+
+
+def test_windows_of_views_of_one_projection_are_rotated_in_place_of_copies(device):
+    qkv = torch.randn(37, 3, 2, 80, device=device)
+    angles = torch.randn(37, 40, device=device)
+    table, cu_seqlens = (angles.cos(), angles.sin()), starts([20, 17], device)
+    with torch.no_grad(), launch.forced("triton"):
+        actual = rope_attention(*qkv.unbind(1), table, cu_seqlens, max_seqlen=20, causal=False)
+    expected = rope_attention_reference(*qkv.unbind(1), table, cu_seqlens, max_seqlen=20, causal=False)
+    assert_close("out", actual, expected, BOUNDS[torch.float32])
+
+
+def test_tables_and_heads_that_do_not_fit_are_refused(device):
+    (q, k, v, _), segments = inputs([10], [10], (2, 2, 32), device, torch.float32)
+    options = {"cu_seqlens": segments["cu_seqlens_q"], "max_seqlen": 10, "causal": False}
+    for num_tokens, num_frequencies in ((4, 16), (10, 8)):
+        table = (torch.zeros(num_tokens, num_frequencies, device=device),) * 2
+        with pytest.raises(ValueError, match="tables"):
+            rope_attention(q, k, v, table, **options)
+    with pytest.raises(ValueError, match="do not fit"):
+        rope_attention(q, k[:9], v[:9], (torch.zeros(10, 16, device=device),) * 2, **options)
+
+
+def test_rotated_attention_has_gradients(device):
+    (q, k, v, d_out), segments = inputs([16, 30], [16, 30], (2, 2, 16), device, torch.float32)
+    angles = torch.randn(46, 8, device=device)
+    arguments = {"table": (angles.cos(), angles.sin()), "cu_seqlens": segments["cu_seqlens_q"]}
+    runs = [
+        functools.partial(run, **arguments, max_seqlen=30, causal=False)
+        for run in (rope_attention, rope_attention_reference)
+    ]
+    with launch.forced("triton"):
+        actual = out_and_gradients(runs[0], [q, k, v, d_out])
+    for name, a, e in zip(NAMES, actual, out_and_gradients(runs[1], [q, k, v, d_out]), strict=True):
+        assert_close(name, a, e, BOUNDS[torch.float32])
 
 
 def test_window_kernels_take_other_lengths_for_keys(device):

@@ -227,6 +227,14 @@ def test_ranges_of_ragged_requests_combine_again_and_again(min_keys, device, one
         assert_close("out", run_triton(case), expected, BOUNDS[one_dtype])
 
 
+def test_a_plan_of_fewer_requests_than_decode_is_made_again(device, one_dtype):
+    """A step of one token each, some of them the last chunk of a prompt that samples nothing."""
+    case = make_case([1, 1, 1, 1], [40, 17, 33, 5], (4, 2, 64), device, one_dtype)
+    plan = plan_decode(*case.tensors[4:], case.tensors[1], num_decode=2)
+    case.options.update({"max_seqlen_q": 1, "num_decode": 2, "decode_plan": plan})
+    expect_equal(case, one_dtype)
+
+
 @pytest.mark.parametrize("programs_per_sm", [1, 2, 5, 30])
 def test_decode_ranges_cover_every_tile_once(programs_per_sm, device):
     lengths = torch.tensor(RAGGED * 3, device=device).int()
