@@ -372,7 +372,7 @@ class Linear(Projection):
         return self.linear(x)
 
     def forward_gated(self, x: Input) -> Tensor | None:
-        """See `Projection`. Norm and activation run in the kernel of the product, for one token."""
+        """See `Projection`. Norm and activation run in the kernel of the product for one token, the activation also for very many."""
         if not isinstance(x, NormedSum):
             return swiglu(*self.linear(x).chunk(2, dim=-1))
         out, x.total = norm_gated_linear(x.x_TD, x.residual_TD, x.weight_D, x.eps, self.weight, self.bias)

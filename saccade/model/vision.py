@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from saccade.device import to_device
-from saccade.kernels.attention import attention
+from saccade.kernels.attention import rope_attention
 from saccade.kernels.resize import resize
-from saccade.kernels.rope import CosSin, rope, vision_cos_sin
+from saccade.kernels.rope import CosSin, vision_cos_sin
 from saccade.model.config import VisionConfig
 from saccade.model.layers import LayerNorm, RMSNorm, make_embedding
 from saccade.model.linear import Input, Linear, PatchLinear, add_update
@@ -304,11 +304,9 @@ class VisionAttention(nn.Module):
     def forward(self, x_PD: Input, cos_sin: CosSin, segments: Segments) -> Tensor:
         """[P, D] to [P, D]."""
         q_PHK, k_PHK, v_PHK = self.qkv(x_PD).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
-        q_PHK, k_PHK = rope(q_PHK, k_PHK, cos_sin)
-        out_PHK = attention(
-            q_PHK, k_PHK, v_PHK, segments.cu_seqlens, segments.cu_seqlens,
-            max_seqlen_q=segments.max_seqlen, max_seqlen_k=segments.max_seqlen, causal=False,
-        )  # fmt: skip
+        out_PHK = rope_attention(
+            q_PHK, k_PHK, v_PHK, cos_sin, segments.cu_seqlens, max_seqlen=segments.max_seqlen, causal=False
+        )
         out: Tensor = self.proj(out_PHK.flatten(1))
         return out
 

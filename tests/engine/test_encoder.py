@@ -144,9 +144,9 @@ def test_features_do_not_depend_on_earlier_batches(model):
 
 def test_budgets_increase_by_256_patches_at_most_and_small_ones_by_less():
     budgets = patch_budgets(32768, 4)
-    assert (budgets[0], budgets[-1], len(budgets)) == (256, 8192, 36)
+    assert (budgets[0], budgets[-1], len(budgets)) == (256, 8192, 51)
     for before, after in pairwise(budgets):
-        assert before < after <= before + (128 if before < 1280 else 256)
+        assert before < after <= before + (128 if before < 5120 else 256)
 
 
 @pytest.mark.parametrize("max_patches", [1, 256, 257, 3000, 8192])
