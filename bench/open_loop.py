@@ -1,10 +1,12 @@
 """Open-loop serving: latency under requests that arrive one by one, at given rates.
 
-    python -m bench.open_loop [--checkpoint FOLDER | --size 3b] [--rates 4 16 32 64] [--seconds 20] [--trace FILE] [--plot FILE] [--out FILE]
+    python -m bench.open_loop [--checkpoint FOLDER | --size 3b] [--rates 4 16 32 64] [--seconds 20 ...] [--once] [--trace FILE] [--plot FILE]
+                              [--out FILE]
 
 The workload of docs/benchmarks.md. Arrivals are a Poisson process. Every prompt begins with the same 40 tokens; then 0, 1, 1 or 2 images
 (equally likely), each new, of a size drawn from `SIZES`; then text of exp(N(5, 1)) tokens within 16..2048. Outputs have 16..256 tokens,
-greedy, end of turn ignored. Caches are on, drafts off. The first rate runs twice: the first run starts when the engine is ready.
+greedy, end of turn ignored. Caches are on, drafts off. The first rate runs twice, unless `--once`: the first run starts when the engine is ready.
+`--seconds` may give each rate its own. Of more than 15 s, the TTFT of the requests of the first 15 is reported as well.
 
 A trace is a JSONL file with one request a line: `arrival_s`, `num_text`, `num_output`, and `images` as a list of [height, width].
 
@@ -34,6 +36,8 @@ SIZES = (
 )  # fmt: skip
 """Height and width of images in pixels."""
 NUM_PREFIX = 40
+FIRST_S = 15.0
+"""Whose requests are also reported apart."""
 
 
 class Arrival(NamedTuple):
@@ -125,6 +129,7 @@ def run(engine: Engine, prompts: Prompts, arrivals: Sequence[Arrival], name: str
         "served_per_s": completed / (window / 2),
         "throughput_per_s": len(arrivals) / total,
         "ttft_ms": percentiles(ttft),
+        "first_ttft_ms": percentiles(ttft[[one.arrival_s < arrivals[0].arrival_s + FIRST_S for one in arrivals]]),
         "preprocess_ms": percentiles(np.array(preprocess_s) * 1e3),
         "gap_ms": percentiles(gaps),
         "late_captures": engine.statistics.num_late_captures - before.num_late_captures,
@@ -139,10 +144,14 @@ def percentiles(values: NDArray[Any]) -> dict[str, float]:
 
 def show(row: dict[str, Any]) -> str:
     """One line."""
-    ttft, gap = ([f"{row[kind][p]:.1f}" for p in ("p50", "p95", "p99", "max")] for kind in ("ttft_ms", "gap_ms"))
+    ttft, first, gap = (
+        " / ".join(f"{row[kind][p]:.1f}" for p in ("p50", "p95", "p99", "max"))
+        for kind in ("ttft_ms", "first_ttft_ms", "gap_ms")
+    )
+    first = f", of the first {FIRST_S:g} s {first}" if first != ttft else ""
     return (
         f"{row['name']:<14} arrivals {row['arrivals_per_s']:5.1f}/s  served {row['served_per_s']:5.1f}/s  "
-        f"TTFT p50/95/99/max {' / '.join(ttft)} ms (preprocessing {row['preprocess_ms']['p50']:.1f})  gap {' / '.join(gap)} ms  late captures {row['late_captures']}, compiles {row['late_compiles']}"
+        f"TTFT p50/95/99/max {ttft} ms{first} (preprocessing {row['preprocess_ms']['p50']:.1f})  gap {gap} ms  late captures {row['late_captures']}, compiles {row['late_compiles']}"
     )
 
 
@@ -152,7 +161,10 @@ def main() -> None:
     parser.add_argument("--size", default="3b")
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--rates", type=float, nargs="+", default=[4, 16, 32, 64])
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument(
+        "--seconds", type=float, nargs="+", default=[20.0], help="of each rate; the last one's of those left"
+    )
+    parser.add_argument("--once", action="store_true", help="run the first rate once")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of EngineConfig")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -165,17 +177,18 @@ def main() -> None:
     config = EngineConfig(**{"max_length": 8192, "max_draft_tokens": 0} | settings)
     with Engine.load(options.checkpoint, config=config) as engine:
         print(f"ready {process_age():.1f} s after the start of the process", flush=True)
-        runs = [(f"{rate:g}/s", poisson(rate, options.seconds, seed)) for seed, rate in enumerate(options.rates)]
+        seconds = options.seconds + options.seconds[-1:] * len(options.rates)
+        runs = [(f"{rate:g}/s", poisson(rate, seconds[seed], seed)) for seed, rate in enumerate(options.rates)]
         if options.trace:
             runs = [(options.trace.stem, read_trace(options.trace))]
         first = f"{runs[0][0]}, first"
-        for name, arrivals in [(first, runs[0][1]), *runs]:
+        for name, arrivals in [(first, runs[0][1]), *runs[options.once :]]:
             rows.append(run(engine, prompts, arrivals, name))
             print(show(rows[-1]), flush=True)
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1))
     if options.plot:
-        plot([row | {"load": row["arrivals_per_s"]} for row in rows[1:]], options.plot)
+        plot([row | {"load": row["arrivals_per_s"]} for row in rows[not options.once :]], options.plot)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Open-loop serving on a simulated GPU: what a change of the scheduler does to latencies, without one.
 
-    python -m bench.simulate_serving [--rates 32 64] [--seconds 10] [--seeds 3] [--set target_step_ms=12] [--breakdown]
+    python -m bench.simulate_serving [--rates 32 64] [--seconds 10] [--seeds 3] [--set target_step_ms=12.5] [--breakdown]
 
 The engine core, its scheduler and the workload of `bench.open_loop` are the real ones; the runner, the clock and the preprocessing workers are
 not. A step takes what the 3B shape takes on an H200, interpolated over decode requests and captured sizes. The vision encoder runs beside
 the steps: together they are as fast as one after the other beside prompts, and 1.15 times as fast beside decode alone. Constants are
-from measurements there (2026-11-16 and 17). Against the device itself, the same ten seconds of 32 arrivals/s (`--seeds 1`): TTFT p50 / p95 / p99 / max of 26 / 79 / 122 / 142
-ms simulated, 28 to 29 / 93 to 96 / 123 to 124 / 159 to 163 measured; gaps 3.0 / 10.7 / 14.0 / 18 and 3.2 / 11.0 / 14.4 / 18 to 22; over 15 s p99 126 and 142 to 148. It
-says which of two policies is better, not how good one is.
+from measurements there (2026-11-18, steps as they are in service). Against the device itself, the same 15 seconds of 32 arrivals/s (`--seconds 15 --seeds 1`): TTFT
+p50 / p95 / p99 / max of 27 / 95 / 130 / 157 ms simulated, 26 / 89 / 131 / 150 measured; gaps 3.1 / 11.3 / 15.1 / 18 and 3.2 / 11.1 / 14.7 / 20. It says which of two policies is better, not how good one is.
 """
 
 import argparse
@@ -27,13 +26,20 @@ from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.engine.step import ChunkResult, EncodeResult, StepPlan, StepResult
 from saccade.processor.image import ImageSettings
 
-DECODE_MS = {1: 1.9, 2: 2.4, 8: 2.75, 16: 2.8, 24: 3.0, 64: 3.5, 128: 4.2, 256: 5.1}
+DECODE_MS = {1: 1.9, 2: 2.3, 4: 2.4, 8: 2.8, 16: 2.9, 24: 3.1, 32: 3.2, 64: 3.6, 128: 4.3, 256: 5.2}
 """Decode steps by number of requests."""
 MIXED_MS = {
-    16: 3.25, 64: 3.23, 128: 3.47, 192: 3.8, 256: 3.9, 512: 6.1, 640: 7.1, 768: 8.2, 1024: 10.3, 1280: 12.7, 1536: 15.1,
-    2048: 19.9, 3072: 29.7, 4096: 39.7, 4352: 42.2,
+    16: 3.1, 64: 3.4, 128: 3.8, 192: 4.2, 256: 4.5, 384: 5.5, 512: 6.6, 640: 7.7, 768: 8.7, 896: 9.6, 1024: 10.7, 1280: 13.1, 1536: 15.4,
+    2048: 20.1, 3072: 29.4, 4096: 39.1, 4352: 41.5,
 }  # fmt: skip
-"""Steps with prompts and 8 decode requests, by captured size: as measured, less 0.3 ms that attention takes less since."""
+"""Steps with prompts and decode requests, by captured size, as they are in service up to 1024."""
+ENCODE_MS = {
+    256: 1.9, 576: 2.8, 896: 3.4, 1024: 3.6, 1280: 4.2, 1536: 4.8, 2048: 6.0, 2304: 6.7, 2560: 7.6, 3072: 8.6, 4864: 13.8, 5120: 15.1, 6400: 18.2,
+    8192: 23.2, 32768: 94.0,
+}  # fmt: skip
+"""A pass of the vision encoder alone by its budget of patches, with what comes before and after it; beyond 8192 it is extrapolated."""
+BUDGET_PADDING = 60
+"""Patches, on average."""
 DECODE_REQUEST_MS = 0.008
 """Of each further decode request of such a step."""
 BESIDE_DECODE, BESIDE_PROMPTS = (0.42, 0.72), (0.50, 0.52)
@@ -46,7 +52,7 @@ and 1.65 ms with the core in a thread; in a process of its own they are estimate
 
 def encode_ms(num_patches: int) -> float:
     """A pass of the vision encoder alone."""
-    return 0.6 + 0.0029 * num_patches
+    return _interpolate(ENCODE_MS, num_patches + BUDGET_PADDING)
 
 
 def preprocess_ms(images: Sequence[tuple[int, int]]) -> float:
