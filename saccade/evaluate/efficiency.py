@@ -3,7 +3,8 @@
     make prompts -> send them (closed loop: so many at once; open loop: so many per second) -> time every token -> percentiles
 
 Every request has an image of its own (noise, so that no cache helps), some words and a fixed number of output tokens. TTFT is the time
-from sending a request to its first token, TPOT the time from the first to the last token divided by their number less one.
+from sending a request to its first token, TPOT the time from the first to the last token divided by their number less one. A model that is
+behind may deliver several tokens at once; an answer that arrives whole says nothing of the time per token, and has no TPOT.
 """
 
 from __future__ import annotations
@@ -137,7 +138,9 @@ def summarize(load: Load, timings: Sequence[_Timing], peak_memory_bytes: int | N
     """Percentiles in milliseconds, rates per second."""
     first = [(one.arrivals[0][0] - one.sent) * 1e3 for one in timings]
     per_token = [
-        (one.arrivals[-1][0] - one.arrivals[0][0]) * 1e3 / (one.num_tokens - 1) for one in timings if one.num_tokens > 1
+        (one.arrivals[-1][0] - one.arrivals[0][0]) * 1e3 / (one.num_tokens - 1)
+        for one in timings
+        if len(one.arrivals) > 1
     ]
     gaps = [
         (later - earlier) * 1e3

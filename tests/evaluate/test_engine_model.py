@@ -88,9 +88,9 @@ def test_a_refused_image_is_an_error_of_the_request(model):
 
 
 def test_efficiency_times_the_engine(model):
-    load = Load(num_requests=3, concurrency=2, image_side=56, num_words=3, num_output_tokens=4, num_warmup=1)
+    load = Load(num_requests=3, concurrency=2, image_side=56, num_words=3, num_output_tokens=48, num_warmup=1)
     found = measure_efficiency(model, load)
-    assert found["num_output_tokens"] == 12
+    assert found["num_output_tokens"] == 3 * 48
     assert found["tpot_ms"]["p50"] > 0
     assert found["peak_memory_bytes"] > 2**20
 

@@ -105,3 +105,19 @@ def test_efficiency_counts_every_token_of_a_stated_load(rate):
     assert 0 < found["ttft_ms"]["p50"] <= found["ttft_ms"]["p99"] <= found["e2e_ms"]["max"]
     assert found["load"]["text"] == load.describe()
     assert found["peak_memory_bytes"] is None
+
+
+def test_answers_that_arrive_whole_have_no_time_per_token():
+    load = Load(num_requests=2, concurrency=1, image_side=0, num_words=1, num_output_tokens=4, num_warmup=1)
+
+    class Streams(ColourModel):
+        def stream(self, conversation, decoding):
+            yield from deltas.pop(0)
+
+    deltas = [[4], [4], [4]]
+    found = measure_efficiency(Streams(), load)
+    assert (found["tpot_ms"], found["inter_token_ms"], found["num_output_tokens"]) == (None, None, 8)
+    assert found["ttft_ms"]["p50"] == found["e2e_ms"]["p50"]
+    deltas = [[4], [4], [1, 3]]
+    found = measure_efficiency(Streams(), load)
+    assert found["tpot_ms"]["p50"] == pytest.approx(found["inter_token_ms"]["p50"] / 3)
