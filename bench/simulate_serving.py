@@ -23,7 +23,7 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.core import AddRequest, EngineCore
 from saccade.engine.cuda_graphs import step_size
 from saccade.engine.request import ImageSpan, Request, SamplingParams
-from saccade.engine.step import ChunkResult, EncodeResult, StepPlan, StepResult
+from saccade.engine.step import ENCODER_PARTS, ChunkResult, EncodeResult, StepPlan, StepResult
 from saccade.processor.image import ImageSettings
 
 DECODE_MS = {1: 1.9, 2: 2.3, 4: 2.4, 8: 2.8, 16: 2.9, 24: 3.1, 32: 3.2, 64: 3.6, 128: 4.3, 256: 5.2}
@@ -126,6 +126,8 @@ class SimulatedRunner:
         """Steps with a part of a request's prompt."""
         self._requests: dict[str, Request] = {}
         self._encodings: deque[tuple[Work, StepPlan]] = deque()
+        self._pass: StepPlan | None = None
+        self._parts_left, self._part_s = 0, 0.0
 
     def register(self, request: Request, prompt: object, adapter_slot: int | None) -> None:
         """A request was added."""
@@ -143,21 +145,39 @@ class SimulatedRunner:
         """All sizes are captured."""
         return 0, 0
 
+    def encode_ms(self, num_patches: int) -> float:
+        """Of a pass, or of several."""
+        return encode_ms(num_patches) if num_patches else 0.0
+
     def start_encodings(self, plan: StepPlan) -> None:
-        """One pass for the images of a plan."""
+        """Launch the parts of a plan without chunks."""
+        self._run_encoder(plan)
+
+    def _run_encoder(self, plan: StepPlan) -> list[Work]:
+        """Parts of the pass of the plan's images, or of the one in progress."""
         if plan.images:
             spans = [self._requests[image.request_id].images[image.image_index] for image in plan.images]
-            work = Work(encode_ms(sum(span.num_patches for span in spans)) / 1e3)
-            self.gpu.encodings.append(work)
-            self._encodings.append((work, plan))
-            self.gpu.run_until(self.gpu.now + ENCODE_S)
+            self._pass, self._parts_left = plan, ENCODER_PARTS
+            self._part_s = encode_ms(sum(span.num_patches for span in spans)) / 1e3 / ENCODER_PARTS
+        if self._pass is None or not plan.encoder_parts:
+            return []
+        work = Work(plan.encoder_parts * self._part_s, () if plan.encodes_beside else tuple(self.gpu.steps))
+        self.gpu.encodings.append(work)
+        self._parts_left -= plan.encoder_parts
+        if self._parts_left == 0:
+            self._encodings.append((work, self._pass))
+            self._pass = None
+        self.gpu.run_until(self.gpu.now + ENCODE_S * plan.encoder_parts / ENCODER_PARTS)
+        return [] if plan.encodes_beside else [work]
 
     def forward(self, plan: StepPlan) -> "SimulatedStep":
         """Launch a step."""
-        self.start_encodings(plan)
+        waits_for = self._run_encoder(plan)
         self.gpu.run_until(self.gpu.now + LAUNCH_S)
         read = {slot for chunk in plan.chunks for image in chunk.images for slot in image.slots}
-        waits_for = [work for work, of in self._encodings if any(read.intersection(image.slots) for image in of.images)]
+        waits_for += [
+            work for work, of in self._encodings if any(read.intersection(image.slots) for image in of.images)
+        ]
         prompts = [chunk for chunk in plan.chunks if not chunk.reads_last_token]
         work = Work(self._step_ms(plan) / 1e3, waits_for, has_prompts=bool(prompts))
         self.gpu.steps.append(work)
@@ -214,7 +234,9 @@ class SimulatedStep(NamedTuple):
         gpu.wait(self.work)
         gpu.run_until(gpu.now + READ_S)
         chunks = tuple([ChunkResult(chunk.request_id, (1,) if chunk.samples else ()) for chunk in self.plan.chunks])
-        return StepResult(number=self.plan.number, chunks=chunks, images=self.runner.finished_encodings())
+        seconds = (self.work.ended_at or 0.0) - (self.work.begun_at or 0.0)
+        images = self.runner.finished_encodings()
+        return StepResult(number=self.plan.number, chunks=chunks, images=images, duration_s=seconds)
 
 
 def _interpolate(table: dict[int, float], x: int) -> float:

@@ -47,7 +47,7 @@ class EngineConfig:
     """Keep features of images that no request uses until their slots are needed."""
     prefix_cache: bool = True
     """Keep pages of ended requests for requests with the same prefix."""
-    target_step_ms: float | None = 12.5
+    target_step_ms: float | None = 13.0
     """Limit the prompt tokens of a step while requests decode, so that it takes about this long, or three times as long as a step
     without prompts if that is more. None: no limit."""
     max_draft_tokens: int | None = None

@@ -26,7 +26,6 @@ from saccade.engine.adapters import AdapterEntry, AdapterTable
 from saccade.engine.config import EngineConfig
 from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_PREFILL, prefill_beside_decode
 from saccade.engine.encoder_cache import EncoderCache
-from saccade.engine.encoder_progress import EncoderProgress
 from saccade.engine.grammar import Grammars, GrammarState, NextMasks
 from saccade.engine.pages import PagePool
 from saccade.engine.profiler import CoreProfiler
@@ -34,9 +33,9 @@ from saccade.engine.prompt import TokenPrompt
 from saccade.engine.prompt_lookup import WEIGHT, WEIGHT_ON_CPU, PromptLookup
 from saccade.engine.request import Failure, FailureKind, FinishReason, Request, RequestOutput
 from saccade.engine.runner import DeviceError, Runner, StepForward, StepHandle
-from saccade.engine.scheduler import Limits, Scheduler
-from saccade.engine.step import EncodeResult, StepPlan, StepResult
-from saccade.engine.step_budget import MIN_TOKENS, StepBudget
+from saccade.engine.scheduler import EncoderTurn, Limits, NextPass, Scheduler
+from saccade.engine.step import ENCODER_PARTS, EncodeResult, StepPlan, StepResult
+from saccade.engine.step_budget import StepBudget, StepShare
 from saccade.engine.time_histogram import TimeHistogram
 from saccade.errors import RequestError, UserError
 from saccade.model.adapters import Adapter
@@ -46,11 +45,11 @@ logger = logging.getLogger(__name__)
 _MAX_STALE_DEADLINES = 1024
 """Deadlines of ended requests kept before they are removed."""
 
-_SLOWDOWN_BESIDE_ENCODER = 2
-"""How many times as long a step takes that runs beside the vision encoder, roughly, so that it gets fewer prompt tokens."""
+_SLOWDOWN_BESIDE_ENCODER, _ENCODER_SPEED_BESIDE_DECODE = 2.4, 0.72
+"""How many times as long a decode step takes beside the vision encoder, and the encoder's speed then (H200, 3B)."""
 
-_STEPS_WAITED_FOR = 2
-"""Times of a step within which the encoder completes an image that the next step waits for, during one of which the step in flight runs."""
+_SHORT_PASS = 3200
+"""Patches in a pass of the vision encoder without a backlog: a longer one delays the first of its images."""
 
 _POLLED = 0.6
 """Share of a decode step in which messages are handled."""
@@ -206,10 +205,11 @@ class Statistics:
 class _InFlight:
     """A step between its launch and the reading of its result."""
 
-    __slots__ = ("forward", "handle", "num_decode_tokens", "num_prompt_tokens", "plan", "started_at")
+    __slots__ = ("forward", "handle", "is_beside", "num_decode_tokens", "num_prompt_tokens", "plan", "started_at")
 
     def __init__(self, plan: StepPlan, forward: StepForward, started_at: float) -> None:
         self.plan, self.forward, self.started_at = plan, forward, started_at
+        self.is_beside = False  # the encoder runs beside it
         self.handle: StepHandle | None = None  # None: it is sampled when its masks are computed
         self.num_prompt_tokens = sum([chunk.num_tokens for chunk in plan.chunks if not chunk.reads_last_token])
         self.num_decode_tokens = sum([chunk.num_tokens for chunk in plan.chunks]) - self.num_prompt_tokens
@@ -259,7 +259,7 @@ class EngineCore:
         self._deadlines: list[tuple[float, str, str]] = []  # a heap: time, request id, kind
         self._added_at: dict[str, float] = {}  # of requests that have not started
         self._encoding_since: dict[bytes, float] = {}
-        self._encoder_progress = EncoderProgress()
+        self._encoder_until = 0.0  # when the encoder, beside the steps, is expected to be done
         self._queue_times, self._encode_times = TimeHistogram(), TimeHistogram()
         self._in_flight: _InFlight | None = None
         self._is_checked = True
@@ -448,9 +448,8 @@ class EngineCore:
 
     def _step(self, handle_messages: Callable[[], None]) -> list[RequestOutput]:
         outputs = self._finish_encoding(self._runner.finished_encodings())
-        num_patches_soon = self._num_patches_soon()
-        budget = self._token_budget(num_patches_soon)
-        plan = self.scheduler.plan(budget, self._deferred(), num_patches_soon)  # while masks are computed
+        self._encode_beside(self._in_flight)
+        plan = self._plan()  # while masks are computed
         previous, self._in_flight = self._in_flight, None
         if previous is not None and previous.handle is None:
             self._sample(previous)
@@ -472,34 +471,58 @@ class EngineCore:
         while step.handle is not None and not step.handle.is_done and self._clock() < polls_until:
             num_added = self._num_added
             handle_messages()
-            if self._num_added > num_added and (plan := self.scheduler.plan_encodings()) is not None:
-                self._runner.start_encodings(plan)
-                self._count_starts(plan)
+            if self._num_added > num_added:
+                self._encode_beside(step, self._in_flight)
 
-    def _num_patches_soon(self) -> int:
-        """Patches for which the next step may wait: those that the encoder will have completed within two step times, or within one with a
-        backlog of images."""
-        target_ms = self._step_budget.target_ms
-        seconds = self._last_step_s if target_ms is None else target_ms / 1e3
-        num_steps = 1 if self.scheduler.has_image_backlog else _STEPS_WAITED_FOR
-        return self._encoder_progress.num_patches(self._clock(), num_steps * seconds)
+    def _encode_beside(self, *steps: _InFlight | None) -> None:
+        """Encode images of new requests at once if the steps in flight, `steps`, only decode."""
+        in_flight = [step for step in steps if step is not None]
+        if not in_flight or any(step.num_prompt_tokens for step in in_flight):
+            return
+        plan = self.scheduler.plan_encodings(_SHORT_PASS)
+        if plan is None:
+            return
+        self._runner.start_encodings(plan)
+        self._count_starts(plan)
+        if plan.images:
+            encode_s = self._runner.encode_ms(self.scheduler.num_patches_encoding) / 1e3
+            self._encoder_until = self._clock() + encode_s / _ENCODER_SPEED_BESIDE_DECODE
+            for step in in_flight:
+                step.is_beside = True
 
-    def _token_budget(self, num_patches_soon: int) -> int:
-        """Prompt tokens of the next step. While no request is decoding there is no gap between tokens to bound."""
-        budget, num_decoding = None, self.scheduler.num_decoding()
-        if num_decoding:
-            budget = self._step_budget.num_tokens(self.scheduler.num_uncomputed_prompt_tokens())
-        if budget is not None and self._runs_beside_encoder(budget, num_patches_soon):
-            budget = max(MIN_TOKENS, budget // _SLOWDOWN_BESIDE_ENCODER)
-        return prefill_beside_decode(MAX_PREFILL if budget is None else budget, num_decoding)
+    def _plan(self) -> StepPlan | None:
+        """Plan the next step. While no request is decoding there is no gap between tokens to bound."""
+        scheduler, budget = self.scheduler, self._step_budget
+        num_decoding, deferred = scheduler.num_decoding(), self._deferred()
+        if not num_decoding:
+            return scheduler.plan(MAX_PREFILL, deferred)
+        work, encode_ms = scheduler.work_left(), self._runner.encode_ms
+        budget.observe_queue(work.num_requests, work.num_prompt_tokens, encode_ms(work.num_patches))
+        max_patches = scheduler.limits.max_encoder_patches if budget.has_backlog else _SHORT_PASS
+        next_pass = scheduler.next_pass(max_patches) or NextPass(0, 0)
+        share = budget.share(
+            work.num_ready_tokens,
+            part_ms=encode_ms(next_pass.num_patches) / ENCODER_PARTS,
+            parts_left=next_pass.parts_left,
+            busy_ms=max(0.0, self._encoder_until - self._free_at()) * 1e3,
+        )
+        if share is None:
+            share = StepShare(MAX_PREFILL, encoder_parts=1)
+        turn = EncoderTurn(share.encoder_parts, max_patches)
+        return scheduler.plan(prefill_beside_decode(share.num_tokens, num_decoding), deferred, turn)
 
-    def _runs_beside_encoder(self, budget: int, num_patches_soon: int) -> bool:
-        """Whether most of a step would run beside the encoder. A long one, of a raised budget, does if any image is being encoded."""
-        num_patches, usual = self.scheduler.num_patches_encoding, self._step_budget.num_tokens()
-        return num_patches > num_patches_soon or (num_patches > 0 and usual is not None and budget > usual)
+    def _free_at(self) -> float:
+        """When the step in flight is expected to end."""
+        step, now = self._in_flight, self._clock()
+        if step is None:
+            return now
+        step_ms = self._step_budget.expected_ms(step.num_prompt_tokens + step.num_decode_tokens)
+        slowdown = _SLOWDOWN_BESIDE_ENCODER if step.is_beside else 1.0
+        return max(now, max(step.started_at, self._last_read_at) + slowdown * step_ms / 1e3)
 
     def _launch(self, plan: StepPlan) -> _InFlight:
         launched = _InFlight(plan, self._runner.forward(plan), self._clock())
+        launched.is_beside = plan.encodes_beside or self._encoder_until > launched.started_at
         if self._masks is None or self._masks.are_ready(self._with_grammar(plan)):
             self._sample(launched)
         self._count_launch(launched)
@@ -512,25 +535,23 @@ class EngineCore:
     def _process(self, step: _InFlight) -> list[RequestOutput]:
         assert step.handle is not None, "a step is sampled before the next one is launched"
         result = step.handle.read()
-        num_patches = self.scheduler.num_patches_encoding
         outputs = self.scheduler.update(step.plan, result)
-        self._observe_encodings(result.images, num_patches)
+        self._observe_encodings(result.images)
         self._observe(step, result)
         return outputs
 
     def _finish_encoding(self, results: Sequence[EncodeResult]) -> list[RequestOutput]:
-        num_patches = self.scheduler.num_patches_encoding
         outputs = self.scheduler.finish_encoding(results)
-        self._observe_encodings(results, num_patches)
+        self._observe_encodings(results)
         return outputs
 
-    def _observe_encodings(self, results: Sequence[EncodeResult], num_patches_before: int) -> None:
-        """Learn how long encodings took, of which so many patches were in flight before these ended. Failed ones say nothing of it."""
+    def _observe_encodings(self, results: Sequence[EncodeResult]) -> None:
+        """Count how long encodings took."""
         if not results:
             return
-        now, num_left = self._clock(), self.scheduler.num_patches_encoding
-        has_failed = any(result.failure is not None for result in results)
-        self._encoder_progress.finish(0 if has_failed else num_patches_before - num_left, num_left=num_left, now=now)
+        now = self._clock()
+        if not self.scheduler.is_encoding:
+            self._encoder_until = now
         self._encode_times.observe_all(now - self._encoding_since.pop(result.key, now) for result in results)
         self.statistics.encode_counts = self._encode_times.counts
         self.statistics.encode_total_s = self._encode_times.total_s
@@ -541,7 +562,6 @@ class EngineCore:
         if plan.images:
             self.statistics.num_images_encoded += len(plan.images)
             self._encoding_since |= {image.key: now for image in plan.images}
-            self._encoder_progress.start(now)
         waited = [
             now - self._added_at.pop(start.request_id) for start in plan.started if start.request_id in self._added_at
         ]
@@ -553,13 +573,13 @@ class EngineCore:
             )
 
     def _observe(self, step: _InFlight, result: StepResult) -> None:
-        """Learn from a step: its time, measured from when the previous one was read, since the device was busy until then; its drafts;
-        the tokens that grammars advance by."""
+        """Learn from a step: its time, its drafts, the tokens that grammars advance by."""
         now, previous = self._clock(), self._last_read_at
         self._last_read_at = now
         if step.plan.chunks:
             self._last_step_s = now - max(step.started_at, previous)
-            self._step_budget.observe(self._last_step_s * 1e3, step.num_prompt_tokens, step.num_decode_tokens)
+            if not step.is_beside:
+                self._step_budget.observe(result.duration_s * 1e3, step.num_prompt_tokens, step.num_decode_tokens)
         for given in result.chunks if self._grammar_states else ():
             if given.request_id in self._grammar_states and given.token_ids:
                 self._grammar_states[given.request_id].accept(given.token_ids)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from saccade.log import log_once
 
@@ -113,14 +113,22 @@ def largest_step(max_tokens: int, max_requests: int, max_draft_tokens: int) -> t
     return max(max_tokens, STEP_TOKENS[-1], decode), max(decode, max_requests + MAX_CHUNKS), samples
 
 
+class _Captured(NamedTuple):
+    graphs: list[torch.cuda.CUDAGraph]
+    """The parts, in order."""
+    out: Tensor
+
+
 class CudaGraphs(Generic[Size]):
     """CUDA graphs of one forward function, by size. All run on one stream and share their memory."""
 
-    def __init__(self, forward: Callable[[Size], Tensor]) -> None:
-        """`forward` queues the work of a size on the current stream and returns its output."""
+    def __init__(self, forward: Callable[[Size], Tensor], split_before: Sequence[nn.Module] = ()) -> None:
+        """`forward` queues the work of a size on the current stream and returns its output. It is captured in parts: another one begins
+        with each module of `split_before`."""
         self._forward = forward
-        self._declared: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._late: OrderedDict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = OrderedDict()
+        self._split_before = split_before
+        self._declared: dict[Size, _Captured] = {}
+        self._late: OrderedDict[Size, _Captured] = OrderedDict()
         self._failed: set[Size] = set()
         self._pool: Any = None
         self.num_late_captures = 0
@@ -141,15 +149,22 @@ class CudaGraphs(Generic[Size]):
 
     def run(self, size: Size) -> Tensor:
         """Run the forward on the contents of its input buffers. The output is overwritten by the next run."""
+        out = self.run_parts(size, 0, len(self._split_before) + 1)
+        assert out is not None, "all parts were run"
+        return out
+
+    def run_parts(self, size: Size, first: int, num_parts: int) -> Tensor | None:
+        """Run some parts of the forward; no other size may run between those of one. Returns the output after the last part. A size that
+        is not captured runs whole."""
         captured = self._declared.get(size) or self._find_late(size)
         if captured is None:
             self.num_eager_runs += 1
             return self._forward(size)
-        graph, out = captured
-        graph.replay()
-        return out
+        for graph in captured.graphs[first : first + num_parts]:
+            graph.replay()
+        return captured.out if first + num_parts >= len(captured.graphs) else None
 
-    def _find_late(self, size: Size) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+    def _find_late(self, size: Size) -> _Captured | None:
         if size in self._late:
             self._late.move_to_end(size)
             return self._late[size]
@@ -168,7 +183,7 @@ class CudaGraphs(Generic[Size]):
                 self._late.popitem(last=False)
         return captured
 
-    def _try_capture(self, size: Size) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+    def _try_capture(self, size: Size) -> _Captured | None:
         """None: the capture failed (out of memory, say), and the size runs eagerly from then on."""
         try:
             return self._capture(size)
@@ -183,14 +198,26 @@ class CudaGraphs(Generic[Size]):
             self._failed.add(size)
             return None
 
-    def _capture(self, size: Size) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, size: Size) -> _Captured:
+        graphs = [self._begin_capture()]
+
+        def split(*_: object) -> None:
+            graphs[-1].capture_end()
+            graphs.append(self._begin_capture())
+
+        hooks = [module.register_forward_pre_hook(split) for module in self._split_before]
+        try:
+            out = self._forward(size)
+        finally:
+            graphs[-1].capture_end()
+            for hook in hooks:
+                hook.remove()
+        return _Captured(graphs, out)
+
+    def _begin_capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # Not torch's context manager: it collects garbage, empties the memory cache and synchronizes.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            out = self._forward(size)
-        finally:
-            graph.capture_end()
-        return graph, out
+        return graph

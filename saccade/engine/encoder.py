@@ -5,7 +5,8 @@
 Launched from Python, the encoder is some 400 kernels, which take longer to launch than to run for an image or two. So it is captured
 as CUDA graphs for fixed patch budgets. Batches are filled up to the budget with *padding*: blank images, windowed and
 computed like any other, whose features are not read. The lists of windows and images are filled up with empty ones. Images attend
-only to themselves, so padding does not change their features. A still image comes with its frame once (`PromptImage.patches`), which is
+only to themselves, so padding does not change their features. A pass is captured in parts of as many blocks each, which the runner may
+run one at a time. A still image comes with its frame once (`PromptImage.patches`), which is
 repeated on the device, or as it is, to be resized and patchified there.
 
 Legend: P patches, M image tokens (merged patches), F features of an image token.
@@ -24,6 +25,7 @@ from torch import Tensor
 from saccade.device import to_device
 from saccade.engine.cuda_graphs import CudaGraphs
 from saccade.engine.prompt import PromptImage
+from saccade.engine.step import ENCODER_PARTS
 from saccade.kernels.normalize_pixels import normalize_pixels
 from saccade.model.vision import LayoutOnHost
 from saccade.model.vlm import VLM
@@ -38,6 +40,9 @@ _LARGEST_BUDGET = 2048
 
 _ALIGNMENT = 16
 """Bytes at multiples of which images begin: Triton specializes kernels on it. Patches of a token have a multiple of it."""
+
+_NUM_TIMED = 6
+"""Budgets that are timed at start; times of others are interpolated."""
 
 _CPU_PATCHES = 2048
 """Patches per forward pass on a CPU."""
@@ -74,14 +79,39 @@ class Encoder:
             self._ints = torch.zeros(num_ints, dtype=torch.int32, device=self._device)
             self._staging = [_Staging(num_bytes, num_ints, self._device) for _ in range(2)]
             if self._device.type == "cuda":
-                self._graphs = CudaGraphs(self._forward)
+                blocks = self._tower.blocks
+                bounds = [len(blocks) * part // ENCODER_PARTS for part in range(1, ENCODER_PARTS)]
+                self._graphs = CudaGraphs(self._forward, [blocks[bound] for bound in sorted({*bounds} - {0})])
+        self._pass: _Pass | None = None
+        self._times: tuple[list[int], list[float]] = [], []  # patches of some passes, and ms
 
     def warm_up(self) -> None:
-        """Capture all budgets, on the current stream, and compile what patchifies images."""
+        """Capture all budgets, on the current stream, compile what patchifies images, and time some budgets."""
         if self._graphs is not None:
             for budget in self._budgets:
                 self._graphs.capture(budget)
             self._tower.warm_up(self._device)
+            timed = sorted({*self._budgets[:: -(-len(self._budgets) // _NUM_TIMED)], self._budgets[-1]})
+            self._times = timed, [self._time(self._graphs, budget) for budget in timed]
+
+    @staticmethod
+    def _time(graphs: CudaGraphs[int], budget: int) -> float:
+        """How long a pass takes, in ms."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        graphs.run(budget)
+        start.record()
+        graphs.run(budget)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def pass_ms(self, num_patches: int) -> float:
+        """How long the encoder takes for so many patches, as timed at start; more than a pass has are in proportion. 0: it is not known,
+        or the host waits for it."""
+        patches, times = self._times
+        if not patches or not num_patches:
+            return 0.0
+        return float(np.interp(num_patches, patches, times)) * max(1.0, num_patches / patches[-1])
 
     def run_largest(self) -> None:
         """Run the largest budget on whatever is in the buffers, which compiles kernels."""
@@ -100,7 +130,15 @@ class Encoder:
 
     @torch.inference_mode()
     def encode(self, images: Sequence[PromptImage]) -> Tensor:
-        """[M, F]: features of all images, in order. Copy them at once: the next call may overwrite them.
+        """[M, F]: features of all images, in order. See `run`."""
+        self.start(images)
+        features_MF = self.run(ENCODER_PARTS)
+        assert features_MF is not None, "all parts were run"
+        return features_MF
+
+    @torch.inference_mode()
+    def start(self, images: Sequence[PromptImage]) -> None:
+        """Start a pass: upload the images. A pass that was started before is given up.
 
         All work is queued on the current stream, which must always be the same one and not the default.
         """
@@ -110,10 +148,30 @@ class Encoder:
         budget = self._budgets[index] if index < len(self._budgets) else None
         layout = None if budget is None else self._tower.padded_layout(grids, budget)
         if budget is None or layout is None:
-            return self._encode_eager(images)
-        self._upload(images, num_patches, layout, budget)
-        features_MF = self._forward(budget) if self._graphs is None else self._graphs.run(budget)
-        return features_MF[: sum(image.span.num_tokens for image in images)]
+            budget = None
+        else:
+            self._upload(images, num_patches, layout, budget)
+        self._pass = _Pass(images, budget)
+
+    @torch.inference_mode()
+    def run(self, num_parts: int) -> Tensor | None:
+        """Run so many parts of the pass that was started; one that is not captured runs whole. Returns the features [M, F] of all images, in
+        order, when it is complete. Copy them at once: the next pass may overwrite them."""
+        started = self._pass
+        assert started is not None, "a pass was started"
+        features_MF = self._run(started, num_parts)
+        started.num_parts_run += num_parts
+        if features_MF is None:
+            return None
+        self._pass = None
+        return features_MF[: sum(image.span.num_tokens for image in started.images)]
+
+    def _run(self, started: _Pass, num_parts: int) -> Tensor | None:
+        if started.budget is None:
+            return self._encode_eager(started.images)
+        if self._graphs is None:
+            return self._forward(started.budget)
+        return self._graphs.run_parts(started.budget, started.num_parts_run, num_parts)
 
     def _encode_eager(self, images: Sequence[PromptImage]) -> Tensor:
         if self._device.type == "cpu":
@@ -159,6 +217,14 @@ class Encoder:
         """Features of the contents of the device buffers. Capturable: its control flow depends on the budget only."""
         pixels = normalize_pixels(self._pixels[:budget], self._pixel_mean, self._pixel_std, self._model.dtype)
         return self._model.encode_patches(pixels, self._tower.budget_sizes(budget).inputs(self._ints))
+
+
+class _Pass:
+    """A pass that was started."""
+
+    def __init__(self, images: Sequence[PromptImage], budget: int | None) -> None:
+        self.images, self.budget = images, budget
+        self.num_parts_run = 0
 
 
 def _sizes(images: Sequence[PromptImage]) -> list[int]:

@@ -1,15 +1,15 @@
 """Run engine steps on the device.
 
-    copy pages -> embed, decoder layers, head -> sample -> start copying the tokens to the host
-    encode images, beside it
+    copy pages -> encode images -> embed, decoder layers, head -> sample -> start copying the tokens to the host
 
 Nothing waits for the device but `StepHandle.read`. A token that was sampled but not read yet is read by the next step from
 `_last_tokens`, on the device. The forward pass and sampling are two calls, so that masks computed on the host while the forward
 pass runs reach the sampler of the very next token.
 
-The vision encoder runs on a stream of lower priority: a step beside the encoding of a 1288 x 952 image takes 9 ms instead of waiting
-17 ms for it (H200, 3B). A chunk that reads features waits for them on the device; an encoding waits for the steps that read its
-slots before.
+The vision encoder runs in turn with the steps, as many parts of a pass before a step as the plan says: beside each other both are slower
+by as much, and how long a step takes would not be known. Where a plan says so they run beside each other all the same, the encoder on a
+stream of lower priority. A chunk that reads features waits for them on the device; an encoding waits for the steps that read its slots
+before.
 
 When a step fails, the failing request is isolated: its chunks are retried in halves until one is left. Its result says so; the
 others get the tokens they would have had. So are images.
@@ -23,8 +23,9 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,7 @@ from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Failure, FailureKind, ImageSpan, Request, SamplingParams, Stage, TokenLogprobs
 from saccade.engine.sampler import Logprobs, Sampler, TokenMasks
 from saccade.engine.step import (
+    ENCODER_PARTS,
     Chunk,
     ChunkResult,
     EncodeResult,
@@ -131,8 +133,35 @@ class StepForward:
     plan: StepPlan
     forward: _Forward | None
     """None: it failed, and its chunks are isolated when they are sampled."""
-    failures: dict[str, Failure] = field(default_factory=dict)
+    failures: dict[str, Failure]
     """By request id."""
+    timer: _Timer
+    """Started before the chunks."""
+
+
+class _Timer:
+    """Measures how long the device takes from now on, on the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._started_at, self._stopped_at = time.perf_counter(), 0.0
+        self._start: torch.cuda.Event | None = None
+        self.done: torch.cuda.Event | None = None
+        """Occurs when what is measured is complete. None on a CPU, which waits for it."""
+        if device.type == "cuda":
+            self._start, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._start.record()
+
+    def stop(self) -> None:
+        """What is measured is queued."""
+        self._stopped_at = time.perf_counter()
+        if self.done is not None:
+            self.done.record()
+
+    def seconds(self) -> float:
+        """The time, once it is complete."""
+        if self._start is None or self.done is None:
+            return self._stopped_at - self._started_at
+        return float(self._start.elapsed_time(self.done)) / 1e3
 
 
 class _Encoding(NamedTuple):
@@ -200,6 +229,8 @@ class Runner:
         self._graphs = CudaGraphs(self._forward_captured) if uses_graphs else None
         self._requests: dict[str, RequestInputs] = {}
         self._encodings: list[_Encoding] = []
+        self._pass: tuple[ImageToEncode, ...] = ()  # images of the pass in progress
+        self._pass_inputs: list[PromptImage] = []  # of the same images; their requests may end before it does
         self._encode_results: list[EncodeResult] = []
         self._compiles = launch.CompileCounter()
         self._slot_read_by = np.full(self._num_features // ENCODER_SLOT_TOKENS, -1)  # the last step that read each slot
@@ -292,7 +323,7 @@ class Runner:
         """Launch the encodings and the forward pass of a plan. Plans are launched in order, each sampled before the next."""
         self._compiles.thread_id = threading.get_ident()
         failures: dict[str, Failure] = {}
-        self._encode(plan, plan.images, failures)
+        self._run_encoder(plan, failures)
         self._start_slots(plan)
         with self.on_stream():
             self._copy_pages(plan.page_copies)
@@ -301,15 +332,16 @@ class Runner:
                     failures[chunk.request_id] = self._uncopied.pop(page)
             self._wait_for_features(plan)
             chunks = _without(failures, plan.chunks)
+            timer = _Timer(self.device)
             if not chunks:
-                return StepForward(plan, None, failures)
+                return StepForward(plan, None, failures, timer)
             try:
-                return StepForward(plan, self._forward_chunks(chunks), failures)
+                return StepForward(plan, self._forward_chunks(chunks), failures, timer)
             except Exception as error:
                 if not self.is_alive():
                     raise DeviceError(f"the device failed: {error}") from error
                 logger.warning("a step failed and is run again in halves: %r", error)
-                return StepForward(plan, None, failures)
+                return StepForward(plan, None, failures, timer)
 
     @torch.inference_mode()
     def start_encodings(self, plan: StepPlan) -> None:
@@ -332,7 +364,8 @@ class Runner:
                     if not self.is_alive():
                         raise DeviceError(f"the device failed: {error}") from error
                     parts = self._sample_isolated(chunks, masks, failures)
-            return StepHandle(self, step.plan, parts, failures, self._event())
+            step.timer.stop()
+            return StepHandle(self, step.plan, parts, failures, step.timer)
 
     def _sample_isolated(
         self, chunks: Sequence[Chunk], masks: GrammarMasks | None, failures: dict[str, Failure]
@@ -582,42 +615,79 @@ class Runner:
 
     # -------------------------------------------------------------- images
 
-    def _encode(self, plan: StepPlan, images: Sequence[ImageToEncode], failures: dict[str, Failure]) -> None:
-        """Start encoding images in one pass, in halves where that fails. A failed image fails all chunks of the step that read it."""
-        if not images:
+    def encode_ms(self, num_patches: int) -> float:
+        """How long the encoder takes for so many patches. 0: it is not known, or the host waits for it."""
+        return self._encoder.pass_ms(num_patches)
+
+    def _run_encoder(self, plan: StepPlan, failures: dict[str, Failure]) -> None:
+        """Run parts of a pass: of the plan's images, or of the pass in progress."""
+        images = plan.images or self._pass
+        if not images or not plan.encoder_parts:
             return
         try:
             with self._on(self._encoder_stream):
-                self._encode_pass(images)
+                if plan.images:
+                    self._start_pass(images)
+                if not plan.encodes_beside:
+                    self._wait(self._encoder_stream, self._stream)
+                self._run_parts(plan.encoder_parts)
         except Exception as error:
-            if len(images) > 1:
-                if not self.is_alive():
-                    raise DeviceError(f"the device failed: {error}") from error
-                middle = len(images) // 2
-                self._encode(plan, images[:middle], failures)
-                self._encode(plan, images[middle:], failures)
-                return
+            self._isolate_image(plan, images, failures, error)
+        if not plan.encodes_beside:
+            self._wait(self._stream, self._encoder_stream)
+
+    def _isolate_image(
+        self, plan: StepPlan, images: Sequence[ImageToEncode], failures: dict[str, Failure], error: Exception
+    ) -> None:
+        """Encode images again, in halves. An image that fails alone fails all chunks of the step that read it."""
+        if len(images) == 1:
+            self._pass = ()
             failure = self._failure("encoding", images[0].request_id, error)
             self._encode_results.append(EncodeResult(images[0].key, failure))
             for chunk in plan.chunks:
                 if any(read.slots == images[0].slots for read in chunk.images):
                     failures[chunk.request_id] = failure
+            return
+        if not self.is_alive():
+            raise DeviceError(f"the device failed: {error}") from error
+        middle = len(images) // 2
+        for half in (images[:middle], images[middle:]):
+            try:
+                with self._on(self._encoder_stream):
+                    self._start_pass(half)
+                    self._run_parts(ENCODER_PARTS)
+            except Exception as again:
+                self._isolate_image(plan, half, failures, again)
 
-    def _encode_pass(self, images: Sequence[ImageToEncode]) -> None:
+    def _start_pass(self, images: Sequence[ImageToEncode]) -> None:
         slots = [slot for image in images for slot in image.slots]
-        is_read = self._slot_read_by[slots].max() >= self._num_steps_read
-        if is_read and self._encoder_stream is not None and self._stream is not None:
-            self._encoder_stream.wait_stream(self._stream)  # a step in flight reads the features that are overwritten
-        inputs = [self._image(image) for image in images]
-        features_MF = self._encoder.encode(inputs)
+        if self._slot_read_by[slots].max() >= self._num_steps_read:
+            self._wait(self._encoder_stream, self._stream)  # a step in flight reads the features that are overwritten
+        self._pass = tuple(images)
+        self._pass_inputs = [self._image(image) for image in images]
+        self._encoder.start(self._pass_inputs)
+
+    def _run_parts(self, num_parts: int) -> None:
+        features_MF = self._encoder.run(num_parts)
+        if features_MF is None:
+            return
+        images, inputs = self._pass, self._pass_inputs
+        self._pass, self._pass_inputs = (), []
         index = [
             feature_index(image.slots, 0, found.span.num_tokens) for image, found in zip(images, inputs, strict=True)
         ]
         self._features.index_copy_(0, to_device(np.concatenate(index), self.device), features_MF.to(self.dtype))
-        self._encodings.append(_Encoding(tuple([image.key for image in images]), frozenset(slots), self._event()))
+        slots = frozenset([slot for image in images for slot in image.slots])
+        self._encodings.append(_Encoding(tuple([image.key for image in images]), slots, self._event()))
 
     def _image(self, image: ImageToEncode) -> PromptImage:
         return self._requests[image.request_id].prompt.images[image.image_index]
+
+    @staticmethod
+    def _wait(stream: torch.cuda.Stream | None, for_stream: torch.cuda.Stream | None) -> None:
+        """Let what is queued on a stream from now on wait for what is queued on another one."""
+        if stream is not None and for_stream is not None:
+            stream.wait_stream(for_stream)
 
     def _wait_for_features(self, plan: StepPlan) -> None:
         """Let the step wait, on the device, for the encodings it reads; remember which slots it reads."""
@@ -718,6 +788,7 @@ class Runner:
             number=-1,  # before the first
             chunks=(chunk,),
             images=(ImageToEncode(name, 0, span.key, tuple(slots)),),
+            encoder_parts=ENCODER_PARTS,
             page_copies=((0, self.cache.num_pages - 1),) if len(pages) < self.cache.num_pages else (),
             started=(SlotStart(name, 0, ()),),
         )
@@ -858,10 +929,10 @@ class StepHandle:
         plan: StepPlan,
         parts: Sequence[_SampledChunks],
         failures: dict[str, Failure],
-        done: torch.cuda.Event | None,
+        timer: _Timer,
     ) -> None:
         self.plan = plan
-        self._runner, self._parts, self._failures, self._done = runner, parts, failures, done
+        self._runner, self._parts, self._failures, self._timer, self._done = runner, parts, failures, timer, timer.done
 
     @property
     def is_done(self) -> bool:
@@ -885,6 +956,7 @@ class StepHandle:
             number=self.plan.number,
             chunks=tuple([by_request[chunk.request_id] for chunk in self.plan.chunks]),
             images=runner.finished_encodings(),
+            duration_s=self._timer.seconds(),
         )
 
 

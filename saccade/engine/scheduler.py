@@ -14,9 +14,10 @@ Pages are allocated on demand. When none is free, the running request last in or
 until they are needed. A request starts only if there are pages for all its known tokens beside those that running prompts still
 need, and no later request starts before it.
 
-Images are encoded beside the steps. A plan starts encodings. The chunks that read an image wait for it on the host while other requests
-decode, until the caller expects it to be encoded about when the step begins; then, and while none decodes, they wait on the device. So
-an image delays the output of other requests by little.
+Images are encoded in passes of the vision encoder, one after another, which take turns with the steps: a plan runs parts of a pass before
+its chunks, as many as the caller says. Chunks can read the images of a pass when its last part has run or runs in this plan. So a pass
+delays the output of other requests by a part or a few. An image larger than a pass is encoded alone and beside the steps; the chunks that
+read it wait on the host while other requests decode.
 
 No deadlock. `Scheduler.add` accepts only requests that can run alone. The first running request can always get pages, because all
 others can be preempted. A request acquires its images in order, from the first that is not computed, and releases each when a chunk
@@ -37,9 +38,10 @@ from typing import NamedTuple, Protocol
 
 from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache
 from saccade.engine.pages import PagePool
-from saccade.engine.request import Failure, FinishReason, Request, RequestOutput, TokenLogprobs, new_output
+from saccade.engine.request import Failure, FinishReason, ImageSpan, Request, RequestOutput, TokenLogprobs, new_output
 from saccade.engine.request_state import Queues, RequestState
 from saccade.engine.step import (
+    ENCODER_PARTS,
     Chunk,
     ChunkResult,
     EncodeResult,
@@ -52,8 +54,6 @@ from saccade.engine.step import (
 )
 from saccade.errors import ConfigError, ImageError, RequestError
 
-_BACKLOG_PASSES = 2
-"""Passes of the vision encoder in flight with a backlog of images: one that runs, one that follows at once."""
 _MAX_QUARANTINED = 4096
 
 
@@ -67,13 +67,43 @@ class Drafter(Protocol):
         """Up to this many draft tokens that follow the known ones."""
 
 
+class EncoderTurn(NamedTuple):
+    """What the vision encoder may do in a step."""
+
+    num_parts: int = ENCODER_PARTS
+    """Parts of the pass in progress, or of the next one."""
+    max_patches: int | None = None
+    """Patches of a pass that begins, unless its first image has more. None: as many as a pass may have."""
+
+
+class WorkLeft(NamedTuple):
+    """Work before all open requests decode."""
+
+    num_requests: int
+    """That do not."""
+    num_prompt_tokens: int
+    """That are not computed."""
+    num_ready_tokens: int
+    """Of these, the ones that come before the first image, in the order of requests, that a chunk cannot read."""
+    num_patches: int
+    """Of images whose encoding has not started."""
+
+
+class NextPass(NamedTuple):
+    """The pass of the vision encoder that is in progress, or could begin."""
+
+    num_patches: int
+    parts_left: int
+
+
 class _Encoding(NamedTuple):
     """An image being encoded."""
 
     image_key: bytes
     """Not salted."""
     num_patches: int
-    plan_number: int
+    pass_number: int
+    """Of the plan that started it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,21 +117,23 @@ class Limits:
     max_step_chunks: int
     """Requests with more than one token in a step."""
     max_encoder_patches: int
-    """Patches in one pass of the vision encoder; an image with more is encoded alone."""
+    """Patches in one pass of the vision encoder; an image with more is encoded alone and beside the steps."""
     max_length: int
     """Tokens of prompt and output together."""
     max_draft_tokens: int = 0
     """Draft tokens per request and step."""
-    short_pass_patches: int = 3200
-    """Patches in a pass without a backlog of images, when one pass is in flight at a time: a longer one delays the first of its images, and
-    one that follows it slows down the step that computes them."""
-    encoder_backlog: int = 8
-    """Images that may wait for the encoder; with more, its throughput counts more than when each of them is encoded."""
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_step_tokens", "max_step_chunks", "max_encoder_patches", "max_length"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use 1 or more")
+
+
+class _Pass:
+    """A pass of the vision encoder in progress."""
+
+    def __init__(self, number: int, num_patches: int) -> None:
+        self.number, self.num_patches, self.parts_left = number, num_patches, ENCODER_PARTS
 
 
 class _InFlight(NamedTuple):
@@ -130,6 +162,8 @@ class Scheduler:
         self._queues = Queues(limits.max_requests, pages, encoder_cache)
         self._in_flight: list[_InFlight] = []
         self._encoding: dict[bytes, _Encoding] = {}  # by salted key
+        self._pass: _Pass | None = None  # the pass in progress
+        self._beside: int | None = None  # number of the pass that runs beside the steps
         self._num_planned = 0
         self._num_added = 0
 
@@ -147,17 +181,6 @@ class Scheduler:
     def num_patches_encoding(self) -> int:
         """Patches of the images being encoded."""
         return sum([image.num_patches for image in self._encoding.values()])
-
-    @property
-    def has_image_backlog(self) -> bool:
-        """Whether so many images wait for the encoder that its throughput counts most."""
-        queues, most = self._queues, self.limits.encoder_backlog
-        num_images = sum([len(state.image_keys) - state.next_image for state in queues.running])
-        for state in queues.waiting:
-            if num_images > most:
-                break
-            num_images += len(state.image_keys)
-        return num_images > most
 
     @property
     def num_running(self) -> int:
@@ -178,11 +201,47 @@ class Scheduler:
         """Running requests that wait for their next output token."""
         return [state.num_computed_tokens >= state.num_prompt_tokens for state in self._queues.running].count(True)
 
-    def num_uncomputed_prompt_tokens(self) -> int:
-        """Prompt tokens of open requests that are not computed."""
-        queues = self._queues
-        left = [state.num_prompt_tokens - state.num_computed_tokens for state in (*queues.running, *queues.waiting)]
-        return sum([num_tokens for num_tokens in left if num_tokens > 0])
+    def work_left(self) -> WorkLeft:
+        """What is left to do before all open requests decode."""
+        num_requests = num_tokens = num_patches = 0
+        num_ready: int | None = None
+        for state in (*self._queues.running, *self._queues.waiting):
+            start, end = state.num_computed_tokens, state.num_prompt_tokens
+            if start >= end:
+                continue
+            if state.first_image < len(state.image_keys):
+                num_patches += sum([image.num_patches for image in self._new_images(state)])
+                if num_ready is None and (first := self._first_unreadable(state)) is not None:
+                    num_ready = num_tokens + max(0, first - start)
+            num_requests += 1
+            num_tokens += end - start
+        return WorkLeft(num_requests, num_tokens, num_tokens if num_ready is None else num_ready, num_patches)
+
+    def _first_unreadable(self, state: RequestState) -> int | None:
+        """Where the first image begins that is not encoded, and whose pass is not complete with what the device has to do."""
+        blocked, cache = {self._beside, None if self._pass is None else self._pass.number}, self.encoder_cache
+        for index in range(state.first_image, len(state.image_keys)):
+            key = state.image_keys[index]
+            if not cache.contains(key) or not (cache.is_ready(key) or self._encoding[key].pass_number not in blocked):
+                return state.request.images[index].start
+        return None
+
+    def _new_images(self, state: RequestState) -> list[ImageSpan]:
+        """Images of a request whose encoding has not started."""
+        images, keys, first = state.request.images, state.image_keys, state.next_image
+        return [images[i] for i in range(first, len(keys)) if not self.encoder_cache.contains(keys[i])]
+
+    def next_pass(self, max_patches: int) -> NextPass | None:
+        """The pass in progress, or the next one if it may have so many patches. None: there is none, or it has to wait."""
+        if self._pass is not None:
+            return NextPass(self._pass.num_patches, self._pass.parts_left)
+        num_patches = 0
+        for state in (*self._queues.running, *self._queues.waiting) if self._beside is None else ():
+            for image in self._new_images(state) if state.next_image < len(state.image_keys) else ():
+                if num_patches and num_patches + image.num_patches > max_patches:
+                    return NextPass(num_patches, ENCODER_PARTS)
+                num_patches += image.num_patches
+        return NextPass(num_patches, ENCODER_PARTS) if num_patches else None
 
     def find(self, request_id: str) -> RequestState | None:
         """The open request with this id."""
@@ -240,20 +299,25 @@ class Scheduler:
     # ---- steps
 
     def plan(
-        self, token_budget: int | None = None, deferred: Container[str] = (), num_patches_soon: int = 0
+        self,
+        token_budget: int | None = None,
+        deferred: Container[str] = (),
+        turn: EncoderTurn = EncoderTurn(),  # noqa: B008, immutable
     ) -> StepPlan | None:
         """Schedule the next step. None: nothing can be computed before a step or an encoding in flight is read, or at all.
 
         `token_budget` limits the prompt tokens of the step (at least one is always allowed); decode tokens are not limited by it.
-        Requests in `deferred` are left out while a token of theirs is not read. The step may wait for images among the next
-        `num_patches_soon` that the encoder completes.
+        Requests in `deferred` are left out while a token of theirs is not read. `turn` limits the encoder, while requests decode.
         """
+        if not any(state.is_decoding for state in self._queues.running):
+            turn = EncoderTurn()
         while True:
             num_running = self.num_running
-            planner = self._planner(None if token_budget is None else max(1, token_budget), deferred, num_patches_soon)
+            budget = self.limits.max_step_tokens if token_budget is None else max(1, token_budget)
+            planner = self._planner(budget, deferred, turn)
             planner.run()
-            if planner.chunks or planner.images or planner.started:
-                return self._launch(planner)
+            if planner.chunks or planner.images or planner.started or (self._pass is not None and turn.num_parts):
+                return self._launch(planner, turn.num_parts)
             if self.num_running == num_running:
                 break
             # A request was preempted and may have released an image that others were waiting for.
@@ -262,43 +326,66 @@ class Scheduler:
         )
         return None
 
-    def plan_encodings(self) -> StepPlan | None:
-        """Start waiting requests with images and the encoding of these, beside the steps in flight. The plan computes no tokens, and
-        has no result to be read. None: no encoding can be started."""
-        if not any(state.request.images for state in self._queues.waiting):
+    def plan_encodings(self, max_patches: int) -> StepPlan | None:
+        """Start waiting requests with images and a whole pass of these, beside the steps in flight. The plan computes no tokens, and has
+        no result to be read. None: no pass can begin, since one is in flight, say, or the first image has more patches."""
+        if self._encoding or not any(state.request.images for state in self._queues.waiting):
             return None
-        planner = self._planner(token_budget=0)
+        planner = self._planner(0, (), EncoderTurn(max_patches=max_patches))
         planner.run_encodings()
-        return self._number(planner) if planner.images or planner.started else None
+        return self._number(planner, ENCODER_PARTS, is_beside=True) if planner.images or planner.started else None
 
-    def _planner(self, token_budget: int | None, deferred: Container[str] = (), num_patches_soon: int = 0) -> _Planner:
+    def _planner(self, token_budget: int, deferred: Container[str], turn: EncoderTurn) -> _Planner:
+        decoding = any(state.is_decoding for state in self._queues.running)
+        blocked, most = set(), 0
+        if self._beside is not None:
+            blocked |= {self._beside} if decoding else set()
+        elif self._pass is None:
+            most = self.limits.max_encoder_patches if turn.max_patches is None else turn.max_patches
+            most = min(most, self.limits.max_encoder_patches) if turn.num_parts else 0
+            blocked |= {self._num_planned} if turn.num_parts < ENCODER_PARTS else set()
+        elif turn.num_parts < self._pass.parts_left:
+            blocked.add(self._pass.number)
         return _Planner(
-            self._queues, self.limits, token_budget, self._drafter, deferred, self._encoding, self._num_patches_to_start(),
-            num_patches_soon, self._num_planned,
+            self._queues, self.limits, token_budget, self._drafter, deferred, self._encoding, most, blocked, self._num_planned,
+            waits_for_large_images=not decoding,
         )  # fmt: skip
 
-    def _num_patches_to_start(self) -> int:
-        """Patches whose encoding the next plan may start."""
-        num_passes = len({image.plan_number for image in self._encoding.values()})
-        if self.has_image_backlog:
-            return self.limits.max_encoder_patches if num_passes < _BACKLOG_PASSES else 0
-        return 0 if num_passes else min(self.limits.short_pass_patches, self.limits.max_encoder_patches)
-
-    def _launch(self, planner: _Planner) -> StepPlan:
-        plan = self._number(planner)
+    def _launch(self, planner: _Planner, num_parts: int) -> StepPlan:
+        is_large = (
+            sum([self._encoding[image.key].num_patches for image in planner.images]) > self.limits.max_encoder_patches
+        )
+        plan = self._number(planner, ENCODER_PARTS if is_large else num_parts, is_beside=is_large)
+        if is_large:
+            self._beside = plan.number
         self._in_flight.append(_InFlight(plan, tuple(planner.states), tuple(planner.num_preemptions)))
         return plan
 
-    def _number(self, planner: _Planner) -> StepPlan:
+    def _number(self, planner: _Planner, num_parts: int, *, is_beside: bool) -> StepPlan:
+        if planner.images:
+            num_patches = sum([self._encoding[image.key].num_patches for image in planner.images])
+            self._pass = _Pass(self._num_planned, num_patches)
         plan = StepPlan(
             number=self._num_planned,
             chunks=tuple(planner.chunks),
             images=tuple(planner.images),
+            encoder_parts=self._advance_pass(num_parts),
+            encodes_beside=is_beside,
             page_copies=tuple(planner.page_copies),
             started=tuple(planner.started),
         )
         self._num_planned += 1
         return plan
+
+    def _advance_pass(self, num_parts: int) -> int:
+        """Run parts of the pass in progress; returns how many."""
+        if self._pass is None:
+            return 0
+        num_parts = min(num_parts, self._pass.parts_left)
+        self._pass.parts_left -= num_parts
+        if not self._pass.parts_left:
+            self._pass = None
+        return num_parts
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Append the sampled tokens; returns what is new of each request. Requests that ended meanwhile are skipped.
@@ -336,6 +423,11 @@ class Scheduler:
             users = [state for state in self._queues.running if key in state.images_in_use]
             outputs += [self._end(state, "failed", failure) for state in users]
             self.encoder_cache.evict(key)
+        numbers = {encoding.pass_number for encoding in self._encoding.values()}
+        if self._beside not in numbers:
+            self._beside = None
+        if self._pass is not None and self._pass.number not in numbers:  # it failed, or the runner could not divide it
+            self._pass = None
         return outputs
 
     def _quarantine_image(self, key: bytes) -> None:
@@ -466,14 +558,17 @@ class _Planner:
         self,
         queues: Queues,
         limits: Limits,
-        token_budget: int | None,
+        token_budget: int,
         drafter: Drafter | None,
         deferred: Container[str],
         encoding: dict[bytes, _Encoding],
-        num_patches_to_start: int,
-        num_patches_soon: int,
+        max_patches: int,
+        blocked: set[int],
         number: int,
+        *,
+        waits_for_large_images: bool,
     ) -> None:
+        """`max_patches`: of the pass that may begin, 0 if none may. `blocked`: passes whose images cannot be read by this step."""
         self.chunks: list[Chunk] = []
         self.images: list[ImageToEncode] = []
         self.page_copies: list[tuple[int, int]] = []
@@ -485,11 +580,11 @@ class _Planner:
         self._number = number
         self._limits = limits
         self._tokens_left = limits.max_step_tokens
-        self._prompt_tokens_left = limits.max_step_tokens if token_budget is None else token_budget
+        self._prompt_tokens_left = token_budget
         self._chunks_left = limits.max_step_chunks
-        self._encoding, self._num_patches_soon = encoding, num_patches_soon
-        self._patches_left = num_patches_to_start
-        self._waits_on_device = not any(state.is_decoding for state in queues.running)
+        self._encoding, self._blocked, self._waits_for_large_images = encoding, blocked, waits_for_large_images
+        self._patches_left = max_patches
+        self._takes_larger_image = True
         self._num_decoding = (
             0  # requests that need one token and no image, not scheduled yet; one token is reserved for each
         )
@@ -506,8 +601,8 @@ class _Planner:
         self._free_after_plan()
 
     def run_encodings(self) -> None:
-        """Start the first waiting requests, as long as they have images, without computing anything of them."""
-        queues = self._queues
+        """Start the first waiting requests, as long as they have images, without computing anything of them. No image exceeds the pass."""
+        queues, self._takes_larger_image = self._queues, False
         num_reserved = sum(self._num_pages_needed(state) for state in queues.running)
         while queues.waiting and queues.has_free_slot and queues.waiting[0].request.images:
             state = queues.waiting[0]
@@ -566,6 +661,8 @@ class _Planner:
         else:
             budget = min(num_uncomputed, budget - self._num_decoding, self._prompt_budget)
         if budget <= 0:
+            if self._patches_left > 0:  # its images are encoded all the same
+                self._enter_images(state, state.num_computed_tokens)
             return
         start, num_images = state.num_computed_tokens, len(self.images)
         end = self._enter_images(state, start + min(num_uncomputed, budget))
@@ -616,14 +713,18 @@ class _Planner:
 
     def _start_waiting(self) -> None:
         queues = self._queues
-        if not queues.waiting or not queues.has_free_slot or self._prompt_budget <= 0:
+        if not queues.waiting or not queues.has_free_slot or not self._can_serve(queues.waiting[0]):
             return
         num_reserved = sum(self._num_pages_needed(state) for state in queues.running)
-        while queues.waiting and queues.has_free_slot and self._prompt_budget > 0:
+        while queues.waiting and queues.has_free_slot and self._can_serve(queues.waiting[0]):
             state = queues.waiting[0]
             if not self._start(state, num_reserved):
                 break  # no later request starts before it
             num_reserved += self._num_pages_needed(state)
+
+    def _can_serve(self, state: RequestState) -> bool:
+        """Whether budgets are left for a waiting request: tokens, or patches if it has images."""
+        return self._prompt_budget > 0 or (self._patches_left > 0 and bool(state.image_keys))
 
     def _num_pages_needed(self, state: RequestState) -> int:
         """Pages that its current tokens still need."""
@@ -718,16 +819,8 @@ class _Planner:
         return end
 
     def _can_read(self, key: bytes) -> bool:
-        """Whether the step may read an image: it is encoded, or will be soon."""
-        if self._waits_on_device or self._queues.encoder_cache.is_ready(key):
-            return True
-        last = self._encoding[key].plan_number  # images of one plan are encoded in one pass
-        num_patches = sum([image.num_patches for image in self._encoding.values() if image.plan_number <= last])
-        if num_patches > self._num_patches_soon:
-            return False
-        if last == self._number:  # what joins the pass now is waited for too
-            self._patches_left = min(self._patches_left, self._num_patches_soon - num_patches)
-        return True
+        """Whether the step can read an image: it is encoded, or all that is left of its pass runs before the chunks."""
+        return self._queues.encoder_cache.is_ready(key) or self._encoding[key].pass_number not in self._blocked
 
     def _enter_image(self, state: RequestState) -> bool:
         """Acquire the request's next image, within the cache and what may be encoded at once."""
@@ -745,13 +838,17 @@ class _Planner:
         state.next_image += 1
         if is_new:
             self._patches_left -= span.num_patches
+            if span.num_patches > self._limits.max_encoder_patches and not self._waits_for_large_images:
+                self._blocked.add(self._number)
             self._encoding[key] = _Encoding(span.key, span.num_patches, self._number)
             self.images.append(ImageToEncode(state.request.id, index, key, cache.slots(key)))
         return True
 
     def _may_encode(self, num_patches: int) -> bool:
-        """Whether an image fits into this step's pass of the encoder; a larger one is encoded alone."""
-        return num_patches <= self._patches_left or not self._encoding
+        """Whether an image fits into the pass that begins; a larger one is encoded alone."""
+        if num_patches <= self._patches_left:
+            return True
+        return self._takes_larger_image and self._patches_left > 0 and not self.images
 
     def _undo_images(self, num_images: int) -> None:
         """Do not encode images beyond the first `num_images`: the request that acquired them was preempted at once."""

@@ -60,8 +60,12 @@ class SlotStart(NamedTuple):
     """Output tokens known so far; they are computed again like a prompt."""
 
 
+ENCODER_PARTS = 4
+"""Parts of a pass of the vision encoder, of as many blocks each: a long pass runs in several steps, between which requests decode."""
+
+
 class ImageToEncode(NamedTuple):
-    """An image whose features the encoder writes into the encoder cache, beside the steps."""
+    """An image whose features the encoder writes into the encoder cache."""
 
     request_id: str
     """One request that has it."""
@@ -74,14 +78,18 @@ class ImageToEncode(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One step: copy pages, start encoding images, compute chunks, sample."""
+    """One step: copy pages, run the encoder, compute chunks, sample."""
 
     number: int
     """Steps planned before."""
     chunks: tuple[Chunk, ...] = ()
     """At most one per request."""
     images: tuple[ImageToEncode, ...] = ()
-    """Encodings to start."""
+    """Encodings to start, in one pass of the encoder."""
+    encoder_parts: int = 0
+    """Parts to run of this pass, or of the one in progress: after the steps before, and before the chunks."""
+    encodes_beside: bool = False
+    """Whether the parts run beside the steps instead. A chunk that reads an image waits for it in any case."""
     page_copies: tuple[tuple[int, int], ...] = ()
     """(source, target) pages, copied before anything is written. No page is both, so the order does not matter."""
     started: tuple[SlotStart, ...] = ()
@@ -124,3 +132,5 @@ class StepResult:
     """One for each chunk of the plan."""
     images: tuple[EncodeResult, ...]
     """Encodings found complete since the step before, of this step or earlier ones."""
+    duration_s: float = 0.0
+    """From the first chunk to the last sampled token, on the device. Without what the encoder took before it."""

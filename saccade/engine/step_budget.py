@@ -7,11 +7,15 @@ Step time is modelled as `fixed + slope * tokens`, over prompt and decode tokens
 with exponentially decaying weights. Under steady load every step has about the same number of tokens, which says little about the
 slope; then the old slope is kept and only the offset is updated, so that an error in the slope still converges to the target time.
 
+A step is shared by prompts and the vision encoder, which runs before it: `share`.
+
 Outliers (a first compilation, a large image) are clipped to a few times the usual deviation. A lasting change raises the usual
 deviation and is followed within a few steps.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 MIN_TOKENS = 16
 """Prompt tokens every step may compute, however slow it is: prompts always make progress."""
@@ -27,15 +31,22 @@ _SPREAD = 0.1
 """Spread of token counts, as a fraction of their mean, at which the newest steps and the old slope have equal weight."""
 _MIN_SLOPE = 0.02
 """Minimum fraction of a step's time attributed to its tokens, so that noise cannot make the slope zero or negative."""
-
-
-_BACKLOG_STEPS = 6
-"""Steps worth of prompts beyond which a backlog raises the target."""
-_MAX_RAISE = 2.5
-_DEEP_BACKLOG_STEPS, _DEEP_RAISE = 32, 6.0
-"""With so many steps worth of prompts waiting, 0.4 s of them, throughput counts more than the gap between tokens."""
+_BACKLOG_STEPS, _BACKLOG_LEFT_STEPS, _RAISE = 3.3, 1.9, 2.2
+"""Work that waits, in times of a step, that makes a backlog, and below which it has ended; how many times as long a step takes meanwhile."""
+_BACKLOG_REQUESTS = 3
+"""Requests that make a backlog at least: a large one alone delays no other's first token."""
 _MIN_SLOWDOWN = 3.0
 """The target is at least this many times a step without prompts."""
+_PART_SLACK_MS = 0.3
+"""By how much a part of the encoder may exceed the time that is left for it."""
+
+
+class StepShare(NamedTuple):
+    """What a step may compute."""
+
+    num_tokens: int
+    """Of prompts."""
+    encoder_parts: int
 
 
 class StepBudget:
@@ -45,12 +56,14 @@ class StepBudget:
         self._target_ms = target_ms
         self._decode_ms = 0.0
         self._max_tokens = max_tokens
-        self._budget = self._most_tokens = min(_INITIAL_TOKENS, max_tokens)
+        self._most_tokens = min(_INITIAL_TOKENS, max_tokens)
         self._num_decode_tokens = 0
         self._num_steps = 0
         self._mean_tokens = self._mean_ms = self._variance = self._covariance = 0.0
         self._slope: float | None = None
         self._deviation = 0.0
+        self.has_backlog = False
+        """Whether so much waits that throughput counts as well as the gap between tokens."""
 
     @property
     def decode_ms(self) -> float:
@@ -64,35 +77,68 @@ class StepBudget:
             return None
         return max(self._target_ms, _MIN_SLOWDOWN * self._decode_ms)
 
-    def num_tokens(self, num_waiting: int = 0) -> int | None:
-        """Prompt tokens the next step may compute, with `num_waiting` to be computed in all. A backlog raises the target: what a step
-        costs beside its prompts is then shared by more of them."""
-        if self._target_ms is None:
+    @property
+    def step_ms(self) -> float | None:
+        """Time that the next step may take, with what the encoder does before it. A backlog raises it: what a step costs beside its prompts
+        is then shared by more of them."""
+        target_ms = self.target_ms
+        return target_ms if target_ms is None or not self.has_backlog else _RAISE * target_ms
+
+    def observe_queue(self, num_requests: int, num_tokens: int, encode_ms: float) -> None:
+        """So many requests wait for their first token: with so many prompt tokens, and images that take the encoder so long."""
+        target_ms, slope = self.target_ms or 0.0, self._slope or 0.0
+        most = (_BACKLOG_LEFT_STEPS if self.has_backlog else _BACKLOG_STEPS) * target_ms
+        self.has_backlog = num_requests >= _BACKLOG_REQUESTS and slope * num_tokens + encode_ms > most
+
+    def share(self, num_ready_tokens: int, *, part_ms: float, parts_left: int, busy_ms: float) -> StepShare | None:
+        """Divide the next step between prompts and the encoder. None: there is no target.
+
+        Prompts come first as far as they are ready, `num_ready_tokens`; what they leave is the encoder's: up to `parts_left` parts of a pass
+        that take `part_ms` each, at least one if no prompt is ready. The device is busy for `busy_ms` when the step before it has ended.
+        """
+        if self.step_ms is None:
             return None
-        raised = min(_MAX_RAISE, num_waiting / (_BACKLOG_STEPS * self._budget))
-        if num_waiting > _DEEP_BACKLOG_STEPS * self._budget:
-            raised = _DEEP_RAISE
-        return self._budget if raised <= 1 else int(min(raised * self._budget, self._max_tokens))
+        slope = self._slope or 0.0
+        rest_ms = self.step_ms - busy_ms
+        for_prompts_ms = min(num_ready_tokens * slope, rest_ms - self._decode_ms)
+        for_encoder_ms = rest_ms - self._decode_ms - for_prompts_ms + _PART_SLACK_MS
+        num_parts = parts_left if part_ms <= 0 else min(parts_left, max(0, int(for_encoder_ms / part_ms)))
+        if num_parts == 0 and num_ready_tokens == 0:
+            num_parts = min(1, parts_left)
+        return StepShare(self._num_tokens(rest_ms - num_parts * part_ms), num_parts)
+
+    def num_tokens(self) -> int | None:
+        """Prompt tokens of a step without the encoder that takes the target time."""
+        return None if self.target_ms is None else self._num_tokens(self.target_ms)
+
+    def _num_tokens(self, step_ms: float) -> int:
+        """Prompt tokens of a step that takes so long."""
+        if self._slope is None:
+            return self._most_tokens
+        tokens = self._mean_tokens + (step_ms - self._mean_ms) / max(self._slope, 1e-9) - self._num_decode_tokens
+        return int(min(max(tokens, MIN_TOKENS), self._most_tokens))
+
+    def expected_ms(self, num_tokens: int) -> float:
+        """How long a step of so many tokens takes. 0 before the first."""
+        return 0.0 if self._slope is None else max(0.0, self._mean_ms + self._slope * (num_tokens - self._mean_tokens))
 
     def token_cost(self, num_tokens: int) -> float:
         """What one more token costs beside `num_tokens`, as a fraction of what each of them costs: near 0 where a step takes as long for one
         token as for two, 1 where it takes twice as long. 0 before the first step."""
         if self._slope is None or num_tokens == 0:
             return 0.0
-        step_ms = self._mean_ms + self._slope * (num_tokens - self._mean_tokens)
-        return min(1.0, self._slope * num_tokens / max(step_ms, 1e-9))
+        return min(1.0, self._slope * num_tokens / max(self.expected_ms(num_tokens), 1e-9))
 
     def observe(self, step_ms: float, num_prompt_tokens: int, num_decode_tokens: int) -> None:
-        """Update with the time of a step. Leave out steps that did more than compute tokens: encode images, capture a CUDA graph."""
+        """Update with the time of a step. Leave out steps that ran beside the encoder."""
         num_tokens, has_prompts = num_prompt_tokens + num_decode_tokens, num_prompt_tokens > 0
         self._num_decode_tokens = num_decode_tokens
         if not has_prompts:
             self._decode_ms += (step_ms - self._decode_ms) * (_WEIGHT if self._decode_ms else 1.0)
         target_ms = self.target_ms or _MIN_SLOWDOWN * self._decode_ms or step_ms
         self._fit(num_tokens, self._clip(step_ms, num_tokens, has_prompts, target_ms))
-        if 2 * num_prompt_tokens >= self._budget:  # the budget was used: at most double it
-            self._most_tokens = min(2 * self._budget, self._max_tokens)
-        self._budget = self._budget_for(target_ms)
+        if 2 * num_prompt_tokens >= self._most_tokens:  # they were used: at most double them
+            self._most_tokens = min(2 * self._most_tokens, self._max_tokens)
 
     def _clip(self, step_ms: float, num_tokens: int, has_prompts: bool, target_ms: float) -> float:
         """The step time, clipped if it is an outlier."""
@@ -119,9 +165,3 @@ class StepBudget:
         trust = (_SPREAD * self._mean_tokens) ** 2 + 1e-9
         slope = (self._covariance + trust * before) / (self._variance + trust)
         self._slope = min(max(slope, _MIN_SLOPE * largest), largest)
-
-    def _budget_for(self, target_ms: float) -> int:
-        """Prompt tokens that reach the target time."""
-        assert self._slope is not None, "a step was observed"
-        tokens = self._mean_tokens + (target_ms - self._mean_ms) / max(self._slope, 1e-9) - self._num_decode_tokens
-        return int(min(max(tokens, MIN_TOKENS), self._most_tokens))

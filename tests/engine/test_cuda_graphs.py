@@ -114,7 +114,7 @@ class FakeGraphs(CudaGraphs):
         if size in self.failing:
             raise RuntimeError("out of memory")
         self.log.append(("capture", size))
-        return FakeGraph(self.log, size), torch.zeros(size.num_samples)
+        return cuda_graphs._Captured([FakeGraph(self.log, size)], torch.zeros(size.num_samples))
 
 
 SIZES = [StepSize(n, n, 0, n) for n in range(1, 200)]

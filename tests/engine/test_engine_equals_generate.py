@@ -86,20 +86,22 @@ def test_images_of_requests_that_arrive_while_a_step_runs_are_encoded_at_once(fo
         (request_of(f"r{i}", prompts[i], SamplingParams(max_tokens=len(expected[i]))), prompts[i]) for i in chosen
     ]
     collected: dict[str, list[int]] = {request.id: [] for request, _ in waiting}
-    polls = iter(itertools.cycle([False, True]))
+    polls, calls = iter(itertools.cycle([False, True])), itertools.count()
     monkeypatch.setattr(StepHandle, "is_done", property(lambda self: next(polls)))
+    monkeypatch.setattr("saccade.engine.core._POLLED", 1e6)
     plans: list[StepPlan] = []
     plan_encodings = core.scheduler.plan_encodings
-    monkeypatch.setattr(core.scheduler, "plan_encodings", lambda: plans.append(plan_encodings()) or plans[-1])
+    monkeypatch.setattr(core.scheduler, "plan_encodings", lambda most: plans.append(plan_encodings(most)) or plans[-1])
 
     def handle_one() -> None:
         if waiting:
             request, prompt = waiting.pop()
             assert core.handle(AddRequest(request=request, prompt=prompt)) == []
 
-    handle_one()
     while core.has_work or waiting:
-        for output in core.step(handle_one):
+        if not core.has_work:
+            handle_one()
+        for output in core.step(lambda: handle_one() if next(calls) % 4 == 0 else None):
             collected[output.request_id] += output.token_ids
     assert [collected[f"r{i}"] for i in chosen] == [expected[i] for i in chosen]
     assert any(plan is not None and plan.images and not plan.chunks for plan in plans)

@@ -26,10 +26,17 @@ DOOMED = "doomed"
 
 
 class FailsEncoding(Runner):
-    def _encode_pass(self, images):
+    def _start_pass(self, images):
         if any(image.request_id.startswith(DOOMED) for image in images):
             raise RuntimeError("bad image")
-        super()._encode_pass(images)
+        super()._start_pass(images)
+
+
+class FailsInTheEncoder(Runner):
+    def _run_parts(self, num_parts):
+        if any(image.request_id.startswith(DOOMED) for image in self._pass):
+            raise RuntimeError("bad image")
+        super()._run_parts(num_parts)
 
 
 class FailsAtOnce(Runner):
@@ -86,7 +93,7 @@ def load(folder, dooms):
     return [request for request, _ in requests], [tokens for _, tokens in requests]
 
 
-@pytest.mark.parametrize("kind", [FailsEncoding, FailsAtOnce, FailsWhileDecoding, FailsSampling])
+@pytest.mark.parametrize("kind", [FailsEncoding, FailsInTheEncoder, FailsAtOnce, FailsWhileDecoding, FailsSampling])
 def test_of_fifty_requests_two_fail_and_the_others_get_their_tokens(folder, kind):
     requests, expected = load(folder, dooms=True)
     core = make_core(folder, CONFIG, runner_class=kind)
@@ -94,7 +101,9 @@ def test_of_fifty_requests_two_fail_and_the_others_get_their_tokens(folder, kind
     for (request, _), collected, tokens in zip(requests, outputs, expected, strict=True):
         if request.id.startswith(DOOMED):
             assert collected.last.finish_reason == "failed"
-            assert collected.last.failure.stage == ("encoding" if kind is FailsEncoding else "running")
+            assert collected.last.failure.stage == (
+                "encoding" if kind in (FailsEncoding, FailsInTheEncoder) else "running"
+            )
             assert collected.last.failure.kind == ("out_of_memory" if kind is FailsSampling else "internal_error")
             assert "bad" not in collected.last.failure.message  # the exception text stays in the log
         else:
@@ -177,10 +186,10 @@ class FailsOneImage(Runner):
 
     bad: bytes = b""
 
-    def _encode_pass(self, images):
+    def _start_pass(self, images):
         if any(self._image(image).span.key == self.bad for image in images):
             raise RuntimeError("bad image")
-        super()._encode_pass(images)
+        super()._start_pass(images)
 
 
 def test_a_bad_image_does_not_affect_a_good_one_of_the_same_request(folder):

@@ -11,8 +11,9 @@ from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salt
 from saccade.engine.pages import PagePool
 from saccade.engine.request import Failure, ImageSpan, Request, SamplingParams
 from saccade.engine.request_state import AGEING
-from saccade.engine.scheduler import Limits, Scheduler
+from saccade.engine.scheduler import EncoderTurn, Limits, Scheduler
 from saccade.engine.step import (
+    ENCODER_PARTS,
     Chunk,
     ChunkResult,
     EncodeResult,
@@ -471,45 +472,133 @@ def test_a_pass_encodes_no_more_patches_than_allowed_and_a_larger_image_alone():
     assert indices[:3] == [[0, 1], [2], [3]]
 
 
-def test_two_passes_are_in_flight_at_most():
-    scheduler = make(max_encoder_patches=10, encoder_backlog=0, keeps_prefixes=False)
-    spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(4)]
-    added(scheduler, ask("text", 2, max_tokens=50), ask("a", 8, spans))
-    plans = [scheduler.plan() for _ in range(4)]
-    assert [len(plan.images) for plan in plans] == [1, 1, 0, 0]
-    for plan in plans:
-        read(scheduler, plan, images=())
-    scheduler.finish_encoding(encoded(plans[0]))
-    assert [planned.image_index for planned in scheduler.plan().images] == [2]
+def decoding_beside(scheduler, *requests):
+    """A request that decodes, beside new ones."""
+    added(scheduler, ask("text", 2, max_tokens=50))
+    step(scheduler)
+    added(scheduler, *requests)
 
 
-def test_without_a_backlog_passes_are_short_and_one_is_in_flight():
-    scheduler = make(max_encoder_patches=100, short_pass_patches=20, encoder_backlog=6, keeps_prefixes=False)
-    spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(6)]
-    added(scheduler, ask("text", 2, max_tokens=50), ask("a", 12, spans))
-    assert not scheduler.has_image_backlog
-    plans = [scheduler.plan() for _ in range(2)]
-    assert [len(plan.images) for plan in plans] == [2, 0]
-    for plan in plans:
-        read(scheduler, plan, images=())
-    scheduler.finish_encoding(encoded(plans[0]))
-    assert [planned.image_index for planned in scheduler.plan().images] == [2, 3]
-
-
-def test_with_a_backlog_passes_are_long_and_two_are_in_flight():
-    scheduler = make(max_encoder_patches=16, short_pass_patches=8, encoder_backlog=2, keeps_prefixes=False)
-    spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(6)]
-    added(scheduler, ask("text", 2, max_tokens=50), ask("a", 12, spans))
-    assert scheduler.has_image_backlog
+def test_passes_follow_one_another_without_waiting_for_their_results():
+    scheduler = make(max_encoder_patches=10, keeps_prefixes=False)
+    spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(3)]
+    decoding_beside(scheduler, ask("a", 8, spans, max_tokens=1))
     plans = [scheduler.plan() for _ in range(3)]
-    assert [len(plan.images) for plan in plans] == [2, 2, 0]
-    assert not scheduler.has_image_backlog
-    for plan in plans:
-        read(scheduler, plan, images=())
-    scheduler.finish_encoding(encoded(plans[0]))
-    assert scheduler.plan().images == ()
-    scheduler.finish_encoding(encoded(plans[1]))
-    assert [planned.image_index for planned in scheduler.plan().images] == [4]
+    assert [[planned.image_index for planned in plan.images] for plan in plans] == [[0], [1], [2]]
+    assert [sizes(plan) for plan in plans] == [{"text": 1, "a": 2}, {"text": 1, "a": 2}, {"text": 1, "a": 4}]
+
+
+def test_a_pass_has_no_more_patches_than_its_turn_allows():
+    scheduler = make(max_encoder_patches=100, keeps_prefixes=False)
+    spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(6)]
+    decoding_beside(scheduler, ask("a", 12, spans))
+    assert scheduler.next_pass(20) == (16, ENCODER_PARTS)
+    assert len(scheduler.plan(turn=EncoderTurn(max_patches=20)).images) == 2
+    assert scheduler.next_pass(1) == (8, ENCODER_PARTS), "an image with more is encoded alone"
+    assert len(scheduler.plan(turn=EncoderTurn(max_patches=1)).images) == 1
+    assert scheduler.plan(turn=EncoderTurn(0)).images == ()
+
+
+def test_a_pass_runs_in_parts_and_is_read_with_its_last_one():
+    scheduler = make(keeps_prefixes=False)
+    spans = [image(b"i", 2, 4, 64), image(b"j", 6, 1, 8)]
+    decoding_beside(scheduler, ask("a", 8, spans, max_tokens=1))
+    plans = [scheduler.plan(turn=EncoderTurn(1))]
+    assert scheduler.next_pass(100) == (64, ENCODER_PARTS - 1)
+    plans += [scheduler.plan(turn=EncoderTurn(num_parts)) for num_parts in (0, 2, 3, 4)]
+    assert [plan.encoder_parts for plan in plans] == [1, 0, 2, 1, 4]
+    assert [len(plan.images) for plan in plans] == [1, 0, 0, 0, 1], "the second image does not fit into the pass"
+    assert [sizes(plan) for plan in plans] == [
+        {"text": 1, "a": 2}, {"text": 1}, {"text": 1}, {"text": 1, "a": 4}, {"text": 1, "a": 2}
+    ]  # fmt: skip
+    assert not any(plan.encodes_beside for plan in plans)
+
+
+def test_a_pass_runs_to_its_end_without_the_request_that_began_it():
+    scheduler = make(keeps_prefixes=False)
+    decoding_beside(scheduler, ask("a", 8, [image(b"i", 2, 4, 64)], max_tokens=1))
+    first = scheduler.plan(turn=EncoderTurn(1))
+    read(scheduler, first, images=())
+    scheduler.end("a", "cancelled")
+    scheduler.end("text", "cancelled")
+    plan = scheduler.plan()
+    assert (plan.chunks, plan.encoder_parts) == ((), ENCODER_PARTS - 1)
+    read(scheduler, plan, images=encoded(first))
+    assert scheduler.plan() is None
+    assert not scheduler.is_encoding
+
+
+def test_a_pass_that_fails_or_ends_before_its_last_part_is_over():
+    for failure in (None, FAILURE):
+        scheduler = make(keeps_prefixes=False)
+        decoding_beside(scheduler, ask("a", 8, [image(b"i", 2, 4, 64)], max_tokens=1))
+        [planned] = scheduler.plan(turn=EncoderTurn(1)).images
+        scheduler.finish_encoding([EncodeResult(planned.key, failure)])
+        assert scheduler.next_pass(100) is None
+        assert scheduler.plan().encoder_parts == 0
+
+
+def test_while_no_request_decodes_a_pass_runs_whole():
+    scheduler = make()
+    added(scheduler, ask("a", 8, [image(b"i", 2, 4)]))
+    plan = scheduler.plan(turn=EncoderTurn(1))
+    assert (sizes(plan), plan.encoder_parts) == ({"a": 8}, ENCODER_PARTS)
+
+
+def test_an_image_larger_than_a_pass_is_encoded_beside_the_steps():
+    """And alone: what follows it on the encoder would delay others as long."""
+    scheduler = make(keeps_prefixes=False)
+    spans = [image(b"i", 2, 4, 65), image(b"j", 6, 1, 8)]
+    decoding_beside(scheduler, ask("a", 8, spans, max_tokens=1))
+    plan = scheduler.plan(turn=EncoderTurn(1))
+    assert (plan.encoder_parts, plan.encodes_beside, len(plan.images)) == (ENCODER_PARTS, True, 1)
+    assert sizes(plan) == {"text": 1, "a": 2}
+    later = scheduler.plan()
+    assert (sizes(later), later.images, scheduler.next_pass(100)) == ({"text": 1}, (), None)
+    scheduler.finish_encoding(encoded(plan))
+    assert sizes(scheduler.plan()) == {"text": 1, "a": 6}
+
+
+def test_images_are_encoded_though_prompts_use_up_the_tokens_of_the_step():
+    scheduler = make(keeps_prefixes=False)
+    decoding_beside(scheduler, ask("long", 30, max_tokens=1), ask("a", 8, [image(b"i", 2, 4)], max_tokens=1))
+    plan = scheduler.plan(8)
+    assert (sizes(plan), len(plan.images)) == ({"text": 1, "long": 8}, 1)
+
+
+def test_work_left_counts_what_waits_before_the_first_image_that_cannot_be_read():
+    scheduler = make(keeps_prefixes=False, max_encoder_patches=1000)
+    decoding_beside(
+        scheduler,
+        ask("first", 20, max_tokens=1),
+        ask("a", 8, [image(b"i", 2, 4, 100)], max_tokens=1),
+        ask("b", 30, [image(b"i", 2, 4, 100), image(b"j", 7, 4, 10)], max_tokens=1),
+    )
+    assert scheduler.work_left() == (3, 58, 22, 210)
+    [planned] = scheduler.plan(1, turn=EncoderTurn(1, max_patches=100)).images
+    assert scheduler.work_left() == (3, 57, 21, 10), "the image of two requests is encoded once"
+    scheduler.finish_encoding([EncodeResult(planned.key)])
+    assert scheduler.work_left() == (3, 57, 34, 10)
+
+
+def test_images_of_new_requests_are_encoded_beside_the_steps():
+    scheduler = make(keeps_prefixes=False)
+    decoding_beside(scheduler, ask("a", 8, [image(b"i", 2, 4, 20)], max_tokens=1))
+    plan = scheduler.plan_encodings(20)
+    assert (plan.chunks, len(plan.images), plan.encoder_parts, plan.encodes_beside) == ((), 1, ENCODER_PARTS, True)
+    added(scheduler, ask("b", 8, [image(b"j", 2, 4, 20)], max_tokens=1))
+    assert scheduler.plan_encodings(20) is None, "one is in flight"
+    assert sizes(scheduler.plan(turn=EncoderTurn(0))) == {"text": 1, "a": 8, "b": 2}, (
+        "the step waits for it on the device"
+    )
+
+
+def test_an_image_larger_than_a_short_pass_is_not_encoded_beside_the_steps():
+    scheduler = make(keeps_prefixes=False)
+    decoding_beside(scheduler, ask("a", 8, [image(b"i", 2, 4, 20)], max_tokens=1))
+    plan = scheduler.plan_encodings(19)
+    assert (plan.images, plan.encoder_parts, len(plan.started)) == ((), 0, 1)
+    assert len(scheduler.plan(turn=EncoderTurn(1, max_patches=19)).images) == 1
 
 
 def test_requests_with_the_same_image_encode_it_once():
@@ -555,62 +644,6 @@ def test_an_image_is_read_at_once_while_no_request_decodes():
     assert plan.chunks[0].images == (ImageFeatures(0, plan.images[0].slots),)
 
 
-def test_an_image_is_not_waited_for_while_a_request_decodes():
-    scheduler = make(keeps_prefixes=False)
-    added(scheduler, ask("text", 2, max_tokens=50))
-    step(scheduler)
-    added(scheduler, ask("a", 8, [image(b"i", 2, 4, 64)], max_tokens=1))
-    plan = scheduler.plan()
-    assert sizes(plan) == {"text": 1, "a": 2}  # the text before the image
-    assert [planned.image_index for planned in plan.images] == [0]
-    read(scheduler, plan, images=())
-    assert sizes(scheduler.plan()) == {"text": 1}
-    scheduler.finish_encoding(encoded(plan))
-    assert sizes(scheduler.plan()) == {"text": 1, "a": 6}
-
-
-def test_an_image_is_waited_for_that_is_encoded_soon():
-    """Images of one plan are encoded together, after those of earlier ones."""
-    scheduler = make(keeps_prefixes=False, max_encoder_patches=100, encoder_backlog=0)
-    added(scheduler, ask("text", 2, max_tokens=50))
-    step(scheduler)
-    added(
-        scheduler,
-        ask("a", 8, [image(b"i", 0, 4, 40)], max_tokens=9),
-        ask("b", 8, [image(b"j", 0, 4, 30)], max_tokens=9),
-    )
-    assert sizes(scheduler.plan(num_patches_soon=39)) == {"text": 1}
-    added(scheduler, ask("c", 8, [image(b"k", 0, 4, 10)], max_tokens=9))
-    assert sizes(scheduler.plan(num_patches_soon=69)) == {"text": 1}
-    assert scheduler.num_patches_encoding == 80
-    assert sizes(scheduler.plan(num_patches_soon=70)) == {"text": 1, "a": 8, "b": 8}
-    assert sizes(scheduler.plan(num_patches_soon=80)) == {"text": 1, "a": 1, "b": 1, "c": 8}
-
-
-def test_an_image_that_is_encoded_soon_is_read_by_the_step_that_starts_its_encoding():
-    scheduler = make(keeps_prefixes=False)
-    added(scheduler, ask("text", 2, max_tokens=50))
-    step(scheduler)
-    added(scheduler, ask("a", 8, [image(b"i", 0, 4, 40)], max_tokens=1))
-    plan = scheduler.plan(num_patches_soon=40)
-    assert sizes(plan) == {"text": 1, "a": 8}
-    assert len(plan.images) == 1
-
-
-def test_a_pass_that_a_step_waits_for_does_not_grow_beyond_what_is_encoded_soon():
-    scheduler = make(keeps_prefixes=False, max_encoder_patches=10_000, encoder_backlog=0, encoder_slots=8)
-    added(scheduler, ask("text", 2, max_tokens=50))
-    step(scheduler)
-    added(scheduler, ask("a", 8, [image(b"i", 0, 4, 40)], max_tokens=9))
-    added(scheduler, ask("b", 8, [image(b"j", 0, 4, 60)], max_tokens=9))
-    added(scheduler, ask("c", 8, [image(b"k", 0, 4, 8000)], max_tokens=9))
-    plan = scheduler.plan(num_patches_soon=100)
-    assert sizes(plan) == {"text": 1, "a": 8, "b": 8}
-    assert scheduler.num_patches_encoding == 100
-    assert sizes(scheduler.plan(num_patches_soon=100)) == {"text": 1, "a": 1, "b": 1}
-    assert scheduler.num_patches_encoding == 8100
-
-
 def test_images_of_a_request_are_encoded_ahead_of_its_chunks():
     scheduler = make(max_step_tokens=4)
     added(scheduler, ask("a", 20, [image(b"i", 8, 2), image(b"j", 12, 2)]))
@@ -626,7 +659,7 @@ def test_a_step_that_only_starts_encodings_is_a_plan_without_chunks():
     step(scheduler)
     last = scheduler.plan()
     added(scheduler, ask("a", 4, [image(b"i", 0, 4)], max_tokens=1))
-    plan = scheduler.plan()
+    plan = scheduler.plan(turn=EncoderTurn(1))
     assert (sizes(plan), len(plan.images), len(plan.started)) == ({}, 1, 1)
     read(scheduler, last)
     read(scheduler, plan, images=())
@@ -677,8 +710,8 @@ def test_every_request_that_uses_a_bad_image_fails_and_others_continue():
     plan = scheduler.plan()
     assert sizes(plan) == {"c": 4, "a": 10}
     outputs = read(scheduler, plan, images=failed(plan, 0))
-    assert ended(outputs) == ["a"]
-    assert scheduler.last("a").failure == FAILURE
+    assert ended(outputs) == ["a", "b"]
+    assert scheduler.last("a").failure == scheduler.last("b").failure == FAILURE
     assert not scheduler.encoder_cache.contains(plan.images[0].key)
     finish_all(scheduler)
     assert scheduler.last("c").finish_reason == "length"
@@ -911,15 +944,18 @@ def primitives(value):
 
 
 def to_primitives(plan):
-    return primitives((plan.number, plan.chunks, plan.images, plan.page_copies, plan.started))
+    encoder = plan.encoder_parts, plan.encodes_beside
+    return primitives((plan.number, plan.chunks, plan.images, *encoder, plan.page_copies, plan.started))
 
 
 def from_primitives(data):
-    number, chunks, images, page_copies, started = data
+    number, chunks, images, encoder_parts, encodes_beside, page_copies, started = data
     return StepPlan(
         number=number,
         chunks=tuple(Chunk(*c[:5], tuple(ImageFeatures(*image) for image in c[5]), *c[6:]) for c in chunks),
         images=tuple(ImageToEncode(*image) for image in images),
+        encoder_parts=encoder_parts,
+        encodes_beside=encodes_beside,
         page_copies=page_copies,
         started=tuple(SlotStart(*start) for start in started),
     )

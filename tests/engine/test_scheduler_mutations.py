@@ -217,12 +217,68 @@ def do_not_fail_the_users_of_an_image_that_failed(monkeypatch):
     monkeypatch.setattr(Scheduler, "_end", end_others)
 
 
-def encode_more_than_two_passes_at_once(monkeypatch):
-    monkeypatch.setattr(scheduler, "_BACKLOG_PASSES", 10)
+def begin_a_pass_while_another_one_is_in_progress(monkeypatch):
+    planner = Scheduler._planner
+
+    def planner_of_an_idle_encoder(self, *args):
+        in_progress, self._pass = self._pass, None
+        made = planner(self, *args)
+        self._pass = in_progress
+        return made
+
+    monkeypatch.setattr(Scheduler, "_planner", planner_of_an_idle_encoder)
 
 
-def encode_as_with_a_backlog(monkeypatch):
-    monkeypatch.setattr(Scheduler, "has_image_backlog", True)
+def run_all_parts_of_a_pass_at_once(monkeypatch):
+    advance_pass = Scheduler._advance_pass
+    monkeypatch.setattr(Scheduler, "_advance_pass", lambda self, num_parts: advance_pass(self, num_parts and 4))
+
+
+def read_a_pass_in_progress(monkeypatch):
+    run = _Planner.run
+
+    def run_unblocked(self):
+        self._blocked.clear()
+        run(self)
+
+    monkeypatch.setattr(_Planner, "run", run_unblocked)
+
+
+def forget_the_pass_in_progress(monkeypatch):
+    finish_encoding = Scheduler.finish_encoding
+
+    def finish(self, results):
+        self._pass = None
+        return finish_encoding(self, results)
+
+    monkeypatch.setattr(Scheduler, "finish_encoding", finish)
+
+
+def keep_a_pass_in_progress_that_has_failed(monkeypatch):
+    finish_encoding = Scheduler.finish_encoding
+
+    def finish(self, results):
+        in_progress = self._pass
+        outputs = finish_encoding(self, results)
+        self._pass = in_progress
+        return outputs
+
+    monkeypatch.setattr(Scheduler, "finish_encoding", finish)
+
+
+def let_others_wait_for_a_large_image(monkeypatch):
+    number = Scheduler._number
+    monkeypatch.setattr(Scheduler, "_number", lambda self, *args, is_beside: number(self, *args, is_beside=False))
+
+
+def encode_beside_a_large_image(monkeypatch):
+    plan = Scheduler.plan
+
+    def plan_without_it(self, *args):
+        self._beside = None
+        return plan(self, *args)
+
+    monkeypatch.setattr(Scheduler, "plan", plan_without_it)
 
 
 def do_not_send_the_pages_of_later_chunks(monkeypatch):
@@ -301,8 +357,13 @@ MUTATIONS = [
     reuse_the_slots_of_an_image_in_flight,
     keep_images_that_failed,
     do_not_fail_the_users_of_an_image_that_failed,
-    encode_more_than_two_passes_at_once,
-    encode_as_with_a_backlog,
+    begin_a_pass_while_another_one_is_in_progress,
+    run_all_parts_of_a_pass_at_once,
+    read_a_pass_in_progress,
+    forget_the_pass_in_progress,
+    keep_a_pass_in_progress_that_has_failed,
+    let_others_wait_for_a_large_image,
+    encode_beside_a_large_image,
     do_not_send_the_pages_of_later_chunks,
     send_only_new_pages_after_a_preemption,
     start_without_the_output,

@@ -22,8 +22,8 @@ from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salt
 from saccade.engine.pages import PagePool
 from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, SamplingParams, TokenLogprobs
 from saccade.engine.request_state import RequestState
-from saccade.engine.scheduler import Limits, Scheduler
-from saccade.engine.step import Chunk, ChunkResult, EncodeResult, ImageToEncode, StepPlan, StepResult
+from saccade.engine.scheduler import EncoderTurn, Limits, Scheduler
+from saccade.engine.step import ENCODER_PARTS, Chunk, ChunkResult, EncodeResult, ImageToEncode, StepPlan, StepResult
 from saccade.errors import ImageError
 
 VOCABULARY = 40
@@ -98,8 +98,8 @@ class Setting:
     """Fraction of steps before which requests arrive."""
     fault_rate: float
     """How often a request is cancelled or fails."""
-    patches_per_step: int
-    """Patches for which a step may wait, and that a steady encoder encodes during one."""
+    max_patches: int
+    """Patches of a pass of the encoder, in some steps."""
     encoder_rate: float
     """How often a pass of the encoder ends before a step."""
 
@@ -124,8 +124,6 @@ def draw_setting(seed: int) -> Setting:
             max_encoder_patches=rng.randint(1, 3 * max(patches for _, _, patches in images)),
             max_length=max_length,
             max_draft_tokens=rng.choice([0, 0, 1, 4]),
-            short_pass_patches=rng.choice([1, 64, 3200]),
-            encoder_backlog=rng.choice([0, 0, 0, 4]),
         ),
         page_size=page_size,
         num_pages=most_pages + rng.choice([0, 1, most_pages, 2 * most_pages, 3 * most_pages]),
@@ -137,7 +135,7 @@ def draw_setting(seed: int) -> Setting:
         has_target=rng.random() < 0.2,
         rate=rng.choice([0.2, 1.0, 1.0]),
         fault_rate=rng.choice([0.0, 0.0, 0.01, 0.05]),
-        patches_per_step=rng.choice([4, 32, 2048]),
+        max_patches=rng.choice([4, 32, 2048]),
         encoder_rate=rng.choice([0.1, 0.5, 1.0]),
     )
 
@@ -210,8 +208,10 @@ class Slot:
 class EncoderPass:
     """Images that are encoded together."""
 
-    def __init__(self, images: Sequence[ImageToEncode], num_patches: int, failures: dict[bytes, Failure]) -> None:
-        self.images, self.patches_left, self.failures = images, num_patches, failures
+    def __init__(self, images: Sequence[ImageToEncode], failures: dict[bytes, Failure]) -> None:
+        self.images, self.failures = images, failures
+        self.parts_left = ENCODER_PARTS
+        """That are not launched."""
 
 
 class Features(NamedTuple):
@@ -236,8 +236,6 @@ class Device:
         """Ended, and not reported yet."""
         self.failed: dict[str, Failure] = {}
         """Requests of which a chunk failed, by id."""
-        self.num_waits = 0
-        """Steps that waited for an encoding."""
 
     def encode(self, encoder_pass: EncoderPass) -> None:
         """Start a pass of the encoder."""
@@ -259,15 +257,11 @@ class Device:
                 self.encoder_slots[slot] = Features(image.key, number, failure)
             self.encoded.append(EncodeResult(image.key, failure))
 
-    def encode_patches(self, num_patches: int) -> None:
-        """The encoder has had time for so many."""
-        while self.passes and num_patches > 0:
-            first = self.passes[0]
-            done = min(num_patches, first.patches_left)
-            first.patches_left -= done
-            num_patches -= done
-            if first.patches_left == 0:
-                self.end_pass()
+    def launch_parts(self, num_parts: int) -> None:
+        """Launch parts of the pass in progress, if it has not ended: it may have failed, or was not divided."""
+        if num_parts and self.passes and self.passes[-1].parts_left:
+            self.passes[-1].parts_left -= num_parts
+            assert self.passes[-1].parts_left >= 0, "a pass has more parts than there are"
 
     def run(self, plan: StepPlan, expected: dict[str, Expected], failing: set[str]) -> list[ChunkResult]:
         """Execute a step, check everything it reads, and sample. Chunks of `failing` requests fail."""
@@ -299,8 +293,8 @@ class Device:
 
     def _wait_for_images(self, plan: StepPlan) -> None:
         slots = {slot for chunk in plan.chunks for image in chunk.images for slot in image.slots}
-        self.num_waits += not slots.isdisjoint(self._slots_being_written())
         while not slots.isdisjoint(self._slots_being_written()):
+            assert self.passes[0].parts_left == 0, "a chunk reads an image of which parts of the encoder have not run"
             self.end_pass()
 
     def _write(self, chunk: Chunk, expected: Expected) -> None:
@@ -363,17 +357,12 @@ class Device:
 
 
 class Trace:
-    """One random trace. `run` raises AssertionError at the first error.
+    """One random trace. `run` raises AssertionError at the first error."""
 
-    With a `steady_encoder` each step takes as long as the encoder needs for `patches_per_step`, and the scheduler gets the encoder's
-    progress; then no step with a decoding request may wait for an image.
-    """
-
-    def __init__(self, seed: int, *, steady_encoder: bool = False) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rng = random.Random(seed + 1_000_003)
         self.setting = setting = draw_setting(seed)
-        self.steady_encoder = steady_encoder
         self.device = Device(setting)
         self.pages = PagePool(setting.num_pages, setting.page_size, setting.keeps_prefixes)
         encoder_cache = EncoderCache(setting.image_tokens, setting.keeps_images)
@@ -389,11 +378,17 @@ class Trace:
         """Requests that are left out of steps while a token of theirs is not read; in a third of the traces."""
         self.deferring_rng = random.Random(seed + 2_000_003)
         self.may_defer = self.deferring_rng.random() < 1 / 3
-        self.soon_rng = random.Random(seed + 3_000_003)
+        self.turn_rng = random.Random(seed + 3_000_003)
         self.unread: dict[str, int] = {}
         """Steps in flight that sample, by request."""
         self.encoding: dict[bytes, tuple[int, int]] = {}
         """Plan number and patches of images whose encoding is not reported to have ended, by salted key."""
+        self.parts_left = 0
+        """Of the pass in progress that are not launched."""
+        self.in_progress: int | None = None
+        """Its plan number."""
+        self.large: set[int] = set()
+        """Plan numbers of passes of large images."""
         self.quarantined: set[bytes] = set()
         self.in_flight: deque[tuple[StepPlan, bytes, StepResult]] = deque()
         self.without_chunk: set[str] = set()
@@ -425,6 +420,7 @@ class Trace:
             if self.in_flight and (plan is None or len(self.in_flight) > self.setting.depth):
                 self._update(*self.in_flight.popleft())
             elif plan is None and self.device.passes:  # the host waits
+                assert self.device.passes[0].parts_left == 0, "the host waits for a pass that is not launched"
                 self.device.end_pass()
         assert self.ended == self.expected.keys(), "a request has not ended"
         assert self.scheduler.is_idle_clean(), "ended requests hold resources"
@@ -462,19 +458,20 @@ class Trace:
         decoding = [state for state in states if state.slot is not None and self._is_decoding(state)]
         late = [state for state in states if state.slot is not None and self._has_computed_prompt(state)]
         is_idle, num_preemptions = not self.in_flight and not self.encoding, self.scheduler.num_preemptions
-        soon, has_backlog = self._num_patches_soon(), self._has_image_backlog()
-        plan = self.scheduler.plan(budget, self.deferring, soon)
+        turn = self._draw_turn()
+        plan = self.scheduler.plan(budget, self.deferring, turn)
         self.scheduler.check()
         if self.scheduler.num_preemptions > num_preemptions:
             self.seen.add("preemption")
         if plan is None:
             assert not (self.live and is_idle), "there is work, but no plan"
+            assert self.num_parts_left == 0 or turn.num_parts == 0, "a pass is not continued"
             return None
         self.num_steps += 1
         self.num_chunks += len(plan.chunks)
-        # A request that was preempted while the plan was made has its images to wait for again.
-        self._check_encodings(plan, has_backlog or self.scheduler.num_preemptions > num_preemptions)
-        self._check_waits(plan, [state for state in late if state.slot is not None], soon)
+        is_late = any(state.slot is not None for state in late) or self.scheduler.num_preemptions > num_preemptions
+        self._check_encodings(plan, turn if is_late else EncoderTurn(), is_late=is_late)
+        self._check_waits(plan, is_late=is_late)
         self._check_budgets(plan, budget)
         self._check_fairness(plan, decoding)
         self.without_chunk |= {start.request_id for start in plan.started}
@@ -498,13 +495,15 @@ class Trace:
 
     def _start_encodings(self) -> None:
         """A plan of encodings alone is run, but has no result."""
-        has_backlog = self._has_image_backlog()
-        plan = self.scheduler.plan_encodings()
+        was_encoding = bool(self.encoding)
+        plan = self.scheduler.plan_encodings(self.setting.max_patches)
         self.scheduler.check()
         if plan is None:
             return
         assert not plan.chunks
-        self._check_encodings(plan, has_backlog)
+        assert not was_encoding, "a pass begins beside the steps while another one is in flight"
+        self._check_encodings(plan, EncoderTurn(max_patches=self.setting.max_patches), is_late=False)
+        assert sum(self.encoding[image.key][1] for image in plan.images) <= self.setting.max_patches
         self.without_chunk |= {start.request_id for start in plan.started}
         self._check_starts(plan)
         self._record_events(plan)
@@ -527,54 +526,68 @@ class Trace:
     def _has_computed_prompt(state: RequestState) -> bool:
         return state.num_computed_tokens >= state.request.num_prompt_tokens
 
-    def _has_image_backlog(self) -> bool:
-        """Whether more images of open requests than the limit are not encoded, cached or being encoded for them."""
-        states = [self._state(name) for name in self.live]
-        num_images = sum(len(state.request.images) - state.next_image for state in states)
-        return num_images > self.setting.limits.encoder_backlog
+    def _draw_turn(self) -> EncoderTurn:
+        if self.turn_rng.random() < 0.5:
+            return EncoderTurn()
+        return EncoderTurn(
+            self.turn_rng.randint(0, ENCODER_PARTS), self.turn_rng.choice([None, self.setting.max_patches])
+        )
 
-    def _check_encodings(self, plan: StepPlan, has_backlog: bool) -> None:
-        """New encodings are those of images that requests have, within the limits of a pass."""
-        limits, patches = self.setting.limits, []
+    @property
+    def num_parts_left(self) -> int:
+        """Of the pass in progress that are to be launched, as far as the scheduler can know."""
+        is_open = any(number == self.in_progress for number, _ in self.encoding.values())
+        return self.parts_left if is_open else 0
+
+    def _check_encodings(self, plan: StepPlan, turn: EncoderTurn, *, is_late: bool) -> None:
+        """New encodings are those of images that requests have, within the limits of a pass; passes follow one another."""
+        most = min(self.setting.limits.max_encoder_patches, turn.max_patches or 10**9)
+        patches = []
         for image in plan.images:
             span = self.live[image.request_id].images[image.image_index]
             assert image.key == self.expected[image.request_id].image_keys[image.image_index]
             assert len(image.slots) == -(-span.num_tokens // ENCODER_SLOT_TOKENS)
             assert image.key not in self.encoding, "an image is encoded while it is being encoded"
             patches.append(span.num_patches)
-        is_alone = len(patches) <= 1 and not self.encoding
-        assert sum(patches) <= limits.max_encoder_patches or is_alone, "a pass encodes too many patches"
-        if patches and not has_backlog:
-            assert not self.encoding, "without a backlog two passes are in flight"
-            assert sum(patches) <= limits.short_pass_patches or is_alone, "without a backlog a pass is long"
-            self.seen.add("short pass")
+        assert sum(patches) <= most or len(patches) == 1, "a pass encodes too many patches"
+        is_large = sum(patches) > self.setting.limits.max_encoder_patches
+        numbers = {number for number, _ in self.encoding.values()}
+        if patches:
+            assert self.num_parts_left == 0, "a pass begins before the parts of another one are launched"
+            assert numbers.isdisjoint(self.large), "a pass begins while one of a large image runs beside the steps"
+            self.in_progress, self.parts_left = plan.number, ENCODER_PARTS
         for image, num_patches in zip(plan.images, patches, strict=True):
             self.encoding[image.key] = plan.number, num_patches
-        num_passes = len({number for number, _ in self.encoding.values()})
-        assert num_passes <= 2, "more than two passes of the encoder are in flight"
-        if num_passes == 2:
+        assert plan.encoder_parts <= self.num_parts_left, "parts are run of a pass that is over"
+        assert is_large or plan.encoder_parts <= turn.num_parts, "the encoder delays others by more than it may"
+        self.parts_left -= plan.encoder_parts
+        if is_large:
+            assert plan.encodes_beside, "a large image delays others"
+            assert self.parts_left == 0
+            self.large.add(plan.number)
+            self.seen.add("large image")
+        if plan.encoder_parts and self.parts_left:
+            self.seen.add("pass in parts")
+        if plan.encoder_parts and is_late and not is_large:
+            self.seen.add("encoded before decoding")
+        if len(numbers | {plan.number}) > 1 and patches:
             self.seen.add("two passes")
 
-    def _num_patches_soon(self) -> int:
-        """What the scheduler gets as progress of the encoder: the real one if it is steady, any number otherwise."""
-        if self.steady_encoder:
-            num_patches = sum(patches for _, patches in self.encoding.values())
-            return num_patches - sum(one.patches_left for one in self.device.passes)
-        return self.soon_rng.choice([0, self.setting.patches_per_step])
-
-    def _check_waits(self, plan: StepPlan, late: list[RequestState], soon: int) -> None:
-        """A step waits for an image only if no running request waits for its next output token, or if it is encoded soon."""
+    def _check_waits(self, plan: StepPlan, *, is_late: bool) -> None:
+        """Chunks read images whose pass is launched, but a large one only if no running request waits for its next output token."""
         for chunk in plan.chunks:
             for image in chunk.images:
                 key = self.expected[chunk.request_id].image_keys[image.image_index]
                 if key not in self.encoding:
-                    if late:
+                    if is_late:
                         self.seen.add("image read beside decoding")
                     continue
-                last = self.encoding[key][0]
-                is_soon = sum(patches for number, patches in self.encoding.values() if number <= last) <= soon
-                assert is_soon or not late, f"a step waits for an image of {chunk.request_id} while others decode"
-                self.seen.add("image ready soon" if late else "wait on the device")
+                number = self.encoding[key][0]
+                assert number != self.in_progress or self.parts_left == 0, (
+                    "a chunk reads an image of a pass in progress"
+                )
+                assert number not in self.large or not is_late, "a step waits for a large image while others decode"
+                self.seen.add("wait on the device")
 
     def _check_budgets(self, plan: StepPlan, budget: int | None) -> None:
         limits = self.setting.limits
@@ -648,9 +661,11 @@ class Trace:
 
     def _encode_some(self) -> None:
         """Passes of the encoder end, and some of the results are reported."""
-        if not self.steady_encoder and self.device.passes and self.rng.random() < self.setting.encoder_rate:
-            self.device.end_pass()
-        if self.steady_encoder or self.rng.random() < 0.7:
+        if self.device.passes and self.rng.random() < self.setting.encoder_rate:
+            is_over_early = self.turn_rng.random() < 0.2  # it is not divided, or has failed
+            if self.device.passes[0].parts_left == 0 or is_over_early:
+                self.device.end_pass()
+        if self.rng.random() < 0.7:
             self._take(self.scheduler.finish_encoding(self._encode_results()))
 
     def _encode_results(self) -> tuple[EncodeResult, ...]:
@@ -682,17 +697,11 @@ class Trace:
         if plan.images:
             if self.setting.fault_rate and self.rng.random() < 0.05:
                 failures[self.rng.choice(plan.images).key] = self.rng.choice([BAD_IMAGE, NO_MEMORY])
-            num_patches = sum(self.encoding[image.key][1] for image in plan.images)
-            self.device.encode(EncoderPass(plan_there.images, num_patches, failures))
+            self.device.encode(EncoderPass(plan_there.images, failures))
+        self.device.launch_parts(plan.encoder_parts)
         if plan.chunks and self.rng.random() < self.setting.fault_rate:
             failing.add(self.rng.choice(plan.chunks).request_id)
-        num_waits = self.device.num_waits
         results = self.device.run(plan_there, self.expected, failing)
-        if self.steady_encoder:
-            has_decode = any(chunk.reads_last_token for chunk in plan.chunks)
-            assert self.device.num_waits == num_waits or not has_decode, "a decoding request waits for an image"
-            if plan.chunks:
-                self.device.encode_patches(self.setting.patches_per_step)
         for chunk in plan.chunks:
             state = self.scheduler.find(chunk.request_id)
             if state is not None and state.slot == chunk.slot:
