@@ -18,6 +18,7 @@ from saccade.kernels import launch
 from saccade.model import load_model
 from saccade.model.config import VisionConfig
 from saccade.model.vision import budget_sizes, padded_layout
+from saccade.model.vlm import VLM
 from saccade.processor.families import load_rules
 from saccade.processor.image import video_patches
 from saccade.processor.inputs import normalize_patches
@@ -191,6 +192,16 @@ def test_every_patch_of_a_padded_layout_has_one_window_and_one_image():
     assert num_refused < 20
 
 
+def test_a_pass_that_is_not_captured_runs_whole_with_its_first_part(folder):
+    model = load_model(folder, device="cpu").requires_grad_(False)
+    encoder, images = encoder_of(model), images_of([(1, 4, 6), (1, 2, 2)])
+    encoder.start(images)
+    features = encoder.run(1)
+    assert features is not None
+    assert torch.equal(features, encoder.encode(images))
+    assert encoder.pass_ms(1000) == 0.0, "the host waits for it"
+
+
 # ------------------------------------------------------------------ CUDA graphs
 
 
@@ -219,6 +230,41 @@ def test_captured_features_are_those_of_the_images_alone(folder, dtype, stream):
             images = images_of(grids, seed + 10 * turn)
             assert_close(dtype, encoder.encode(images).float(), plain(model, images).float(), GPU_BOUNDS[dtype])
     assert encoder.num_captured == 3, "two of the batches share a budget"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shares", [(1, 1, 1, 1), (3, 1), (1, 3), (2, 2), (4,)], ids=str)
+def test_a_pass_in_parts_has_the_features_of_a_whole_one(folder, stream, shares):
+    """Whatever else the device computes between the parts."""
+    config = load_model(folder, device="cpu").config
+    config = dataclasses.replace(config, vision=dataclasses.replace(config.vision, num_layers=5))
+    model = VLM(config).to(device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.1)
+    encoder, other = encoder_of(model), encoder_of(model)
+    for grids in GPU_BATCHES:
+        images = images_of(grids)
+        whole = encoder.encode(images).clone()
+        encoder.start(images)
+        found = []
+        for num_parts in shares:
+            found.append(encoder.run(num_parts))
+            other.encode(images_of(grids, 9))
+        *before, last = found
+        assert before == [None] * len(before)
+        assert torch.equal(last, whole)
+
+
+@pytest.mark.gpu
+def test_passes_are_timed_at_start(folder, stream):
+    model = load_model(folder, device="cuda", dtype="bf16").requires_grad_(False)
+    encoder = encoder_of(model)
+    assert encoder.pass_ms(64) == 0.0
+    encoder.warm_up()
+    largest = encoder.pass_ms(1 << 20)
+    assert encoder.pass_ms(0) == 0.0
+    assert 0 < encoder.pass_ms(64) < largest
+    assert encoder.pass_ms(1 << 21) == pytest.approx(2 * largest)
 
 
 @pytest.mark.gpu
