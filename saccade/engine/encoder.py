@@ -88,6 +88,7 @@ class Encoder:
     def warm_up(self) -> None:
         """Capture all budgets, on the current stream, compile what patchifies images, and time some budgets."""
         if self._graphs is not None:
+            self._forward(self._budgets[0])  # torch makes its constants, which cannot be done in a capture
             for budget in self._budgets:
                 self._graphs.capture(budget)
             self._tower.warm_up(self._device)
