@@ -280,6 +280,10 @@ class WorkerPool(Generic[_Channel]):
             worker = min(self._workers, key=lambda worker: len(worker.jobs))
             if len(worker.jobs) >= self._queue_depth:
                 return
+            if not worker.jobs:
+                self._receive(worker)  # it may have exited after the last wait, which is not the next job's fault
+                if worker not in self._workers:
+                    continue
             job = self._queue.popleft()
             worker.jobs.append(job)
             if len(worker.jobs) == 1:

@@ -205,6 +205,21 @@ def test_workers_killed_while_idle_are_not_held_against_the_next_job(pool):
     assert run(pool, {"echo": 1}, max_crashes=1)[1] == 1
 
 
+def test_workers_killed_just_before_a_job_is_sent_are_not_held_against_it(pool, monkeypatch):
+    """The pool is woken up by the job, not by their end, which it has not waited for."""
+    run(pool, {})
+
+    def kill_all(self):
+        pids = pool.pids
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not any(map(is_alive, pids)))
+        monkeypatch.undo()
+
+    monkeypatch.setattr(pool, "_remove_stuck", lambda: kill_all(pool))
+    assert run(pool, {"echo": 1}, max_crashes=1)[1] == 1
+
+
 def test_workers_leave_signals_to_the_group_to_their_owner():
     pool = opened(1)
     pid, _ = pool.submit(Echo({})).result(TIMEOUT_S)
