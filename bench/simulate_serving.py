@@ -3,10 +3,11 @@
     python -m bench.simulate_serving [--rates 32 64] [--seconds 10] [--seeds 3] [--set target_step_ms=12.5] [--breakdown]
 
 The engine core, its scheduler and the workload of `bench.open_loop` are the real ones; the runner, the clock and the preprocessing workers are
-not. A step takes what the 3B shape takes on an H200, interpolated over decode requests and captured sizes. The vision encoder runs beside
-the steps: together they are as fast as one after the other beside prompts, and 1.15 times as fast beside decode alone. Constants are
-from measurements there (2026-11-18, steps as they are in service). Against the device itself, the same 15 seconds of 32 arrivals/s (`--seconds 15 --seeds 1`): TTFT
-p50 / p95 / p99 / max of 27 / 95 / 130 / 157 ms simulated, 26 / 89 / 131 / 150 measured; gaps 3.1 / 11.3 / 15.1 / 18 and 3.2 / 11.1 / 14.7 / 20. It says which of two policies is better, not how good one is.
+not. A step takes what the 3B shape takes on an H200, interpolated over decode requests and captured sizes. The vision encoder takes turns
+with the steps; where it runs beside them, together they are as fast as one after the other beside prompts, and 1.15 times as fast beside decode
+alone. Constants are from measurements there (2026-11-18, steps as they are in service). Against the device itself, the same 15 seconds of 32
+arrivals/s (`--seconds 15 --seeds 1`): TTFT p50 / p95 / p99 / max of 27 / 92 / 117 / 133 ms simulated, 25 / 85 / 110 / 131 measured; gaps
+3.1 / 12.0 / 13.2 / 29 and 3.1 / 12.6 / 14.3 / 34 over 60 s. It says which of two policies is better, not how good one is.
 """
 
 import argparse
