@@ -1,6 +1,6 @@
 """Open-loop serving on a simulated GPU: what a change of the scheduler does to latencies, without one.
 
-    python -m bench.simulate_serving [--rates 32 64] [--seconds 10] [--seeds 3] [--set target_step_ms=12.5] [--breakdown]
+    python -m bench.simulate_serving [--rates 32 64] [--seconds 10] [--seeds 3] [--set target_step_ms=13] [--breakdown]
 
 The engine core, its scheduler and the workload of `bench.open_loop` are the real ones; the runner, the clock and the preprocessing workers are
 not. A step takes what the 3B shape takes on an H200, interpolated over decode requests and captured sizes. The vision encoder takes turns
@@ -115,7 +115,7 @@ class SimulatedRunner:
     """What the core uses of a runner."""
 
     num_registered = max_draft_tokens = 0
-    max_length = 8192
+    max_length = max_patches_in_turn = 8192
 
     def __init__(self, config: EngineConfig, gpu: Gpu) -> None:
         self.config, self.gpu = config, gpu

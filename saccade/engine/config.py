@@ -48,8 +48,8 @@ class EngineConfig:
     prefix_cache: bool = True
     """Keep pages of ended requests for requests with the same prefix."""
     target_step_ms: float | None = 13.0
-    """Limit the prompt tokens of a step while requests decode, so that it takes about this long, or three times as long as a step
-    without prompts if that is more. None: no limit."""
+    """Limit the prompt tokens of a step and what the vision encoder does before it, while requests decode, so that both take about this long, or
+    three times as long as a step without prompts if that is more. None: any number of prompt tokens, and a quarter of a pass of the encoder."""
     max_draft_tokens: int | None = None
     """Prompt-lookup drafts per request and step, 0 to 16 (0: off). Output tokens do not change, steps may become fewer. None: 4 on a CPU,
     where requests draft as far as it pays, and off on a GPU, where drafts take CUDA graphs and time to start."""

@@ -239,7 +239,7 @@ class EngineCore:
         weight = WEIGHT_ON_CPU if self._is_on_cpu else WEIGHT
         self._lookup = PromptLookup(weight=weight) if runner.max_draft_tokens else None
         self.scheduler = Scheduler(
-            limits_of(config, runner.max_length, runner.max_draft_tokens),
+            limits_of(config, runner.max_length, runner.max_draft_tokens, runner.max_patches_in_turn),
             PagePool(runner.cache.num_pages, config.page_size, keeps_prefixes=config.prefix_cache),
             EncoderCache(config.encoder_cache_tokens, keeps_unused=config.encoder_cache),
             self._lookup,
@@ -449,12 +449,17 @@ class EngineCore:
     def _step(self, handle_messages: Callable[[], None]) -> list[RequestOutput]:
         outputs = self._finish_encoding(self._runner.finished_encodings())
         self._encode_beside(self._in_flight)
+        outputs += self._finish_encoding(
+            self._runner.finished_encodings()
+        )  # images that failed at once are not to be read
         plan = self._plan()  # while masks are computed
         previous, self._in_flight = self._in_flight, None
         if previous is not None and previous.handle is None:
             self._sample(previous)
         if plan is not None:
             self._in_flight = self._launch(plan)
+            if previous is not None and plan.encodes_beside:
+                previous.is_beside = True
         if previous is not None:
             self._wait(previous, handle_messages)
             outputs += self._process(previous)
@@ -466,7 +471,7 @@ class EngineCore:
     def _wait(self, step: _InFlight, handle_messages: Callable[[], None]) -> None:
         """Handle messages while a step runs. The last part of a decode step is left to `read`, which wakes up sooner."""
         polls_until = math.inf
-        if not step.num_prompt_tokens:
+        if not step.num_prompt_tokens and not step.plan.encoder_parts:
             polls_until = max(step.started_at, self._last_read_at) + _POLLED * self._step_budget.decode_ms / 1e3
         while step.handle is not None and not step.handle.is_done and self._clock() < polls_until:
             num_added = self._num_added
@@ -522,7 +527,7 @@ class EngineCore:
 
     def _launch(self, plan: StepPlan) -> _InFlight:
         launched = _InFlight(plan, self._runner.forward(plan), self._clock())
-        launched.is_beside = plan.encodes_beside or self._encoder_until > launched.started_at
+        launched.is_beside = self.scheduler.is_encoding_beside or self._encoder_until > launched.started_at
         if self._masks is None or self._masks.are_ready(self._with_grammar(plan)):
             self._sample(launched)
         self._count_launch(launched)
@@ -731,13 +736,14 @@ def _adapter_failed(reply_id: str, message: str, kind: FailureKind) -> RequestOu
     return RequestOutput(request_id=reply_id, finish_reason="failed", failure=Failure("waiting", message, kind))
 
 
-def limits_of(config: EngineConfig, max_length: int, max_draft_tokens: int) -> Limits:
+def limits_of(config: EngineConfig, max_length: int, max_draft_tokens: int, max_patches_in_turn: int) -> Limits:
     """The scheduler's limits."""
     return Limits(
         max_requests=config.max_requests,
         max_step_tokens=config.max_step_tokens,
         max_step_chunks=MAX_CHUNKS,
         max_encoder_patches=config.max_encoder_patches,
+        max_patches_in_turn=max_patches_in_turn,
         max_length=max_length,
         max_draft_tokens=max_draft_tokens,
     )

@@ -209,9 +209,9 @@ class CudaGraphs(Generic[Size]):
         try:
             out = self._forward(size)
         finally:
-            graphs[-1].capture_end()
-            for hook in hooks:
+            for hook in hooks:  # first: ending a capture that failed may raise
                 hook.remove()
+            graphs[-1].capture_end()
         return _Captured(graphs, out)
 
     def _begin_capture(self) -> torch.cuda.CUDAGraph:

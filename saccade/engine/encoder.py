@@ -106,6 +106,11 @@ class Encoder:
         end.synchronize()
         return float(start.elapsed_time(end))
 
+    @property
+    def largest_budget(self) -> int:
+        """Patches of the largest pass that is captured. 0: none is."""
+        return self._budgets[-1] if self._budgets else 0
+
     def pass_ms(self, num_patches: int) -> float:
         """How long the encoder takes for so many patches, as timed at start; more than a pass has are in proportion. 0: it is not known,
         or the host waits for it."""

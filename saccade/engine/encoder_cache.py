@@ -1,7 +1,7 @@
 """Allocation of image features on the device. Plain Python, no torch.
 
 The encoder cache has a fixed number of *slots* of `ENCODER_SLOT_TOKENS` tokens each; an image takes as many as its tokens need, anywhere.
-Encoding runs beside the steps: an image is *ready* when the runner has reported the end of its encoding. A request uses an image from
+An image is encoded in the steps or beside them, and is *ready* when the runner has reported the end of its encoding. A request uses an image from
 when it asks for it to the step that computes its last token. Afterwards the image stays cached for other requests until its slots are needed; the least recently used image is evicted first.
 """
 

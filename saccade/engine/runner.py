@@ -1,6 +1,6 @@
 """Run engine steps on the device.
 
-    copy pages -> encode images -> embed, decoder layers, head -> sample -> start copying the tokens to the host
+    encode images -> copy pages -> embed, decoder layers, head -> sample -> start copying the tokens to the host
 
 Nothing waits for the device but `StepHandle.read`. A token that was sampled but not read yet is read by the next step from
 `_last_tokens`, on the device. The forward pass and sampling are two calls, so that masks computed on the host while the forward
@@ -164,6 +164,14 @@ class _Timer:
         return float(self._start.elapsed_time(self.done)) / 1e3
 
 
+class _PassImage(NamedTuple):
+    """An image of the pass in progress."""
+
+    planned: ImageToEncode
+    image: PromptImage
+    """Its input; its request may end before the pass does."""
+
+
 class _Encoding(NamedTuple):
     """A pass of the vision encoder in flight."""
 
@@ -229,8 +237,7 @@ class Runner:
         self._graphs = CudaGraphs(self._forward_captured) if uses_graphs else None
         self._requests: dict[str, RequestInputs] = {}
         self._encodings: list[_Encoding] = []
-        self._pass: tuple[ImageToEncode, ...] = ()  # images of the pass in progress
-        self._pass_inputs: list[PromptImage] = []  # of the same images; their requests may end before it does
+        self._pass: Sequence[_PassImage] = ()  # in progress
         self._encode_results: list[EncodeResult] = []
         self._compiles = launch.CompileCounter()
         self._slot_read_by = np.full(self._num_features // ENCODER_SLOT_TOKENS, -1)  # the last step that read each slot
@@ -615,13 +622,18 @@ class Runner:
 
     # -------------------------------------------------------------- images
 
+    @property
+    def max_patches_in_turn(self) -> int:
+        """Patches of passes that can take turns with the steps: those captured in parts. On a CPU all: the host waits for them in any case."""
+        return self.config.max_encoder_patches if self.device.type != "cuda" else self._encoder.largest_budget
+
     def encode_ms(self, num_patches: int) -> float:
         """How long the encoder takes for so many patches. 0: it is not known, or the host waits for it."""
         return self._encoder.pass_ms(num_patches)
 
     def _run_encoder(self, plan: StepPlan, failures: dict[str, Failure]) -> None:
         """Run parts of a pass: of the plan's images, or of the pass in progress."""
-        images = plan.images or self._pass
+        images = [_PassImage(image, self._image(image)) for image in plan.images] or self._pass
         if not images or not plan.encoder_parts:
             return
         try:
@@ -632,20 +644,21 @@ class Runner:
                     self._wait(self._encoder_stream, self._stream)
                 self._run_parts(plan.encoder_parts)
         except Exception as error:
+            self._pass = ()
             self._isolate_image(plan, images, failures, error)
         if not plan.encodes_beside:
             self._wait(self._stream, self._encoder_stream)
 
     def _isolate_image(
-        self, plan: StepPlan, images: Sequence[ImageToEncode], failures: dict[str, Failure], error: Exception
+        self, plan: StepPlan, images: Sequence[_PassImage], failures: dict[str, Failure], error: Exception
     ) -> None:
         """Encode images again, in halves. An image that fails alone fails all chunks of the step that read it."""
         if len(images) == 1:
-            self._pass = ()
-            failure = self._failure("encoding", images[0].request_id, error)
-            self._encode_results.append(EncodeResult(images[0].key, failure))
+            planned = images[0].planned
+            failure = self._failure("encoding", planned.request_id, error)
+            self._encode_results.append(EncodeResult(planned.key, failure))
             for chunk in plan.chunks:
-                if any(read.slots == images[0].slots for read in chunk.images):
+                if any(read.slots == planned.slots for read in chunk.images):
                     failures[chunk.request_id] = failure
             return
         if not self.is_alive():
@@ -657,28 +670,25 @@ class Runner:
                     self._start_pass(half)
                     self._run_parts(ENCODER_PARTS)
             except Exception as again:
+                self._pass = ()
                 self._isolate_image(plan, half, failures, again)
 
-    def _start_pass(self, images: Sequence[ImageToEncode]) -> None:
-        slots = [slot for image in images for slot in image.slots]
+    def _start_pass(self, images: Sequence[_PassImage]) -> None:
+        slots = [slot for one in images for slot in one.planned.slots]
         if self._slot_read_by[slots].max() >= self._num_steps_read:
             self._wait(self._encoder_stream, self._stream)  # a step in flight reads the features that are overwritten
-        self._pass = tuple(images)
-        self._pass_inputs = [self._image(image) for image in images]
-        self._encoder.start(self._pass_inputs)
+        self._pass = images
+        self._encoder.start([one.image for one in images])
 
     def _run_parts(self, num_parts: int) -> None:
         features_MF = self._encoder.run(num_parts)
         if features_MF is None:
             return
-        images, inputs = self._pass, self._pass_inputs
-        self._pass, self._pass_inputs = (), []
-        index = [
-            feature_index(image.slots, 0, found.span.num_tokens) for image, found in zip(images, inputs, strict=True)
-        ]
+        images, self._pass = self._pass, ()
+        index = [feature_index(planned.slots, 0, image.span.num_tokens) for planned, image in images]
         self._features.index_copy_(0, to_device(np.concatenate(index), self.device), features_MF.to(self.dtype))
-        slots = frozenset([slot for image in images for slot in image.slots])
-        self._encodings.append(_Encoding(tuple([image.key for image in images]), slots, self._event()))
+        slots = frozenset([slot for one in images for slot in one.planned.slots])
+        self._encodings.append(_Encoding(tuple([one.planned.key for one in images]), slots, self._event()))
 
     def _image(self, image: ImageToEncode) -> PromptImage:
         return self._requests[image.request_id].prompt.images[image.image_index]

@@ -16,8 +16,8 @@ need, and no later request starts before it.
 
 Images are encoded in passes of the vision encoder, one after another, which take turns with the steps: a plan runs parts of a pass before
 its chunks, as many as the caller says. Chunks can read the images of a pass when its last part has run or runs in this plan. So a pass
-delays the output of other requests by a part or a few. An image larger than a pass is encoded alone and beside the steps; the chunks that
-read it wait on the host while other requests decode.
+delays the output of other requests by a part or a few. A pass that cannot be divided, of an image larger than a pass say, runs alone and
+beside the steps; the chunks that read it wait on the host while other requests decode.
 
 No deadlock. `Scheduler.add` accepts only requests that can run alone. The first running request can always get pages, because all
 others can be preempted. A request acquires its images in order, from the first that is not computed, and releases each when a chunk
@@ -55,6 +55,7 @@ from saccade.engine.step import (
 from saccade.errors import ConfigError, ImageError, RequestError
 
 _MAX_QUARANTINED = 4096
+_MAX_COUNTED = 64
 
 
 class Drafter(Protocol):
@@ -117,11 +118,24 @@ class Limits:
     max_step_chunks: int
     """Requests with more than one token in a step."""
     max_encoder_patches: int
-    """Patches in one pass of the vision encoder; an image with more is encoded alone and beside the steps."""
+    """Patches in one pass of the vision encoder; an image with more is encoded alone."""
+    max_patches_in_turn: int | None = None
+    """Patches in a pass that takes turns with the steps; one with more runs beside them. None: as many as a pass has."""
     max_length: int
     """Tokens of prompt and output together."""
     max_draft_tokens: int = 0
     """Draft tokens per request and step."""
+
+    @property
+    def patches_in_turn(self) -> int:
+        """Patches in a pass that takes turns with the steps."""
+        most = self.max_patches_in_turn
+        return self.max_encoder_patches if most is None else min(most, self.max_encoder_patches)
+
+    @property
+    def pass_patches(self) -> int:
+        """Patches in a pass of several images: those that can take turns, or all, if none can."""
+        return self.patches_in_turn or self.max_encoder_patches
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_step_tokens", "max_step_chunks", "max_encoder_patches", "max_length"):
@@ -178,6 +192,11 @@ class Scheduler:
         return bool(self._encoding)
 
     @property
+    def is_encoding_beside(self) -> bool:
+        """Whether a pass that cannot be divided runs beside the steps."""
+        return self._beside is not None
+
+    @property
     def num_patches_encoding(self) -> int:
         """Patches of the images being encoded."""
         return sum([image.num_patches for image in self._encoding.values()])
@@ -202,15 +221,18 @@ class Scheduler:
         return [state.num_computed_tokens >= state.num_prompt_tokens for state in self._queues.running].count(True)
 
     def work_left(self) -> WorkLeft:
-        """What is left to do before all open requests decode."""
+        """What is left to do before all open requests decode, or the first 64 of those that do not: more make no difference to a step."""
         num_requests = num_tokens = num_patches = 0
+        seen: set[bytes] = set()
         num_ready: int | None = None
         for state in (*self._queues.running, *self._queues.waiting):
             start, end = state.num_computed_tokens, state.num_prompt_tokens
             if start >= end:
                 continue
+            if num_requests == _MAX_COUNTED:
+                break
             if state.first_image < len(state.image_keys):
-                num_patches += sum([image.num_patches for image in self._new_images(state)])
+                num_patches += sum([image.num_patches for image in self._new_images(state, seen)])
                 if num_ready is None and (first := self._first_unreadable(state)) is not None:
                     num_ready = num_tokens + max(0, first - start)
             num_requests += 1
@@ -226,18 +248,24 @@ class Scheduler:
                 return state.request.images[index].start
         return None
 
-    def _new_images(self, state: RequestState) -> list[ImageSpan]:
-        """Images of a request whose encoding has not started."""
-        images, keys, first = state.request.images, state.image_keys, state.next_image
-        return [images[i] for i in range(first, len(keys)) if not self.encoder_cache.contains(keys[i])]
+    def _new_images(self, state: RequestState, seen: set[bytes]) -> list[ImageSpan]:
+        """Images of a request whose encoding has not started and whose keys are not among those `seen`, to which they are added."""
+        found = []
+        for index in range(state.next_image, len(state.image_keys)):
+            key = state.image_keys[index]
+            if key not in seen and not self.encoder_cache.contains(key):
+                found.append(state.request.images[index])
+                seen.add(key)
+        return found
 
     def next_pass(self, max_patches: int) -> NextPass | None:
         """The pass in progress, or the next one if it may have so many patches. None: there is none, or it has to wait."""
         if self._pass is not None:
             return NextPass(self._pass.num_patches, self._pass.parts_left)
-        num_patches = 0
+        num_patches, max_patches = 0, min(max_patches, self.limits.pass_patches)
+        seen: set[bytes] = set()
         for state in (*self._queues.running, *self._queues.waiting) if self._beside is None else ():
-            for image in self._new_images(state) if state.next_image < len(state.image_keys) else ():
+            for image in self._new_images(state, seen) if state.next_image < len(state.image_keys) else ():
                 if num_patches and num_patches + image.num_patches > max_patches:
                     return NextPass(num_patches, ENCODER_PARTS)
                 num_patches += image.num_patches
@@ -309,9 +337,9 @@ class Scheduler:
         `token_budget` limits the prompt tokens of the step (at least one is always allowed); decode tokens are not limited by it.
         Requests in `deferred` are left out while a token of theirs is not read. `turn` limits the encoder, while requests decode.
         """
-        if not any(state.is_decoding for state in self._queues.running):
-            turn = EncoderTurn()
         while True:
+            if not any(state.is_decoding for state in self._queues.running):
+                turn = EncoderTurn()
             num_running = self.num_running
             budget = self.limits.max_step_tokens if token_budget is None else max(1, token_budget)
             planner = self._planner(budget, deferred, turn)
@@ -328,7 +356,7 @@ class Scheduler:
 
     def plan_encodings(self, max_patches: int) -> StepPlan | None:
         """Start waiting requests with images and a whole pass of these, beside the steps in flight. The plan computes no tokens, and has
-        no result to be read. None: no pass can begin, since one is in flight, say, or the first image has more patches."""
+        no result to be read. None: no pass can begin, since one is in flight, say. A request whose image has more patches starts without."""
         if self._encoding or not any(state.request.images for state in self._queues.waiting):
             return None
         planner = self._planner(0, (), EncoderTurn(max_patches=max_patches))
@@ -341,22 +369,19 @@ class Scheduler:
         if self._beside is not None:
             blocked |= {self._beside} if decoding else set()
         elif self._pass is None:
-            most = self.limits.max_encoder_patches if turn.max_patches is None else turn.max_patches
-            most = min(most, self.limits.max_encoder_patches) if turn.num_parts else 0
+            most = self.limits.pass_patches if turn.max_patches is None else turn.max_patches
+            most = min(most, self.limits.pass_patches) if turn.num_parts else 0
             blocked |= {self._num_planned} if turn.num_parts < ENCODER_PARTS else set()
         elif turn.num_parts < self._pass.parts_left:
             blocked.add(self._pass.number)
         return _Planner(
             self._queues, self.limits, token_budget, self._drafter, deferred, self._encoding, most, blocked, self._num_planned,
-            waits_for_large_images=not decoding,
+            waits_beside=not decoding,
         )  # fmt: skip
 
     def _launch(self, planner: _Planner, num_parts: int) -> StepPlan:
-        is_large = (
-            sum([self._encoding[image.key].num_patches for image in planner.images]) > self.limits.max_encoder_patches
-        )
-        plan = self._number(planner, ENCODER_PARTS if is_large else num_parts, is_beside=is_large)
-        if is_large:
+        plan = self._number(planner, ENCODER_PARTS if planner.is_beside else num_parts, is_beside=planner.is_beside)
+        if planner.is_beside:
             self._beside = plan.number
         self._in_flight.append(_InFlight(plan, tuple(planner.states), tuple(planner.num_preemptions)))
         return plan
@@ -566,9 +591,10 @@ class _Planner:
         blocked: set[int],
         number: int,
         *,
-        waits_for_large_images: bool,
+        waits_beside: bool,
     ) -> None:
-        """`max_patches`: of the pass that may begin, 0 if none may. `blocked`: passes whose images cannot be read by this step."""
+        """`max_patches`: of the pass that may begin, 0 if none may. `blocked`: passes whose images cannot be read by this step.
+        `waits_beside`: whether it may wait for a pass that runs beside the steps."""
         self.chunks: list[Chunk] = []
         self.images: list[ImageToEncode] = []
         self.page_copies: list[tuple[int, int]] = []
@@ -582,7 +608,7 @@ class _Planner:
         self._tokens_left = limits.max_step_tokens
         self._prompt_tokens_left = token_budget
         self._chunks_left = limits.max_step_chunks
-        self._encoding, self._blocked, self._waits_for_large_images = encoding, blocked, waits_for_large_images
+        self._encoding, self._blocked, self._waits_beside = encoding, blocked, waits_beside
         self._patches_left = max_patches
         self._takes_larger_image = True
         self._num_decoding = (
@@ -838,11 +864,16 @@ class _Planner:
         state.next_image += 1
         if is_new:
             self._patches_left -= span.num_patches
-            if span.num_patches > self._limits.max_encoder_patches and not self._waits_for_large_images:
-                self._blocked.add(self._number)
             self._encoding[key] = _Encoding(span.key, span.num_patches, self._number)
             self.images.append(ImageToEncode(state.request.id, index, key, cache.slots(key)))
+            if self.is_beside and not self._waits_beside:
+                self._blocked.add(self._number)
         return True
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the pass that begins runs beside the steps."""
+        return sum([self._encoding[image.key].num_patches for image in self.images]) > self._limits.patches_in_turn
 
     def _may_encode(self, num_patches: int) -> bool:
         """Whether an image fits into the pass that begins; a larger one is encoded alone."""

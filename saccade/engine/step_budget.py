@@ -107,10 +107,6 @@ class StepBudget:
             num_parts = min(1, parts_left)
         return StepShare(self._num_tokens(rest_ms - num_parts * part_ms), num_parts)
 
-    def num_tokens(self) -> int | None:
-        """Prompt tokens of a step without the encoder that takes the target time."""
-        return None if self.target_ms is None else self._num_tokens(self.target_ms)
-
     def _num_tokens(self, step_ms: float) -> int:
         """Prompt tokens of a step that takes so long."""
         if self._slope is None:

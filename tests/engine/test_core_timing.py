@@ -130,10 +130,12 @@ def test_an_image_larger_than_a_pass_does_not_freeze_others():
     teach(core, gpu)
     decoding = add(core, request(100, 400))
     run(core, gpu, 0.1)
+    before = core._step_budget.decode_ms
     name = add(core, request(10, 1, 30_000))
     times = run(core, gpu)
     assert times[name]
     assert longest_gap_ms(times[decoding]) < 40
+    assert core._step_budget.decode_ms == pytest.approx(before, rel=0.1), "steps beside it say nothing"
 
 
 def test_a_burst_makes_steps_longer_until_it_is_served():

@@ -117,6 +117,45 @@ class FakeGraphs(CudaGraphs):
         return cuda_graphs._Captured([FakeGraph(self.log, size)], torch.zeros(size.num_samples))
 
 
+class PartGraph:
+    """Ending its capture fails where the capture has failed."""
+
+    def __init__(self, log, fails):
+        self.log, self.fails = log, fails
+
+    def capture_end(self):
+        self.log.append("end")
+        if self.fails:
+            raise RuntimeError("the capture was invalidated")
+
+    def replay(self):
+        self.log.append("replay")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_is_captured_in_parts_and_its_modules_are_left_as_they_were(monkeypatch, fails):
+    log, blocks = [], torch.nn.Sequential(*[torch.nn.Identity() for _ in range(3)])
+
+    def forward(size):
+        out = blocks(torch.ones(size))
+        if fails:
+            raise RuntimeError("out of memory")
+        return out
+
+    graphs = CudaGraphs(forward, [blocks[1], blocks[2]])
+    monkeypatch.setattr(graphs, "_begin_capture", lambda: log.append("begin") or PartGraph(log, fails))
+    if fails:
+        with pytest.raises(RuntimeError):
+            graphs._capture(4)
+    else:
+        graphs.capture(4)
+        assert log == ["begin", "end"] * 3
+        assert (graphs.run_parts(4, 0, 1), graphs.run_parts(4, 1, 1)) == (None, None)
+        assert len(graphs.run_parts(4, 2, 1)) == 4
+        assert log[6:] == ["replay"] * 3
+    assert not any(block._forward_pre_hooks for block in blocks)
+
+
 SIZES = [StepSize(n, n, 0, n) for n in range(1, 200)]
 
 

@@ -12,6 +12,7 @@ from saccade.engine.core_thread import STOPPED
 from saccade.engine.encoder_cache import salted
 from saccade.engine.request import SamplingParams
 from saccade.engine.runner import Runner
+from saccade.engine.step import ENCODER_PARTS, EncodeResult, ImageToEncode, StepPlan
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +28,14 @@ DOOMED = "doomed"
 
 class FailsEncoding(Runner):
     def _start_pass(self, images):
-        if any(image.request_id.startswith(DOOMED) for image in images):
+        if any(one.planned.request_id.startswith(DOOMED) for one in images):
             raise RuntimeError("bad image")
         super()._start_pass(images)
 
 
 class FailsInTheEncoder(Runner):
     def _run_parts(self, num_parts):
-        if any(image.request_id.startswith(DOOMED) for image in self._pass):
+        if any(one.planned.request_id.startswith(DOOMED) for one in self._pass):
             raise RuntimeError("bad image")
         super()._run_parts(num_parts)
 
@@ -112,6 +113,52 @@ def test_of_fifty_requests_two_fail_and_the_others_get_their_tokens(folder, kind
     assert core.scheduler.is_idle_clean()
 
 
+def test_an_image_that_fails_beside_a_decode_step_is_not_read(folder):
+    """Its request arrives between two steps, and its encoding fails before the next one is planned."""
+    prompts, _ = plain(folder, 1, 25, 12)
+    text, doomed = (next(p for p in prompts if bool(p.images) == has_images) for has_images in (False, True))
+    core, sampling = (
+        make_core(folder, CONFIG, runner_class=FailsEncoding),
+        SamplingParams(max_tokens=40, ignore_eos=True),
+    )
+    core.handle(AddRequest(request=request_of("text", text, sampling), prompt=text))
+    for _ in range(4):
+        core.step()
+    assert core.scheduler.num_decoding() == 1
+    core.handle(AddRequest(request=request_of(DOOMED, doomed, sampling), prompt=doomed))
+    outputs = [output for _ in range(60) for output in core.step() if output.request_id == DOOMED]
+    assert [(output.finish_reason, output.token_ids) for output in outputs] == [("failed", ())]
+    assert not core.has_work
+
+
+class FailsTogether(Runner):
+    """A pass runs in parts, the last of which fails unless it has one image."""
+
+    num_calls = 0
+
+    def _run_parts(self, num_parts):
+        if len(self._pass) == 1:
+            super()._run_parts(num_parts)
+        self.num_calls += 1
+        if self.num_calls == 2:
+            raise MemoryError("no memory")
+
+
+def test_images_of_a_pass_that_fails_later_are_encoded_though_a_request_has_ended(folder):
+    prompts, _ = plain(folder, 1, 25, 12)
+    chosen = [prompt for prompt in prompts if len(prompt.images) == 1][:2]
+    runner = make_core(folder, CONFIG, runner_class=FailsTogether)._runner
+    images = []
+    for number, prompt in enumerate(chosen):
+        runner.register(request_of(str(number), prompt, SamplingParams()), prompt)
+        images.append(ImageToEncode(str(number), 0, bytes([number]), (number,)))
+    runner.forward(StepPlan(number=0, images=tuple(images), encoder_parts=1))
+    runner.unregister("0")
+    assert runner.finished_encodings() == ()
+    runner.forward(StepPlan(number=1, encoder_parts=ENCODER_PARTS - 1))
+    assert runner.finished_encodings() == (EncodeResult(b"\0"), EncodeResult(b"\1"))
+
+
 def test_an_image_that_could_not_be_encoded_is_quarantined(folder):
     requests, _ = load(folder, dooms=True)
     core = make_core(folder, CONFIG, runner_class=FailsEncoding)
@@ -187,7 +234,7 @@ class FailsOneImage(Runner):
     bad: bytes = b""
 
     def _start_pass(self, images):
-        if any(self._image(image).span.key == self.bad for image in images):
+        if any(one.image.span.key == self.bad for one in images):
             raise RuntimeError("bad image")
         super()._start_pass(images)
 

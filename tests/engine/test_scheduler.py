@@ -559,6 +559,24 @@ def test_an_image_larger_than_a_pass_is_encoded_beside_the_steps():
     assert sizes(scheduler.plan()) == {"text": 1, "a": 6}
 
 
+@pytest.mark.parametrize(("most", "is_beside"), [(0, True), (19, True), (20, False), (None, False)])
+def test_a_pass_that_cannot_take_turns_runs_beside_the_steps(most, is_beside):
+    scheduler = make(keeps_prefixes=False, max_patches_in_turn=most)
+    decoding_beside(scheduler, ask("a", 8, [image(b"i", 2, 4, 20)], max_tokens=1))
+    plan = scheduler.plan(turn=EncoderTurn(4))
+    assert (plan.encoder_parts, plan.encodes_beside, scheduler.is_encoding_beside) == (4, is_beside, is_beside)
+    assert sizes(plan) == ({"text": 1, "a": 2} if is_beside else {"text": 1, "a": 8})
+
+
+def test_passes_of_several_images_are_small_enough_to_take_turns():
+    scheduler = make(keeps_prefixes=False, max_patches_in_turn=20)
+    spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(4)]
+    decoding_beside(scheduler, ask("a", 8, spans))
+    assert scheduler.next_pass(64) == (16, ENCODER_PARTS)
+    plan = scheduler.plan()
+    assert (len(plan.images), plan.encodes_beside) == (2, False)
+
+
 def test_images_are_encoded_though_prompts_use_up_the_tokens_of_the_step():
     scheduler = make(keeps_prefixes=False)
     decoding_beside(scheduler, ask("long", 30, max_tokens=1), ask("a", 8, [image(b"i", 2, 4)], max_tokens=1))
@@ -574,9 +592,9 @@ def test_work_left_counts_what_waits_before_the_first_image_that_cannot_be_read(
         ask("a", 8, [image(b"i", 2, 4, 100)], max_tokens=1),
         ask("b", 30, [image(b"i", 2, 4, 100), image(b"j", 7, 4, 10)], max_tokens=1),
     )
-    assert scheduler.work_left() == (3, 58, 22, 210)
+    assert scheduler.work_left() == (3, 58, 22, 110), "the image of two requests is encoded once"
     [planned] = scheduler.plan(1, turn=EncoderTurn(1, max_patches=100)).images
-    assert scheduler.work_left() == (3, 57, 21, 10), "the image of two requests is encoded once"
+    assert scheduler.work_left() == (3, 57, 21, 10)
     scheduler.finish_encoding([EncodeResult(planned.key)])
     assert scheduler.work_left() == (3, 57, 34, 10)
 

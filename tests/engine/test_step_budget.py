@@ -20,11 +20,17 @@ class Gpu:
         return exact * max(0.1, self.random.gauss(1, self.noise))
 
 
+def num_tokens(budget):
+    """Of a step without the encoder, while many wait."""
+    share = budget.share(1_000_000, part_ms=0.0, parts_left=0, busy_ms=0.0)
+    return None if share is None else share.num_tokens
+
+
 def full_steps(budget, gpu, num_steps, num_decode=50):
     """Times of steps that use their whole budget."""
     times = []
     for _ in range(num_steps):
-        num_prompt_tokens = budget.num_tokens()
+        num_prompt_tokens = num_tokens(budget)
         times.append(gpu.step_ms(num_prompt_tokens + num_decode))
         budget.observe(times[-1], num_prompt_tokens, num_decode)
     return times
@@ -91,35 +97,35 @@ def test_occasional_prompts_are_enough_to_fit():
 def test_an_outlier_changes_the_budget_little():
     budget, gpu = StepBudget(50.0, 100_000), Gpu(noise=0.02)
     full_steps(budget, gpu, 50)
-    before = budget.num_tokens()
+    before = num_tokens(budget)
     budget.observe(20_000.0, before, 50)
-    assert budget.num_tokens() > 0.8 * before
+    assert num_tokens(budget) > 0.8 * before
     assert mean(full_steps(budget, gpu, 20)) == pytest.approx(50, rel=0.2)
 
 
 def test_the_budget_recovers_from_a_first_step_that_compiles():
     budget, gpu = StepBudget(50.0, 100_000), Gpu()
-    budget.observe(30_000.0, budget.num_tokens(), 0)
+    budget.observe(30_000.0, num_tokens(budget), 0)
     full_steps(budget, gpu, 40)
     assert mean(full_steps(budget, gpu, 20)) == pytest.approx(50, rel=0.2)
 
 
 def test_a_budget_at_most_doubles_and_only_once_it_was_used():
     budget = StepBudget(1000.0, 100_000)
-    before = budget.num_tokens()
+    before = num_tokens(budget)
     for _ in range(20):
         budget.observe(5.0, 3, 10)
-    assert budget.num_tokens() == before
+    assert num_tokens(budget) == before
     for _ in range(5):
-        before = budget.num_tokens()
+        before = num_tokens(budget)
         budget.observe(5.0, before, 10)
-        assert before <= budget.num_tokens() <= 2 * before
+        assert before <= num_tokens(budget) <= 2 * before
 
 
 def test_prompts_make_progress_however_slow_steps_are():
     budget, gpu = StepBudget(10.0, 100_000), Gpu(fixed_ms=30.0)
     full_steps(budget, gpu, 50)
-    assert budget.num_tokens() == MIN_TOKENS
+    assert num_tokens(budget) == MIN_TOKENS
     gpu.fixed_ms = 2.0
     full_steps(budget, gpu, 60)
     assert mean(full_steps(budget, gpu, 20)) == pytest.approx(10, rel=0.2)
@@ -129,14 +135,14 @@ def test_prompts_make_progress_however_slow_steps_are():
 def test_the_budget_stays_within_the_maximum_step_tokens(max_tokens):
     budget, gpu = StepBudget(1000.0, max_tokens), Gpu()
     full_steps(budget, gpu, 50)
-    assert budget.num_tokens() == max_tokens
+    assert num_tokens(budget) == max_tokens
 
 
 def test_without_a_target_there_is_no_limit():
     budget = StepBudget(None, 8192)
-    assert budget.num_tokens() is None
+    assert num_tokens(budget) is None
     budget.observe(1000.0, 8192, 5)
-    assert budget.num_tokens() is None
+    assert num_tokens(budget) is None
 
 
 def test_steps_without_tokens_do_no_harm():
@@ -157,3 +163,42 @@ def test_the_cost_of_a_token_is_its_share_of_the_step(target_ms):
             budget.observe(gpu.step_ms(8), 0, 8)
     for num_tokens, expected in ((1, 1 / 11), (8, 8 / 18), (90, 90 / 100)):
         assert budget.token_cost(num_tokens) == pytest.approx(expected, rel=0.15)
+
+
+def test_the_encoder_gets_what_ready_prompts_leave():
+    budget, gpu = StepBudget(50.0, 100_000), Gpu(noise=0.0)
+    full_steps(budget, gpu, 60)
+    decode_steps(budget, gpu, 60)
+    fixed_ms = gpu.step_ms(50)
+    for num_ready, part_ms, parts_left, expected in (
+        (0, 10.0, 4, 4),
+        (0, 10.0, 2, 2),
+        (0, 15.0, 4, 2),
+        (500, 10.0, 4, 3),
+        (10_000, 10.0, 4, 0),
+        (0, 60.0, 4, 1),
+        (0, 0.0, 4, 4),
+    ):
+        share = budget.share(num_ready, part_ms=part_ms, parts_left=parts_left, busy_ms=0.0)
+        assert share.encoder_parts == expected
+        used_ms = fixed_ms + gpu.token_ms * share.num_tokens + expected * part_ms
+        assert used_ms == pytest.approx(50, abs=2) or share.num_tokens == MIN_TOKENS
+
+
+def test_time_in_which_the_device_is_busy_is_taken_off_the_step():
+    budget, gpu = StepBudget(50.0, 100_000), Gpu(noise=0.0)
+    full_steps(budget, gpu, 60)
+    whole, shorter = (budget.share(10_000, part_ms=0.0, parts_left=0, busy_ms=ms).num_tokens for ms in (0.0, 20.0))
+    assert shorter == pytest.approx(whole - 20 / gpu.token_ms, rel=0.05)
+
+
+def test_a_backlog_makes_steps_longer_until_little_is_left():
+    budget, gpu = StepBudget(50.0, 100_000), Gpu(noise=0.0)
+    full_steps(budget, gpu, 60)
+    usual = num_tokens(budget)
+    for num_requests, encode_ms, is_backlog in (
+        (9, 100.0, False), (2, 500.0, False), (9, 200.0, True), (9, 110.0, True), (9, 90.0, False), (9, 110.0, False)
+    ):  # fmt: skip
+        budget.observe_queue(num_requests, 100, encode_ms)
+        assert budget.has_backlog == is_backlog
+        assert (num_tokens(budget) > 2 * usual) == is_backlog

@@ -5,8 +5,8 @@ each KV slot of each page the number of the prefix that ends there. A prefix is 
 and its offset in that image; equal numbers mean equal prefixes. The token that follows a prefix is a hash of its number, so every
 output is known in advance. Each step executes copies and writes, and then checks all KV slots that its chunks attend to.
 
-Images are encoded beside the steps: their encoder-cache slots hold nothing from the start of an encoding to its end, at some later
-time. A chunk that reads an image in between makes the device wait, which only the scheduler's rules allow.
+Images are encoded in passes, in parts that steps run: their encoder-cache slots hold nothing from the start of a pass to its end, at some
+time after its last part is launched, or before where it fails or is not divided. A chunk that reads an image in between makes the device wait.
 """
 
 from __future__ import annotations
