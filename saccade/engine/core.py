@@ -449,9 +449,7 @@ class EngineCore:
     def _step(self, handle_messages: Callable[[], None]) -> list[RequestOutput]:
         outputs = self._finish_encoding(self._runner.finished_encodings())
         self._encode_beside(self._in_flight)
-        outputs += self._finish_encoding(
-            self._runner.finished_encodings()
-        )  # images that failed at once are not to be read
+        outputs += self._finish_encoding(self._runner.finished_encodings())  # those that failed at once are not read
         plan = self._plan()  # while masks are computed
         previous, self._in_flight = self._in_flight, None
         if previous is not None and previous.handle is None:
