@@ -607,6 +607,8 @@ class Trace:
             assert state.request.id in served or state.slot is None or is_full, (
                 f"decoding request {state.request.id} was left out"
             )
+        if not self.live:  # a pass runs to its end without requests
+            return
         first = min((self._state(name) for name in self.live), key=lambda state: state.order)
         is_encoding = not self.encoding.keys().isdisjoint(first.image_keys)
         self.num_stalled = 0 if first.request.id in served else self.num_stalled + (not is_encoding)
