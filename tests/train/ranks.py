@@ -4,6 +4,7 @@ A job: `recipe` (a TOML file), `set` (overrides), `validate` (the name of one of
 says so), `ending` (what is expected).
 """
 
+import faulthandler
 import gc
 import json
 import logging
@@ -176,6 +177,7 @@ def run_forked(file, environment):
     with Path(file).with_suffix(".log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    faulthandler.enable()  # a crash of a library leaves the stacks in the log
     run_jobs(file)
 
 
