@@ -43,6 +43,9 @@ _NONCHARACTERS = [
 ]
 """The 66 code points that Unicode reserves as noncharacters: never part of text."""
 
+_MAX_WHOLE_RENDERINGS = 32
+"""Turns of a request that may be rendered with all turns before them; each takes time in proportion to their length."""
+
 DEFAULT_FPS = 2.0
 """Frame rate of a video that does not state one: its frames', or the sampling rate of a video file."""
 MIN_FPS, MAX_FPS = 0.01, 1000.0
@@ -441,25 +444,59 @@ def _assistant_turns(
 ) -> list[tuple[int, int]]:
     """Start and end of each assistant turn in `text`: after the generation prompt, up to the next message.
 
+    A turn is located by rendering it after the turn before it, so that the cost is linear in the number of turns. Only where the
+    template writes it differently there (numbered messages, for example) is it rendered after the whole conversation.
     With a template that rewrites earlier turns they are unknown: serving works without, training does not.
     """
-    turns = []
+    turns: list[tuple[int, int]] = []
+    num_system = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    num_whole, previous, first = (
+        0,
+        num_system,
+        num_system,
+    )  # indices of the first message of the turn before, and of this one
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        after = render(messages[: number + 1], add_generation_prompt=False)
-        start = _turn_start(messages, number, after, render)
-        if start is not None and len(text) >= start and after.startswith(text):  # a turn to be continued
-            after = text
-        if start is None or not text.startswith(after):
+        end = turns[-1][1] if turns else 0
+        context = [*messages[:num_system], *messages[previous:first]]
+        turn = _locate_turn(context, messages[first : number + 1], text, end, render)
+        if turn is None and previous > num_system:
+            num_whole += 1
+            if not is_training and num_whole > _MAX_WHOLE_RENDERINGS:
+                raise RequestError(
+                    f"the chat template writes each turn depending on all earlier ones, which takes too long for {number + 1} "
+                    "messages. Send fewer turns"
+                )
+            turn = _locate_turn(messages[:first], messages[first : number + 1], text, end, render)
+        if turn is None:
             if not is_training:
                 return []
             raise RequestError(
                 f"messages[{number}]: the chat template rewrites earlier turns, so the tokens to train on "
                 "cannot be found. End the conversation at this turn, or train with a template that only appends"
             )
-        turns.append((start, len(after)))
+        turns.append(turn)
+        previous, first = first, number + 1
     return turns
+
+
+def _locate_turn(
+    context: Sequence[Message], turn: Sequence[Message], text: str, offset: int, render: _Render
+) -> tuple[int, int] | None:
+    """Start and end in `text` of the assistant's message that ends `turn`; `text` has the turn at `offset`, after what `context`
+    renders to. None if it has something else there."""
+    conversation = [*context, *turn]
+    after = render(conversation, add_generation_prompt=False)
+    start = _turn_start(conversation, len(conversation) - 1, after, render)
+    before = render(context, add_generation_prompt=False) if offset else ""
+    if start is None or start < len(before) or not after.startswith(before):
+        return None
+    written = after[len(before) :]
+    start += offset - len(before)
+    if len(text) >= start and written.startswith(text[offset:]):  # a turn to be continued
+        return start, len(text)
+    return (start, offset + len(written)) if text.startswith(written, offset) else None
 
 
 def _turn_start(messages: Sequence[Message], number: int, after: str, render: _Render) -> int | None:
