@@ -3,7 +3,8 @@
     submit(job) -> queue -> job.send -> worker process -> job.receive -> job.future
 
 One thread owns the workers and their sockets. A job is retried on another worker when its worker crashes; after `max_crashes` the
-job is taken to be the cause and fails. A job that exceeds its timeout fails at once. In both cases the worker is replaced.
+job is taken to be the cause and fails. A job that exceeds its timeout fails at once. In both cases the worker is replaced. A job whose
+future is cancelled before a worker starts it is dropped.
 """
 
 from __future__ import annotations
@@ -113,6 +114,15 @@ class Job(ABC, Generic[_Channel, _Result]):
         self.future: Future[_Result] = Future()
         self.num_crashes = 0
 
+    def start(self) -> bool:
+        """Mark the job as running: it can no longer be cancelled. False if it was."""
+        return self.future.running() or self.future.set_running_or_notify_cancel()
+
+    def fail(self, error: Exception) -> None:
+        """End the job with an error, unless it was cancelled."""
+        if self.start():
+            self.future.set_exception(error)
+
     @abstractmethod
     def send(self, worker: Worker[_Channel]) -> None:
         """Send the request. If it raises anything but a `ConnectionError`, nothing was sent."""
@@ -174,7 +184,7 @@ class WorkerPool(Generic[_Channel]):
         """Run a job; jobs start in the order of submission."""
         with self._lock:
             if self._is_drained:
-                job.future.set_exception(PoolClosedError("the worker pool is closed"))
+                job.fail(PoolClosedError("the worker pool is closed"))
             else:
                 self._queue.append(job)
                 self._wake()
@@ -223,7 +233,7 @@ class WorkerPool(Generic[_Channel]):
             if not self.metadata.done():
                 self.metadata.set_exception(failure)
             while self._queue:
-                self._queue.popleft().future.set_exception(copy.copy(failure))  # each has a traceback of its own
+                self._queue.popleft().fail(copy.copy(failure))  # each has a traceback of its own
 
     def _wait(self) -> None:
         """Wait for messages, new jobs or the next deadline, and handle the messages."""
@@ -285,6 +295,8 @@ class WorkerPool(Generic[_Channel]):
                 if worker not in self._workers:
                     continue
             job = self._queue.popleft()
+            if not job.start():
+                continue
             worker.jobs.append(job)
             if len(worker.jobs) == 1:
                 worker.start_clock()
@@ -338,4 +350,4 @@ class WorkerPool(Generic[_Channel]):
         if not self.metadata.done():
             self.metadata.set_exception(PoolClosedError("the worker pool is closed"))
         for job in jobs:
-            job.future.set_exception(PoolClosedError("the worker pool is closed"))
+            job.fail(PoolClosedError("the worker pool is closed"))

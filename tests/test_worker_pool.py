@@ -98,6 +98,20 @@ def test_jobs_of_many_threads_get_their_own_results(pool):
     assert pool.metadata.result(TIMEOUT_S) == {"config": {}}
 
 
+def test_a_job_that_is_cancelled_before_a_worker_starts_it_is_dropped(pool):
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGSTOP)
+    futures = [pool.submit(Echo({"exit": True} if number in (2, 4) else {"echo": number})) for number in range(6)]
+    wait_for(lambda: sum(future.running() for future in futures) == 2)
+    assert futures[2].cancel()
+    assert futures[4].cancel()
+    assert not futures[0].cancel(), "it has started"
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGCONT)
+    assert [futures[number].result(TIMEOUT_S)[1] for number in (0, 1, 3, 5)] == [0, 1, 3, 5]
+    assert pool.num_crashes == 0
+
+
 def test_a_job_that_crashes_its_worker_fails_after_its_attempts_and_alone(pool):
     crashing = pool.submit(Echo({"exit": True}))
     others = [pool.submit(Echo({"echo": number})) for number in range(10)]

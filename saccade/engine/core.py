@@ -13,7 +13,6 @@ Messages in and out are plain data, so that the core runs in a thread or in a pr
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 from saccade.engine.adapters import AdapterEntry, AdapterTable
 from saccade.engine.config import EngineConfig
 from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_PREFILL, prefill_beside_decode
+from saccade.engine.deadlines import Deadlines
 from saccade.engine.encoder_cache import EncoderCache
 from saccade.engine.grammar import Grammars, GrammarState, NextMasks
 from saccade.engine.pages import PagePool
@@ -42,9 +42,6 @@ from saccade.model.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 
-_MAX_STALE_DEADLINES = 1024
-"""Deadlines of ended requests kept before they are removed."""
-
 _SLOWDOWN_BESIDE_ENCODER, _ENCODER_SPEED_BESIDE_DECODE = 2.4, 0.72
 """How many times as long a decode step takes beside the vision encoder, and the encoder's speed then (H200, 3B)."""
 
@@ -57,6 +54,9 @@ _POLLED = 0.6
 _LONG_MASKS = 0.1
 """Share of a step's time above which computing masks delays the step: the host also has to plan and launch the next one, and hands on the
 tokens of all requests. 64 requests beside 64 with a JSON schema keep their speed at 0.1, and 0.92 to 0.95 of it at 0.5 (H200)."""
+
+_IDLE_S = 1.0
+"""After this long without work the core checks its invariants."""
 
 _FULL = Failure("waiting", "the engine's queue is full; try again later", "overloaded")
 
@@ -256,7 +256,7 @@ class EngineCore:
         self.post: Callable[[OwnMessage], None] = lambda message: None
         """Sends a message to this core from another thread; set by the loop that runs it."""
         self._profiler = CoreProfiler()
-        self._deadlines: list[tuple[float, str, str]] = []  # a heap: time, request id, kind
+        self._deadlines = Deadlines()
         self._added_at: dict[str, float] = {}  # of requests that have not started
         self._encoding_since: dict[bytes, float] = {}
         self._encoder_until = 0.0  # when the encoder, beside the steps, is expected to be done
@@ -285,6 +285,7 @@ class EngineCore:
         if not isinstance(message, AddRequest):
             self._administer(message)
             return []
+        self._set_deadlines(message.request)
         if message.request.sampling.structured is not None:
             return self._compile(message)
         return self._add(message.request, message.prompt)
@@ -340,10 +341,18 @@ class EngineCore:
         return self.scheduler.num_waiting + len(self._compiling) >= self._max_waiting
 
     def _end(self, message: EndRequest) -> list[RequestOutput]:
-        if self._compiling.pop(message.request_id, None) is not None:
-            return [RequestOutput(request_id=message.request_id, finish_reason=message.reason)]
-        output = self.scheduler.end(message.request_id, message.reason)
+        output = self._end_request(message.request_id, message.reason)
         return [output] if output is not None else []
+
+    def _end_request(
+        self, request_id: str, reason: FinishReason, failure: Failure | None = None
+    ) -> RequestOutput | None:
+        """End a request in any state; its last output, or None if it has ended."""
+        _, compiled = self._compiling.pop(request_id, (None, None))
+        if compiled is None:
+            return self.scheduler.end(request_id, reason, failure)
+        compiled.cancel()
+        return RequestOutput(request_id=request_id, finish_reason=reason, failure=failure)
 
     def _compile(self, message: AddRequest) -> list[RequestOutput]:
         """Compile the grammar of a request off this thread; it is added when that is done."""
@@ -401,7 +410,6 @@ class EngineCore:
             logger.warning("request %s could not be added: %r", request.id, error, exc_info=error)
             failure = Failure("waiting", "the request could not be added; other requests continue")
         else:
-            self._set_deadlines(request)
             return []
         self._forget(request.id)
         output = self.scheduler.end(request.id, "failed", failure)
@@ -411,25 +419,41 @@ class EngineCore:
         now = self._clock()
         for kind, seconds in (("queue", request.queue_timeout_s), ("total", request.timeout_s)):
             if seconds is not None:
-                heapq.heappush(self._deadlines, (now + seconds, request.id, kind))
-        if len(self._deadlines) > _MAX_STALE_DEADLINES + 2 * len(self.scheduler.request_ids()):
-            self._deadlines = [entry for entry in self._deadlines if self.scheduler.find(entry[1]) is not None]
-            heapq.heapify(self._deadlines)
+                self._deadlines.add(now + seconds, request.id, kind)
+        self._deadlines.prune(len(self.scheduler.request_ids()) + len(self._compiling), self._is_open)
+
+    def _is_open(self, request_id: str) -> bool:
+        return request_id in self._compiling or self.scheduler.find(request_id) is not None
 
     def _expire(self) -> list[RequestOutput]:
         """End requests whose deadline has passed: in the queue, or in all."""
         outputs = []
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            _, request_id, kind = heapq.heappop(self._deadlines)
+        for request_id, kind in self._deadlines.pop_due(self._clock()):
             state = self.scheduler.find(request_id)
-            if state is None or (kind == "queue" and (state.slot is not None or state.num_preemptions)):
+            if kind == "queue" and state is not None and (state.slot is not None or state.num_preemptions):
                 continue
             what = "did not start" if kind == "queue" else "was not complete"
             failure = Failure(
                 "waiting" if kind == "queue" else "running", f"the request {what} within its time limit", "timeout"
             )
-            output = self.scheduler.end(request_id, "failed", failure)
+            output = self._end_request(request_id, "failed", failure)
             outputs += [output] if output is not None else []
+        return outputs
+
+    # -------------------------------------------------------------- without work
+
+    def idle_s(self) -> float | None:
+        """Seconds until `idle` has something to do while no request runs; None: nothing."""
+        waits = [_IDLE_S] if self.wants_check else []
+        if self._compiling and (next_at := self._deadlines.next_at) is not None:
+            waits.append(max(0.0, next_at - self._clock()))
+        return min(waits, default=None)
+
+    def idle(self) -> list[RequestOutput]:
+        """End requests that wait for a grammar and whose deadline has passed; check the invariants if that is due."""
+        outputs = self._finish(self._expire())
+        if self.wants_check:
+            self.check()
         return outputs
 
     # -------------------------------------------------------------- a step
@@ -648,13 +672,9 @@ class EngineCore:
     def fail_all(self, failure: Failure) -> list[RequestOutput]:
         """End every open request as failed."""
         self._in_flight = None
-        ended = [self.scheduler.end(request_id, "failed", failure) for request_id in self.scheduler.request_ids()]
-        compiling = [
-            RequestOutput(request_id=request_id, finish_reason="failed", failure=failure)
-            for request_id in self._compiling
-        ]
-        self._compiling.clear()
-        return self._finish([output for output in ended if output is not None] + compiling)
+        open_ids = [*self.scheduler.request_ids(), *self._compiling]
+        ended = [self._end_request(request_id, "failed", failure) for request_id in open_ids]
+        return self._finish([output for output in ended if output is not None])
 
     def _finish(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
         """Count outputs, and drop what is kept of requests that ended."""

@@ -19,8 +19,6 @@ OnStop = Callable[[Failure], None]
 
 _POLL_S = 0.0005
 """Longest wait for a message before a running step is looked at again."""
-_IDLE_S = 1.0
-"""After this long without work the core checks its invariants."""
 
 STOPPED = Failure("running", "the engine has stopped; restart it", "engine_stopped")
 
@@ -81,8 +79,8 @@ def run_core(core: EngineCore, inbox: Inbox, on_outputs: OnOutputs) -> None:
 
     while not is_closing:
         if not core.has_work:
-            if not handle_one(True, _IDLE_S if core.wants_check else None):
-                core.check()
+            if not handle_one(True, core.idle_s()) and (outputs := core.idle()):
+                on_outputs(outputs)
             continue
         while handle_one(False, None) and not is_closing:
             pass

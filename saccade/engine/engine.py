@@ -51,6 +51,7 @@ from saccade.engine.core import (
     StopProfile,
 )
 from saccade.engine.core_thread import CoreThread, OnOutputs, OnStop
+from saccade.engine.deadlines import Deadlines
 from saccade.engine.detokenizer import Detokenizer
 from saccade.engine.grammar import GrammarCompiler, Grammars
 from saccade.engine.loading import load_runner
@@ -118,9 +119,9 @@ class RequestOptions:
     salt: bytes = b""
     """Caches are shared only with requests of equal salt."""
     queue_timeout_s: float | None = None
-    """Fail the request (`timeout`) if it has not started so long after it was preprocessed."""
+    """Fail the request (`timeout`) if it has not started so long after it was submitted, preprocessing included."""
     timeout_s: float | None = None
-    """Fail the request (`timeout`) if it has not ended by then."""
+    """Fail the request (`timeout`) if it has not ended so long after it was submitted."""
     adapter: str | None = None
     """Serve it with this LoRA adapter."""
 
@@ -177,6 +178,8 @@ class Engine:
         self._pid = os.getpid()
         self._inbox: queue.SimpleQueue[Callable[[], None] | Sequence[RequestOutput] | None] = queue.SimpleQueue()
         """Commands, outputs of the core, and None at the end."""
+        self._deadlines = Deadlines()
+        """Of requests that are being preprocessed, used by the front end's thread; the core has those of the others."""
         self._has_stopped = threading.Event()
         self._connect = partial(
             connect,
@@ -280,7 +283,7 @@ class Engine:
         `sampling`: parameters (or a dict of them) for all conversations, or one for each. A request that cannot be served has the
         finish reason `failed` and says why in `failure`; the others are not affected. `adapter` names the LoRA adapter of all of them.
         `progress` shows a progress bar.
-        `queue_timeout_s` and `timeout_s` limit how long a request may wait and take after preprocessing.
+        `queue_timeout_s` and `timeout_s` limit how long a request may wait and take, from now on.
         `continue_final_message` continues a final assistant message instead of starting a new one. `tools` are functions that the model
         may call, in OpenAI's format; its calls are part of the text.
         """
@@ -370,6 +373,10 @@ class Engine:
         return self._preprocessor.submit(
             messages, continue_final_message=continue_final_message, tools=tools, salt=salt
         )
+
+    def encode_text(self, text: str) -> Future[list[int]]:
+        """Token ids of a text that is no conversation, with those that the tokenizer puts before a prompt."""
+        return self._preprocessor.encode(text)
 
     def preprocess_tokens(
         self, token_ids: Sequence[int], images: Sequence[Any] = (), *, salt: bytes = b""
@@ -481,6 +488,9 @@ class Engine:
         with self._lock:
             self._check_open()
             self._open[request_id] = opened
+        timeouts = [limit for limit in (options.queue_timeout_s, options.timeout_s) if limit is not None]
+        if timeouts and not prompt.done():
+            self._inbox.put(partial(self._set_deadline, request_id, opened.submitted_at + min(timeouts)))
         prompt.add_done_callback(lambda done: self._inbox.put(partial(self._start, opened, done, options)))
         return request_id
 
@@ -575,7 +585,7 @@ class Engine:
     # -------------------------------------------------------------- the front end's thread
 
     def _serve(self) -> None:
-        item = self._inbox.get()
+        item = self._next_item()
         while item is not None:
             following: Any = _NOTHING
             try:
@@ -586,7 +596,31 @@ class Engine:
                     self._deliver(outputs)
             except BaseException:
                 logger.exception("a command of the front end failed")
-            item = self._inbox.get() if following is _NOTHING else following
+            item = self._next_item() if following is _NOTHING else following
+
+    def _next_item(self) -> Callable[[], None] | Sequence[RequestOutput] | None:
+        """Wait for a command or outputs. Requests whose deadline passes meanwhile are ended."""
+        while (next_at := self._deadlines.next_at) is not None:
+            wait_s = next_at - time.perf_counter()
+            if wait_s <= 0:
+                self._expire()
+                continue
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=wait_s)
+        return self._inbox.get()
+
+    def _set_deadline(self, request_id: str, at: float) -> None:
+        self._deadlines.add(at, request_id, "preprocessing")
+        self._deadlines.prune(len(self._open), self._open.__contains__)
+
+    def _expire(self) -> None:
+        """End requests that are still being preprocessed when their deadline passes."""
+        for request_id, _ in self._deadlines.pop_due(time.perf_counter()):
+            opened = self._open.get(request_id)
+            if isinstance(opened, _OpenRequest) and opened.preprocessed_at is None:
+                failure = Failure("preprocessing", "the request did not start within its time limit", "timeout")
+                opened.end_early("failed", failure)
+                opened.prompt.cancel()
 
     def _drain_outputs(self, first: Sequence[RequestOutput]) -> tuple[Iterable[RequestOutput], Any]:
         """All outputs that are in the inbox, those of one request merged, and the item behind them.
@@ -776,7 +810,7 @@ class _OpenRequest:
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._num_prompt_tokens = 0
         self.has_ended = False
-        self._submitted_at = time.perf_counter()
+        self.submitted_at = time.perf_counter()
         self.preprocessed_at: float | None = None
         self._first_token_at: float | None = None
 
@@ -794,10 +828,14 @@ class _OpenRequest:
             priority=options.priority,
             adapter=options.adapter,
             salt=options.salt,
-            queue_timeout_s=options.queue_timeout_s,
-            timeout_s=options.timeout_s,
+            queue_timeout_s=self._remaining(options.queue_timeout_s),
+            timeout_s=self._remaining(options.timeout_s),
             stream_interval=1 if self._reads_text else _UNSTREAMED_INTERVAL,
         )
+
+    def _remaining(self, timeout_s: float | None) -> float | None:
+        """What is left of a time limit that began when the request was submitted."""
+        return None if timeout_s is None else max(0.0, timeout_s - (time.perf_counter() - self.submitted_at))
 
     @property
     def _reads_text(self) -> bool:
@@ -874,7 +912,7 @@ class _OpenRequest:
 
     def _timings(self) -> Timings:
         def since_submitted(moment: float | None) -> float | None:
-            return None if moment is None else moment - self._submitted_at
+            return None if moment is None else moment - self.submitted_at
 
         return Timings(
             preprocessed_s=since_submitted(self.preprocessed_at), first_token_s=since_submitted(self._first_token_at)

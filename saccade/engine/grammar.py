@@ -9,11 +9,17 @@ allowed exactly where the text may end. Added tokens that are not special, such 
 Grammars come from clients. A schema of 1 KB can occupy the library for hours and a grammar of 40 KB can overflow the stack; a thread
 can neither be stopped nor survive that. Every new grammar is therefore compiled in a child process first, under a deadline and a
 memory limit; only one that compiled there is compiled here.
+
+    new grammar -> quick lane: check for 0.25 s, compile  -- it takes longer -->  slow lane: check, compile
+
+Most grammars compile in milliseconds, so slow ones cannot hold them up: each lane has checking processes and threads of its own. No
+thread waits for a check. A compiled grammar needs neither lane, and one that all requests have left is dropped.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import copy
 import hashlib
 import importlib
 import importlib.util
@@ -27,7 +33,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -53,11 +60,10 @@ _CHECK_NICENESS = 10
 """A hostile grammar may take a core for seconds; running requests come first."""
 _CHECK_CPU_S = 3600
 """CPU time of a checking process; then it is replaced."""
+_QUICK_CHECK_S = 0.25
+"""Time of a check in the quick lane."""
 _OWN_LEXER_S = 0.02
 """A grammar that compiles faster than this gets several lexers."""
-
-_NUM_COMPILING = 16
-"""Requests that wait for their grammars at once; others queue."""
 
 _stack_lock = threading.Lock()
 _logger = logging.getLogger(__name__)
@@ -205,7 +211,7 @@ def _with_stack(num_bytes: int, start: Callable[[], _T]) -> _T:
 
 def _make_checker(config: dict[str, Any]) -> tuple[Callable[[socket.socket], None], None]:
     """`initialize` of the fork server."""
-    return functools.partial(_check_grammars, _Vocabulary(**config)), None
+    return partial(_check_grammars, _Vocabulary(**config)), None
 
 
 def _check_grammars(vocabulary: _Vocabulary, connection: socket.socket) -> None:
@@ -229,12 +235,18 @@ class _NoChannel:
     fds = ()
 
 
+class _SlowGrammarError(RequestError):
+    """A check in the quick lane did not end in time."""
+
+
 class _Check(Job[_NoChannel, bool]):
     """Compile a grammar in a child process, which may crash or be killed."""
 
-    def __init__(self, kind: str, source: str, timeout_s: float) -> None:
+    def __init__(self, kind: str, source: str, timeout_s: float, *, is_quick: bool) -> None:
         super().__init__()
         self.timeout_s, self._message = timeout_s, {"kind": kind, "source": source}
+        self._is_quick = is_quick
+        self.max_crashes = 1 if is_quick else Job.max_crashes
 
     def send(self, worker: Worker[_NoChannel]) -> None:
         send(worker.connection, self._message)
@@ -243,7 +255,8 @@ class _Check(Job[_NoChannel, bool]):
         return True
 
     def error(self, reason: str) -> RequestError:
-        return RequestError(f"structured.{self._message['kind']}: it is too large or too complex to be compiled")
+        kind = _SlowGrammarError if self._is_quick else RequestError
+        return kind(f"structured.{self._message['kind']}: it is too large or too complex to be compiled")
 
     def __str__(self) -> str:
         return f"the compilation of a {self._message['kind']}"
@@ -259,10 +272,13 @@ class _Grammar:
     quickly gets several matchers, so that masks of requests with the same schema are computed in parallel.
     """
 
-    def __init__(self, vocabulary: _Vocabulary, structured: StructuredOutput) -> None:
-        self.vocabulary, self.kind, self._structured = vocabulary, structured.kind, structured
-        self.lock = threading.Lock()
-        self.failure: RequestError | None = None
+    def __init__(self, key: bytes, vocabulary: _Vocabulary, structured: StructuredOutput) -> None:
+        self.key, self.vocabulary, self.kind, self._structured = key, vocabulary, structured.kind, structured
+        self.waiting: list[Future[GrammarState]] = []
+        """Requests that wait until it is compiled."""
+        self.check: Future[bool] | None = None
+        """In a child process."""
+        self.is_growing = False
         self.is_broken = False
         """A lexer ran into a limit, which its copies share."""
         self._matchers: list[Any] = []
@@ -293,6 +309,34 @@ class _Grammar:
         return GrammarState(self, matcher)
 
 
+class _Lane:
+    """Checking processes, and threads that compile what was checked."""
+
+    def __init__(self, fork_server: ForkServer, num_workers: int, check_s: float, *, is_quick: bool) -> None:
+        self._check_s, self._is_quick = check_s, is_quick
+        self._checkers = WorkerPool(fork_server, num_workers, _NoChannel)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grammar")
+
+    @property
+    def checker_pids(self) -> list[int]:
+        """Process ids of the running checking processes."""
+        return self._checkers.pids
+
+    def check(self, grammar: _Grammar) -> Future[bool]:
+        """Compile a grammar in a child process."""
+        return self._checkers.submit(_Check(grammar.kind, grammar.source(), self._check_s, is_quick=self._is_quick))
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Call it in a thread of this lane, which has a large stack. No effect when the lane is closed."""
+        with contextlib.suppress(RuntimeError):
+            _with_stack(_STACK_BYTES, lambda: self._threads.submit(call))
+
+    def close(self) -> None:
+        """Stop threads and child processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._checkers.close()
+
+
 class GrammarCompiler:
     """Compiles grammars in threads of its own and keeps the most recently used ones. Safe to use from several threads."""
 
@@ -316,14 +360,14 @@ class GrammarCompiler:
             "vocab_size": vocab_size,
         }
         self._vocabulary = _Vocabulary(**config)
-        self._timeout_s, self._max_cached, self._max_pending = timeout_s, max_cached, max_pending
-        self._max_lexers = max_lexers
+        self._max_cached, self._max_pending, self._max_lexers = max_cached, max_pending, max_lexers
         self._lock = threading.Lock()
-        """Guards the cache and the number of grammars waiting or being compiled."""
+        """Guards the cache, the number of grammars waiting or being compiled, and who waits for them."""
         self._cache: OrderedDict[bytes, _Grammar] = OrderedDict()
         self._num_pending = 0
-        self._checkers = WorkerPool(ForkServer(_make_checker, config), num_threads, _NoChannel)
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+        fork_server = ForkServer(_make_checker, config)
+        self._quick = _Lane(fork_server, num_threads, min(_QUICK_CHECK_S, timeout_s), is_quick=True)
+        self._slow = _Lane(fork_server, 1, timeout_s, is_quick=False)
 
     @property
     def num_words(self) -> int:
@@ -335,52 +379,124 @@ class GrammarCompiler:
         """Compiled grammars kept."""
         return len(self._cache)
 
+    @property
+    def checker_pids(self) -> list[int]:
+        """Process ids of the running checking processes."""
+        return [pid for lane in (self._quick, self._slow) for pid in lane.checker_pids]
+
     def compile(self, structured: StructuredOutput) -> Future[GrammarState]:
-        """A state at the start of the text. Fails with a `RequestError` that says what is wrong with the grammar."""
+        """A state at the start of the text. Fails with a `RequestError` that says what is wrong with the grammar.
+
+        The grammar is dropped when all who wait for it have cancelled.
+        """
         key = hashlib.sha256(json.dumps(structured.to_dict()).encode()).digest()
+        future: Future[GrammarState] = Future()
         with self._lock:
             grammar = self._cache.get(key)
-            if grammar is None or grammar.is_broken:
-                grammar = self._cache[key] = _Grammar(self._vocabulary, structured)
+            is_new = grammar is None or grammar.is_broken
+            if grammar is None or is_new:
+                if self._num_pending >= self._max_pending:
+                    future.set_exception(RequestError("too many grammars are waiting to be compiled. Try again later"))
+                    return future
+                grammar = self._cache[key] = _Grammar(key, self._vocabulary, structured)
+                self._num_pending += 1
             self._cache.move_to_end(key)
             while len(self._cache) > self._max_cached:
                 self._cache.popitem(last=False)
-            is_ready = grammar.is_compiled and not grammar.can_grow(self._max_lexers)
-            is_full = self._num_pending >= self._max_pending
-            self._num_pending += not is_ready and not is_full
-        if is_ready or is_full:
-            future: Future[GrammarState] = Future()
-            if is_ready:
-                future.set_result(grammar.new_state())
-            else:
-                future.set_exception(RequestError("too many grammars are waiting to be compiled. Try again later"))
+            is_compiled = grammar.is_compiled
+            if not is_compiled:
+                grammar.waiting.append(future)
+        if is_compiled:
+            future.set_result(grammar.new_state())
+            self._grow(grammar)
             return future
-        return _with_stack(_STACK_BYTES, lambda: self._executor.submit(self._compile, key, grammar))
+        future.add_done_callback(partial(self._leave, grammar))
+        if is_new:
+            self._quick.run(partial(self._check, grammar, self._quick))
+        return future
 
     def close(self) -> None:
         """Stop the threads and child processes. Grammars not compiled yet are cancelled."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        self._checkers.close()
+        self._quick.close()
+        self._slow.close()
 
-    def _compile(self, key: bytes, grammar: _Grammar) -> GrammarState:
+    def _check(self, grammar: _Grammar, lane: _Lane) -> None:
         try:
-            with grammar.lock:
-                if grammar.failure:
-                    raise grammar.failure
-                if not grammar.is_compiled:
-                    self._checkers.submit(_Check(grammar.kind, grammar.source(), self._timeout_s)).result()
-                if not grammar.is_compiled or grammar.can_grow(self._max_lexers):
-                    grammar.grow()
-            return grammar.new_state()
-        except RequestError as error:
-            grammar.failure = error  # for those that wait for the same grammar; a later request tries again
-            with self._lock:
-                if self._cache.get(key) is grammar:
-                    del self._cache[key]
-            raise
-        finally:
-            with self._lock:
-                self._num_pending -= 1
+            grammar.check = lane.check(grammar)
+        except Exception as error:
+            self._end(grammar, error)
+            return
+        grammar.check.add_done_callback(partial(self._checked, grammar, lane))
+        if not grammar.waiting:
+            grammar.check.cancel()
+
+    def _checked(self, grammar: _Grammar, lane: _Lane, check: Future[bool]) -> None:
+        """Runs in the thread of the checking processes."""
+        error = CancelledError() if check.cancelled() or not grammar.waiting else check.exception()
+        if error is None:
+            lane.run(partial(self._compile, grammar))
+        elif isinstance(error, _SlowGrammarError):
+            self._slow.run(partial(self._check, grammar, self._slow))
+        else:
+            self._end(grammar, error)
+
+    def _compile(self, grammar: _Grammar) -> None:
+        """Compile a checked grammar: a matcher for each request that waits for it, if that is quick."""
+        try:
+            grammar.grow()
+            while grammar.can_grow(min(self._max_lexers, len(grammar.waiting))):
+                grammar.grow()
+        except BaseException as error:
+            self._end(grammar, error)
+        else:
+            self._end(grammar, None)
+
+    def _end(self, grammar: _Grammar, error: BaseException | None) -> None:
+        """Answer all who wait for a grammar."""
+        with self._lock:
+            waiting, grammar.waiting = grammar.waiting, []
+            self._num_pending -= 1
+            if error is not None:
+                self._remove(grammar)
+        for future in waiting:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if error is None:
+                future.set_result(grammar.new_state())
+            else:
+                future.set_exception(copy.copy(error))  # each has a traceback of its own
+
+    def _leave(self, grammar: _Grammar, future: Future[GrammarState]) -> None:
+        """Drop a grammar that is not compiled when its last request is cancelled. One that is being checked ends with the check."""
+        if not future.cancelled():
+            return
+        with self._lock:
+            if future not in grammar.waiting:
+                return
+            grammar.waiting.remove(future)
+            is_last = not grammar.waiting
+            if is_last:
+                self._remove(grammar)
+        if is_last and grammar.check is not None:
+            grammar.check.cancel()
+
+    def _remove(self, grammar: _Grammar) -> None:
+        if self._cache.get(grammar.key) is grammar:
+            del self._cache[grammar.key]
+
+    def _grow(self, grammar: _Grammar) -> None:
+        """Compile one more matcher of a compiled grammar in use, if that is worth it."""
+        with self._lock:
+            if grammar.is_growing or not grammar.can_grow(self._max_lexers):
+                return
+            grammar.is_growing = True
+        self._quick.run(partial(self._compile_more, grammar))
+
+    @staticmethod
+    def _compile_more(grammar: _Grammar) -> None:
+        with contextlib.suppress(RequestError):  # it has one that works
+            grammar.grow()
+        grammar.is_growing = False
 
 
 # ------------------------------------------------------------------ state and masks
@@ -500,11 +616,15 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._pool: MaskPool | None = None
-        self._executor = ThreadPoolExecutor(_NUM_COMPILING, thread_name_prefix="grammars")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def compile(self, structured: StructuredOutput) -> Future[GrammarState]:
-        """A state at the start of the text. Fails with a `UserError` that says what is wrong."""
-        return self._executor.submit(self._compile, structured)
+        """A state at the start of the text. Fails with a `UserError` that says what is wrong. Cancelling it ends the work."""
+        if self._compiler is not None:
+            return self._compiler.compile(structured)
+        future: Future[GrammarState] = Future()
+        self._executor.submit(self._compile, structured, future)
+        return future
 
     def prepare(self) -> None:
         """Set the compiler up in a thread, which takes two seconds for 150,000 tokens; else the first request does. No effect without
@@ -518,8 +638,16 @@ class Grammars:
                 self._compiler, self._pool = self._make_compiler(), MaskPool()
             return self._compiler
 
-    def _compile(self, structured: StructuredOutput) -> GrammarState:
-        return self._open_compiler().compile(structured).result()
+    def _compile(self, structured: StructuredOutput, future: Future[GrammarState]) -> None:
+        """Compile a grammar once the compiler is set up."""
+        try:
+            compiled = self._open_compiler().compile(structured)
+        except BaseException as error:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+            return
+        future.add_done_callback(lambda done: compiled.cancel() if done.cancelled() else None)
+        compiled.add_done_callback(lambda done: _copy_result(done, future))
 
     def masks(self, states: Mapping[str, GrammarState]) -> Future[GrammarMasks]:
         """Compute the masks of the next tokens, by request id. Until that is done the states may not be used."""
@@ -582,3 +710,12 @@ def _pass_on(done: Future[None], computed: Future[GrammarMasks], masks: GrammarM
         computed.set_exception(error)
     else:
         computed.set_result(masks)
+
+
+def _copy_result(done: Future[GrammarState], future: Future[GrammarState]) -> None:
+    if done.cancelled() or not future.set_running_or_notify_cancel():
+        return
+    if (error := done.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(done.result())

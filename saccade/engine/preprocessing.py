@@ -10,6 +10,8 @@ Each image is a job of its own: images of one prompt are preprocessed in paralle
 once, and a slow one occupies a single worker. An image that cannot be in the cache, by its fingerprint, is hashed while a worker
 preprocesses it; so one that both readers get at about the same time may be preprocessed twice. A request without images touches neither
 readers nor image workers.
+
+Cancelling a prompt cancels those of its jobs that no worker has started, except for images that other prompts wait for.
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ class Preprocessor:
         self._lock = threading.Lock()
         """Guards the fields below."""
         self._cache = ProcessedImageCache(processed_image_cache_bytes)
-        self._in_progress: dict[bytes, Future[ProcessedImage]] = {}
+        self._in_progress: dict[bytes, _ImageInProgress] = {}
         """By salted digest of the task."""
         self._fingerprints: dict[tuple[bytes, int], None] = {}
         """Salt and fingerprint of recent images, the oldest first."""
@@ -203,6 +205,10 @@ class Preprocessor:
         else:
             self._start(future, _done(ids), items, salt)
         return future
+
+    def encode(self, text: str) -> Future[list[int]]:
+        """Token ids of a text that is no conversation, with those that the tokenizer puts before a prompt."""
+        return self._backend.encode(text)
 
     def flush(self) -> None:
         """Forget all processed images."""
@@ -274,6 +280,7 @@ class Preprocessor:
         self, future: Future[TokenPrompt], token_ids: Future[list[int]], items: Sequence[VisualItem], salt: bytes
     ) -> None:
         """Read the images in a reader thread; a prompt without images needs none."""
+        future.add_done_callback(lambda done: token_ids.cancel() if done.cancelled() else None)
         if not items:
             self._assemble_when_done(future, token_ids, [], [])
             return
@@ -285,23 +292,26 @@ class Preprocessor:
     def _read_images(
         self, future: Future[TokenPrompt], token_ids: Future[list[int]], items: Sequence[VisualItem], salt: bytes
     ) -> None:
-        kinds, images, budget = [visual_kind(item) for item in items], [], MediaBudget(self._limits)
+        kinds, budget = [visual_kind(item) for item in items], MediaBudget(self._limits)
+        images: list[Future[ProcessedImage]] = []
+        begun: _BegunImage | None = None
         try:
-            if token_ids.done():
+            if token_ids.done() and not token_ids.cancelled():
                 _placeholders(token_ids.result(), kinds, self._backend.metadata.result())  # fail before the images do
             num_images = self._backend.counted_images(count_images(items))
-            begun: _BegunImage | None = None
             for item in items:
                 if future.cancelled():
                     break
                 before, begun = begun, self._begin_image(item, num_images, budget, salt)
                 if before is not None:
                     images.append(self._image(before, salt))  # hashed while the next one is preprocessed
-            if begun is not None and not future.cancelled():
+            if begun is not None:
                 images.append(self._image(begun, salt))
         except BaseException as error:
             self._finish(future, error)
             return
+        finally:
+            future.add_done_callback(lambda _: self._leave(images))
         if future.cancelled():
             self._finish(future, None)
         else:
@@ -323,16 +333,30 @@ class Preprocessor:
         digest = task.digest()
         cache_key = salted(salt, digest)
         with self._lock:
-            if image := self._cache.get(cache_key):
+            if processed := self._cache.get(cache_key):
                 self._num_cache_hits += 1
-                return _done(image)
-            if cache_key in self._in_progress:
+                return _done(processed)
+            if (shared := self._in_progress.get(cache_key)) is not None:
                 self._num_shared += 1
-                return self._in_progress[cache_key]
-            future = self._in_progress[cache_key] = Future()
-        job = job or self._patchify(task)
-        job.add_done_callback(partial(self._image_done, task.kind, digest, cache_key, future))
-        return future
+                shared.num_waiting += 1
+                return shared
+            image = self._in_progress[cache_key] = _ImageInProgress(cache_key)
+        image.job = job or self._patchify(task)
+        image.job.add_done_callback(partial(self._image_done, task.kind, digest, image))
+        return image
+
+    def _leave(self, images: Sequence[Future[ProcessedImage]]) -> None:
+        """A prompt has ended: cancel the jobs of its images that no other prompt waits for. No effect on images that are ready."""
+        for image in images:
+            if not isinstance(image, _ImageInProgress):
+                continue
+            with self._lock:
+                image.num_waiting -= 1
+                is_unused = image.num_waiting == 0
+                if is_unused and self._in_progress.get(image.cache_key) is image:
+                    del self._in_progress[image.cache_key]  # before the next prompt joins
+            if is_unused and image.job is not None:
+                image.job.cancel()
 
     def _is_new(self, task: ImageTask, salt: bytes) -> bool:
         """Whether the image was not sent recently. Remembers it."""
@@ -383,33 +407,30 @@ class Preprocessor:
 
     # -------------------------------------------------------------- from finished jobs to the prompt
 
-    def _image_done(
-        self,
-        kind: VisualKind,
-        digest: bytes,
-        cache_key: bytes,
-        future: Future[ProcessedImage],
-        job: Future[Patchified],
-    ) -> None:
+    def _image_done(self, kind: VisualKind, digest: bytes, image: _ImageInProgress, job: Future[Patchified]) -> None:
         try:
             visual, num_pixels, decode_s, preprocess_s = job.result()
             key = image_key(self._backend.metadata.result().of(kind), digest)
-            image = ProcessedImage(key, visual.parts, visual.patches, num_pixels)
+            processed = ProcessedImage(key, visual.parts, visual.patches, num_pixels)
             with self._lock:
                 if decode_s is not None:
                     self._decode_times.observe(decode_s)
                 if preprocess_s is not None:
                     self._preprocess_times.observe(preprocess_s)
-                self._cache.put(cache_key, image)
+                self._cache.put(image.cache_key, processed)
                 self._num_processed += 1
         except BaseException as error:
-            with self._lock:
-                del self._in_progress[cache_key]
-            future.set_exception(error)
-            return
+            self._forget(image)
+            image.set_exception(error)
+        else:
+            self._forget(image)
+            image.set_result(processed)
+
+    def _forget(self, image: _ImageInProgress) -> None:
+        """A later request starts a job of its own, unless the image is in the cache."""
         with self._lock:
-            del self._in_progress[cache_key]
-        future.set_result(image)
+            if self._in_progress.get(image.cache_key) is image:
+                del self._in_progress[image.cache_key]
 
     def _assemble_when_done(
         self,
@@ -448,6 +469,17 @@ class Preprocessor:
             future.set_result(outcome)
         else:
             future.set_exception(outcome)
+
+
+class _ImageInProgress(Future[ProcessedImage]):
+    """An image that is being preprocessed, for one or several prompts."""
+
+    def __init__(self, cache_key: bytes) -> None:
+        super().__init__()
+        self.cache_key = cache_key
+        self.num_waiting = 1
+        """Prompts that wait for it."""
+        self.job: Future[Patchified] | None = None
 
 
 class _ReadAhead:

@@ -6,7 +6,8 @@ Workers decode untrusted files. They are sealed (`sandbox.py`): no file, socket 
 trusts nothing they send: messages have a bounded size and are validated; inbox and outbox are read and written but never mapped, since
 a worker could truncate mapped memory or change it after the check; and image keys are hashes that the engine computes itself, over the
 image as it was sent, so that no worker can claim the key of another image and place its features in a cache.
-Conversations are tokenised by a worker of their own, so that text never waits for images.
+Conversations are tokenised by workers of their own, so that text never waits for images, and long ones by another than short ones, so
+that a question never waits for a book.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ _KEPT_HEAP_BYTES = 2**27
 """Freed memory a worker keeps."""
 _LARGE_IMAGE = 952, 1288
 """Height and width of the image that a worker preprocesses when it starts."""
+_LONG_TEXT_BYTES = 2**16
+"""Longer conversations, as JSON, are tokenised by a worker of their own: this takes about 50 ms, one of 10 MB seconds."""
 _MAX_TOKENS = 2**24
 """Maximum tokens of a conversation."""
 _MAX_TEXT_TOKENS = 64
@@ -270,6 +273,11 @@ class PromptProcessor:
         """Token ids up to the start of the assistant's turn, with one placeholder per image and video."""
         return self._processor.tokenize(messages, not continue_final_message, continue_final_message, tools)
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text that is no conversation, with those that the tokenizer puts before a prompt."""
+        tokenizer = self._processor.tokenizer
+        return [*tokenizer.prefix_ids, *tokenizer.encode_text(text)]
+
     def patchify(self, task: ImageTask) -> Patchified:
         """Decode, resize and patchify. Errors name the frame, but not the image."""
         started_at = time.perf_counter()
@@ -390,6 +398,10 @@ class LocalBackend:
         """As `PromptProcessor.tokenize`."""
         return self._text.submit(self._processor.tokenize, messages, continue_final_message, tools)
 
+    def encode(self, text: str) -> Future[list[int]]:
+        """As `PromptProcessor.encode`."""
+        return self._text.submit(self._processor.encode, text)
+
     def patchify(self, task: ImageTask) -> Future[Patchified]:
         """As `PromptProcessor.patchify`."""
         return self._images.submit(self._processor.patchify, task)
@@ -409,13 +421,14 @@ class LocalBackend:
 
 
 class ProcessBackend:
-    """Runs the work in worker processes: one for text, `num_workers` for images."""
+    """Runs the work in worker processes: one for short texts, one for long ones, `num_workers` for images."""
 
     def __init__(self, config: PreprocessingConfig, num_workers: int, timeout_s: float) -> None:
         """Starts the workers without waiting for them."""
         self._config, self._timeout_s = config, timeout_s
         fork_server = ForkServer(initialize, config.to_json())
         self._text = WorkerPool(fork_server, 1, Mailbox, max_message_bytes=_MAX_MESSAGE_BYTES)
+        self._long_text = WorkerPool(fork_server, 1, Mailbox, max_message_bytes=_MAX_MESSAGE_BYTES)
         self._images = WorkerPool(fork_server, num_workers, Mailbox, max_message_bytes=_MAX_MESSAGE_BYTES)
         self.metadata: Future[ProcessorMetadata] = Future()
         self._images.metadata.add_done_callback(self._set_metadata)
@@ -430,7 +443,7 @@ class ProcessBackend:
     @property
     def num_crashes(self) -> int:
         """Workers lost so far."""
-        return self._text.num_crashes + self._images.num_crashes
+        return self._text.num_crashes + self._long_text.num_crashes + self._images.num_crashes
 
     @property
     def pids(self) -> list[int]:
@@ -439,14 +452,22 @@ class ProcessBackend:
 
     @property
     def text_pids(self) -> list[int]:
-        """Process id of the running text worker."""
-        return self._text.pids
+        """Process ids of the running text workers."""
+        return self._text.pids + self._long_text.pids
 
     def tokenize(
         self, messages: Sequence[Message], continue_final_message: bool, tools: Sequence[Tool] | None
     ) -> Future[list[int]]:
         """As `PromptProcessor.tokenize`."""
-        return self._text.submit(_TextJob([messages, continue_final_message, tools], self.metadata, self._timeout_s))
+        return self._submit_text({"conversation": [messages, continue_final_message, tools]})
+
+    def encode(self, text: str) -> Future[list[int]]:
+        """As `PromptProcessor.encode`."""
+        return self._submit_text({"text": text})
+
+    def _submit_text(self, task: dict[str, Any]) -> Future[list[int]]:
+        job = _TextJob(task, self.metadata, self._timeout_s)
+        return (self._text if job.num_bytes <= _LONG_TEXT_BYTES else self._long_text).submit(job)
 
     def patchify(self, task: ImageTask) -> Future[Patchified]:
         """As `PromptProcessor.patchify`."""
@@ -463,8 +484,8 @@ class ProcessBackend:
 
     def close(self) -> None:
         """Kill the workers."""
-        self._text.close()
-        self._images.close()
+        for pool in (self._text, self._long_text, self._images):
+            pool.close()
 
     def _set_metadata(self, received: Future[Any]) -> None:
         if error := received.exception():
@@ -517,18 +538,23 @@ class Mailbox:
 
 
 class _TextJob(Job[Mailbox, list[int]]):
-    """Tokenise a conversation."""
+    """Tokenise a conversation or a text."""
 
     max_crashes = 2
 
-    def __init__(self, arguments: list[Any], metadata: Future[ProcessorMetadata], timeout_s: float) -> None:
-        """`arguments` are those of `PromptProcessor.tokenize`."""
+    def __init__(self, task: dict[str, Any], metadata: Future[ProcessorMetadata], timeout_s: float) -> None:
+        """`task` has the arguments of `PromptProcessor.tokenize` as `conversation`, or a `text`."""
         super().__init__()
-        self._text, self._metadata, self.timeout_s = json.dumps(arguments).encode(), metadata, timeout_s
+        self._task, self._metadata, self.timeout_s = json.dumps(task).encode(), metadata, timeout_s
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the task."""
+        return len(self._task)
 
     def send(self, worker: Worker[Mailbox]) -> None:
         # The text is in the inbox: a large message on the socket would wait for the worker to read it.
-        send(worker.connection, {"text_bytes": worker.channel.inbox.write(self._text, 0)})
+        send(worker.connection, {"text_bytes": worker.channel.inbox.write(self._task, 0)})
 
     def receive(self, message: dict[str, Any], worker: Worker[Mailbox]) -> list[int]:
         ids = worker.channel.read_outbox((_count(message.get("num_tokens"), _MAX_TOKENS),), np.int64)
@@ -544,7 +570,7 @@ class _TextJob(Job[Mailbox, list[int]]):
         )
 
     def __str__(self) -> str:
-        return f"text ({len(self._text)} bytes)"
+        return f"text ({self.num_bytes} bytes)"
 
 
 class _ImageJob(Job[Mailbox, Patchified]):
@@ -715,7 +741,8 @@ def _reply(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcessor
     if "text_bytes" in request:
         text = np.empty(request["text_bytes"], np.uint8)
         mailbox.inbox.read_into(text)
-        token_ids = processor.tokenize(*json.loads(text.tobytes()))
+        task = json.loads(text.tobytes())
+        token_ids = processor.encode(task["text"]) if "text" in task else processor.tokenize(*task["conversation"])
         mailbox.outbox.write(np.array(token_ids, dtype=np.int64), 0)
         return {"num_tokens": len(token_ids)}
     task = request["image"]

@@ -496,6 +496,24 @@ def test_a_request_that_takes_longer_than_its_time_limit_fails(engine, conversat
             engine.generate(conversations[0], sampling, **limits)
 
 
+def test_time_spent_in_preprocessing_counts_and_a_request_that_waits_there_too_long_is_dropped(folder):
+    config = EngineConfig(num_workers=1, num_pages=200, max_requests=2)
+    with Engine.load(folder, device="cpu", config=config) as engine:
+        conversation = [{"role": "user", "content": "hello"}]
+        assert engine.generate(conversation, SamplingParams(max_tokens=1))
+        [pid, _] = engine._preprocessor._backend.text_pids
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            first = engine.generate(conversation, SamplingParams(max_tokens=1), queue_timeout_s=0.2)
+            second = engine.generate(conversation, SamplingParams(max_tokens=1), timeout_s=0.2)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        for [completion] in (first, second):
+            assert (completion.failure.kind, completion.failure.stage) == ("timeout", "preprocessing")
+        assert engine.generate(conversation, SamplingParams(max_tokens=1), queue_timeout_s=60)[0].failure is None
+        assert engine.preprocessing_statistics.num_unfinished == 0
+
+
 def test_a_front_end_that_is_behind_delivers_several_steps_at_once(engine, conversations):
     """A slow callback of one request holds the front end's thread; the deltas of the others are merged meanwhile."""
     sampling = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)

@@ -1,6 +1,7 @@
 """A failure of one request does not change the tokens of the others."""
 
 import dataclasses
+from concurrent.futures import Future
 
 import pytest
 from engine.tiny import make_core, plain, request_of, run_all
@@ -13,6 +14,7 @@ from saccade.engine.encoder_cache import salted
 from saccade.engine.request import SamplingParams
 from saccade.engine.runner import Runner
 from saccade.engine.step import ENCODER_PARTS, EncodeResult, ImageToEncode, StepPlan
+from saccade.engine.structured import StructuredOutput
 
 
 @pytest.fixture(scope="module")
@@ -469,6 +471,35 @@ def test_a_request_that_does_not_start_in_time_fails(folder):
         outputs += core.step()
     assert endings(outputs) == {"running": None, "waiting": "timeout", "patient": None}
     core.check()
+
+
+class NeverCompiled:
+    """Grammars that take for ever."""
+
+    def __init__(self):
+        self.futures = []
+
+    def compile(self, structured):
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def test_time_spent_in_compiling_a_grammar_counts_and_is_ended(folder):
+    prompts, _ = plain(folder, 1, 50, 12)
+    core, clock = timed_core(folder)
+    core._grammars = grammars = NeverCompiled()
+    sampling = SamplingParams(max_tokens=6, structured=StructuredOutput(json_object=True))
+    for name in ("slow", "left"):
+        core.handle(AddRequest(request=request_of(name, prompts[0], sampling, queue_timeout_s=5.0), prompt=prompts[0]))
+    assert core.idle_s() == 5.0
+    assert endings(core.handle(EndRequest(request_id="left", reason="cancelled"))) == {"left": None}
+    clock.now += 4.9
+    assert core.idle() == []
+    clock.now += 0.2
+    assert core.idle_s() == 0.0
+    assert endings(core.idle()) == {"slow": "timeout"}
+    assert core.idle_s() is None
+    assert all(future.cancelled() for future in grammars.futures), "nothing waits for them"
 
 
 def test_a_preempted_request_has_started_in_time(folder):

@@ -726,6 +726,32 @@ def test_a_pending_prompt_can_be_cancelled(two_workers):
     assert [future.cancelled() for future in futures] == [False, False, True, False]
 
 
+def test_the_work_of_cancelled_prompts_is_not_done_unless_another_prompt_waits_for_it(two_workers):
+    shared, num_before = medium_picture(13), two_workers.statistics.num_processed
+    with stopped(two_workers.worker_pids):
+        busy = [two_workers.submit(ask(medium_picture(14 + number))) for number in range(2)]
+        left = [two_workers.submit(ask(medium_picture(20 + number), shared)) for number in range(4)]
+        stays = two_workers.submit(ask(shared))
+        wait_for(lambda: two_workers.statistics.num_unfinished == 7, "all are submitted")
+        for future in left:
+            assert future.cancel()
+    assert all(len(future.result(TIMEOUT_S).images) == 1 for future in [*busy, stays])
+    wait_for(lambda: two_workers.statistics.num_unfinished == 0, "a cancelled prompt stays")
+    assert two_workers.statistics.num_processed <= num_before + 4, "those that were read ahead of the others' end"
+    again = two_workers.submit(ask(medium_picture(22), shared))
+    assert len(again.result(TIMEOUT_S).images) == 2
+
+
+def test_a_long_text_does_not_hold_up_a_short_one(two_workers):
+    text_pids = two_workers._backend.text_pids
+    assert len(text_pids) == 2
+    with stopped(text_pids[1:]):
+        book = two_workers.submit(ask("word " * 20_000))
+        assert two_workers.submit(ask("hello")).result(TIMEOUT_S)
+        assert not book.done()
+    assert len(book.result(TIMEOUT_S).token_ids) > 20_000
+
+
 # ------------------------------------------------------------------ crashes, timeouts, closing
 
 

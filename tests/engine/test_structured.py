@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
@@ -354,7 +355,7 @@ def test_a_large_grammar_compiles_or_fails_and_takes_nothing_down(name, impatien
 
 def test_a_checking_process_that_was_killed_is_replaced(compiler):
     state_of(compiler, regex="killed[0-9]")
-    for pid in compiler._checkers.pids:
+    for pid in compiler.checker_pids:
         os.kill(pid, signal.SIGKILL)
     assert len(allowed_ids(mask_of(state_of(compiler, regex="killed[a-z]"), compiler)))
 
@@ -370,12 +371,12 @@ def test_compiled_grammars_are_reused_and_their_number_is_bounded():
     for regex in ("a+", "b+", "c+", "b+", "c+"):
         assert compiler.compile(StructuredOutput(regex=regex)).result()
         assert compiler.num_cached <= 2
-    for pid in compiler._checkers.pids:  # without the process that checks new grammars
+    for pid in compiler.checker_pids:  # without the process that checks new grammars
         os.kill(pid, signal.SIGSTOP)
     assert compiler.compile(StructuredOutput(regex="c+")).done(), "no thread has to compile it"
     evicted = compiler.compile(StructuredOutput(regex="a+"))
     assert not evicted.done()
-    for pid in compiler._checkers.pids:
+    for pid in compiler.checker_pids:
         os.kill(pid, signal.SIGCONT)
     assert evicted.result(60)
     lexers = {state_of(compiler, regex="c+").lexer_id for _ in range(4)}
@@ -386,8 +387,46 @@ def test_compiled_grammars_are_reused_and_their_number_is_bounded():
 def test_requests_with_one_grammar_get_lexers_of_their_own_up_to_a_bound():
     tokenizer, eos_ids = words_tokenizer()
     compiler = make_compiler((tokenizer, eos_ids, tokenizer.vocab_size), max_lexers=3)
-    states = [state_of(compiler, json_schema=TREE) for _ in range(9)]
-    assert len({state.lexer_id for state in states}) == 3
+    together = [compiler.compile(StructuredOutput(json_schema=TREE)) for _ in range(9)]
+    assert len({future.result(60).lexer_id for future in together}) == 3
+    for regex in ("a+", "a+", "a+", "a+", "warm"):  # others get theirs in the background, while they are served
+        soon(compiler, regex=regex)
+    deadline = time.monotonic() + 60
+    while len({state_of(compiler, regex="a+").lexer_id for _ in range(9)}) < 3:
+        assert time.monotonic() < deadline
+    assert len({state_of(compiler, regex="a+").lexer_id for _ in range(9)}) == 3
+    compiler.close()
+
+
+def slow_grammars(compiler, count):
+    return [compiler.compile(StructuredOutput(json_schema={**TOO_SLOW, "title": str(i)})) for i in range(count)]
+
+
+def test_hostile_grammars_hold_up_neither_compiled_ones_nor_those_that_compile_quickly():
+    tokenizer, eos_ids = words_tokenizer()
+    compiler = make_compiler((tokenizer, eos_ids, tokenizer.vocab_size))
+    soon(compiler, json_object=True)
+    hostile = slow_grammars(compiler, 20)  # 50 s of two checking processes
+    assert compiler.compile(StructuredOutput(json_object=True)).done()
+    assert compiler.compile(StructuredOutput(regex="[a-z]+")).result(15)
+    assert sum(future.done() for future in hostile) < 20
+    compiler.close()
+
+
+def test_a_grammar_that_every_request_has_left_is_not_compiled():
+    tokenizer, eos_ids = words_tokenizer()
+    compiler = make_compiler((tokenizer, eos_ids, tokenizer.vocab_size), max_pending=21)
+    soon(compiler, regex="warm")
+    left = slow_grammars(compiler, 20)
+    both = [compiler.compile(StructuredOutput(regex="b+")) for _ in range(2)]
+    for future in [*left, both[0]]:
+        assert future.cancel()
+    assert both[1].result(15), "the other one still waits"
+    deadline = time.monotonic() + 15  # the two that were being checked end with their check
+    while (future := compiler.compile(StructuredOutput(regex="c+"))).done():
+        assert time.monotonic() < deadline, future.exception()
+    assert future.result(15)
+    assert compiler.num_cached == 3
     compiler.close()
 
 
