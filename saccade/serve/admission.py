@@ -78,10 +78,11 @@ class Refusal:
 class AdmittedRequest:
     """One admitted request: what it counts for until it is closed."""
 
-    __slots__ = ("demand", "is_open", "is_preprocessing", "num_image_tokens", "num_pages")
+    __slots__ = ("demand", "is_open", "is_preprocessing", "num_image_tokens", "num_media_bytes", "num_pages")
 
     def __init__(self, demand: Demand, num_pages: int, num_image_tokens: int) -> None:
         self.demand, self.num_pages, self.num_image_tokens = demand, num_pages, num_image_tokens
+        self.num_media_bytes = demand.num_media_bytes
         self.is_open = self.is_preprocessing = True
 
 
@@ -181,6 +182,17 @@ class Admission:
         self.num_media_bytes += demand.num_media_bytes
         return admitted
 
+    def add_media(self, admitted: AdmittedRequest, num_bytes: int, now: float) -> Refusal | None:
+        """Count media that arrive after the request was admitted. Returns why the request must end, if all together are too large."""
+        if not admitted.is_open or not admitted.is_preprocessing:
+            return None
+        admitted.num_media_bytes += num_bytes
+        self.num_media_bytes += num_bytes
+        is_alone = self.num_media_bytes == admitted.num_media_bytes
+        if is_alone or self.num_media_bytes <= self.limits.max_media_bytes:
+            return None
+        return Refusal("media", self._retry_after_s(now))
+
     def refuse(self, refusal: Refusal) -> None:
         """Count a refused request."""
         self.num_refused[refusal.bound] += 1
@@ -216,4 +228,4 @@ class Admission:
     def _end_preprocessing(self, admitted: AdmittedRequest) -> None:
         admitted.is_preprocessing = False
         self.num_preprocessing -= 1
-        self.num_media_bytes -= admitted.demand.num_media_bytes
+        self.num_media_bytes -= admitted.num_media_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 from saccade.errors import ConfigError
 
 _COUNTS = (
-    "max_body_bytes", "max_header_bytes", "max_connections", "max_json_depth", "max_messages", "max_completions",
+    "max_body_bytes", "max_open_body_bytes", "max_header_bytes", "max_connections", "max_json_depth", "max_messages", "max_completions",
     "max_queued_requests", "max_unsent_tokens", "max_media_bytes",
 )  # fmt: skip
 _LOCAL_HOSTS = frozenset(("127.0.0.1", "::1", "localhost"))
@@ -41,6 +41,9 @@ class ServeConfig:
     """Web origins whose pages may call the API from a browser. Empty: none but the server's own page."""
     max_body_bytes: int = 64 * 2**20
     """Maximum size of a request body; an image takes 4/3 of its file size."""
+    max_open_body_bytes: int = 2 * 2**30
+    """Bytes of all bodies that are being received or served together; a large body that exceeds it is answered 503. One that has no more
+    than its share of this, by `max_connections`, is never refused for it."""
     max_header_bytes: int = 32 * 2**10
     """Maximum size of a request line with its headers."""
     max_connections: int = 4096
@@ -115,6 +118,11 @@ class ServeConfig:
         if not self.allowed_hosts and self.is_loopback and self.api_keys is None:
             return _LOCAL_HOSTS
         return frozenset(host.lower() for host in self.allowed_hosts)
+
+    @property
+    def body_share(self) -> int:
+        """Bytes of a body that is never refused for those of others."""
+        return self.max_open_body_bytes // self.max_connections
 
     @property
     def is_loopback(self) -> bool:

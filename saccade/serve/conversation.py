@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from saccade.serve.errors import ApiError, bad_request
@@ -17,8 +17,8 @@ from saccade.serve.protocol.chat import (
     VideoFramesPart,
     VideoUrlPart,
 )
-from saccade.serve.remote_media import is_remote
-from saccade.serve.service import PromptInput, estimated_tokens
+from saccade.serve.remote_media import RemoteMedia, is_remote
+from saccade.serve.service import PromptInput
 
 Conversation = list[dict[str, Any]]
 
@@ -81,24 +81,39 @@ def prompt_input(
     *,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    remote_media: RemoteMedia | None = None,
 ) -> PromptInput:
-    """The prompt of a conversation, with what admission needs to know of it."""
-    texts = [] if tools is None else [json.dumps(tools)]
-    media = []
+    """The prompt of a conversation, with what admission needs to know of it. `remote_media` fetches what it names by URL."""
+    num_characters = count_characters(tools)
+    urls: list[list[str]] = []
+    """Of each image and video."""
     for message in conversation:
-        texts += [call["function"]["arguments"] for call in message.get("tool_calls", ())]
-        content = message["content"] or ""
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        content = message["content"]
+        num_characters += count_characters({name: value for name, value in message.items() if name != "content"})
+        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             if part["type"] == "text":
-                texts.append(part["text"])
+                num_characters += count_characters(part["text"])
             else:
                 source = part[part["type"]]
-                media.append(source if isinstance(source, list) else [source])
+                urls.append(source if isinstance(source, list) else [source])
+    is_remote_any = any(is_remote(url) for each in urls for url in each)
     return PromptInput(
+        prepare=partial(remote_media.fetch_all, conversation) if remote_media is not None and is_remote_any else None,
         preprocess=lambda engine, salt: engine.preprocess(
             conversation, continue_final_message=continue_final_message, tools=tools, salt=salt
         ),
-        num_tokens=sum(map(estimated_tokens, texts)),
-        num_images=len(media),
-        num_media_bytes=sum(len(url) * 3 // 4 for urls in media for url in urls),
+        num_characters=num_characters,
+        num_images=len(urls),
+        num_media_bytes=sum(len(url) * 3 // 4 for each in urls for url in each),
     )
+
+
+def count_characters(value: Any) -> int:
+    """Characters of all texts and keys of a JSON value, with one for any other value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum([len(name) + count_characters(child) for name, child in value.items()])
+    if isinstance(value, list | tuple):
+        return sum([count_characters(child) for child in value])
+    return 0 if value is None else 1

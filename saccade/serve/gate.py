@@ -7,10 +7,11 @@ are the router's 404.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -64,6 +65,8 @@ class Gate:
         self._observers, self._on_response, self._rates = observers, on_response, rates
         self.num_open = 0
         """Recorded requests in progress."""
+        self._num_body_bytes = 0
+        """Of all requests in progress."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; anything but HTTP is for the application (its lifespan) or refused."""
@@ -77,7 +80,8 @@ class Gate:
         is_recorded = self._is_recorded(scope["path"])
         self.num_open += is_recorded
         try:
-            await self._serve(scope, headers, receive, response, record)
+            with self._body(receive) as body:
+                await self._serve(scope, headers, body, response, record)
         except ApiError as error:
             record.error_code = error.code
             await _send_error(response, scope, error)
@@ -112,7 +116,7 @@ class Gate:
         if scope["method"] == "POST" and self._is_recorded(scope["path"]):
             self._check_room()
         scope.setdefault("state", {}).update(record=record, key=key)
-        await self._app(scope, self._limited(receive), response)
+        await self._app(scope, receive, response)
 
     def _check_host(self, headers: Headers) -> None:
         allowed = self._config.checked_hosts
@@ -149,9 +153,10 @@ class Gate:
         limit = self._config.max_body_bytes
         return ApiError(413, f"the body has more than {limit} bytes", code="body_too_large", headers=_CLOSE)
 
-    def _limited(self, receive: Receive) -> Receive:
-        """The body may have so many bytes, and take so long to arrive."""
-        deadline = time.monotonic() + self._config.body_timeout_s
+    @contextlib.contextmanager
+    def _body(self, receive: Receive) -> Iterator[Receive]:
+        """The body of one request. It may have so many bytes, those of all requests together too, and take so long to arrive."""
+        config, deadline = self._config, time.monotonic() + self._config.body_timeout_s
         num_bytes, is_complete = 0, False
 
         async def limited() -> Message:
@@ -164,17 +169,30 @@ class Gate:
             except TimeoutError as error:
                 raise ApiError(
                     408,
-                    f"the body did not arrive within {self._config.body_timeout_s:g} s",
+                    f"the body did not arrive within {config.body_timeout_s:g} s",
                     code="body_timeout",
                     headers=_CLOSE,
                 ) from error
             is_complete = not message.get("more_body", False)
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._config.max_body_bytes:
+            num_new = len(message.get("body", b""))
+            num_bytes += num_new
+            self._num_body_bytes += num_new
+            if num_bytes > config.max_body_bytes:
                 raise self._too_large()
+            if self._num_body_bytes > config.max_open_body_bytes and num_bytes > config.body_share:
+                raise ApiError(
+                    503,
+                    "the server holds too many large requests; try again later",
+                    code="overloaded",
+                    retry_after_s=2.0,
+                    headers=_CLOSE,
+                )
             return message
 
-        return limited
+        try:
+            yield limited
+        finally:
+            self._num_body_bytes -= num_bytes
 
 
 def _host_name(host: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from starlette.types import Receive
 
@@ -27,6 +27,7 @@ from saccade.serve.errors import ApiError, error_of_failure
 from saccade.serve.record import RequestRecord
 from saccade.serve.sampling import name_as_sent
 
+_Result = TypeVar("_Result")
 _ENDINGS = ("stop", "length", "cancelled", "failed")
 """From good to bad."""
 
@@ -148,6 +149,11 @@ class Generation:
             self._engine.cancel(request_id)
 
     @property
+    def prompt_token_ids(self) -> list[Sequence[int]]:
+        """Tokens of each prompt; all are ready when a completion has ended without a failure."""
+        return [prompt.result().token_ids for prompt in self._prompts]
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompts that are ready."""
         ready = [prompt for prompt in self._prompts if prompt.done() and not prompt.cancelled()]
@@ -233,13 +239,30 @@ def error_of(completion: Completion) -> ApiError | None:
     return None
 
 
+async def unless_disconnected(work: asyncio.Future[_Result], receive: Receive) -> _Result:
+    """The result of some work, which is cancelled as soon as the client is gone."""
+    leaving = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ApiError(503, "the client is gone", code="cancelled")
+        return work.result()
+    finally:
+        leaving.cancel()
+        work.cancel()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @contextlib.asynccontextmanager
 async def cancelled_on_disconnect(generation: Generation, receive: Receive) -> AsyncIterator[None]:
     """Cancel the generation as soon as the client is gone, or when the block is left early."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _wait_for_disconnect(receive)
         generation.cancel()
 
     watcher = asyncio.create_task(watch())

@@ -22,6 +22,7 @@ def _raw_error(status: str, message: str, code: str) -> bytes:
 
 _TOO_MANY = _raw_error("503 Service Unavailable", "too many connections", "too_many_connections")
 _TOO_LARGE = _raw_error("431 Request Header Fields Too Large", "the headers are too large", "headers_too_large")
+_BAD_REQUEST = _raw_error("400 Bad Request", "the request is not valid HTTP", "invalid_http")
 _TOO_SLOW = _raw_error("408 Request Timeout", "the headers did not arrive in time", "header_timeout")
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def guarded_protocol(config: ServeConfig, max_connections: int) -> type[asyncio.
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._num_header_bytes = 0
+            self._ignores_input = False
             self._seen_cycle: Any = None
             self._stall_timer: asyncio.TimerHandle | None = None
             loop = asyncio.get_running_loop()
@@ -60,7 +62,7 @@ def guarded_protocol(config: ServeConfig, max_connections: int) -> type[asyncio.
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
+            if self.transport.is_closing() or self._ignores_input:
                 return
             is_between = (
                 self.cycle is None or not self.cycle.more_body
@@ -94,10 +96,21 @@ def guarded_protocol(config: ServeConfig, max_connections: int) -> type[asyncio.
         def timeout_keep_alive_handler(self) -> None:
             self._close()
 
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(_BAD_REQUEST)
+
         def _refuse(self, response: bytes) -> None:
-            if not self.transport.is_closing():
-                self.transport.write(response)
-                self._close()
+            """Refuse what the client sends. A request that has arrived whole before it is answered; then the connection is closed."""
+            if self.transport.is_closing():
+                return
+            cycle = self.cycle
+            has_request = cycle is not None and (cycle.response_started or not cycle.more_body)
+            if has_request and not cycle.response_complete:
+                self._ignores_input = True
+                cycle.keep_alive = False
+                return
+            self.transport.write(response)
+            self._close()
 
         def _close(self) -> None:
             """Close after the last bytes, or without them if the client does not read."""

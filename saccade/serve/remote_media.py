@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -54,8 +54,13 @@ class RemoteMedia:
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
         self._session: aiohttp.ClientSession | None = None
 
-    async def fetch_all(self, conversation: Sequence[dict[str, Any]]) -> None:
-        """Replace every remote URL of a conversation by its file. Raises an `ApiError` that names the first that cannot be fetched."""
+    async def fetch_all(
+        self, conversation: Sequence[dict[str, Any]], add_bytes: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Replace every remote URL of a conversation by its file. Raises an `ApiError` that names the first that cannot be fetched.
+
+        `add_bytes` counts what arrives, and raises if that is too much for the server now.
+        """
         fields = [url_field for message in conversation for url_field in _url_fields(message.get("content"))]
         urls = [(number, url_field) for number, url_field in enumerate(fields) if is_remote(url_field.get())]
         if not urls:
@@ -63,7 +68,12 @@ class RemoteMedia:
         if len(urls) > self._limits.max_frames:
             raise bad_request(f"the request has {len(urls)} remote URLs; at most {self._limits.max_frames} are fetched")
         budget = MediaBudget(self._limits)
-        tasks = [asyncio.create_task(self._fetch(url_field.get(), url_field.kind, budget)) for _, url_field in urls]
+
+        def count(num_bytes: int) -> None:
+            budget.add_bytes(num_bytes)
+            add_bytes(num_bytes)
+
+        tasks = [asyncio.create_task(self._fetch(url_field.get(), url_field.kind, count)) for _, url_field in urls]
         try:
             for (number, url_field), task in zip(urls, tasks, strict=True):
                 try:
@@ -86,7 +96,7 @@ class RemoteMedia:
         if self._session is not None:
             await self._session.close()
 
-    async def _fetch(self, text: str, kind: str, budget: MediaBudget) -> bytes:
+    async def _fetch(self, text: str, kind: str, count: Callable[[int], None]) -> bytes:
         url = self._check(text)
         max_bytes = self._limits.max_bytes if kind == "image" else self._limits.max_request_bytes
         try:
@@ -96,7 +106,7 @@ class RemoteMedia:
                 self._open_session().get(url, allow_redirects=False) as response,
             ):
                 _check_response(response, max_bytes)
-                return await _read(response, max_bytes, budget)
+                return await _read(response, max_bytes, count)
         except TimeoutError as error:
             raise RefusedError(f"it did not arrive within {self._timeout_s:g} s") from error
         except aiohttp.ClientSSLError as error:
@@ -165,14 +175,14 @@ def _check_response(response: aiohttp.ClientResponse, max_bytes: int) -> None:
         raise RefusedError(f"it has more than {max_bytes} bytes")
 
 
-async def _read(response: aiohttp.ClientResponse, max_bytes: int, budget: MediaBudget) -> bytes:
-    """The body; `budget` counts the bytes of all files of the request."""
+async def _read(response: aiohttp.ClientResponse, max_bytes: int, count: Callable[[int], None]) -> bytes:
+    """The body; `count` bounds the bytes of all files of the request."""
     body = bytearray()
     async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
         body += chunk
         if len(body) > max_bytes:
             raise RefusedError(f"it has more than {max_bytes} bytes")
-        budget.add_bytes(len(chunk))
+        count(len(chunk))
     return bytes(body)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -23,7 +23,7 @@ from saccade.processor import Processor
 from saccade.serve.admission import Admission, AdmissionLimits, AdmittedRequest, Demand, Refusal
 from saccade.serve.config import ServeConfig
 from saccade.serve.errors import ApiError, bad_request
-from saccade.serve.generation import DeltaHub, Generation
+from saccade.serve.generation import DeltaHub, Generation, unless_disconnected
 from saccade.serve.keys import ApiKey
 from saccade.serve.metrics import ServerMetrics
 from saccade.serve.rate_limit import RateLimiter
@@ -31,10 +31,10 @@ from saccade.serve.record import Observer, RequestRecord, log_request
 from saccade.serve.remote_media import RemoteMedia
 from saccade.serve.supervisor import Supervisor
 
-_BYTES_PER_TOKEN = 4
+_Result = TypeVar("_Result")
+_CHARACTERS_PER_TOKEN = 4
 """Of text, to estimate its tokens."""
-
-
+_MIN_TIMEOUT_S = 1e-3
 _MAX_CHARACTERS_PER_TOKEN = 64
 """Longer tokens are runs of white space."""
 
@@ -45,37 +45,45 @@ class PromptInput:
 
     preprocess: Callable[[Engine, bytes], Future[TokenPrompt]]
     """Starts preprocessing, with the salt of the request."""
-    num_tokens: int
-    """Tokens of its text, as estimated."""
+    prepare: Callable[[Callable[[int], None]], Awaitable[None]] | None = None
+    """What must be done before that, with a function that counts the bytes of media that are fetched."""
+    num_characters: int = 0
+    """Characters of its text."""
+    num_token_ids: int = 0
+    """Tokens that were given as such."""
     num_images: int = 0
     """Images and videos."""
     num_media_bytes: int = 0
     """Encoded size of these."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its text, roughly."""
+        return self.num_characters // _CHARACTERS_PER_TOKEN + 1 + self.num_token_ids
 
-def estimated_tokens(text: str) -> int:
-    """Tokens of a text, roughly."""
-    return len(text) // _BYTES_PER_TOKEN + 1
+    def check_length(self, max_length: int) -> None:
+        """Refuse a text that cannot fit before time is spent on its tokens."""
+        if self.num_characters > max_length * _MAX_CHARACTERS_PER_TOKEN:
+            raise bad_request(
+                f"This model's maximum context length is {max_length} tokens; the prompt has about {self.num_characters} characters. "
+                "Shorten it",
+                code="context_length_exceeded",
+            )
 
 
-def check_length(num_characters: int, max_length: int) -> None:
-    """Refuse a text that cannot fit before time is spent on its tokens."""
-    if num_characters > max_length * _MAX_CHARACTERS_PER_TOKEN:
-        raise bad_request(
-            f"This model's maximum context length is {max_length} tokens; the prompt has about {num_characters} characters. Shorten it",
-            code="context_length_exceeded",
-        )
+def text_input(engine: Engine, text: str) -> PromptInput:
+    """A prompt that is a plain text."""
+    token_ids: list[int] = []
 
+    async def encode(_: Callable[[int], None]) -> None:
+        encoded = await asyncio.wrap_future(engine.encode_text(text))
+        token_ids.extend(encoded)
 
-def encode_text(service: Service, text: str) -> list[int]:
-    """Tokens of a text, with those that the tokenizer puts before a prompt. A very long text cannot fit: that would take time for nothing.
-    Call it outside the event loop."""
-    check_length(len(text), service.supervisor.engine.max_length)
-    try:
-        tokenizer = service.processor.tokenizer
-        return [*tokenizer.prefix_ids, *tokenizer.encode_text(text)]
-    except UserError as error:
-        raise bad_request(str(error)) from error
+    return PromptInput(
+        prepare=encode,
+        preprocess=lambda engine, salt: engine.preprocess_tokens(token_ids, salt=salt),
+        num_characters=len(text),
+    )
 
 
 @dataclass(kw_only=True)
@@ -161,11 +169,6 @@ class Service:
             404, f"the model {name[:100]!r} is not served here; use {known}", code="model_not_found", param="model"
         )
 
-    async def fetch_media(self, conversation: Sequence[dict[str, Any]]) -> None:
-        """Fetch what the conversation names by URL, where that is allowed."""
-        if self.remote_media is not None:
-            await self.remote_media.fetch_all(conversation)
-
     async def close(self) -> None:
         """Close connections to other servers."""
         if self.remote_media is not None:
@@ -175,10 +178,11 @@ class Service:
         """Refuse a request before its body is read, if no request could be served now."""
         _ = self.supervisor.engine
         if (admission := self.admission) is not None and (refusal := admission.is_full(time.monotonic())) is not None:
-            raise self._overloaded(admission, refusal)
+            raise self.overloaded(admission, refusal)
 
     @staticmethod
-    def _overloaded(admission: Admission, refusal: Refusal) -> ApiError:
+    def overloaded(admission: Admission, refusal: Refusal) -> ApiError:
+        """The answer to a request that is refused for now."""
         admission.refuse(refusal)
         return ApiError(
             429,
@@ -189,7 +193,7 @@ class Service:
 
     # -------------------------------------------------------------- hand a request to the engine
 
-    def start(
+    async def start(
         self,
         request: Request,
         prompts: Sequence[PromptInput],
@@ -203,26 +207,16 @@ class Service:
     ) -> Generation:
         """Admit a request and hand it to the engine; each prompt gets a completion per sampling."""
         engine, record, key = self.supervisor.engine, request.state.record, request.state.key
-        for prompt in prompts:
-            check_length(prompt.num_tokens * _BYTES_PER_TOKEN, engine.max_length)
-        demand = self._demand(prompts, samplings)
-        admitted, num_charged = self._admit(demand, key)
+        demand = _demand(prompts, samplings)
+        opened = self._open(request, prompts, demand)
         record.is_streamed, record.max_tokens = streams, demand.max_tokens
         record.num_images, record.adapter = demand.num_images, adapter
-        salt = _salt(key, cache_salt)
-        options = RequestOptions(
-            priority=priority or 0,
-            salt=salt,
-            queue_timeout_s=self.config.queue_timeout_s,
-            timeout_s=self.config.request_timeout_s,
-            adapter=adapter,
-        )
         if self._hub is None:
             self._hub = DeltaHub(asyncio.get_running_loop())
 
         def end(ended: Generation) -> None:
             self.generations.discard(ended)
-            self._close(admitted, record, key, num_charged)
+            opened.close()
 
         generation = Generation(
             engine,
@@ -233,38 +227,82 @@ class Service:
             structured_field=structured_field,
         )
         try:
-            futures = [prompt.preprocess(engine, salt) for prompt in prompts]
-            self._watch_preprocessing(admitted, futures)
+            salt = _salt(key, cache_salt)
+            futures = await self._preprocess(request, opened, engine, prompts, salt)
+            options = RequestOptions(
+                priority=priority or 0,
+                salt=salt,
+                queue_timeout_s=_remaining(record, self.config.queue_timeout_s),
+                timeout_s=_remaining(record, self.config.request_timeout_s),
+                adapter=adapter,
+            )
             generation.start(futures, samplings, options, streams=streams)
         except UserError as error:
-            self._close(admitted, record, key, num_charged)
+            opened.close()
             if engine.has_failed:
                 raise self.supervisor.refusal() from error
             raise bad_request(str(error)) from error
+        except BaseException:
+            opened.close()
+            raise
         self.generations.add(generation)
         return generation
+
+    async def preprocess(self, request: Request, prompt: PromptInput) -> TokenPrompt:
+        """The tokens of a prompt, for a request that generates nothing."""
+        engine, key = self.supervisor.engine, request.state.key
+        demand = Demand(
+            num_completions=1,
+            num_prompt_tokens=0,
+            max_tokens=1,
+            num_images=prompt.num_images,
+            num_media_bytes=prompt.num_media_bytes,
+        )
+        opened = self._open(request, [prompt], demand)
+        try:
+            [future] = await self._preprocess(request, opened, engine, [prompt], _salt(key, None))
+            return await self._in_time(request, asyncio.wrap_future(future))
+        except UserError as error:
+            raise bad_request(str(error)) from error
+        finally:
+            opened.close()
+
+    def _open(self, request: Request, prompts: Sequence[PromptInput], demand: Demand) -> _OpenRequest:
+        """Admit a request, or refuse it."""
+        for prompt in prompts:
+            prompt.check_length(self.supervisor.engine.max_length)
+        admitted, num_charged = self._admit(demand, request.state.key)
+        return _OpenRequest(self, admitted, request.state.record, request.state.key, num_charged)
+
+    async def _preprocess(
+        self, request: Request, opened: _OpenRequest, engine: Engine, prompts: Sequence[PromptInput], salt: bytes
+    ) -> list[Future[TokenPrompt]]:
+        """Start preprocessing, when what must come before it is done."""
+        if waits := [prompt.prepare(opened.add_media) for prompt in prompts if prompt.prepare is not None]:
+            await self._in_time(request, asyncio.gather(*waits))
+        futures = [prompt.preprocess(engine, salt) for prompt in prompts]
+        opened.watch_preprocessing(futures)
+        return futures
+
+    async def _in_time(self, request: Request, work: asyncio.Future[_Result]) -> _Result:
+        """The result of some work, which is cancelled when the client leaves or the request has waited too long."""
+        try:
+            async with asyncio.timeout(_remaining(request.state.record, self.config.queue_timeout_s)):
+                return await unless_disconnected(work, request.receive)
+        except TimeoutError as error:
+            raise ApiError(504, "the request did not start within its time limit", code="timeout") from error
 
     def cancel_all(self) -> None:
         """Cancel all requests in progress."""
         for generation in list(self.generations):
             generation.cancel()
 
-    @staticmethod
-    def _demand(prompts: Sequence[PromptInput], samplings: Sequence[SamplingParams]) -> Demand:
-        return Demand(
-            num_completions=len(prompts) * len(samplings),
-            num_prompt_tokens=sum(prompt.num_tokens for prompt in prompts),
-            max_tokens=samplings[0].max_tokens,
-            num_images=sum(prompt.num_images for prompt in prompts),
-            num_media_bytes=sum(prompt.num_media_bytes for prompt in prompts),
-        )
-
     def _admit(self, demand: Demand, key: ApiKey | None) -> tuple[AdmittedRequest, int]:
-        """The admitted of the request, and the tokens its key was charged."""
+        """Count a request as open; returns it and the tokens that its key was charged."""
         admission, now = self.admission, time.monotonic()
         assert admission is not None, "there is an engine"
         if (refusal := admission.refusal(demand, now)) is not None:
-            raise self._overloaded(admission, refusal)
+            raise self.overloaded(admission, refusal)
         num_tokens = admission.estimated_tokens(demand)
         if key is not None and (wait_s := self.rates.take_tokens(key, num_tokens, now)):
             raise ApiError(
@@ -275,28 +313,65 @@ class Service:
             )
         return admission.admit(demand), num_tokens
 
-    def _watch_preprocessing(self, admitted: AdmittedRequest, prompts: Sequence[Future[TokenPrompt]]) -> None:
+
+class _OpenRequest:
+    """A request that counts for admission and for the rate limit of its key, until it is closed."""
+
+    def __init__(
+        self,
+        service: Service,
+        admitted: AdmittedRequest,
+        record: RequestRecord,
+        key: ApiKey | None,
+        num_charged: int,
+    ) -> None:
+        admission = service.admission
+        assert admission is not None, "the request was admitted"
+        self._admission, self._service, self._admitted = admission, service, admitted
+        self._record, self._key, self._num_charged = record, key, num_charged
+
+    def add_media(self, num_bytes: int) -> None:
+        """Count media that are being fetched. Raises if all requests together have too much."""
+        if (refusal := self._admission.add_media(self._admitted, num_bytes, time.monotonic())) is not None:
+            raise self._service.overloaded(self._admission, refusal)
+
+    def watch_preprocessing(self, prompts: Sequence[Future[TokenPrompt]]) -> None:
         """Count the request as preprocessed when its last prompt is ready."""
         loop, waiting = asyncio.get_running_loop(), list(prompts)
 
         def done(prompt: Future[TokenPrompt]) -> None:
             waiting.remove(prompt)
-            if not waiting and self._admission is not None:
-                self._admission.preprocessed(admitted, sum(map(_num_image_tokens, prompts)))
+            if not waiting:
+                self._admission.preprocessed(self._admitted, sum(map(_num_image_tokens, prompts)))
 
         for prompt in prompts:
             prompt.add_done_callback(partial(_post, loop, done))
 
-    def _close(self, admitted: AdmittedRequest, record: RequestRecord, key: ApiKey | None, num_charged: int) -> None:
-        """Count a request that has ended."""
-        assert self._admission is not None, "it was admitted"
+    def close(self) -> None:
+        """Count a request that has ended. No effect the second time."""
+        if not self._admitted.is_open:
+            return
+        record, now = self._record, time.monotonic()
         is_whole = record.ending in ("stop", "length")
-        self._admission.close(
-            admitted, time.monotonic(), num_output_tokens=record.num_output_tokens if is_whole else None
-        )
-        if key is not None:
+        self._admission.close(self._admitted, now, num_output_tokens=record.num_output_tokens if is_whole else None)
+        if self._key is not None:
             num_used = record.num_prompt_tokens + record.num_output_tokens
-            self.rates.settle_tokens(key, num_charged, num_used, time.monotonic())
+            self._service.rates.settle_tokens(self._key, self._num_charged, num_used, now)
+
+
+def _demand(prompts: Sequence[PromptInput], samplings: Sequence[SamplingParams]) -> Demand:
+    return Demand(
+        num_completions=len(prompts) * len(samplings),
+        num_prompt_tokens=sum(prompt.num_tokens for prompt in prompts),
+        max_tokens=samplings[0].max_tokens,
+        num_images=sum(prompt.num_images for prompt in prompts),
+        num_media_bytes=sum(prompt.num_media_bytes for prompt in prompts),
+    )
+
+
+def _remaining(record: RequestRecord, timeout_s: float) -> float:
+    """What is left of a time limit that began when the request arrived."""
+    return max(_MIN_TIMEOUT_S, timeout_s - (time.perf_counter() - record.arrived_at))
 
 
 def _post(

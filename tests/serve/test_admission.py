@@ -56,6 +56,21 @@ def test_media_count_until_they_are_preprocessed_and_images_are_learnt():
     assert admission.refusal(demand(num_images=1, num_media_bytes=2_000), 0.0) is None
 
 
+def test_media_that_are_fetched_count_as_they_arrive():
+    admission = Admission(LIMITS)
+    alone = admission.admit(demand(num_images=1))
+    assert admission.add_media(alone, 20_000, 0.0) is None, "one that is alone is served"
+    admission.preprocessed(alone, 40)
+    first, second = admission.admit(demand(num_images=1)), admission.admit(demand(num_images=1, num_media_bytes=4_000))
+    assert admission.add_media(first, 6_000, 0.0) is None
+    assert admission.add_media(second, 1_000, 0.0).bound == "media"
+    admission.close(second, 0.0)
+    assert admission.num_media_bytes == 6_000
+    assert admission.add_media(second, 1_000, 0.0) is None, "it has ended"
+    admission.close(first, 0.0)
+    assert admission.num_media_bytes == 0
+
+
 def test_a_queue_that_would_take_too_long_is_full_before_its_places_are():
     slow = Admission(LIMITS)
     for second in range(0, 30, 2):  # one completion in two seconds

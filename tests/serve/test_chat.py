@@ -53,3 +53,35 @@ def test_an_unknown_field_is_refused_by_name(server):
         "param": "foo",
         "code": "unknown_parameter",
     }
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+@pytest.mark.parametrize("where", ["content", "tool call", "tool call id"])
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized_wherever_it_is(server, path, where):
+    long = "x" * 60_000  # of 800 tokens, 64 characters each
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": long if where == "tool call" else "f", "arguments": "{}"},
+    }
+    messages = [
+        {"role": "user", "content": long if where == "content" else "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": long if where == "tool call id" else "1", "content": "x"},
+    ]
+    answer = server.http.post(path, json={"model": "tiny", "messages": messages})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "Shorten it" in answer.json()["error"]["message"]
+
+
+def test_tokens_of_a_text_are_those_of_the_tokenizer(server, checkpoint):
+    from saccade.processor import Processor
+
+    tokenizer = Processor.load(checkpoint).tokenizer
+    for text in ("hello <|im_end|> world", "é🙂 " * 50):
+        answer = server.http.post("/tokenize", json={"model": "tiny", "prompt": text}).json()
+        assert answer["tokens"] == [*tokenizer.prefix_ids, *tokenizer.encode_text(text)]
+        back = server.http.post("/detokenize", json={"tokens": answer["tokens"]}).json()
+        assert back["prompt"].endswith(text)
+    too_many = server.http.post("/detokenize", json={"tokens": [1] * 801})
+    assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "tokens")

@@ -1,5 +1,6 @@
 """A server with keys, tight limits and admin routes: who may ask, what is refused, and what happens when things die."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from saccade.serve.keys import create_key
 
 SETTINGS = [
     "serve.max_body_bytes=100000",
+    "serve.max_open_body_bytes=300000",
     "serve.max_header_bytes=8192",
     "serve.header_timeout_s=1.0",
     "serve.body_timeout_s=1.0",
@@ -308,10 +310,6 @@ def test_slow_and_large_senders_are_cut_off(guarded):
     assert b"body_timeout" in raw(guarded, head(guarded, 50) + b'{"model"')
     assert raw(guarded, b"") == b"" or b"408" in raw(guarded, b"")
     assert b"431 Request Header" in raw(guarded, b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * 20_000)
-    body = json.dumps(chat_body(stream=True, **LONG)).encode()
-    assert b"431 Request Header" in raw(
-        guarded, head(guarded, len(body)) + body, b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000
-    )
     assert b"body_too_large" in raw(guarded, head(guarded, 10**7) + b"Connection: close\r\n")[:600]
     chunked = guarded.http.post(
         "/v1/chat/completions",
@@ -319,6 +317,27 @@ def test_slow_and_large_senders_are_cut_off(guarded):
         headers={"content-type": "application/json"},
     )
     assert code_of(chunked) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("stray", [b"G", b"\0", b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000])
+def test_bytes_sent_during_a_response_do_not_damage_it(guarded, stray):
+    body = json.dumps(chat_body(stream=True, **ENDLESS)).encode()  # longer than header_timeout_s
+    answer = raw(guarded, head(guarded, len(body)) + body, stray)
+    assert answer.count(b"HTTP/1.1") == 1
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), answer[-300:]
+
+
+def test_large_bodies_are_bounded_together_and_small_ones_are_not_refused_for_them(guarded):
+    host, port = guarded.url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as opened:
+        for _ in range(4):  # 320,000 of 300,000 bytes
+            connection = opened.enter_context(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
+            connection.sendall(head(guarded, 90_000) + b" " * 80_000)
+        found = b"".join(raw(guarded, head(guarded, 90_000) + b" " * 80_000) for _ in range(2))
+        assert found.count(b"503 Service Unavailable") + found.count(b"body_timeout") == 2
+        assert b'"code":"overloaded"' in found
+        assert guarded.chat(max_tokens=1).status_code == 200
+    assert guarded.chat("x" * 40_000, max_tokens=1).status_code in (200, 400)
 
 
 def test_a_reader_that_does_not_read_is_cancelled(guarded, admin):

@@ -105,6 +105,23 @@ def test_videos_frames_and_several_images_are_fetched_and_data_urls_stay():
     assert asyncio.run(with_site(ask))[1] == 3
 
 
+def test_bytes_are_counted_as_they_arrive_and_a_refusal_ends_the_fetch():
+    num_bytes = 0
+
+    def count(num_new):
+        nonlocal num_bytes
+        num_bytes += num_new
+        if num_bytes > 1000:
+            raise ApiError(429, "the server is at its limit; try again later", code="overloaded")
+
+    async def ask(media, root):
+        with pytest.raises(ApiError, match="at its limit"):
+            await media.fetch_all(conversation(f"{root}/ok?bytes=900", f"{root}/ok?bytes=900"), count)
+
+    asyncio.run(with_site(ask))
+    assert 1000 < num_bytes <= 1800
+
+
 FAILING = {
     "/redirect": "it redirects, which is not followed",
     "/missing": "its host answered 404",

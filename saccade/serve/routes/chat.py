@@ -90,10 +90,12 @@ async def _start(
     )
     request.state.record.user = body.user
     conversation = conversation_of(body.messages, allows_remote=service.remote_media is not None)
-    await service.fetch_media(conversation)
-    generation = service.start(
+    prompt = prompt_input(
+        conversation, continue_final_message=continues, tools=choice.tools, remote_media=service.remote_media
+    )
+    generation = await service.start(
         request,
-        [prompt_input(conversation, continue_final_message=continues, tools=choice.tools)],
+        [prompt],
         samplings,
         streams=body.stream or False,
         adapter=adapter,

@@ -20,7 +20,7 @@ from saccade.serve.openapi import GENERATION_ERRORS, event_stream
 from saccade.serve.protocol.completions import CompletionRequest, TextCompletion
 from saccade.serve.record import RequestRecord
 from saccade.serve.sampling import samplings_of, structured_field_of
-from saccade.serve.service import PromptInput, Service, encode_text, usage_of
+from saccade.serve.service import PromptInput, Service, text_input, usage_of
 from saccade.serve.sse import DONE, EventStream, event
 
 _DEFAULT_MAX_TOKENS = 16
@@ -55,11 +55,10 @@ def router(service: Service) -> APIRouter:
                 f"{len(prompts)} prompts with n {len(samplings)}: a request may have {service.config.max_completions} completions",
                 param="prompt",
             )
-        token_ids = [await asyncio.to_thread(_token_ids, service, prompt) for prompt in prompts]
         request.state.record.user = body.user
-        generation = service.start(
+        generation = await service.start(
             request,
-            [_prompt_input(ids) for ids in token_ids],
+            [_prompt_input(service, prompt) for prompt in prompts],
             samplings,
             streams=body.stream or False,
             adapter=adapter,
@@ -67,7 +66,7 @@ def router(service: Service) -> APIRouter:
             cache_salt=body.cache_salt,
             structured_field=structured_field,
         )
-        answer = _Answer(service, body, request.state.record, token_ids)
+        answer = _Answer(service, body, request.state.record, generation)
         if body.stream:
             return EventStream(generation, answer.chunks(generation))
         async with cancelled_on_disconnect(generation, request.receive):
@@ -97,13 +96,11 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     return list(prompt)
 
 
-def _token_ids(service: Service, prompt: str | list[int]) -> list[int]:
-    return encode_text(service, prompt) if isinstance(prompt, str) else prompt
-
-
-def _prompt_input(token_ids: list[int]) -> PromptInput:
+def _prompt_input(service: Service, prompt: str | list[int]) -> PromptInput:
+    if isinstance(prompt, str):
+        return text_input(service.supervisor.engine, prompt)
     return PromptInput(
-        preprocess=lambda engine, salt: engine.preprocess_tokens(token_ids, salt=salt), num_tokens=len(token_ids)
+        preprocess=lambda engine, salt: engine.preprocess_tokens(prompt, salt=salt), num_token_ids=len(prompt)
     )
 
 
@@ -111,10 +108,9 @@ class _Answer:
     """Puts completions into the shape of the API."""
 
     def __init__(
-        self, service: Service, body: CompletionRequest, record: RequestRecord, prompts: Sequence[Sequence[int]]
+        self, service: Service, body: CompletionRequest, record: RequestRecord, generation: Generation
     ) -> None:
-        """`prompts`: token ids of each prompt."""
-        self._body, self._record, self._prompts, self._processor = body, record, prompts, service.processor
+        self._body, self._record, self._generation, self._processor = body, record, generation, service.processor
         self._logprobs = partial(completion_logprobs, processor=service.processor)
         self._fields = {
             "id": record.id.replace("req-", "cmpl-"),
@@ -135,7 +131,7 @@ class _Answer:
         if self._body.prompt_logprobs is not None and scored is not None:
             choice["prompt_logprobs"] = prompt_logprobs(scored, self._processor)
         if self._body.echo:
-            prompt = self._prompts[index // (self._body.n or 1)]
+            prompt = self._generation.prompt_token_ids[index // (self._body.n or 1)]
             choice["text"] = self._processor.tokenizer.decode(prompt, skip_special=False) + completion.text
             if choice["logprobs"] is not None and scored is not None:
                 choice["logprobs"] = echoed_logprobs(prompt, scored, completion.logprobs or (), self._processor)

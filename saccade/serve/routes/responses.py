@@ -59,11 +59,15 @@ async def _start(service: Service, body: ResponsesRequest, request: Request, ada
     )
     request.state.record.user = body.user
     conversation = _conversation(body, allows_remote=service.remote_media is not None)
-    await service.fetch_media(conversation)
-    return service.start(
-        request, [prompt_input(conversation)], samplings, streams=body.stream or False, adapter=adapter,
-        priority=body.priority, structured_field="text.format",
-    )  # fmt: skip
+    return await service.start(
+        request,
+        [prompt_input(conversation, remote_media=service.remote_media)],
+        samplings,
+        streams=body.stream or False,
+        adapter=adapter,
+        priority=body.priority,
+        structured_field="text.format",
+    )
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:

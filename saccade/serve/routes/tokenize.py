@@ -7,9 +7,8 @@ import asyncio
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from saccade.errors import RequestError
-from saccade.serve.conversation import conversation_of, prompt_input
-from saccade.serve.errors import ApiError, bad_request
+from saccade.serve.conversation import Conversation, conversation_of, prompt_input
+from saccade.serve.errors import bad_request
 from saccade.serve.json_route import JsonRoute
 from saccade.serve.openapi import GENERATION_ERRORS
 from saccade.serve.protocol.tokenize import (
@@ -19,7 +18,7 @@ from saccade.serve.protocol.tokenize import (
     TokenizeResponse,
     TokenizeTextRequest,
 )
-from saccade.serve.service import Service, encode_text
+from saccade.serve.service import Service, text_input
 
 
 def router(service: Service) -> APIRouter:
@@ -31,9 +30,10 @@ def router(service: Service) -> APIRouter:
         if body.model is not None:
             service.check_model(body.model)
         if isinstance(body, TokenizeTextRequest):
-            tokens = await asyncio.to_thread(encode_text, service, body.prompt)
-        else:
-            tokens = await _chat_tokens(service, body, request)
+            prompt = text_input(service.supervisor.engine, body.prompt)
+        else:  # images are preprocessed, since their size decides
+            prompt = prompt_input(_conversation(service, body))
+        tokens = (await service.preprocess(request, prompt)).token_ids
         answer = {"count": len(tokens), "max_model_len": service.supervisor.engine.max_length, "tokens": tokens}
         return Response(orjson.dumps(answer), media_type="application/json")
 
@@ -44,6 +44,10 @@ def router(service: Service) -> APIRouter:
         if body.model is not None:
             service.check_model(body.model)
         tokenizer, vocab_size = service.processor.tokenizer, service.supervisor.engine.vocab_size
+        if len(body.tokens) > (max_length := service.supervisor.engine.max_length):
+            raise bad_request(
+                f"tokens has {len(body.tokens)} entries; at most {max_length} are decoded at once", param="tokens"
+            )
         if body.tokens and max(body.tokens) >= vocab_size:
             raise bad_request(
                 f"token {max(body.tokens)} is not in the model's vocabulary of {vocab_size}", param="tokens"
@@ -54,15 +58,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-async def _chat_tokens(service: Service, body: TokenizeChatRequest, request: Request) -> list[int]:
-    """Tokens of a conversation; its images are preprocessed, since their size decides."""
-    prompt = prompt_input(conversation_of(body.messages))
-    salt = b"" if request.state.key is None else request.state.key.salt
-    try:
-        async with asyncio.timeout(service.config.queue_timeout_s):
-            ready = await asyncio.wrap_future(prompt.preprocess(service.supervisor.engine, salt))
-    except RequestError as error:
-        raise bad_request(str(error)) from error
-    except TimeoutError as error:
-        raise ApiError(504, "the conversation was not tokenized in time", code="timeout") from error
-    return ready.token_ids
+def _conversation(service: Service, body: TokenizeChatRequest) -> Conversation:
+    if len(body.messages) > service.config.max_messages:
+        raise bad_request(f"messages has more than {service.config.max_messages} entries", param="messages")
+    return conversation_of(body.messages)
