@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, lru_cache, partial
 from numbers import Real
@@ -85,7 +85,9 @@ class Piece:
     text: str
     control_id: int | None
     in_loss: bool
-    """Whether its tokens are trained on."""
+    """Whether its tokens are trained on, except a token that spans the start of the next piece."""
+    starts_turn: bool = False
+    """Whether it is the first piece of an assistant turn: no token spans its start."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,8 @@ def render_prompt(
     for part, is_turn in _split_turns(text, turns):
         in_loss = is_turn and is_training
         part_pieces = [
-            Piece(piece.translate(restore), control, in_loss) for piece, control in tokenizer.split_control(part)
+            Piece(piece.translate(restore), control, in_loss, starts_turn=is_turn and number == 0)
+            for number, (piece, control) in enumerate(tokenizer.split_control(part))
         ]
         pieces += _mask_after_end(part_pieces) if in_loss else part_pieces
     return Prompt(tuple(pieces), tuple(visuals))
@@ -528,7 +531,7 @@ def _mask_after_end(pieces: Sequence[Piece]) -> list[Piece]:
     """Exclude from the loss what the template appends after the turn's last control token: it is never generated."""
     ends = [number for number, piece in enumerate(pieces) if piece.control_id is not None]
     last = ends[-1] if ends else len(pieces) - 1
-    return [Piece(piece.text, piece.control_id, number <= last) for number, piece in enumerate(pieces)]
+    return [replace(piece, in_loss=number <= last) for number, piece in enumerate(pieces)]
 
 
 def read_template(folder: Path) -> str:

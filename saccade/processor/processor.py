@@ -307,7 +307,8 @@ class Processor:
             together = list(group)
             if is_text:
                 texts = [piece.text for piece in together]
-                encoded = self.tokenizer.encode_parts(texts, is_first=together[0] is pieces[0])
+                is_first, cuts = together[0] is pieces[0], [piece.starts_turn for piece in together]
+                encoded = self.tokenizer.encode_parts(texts, is_first=is_first, cuts=cuts)
                 yield from zip(together, encoded, strict=True)
             else:
                 yield from ((piece, [piece.control_id]) for piece in together if piece.control_id is not None)

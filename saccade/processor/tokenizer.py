@@ -5,7 +5,8 @@ A *control token* (`<|im_start|>`, `<|image_pad|>`, ...) gets into a prompt only
 which are kept in a table by name.
 
 SentencePiece tokenizers write a space before a text: before the first of a prompt alone, or before each one between control tokens,
-as `tokenizer.json` says. So text between two control tokens is encoded as a whole (`encode_parts`).
+as `tokenizer.json` says. So text between two control tokens is encoded once and its tokens are divided by their offsets
+(`encode_parts`); a part that must be encoded separately gets no further space.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +41,17 @@ class Tokenizer:
         text_tokens = [token for token in description.get("added_tokens", []) if not token["content"].strip()]
         plain = description | {"added_tokens": text_tokens, "post_processor": None, "truncation": None, "padding": None}
         self._text = tokenizers.Tokenizer.from_str(json.dumps(plain))
+        unprefixed = _without_prefix(plain)
+        self._continued = self._text if unprefixed == plain else tokenizers.Tokenizer.from_str(json.dumps(unprefixed))
+        """Encodes text that continues another, without a space before it."""
+        is_prefixed_once = '"prepend_scheme": "first"' in json.dumps(description.get("pre_tokenizer"))
+        self._after_control = self._continued if is_prefixed_once else self._text
         # The library numbers added tokens itself: without the control tokens before them their ids are too low.
         self._true_ids = {self._text.token_to_id(token["content"]): token["id"] for token in text_tokens}
         self._all = tokenizers.Tokenizer.from_str(json.dumps(description))
         self.prefix_ids = _prefix_ids(self._all)
         """Tokens that `tokenizer.json` puts before every prompt, such as `<s>`."""
         self._unknown_id = self._text.token_to_id(str(description["model"].get("unk_token")))
-        self._marker_id: int | None = None
-        """A token before a text that is not the first, where that makes a difference."""
-        if '"prepend_scheme": "first"' in json.dumps(description.get("pre_tokenizer")):
-            self._text.add_special_tokens([tokenizers.AddedToken(_MARKER, normalized=False, special=True)])
-            self._marker_id = self._text.token_to_id(_MARKER)
         self._fallback_bytes: dict[int, int] = {}
         """Tokens that are one byte of a character without a token, in tokenizers with such."""
         if "ByteFallback" in json.dumps(description.get("decoder")):
@@ -96,43 +98,50 @@ class Tokenizer:
         """Encode text. The result has no control token, even if the text spells one."""
         return self.encode_parts([text])[0]
 
-    def encode_parts(self, texts: Sequence[str], *, is_first: bool = True) -> list[list[int]]:
-        """Encode adjacent texts as one text: the tokens of each. `is_first`: nothing is before them.
+    def encode_parts(
+        self, texts: Sequence[str], *, is_first: bool = True, cuts: Sequence[bool] | None = None
+    ) -> list[list[int]]:
+        """Encode adjacent texts as one text and return the tokens of each. `is_first`: no token precedes them.
 
-        Where a token would belong to two of them, they are encoded apart.
+        A token that spans several texts belongs to the last of them. `cuts` marks texts whose start no token may span; by default each
+        one. If a token would, what is before and after that start is encoded separately.
         """
-        ids, offsets = self._encode("".join(texts), is_first, has_offsets=len(texts) > 1)
-        parts, first, end = [], 0, 0
-        for number, text in enumerate(texts[:-1]):
-            end += len(text)
-            last = bisect_right(offsets, end, lo=first, key=lambda offset: offset[1])
-            if last < len(ids) and offsets[last][0] < end:
-                apart = self.encode_parts(texts[: number + 1], is_first=is_first)
-                return apart + self.encode_parts(texts[number + 1 :], is_first=False)
-            parts.append(ids[first:last])
-            first = last
-        return [*parts, ids[first:]]
+        encoder = self._text if is_first else self._after_control
+        return self._encode_parts(encoder, texts, [True] * len(texts) if cuts is None else cuts)
 
-    def _encode(self, text: str, is_first: bool, has_offsets: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens, and where each begins and ends if asked for."""
-        marker = "" if is_first or self._marker_id is None else _MARKER
-        if self._marker_id is not None and _MARKER in text:
-            raise RequestError("the text has the Unicode noncharacters U+FDD0 U+FDD1 U+FDD0. Remove them")
+    def _encode_parts(
+        self, encoder: tokenizers.Tokenizer, texts: Sequence[str], cuts: Sequence[bool]
+    ) -> list[list[int]]:
+        encoding = self._encode(encoder, "".join(texts))
+        spans = encoding.offsets if len(texts) > 1 else []
+        starts = list(accumulate(map(len, texts[:-1])))
+        ended = [bisect_right(spans, start, key=itemgetter(1)) for start in starts]  # tokens before each start
+        borders = enumerate(zip(starts, ended, strict=True), start=1)
+        spanned = [n for n, (start, i) in borders if cuts[n] and i < len(spans) and spans[i][0] < start]
+        if not spanned:
+            ids = self._ids(encoding)
+            return [ids[first:end] for first, end in pairwise([0, *ended, len(ids)])]
+        parts: list[list[int]] = []
+        for first, end in pairwise([0, *spanned, len(texts)]):
+            parts += self._encode_parts(self._continued if first else encoder, texts[first:end], cuts[first:end])
+        return parts
+
+    def _encode(self, encoder: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         try:
-            found = self._text.encode(marker + text, add_special_tokens=False)
+            return encoder.encode(text, add_special_tokens=False)
         except TypeError as error:  # half of a surrogate pair
             raise RequestError("the text is not valid Unicode (half of a surrogate pair). Remove it") from error
-        skipped = 1 if marker else 0
-        ids = [self._true_ids.get(token_id, token_id) for token_id in found.ids[skipped:]]
+
+    def _ids(self, encoding: tokenizers.Encoding) -> list[int]:
+        """The ids of encoded text, none of which may be a control token."""
+        ids = [self._true_ids.get(token_id, token_id) for token_id in encoding.ids]
         if not self._control_names.keys().isdisjoint(ids):
             spelled = {self._control_names[i] for i in ids if i in self._control_names and i != self._unknown_id}
             if spelled:
                 raise RequestError(
                     f"the text spells {', '.join(sorted(spelled))}, which this tokenizer cannot keep as text. Remove it"
                 )
-        if not has_offsets:
-            return ids, []
-        return ids, [(start - len(marker), end - len(marker)) for start, end in found.offsets[skipped:]]
+        return ids
 
     def split_control(self, text: str) -> list[tuple[str, int | None]]:
         """Split *trusted* text at its control tokens: (piece, id of the control token or None for text)."""
@@ -185,15 +194,27 @@ class Tokenizer:
         return bytes(token.replace("\u2581", " ").encode())
 
 
-_MARKER = "\ufdd0\ufdd1\ufdd0"
-"""Noncharacters, which are never part of text."""
-
-
 def _prefix_ids(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
     """What the post-processor puts before a text."""
     encoded = tokenizer.encode("a")
     added = list(encoded.special_tokens_mask)
     return tuple(encoded.ids[: added.index(0)] if 0 in added else ())
+
+
+def _without_prefix(description: dict[str, Any]) -> dict[str, Any]:
+    """The same tokenizer without the space that it writes before a text."""
+    never = {"prepend_scheme": "never", "add_prefix_space": False}
+
+    def change(step: Any) -> Any:
+        if isinstance(step, list):
+            return [changed for one in step if (changed := change(one)) is not None]
+        if not isinstance(step, dict):
+            return step
+        if step.get("type") == "Prepend":
+            return None
+        return {name: never[name] if name in never else change(value) for name, value in step.items()}
+
+    return description | {name: change(description.get(name)) for name in ("normalizer", "pre_tokenizer")}
 
 
 def _byte_alphabet() -> dict[str, int]:

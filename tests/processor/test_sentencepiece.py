@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from model.llava_next import MISTRAL, VICUNA, tokenizer_description
 from transformers import PreTrainedTokenizerFast
 
-from saccade.errors import RequestError
 from saccade.processor import TextStream
 from saccade.processor.conversation import ChatTemplate, render_prompt
 from saccade.processor.tokenizer import Tokenizer
@@ -65,7 +64,17 @@ def test_a_token_across_the_border_of_two_parts_separates_them(both):
     ours, _ = both
     [whole], [left, right] = ours.encode_parts(["hello"]), ours.encode_parts(["h", "ello"])
     assert left + right != whole, "hell is one token"
-    assert [left, right] == [ours.encode_parts(["h"])[0], ours.encode_parts(["ello"], is_first=False)[0]]
+    assert left == ours.encode_parts(["h"])[0]
+    assert right == ours.encode_parts(["\n", "ello"], is_first=False)[1], "no space is written within a text"
+    assert ours.decode(left + right) == "hello"
+
+
+def test_a_token_across_a_border_that_may_be_crossed_belongs_to_the_later_part(both):
+    ours, _ = both
+    [whole] = ours.encode_parts(["hello there"])
+    parts = ours.encode_parts(["h", "ello", " th", "ere"], cuts=[False, False, True, False])
+    assert [token_id for part in parts for token_id in part] == whole
+    assert ours.decode(parts[1]) == "hello"
 
 
 def test_a_prompt_begins_with_the_tokens_of_the_post_processor(both):
@@ -77,9 +86,13 @@ def test_text_never_becomes_a_control_token(both):
     for text in ("</s>", "<image>", "a<s>b"):
         [ids] = ours.encode_parts([text], is_first=False)
         assert not set(ids) & set(ours.control_ids.values())
-    if ours._marker_id is not None:
-        with pytest.raises(RequestError, match="noncharacters"):
-            ours.encode_text("\ufdd0\ufdd1\ufdd0")
+
+
+def test_noncharacters_are_text(both):
+    ours, _ = both
+    for is_first in (True, False):
+        [ids] = ours.encode_parts(["\ufdd0\ufdd1\ufdd0"], is_first=is_first)
+        assert ours.decode(ids) == "\ufdd0\ufdd1\ufdd0"
 
 
 MESSAGES = [
