@@ -506,7 +506,8 @@ class EngineCore:
         in_flight = [step for step in steps if step is not None]
         if not in_flight or any(step.num_prompt_tokens for step in in_flight):
             return
-        plan = self.scheduler.plan_encodings(_SHORT_PASS)
+        unsampled = next((step.plan for step in in_flight if step.handle is None), None)
+        plan = self.scheduler.plan_encodings(_SHORT_PASS, unsampled)
         if plan is None:
             return
         self._runner.start_encodings(plan)

@@ -244,6 +244,7 @@ class Runner:
         self._num_steps_read = 0
         self._uncopied: dict[int, Failure] = {}  # pages whose copy failed, until a chunk reads them
         self._num_eager_steps = 0
+        self._unsampled: StepPlan | None = None  # the launched step that is not sampled yet
 
     def close(self) -> None:
         """Free the device memory at once: reference cycles would keep it until the next garbage collection."""
@@ -332,6 +333,7 @@ class Runner:
         failures: dict[str, Failure] = {}
         self._run_encoder(plan, failures)
         self._start_slots(plan)
+        self._unsampled = plan if plan.chunks else self._unsampled
         with self.on_stream():
             self._copy_pages(plan.page_copies)
             for chunk in plan.chunks if self._uncopied else ():
@@ -360,6 +362,7 @@ class Runner:
         """Launch sampling, and start copying the tokens to the host."""
         failures = dict(step.failures)
         parts: list[_SampledChunks] = []
+        self._unsampled = None
         with self.on_stream():
             chunks = _without(failures, step.plan.chunks)
             if step.forward is None:
@@ -394,6 +397,11 @@ class Runner:
 
     def _start_slots(self, plan: StepPlan) -> None:
         """Set up the slots of requests that start, and append new pages."""
+        if plan.started and self._unsampled is not None:
+            reused = {start.slot for start in plan.started} & {chunk.slot for chunk in self._unsampled.chunks}
+            assert not reused, (
+                f"slots {reused} are reused before step {self._unsampled.number}, which names them, is sampled"
+            )
         for start in plan.started:
             inputs = self._requests[start.request_id]
             inputs.token_ids = np.array([*inputs.prompt.token_ids, *start.output_token_ids], np.int32)

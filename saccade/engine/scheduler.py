@@ -27,7 +27,9 @@ stay in use forever.
 
 Order on the device. Steps run one after another, each copying pages first. So what a plan frees may be written by the next plan,
 even while the step is in flight, but not by the plan itself: pages copied from and images left behind are freed when the plan is
-complete. The runner orders encodings behind the steps that read their slots before.
+complete. The runner orders encodings behind the steps that read their slots before. A step is sampled by a second launch, with the
+settings and token counts that its slots have at that time. So a slot is not reused while a launched step that names it is not sampled:
+the runner samples a step before it launches the next plan, and `plan_encodings`, whose plan is launched at once, waits.
 """
 
 from __future__ import annotations
@@ -354,10 +356,17 @@ class Scheduler:
         )
         return None
 
-    def plan_encodings(self, max_patches: int) -> StepPlan | None:
+    def plan_encodings(self, max_patches: int, unsampled: StepPlan | None = None) -> StepPlan | None:
         """Start waiting requests with images and a whole pass of these, beside the steps in flight. The plan computes no tokens, and has
-        no result to be read. None: no pass can begin, since one is in flight, say. A request whose image has more patches starts without."""
+        no result to be read. None: no pass can begin, since one is in flight, say. A request whose image has more patches starts without.
+
+        `unsampled` is the launched step that is not sampled yet, if there is one. While a slot that it names is free, no request starts:
+        the step is sampled with the settings and the token counts that its slots have then.
+        """
         if self._encoding or not any(state.request.images for state in self._queues.waiting):
+            return None
+        named: set[int] = set() if unsampled is None else {chunk.slot for chunk in unsampled.chunks}
+        if not named <= {state.slot for state in self._queues.running}:
             return None
         planner = self._planner(0, (), EncoderTurn(max_patches=max_patches))
         planner.run_encodings()

@@ -12,7 +12,13 @@ from saccade.engine.request_state import Queues, RequestState
 from saccade.engine.scheduler import Scheduler, _Planner
 
 NUM_TRACES = 250
-FIRST_SEEDS = {"drop_the_offset_of_images": 125, "start_before_pending_tokens_are_read": 30}
+FIRST_SEEDS = {
+    "drop_the_offset_of_images": 133,
+    "start_before_pending_tokens_are_read": 44,
+    "reuse_the_slots_of_an_image_in_flight": 38,
+    "keep_images_that_failed": 39,
+    "do_not_fail_the_users_of_an_image_that_failed": 40,
+}
 """Where to begin, for bugs that few traces detect."""
 
 
@@ -303,6 +309,11 @@ def send_only_new_pages_after_a_preemption(monkeypatch):
     monkeypatch.setattr(Queues, "_release", release_all_but_the_count)
 
 
+def reuse_a_slot_before_its_step_is_sampled(monkeypatch):
+    plan_encodings = Scheduler.plan_encodings
+    monkeypatch.setattr(Scheduler, "plan_encodings", lambda self, patches, unsampled: plan_encodings(self, patches))
+
+
 def lose_unsent_tokens(monkeypatch):
     output = scheduler._output
 
@@ -367,6 +378,7 @@ MUTATIONS = [
     do_not_send_the_pages_of_later_chunks,
     send_only_new_pages_after_a_preemption,
     start_without_the_output,
+    reuse_a_slot_before_its_step_is_sampled,
     lose_unsent_tokens,
     forget_the_end_of_plain_tokens,
 ]

@@ -43,14 +43,14 @@ def request_of(name: str, prompt: TokenPrompt, sampling: SamplingParams, **field
     )  # fmt: skip
 
 
-def make_core(folder, config: EngineConfig, runner_class=None, device="cpu", dtype=None) -> EngineCore:
+def make_core(folder, config: EngineConfig, runner_class=None, device="cpu", dtype=None, grammars=None) -> EngineCore:
     processor = Processor.load(folder)
     model = load_model(folder, device=device, dtype=dtype).requires_grad_(False)
     pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
     runner = make_runner(model, config, pixels=pixels)
     if runner_class is not None:
         runner.__class__ = runner_class
-    return EngineCore(runner)
+    return EngineCore(runner, grammars=grammars)
 
 
 class Collected:

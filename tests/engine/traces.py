@@ -5,6 +5,10 @@ each KV slot of each page the number of the prefix that ends there. A prefix is 
 and its offset in that image; equal numbers mean equal prefixes. The token that follows a prefix is a hash of its number, so every
 output is known in advance. Each step executes copies and writes, and then checks all KV slots that its chunks attend to.
 
+Sampling is a second launch, with what the slots have at that time: whether their request has penalties, and the tokens counted so far,
+which change the hash. A request with a grammar may not have some tokens, which depend on those that the host has read; a step that samples
+one may wait until then, while others end and new ones start.
+
 Images are encoded in passes, in parts that steps run: their encoder-cache slots hold nothing from the start of a pass to its end, at some
 time after its last part is launched, or before where it fails or is not divided. A chunk that reads an image in between makes the device wait.
 """
@@ -24,6 +28,7 @@ from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, S
 from saccade.engine.request_state import RequestState
 from saccade.engine.scheduler import EncoderTurn, Limits, Scheduler
 from saccade.engine.step import ENCODER_PARTS, Chunk, ChunkResult, EncodeResult, ImageToEncode, StepPlan, StepResult
+from saccade.engine.structured import StructuredOutput
 from saccade.errors import ImageError
 
 VOCABULARY = 40
@@ -44,8 +49,22 @@ class Prefixes:
     def number(self, *prefix: object) -> int:
         return self.numbers.setdefault(prefix, len(self.numbers))
 
-    def next_token(self, number: int) -> int:
-        return ((number + self.seed) * 0x9E3779B97F4A7C15 >> 17) % VOCABULARY
+    def next_token(self, number: int, counted: int = 0, banned: int | None = None) -> int:
+        """`counted`: of the tokens that are penalized. `banned`: see `banned_after`."""
+        token = ((number + self.seed + counted * 0x1F123BB5) * 0x9E3779B97F4A7C15 >> 17) % VOCABULARY
+        while token % 3 == banned:
+            token = (token + 1) % VOCABULARY
+        return token
+
+
+def count(tokens: Iterable[int]) -> int:
+    """What penalties count of output tokens."""
+    return sum(token + 1 for token in tokens)
+
+
+def banned_after(tokens: Sequence[int]) -> int:
+    """The tokens that the grammar does not allow after these output tokens: those with this remainder by three."""
+    return (sum(tokens) + len(tokens)) % 3
 
 
 class Expected:
@@ -67,8 +86,12 @@ class Expected:
         for index, token in enumerate(self.tokens):
             number = prefixes.number(number, token, within.get(index))
             self.numbers.append(number)
+        sampling = request.sampling
         while len(self.tokens) < limit:
-            self.tokens.append(prefixes.next_token(self.numbers[-1]))
+            output = self.tokens[request.num_prompt_tokens :]
+            counted = count(output) if sampling.has_penalties else 0
+            banned = None if sampling.structured is None else banned_after(output)
+            self.tokens.append(prefixes.next_token(self.numbers[-1], counted, banned))
             self.numbers.append(prefixes.number(self.numbers[-1], self.tokens[-1], None))
 
     def output(self) -> tuple[list[int], str]:
@@ -177,14 +200,19 @@ def _cut(tokens: list[int], spans: list[ImageSpan], rng: random.Random) -> Promp
 
 def _draw_request(rng: random.Random, seed: int, number: int, tokens: list[int], spans: list[ImageSpan]) -> Request:
     max_tokens = rng.choice([1, 5, 20, 60])
+    min_tokens = rng.choice([0, 0, max_tokens // 2])
+    other_rng = random.Random(1000 * seed + number)
+    has_grammar = min_tokens == 0 and other_rng.random() < 0.25
     return Request(
         id=f"{seed}-{number}",
         token_ids=tuple(tokens),
         images=tuple(spans),
         sampling=SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=rng.choice([0, 0, max_tokens // 2]),
+            min_tokens=min_tokens,
             prompt_logprobs=0 if rng.random() < 0.1 else None,
+            frequency_penalty=1.0 if other_rng.random() < 0.4 else 0.0,
+            structured=StructuredOutput(regex=".*") if has_grammar else None,
         ),
         stop_ids=frozenset([STOP]),
         priority=rng.choice([0, 0, 0, -1, 1]),
@@ -197,9 +225,11 @@ def _draw_request(rng: random.Random, seed: int, number: int, tokens: list[int],
 class Slot:
     """What the device knows of the request in a slot."""
 
-    request_id: str
+    request: Request
     num_start_tokens: int
     """Tokens known when it got the slot."""
+    counted: int
+    """Of its output tokens, if it has penalties."""
     pages: list[int] = field(default_factory=list)
     last_sampled: int | None = None
     """Index of the token sampled last."""
@@ -263,17 +293,18 @@ class Device:
             self.passes[-1].parts_left -= num_parts
             assert self.passes[-1].parts_left >= 0, "a pass has more parts than there are"
 
-    def run(self, plan: StepPlan, expected: dict[str, Expected], failing: set[str]) -> list[ChunkResult]:
-        """Execute a step, check everything it reads, and sample. Chunks of `failing` requests fail."""
+    def run(self, plan: StepPlan, expected: dict[str, Expected], failing: set[str]) -> None:
+        """Execute a step and check everything it reads. Chunks of `failing` requests fail."""
         for start in plan.started:
             known = expected[start.request_id]
             num_prompt = known.request.num_prompt_tokens
             num_start = num_prompt + len(start.output_token_ids)
             assert list(start.output_token_ids) == known.tokens[num_prompt:num_start], "a start with other tokens"
-            self.slots[start.slot] = Slot(start.request_id, num_start)
+            counted = count(start.output_token_ids) if known.request.sampling.has_penalties else 0
+            self.slots[start.slot] = Slot(known.request, num_start, counted)
         for chunk in plan.chunks:
             slot = self.slots[chunk.slot]
-            assert slot.request_id == chunk.request_id, f"slot {chunk.slot} has {slot.request_id}"
+            assert slot.request.id == chunk.request_id, f"slot {chunk.slot} has {slot.request.id}"
             slot.pages += chunk.new_pages
             assert len(slot.pages) * self.page_size >= chunk.end, f"{chunk.request_id} has too few pages on the device"
         copied = [list(self.pages[source]) for source, _ in plan.page_copies]
@@ -289,7 +320,10 @@ class Device:
             self._write(chunk, expected[chunk.request_id])
         for chunk in chunks:
             self._check_pages(chunk, expected[chunk.request_id])
-        return [self._sample(chunk, expected[chunk.request_id]) for chunk in plan.chunks]
+
+    def sample(self, plan: StepPlan, expected: dict[str, Expected], masks: dict[str, int]) -> tuple[ChunkResult, ...]:
+        """Sample a step that was run. `masks`: the tokens banned by grammars, by request."""
+        return tuple([self._sample(chunk, expected[chunk.request_id], masks) for chunk in plan.chunks])
 
     def _wait_for_images(self, plan: StepPlan) -> None:
         slots = {slot for chunk in plan.chunks for image in chunk.images for slot in image.slots}
@@ -336,24 +370,38 @@ class Device:
                     assert is_unreported or chunk.request_id in self.failed, "an image that failed is read"
                     self.failed.setdefault(chunk.request_id, found.failure)
 
-    def _sample(self, chunk: Chunk, expected: Expected) -> ChunkResult:
-        """The expected tokens after a chunk, as far as its drafts are accepted."""
+    def _sample(self, chunk: Chunk, expected: Expected, masks: dict[str, int]) -> ChunkResult:
+        """The tokens after a chunk, as far as its drafts are accepted."""
         if chunk.request_id in self.failed:
             return ChunkResult(chunk.request_id, failure=self.failed[chunk.request_id])
         tokens: list[int] = []
         end = chunk.end - len(chunk.drafts)
         if chunk.samples:
-            tokens.append(expected.tokens[end])
+            slot, banned = self.slots[chunk.slot], masks.get(chunk.request_id)
+            tokens.append(expected.prefixes.next_token(expected.numbers[end - 1], slot.counted, banned))
+            if slot.request.sampling.has_penalties:
+                slot.counted += count(tokens)
             for draft in chunk.drafts:
                 if draft != tokens[-1]:
                     break
                 tokens.append(expected.tokens[end + len(tokens)])
-            self.slots[chunk.slot].last_sampled = end + len(tokens) - 1
+            slot.last_sampled = end + len(tokens) - 1
         request, prompt_logprobs = expected.request, []
         if request.sampling.prompt_logprobs is not None:
             followed = request.token_ids[chunk.start + 1 : min(end + 1, request.num_prompt_tokens)]
             prompt_logprobs = [TokenLogprobs(token, -1.0) for token in followed]
         return ChunkResult(chunk.request_id, tuple(tokens), prompt_logprobs=tuple(prompt_logprobs))
+
+
+@dataclass(eq=False)
+class Launched:
+    """A step in flight."""
+
+    plan: StepPlan
+    pickled: bytes
+    """The plan when it was launched."""
+    results: tuple[ChunkResult, ...] | None = None
+    """None: it is not sampled yet."""
 
 
 class Trace:
@@ -390,7 +438,8 @@ class Trace:
         self.large: set[int] = set()
         """Plan numbers of passes of large images."""
         self.quarantined: set[bytes] = set()
-        self.in_flight: deque[tuple[StepPlan, bytes, StepResult]] = deque()
+        self.in_flight: deque[Launched] = deque()
+        self.mask_rng = random.Random(seed + 4_000_003)
         self.without_chunk: set[str] = set()
         """Requests that started and have no chunk yet."""
         self.num_steps = 0
@@ -409,6 +458,11 @@ class Trace:
                     break
             self._inject_fault()
             self._encode_some()
+            if self.unsampled is not None:  # the tokens that its masks depend on are read by now
+                while len(self.in_flight) > 1:
+                    self._update(self.in_flight.popleft())
+            if self.in_flight and self.mask_rng.random() < 0.3:
+                self._start_encodings()
             plan = self._plan()
             self._inject_fault()
             if plan is not None:
@@ -418,7 +472,7 @@ class Trace:
                 self._start_encodings()
             self._inject_fault()
             if self.in_flight and (plan is None or len(self.in_flight) > self.setting.depth):
-                self._update(*self.in_flight.popleft())
+                self._update(self.in_flight.popleft())
             elif plan is None and self.device.passes:  # the host waits
                 assert self.device.passes[0].parts_left == 0, "the host waits for a pass that is not launched"
                 self.device.end_pass()
@@ -496,10 +550,12 @@ class Trace:
     def _start_encodings(self) -> None:
         """A plan of encodings alone is run, but has no result."""
         was_encoding = bool(self.encoding)
-        plan = self.scheduler.plan_encodings(self.setting.max_patches)
+        plan = self.scheduler.plan_encodings(self.setting.max_patches, self.unsampled)
         self.scheduler.check()
         if plan is None:
             return
+        if self.unsampled is not None:
+            self.seen.add("encoded beside a step that waits for masks")
         assert not plan.chunks
         assert not was_encoding, "a pass begins beside the steps while another one is in flight"
         self._check_encodings(plan, EncoderTurn(max_patches=self.setting.max_patches), is_late=False)
@@ -507,8 +563,7 @@ class Trace:
         self.without_chunk |= {start.request_id for start in plan.started}
         self._check_starts(plan)
         self._record_events(plan)
-        self._launch(plan)
-        self.in_flight.pop()
+        self._run(plan)
         self.seen.add("encoded beside a step")
 
     def _is_decoding(self, state: RequestState) -> bool:
@@ -520,7 +575,7 @@ class Trace:
         return needs_one and (not request.images or state.num_computed_tokens >= request.images[-1].end)
 
     def _has_drafts_in_flight(self, name: str) -> bool:
-        return any(chunk.request_id == name and chunk.drafts for plan, _, _ in self.in_flight for chunk in plan.chunks)
+        return any(chunk.request_id == name and chunk.drafts for step in self.in_flight for chunk in step.plan.chunks)
 
     @staticmethod
     def _has_computed_prompt(state: RequestState) -> bool:
@@ -689,7 +744,37 @@ class Trace:
 
     # ---- run and read
 
+    @property
+    def unsampled(self) -> StepPlan | None:
+        """The step that is launched and waits for masks."""
+        return self.in_flight[-1].plan if self.in_flight and self.in_flight[-1].results is None else None
+
     def _launch(self, plan: StepPlan) -> None:
+        """Run a step after the one before is sampled. It is sampled at once unless masks are not ready."""
+        if self.unsampled is not None:
+            self._sample(self.in_flight[-1])
+        self.in_flight.append(Launched(plan, self._run(plan)))
+        states = [self.scheduler.find(name) for name in self._with_grammar(plan)]
+        are_known = all(state.num_pending == 1 for state in states if state is not None)
+        if are_known and (not states or self.mask_rng.random() < 0.5):
+            self._sample(self.in_flight[-1])
+        else:
+            self.seen.add("wait for masks")
+
+    def _with_grammar(self, plan: StepPlan) -> list[str]:
+        names = [chunk.request_id for chunk in plan.chunks if chunk.samples]
+        return [name for name in names if self.expected[name].request.sampling.structured is not None]
+
+    def _sample(self, step: Launched) -> None:
+        """Sample a step. The masks of requests that have not ended follow from the tokens that were read."""
+        masks = {}
+        for name in self._with_grammar(step.plan):
+            if (state := self.scheduler.find(name)) is not None:
+                masks[name] = banned_after(state.token_ids[state.request.num_prompt_tokens :])
+        step.results = self.device.sample(step.plan, self.expected, masks)
+
+    def _run(self, plan: StepPlan) -> bytes:
+        """Run a plan on the device; returns it as it was sent there."""
         sent = pickle.dumps(plan)
         plan_there = pickle.loads(sent)  # as if in another process
         assert plan_there == plan
@@ -703,15 +788,19 @@ class Trace:
         self.device.launch_parts(plan.encoder_parts)
         if plan.chunks and self.rng.random() < self.setting.fault_rate:
             failing.add(self.rng.choice(plan.chunks).request_id)
-        results = self.device.run(plan_there, self.expected, failing)
+        self.device.run(plan_there, self.expected, failing)
         for chunk in plan.chunks:
             state = self.scheduler.find(chunk.request_id)
             if state is not None and state.slot == chunk.slot:
                 assert self.device.slots[chunk.slot].pages == state.pages, f"pages of {chunk.request_id} were not sent"
-        self.in_flight.append((plan, sent, StepResult(number=plan.number, chunks=tuple(results), images=())))
+        return sent
 
-    def _update(self, plan: StepPlan, sent: bytes, result: StepResult) -> None:
-        assert pickle.dumps(plan) == sent, "a plan has changed"
+    def _update(self, step: Launched) -> None:
+        if step.results is None:
+            self._sample(step)
+        assert step.results is not None
+        plan, results = step.plan, step.results
+        assert pickle.dumps(plan) == step.pickled, "a plan has changed"
         for chunk in plan.chunks:
             self.unread[chunk.request_id] -= chunk.samples
             state = self.scheduler.find(chunk.request_id)
@@ -721,11 +810,11 @@ class Trace:
                 and (state.slot is None or state.num_computed_tokens < chunk.end)
             ):
                 self.seen.add("result of a preempted request")
-            failed = result.chunks[plan.chunks.index(chunk)].failure
+            failed = results[plan.chunks.index(chunk)].failure
             if failed is not None and state is not None:
                 self.seen.add("failed chunk")
         images = self._encode_results() if self.rng.random() < 0.5 else ()
-        outputs = self.scheduler.update(plan, StepResult(number=plan.number, chunks=result.chunks, images=images))
+        outputs = self.scheduler.update(plan, StepResult(number=plan.number, chunks=results, images=images))
         self._take(outputs)
         if any(output.finish_reason for output in outputs):  # else the next plan is soon enough
             self.scheduler.check()
@@ -808,7 +897,11 @@ class Trace:
         return self.is_drafting(state) or state.request.id in self.deferring
 
     def is_drafting(self, state: RequestState) -> bool:
-        return self.setting.limits.max_draft_tokens > 0 and state.request.id in self.drafting
+        sampling = state.request.sampling
+        may_draft = (
+            self.setting.limits.max_draft_tokens > 0 and not sampling.has_penalties and sampling.structured is None
+        )
+        return may_draft and state.request.id in self.drafting
 
     def propose(self, state: RequestState, num_tokens: int) -> list[int]:
         """Drafts of which two thirds are right."""
