@@ -863,9 +863,12 @@ class _OpenRequest:
             self._first_token_at = time.perf_counter()
         self._logprobs += output.logprobs
         self._prompt_logprobs += output.prompt_logprobs
+        num_known = len(self._detokenizer.token_ids)
         text, is_stopped = self._detokenize(output)
         if is_stopped:
             self._end_in_core(output, "stop")
+            num_kept = len(self._detokenizer.token_ids) - num_known  # the stop string drops the tokens after these
+            output = output._replace(token_ids=output.token_ids[:num_kept], logprobs=output.logprobs[:num_kept])
         if is_stopped or output.finish_reason is not None:
             self._end(output, text)
         elif self._streams:
@@ -896,19 +899,8 @@ class _OpenRequest:
 
     def end_early(self, reason: FinishReason, failure: Failure | None) -> None:
         """End a request that the core never had, or has no more."""
-        if self.has_ended:
-            return
-        self._detokenizer.push(self._undecoded)
-        self._detokenizer.finish()
-        completion = Completion(
-            text=self._detokenizer.text,
-            token_ids=list(self._detokenizer.token_ids),
-            finish_reason=reason,
-            num_prompt_tokens=self._num_prompt_tokens,
-            failure=failure,
-            timings=self._timings(),
-        )
-        self._send_last(CompletionDelta(text="", token_ids=(), completion=completion))
+        if not self.has_ended:
+            self._end(RequestOutput(request_id=self.id, finish_reason=reason, failure=failure), "")
 
     def _timings(self) -> Timings:
         def since_submitted(moment: float | None) -> float | None:

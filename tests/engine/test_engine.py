@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from engine.tiny import PICTURES, conversation
 from model.hugging_face import SHAPES, make_checkpoint, picture
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine.step_budget import StepBudget
 from saccade.errors import ConfigError, RequestError
 from saccade.model import generate, load_model
 from saccade.processor import Processor
@@ -36,6 +38,16 @@ def folder(tmp_path_factory):
 def engine(folder):
     with Engine.load(folder, device="cpu", config=CONFIG) as engine:
         yield engine
+
+
+@pytest.fixture
+def drafting_engine(folder, monkeypatch):
+    """Drafts as often as it can: one costs a quarter of a token, whatever the clock says."""
+    monkeypatch.setattr(StepBudget, "token_cost", lambda *_: 0.25)
+    config = replace(CONFIG, max_draft_tokens=7)
+    with Engine.load(folder, device="cpu", config=config) as engine:
+        yield engine
+    assert engine.statistics.num_accepted_draft_tokens > 0
 
 
 @pytest.fixture(scope="module")
@@ -536,3 +548,70 @@ def test_a_front_end_that_is_behind_delivers_several_steps_at_once(engine, conve
     assert [token for delta in deltas for token in delta.token_ids] == expected.token_ids
     assert [one.token_id for delta in deltas for one in delta.logprobs] == expected.token_ids
     assert "".join(delta.text for delta in deltas) == deltas[-1].completion.text == expected.text
+
+
+async def collect(engine, messages, sampling):
+    return [delta async for delta in engine.stream(messages, sampling)]
+
+
+def assert_streamed_equals_whole(deltas, whole):
+    """Text, tokens and log-probabilities of all deltas are those of the completion."""
+    last = deltas[-1].completion
+    assert (last.text, last.token_ids, last.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
+    logprobs = [one for delta in deltas for one in delta.logprobs]
+    assert logprobs == last.logprobs
+    assert [one.token_id for one in logprobs] == [one.token_id for one in whole.logprobs] == whole.token_ids
+    assert [one.logprob for one in logprobs] == pytest.approx([one.logprob for one in whole.logprobs], abs=1e-4)
+
+
+def token_of(engine, letter):
+    [token_id] = engine.processor.tokenizer.encode_text(letter)
+    return token_id
+
+
+def test_a_stream_has_no_token_after_a_stop_string_within_an_output_of_several(drafting_engine):
+    """Drafts give several tokens at once; a stop string is complete with any of them."""
+    sampling = SamplingParams(
+        max_tokens=60, ignore_eos=True, logprobs=2, logit_bias={token_of(drafting_engine, "a"): 100}
+    )
+    messages = [{"role": "user", "content": "repeat"}]
+    for stop_length in range(9, 14):
+        stopped = replace(sampling, stop="a" * stop_length)
+        [whole] = drafting_engine.generate(messages, stopped)
+        assert (whole.text, len(whole.token_ids), whole.finish_reason) == ("", stop_length, "stop")
+        assert_streamed_equals_whole(asyncio.run(collect(drafting_engine, messages, stopped)), whole)
+
+
+def test_a_stream_that_fails_has_the_text_and_log_probabilities_of_its_completion(folder):
+    """Text that may begin a stop string is held back, and comes with the last delta."""
+    with Engine.load(folder, device="cpu", config=CONFIG) as engine:
+        runner = engine._core._core._runner
+        forward_chunks = runner._forward_chunks
+
+        def dies_after_five_tokens(chunks):
+            if chunks[0].end > len(prompt.result().token_ids) + 5:
+                runner.is_alive = lambda: False
+                raise RuntimeError("illegal memory access")
+            return forward_chunks(chunks)
+
+        runner._forward_chunks = dies_after_five_tokens
+        sampling = SamplingParams(
+            max_tokens=20, ignore_eos=True, logprobs=1, logit_bias={token_of(engine, "a"): 100}, stop="a" * 19
+        )
+        deltas, has_ended = [], threading.Event()
+
+        def on_delta(delta):
+            deltas.append(delta)
+            if delta.completion is not None:
+                has_ended.set()
+
+        prompt = engine.preprocess([{"role": "user", "content": "repeat"}])
+        engine.submit(prompt, sampling, on_delta)
+        assert has_ended.wait(300)
+        runner.is_alive = lambda: True
+    completion = deltas[-1].completion
+    assert completion.failure.kind == "engine_stopped"
+    assert completion.text == "a" * len(completion.token_ids) != ""
+    assert_streamed_equals_whole(deltas, completion)

@@ -150,7 +150,7 @@ class _Answer:
         """The answer as server-sent events."""
         has_usage = bool(self._body.stream_options and self._body.stream_options.include_usage)
         fields = self._fields | ({"usage": None} if has_usage else {})
-        offsets = [0] * len(generation.completions)
+        offsets = [0] * len(generation.completions)  # characters of the tokens before, of each completion
         async for deltas in generation.deltas():
             events = []
             for index, delta in deltas:
@@ -163,7 +163,8 @@ class _Answer:
                 if delta.text or delta.token_ids or reason:  # tokens may have no text, or none yet
                     choice = self._choice(index, delta.text, delta.logprobs, offsets[index], reason)
                     events.append(event(orjson.dumps(fields | {"choices": [choice]})))
-                offsets[index] += len(delta.text)
+                    if choice["logprobs"] is not None:  # text of these tokens may be held back
+                        offsets[index] += sum(map(len, choice["logprobs"]["tokens"]))
             if events:
                 yield b"".join(events)
         if has_usage:
