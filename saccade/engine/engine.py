@@ -169,9 +169,10 @@ class Engine:
         self._preprocessor = preprocessor
         self._numbers = itertools.count()
         self._open: dict[str, _OpenRequest | _OpenAnswer] = {}
-        self._adapters: dict[str, Path] = {}
+        self._wanted_adapters: dict[str, Path] = {}  # given to `load` or added, and not removed: every core loads them
+        self._adapters: dict[str, Path] = {}  # of these, the ones that the core has loaded
         self.refused_adapters: dict[str, str] = {}
-        """Adapters given to `load` that could not be loaded, and why."""
+        """Adapters that the core refused when it started, and why. The next core tries again."""
         self._lock = threading.Lock()
         self._failure: Failure | None = None
         self._is_closed = False
@@ -255,7 +256,8 @@ class Engine:
             engine = Engine(connect, processor, preprocessor)
             opened.pop_all()  # the engine closes them
             opened.callback(engine.close)
-            engine._add_first(adapters or {})
+            engine._wanted_adapters = {name: Path(path).absolute() for name, path in (adapters or {}).items()}
+            engine._load_adapters()
             preprocessor.wait_until_ready()  # its workers started while the weights were loaded
             opened.pop_all()
         gc.freeze()  # until it is closed: a full collection over all that torch has imported would hold up outputs for 0.1 s
@@ -529,14 +531,16 @@ class Engine:
         folder = Path(folder).absolute()
         self._change_adapters(lambda reply_id: AddAdapter(name=name, folder=str(folder), reply_id=reply_id), timeout_s)
         with self._lock:
-            self._adapters[name] = folder
+            self._adapters[name] = self._wanted_adapters[name] = folder
             self.refused_adapters.pop(name, None)
 
     def remove_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
         """Take no new requests for an adapter. Requests that run with it continue; then its slot is free."""
-        self._change_adapters(lambda reply_id: RemoveAdapter(name=name, reply_id=reply_id), timeout_s)
+        if name not in self.refused_adapters:
+            self._change_adapters(lambda reply_id: RemoveAdapter(name=name, reply_id=reply_id), timeout_s)
         with self._lock:
-            self._adapters.pop(name, None)
+            for adapters in (self._adapters, self._wanted_adapters, self.refused_adapters):
+                adapters.pop(name, None)
 
     def _change_adapters(self, message: Callable[[str], Message], timeout_s: float | None) -> None:
         """Send a message about adapters and wait for its answer."""
@@ -548,12 +552,14 @@ class Engine:
         self._core.send(message(reply_id))
         answer.result(timeout_s)
 
-    def _add_first(self, adapters: Mapping[str, str | Path]) -> None:
-        """Load adapters at the start. Those that are broken are named in the log, and the others are served."""
-        for name, folder in adapters.items():
+    def _load_adapters(self) -> None:
+        """Load the wanted adapters into a new core. Those that are broken are named in the log, and the others are served."""
+        for name, folder in list(self._wanted_adapters.items()):
             try:
                 self.add_adapter(name, folder)
             except RequestError as error:
+                if self.has_failed:  # the next core loads them
+                    return
                 self.refused_adapters[name] = str(error)
                 logger.error("adapter %s is refused: %s", name, error)
 
@@ -713,7 +719,7 @@ class Engine:
         return self._has_stopped.wait(timeout_s)
 
     def restart(self) -> None:
-        """Start a new core in place of one that died; preprocessing workers and their caches stay.
+        """Start a new core in place of one that died, with the same adapters; preprocessing workers and their caches stay.
 
         For a core in a process of its own (`core_process`). Call it from a thread that outlives the engine: the kernel kills the
         core process when the thread that started it exits.
@@ -725,8 +731,11 @@ class Engine:
         with self._lock:
             self._failure = None
             self._has_stopped.clear()
-            adapters, self._adapters = self._adapters, {}
-        self._add_first(adapters)
+            self._adapters = {}
+        self._load_adapters()
+        if self.has_failed:
+            self._has_stopped.wait()  # until every request has ended
+            raise RuntimeError("the engine core died while it loaded the adapters")
 
     @property
     def num_pages(self) -> int:

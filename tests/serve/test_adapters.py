@@ -1,6 +1,12 @@
 """LoRA adapters over HTTP: models of their own, added and removed on the admin port while requests run."""
 
+import itertools
+import os
+import shutil
+import signal
 import threading
+import time
+from functools import partial
 
 import httpx
 import pytest
@@ -9,7 +15,10 @@ from model.hugging_face import SHAPES, make_checkpoint
 from serve.running import TIMEOUT_S, RunningServer
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine.core import AddAdapter
+from saccade.errors import RequestError
 from saccade.serve.keys import create_key
+from saccade.serve.supervisor import Supervisor
 
 CONVERSATION = [{"role": "user", "content": "hello"}]
 
@@ -115,3 +124,66 @@ def test_what_cannot_be_served_is_refused_with_a_reason(server, folders, tmp_pat
     assert server.admin.delete("/admin/adapters/nothing").status_code == 400
     assert server.admin.get("/admin/status").json()["adapters"].keys() == {"mlp"}
     assert server.http.post("/admin/adapters", json={}).status_code == 404
+
+
+def wait_for_state(supervisor, state, num_restarts=0):
+    deadline = time.monotonic() + TIMEOUT_S
+    while (supervisor.state, supervisor.num_restarts) != (state, num_restarts):
+        assert time.monotonic() < deadline, (supervisor.state, supervisor.num_restarts, supervisor.error)
+        time.sleep(0.02)
+
+
+def test_adapters_come_back_when_the_core_dies_again_while_they_are_loaded(base, folders, expected, tmp_path):
+    late = tmp_path / "late"
+    late.mkdir()
+    adapters = {"mlp": folders["mlp"], "late": late}
+    config = EngineConfig(num_workers=0, num_pages=200, max_length=800, core_process=True, max_adapters=4)
+    load = partial(Engine.load, base, device="cpu", config=config, adapters=adapters)
+    supervisor = Supervisor(load, max_restarts=3, backoff_s=0.01)
+    supervisor.start()
+    try:
+        wait_for_state(supervisor, "ready")
+        engine = supervisor.engine
+        engine.add_adapter("everything", folders["everything"])
+        engine.add_adapter("removed", folders["attention"])
+        engine.remove_adapter("removed")
+        assert engine.adapters.keys() == {"mlp", "everything"}
+        assert "adapter_config.json" in engine.refused_adapters["late"]
+        connect, num_cores = engine._connect, itertools.count()
+
+        def connect_twice():
+            """The first of the new cores dies when the second adapter is sent to it."""
+            core = connect()
+            if next(num_cores) == 0:
+                send, added = core.send, []
+
+                def send_or_kill(message):
+                    added.extend([message] * isinstance(message, AddAdapter))
+                    if len(added) == 2:
+                        os.kill(core.pid, signal.SIGKILL)
+                    send(message)
+
+                core.send = send_or_kill
+            return core
+
+        engine._connect = connect_twice
+        shutil.copytree(folders["attention"], late, dirs_exist_ok=True)  # it is complete now
+        os.kill(engine.core_pid, signal.SIGKILL)
+        wait_for_state(supervisor, "ready", num_restarts=2)
+        assert engine.adapters.keys() == {"mlp", "everything", "late"}
+        assert engine.refused_adapters == {}
+        for name, adapter in (("everything", "everything"), ("attention", "late")):
+            [completion] = engine.generate(CONVERSATION, SamplingParams(max_tokens=8), adapter=adapter)
+            assert completion.text == expected[name]
+    finally:
+        supervisor.stop()
+
+
+def test_an_adapter_that_is_refused_at_the_start_can_be_removed(base, tmp_path):
+    config = EngineConfig(num_workers=0, num_pages=50, max_length=100)
+    with Engine.load(base, device="cpu", config=config, adapters={"empty": tmp_path}) as engine:
+        assert engine.refused_adapters.keys() == {"empty"}
+        engine.remove_adapter("empty")
+        assert engine.refused_adapters == {}
+        with pytest.raises(RequestError, match="'empty' is not loaded"):
+            engine.remove_adapter("empty")
