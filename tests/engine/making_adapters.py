@@ -15,8 +15,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_adapters(base: Path, folder: Path, **settings: dict[str, Any]) -> dict[str, Path]:
-    """Folders of adapters by name; NAME-merged beside each is the checkpoint it makes of `base`."""
+def write_adapters(base: Path, folder: Path, *, merges: bool = True, **settings: dict[str, Any]) -> dict[str, Path]:
+    """Folders of adapters by name. If it `merges`, NAME-merged next to each is the checkpoint it makes of `base`."""
     found = {}
     for seed, (name, options) in enumerate((settings or SETTINGS).items()):
         torch.manual_seed(seed)
@@ -25,10 +25,12 @@ def write_adapters(base: Path, folder: Path, **settings: dict[str, Any]) -> dict
             if "lora_" in parameter_name:
                 torch.nn.init.normal_(parameter, std=0.15)
         model.save_pretrained(folder / name)
+        found[name] = folder / name
+        if not merges:
+            continue
         merged = folder / f"{name}-merged"
         model.merge_and_unload().save_pretrained(merged)
         for file in base.iterdir():
             if not (merged / file.name).exists():
                 shutil.copy(file, merged / file.name)
-        found[name] = folder / name
     return found
