@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 import os
 import tempfile
 from typing import Any
@@ -48,7 +51,37 @@ class SharedMemory:
             os.ftruncate(self.fd, 0)
 
     def __del__(self) -> None:
-        os.close(self.fd)
+        if hasattr(self, "fd"):  # else it could not be created
+            os.close(self.fd)
+
+
+class MappedMemory:
+    """The memory of a file descriptor, mapped read-only; `np.asarray` gives its bytes, and the mapping lives as long as such arrays.
+
+    It keeps no file descriptor. `mmap.mmap` keeps a duplicate, so that thousands of mappings would exceed the limit on open files.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """OSError: the system has no memory for the mapping, or too many mappings."""
+        num_bytes = os.fstat(fd).st_size
+        address = _libc().mmap(None, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), f"{num_bytes} bytes of shared memory could not be mapped")
+        self._unmap = functools.partial(_libc().munmap, address, num_bytes)
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (num_bytes,), "data": (address, True)}
+
+    def __del__(self) -> None:
+        if hasattr(self, "_unmap"):  # else it could not be mapped
+            self._unmap()
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc
 
 
 def byte_view(data: bytes | NDArray[Any]) -> memoryview:

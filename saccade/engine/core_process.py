@@ -2,8 +2,9 @@
 
     front end  --frames-->  core process: load, warm up, serve  --frames-->  front end
 
-A frame is a length and a msgpack message of plain data, never a pickle. Patches travel as shared memory, one file descriptor per image,
-beside the frame. If the front end dies, the kernel kills the core process. If the core process dies, every open request fails.
+A frame is a length and a msgpack message of plain data, never a pickle. Patches travel as shared memory, by file descriptors that are sent
+with the frame (`shared_images.py`). A request that cannot be sent or read fails alone. If the front end dies, the kernel kills the core
+process. If the core process dies, or its outputs cannot be read, every open request fails.
 """
 
 from __future__ import annotations
@@ -13,15 +14,12 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import math
-import mmap
 import os
 import queue
 import socket
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,19 +51,14 @@ from saccade.engine.request import (
     TokenLogprobs,
     new_output,
 )
+from saccade.engine.shared_images import MAX_SEGMENTS, Place, SharedImages, map_patches
 from saccade.fork_server import decode_error, encode_error, follow_parent
 from saccade.log import logs_json, set_up_logging
-from saccade.shared_memory import SharedMemory
 from saccade.startup import QuickExit
 
 logger = logging.getLogger(__name__)
 
-_MAX_FDS = 250
-"""File descriptors of a frame; the kernel's limit is 253."""
-_MAX_SHARED_IMAGES = 256
-"""Images whose shared memory is kept for the next request with them."""
-_MAX_SHARED_BYTES = 512 * 2**20
-"""Their size; a long video alone has a gigabyte."""
+_HEADER_BYTES = 8
 _CLOSE_S = 10.0
 _CPU_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "GOMP_SPINCOUNT": "10000"}
 """Of a core that computes on the CPU, unless set by the user. Weights in huge pages: one decode step reads all of them, at 28 GB/s instead of
@@ -73,6 +66,11 @@ _CPU_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "GOMP_SPINCOUNT"
 _MAIN = "import gc; gc.disable(); from saccade.engine.core_process import main; main()"
 """Until the core is loaded nothing is collected: collections while torch is imported take a seventh of the time and find nothing."""
 _DIED = Failure("running", "the engine core's process died; restart the engine", "engine_stopped")
+_UNREADABLE = Failure("running", "the engine core's outputs cannot be read; restart the engine", "engine_stopped")
+_NO_RESOURCES = Failure(
+    "waiting", "the engine core lacks memory or file descriptors for the request; try again later", "overloaded"
+)
+_NOT_READ = Failure("waiting", "the engine core could not read the request; other requests continue")
 
 
 # ------------------------------------------------------------------ frames
@@ -90,25 +88,26 @@ class Connection:
         self._unpack = msgpack.unpackb
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message and file descriptors. OSError: the other end is gone."""
+        """Send a message and file descriptors. ConnectionError: the other end is gone. Any other error: nothing was sent."""
         with self._lock:
             data = self._pack(message)
-            header = len(data).to_bytes(8, "little") + len(fds).to_bytes(8, "little")
+            header = len(data).to_bytes(_HEADER_BYTES, "little")
             if fds:
-                socket.send_fds(self._socket, [header], fds)
-                self._socket.sendall(data)
-            else:
+                socket.send_fds(self._socket, [header], fds)  # too short to be sent in part
+                header = b""
+            try:
                 self._socket.sendall(header + data)
+            except OSError as error:
+                self.shut_down()  # no frame can follow a part of one
+                raise ConnectionError("the other end is gone") from error
 
     def receive(self, *, as_tuples: bool = False) -> tuple[Any, list[int]]:
-        """The next message and its file descriptors; arrays are lists, or tuples. EOFError: the other end is gone."""
-        header, fds, _, _ = socket.recv_fds(self._socket, 16, _MAX_FDS)
-        while len(header) < 16:
-            header += self._read(16 - len(header))
-        size, num_fds = int.from_bytes(header[:8], "little"), int.from_bytes(header[8:], "little")
-        assert len(fds) == num_fds, "file descriptors were lost on the way"
-        message = self._unpack(self._read(size), raw=False, strict_map_key=False, use_list=not as_tuples)
-        return message, list(fds)
+        """The next message and its file descriptors, fewer if this process cannot open more; arrays are lists, or tuples. EOFError: the
+        other end is gone."""
+        header, fds, _, _ = socket.recv_fds(self._socket, _HEADER_BYTES, MAX_SEGMENTS)
+        header += self._read(_HEADER_BYTES - len(header))
+        data = self._read(int.from_bytes(header, "little"))
+        return self._unpack(data, raw=False, strict_map_key=False, use_list=not as_tuples), list(fds)
 
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
@@ -120,10 +119,14 @@ class Connection:
             view = view[num_read:]
         return bytes(data)
 
-    def close(self) -> None:
-        """End both directions."""
+    def shut_down(self, how: int = socket.SHUT_RDWR) -> None:
+        """End both directions, or one of them. Never waits; a `send` in progress fails."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(how)
+
+    def close(self) -> None:
+        """End both directions and free the socket."""
+        self.shut_down()
         self._socket.close()
 
 
@@ -132,7 +135,8 @@ _ADMINISTRATION: dict[str, type[FlushCaches | StartProfile | StopProfile | AddAd
 }
 
 
-def _encode_message(message: Message) -> dict[str, Any]:
+def _encode_message(message: Message, places: Sequence[Place] = ()) -> dict[str, Any]:
+    """A message as plain data; `places` are those of a request's patches in shared memory."""
     if isinstance(message, EndRequest):
         return {"type": "end", **dataclasses.asdict(message)}
     if not isinstance(message, AddRequest):
@@ -150,8 +154,8 @@ def _encode_message(message: Message) -> dict[str, Any]:
         },
         "positions": np.ascontiguousarray(prompt.positions, np.int64).tobytes(),
         "images": [
-            {"span": dataclasses.asdict(image.span), "grid": image.grid, "shape": image.patches.shape}
-            for image in prompt.images
+            {"span": dataclasses.asdict(image.span), "grid": image.grid, "shape": image.patches.shape, "place": place}
+            for image, place in zip(prompt.images, places, strict=True)
         ],
     }
 
@@ -161,11 +165,11 @@ def _decode_message(message: dict[str, Any], fds: Sequence[int]) -> Message:
         return EndRequest(request_id=message["request_id"], reason=message["reason"])
     if message["type"] in _ADMINISTRATION:
         return _ADMINISTRATION[message.pop("type")](**message)
+    found = message["images"]
+    patches = map_patches(fds, [image["place"] for image in found], [tuple(image["shape"]) for image in found])
     images = tuple(
-        PromptImage(
-            span=ImageSpan(**image["span"]), grid=tuple(image["grid"]), patches=_map_patches(fd, tuple(image["shape"]))
-        )
-        for image, fd in zip(message["images"], fds, strict=True)
+        PromptImage(span=ImageSpan(**image["span"]), grid=tuple(image["grid"]), patches=one)
+        for image, one in zip(found, patches, strict=True)
     )
     fields = message["request"]
     token_ids = np.frombuffer(fields["token_ids"], np.int32).tolist()
@@ -180,15 +184,6 @@ def _decode_message(message: dict[str, Any], fds: Sequence[int]) -> Message:
     )
     positions = np.frombuffer(message["positions"], np.int64).reshape(3, -1)
     return AddRequest(request=request, prompt=TokenPrompt(token_ids=token_ids, positions=positions, images=images))
-
-
-def _map_patches(fd: int, shape: tuple[int, ...]) -> Any:
-    """The patches in shared memory, read only. The mapping lives as long as the array."""
-    try:
-        memory = mmap.mmap(fd, math.prod(shape), prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
-    return np.frombuffer(memory, np.uint8).reshape(shape)
 
 
 def decode_outputs(outputs: Sequence[tuple[Any, ...]]) -> list[RequestOutput]:
@@ -229,9 +224,7 @@ class CoreProcess:
     ) -> None:
         """Start it and wait until it is ready. Raises what loading raised."""
         self._on_outputs, self._on_stop = on_outputs, on_stop
-        self._shared: OrderedDict[bytes, SharedMemory] = OrderedDict()
-        self._num_shared_bytes = 0
-        self._shared_lock = threading.Lock()
+        self._shared = SharedImages()
         self._is_closing = False
         self._statistics = Statistics()
         ours, theirs = socket.socketpair()
@@ -282,40 +275,24 @@ class CoreProcess:
         return self._statistics
 
     def send(self, message: Message) -> None:
-        """Send a message to the core. No effect when it is gone: its requests have failed."""
-        fds = []
-        with self._shared_lock:
-            if isinstance(message, AddRequest):
-                fds = [self._share(image) for image in message.prompt.images]
-            with contextlib.suppress(OSError):
-                self._connection.send(_encode_message(message), fds)
-            self._evict_shared()
-
-    def _share(self, image: PromptImage) -> int:
-        """The file descriptor of an image's patches in shared memory. Recent ones are kept: prompts often share an image."""
-        key, shared = image.span.key, self._shared.pop(image.span.key, None)
-        if (
-            shared is not None and shared.num_bytes() != image.patches.nbytes
-        ):  # preprocessed again, by a worker that sent something else
-            self._num_shared_bytes -= shared.num_bytes()
-            shared = None
-        if shared is None:
-            shared = SharedMemory()
-            self._num_shared_bytes += shared.write(np.ascontiguousarray(image.patches), 0)
-        self._shared[key] = shared  # the most recently used is last
-        return shared.fd
-
-    def _evict_shared(self) -> None:
-        """Free the least recently used; the core has its own descriptors of those it still needs."""
-        while len(self._shared) > _MAX_SHARED_IMAGES or self._num_shared_bytes > _MAX_SHARED_BYTES:
-            _, memory = self._shared.popitem(last=False)
-            self._num_shared_bytes -= memory.num_bytes()
+        """Send a message to the core. No effect when it is gone: its requests have failed. A request that cannot be sent fails."""
+        with contextlib.suppress(ConnectionError):
+            if not isinstance(message, AddRequest):
+                self._connection.send(_encode_message(message))
+                return
+            try:
+                segments, places = self._shared.share(message.prompt.images)
+                self._connection.send(_encode_message(message, places), [segment.fd for segment in segments])
+            except ConnectionError:
+                raise
+            except OSError as error:
+                logger.warning("request %s could not be sent to the engine core: %r", message.request.id, error)
+                self._on_outputs([_failed(message.request.id, _NO_RESOURCES)])
 
     def close(self) -> None:
         """Stop the core. Open requests get no more output."""
         self._is_closing = True
-        with contextlib.suppress(OSError):
-            self._connection.send({"type": "stop"})
+        self._connection.shut_down(socket.SHUT_WR)  # the core stops when it has read all messages
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -325,6 +302,7 @@ class CoreProcess:
         self._connection.close()
 
     def _read(self) -> None:
+        failure = _DIED
         try:
             while True:
                 message, _ = self._connection.receive(as_tuples=True)
@@ -332,8 +310,13 @@ class CoreProcess:
                 if message["outputs"]:
                     self._on_outputs(decode_outputs(message["outputs"]))
         except (EOFError, OSError):
-            if not self._is_closing:
-                self._on_stop(_DIED)
+            pass
+        except BaseException:
+            logger.exception("the engine core's outputs cannot be read")
+            failure = _UNREADABLE
+            self._connection.shut_down()  # the core stops: it cannot send any more
+        if not self._is_closing:
+            self._on_stop(failure)
 
 
 # ------------------------------------------------------------------ the core's side
@@ -382,17 +365,31 @@ def serve(connection: Connection) -> None:
 
 
 def _receive(connection: Connection, inbox: Inbox) -> None:
-    """Put messages into the inbox until the connection ends."""
+    """Put messages into the inbox until the connection ends. A request that cannot be read fails alone."""
     try:
         while True:
             message, fds = connection.receive()
-            if message["type"] == "stop":
-                break
-            inbox.put(_decode_message(message, fds))
-    except (EOFError, OSError):
+            try:
+                inbox.put(_decode_message(message, fds))
+            except Exception as error:
+                if message["type"] != "add":
+                    raise
+                request_id = message["request"]["id"]
+                logger.warning("request %s cannot be read: %r", request_id, error, exc_info=error)
+                inbox.put(_failed(request_id, _NO_RESOURCES if isinstance(error, OSError) else _NOT_READ))
+            finally:
+                for fd in fds:
+                    os.close(fd)
+    except (EOFError, ConnectionError):
         pass
+    except BaseException:
+        logger.exception("messages of the front end cannot be read; the engine core stops")
     finally:
         inbox.put(None)
+
+
+def _failed(request_id: str, failure: Failure) -> RequestOutput:
+    return RequestOutput(request_id=request_id, finish_reason="failed", failure=failure)
 
 
 def main() -> None:
@@ -400,6 +397,6 @@ def main() -> None:
     quick_exit = QuickExit()
     set_up_logging()
     follow_parent(int(sys.argv[2]))
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    with contextlib.suppress(ConnectionError):
         serve(Connection(socket.socket(fileno=int(sys.argv[1]))))
     quick_exit.status = 0

@@ -12,7 +12,8 @@ from saccade.engine.request import Failure, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-Inbox = queue.SimpleQueue[Message | OwnMessage | None]
+Inbox = queue.SimpleQueue[Message | OwnMessage | RequestOutput | None]
+"""Messages for the core, outputs of requests that failed before they reached it, and None at the end."""
 OnOutputs = Callable[[Sequence[RequestOutput]], None]
 OnStop = Callable[[Failure], None]
 """Called once, when the core has stopped by itself: no request it has gets another output."""
@@ -70,6 +71,8 @@ def run_core(core: EngineCore, inbox: Inbox, on_outputs: OnOutputs) -> None:
             return False
         if message is None:
             is_closing = True
+        elif isinstance(message, RequestOutput):
+            on_outputs([message])
         elif outputs := core.handle(message):
             on_outputs(outputs)
         return True

@@ -1,18 +1,28 @@
 """The core in a process of its own: the same tokens, and every request ends whatever happens to that process."""
 
+import dataclasses
+import errno
 import os
 import re
+import resource
 import shutil
 import signal
+import socket
 import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from model.hugging_face import SHAPES, make_checkpoint, picture
 
-from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine import Engine, EngineConfig, SamplingParams, core_process
 from saccade.errors import CheckpointError, RequestError
 from saccade.model import load_model
+from saccade.model.initialize import initialize_random, named_size
+from saccade.processor import MediaLimits
 
 TIMEOUT_S = 300
 
@@ -39,6 +49,19 @@ def engine(folder):
 def ask(words, *images):
     parts = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": words}]}]
+
+
+def last_delta(engine, prompt, sampling):
+    """Submit a preprocessed prompt; the completion of its last delta."""
+    ended = Future()
+    engine.submit(prompt, sampling, lambda delta: delta.completion and ended.set_result(delta.completion))
+    return ended
+
+
+def done(prompt):
+    future = Future()
+    future.set_result(prompt)
+    return future
 
 
 CONVERSATIONS = [
@@ -155,6 +178,124 @@ def test_a_checkpoint_that_cannot_be_loaded_raises_what_it_raises_here(folder, t
         engine_of(broken)
 
 
+# ------------------------------------------------------------------ file descriptors
+
+
+def num_fds(process):
+    return len(list(Path(f"/proc/{process}/fd").iterdir()))
+
+
+def test_a_video_of_as_many_frames_as_a_request_may_have_crosses_the_process(tmp_path):
+    """Each frame pair is an image of its own: 384 of them, more than the kernel passes descriptors with a message."""
+    initialize_random(tmp_path / "checkpoint", named_size("qwen3_vl/tiny"), dtype=torch.float32)
+    config = EngineConfig(core_process=True, num_workers=1, max_length=8000, num_pages=1000)
+    num_frames = MediaLimits().max_frames
+    frames = np.random.default_rng(0).integers(0, 256, (num_frames, 32, 32, 3), np.uint8)
+    messages = [{"role": "user", "content": [{"type": "video", "video": frames, "fps": 2.0}]}]
+    with Engine.load(tmp_path / "checkpoint", device="cpu", config=config) as engine:
+        prompt = engine.preprocess(messages)
+        assert len(prompt.result(TIMEOUT_S).images) == num_frames // 2
+        before = num_fds("self"), num_fds(engine.core_pid)
+        completion = last_delta(engine, prompt, SamplingParams(max_tokens=2, ignore_eos=True)).result(60)
+        after = num_fds("self"), num_fds(engine.core_pid)
+        assert (completion.finish_reason, completion.failure) == ("length", None)
+        assert engine.statistics.num_images_encoded == num_frames // 2
+        assert after[0] <= before[0] + 2
+        assert after[1] <= before[1] + 2
+
+
+def test_open_requests_with_images_hold_no_file_descriptors_of_the_core(engine):
+    _, hard = resource.prlimit(engine.core_pid, resource.RLIMIT_NOFILE)
+    before = resource.prlimit(engine.core_pid, resource.RLIMIT_NOFILE, (num_fds(engine.core_pid) + 24, hard))
+    try:
+        conversations = [ask(str(seed), picture(28, 28, seed), picture(28, 28, 500 + seed)) for seed in range(64)]
+        completions = engine.generate(conversations, SamplingParams(max_tokens=2, ignore_eos=True), timeout_s=60.0)
+    finally:
+        resource.prlimit(engine.core_pid, resource.RLIMIT_NOFILE, before)
+    assert {(one.finish_reason, one.failure) for one in completions} == {("length", None)}
+
+
+# ------------------------------------------------------------------ messages that do not arrive
+
+
+@pytest.mark.parametrize("number", [errno.ETOOMANYREFS, errno.EINVAL, errno.ENOMEM], ids=errno.errorcode.get)
+def test_a_request_that_the_kernel_does_not_pass_on_fails_alone(engine, monkeypatch, number):
+    def refuse(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    running = last_delta(engine, engine.preprocess(CONVERSATIONS[0]), SamplingParams(max_tokens=150, ignore_eos=True))
+    prompt, sampling = engine.preprocess(CONVERSATIONS[1]), SamplingParams(max_tokens=2, ignore_eos=True)
+    prompt.result(TIMEOUT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "send_fds", refuse)
+        lost = last_delta(engine, prompt, sampling).result(30)
+    assert (lost.finish_reason, lost.failure.kind) == ("failed", "overloaded")
+    assert "engine core" in lost.failure.message
+    assert last_delta(engine, prompt, sampling).result(TIMEOUT_S).finish_reason == "length"
+    assert running.result(TIMEOUT_S).finish_reason == "length"
+    assert not engine._open
+
+
+def test_a_front_end_without_free_file_descriptors_fails_a_request_alone(engine):
+    prompt, sampling = (
+        engine.preprocess(ask("new", picture(28, 28, 900))),
+        SamplingParams(max_tokens=2, ignore_eos=True),
+    )
+    prompt.result(TIMEOUT_S)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    try:
+        lost = last_delta(engine, prompt, sampling).result(30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (lost.finish_reason, lost.failure.kind) == ("failed", "overloaded")
+    assert last_delta(engine, prompt, sampling).result(TIMEOUT_S).finish_reason == "length"
+
+
+def test_a_core_without_free_file_descriptors_fails_a_request_alone(engine):
+    _, hard = resource.prlimit(engine.core_pid, resource.RLIMIT_NOFILE)
+    before = resource.prlimit(engine.core_pid, resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        [lost] = engine.generate(ask("no", picture(28, 28, 901)), SamplingParams(max_tokens=2, ignore_eos=True))
+    finally:
+        resource.prlimit(engine.core_pid, resource.RLIMIT_NOFILE, before)
+    assert (lost.finish_reason, lost.failure.kind) == ("failed", "overloaded")
+    [found] = engine.generate(ask("no", picture(28, 28, 901)), SamplingParams(max_tokens=2, ignore_eos=True))
+    assert found.finish_reason == "length"
+
+
+def test_a_request_that_the_core_cannot_read_fails_alone(engine):
+    prompt = engine.preprocess(CONVERSATIONS[1]).result(TIMEOUT_S)
+    sampling = SamplingParams(max_tokens=150, ignore_eos=True)
+    running = last_delta(engine, engine.preprocess(CONVERSATIONS[0]), sampling)
+    pid = engine.core_pid
+    broken = dataclasses.replace(prompt, positions=prompt.positions[:2, :5])
+    lost = last_delta(engine, done(broken), sampling).result(30)
+    assert (lost.finish_reason, lost.failure.kind) == ("failed", "internal_error")
+    assert "other requests continue" in lost.failure.message
+    assert running.result(TIMEOUT_S).finish_reason == "length"
+    assert last_delta(engine, done(prompt), sampling).result(TIMEOUT_S).finish_reason == "length"
+    assert (engine.core_pid, engine.has_failed) == (pid, False)
+
+
+def test_outputs_that_cannot_be_read_end_every_request_and_a_new_core_serves_again(engine):
+    def fail(outputs):
+        raise ValueError("not an output")
+
+    running = last_delta(engine, engine.preprocess(CONVERSATIONS[1]), SamplingParams(max_tokens=150, ignore_eos=True))
+    engine._core._on_outputs = fail
+    lost = running.result(30)
+    assert (lost.finish_reason, lost.failure.kind) == ("failed", "engine_stopped")
+    assert engine.wait_until_stopped(30)
+    started_at = time.monotonic()
+    engine._core.close()
+    assert time.monotonic() - started_at < core_process._CLOSE_S / 2, "the core notices that nothing reads its outputs"
+    engine.restart()
+    assert engine.generate(CONVERSATIONS[1], SamplingParams(max_tokens=3, ignore_eos=True))[0].failure is None
+
+
 def test_every_open_request_fails_when_the_process_is_killed_and_a_new_core_serves_again(engine):
     completions, ended = [], threading.Semaphore(0)
 
@@ -180,3 +321,19 @@ def test_every_open_request_fails_when_the_process_is_killed_and_a_new_core_serv
     [completion] = engine.generate(CONVERSATIONS[1], SamplingParams(max_tokens=3, ignore_eos=True))
     assert completion.finish_reason == "length"
     assert completion.timings.preprocessed_s < completion.timings.first_token_s < TIMEOUT_S
+
+
+def test_an_engine_closes_although_its_core_reads_no_messages(engine, monkeypatch):
+    """The last test with this engine."""
+    monkeypatch.setattr(core_process, "_CLOSE_S", 0.5)
+    os.kill(engine.core_pid, signal.SIGSTOP)
+    prompt = engine.preprocess(ask("word " * 40))
+    prompt.result(TIMEOUT_S)
+    requests = [
+        last_delta(engine, prompt, SamplingParams(max_tokens=9)) for _ in range(400)
+    ]  # more than a socket holds
+    closer = threading.Thread(target=engine.close, daemon=True)
+    closer.start()
+    closer.join(30)
+    assert not closer.is_alive()
+    assert {request.result(30).failure.kind for request in requests} == {"engine_stopped"}
