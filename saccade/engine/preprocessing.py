@@ -369,11 +369,22 @@ class Preprocessor:
         return is_new
 
     def _patchify(self, task: ImageTask) -> Future[Patchified]:
-        """Have a worker preprocess an image, once there is space to read ahead; nothing is to be done for one that is sent as pixels."""
-        if done := self._backend.as_pixels(task):
-            return done
+        """Have a worker preprocess an image, once there is space to read ahead; nothing is to be done for one that is sent as pixels.
+
+        Never raises: what keeps the job from starting is its failure, which all prompts with this image get.
+        """
+        try:
+            return self._backend.as_pixels(task) or self._patchify_by_worker(task)
+        except Exception as error:
+            return _failed(error)
+
+    def _patchify_by_worker(self, task: ImageTask) -> Future[Patchified]:
         cost = self._read_ahead.acquire(task.num_bytes)
-        job = self._backend.patchify(task)
+        try:
+            job = self._backend.patchify(task)
+        except BaseException:
+            self._read_ahead.release(cost)
+            raise
         job.add_done_callback(lambda _: self._read_ahead.release(cost))
         return job
 

@@ -796,6 +796,21 @@ def test_an_image_that_crashes_two_workers_fails_alone(two_workers, processor):
     assert len(two_workers.submit(ask(noise(60, 60, 301))).result(TIMEOUT_S).images) == 1
 
 
+def test_an_image_whose_job_cannot_start_fails_its_prompts_and_is_tried_again(preprocessor, monkeypatch):
+    """The first prompt fails before the image is looked up, the others after it: none may leave the image in progress."""
+    image, no_thread = noise(60, 60, 320), RuntimeError("can't start new thread")
+
+    def refuse(task):
+        raise no_thread
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocessor._backend, "patchify", refuse)
+        for _ in range(10):  # more than images that are read ahead
+            assert preprocessor.submit(ask(image)).exception(30) is no_thread
+    assert len(preprocessor.submit(ask(image)).result(30).images) == 1
+    assert preprocessor.statistics.num_unfinished == 0
+
+
 def test_workers_killed_while_idle_are_not_held_against_the_next_prompt(two_workers):
     two_workers.submit(ask("warm")).result(TIMEOUT_S)
     before = two_workers.worker_pids
