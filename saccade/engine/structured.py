@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,7 @@ class StructuredOutput:
             raise ConfigError(f"json_object is {reprlib.repr(self.json_object)}; use true")
         if self.regex is not None:
             _check_text("regex", self.regex, MAX_REGEX_BYTES)
-            if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
-                raise ConfigError("regex ends with a backslash that escapes nothing. Write it twice, or remove it")
+            _check_regex("regex", self.regex)
         if self.grammar is not None:
             _check_text("grammar", self.grammar, MAX_GRAMMAR_BYTES)
         if self.choice is not None:
@@ -77,6 +76,10 @@ class StructuredOutput:
         return StructuredOutput(**{**fields, **({"choice": tuple(choice)} if isinstance(choice, list) else {})})
 
 
+_VALUES = {"enum", "const", "default", "examples"}
+"""Keywords of JSON Schema whose content is a value of the output, not a schema."""
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+"""Keywords whose content is schemas by name."""
 _KINDS = tuple(field.name for field in dataclasses.fields(StructuredOutput))
 
 
@@ -89,6 +92,12 @@ def _check_text(name: str, value: object, max_bytes: int) -> None:
         raise ConfigError(f"{name} is not valid Unicode (half of a surrogate pair). Remove it") from error
     if num_bytes > max_bytes:
         raise ConfigError(f"{name} has {num_bytes} bytes; at most {max_bytes} are supported")
+
+
+def _check_regex(name: str, regex: str) -> None:
+    """Refuse what the library would take for another regular expression. It refuses other errors itself."""
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise ConfigError(f"{name} ends with a backslash that escapes nothing. Write it twice, or remove it")
 
 
 def _checked_schema(schema: object) -> str:
@@ -114,6 +123,8 @@ def _checked_schema(schema: object) -> str:
                 )
         level = [child for node in level for child in _children(node)]
         if not level:
+            for pattern in _patterns(value):
+                _check_regex(f"json_schema: the pattern {reprlib.repr(pattern)}", pattern)
             return text
     raise ConfigError(f"json_schema is nested more than {MAX_SCHEMA_DEPTH} levels deep. Use $defs and $ref")
 
@@ -122,3 +133,19 @@ def _children(node: object) -> Iterable[Any]:
     if isinstance(node, Mapping):
         return node.values()
     return node if isinstance(node, list | tuple) else ()
+
+
+def _patterns(schema: object) -> Iterator[str]:
+    """The regular expressions of a schema: of texts, and of names of properties."""
+    if not isinstance(schema, Mapping):
+        for child in _children(schema):
+            yield from _patterns(child)
+        return
+    for keyword, content in schema.items():
+        if keyword == "pattern" and isinstance(content, str):
+            yield content
+        elif keyword in _BY_NAME and isinstance(content, Mapping):
+            yield from map(str, content if keyword == "patternProperties" else ())
+            yield from _patterns(list(content.values()))
+        elif keyword not in _VALUES:
+            yield from _patterns(content)

@@ -280,6 +280,11 @@ def test_messages_about_the_form_of_the_output_name_the_field_that_was_sent(guar
         )
         assert answer["message"].startswith("text.format")
     assert error(structured_outputs={"regex": "(a"})["message"].startswith("structured_outputs.regex")
+    assert error(structured_outputs={"regex": "a\\"})["param"] == "structured_outputs.regex"
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string", "pattern": "a\\"}}}
+    pattern = error(response_format=form)
+    assert pattern["message"].startswith("response_format.json_schema: the pattern 'a\\\\' ends with a backslash")
+    assert pattern["param"] == "response_format.json_schema"
     both = error(structured_outputs={"regex": "a", "json": bad})
     assert both["message"].startswith("structured_outputs sets json and regex; set exactly one of json, json_object")
     assert both["param"] == "structured_outputs"
