@@ -520,8 +520,14 @@ class GrammarState:
         return bool(self.matcher.is_stopped()) and self.error is None
 
     def accept(self, token_ids: Iterable[int]) -> bool:
-        """Advance by sampled tokens. False if one of them was not allowed, or a limit was reached; `error` then says so."""
-        is_accepted = all(self.matcher.consume_token(token_id) for token_id in token_ids)
+        """Advance by sampled tokens. False if one of them was not allowed, a limit was reached or the library failed: see `error`."""
+        if self.error is not None:
+            return False
+        try:
+            is_accepted = all(self.matcher.consume_token(token_id) for token_id in token_ids)
+        except BaseException as error:  # a panic of the library is no Exception
+            self.fail_by(error)
+            return False
         if not is_accepted:
             self.fail("the output left the grammar, or the grammar became too complex")
         return is_accepted
@@ -540,6 +546,23 @@ class GrammarState:
         """Set `error`; the grammar is compiled again for the next request, as its lexer may be unusable."""
         self.error = self.error or f"structured.{self._grammar.kind}: {reason}"
         self._grammar.is_broken = True
+
+    def check(self) -> None:
+        """Set `error` if the library cannot continue."""
+        if self.error is not None:
+            return
+        try:
+            is_error = self.matcher.is_error()
+        except BaseException as error:
+            self.fail_by(error)
+        else:
+            if is_error:
+                self.fail("the grammar became too complex")
+
+    def fail_by(self, error: BaseException) -> None:
+        """Set `error` because the library raised this."""
+        _logger.warning("llguidance failed on a %s: %r", self._grammar.kind, error, exc_info=error)
+        self.fail("the grammar cannot be continued")
 
 
 class MaskPool:
@@ -573,8 +596,23 @@ class MaskPool:
     def _fill(self, out_NW: NDArray[np.int32], states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]) -> None:
         first_rows = [0, *np.cumsum([1 + len(draft) for draft in drafts]).tolist()]
         assert first_rows.pop() == len(out_NW), "one row per state and draft token"
-        work = list(zip(states, first_rows, drafts, strict=True))
+        work = [entry for entry in zip(states, first_rows, drafts, strict=True) if entry[0].error is None]
         work.sort(key=lambda entry: entry[0].lexer_id)  # neighbours go to the same thread: no waiting for a lexer
+        try:
+            self._compute(out_NW, work)
+        except BaseException:  # a panic of the library is no Exception; it does not say whose mask failed
+            for entry in work:
+                try:
+                    self._compute(out_NW, [entry])
+                except BaseException as error:
+                    entry[0].fail_by(error)
+        for state, row, draft in zip(states, first_rows, drafts, strict=True):
+            if state.error is not None:
+                out_NW[row : row + 1 + len(draft)] = 0
+        _finish_masks(out_NW, states, first_rows)
+
+    def _compute(self, out_NW: NDArray[np.int32], work: Sequence[tuple[GrammarState, int, Sequence[int]]]) -> None:
+        """Write the masks of states with their first rows and drafts."""
         rows_at = (out_NW.ctypes.data, out_NW.shape[1] * 4, len(out_NW))
         if plain := [(state.matcher, row) for state, row, draft in work if not draft]:
             self._library_executor.unsafe_compute_mask_ptr(plain, *rows_at)
@@ -582,7 +620,6 @@ class MaskPool:
             for _, row, draft in drafted:
                 out_NW[row : row + 1 + len(draft)] = 0  # rows behind a refused draft token are not written
             self._library_executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *rows_at)
-        _finish_masks(out_NW, states, first_rows)
 
 
 def _finish_masks(out_NW: NDArray[np.int32], states: Sequence[GrammarState], first_rows: Sequence[int]) -> None:
@@ -594,9 +631,8 @@ def _finish_masks(out_NW: NDArray[np.int32], states: Sequence[GrammarState], fir
     is_empty_N = np.logical_not(out_NW.any(axis=1))
     out_NW[is_empty_N] = vocabulary.eos_W
     for state, row in zip(states, first_rows, strict=True):
-        if state.matcher.is_error():
-            state.fail("the grammar became too complex")
-        elif is_empty_N[row]:
+        state.check()
+        if is_empty_N[row]:
             state.fail("no token can follow")
 
 

@@ -289,6 +289,33 @@ def test_masks_behind_draft_tokens_equal_those_after_accepting_them(compiler, vo
     assert np.array_equal(mask_of(states[0], compiler), fresh)
 
 
+@pytest.mark.parametrize("has_drafts", [False, True], ids=["no drafts", "drafts"])
+def test_a_state_whose_mask_the_library_cannot_compute_fails_alone(compiler, vocabulary, pool, has_drafts):
+    eos_ids = vocabulary[1]
+    states = [state_of(compiler, regex=f"{letter}[0-9]+") for letter in "abc"]
+    expected = [allowed_ids(mask_of(state, compiler)) for state in states]
+    states[1].matcher = object()
+    drafts = [[int(ids[0])] for ids in expected] if has_drafts else None
+    masks_NW = np.empty((6 if has_drafts else 3, compiler.num_words), np.int32)
+    for _ in range(2):
+        pool.fill(masks_NW, states, drafts).result(60)
+        found = [allowed_ids(mask_W) for mask_W in masks_NW[:: 2 if has_drafts else 1]]
+        assert found[0].tolist() == expected[0].tolist()
+        assert found[2].tolist() == expected[2].tolist()
+        assert set(found[1].tolist()) == eos_ids
+        assert [state.error is None for state in states] == [True, False, True]
+    assert not states[1].accept([int(expected[1][0])])
+    assert states[0].accept([int(expected[0][0])])
+
+
+def test_a_state_that_the_library_cannot_advance_fails_alone(compiler):
+    states = [state_of(compiler, regex="[0-9]+") for _ in range(2)]
+    token_id = int(allowed_ids(mask_of(states[0], compiler))[0])
+    states[0].matcher = object()
+    assert [state.accept([token_id]) for state in states] == [False, True]
+    assert states[0].error == "structured.regex: the grammar cannot be continued"
+
+
 def test_threads_share_a_compiler(compiler, vocabulary):
     def run(seed):
         rng = random.Random(seed)
@@ -502,6 +529,13 @@ def nested(depth):
         ({"regex": ""}, "not empty"),
         ({"regex": "\ud800"}, "Unicode"),
         ({"regex": 5}, "text"),
+        ({"regex": "\\"}, "regex ends with a backslash"),
+        ({"regex": "a\\\\\\"}, "regex ends with a backslash"),
+        ({"json_schema": {"pattern": "a\\"}}, "json_schema: the pattern 'a\\\\' ends with a backslash"),
+        ({"json_schema": {"items": [{"anyOf": [{"pattern": "^\\"}]}]}}, "ends with a backslash"),
+        ({"json_schema": {"properties": {"enum": {"pattern": "a\\"}}}}, "ends with a backslash"),
+        ({"json_schema": {"patternProperties": {"b\\": {}}}}, "ends with a backslash"),
+        ({"json_schema": '{"$defs": {"x": {"pattern": "\\\\"}}}'}, "ends with a backslash"),
         ({"grammar": "a" * 70_000}, "at most 65536"),
         ({"choice": ()}, "1 to 4096"),
         ({"choice": "abc"}, "1 to 4096"),
@@ -514,6 +548,20 @@ def nested(depth):
 def test_what_is_out_of_bounds_is_refused(fields, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         StructuredOutput(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "a\\\\"},
+        {"json_schema": {"pattern": "a\\\\"}},
+        {"json_schema": {"properties": {"pattern": {"const": "a\\"}}}},
+        {"json_schema": {"enum": [{"pattern": "a\\"}], "default": {"pattern": "a\\"}}},
+    ],
+    ids=str,
+)
+def test_a_backslash_that_is_escaped_or_in_a_value_is_no_error(fields):
+    assert StructuredOutput(**fields)
 
 
 def test_unknown_fields_of_a_message_are_refused():

@@ -3,6 +3,8 @@
 import json
 import random
 import re
+from concurrent.futures import Future
+from functools import partial
 
 import jsonschema
 import pytest
@@ -84,6 +86,28 @@ def test_a_grammar_that_cannot_be_fails_alone(engine):
     assert [one.finish_reason for one in completions] == ["failed", "length"]
     assert completions[0].failure.kind == "invalid_request"
     assert "structured.regex" in completions[0].failure.message
+
+
+def test_a_mask_that_cannot_be_computed_fails_its_request_alone(engine):
+    """The library refuses the matcher of one of two requests after some tokens."""
+    grammar = {"structured": {"regex": "[0-9]{200}"}, "max_tokens": 250, "temperature": 1.0, "seed": 1}
+    ended, ids = [Future(), Future()], []
+    states = engine._core._core._grammar_states
+
+    def on_delta(number, delta):
+        if number == 0 and len(ids) == 2 and ids[0] in states:
+            states[ids[0]].matcher = object()
+        if delta.completion is not None:
+            ended[number].set_result(delta.completion)
+
+    for number in range(2):
+        prompt = engine.preprocess(CONVERSATION)
+        ids.append(engine.submit(prompt, SamplingParams(**grammar), partial(on_delta, number)))
+    broken, other = (future.result(60) for future in ended)
+    assert (broken.finish_reason, broken.failure.kind) == ("failed", "invalid_request")
+    assert broken.failure.message.startswith("structured.regex: ")
+    assert (other.finish_reason, len(other.text)) == ("stop", 200)
+    assert not engine.has_failed
 
 
 def test_what_does_not_go_with_a_grammar_is_refused():
