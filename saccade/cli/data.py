@@ -270,8 +270,12 @@ def contamination(
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report)))
         return
+    num_training, num_evaluation = (
+        len({getattr(one, name) for one in report.matches}) for name in ("training", "evaluation")
+    )
     typer.echo(
-        f"{len(report.matches):,} of {report.num_training:,} training samples show an image of {report.num_evaluation:,} evaluation samples"
+        f"{num_training:,} of {report.num_training:,} training samples show an image of {num_evaluation:,} of "
+        f"{report.num_evaluation:,} evaluation samples"
     )
     for match in report.matches[:20]:
         typer.echo(f"  {match.training} shows {match.evaluation}" + (", same bytes" if match.is_exact else ""))

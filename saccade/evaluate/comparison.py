@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade.errors import DataError
+from saccade.evaluate.example import image_key
 from saccade.evaluate.results import Results
 from saccade.evaluate.statistics import Metric, holm, paired_difference
 from saccade.evaluate.tasks import task_named
@@ -151,7 +152,7 @@ def _score_pairs(task: str, pairs: Sequence[_Pair]) -> dict[str, tuple[Metric, M
 def _compare_metric(
     task: str, name: str, one: Metric, other: Metric, pairs: Sequence[_Pair], seed: int
 ) -> MetricComparison:
-    clusters = ["|".join(ours.get("images") or [ours["id"]]) for ours, _ in pairs]
+    clusters = [image_key(ours["images"], ours["id"]) for ours, _ in pairs]
     found = paired_difference(one, other, clusters, seed=seed)
     return MetricComparison(
         task=task,

@@ -19,7 +19,7 @@ class ExampleImage(Protocol):
 
     @property
     def name(self) -> str:
-        """Identity of the image within its data."""
+        """Identity of the image within its data: equal for the same image, different for different ones."""
 
     def read(self) -> bytes:
         """The encoded image."""
@@ -30,11 +30,8 @@ class ImageFile:
     """An image in a file of its own."""
 
     path: Path
-
-    @property
-    def name(self) -> str:
-        """Its file name."""
-        return self.path.name
+    name: str
+    """Its path relative to the data, or to the folder of images if one was given."""
 
     def read(self) -> bytes:
         """The file."""
@@ -64,12 +61,17 @@ class Example:
     @property
     def image_key(self) -> str:
         """Equal for examples about the same images: their scores are not independent."""
-        return "|".join(image.name for image in self.images) or self.id
+        return image_key([image.name for image in self.images], self.id)
 
     def conversation(self, prompt: str) -> Conversation:
         """One user turn: the images, then the prompt."""
         parts = [{"type": "image", "image": image.read()} for image in self.images]
         return [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
+
+
+def image_key(names: Sequence[str], example_id: str) -> str:
+    """The key of an example about these images; an example without images has one of its own."""
+    return json.dumps(list(names) or example_id, ensure_ascii=False)
 
 
 def select_examples(examples: Sequence[Example], limit: int | None, seed: int) -> list[Example]:
@@ -86,11 +88,13 @@ def shuffle_images(examples: Sequence[Example], seed: int) -> list[Example]:
     Examples about the same images get the same other images, of the same number where possible.
     """
     by_key = {example.image_key: example.images for example in examples if example.images}
+    every = sorted(by_key)
+    random.Random(seed).shuffle(every)  # noqa: S311 - not a secret
     others: dict[str, tuple[ExampleImage, ...]] = {}
     for count in sorted({len(shown) for shown in by_key.values()}):
-        keys = sorted(key for key, shown in by_key.items() if len(shown) == count)
-        random.Random(seed).shuffle(keys)  # noqa: S311 - not a secret
-        others |= {key: by_key[other] for key, other in zip(keys, keys[1:] + keys[:1], strict=True)}
+        keys = [key for key in every if len(by_key[key]) == count]
+        given = keys[1:] + keys[:1] if len(keys) > 1 else [key for key in every if key not in keys][:1]
+        others |= {key: by_key[other] for key, other in zip(keys, given, strict=False)}
     return [replace(example, images=others.get(example.image_key, ())) for example in examples]
 
 

@@ -19,7 +19,12 @@ from typing import Any
 from saccade.errors import ConfigError, DataError
 from saccade.files import atomic_write
 
-VERSION = 1
+VERSION = 2
+"""Of the folder, raised when images are identified or answers scored in another way: results of two versions are not mixed."""
+_CHANGED = {
+    1: "images were identified by their file name alone, and multiple choice, ANLS, VQA accuracy and POPE were scored otherwise"
+}
+"""What is different in the results of each earlier version."""
 
 
 class Results:
@@ -40,10 +45,7 @@ class Results:
             settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(f"{folder}: not a results folder ({error}). saccade evaluate -o writes one") from error
-        if settings.get("version") != VERSION:
-            raise DataError(f"{folder}: version {settings.get('version')}, only {VERSION} is read. Evaluate again")
-        for task in settings["tasks"].values():
-            task.get("decoding", {}).setdefault("num_beams", 1)  # answers from before there was beam search
+        _check_version(folder, settings.get("version"))
         return Results(folder, settings)
 
     @staticmethod
@@ -130,6 +132,18 @@ class RecordWriter:
             if self._file is not None:
                 os.close(self._file)
             self._file = None
+
+
+def _check_version(folder: Path, version: Any) -> None:
+    if version in _CHANGED:
+        raise DataError(
+            f"{folder}: results of version {version}, which this release (version {VERSION}) neither resumes nor compares: "
+            f"{_CHANGED[version]}. Evaluate again into another folder: -o NAME"
+        )
+    if version != VERSION:
+        raise DataError(
+            f"{folder}: version {version} of results is newer than this release reads ({VERSION}). Update saccade"
+        )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

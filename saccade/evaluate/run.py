@@ -20,7 +20,7 @@ import numpy as np
 
 from saccade import __version__
 from saccade.errors import ConfigError, DataError, RequestError
-from saccade.evaluate.example import Example, fingerprint, select_examples, shuffle_images
+from saccade.evaluate.example import Example, fingerprint, image_key, select_examples, shuffle_images
 from saccade.evaluate.metrics.meteor import check_meteor
 from saccade.evaluate.model import Decoding, Model
 from saccade.evaluate.readers import DataSpec, read_examples
@@ -295,7 +295,7 @@ def score_task(prepared: PreparedTask, results: Results, seed: int) -> dict[str,
 
 def score_records(task: str, records: Sequence[Record], seed: int) -> dict[str, Any]:
     """Metrics of some records with their intervals."""
-    clusters = ["|".join(record.get("images") or [record["id"]]) for record in records]
+    clusters = [image_key(record["images"], record["id"]) for record in records]
     return {name: _interval(metric, clusters, seed) for name, metric in task_named(task).score(records).items()}
 
 

@@ -114,6 +114,16 @@ def test_contamination_names_the_pairs(tmp_path):
     assert [match["training"] for match in found["matches"]] == ["0.tar/c"]
 
 
+def test_contamination_counts_training_and_evaluation_samples_once(tmp_path):
+    """One training image is three evaluation samples."""
+    for name, keys in (("train", "abc"), ("test", "xyzu")):
+        (tmp_path / name).mkdir()
+        seeds = {key: 1 if key in "cxyz" else ord(key) for key in keys}
+        write_samples(tmp_path / name / "0.tar", [make_sample(key, seed=seeds[key]) for key in keys])
+    said = saccade("contamination", tmp_path / "train", tmp_path / "test", "--workers", 1)
+    assert "1 of 3 training samples show an image of 3 of 4 evaluation samples" in said
+
+
 def test_toy_samples_depend_on_their_number_alone(tmp_path):
     assert toy_sample(7).members == toy_sample(7).members != toy_sample(8).members
     write_toy_shards(tmp_path, first=5, count=4)

@@ -349,6 +349,28 @@ def test_evaluation_images_among_training_images_are_found_and_dropped(tmp_path)
     assert find_contamination(test, train, num_workers=1).num_training == 6
 
 
+def test_every_evaluation_image_that_a_training_sample_shows_is_found(tmp_path):
+    """Twenty evaluation samples of one picture, three of them the same file, and an album of two others."""
+    picture, first, second = (make_picture(160, 120, seed) for seed in (1, 2, 3))
+    copies = [encode(picture, "PNG")] * 3 + [encode(picture, "JPEG", quality=60 + n) for n in range(17)]
+    write_samples(
+        tmp_path / "test" / "0.tar",
+        [shown(f"t{n:02}", copy) for n, copy in enumerate(copies)] + [shown("u0", first), shown("u1", second)],
+    )
+    album = {"0.png": encode(first, "PNG"), "1.png": encode(second, "PNG"), "txt": b"two pictures of a trip"}
+    others = [shown(f"other-{n}", make_picture(160, 120, 50 + n), make_caption(n)) for n in range(12)]
+    leaked = [shown("same", picture, make_caption(0)), make_sample("album", members=album)]
+    write_samples(tmp_path / "train" / "0.tar", others + leaked)
+    report = find_contamination(tmp_path / "train", tmp_path / "test", num_workers=1)
+    found = {(match.training, match.evaluation): match.is_exact for match in report.matches}
+    assert found == {
+        **{("0.tar/same", f"0.tar/t{n:02}"): n < 3 for n in range(20)},
+        ("0.tar/album", "0.tar/u0"): True,
+        ("0.tar/album", "0.tar/u1"): True,
+    }
+    assert len(found) == len(report.matches)
+
+
 # ------------------------------------------------------------------ real photos
 
 

@@ -7,10 +7,14 @@ import sys
 import time
 
 import pytest
+from data.making import encode, make_picture
 from evaluate.making import ColourModel, picture, served, write_shards
 
 from saccade.data.sample import Sample
 from saccade.data.shards import ShardWriter
+from saccade.evaluate.results import VERSION
+
+GAINS = [0.95 + 0.006 * number for number in range(8)]
 
 
 @pytest.fixture
@@ -129,6 +133,47 @@ def test_images_of_the_training_data_are_noticed(command, tmp_path):
     assert note["clean_metrics"]["vqa_accuracy"]["value"] == 1.0
 
 
+def test_all_evaluation_images_that_a_training_sample_shows_are_noticed(command, tmp_path):
+    """Twelve pages named page.png: ten look alike, two of those are the same file, and one training sample shows them."""
+    paper = make_picture(160, 120, 1)
+    edits = [paper] * 2 + [paper.point(lambda value, gain=gain: round(value * gain)) for gain in GAINS]
+    pages = [encode(image, "PNG") for image in [*edits, make_picture(160, 120, 2), make_picture(160, 120, 3)]]
+    assert pages[0] == pages[1]
+    assert len(set(pages)) == 11
+    records = []
+    for number, page in enumerate(pages):
+        folder = tmp_path / "pages" / f"doc{number}"
+        folder.mkdir(parents=True)
+        (folder / "page.png").write_bytes(page)
+        records.append({"id": str(number), "image": f"doc{number}/page.png", "question": "What?", "answer": "x"})
+    (tmp_path / "pages" / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with ShardWriter(tmp_path / "training") as writer:
+        writer.write(Sample(key="t", source="training", members={"png": pages[0], "txt": b"a page"}))
+    with served(ColourModel()) as (url, _):
+        ended = command(
+            "evaluate", url, "--tasks", "docvqa", "--data", tmp_path / "pages", "-o", tmp_path / "out", "--name", "pages",
+            "--training-data", tmp_path / "training", "--json",
+        )  # fmt: skip
+    assert ended.status == 0, ended.err
+    note = json.loads(ended.out)["results"]["pages"]["tasks"]["docvqa"]["contamination"]
+    assert note["example_ids"] == [str(number) for number in range(10)]
+    assert note["num_exact"] == 2
+
+
+def test_results_of_an_earlier_version_are_not_compared_and_one_line_says_why(command, walls, tmp_path):
+    for name in ("old", "new"):
+        with served(ColourModel()) as (url, _):
+            command("evaluate", url, "--tasks", "vqa", "--data", walls, "-o", tmp_path / name, "--name", name)
+    settings = json.loads((tmp_path / "old" / "settings.json").read_text())
+    (tmp_path / "old" / "settings.json").write_text(json.dumps(settings | {"version": 1}))
+    for words in ([tmp_path / "new", "--compare", tmp_path / "old"], [tmp_path / "old", "--compare", tmp_path / "new"]):
+        ended = command("evaluate", *words)
+        assert ended.status == 2
+        [line] = ended.err.strip().splitlines()
+        assert "old: results of version 1" in line
+        assert "Evaluate again" in line
+
+
 def test_models_of_the_same_name_go_by_their_folder(command, walls, tmp_path):
     for name in ("one", "two"):
         with served(ColourModel()) as (url, _):
@@ -167,7 +212,8 @@ def test_wrong_options_are_refused_in_one_line(command, checkpoint, words, messa
 
 def test_a_model_to_compare_with_is_checked_before_anything_is_asked(command, walls, tmp_path):
     (tmp_path / "unfinished").mkdir()
-    (tmp_path / "unfinished" / "settings.json").write_text('{"version": 1, "name": "x", "tasks": {}}')
+    unfinished = {"version": VERSION, "name": "x", "tasks": {}}
+    (tmp_path / "unfinished" / "settings.json").write_text(json.dumps(unfinished))
     with served(ColourModel()) as (url, requests):
         words = ["evaluate", url, "--tasks", "vqa", "--data", walls, "-o", tmp_path / "out", "--compare"]
         assert "no checkpoint folder" in command(*words, tmp_path / "nothing").err

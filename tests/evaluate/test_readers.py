@@ -1,14 +1,17 @@
 """Every published format is read from files as they are published."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from evaluate.making import picture, write_shards
+from evaluate.making import COLOURS, picture, write_shards
 
 from saccade.data.index import finish_decisions, open_index, write_decisions
+from saccade.data.sample import Sample
+from saccade.data.shards import ShardWriter
 from saccade.errors import ConfigError, DataError
-from saccade.evaluate.example import select_examples, shuffle_images
+from saccade.evaluate.example import Example, ImageFile, select_examples, shuffle_images
 from saccade.evaluate.readers import DataSpec, read_examples
 from saccade.evaluate.readers.detect import detect, parse_spec
 
@@ -197,3 +200,73 @@ def test_shuffled_images_are_never_an_examples_own_and_stay_together(examples):
         assert before.image_key != after.image_key
     assert shuffled[0].images == shuffled[1].images  # two questions about one image
     assert {one.image_key for one in examples} == {one.image_key for one in shuffled}
+
+
+# ------------------------------------------------------------------ identity of images
+
+
+def write_pages(folder, count=4):
+    """Documents whose page has the same file name in every folder; two questions each."""
+    records = []
+    for number in range(count):
+        page = folder / f"doc{number}" / "page.png"
+        page.parent.mkdir(parents=True)
+        page.write_bytes(picture(list(COLOURS)[number % 4], number))
+        records += [{"image": f"doc{number}/page.png", "question": q, "answer": "x"} for q in ("Which?", "Why?")]
+    (folder / "own.jsonl").write_text(lines(*records))
+    return folder
+
+
+def test_images_of_one_file_name_in_several_folders_are_several_images(tmp_path):
+    examples = read_examples(DataSpec(path=str(write_pages(tmp_path))))
+    assert [example.images[0].name for example in examples[::2]] == [f"doc{n}/page.png" for n in range(4)]
+    assert len({example.image_key for example in examples}) == 4
+    shuffled = shuffle_images(examples, seed=0)
+    assert all(before.images != after.images for before, after in zip(examples, shuffled, strict=True))
+    assert sorted(one.images[0].path for one in shuffled) == sorted(one.images[0].path for one in examples)
+
+
+def test_a_name_that_splits_have_in_common_is_an_image_of_each_split(tmp_path):
+    charts = {"png/a.png": picture("blue"), "test_human.json": CHARTQA["test_human.json"]}
+    other = {"png/a.png": picture("red"), "val_human.json": CHARTQA["test_human.json"]}
+    write(tmp_path / "test", charts)
+    write(tmp_path / "val", other)
+    examples = read_examples(DataSpec(path=str(tmp_path)))
+    assert [example.images[0].name for example in examples] == ["test/png/a.png", "val/png/a.png"]
+
+
+def test_the_identity_of_an_image_does_not_depend_on_where_the_data_is(tmp_path, monkeypatch):
+    names = []
+    for home in ("here", "elsewhere"):
+        folder = write(tmp_path / home, COCO)
+        names.append([one.images[0].name for one in read_examples(DataSpec(path=str(folder)))])
+        monkeypatch.chdir(folder)
+        names.append([one.images[0].name for one in read_examples(DataSpec(path=".", images=folder / "val2017"))])
+    assert names == [["val2017/000000000007.png"], ["000000000007.png"]] * 2
+
+
+def test_samples_of_a_shard_folder_that_repeat_an_image_are_about_the_same_image(tmp_path):
+    with ShardWriter(tmp_path, max_samples=2) as writer:
+        for number in range(4):  # one question per sample, two about each picture
+            fields = {"questions": [{"question": f"{number}?", "answer": "x"}]}
+            members = {"png": picture("red", number // 2), "json": json.dumps(fields).encode()}
+            writer.write(Sample(key=f"{number:04d}", source="walls", members=members))
+    examples = read_examples(DataSpec(path=str(tmp_path)))
+    assert [one.images[0].name for one in examples] == ["00000/0000/0"] * 2 + ["00001/0002/0"] * 2
+    assert all(one.images[0].read() == picture("red", n // 2) for n, one in enumerate(examples))
+
+
+def test_an_example_whose_number_of_images_no_other_has_gets_other_images_too(tmp_path):
+    folder = write(tmp_path, JSONL)
+    examples = read_examples(DataSpec(path=str(folder)))
+    assert [len(one.images) for one in examples] == [1, 2, 1]
+    for before, after in zip(examples, shuffle_images(examples, seed=0), strict=True):
+        assert after.images
+        assert before.image_key != after.image_key
+
+
+def test_the_key_of_images_is_unambiguous():
+    def key(*names, id="x"):
+        return Example(id=id, images=tuple(ImageFile(Path(name), name) for name in names)).image_key
+
+    assert len({key("a|b"), key("a", "b"), key("a"), key(id="a"), key(id="b")}) == 5

@@ -232,16 +232,27 @@ def test_beam_search_is_recorded_for_tasks_that_generate_and_told_in_the_report(
         replace(config, temperature=0.5)
 
 
-def test_results_from_before_beam_search_resume(walls, tmp_path):
+def test_results_of_an_earlier_version_are_neither_resumed_nor_compared(walls, tmp_path):
+    """Their answers were scored otherwise and their images named otherwise: nothing of both is mixed."""
     config = config_of(walls, tmp_path / "out", "vqa")
     evaluate(ColourModel(), config)
     path = tmp_path / "out" / "settings.json"
     settings = json.loads(path.read_text())
-    del settings["tasks"]["vqa"]["decoding"]["num_beams"]
-    path.write_text(json.dumps(settings))
+    assert settings["version"] == 2
+    path.write_text(json.dumps(settings | {"version": 1}))
     model = ColourModel()
-    evaluate(model, config)
+    expected = (
+        r"^\S+out: results of version 1, which this release \(version 2\) neither resumes nor compares: .*file name.*"
+        r"\. Evaluate again into another folder: -o NAME$"
+    )
+    with pytest.raises(DataError, match=expected):
+        evaluate(model, config)
+    with pytest.raises(DataError, match=expected):
+        Results.load(tmp_path / "out")
     assert model.asked.total() == 0
+    path.write_text(json.dumps(settings | {"version": 3}))
+    with pytest.raises(DataError, match=r"version 3.* is newer than this release reads \(2\)\. Update saccade"):
+        Results.load(tmp_path / "out")
 
 
 def test_results_of_other_settings_are_not_mixed(walls, tmp_path):
@@ -300,6 +311,40 @@ def test_changed_examples_are_listed_from_best_to_worst(walls, tmp_path):
     found = comparison.of("vqa", "exact_match")
     assert found.difference == pytest.approx(-6 / 33)
     assert not found.is_better
+
+
+def test_intervals_resample_pages_of_one_file_name_as_the_images_they_are(tmp_path):
+    """Forty documents with a page.png each: as one image there would be nothing to resample."""
+    records = []
+    for number in range(40):
+        colour = list(COLOURS)[number % 4]
+        page = tmp_path / "pages" / f"doc{number}" / "page.png"
+        page.parent.mkdir(parents=True)
+        page.write_bytes(picture(colour, number))
+        records.append({"image": f"doc{number}/page.png", "question": "What colour is it?", "answer": colour})
+    (tmp_path / "pages" / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = DataSpec(path=str(tmp_path / "pages"))
+
+    def run(name, **fields):
+        model = ColourModel(name, knows=("red", "blue"))
+        config = EvaluationConfig(
+            out=tmp_path / name, name=name, tasks=(TaskConfig(task="docvqa", data=data),), **fields
+        )
+        return evaluate(model, config)
+
+    results, shuffled = run("half"), run("shuffled", shuffle_images=True)
+    scores = results.scores["tasks"]["docvqa"]
+    assert scores["num_images"] == 40
+    found = scores["metrics"]["exact_match"]
+    assert found["low"] < 0.5 < found["high"]
+    assert found["high"] - found["low"] > 0.2
+    assert results.records("docvqa")[7]["images"] == ["doc7/page.png"]
+    assert all(
+        before["images"] != after["images"]
+        for before, after in zip(results.records("docvqa"), shuffled.records("docvqa"), strict=True)
+    )
+    compared = compare(results, shuffled).of("docvqa", "exact_match")
+    assert compared.low < compared.difference < compared.high
 
 
 def test_results_on_other_examples_are_not_compared(walls, tmp_path):

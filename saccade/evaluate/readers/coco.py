@@ -24,7 +24,7 @@ def _read(path: Path, spec: DataSpec) -> list[Example]:
             captions[annotation.get("image_id")].append(annotation["caption"].strip())
     if not captions:
         raise DataError(f"{path}: its annotations have no captions. Give captions_*.json, not instances_*.json")
-    folder = ImageFolder(path, spec.images)
+    folder = ImageFolder(path, spec)
     return [
         Example(
             id=str(image["id"]),

@@ -25,7 +25,7 @@ def read(files: Sequence[Path], spec: DataSpec) -> list[Example]:
     """One example per line."""
     examples = []
     for path in files:
-        folder = ImageFolder(path, spec.images)
+        folder = ImageFolder(path, spec)
         prefix = f"{path.stem}/" if len(files) > 1 else ""
         for number, record in load_lines(path):
             examples.append(_example(record, f"{prefix}{record.get('id', number)}", folder, f"{path}, line {number}"))

@@ -14,7 +14,7 @@ def read(files: Sequence[Path], spec: DataSpec) -> list[Example]:
     """One example per sentence."""
     examples = []
     for path in files:
-        folder = ImageFolder(path, spec.images)
+        folder = ImageFolder(path, spec)
         for record in load_records(path):
             shown = _images(record, path, folder)
             noun = "image" if len(shown) == 1 else "two images"

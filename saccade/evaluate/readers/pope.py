@@ -13,7 +13,7 @@ def read(files: Sequence[Path], spec: DataSpec) -> list[Example]:
     """One example per question; each file (random, popular, adversarial) is scored apart."""
     examples = []
     for path in files:
-        folder, group = ImageFolder(path, spec.images), path.stem.rpartition("_")[2]
+        folder, group = ImageFolder(path, spec), path.stem.rpartition("_")[2]
         examples += [
             Example(
                 id=f"{path.stem}/{record.get('question_id', number)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +70,16 @@ def text_of(record: dict[str, Any], name: str, path: Path) -> str:
 
 
 class ImageFolder:
-    """Finds the image files that annotations name: in the folder given, or beside the annotations and one level below."""
+    """Finds the image files that annotations name: in the folder given, or beside the annotations and one level below.
 
-    def __init__(self, annotations: Path, images: Path | None) -> None:
+    Images are identified by their path relative to that folder, or to the data: a file name alone may occur in several folders.
+    """
+
+    def __init__(self, annotations: Path, spec: DataSpec) -> None:
+        images, data = spec.images, Path(spec.path)
         if images is not None and not images.is_dir():
             raise DataError(f"{images}: no such folder. Check --images")
+        self._root = images or (data if data.is_dir() else data.parent)
         beside = annotations.parent
         near = [beside, *_subfolders(beside)]
         if beside.name == "annotations":  # COCO has its images beside that folder
@@ -89,7 +95,8 @@ class ImageFolder:
             for name in names:
                 if (folder / name).is_file():
                     self._folders = [folder, *(other for other in self._folders if other != folder)]
-                    return ImageFile(folder / name)
+                    path = folder / name
+                    return ImageFile(path, Path(os.path.relpath(path, self._root)).as_posix())
         raise DataError(f"{self._annotations}: the image {names[0]} is missing. Give its folder: --images FOLDER")
 
 

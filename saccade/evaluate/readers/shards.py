@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from saccade.data.index import ShardIndex, open_index
-from saccade.data.sample import Sample, TextRules, conversations, description, image_names, images
+from saccade.data.sample import Sample, TextRules, conversations, description, images
 from saccade.evaluate.example import Example
 from saccade.evaluate.readers.reader import DataSpec
 
@@ -21,12 +22,8 @@ class ShardImage:
     shard: int
     row: int
     number: int
-    key: str
-
-    @property
-    def name(self) -> str:
-        """Shard, key and number of the image."""
-        return f"{self.index.shards[self.shard].removesuffix('.tar')}/{self.key}/{self.number}"
+    name: str
+    """Shard, key and number of the first image with the same bytes: samples often repeat an image for each question."""
 
     def read(self) -> bytes:
         """Read the sample from its shard."""
@@ -36,28 +33,32 @@ class ShardImage:
 def read(_files: Sequence[Path], spec: DataSpec) -> list[Example]:
     """The examples of every kept sample, in the order of the shards."""
     index = open_index(spec.path)
+    names: dict[bytes, str] = {}
     return [
         example
         for shard in range(len(index.shards))
         for row in index.kept(shard).tolist()
-        for example in _examples(index, shard, row)
+        for example in _examples(index, shard, row, names)
     ]
 
 
-def _examples(index: ShardIndex, shard: int, row: int) -> Iterator[Example]:
+def _examples(index: ShardIndex, shard: int, row: int, names: dict[bytes, str]) -> Iterator[Example]:
+    """The examples of a sample; `names` has the name of each image that was seen, by the hash of its bytes."""
     sample = index.read_sample(shard, row)
-    count = len(image_names(sample.members))
-    images = tuple(ShardImage(index, shard, row, number, sample.key) for number in range(count))
     name, fields = f"{index.shards[shard].removesuffix('.tar')}/{sample.key}", description(sample)
+    shown = tuple(
+        ShardImage(index, shard, row, number, names.setdefault(sha256(data).digest(), f"{name}/{number}"))
+        for number, data in enumerate(images(sample))
+    )
     if questions := fields.get("questions"):
         for number, asked in enumerate(questions):
-            yield Example(id=f"{name}/{number}", images=images, **_question(asked))
+            yield Example(id=f"{name}/{number}", images=shown, **_question(asked))
     elif fields.get("messages") or fields.get("conversations"):
         question, answer = _first_turn(sample)
-        yield Example(id=name, images=images, question=question, references=(answer,))
+        yield Example(id=name, images=shown, question=question, references=(answer,))
     else:
         captions = [_text(variant[-1]) for variant in conversations(sample, TextRules())]
-        yield Example(id=name, images=images, references=tuple(captions))
+        yield Example(id=name, images=shown, references=tuple(captions))
 
 
 def _question(asked: dict[str, Any]) -> dict[str, Any]:

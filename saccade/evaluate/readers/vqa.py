@@ -19,7 +19,7 @@ def read(files: Sequence[Path], spec: DataSpec) -> list[Example]:
 def _read(path: Path, spec: DataSpec) -> list[Example]:
     content, answers_path = load_json(path), _answers_path(path)
     annotations = {record["question_id"]: record for record in load_json(answers_path)["annotations"]}
-    folder, subtype = ImageFolder(path, spec.images), content.get("data_subtype", "")
+    folder, subtype = ImageFolder(path, spec), content.get("data_subtype", "")
     return [
         Example(
             id=str(asked["question_id"]),
