@@ -12,6 +12,7 @@ import pytest
 from saccade.errors import ConfigError
 from saccade.evaluate.metrics.bleu import bleu, bleu_counts
 from saccade.evaluate.metrics.caption_tokenizer import tokenize_caption
+from saccade.evaluate.metrics.choice import chosen
 from saccade.evaluate.metrics.cider import cider_d
 from saccade.evaluate.metrics.meteor import check_meteor, meteor
 from saccade.evaluate.metrics.rouge import rouge_l
@@ -155,6 +156,29 @@ def test_answers_are_normalized_as_vqa_publishes_it(answer, expected):
     assert normalize_answer(answer) == expected
 
 
+def test_answers_are_normalized_also_where_all_ten_people_agree():
+    """The challenge server does; the evaluator that was released first compares them as they are, and would give 0."""
+    assert vqa_accuracy("Two.", ["2"] * 10) == 1.0
+    assert vqa_accuracy("the cat", ["cat"] * 10) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("im here", "i'm here", False),  # published for "Im", which is compared after lower case and never found
+        ("ive", "i've", False),
+        ("couldntve", "couldn't've", False),  # one apostrophe may be missing, not two
+        ("couldnt've", "couldn't've", True),
+        ("yall'd've", "y'all'd've", True),
+        ("ow's'at", "'ow's'at", True),
+        ("somebodyd", "somebody'd", True),
+        ("lets", "let's", False),
+    ],
+)
+def test_contractions_are_those_that_vqa_publishes(one, other, is_same):
+    assert (normalize_answer(one) == normalize_answer(other)) is is_same
+
+
 def test_both_answer_and_references_are_normalized():
     assert vqa_accuracy("A cat", ["the cat."] * 10) == 1.0
     assert vqa_accuracy("2", ["two"]) == 1.0
@@ -171,7 +195,10 @@ def test_both_answer_and_references_are_normalized():
         ("coca cola company", ["coca cola"], 0.5294117647),
         ("coca cole", ["coca cola", "pepsi"], 0.8888888889),
         ("pepsi", ["coca cola"], 0.0),
-        ("ab", ["abcd"], 0.0),  # half of it is wrong: below the threshold
+        ("ab", ["abcd"], 0.5),  # half of it is wrong: the threshold itself counts
+        ("ab", ["abcde"], 0.0),
+        ("2010 ", ["2010"], 1.0),
+        ("abcx ", ["abcd"], 0.8),  # the length that divides is that of the texts as they are, with their spaces
         ("abc", ["abcd"], 0.75),
         ("", ["a"], 0.0),
     ],
@@ -198,6 +225,8 @@ def test_edit_distance(one, other, expected):
         ("0", "0", 1.0),
         ("0.01", "0", 0.0),
         ("yes", "1", 0.0),
+        ("1.05", "1", 0.0),  # 0.05000000000000004
+        ("0.42", "0.4", 1.0),
     ],
 )
 def test_relaxed_accuracy_allows_numbers_five_percent(answer, reference, expected):
@@ -207,6 +236,67 @@ def test_relaxed_accuracy_allows_numbers_five_percent(answer, reference, expecte
 def test_exact_match_ignores_case_white_space_and_marks_at_the_ends():
     assert exact_match(' "Dark  Blue". ', ["dark blue"]) == 1.0
     assert exact_match("dark-blue", ["dark blue"]) == 0.0
+
+
+# ------------------------------------------------------------------ multiple choice
+
+PETS = ("A cat", "A dog", "Two cats", "cat")
+COLOURS = ("red", "dark red", "vitamin C", "Washington D.C.", "blue", "pink", "grey", "black", "white")  # A to I
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        # what the prompt asks for, in the forms in which models give it
+        ("B", "B"), ("B.", "B"), ("(B)", "B"), ("B)", "B"), ("b", "B"), ("(b)", "B"), ("[B]", "B"), ("**B**", "B"), ("`B`", "B"),
+        ("\\boxed{B}", "B"), ("$\\boxed{\\text{B}}$", "B"), ("B: dark red", "B"), ("B. dark red", "B"), ("B) dark red", "B"),
+        ("B\nbecause it is dark", "B"), ("Answer:B", "B"), ("Answer: B", "B"), ("The answer is B", "B"), ("answer: b.", "B"),
+        ("The correct answer is (B).", "B"), ("**Answer:** B", "B"), ("Option B is right", "B"), ("I choose B", "B"),
+        ("I think it is B.", "B"), ("I", "I"), ("I.", "I"), ("It must be I", "I"), ("A", "A"), ("A.", "A"), ("A is right", "A"),
+        ("The answer is A because it is red", "A"),
+        # after reasoning the last one counts, as in MMMU, but for what is called the answer
+        ("(A) is wrong, (C) is right", "C"), ("not A, not B, so C", "C"), ("The answer is B, since A is too bright", "B"),
+        ("A: red. B: dark red. The answer is B.", "B"), ("First \\boxed{A}, no: \\boxed{C}", "C"),
+        # the text of a choice
+        ("dark red", "B"), ("Dark red.", "B"), ("The wall is dark red", "B"), ("It is vitamin C", "C"), ("vitamin c", "C"),
+        ("It was taken in Washington D.C. in spring", "D"), ("Not blue but grey.", "G"), ("A dark red wall", "B"), ("I see grey", "G"),
+        # nothing
+        ("", None), ("Z", None), ("a house", None), ("I cannot tell", None), ("Answer:", None), ("unreddened", None),
+    ],
+)  # fmt: skip
+def test_the_choice_that_an_answer_names_is_found(answer, expected):
+    found = chosen(answer, COLOURS)
+    assert (None if found is None else "ABCDEFGHI"[found]) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("A dog", "B"), ("a dog.", "B"), ("A cat", "A"), ("cat", "D"), ("There are two cats", "C"), ("A dog runs", "B"), ("A", "A")],
+)  # fmt: skip
+def test_an_answer_that_is_a_choice_word_for_word_is_that_choice(answer, expected):
+    assert "ABCD"[chosen(answer, PETS)] == expected
+
+
+def test_a_letter_is_the_choice_of_that_letter_even_where_letters_are_choices():
+    assert chosen("A", ["B", "A"]) == 0
+    assert chosen("x", ["w", "x"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "published"),
+    [("B", "B"), ("B.", "B"), ("(B)", "B"), ("B dark red", "B"), ("(A) or (B)", "B"), ("It is B", "B"), ("I say A , no , B", "B"),
+     ("The colour of it is surely dark blue", "E")],
+)  # fmt: skip
+def test_answers_that_mmmu_reads_are_read_as_in_mmmu(answer, published):
+    """`published` is what MMMU's evaluator gives; where it finds nothing it draws a choice at random, and here there is none."""
+    assert "ABCDEFGHI"[chosen(answer, COLOURS)] == published
+
+
+def test_a_choice_is_right_by_its_letter_and_by_its_words():
+    answers = ["A dog", "b", "Answer:B", "[B]", "A", ""]
+    records = [{"id": str(n), "references": ["A dog"], "choices": list(PETS), "answer": said} for n, said in enumerate(answers)]  # fmt: skip
+    [metric] = TASKS["multiple_choice"].score(records).values()
+    assert metric.values.tolist() == [1, 1, 1, 1, 0, 0]
 
 
 # ------------------------------------------------------------------ yes and no
@@ -224,10 +314,23 @@ def test_exact_match_ignores_case_white_space_and_marks_at_the_ends():
         ("True", True),
         ("false", False),
         ("I know it.", True),
+        ("", True),  # none of POPE's words for no
     ],
 )
 def test_yes_and_no_are_read_from_the_first_sentence(answer, expected):
     assert is_yes(answer) is expected
+
+
+def test_an_empty_answer_is_yes_and_a_refused_example_is_wrong():
+    """As in POPE's evaluator, whose words for no an empty answer has not. A refused example is not an answer."""
+    records = [
+        {"id": "0", "references": ["yes"], "answer": ""},
+        {"id": "1", "references": ["no"], "answer": ""},
+        {"id": "2", "references": ["yes"], "failure": "too large"},
+        {"id": "3", "references": ["no"], "failure": "too large"},
+    ]
+    scores = {name: metric.value for name, metric in TASKS["pope"].score(records).items()}
+    assert scores == pytest.approx({"accuracy": 0.25, "f1": 0.5, "precision": 0.5, "recall": 0.5, "yes_rate": 0.5})
 
 
 def test_pope_scores_follow_from_the_confusion_matrix():

@@ -1,7 +1,7 @@
 """Exact match, ANLS and relaxed accuracy of short answers.
 
-Exact match: equal after case, punctuation at the ends and white space. ANLS (Biten et al., 2019; DocVQA): 1 - normalized edit distance to
-the closest answer, 0 where that distance is 0.5 or more. Relaxed accuracy (Methani et al., 2020; ChartQA): numbers within 5 %, other
+Exact match: equal after case, punctuation at the ends and white space. ANLS (Biten et al., 2019) is that of the DocVQA challenge's
+evaluator and of lmms-eval: 1 - normalized edit distance to the closest answer, 0 where that is below 0.5. Relaxed accuracy (Methani et al., 2020; ChartQA): numbers within 5 %, other
 answers equal but for case.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_ANLS_THRESHOLD = 0.5
+_MIN_SIMILARITY = 0.5
 _RELATIVE_TOLERANCE = 0.05
 
 
@@ -24,7 +24,8 @@ def _plain(text: str) -> str:
 
 def anls(answer: str, references: Sequence[str]) -> float:
     """Average Normalized Levenshtein Similarity of one answer."""
-    return max((_similarity(_folded(answer), _folded(reference)) for reference in references), default=0.0)
+    similarity = max((_similarity(answer, reference) for reference in references), default=0.0)
+    return similarity if similarity >= _MIN_SIMILARITY else 0.0
 
 
 def _folded(text: str) -> str:
@@ -32,9 +33,9 @@ def _folded(text: str) -> str:
 
 
 def _similarity(answer: str, reference: str) -> float:
+    """1 - edit distance of the folded texts, divided by the length of the longer text as it is, which the published evaluators use."""
     longest = max(len(answer), len(reference))
-    distance = edit_distance(answer, reference) / longest if longest else 0.0
-    return 1.0 - distance if distance < _ANLS_THRESHOLD else 0.0
+    return 1.0 - edit_distance(_folded(answer), _folded(reference)) / longest if longest else 1.0
 
 
 def edit_distance(one: str, other: str) -> int:
@@ -57,7 +58,7 @@ def relaxed_accuracy(answer: str, references: Sequence[str]) -> float:
 def _is_close(answer: str, reference: str) -> bool:
     value, expected = _number(answer), _number(reference)
     if value is not None and expected:  # 0 has no relative tolerance
-        return abs(value - expected) <= _RELATIVE_TOLERANCE * abs(expected)
+        return abs(value - expected) / abs(expected) <= _RELATIVE_TOLERANCE
     return answer.lower() == reference.lower()
 
 

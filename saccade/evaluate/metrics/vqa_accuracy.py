@@ -3,7 +3,8 @@
     accuracy = mean over the ten people of  min(1, how many of the other nine gave this answer / 3)
 
 Before the comparison answers are in lower case, without full stops (but decimal points), articles and punctuation, number words are
-digits, and contractions have their apostrophe. With a single reference answer the accuracy is 1 or 0.
+digits, and contractions have their apostrophe. So the challenge's server has it, and lmms-eval; the evaluator that was released first
+leaves answers as they are where all ten people agree. With a single reference answer the accuracy is 1 or 0 (published: always 0).
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ _NUMBERS = {
 _ARTICLES = frozenset({"a", "an", "the"})
 _CONTRACTIONS = (
     "ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've he's how'd "
-    "how'll how's i'd've i'm i've isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't needn't not've o'clock "
-    "oughtn't shan't she'd've should've shouldn't shouldn't've somebody'd somebody'd've somebody'll somebody's someone'd "
+    "how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't needn't not've o'clock "
+    "oughtn't 'ow's'at shan't she'd've should've shouldn't shouldn't've somebody'd somebody'd've somebody'll somebody's someone'd "
     "someone'd've someone'll someone's something'd something'd've something'll that'd that'd've that's there'd there'd've there're "
     "there's they'd they'd've they'll they're they've 'twas wasn't we'd've we've weren't what'll what're what's what've when's where'd "
-    "where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't wouldn't've y'all y'all'll "
+    "where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't wouldn't've y'all y'all'd've y'all'll "
     "you'd you'd've you'll you're you've"
 )
-_APOSTROPHE_MISSING = {word.replace("'", ""): word for word in _CONTRACTIONS.split()}
+_APOSTROPHE_MISSING = {
+    word[:at] + word[at + 1 :]: word for word in _CONTRACTIONS.split() for at in range(len(word)) if word[at] == "'"
+}
+"""Contractions without one of their apostrophes."""
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _PERIOD = re.compile(r"\.(?!\d)")
 _COMMA_IN_NUMBER = re.compile(r"(?<=\d),(?=\d)")
@@ -49,7 +53,7 @@ def normalize_answer(answer: str) -> str:
     """
     text = _replace_punctuation(" ".join(answer.lower().split()))
     words = [_NUMBERS.get(word, word) for word in text.split()]
-    return " ".join(_APOSTROPHE_MISSING.get(word.replace("'", ""), word) for word in words if word not in _ARTICLES)
+    return " ".join(_APOSTROPHE_MISSING.get(word, word) for word in words if word not in _ARTICLES)
 
 
 def _replace_punctuation(text: str) -> str:

@@ -1,4 +1,8 @@
-"""Read yes or no out of an answer, as POPE does (Li et al., 2023)."""
+"""Read yes or no out of an answer, as POPE's evaluator does (Li et al., 2023): yes, unless the first sentence has a word for no.
+
+POPE's words are `No`, `no` and `not` between spaces. Here `NO`, `no!`, `isn't` and `false` are words for no as well. An empty answer has
+none of them and is yes, as in POPE. (lmms-eval compares the whole answer with `yes` and `no`.)
+"""
 
 from __future__ import annotations
 

@@ -1,17 +1,19 @@
 """Multiple choice, asked in two ways: the choice of the highest log-likelihood, and the letter that the model generates.
 
+`letter_accuracy` reads the generated answer as `metrics/choice.py` describes.
+
 `likelihood_accuracy` compares the sums over the tokens of a choice, `normalized_accuracy` their mean, which does not favour short
 choices. A model that gives no log-likelihoods is asked for the letter only.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from string import ascii_uppercase
 from typing import Any
 
 from saccade.evaluate.example import Example
+from saccade.evaluate.metrics.choice import chosen
 from saccade.evaluate.model import Model
 from saccade.evaluate.statistics import Metric, proportion_metric
 from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
@@ -45,7 +47,7 @@ class MultipleChoice(Task):
         """Accuracy of the letters, and of the likelihoods if all were computed."""
         metrics = {
             "letter_accuracy": proportion_metric(
-                [float(_chosen_letter(record) in _right(record)) for record in records]
+                [float(chosen(answer_of(record), record.get("choices", ())) in _right(record)) for record in records]
             )
         }
         if all("logprobs" in record or "failure" in record for record in records):
@@ -58,16 +60,6 @@ class MultipleChoice(Task):
 
 def _right(record: Record) -> list[int]:
     return [number for number, choice in enumerate(record.get("choices", ())) if choice in record["references"]]
-
-
-def _chosen_letter(record: Record) -> int | None:
-    """The choice whose letter, or else whose text, the answer gives."""
-    answer, choices = answer_of(record), record.get("choices", ())
-    letters = ascii_uppercase[: len(choices)]
-    if letters and (found := re.search(rf"(?:^|[\s(\"'*])([{letters}])(?:$|[\s).:,\"'*])", answer)):
-        return letters.index(found.group(1))
-    same = [number for number, choice in enumerate(choices) if choice.lower() == answer.lower().strip(" .")]
-    return same[0] if same else None
 
 
 def _most_likely(record: Record, is_mean: bool) -> int | None:

@@ -36,8 +36,8 @@ class YesNo(Task):
     def score(self, records: Sequence[Record]) -> dict[str, Metric]:
         """Accuracy, F1, precision, recall, and how often the answer is yes."""
         truth = np.array([_ANSWERS[record["references"][0].lower()] for record in records])
-        said = np.array([bool(answer_of(record)) and is_yes(answer_of(record)) for record in records])
         has_failed = np.array(["failure" in record for record in records])
+        said = np.array([is_yes(answer_of(record)) for record in records]) & ~has_failed
         right = (truth == said) & ~has_failed
         true_positive, false_positive, false_negative = truth & said, ~truth & said, truth & ~said
         counts = np.stack([true_positive, false_positive, false_negative], axis=1).astype(np.float64)
