@@ -140,6 +140,23 @@ def make_chat(folder):
     return write_json(folder / "llava.json", content)
 
 
+def make_jsonl(folder):
+    write_images(folder / "images", ["coco/1.jpg", "2.jpg"])
+    rows = [
+        {"image": "coco/1.jpg", "caption": "a boat "},
+        {"image": "coco/1.jpg", "caption": "the boat"},
+        {"image": "2.jpg", "caption": "a house", "id": "house", "author": "x"},
+        {"image": "gone.jpg", "caption": "gone"},
+        {"image": "2.jpg", "question": "What?", "answers": ["a house", "house"], "choices": ["a house", "a boat"]},
+        {"image": "2.jpg", "question": "Why?"},
+        {"caption": "without an image"},
+        {"images": ["2.jpg", "coco/1.jpg"], "question": "How many?", "answer": 2},
+    ]
+    path = folder / "own.jsonl"
+    path.write_text("not json\n".join("".join(json.dumps(row) + "\n" for row in part) for part in (rows[:7], rows[7:])))
+    return path
+
+
 MAKERS = {
     "tars": (make_tars, None),
     "files": (make_files, None),
@@ -147,6 +164,7 @@ MAKERS = {
     "parquet": (make_parquet, None),
     "coco": (make_coco, "val2017"),
     "vqa": (make_vqa, "train2014"),
+    "jsonl": (make_jsonl, "images"),
     "chat": (make_chat, "images"),
 }
 
@@ -603,6 +621,54 @@ def test_jsonl_is_read_by_line_and_a_bad_line_costs_itself_alone(tmp_path):
 def test_text_that_is_no_unicode_is_skipped(tmp_path):
     turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "\ud83d"}]
     assert reasons(read(write_json(tmp_path / "a.json", [{"conversations": turns}]))) == ["text is not valid Unicode"]
+
+
+# ------------------------------------------------------------------ tables of captions and questions
+
+
+def test_a_table_gives_captions_and_questions(tmp_path):
+    items = read(make_jsonl(tmp_path), images=tmp_path / "images")
+    kinds = ["Sample", "Merged", "Sample", "Skipped", "Sample", "Skipped", "Skipped", "Skipped", "Sample"]
+    assert [type(item).__name__ for item in items] == kinds
+    assert [one for one in reasons(items) if one] == ["image file missing", "no text", "no image", "not a JSON object"]
+    assert texts(items[0]) == ["a boat", "the boat"]
+    assert items[2].key == "house"
+    assert description(items[2])["author"] == "x"
+    [asked] = description(items[4])["questions"]
+    assert asked == {
+        "question": "What?",
+        "answer": "a house",
+        "answers": ["a house", "house"],
+        "choices": ["a house", "a boat"],
+    }
+    assert len(images(items[8])) == 2
+    assert description(items[8])["questions"][0]["answer"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("captions.csv", "file_name,text\n1.jpg,a boat\n1.jpg,the boat\n2.jpg,\"a house, red\"\n"),
+        ("captions.csv", "Image| caption\n1.jpg| a boat\n1.jpg| the boat\n2.jpg| a house, red\n"),
+        ("captions.tsv", 'image\tcaptions\n1.jpg\t["a boat", "the boat"]\n2.jpg\ta house, red\n'),
+        ("metadata.jsonl", '{"file_name": "1.jpg", "captions": ["a boat", "the boat"]}\n{"file_name": "2.jpg", "text": "a house, red"}\n'),
+        ("captions.json", '[{"image": "1.jpg", "captions": ["a boat", "the boat"]},\n {"image": "2.jpg", "caption": "a house, red"}]'),
+    ],
+)  # fmt: skip
+def test_a_folder_of_images_with_a_table_of_captions_is_read(tmp_path, name, content):
+    write_images(tmp_path, ["1.jpg", "2.jpg"])
+    (tmp_path / name).write_text(content)
+    path = tmp_path / name if name.endswith(".json") else tmp_path  # of a folder, json files are of single images
+    assert open_input(parse_input(str(path))).kind == "jsonl"
+    samples = [item for item in read(path) if isinstance(item, Sample)]
+    assert [texts(sample) for sample in samples] == [["a boat", "the boat"], ["a house, red"]]
+    assert images(samples[1]) == [make_jpeg(seed=1)]
+
+
+def test_a_row_with_more_cells_than_the_header_is_skipped(tmp_path):
+    write_images(tmp_path, ["1.jpg"])
+    (tmp_path / "captions.csv").write_text("image,caption\n1.jpg,a boat, red\n1.jpg,a boat\n")
+    assert reasons(read(tmp_path)) == ["more cells than the header", None]
 
 
 # ------------------------------------------------------------------ naming the kind

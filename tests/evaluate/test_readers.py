@@ -8,6 +8,7 @@ import pytest
 from evaluate.making import COLOURS, picture, write_shards
 
 from saccade.data.index import finish_decisions, open_index, write_decisions
+from saccade.data.readers import parse_input, read_input
 from saccade.data.sample import Sample
 from saccade.data.shards import ShardWriter
 from saccade.errors import ConfigError, DataError
@@ -176,6 +177,33 @@ def test_a_missing_path_and_an_unknown_format_are_refused(tmp_path):
         read_examples(DataSpec(path=str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError, match="no format of evaluation data is called 'lvis'"):
         read_examples(DataSpec(path=str(tmp_path), kind="lvis"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("captions.csv", "image,caption,width\na.png,a red wall,40\na.png,the wall is red,40\nb.png,a blue wall,40\n"),
+        ("metadata.csv", 'file_name,text\na.png,"[""a red wall"", ""the wall is red""]"\nb.png,a blue wall\n'),
+        ("metadata.jsonl", lines({"file_name": "a.png", "captions": ["a red wall", "the wall is red"], "width": 40}, {"file_name": "b.png", "text": "a blue wall"})),
+    ],
+)  # fmt: skip
+def test_a_folder_of_images_with_a_table_of_captions_is_read(tmp_path, name, content):
+    """The tables that `data prepare` reads."""
+    folder = write(tmp_path, {"a.png": picture("red"), "b.png": picture("blue"), name: content})
+    examples = read_examples(DataSpec(path=str(folder)))
+    assert [one.references for one in examples] == [("a red wall", "the wall is red"), ("a blue wall",)]
+    assert [one.images[0].read() for one in examples] == [picture("red"), picture("blue")]
+    assert all(one.question is None for one in examples)
+    prepared = [item for item in read_input(parse_input(str(folder))) if isinstance(item, Sample)]
+    assert [tuple(json.loads(one.members["json"])["captions"]) for one in prepared] == [
+        one.references for one in examples
+    ]
+
+
+def test_questions_in_a_tsv_are_read(tmp_path):
+    content = 'image\tquestion\tanswer\tchoices\na.png\tWhich?\tB\t["red", "blue"]\n'
+    [one] = read_examples(DataSpec(path=str(write(tmp_path, {"a.png": picture("red"), "own.tsv": content}))))
+    assert (one.question, one.references, one.choices) == ("Which?", ("blue",), ("red", "blue"))
 
 
 # ------------------------------------------------------------------ choosing and shuffling

@@ -1,4 +1,4 @@
-"""Readers of input data: tars, loose files, lists of URLs, Parquet with images, COCO, VQA, conversations.
+"""Readers of input data: tars, loose files, lists of URLs, Parquet with images, COCO, VQA, tables of captions or questions, conversations.
 
     for item in read_input(parse_input("coco:captions_val2017.json", images=Path("val2017"))): ...   # Sample, Skipped or Merged
 

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from saccade.data.readers.jsonl import SUFFIXES, find_tables, is_table
 from saccade.data.readers.reader import InputSpec, Item, Link, Merged, Part, Skipped, make_sample, read_item
 from saccade.data.sample import IMAGE_EXTENSIONS, Sample
 from saccade.errors import ConfigError, DataError
@@ -28,6 +29,7 @@ KINDS = {
     "parquet": "Parquet with the images inside, as Hugging Face datasets writes it",
     "coco": "COCO captions: captions_*.json, images in --images",
     "vqa": "VQA v2: *_questions.json, answers in --annotations, images in --images",
+    "jsonl": "captions or questions of images: one JSON object per line, or CSV or TSV with a header",
     "chat": "LLaVA or ShareGPT conversations: json or jsonl, images in --images",
 }
 """Each is read by the module of its name."""
@@ -116,7 +118,7 @@ def _name(path: str) -> str:
     where = Path(path)
     if where.suffix == ".tar":
         where = where.parent
-    return where.stem if where.suffix in (".json", ".jsonl", ".parquet") else where.resolve().name
+    return where.stem if where.suffix in (".json", ".parquet", *SUFFIXES) else where.resolve().name
 
 
 def read_input(spec: InputSpec, options: DownloadOptions | None = None) -> Iterator[Sample | Skipped | Merged]:
@@ -161,6 +163,8 @@ def detect(path: str) -> str:
         head = file.read(_HEAD_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
     if b'"conversations"' in head or b'"messages"' in head:
         return "chat"
+    if is_table(where):
+        return "jsonl"
     if head.startswith(b"{") and b'"question_id"' in head:
         return "vqa"
     if head.startswith(b"{") and b'"images"' in head and b'"file_name"' in head:
@@ -171,6 +175,8 @@ def detect(path: str) -> str:
 def _detect_folder(folder: Path) -> str:
     if any(folder.glob("*.tar")):
         return "tars"
+    if find_tables(folder):
+        return "jsonl"
     tables = next(folder.rglob("*.parquet"), None)
     has_images = any(path.suffix[1:].lower() in IMAGE_EXTENSIONS for path in folder.rglob("*"))
     if tables is not None and not has_images:

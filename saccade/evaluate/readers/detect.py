@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from saccade.data.readers.jsonl import SUFFIXES, is_table
 from saccade.errors import ConfigError, DataError
 from saccade.evaluate.example import Example
 from saccade.evaluate.readers.reader import DataSpec
@@ -20,7 +21,7 @@ KINDS = {
     "chartqa": "ChartQA: *_human.json, *_augmented.json, images in png/",
     "nlvr": "NLVR and NLVR2: one sentence per line, images by identifier",
     "pope": "POPE: coco_pope_*.json, one question per line",
-    "jsonl": "one JSON object per line: image, question, answer or answers, choices, captions",
+    "jsonl": "one JSON object per line, CSV or TSV: image, question, answer or answers, choices, captions",
 }
 """Each is read by the module of its name."""
 
@@ -57,7 +58,7 @@ def detect(path: str) -> str:
         return "shards"
     if not where.exists():
         raise DataError(f"{path}: no such file or folder. Check --data")
-    found = {kind: file for file in _json_files(where) if (kind := _sniff(file)) is not None}
+    found = {kind: file for file in _annotation_files(where) if (kind := _sniff(file)) is not None}
     if len(found) != 1:
         several = " and ".join(f"{file.name} is {kind}" for kind, file in found.items())
         raise DataError(f"{path}: {several or 'no file in a known format'}. Name the format, KIND:PATH\n{_kinds()}")
@@ -71,22 +72,24 @@ def _files(path: str, kind: str) -> list[Path]:
         return [where]
     if not where.is_dir():
         raise DataError(f"{path}: no such file or folder. Check --data")
-    files = [file for file in _json_files(where) if _sniff(file) == kind]
+    files = [file for file in _annotation_files(where) if _sniff(file) == kind]
     if not files:
         raise DataError(f"{path}: no file in the format {kind}. Check --data\n{_kinds()}")
     return files
 
 
-def _json_files(where: Path) -> list[Path]:
-    """A file itself; of a folder the json files in it, in `annotations/` and in the folders of splits."""
+def _annotation_files(where: Path) -> list[Path]:
+    """A file itself; of a folder the json files and tables in it, or the json files in `annotations/` and in the folders of splits."""
     if where.is_file():
         return [where]
-    files = sorted(file for file in where.iterdir() if file.suffix in (".json", ".jsonl"))
+    files = sorted(file for file in where.iterdir() if file.suffix in (".json", *SUFFIXES))
     return files or sorted(where.glob("*/*.json"))
 
 
 def _sniff(path: Path) -> str | None:
-    """The format of a json file by its first record; None if it is none of ours."""
+    """The format of a file by its first record; None if it is none of ours."""
+    if path.suffix in (".csv", ".tsv"):
+        return "jsonl" if is_table(path) else None
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES).decode("utf-8-sig", errors="replace").lstrip()
     if head.startswith("{") and (record := _first_line(head)) is not None:
@@ -115,7 +118,7 @@ def _kind_of_record(record: dict[str, Any], path: Path) -> str | None:
         return "nlvr"
     if {"text", "label", "image"} <= record.keys():
         return "pope"
-    is_example = record.keys() & {"question", "caption", "captions", "answer", "answers"}
+    is_example = record.keys() & {"question", "caption", "captions", "answer", "answers", "file_name"}
     return "jsonl" if is_example or path.suffix == ".jsonl" else None
 
 

@@ -1,9 +1,10 @@
-"""Read plain jsonl, the format for data of one's own. Each line has
+"""Read tables of captions and questions, the format for data of one's own: the tables that `data prepare` reads
+(`saccade.data.readers.jsonl`), one JSON object per line, CSV or TSV. Each row has
 
-id        text; the line number if not given
-image     a path below the image folder; or `images`, a list of them; or neither
+id        text; the row number if not given
+image     a path below the image folder; or `images`, a list of them; or `file_name`, as in Hugging Face image folders; or none
 question  text; without one the example is an image with captions
-answer    text; or `answers`, several accepted ones; or `caption`, `captions`
+answer    text; or `answers`, several accepted ones; or `caption`, `captions`, `text`
 choices   the options of a multiple-choice question; `answer` is one of them, its letter or its index
 group     a category to score apart
 """
@@ -14,49 +15,56 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from saccade.data.readers.jsonl import Entry, read_entries
+from saccade.data.readers.reader import Skipped
 from saccade.errors import DataError
 from saccade.evaluate.example import Example
-from saccade.evaluate.readers.reader import DataSpec, ImageFolder, load_lines
-
-_FIELDS = {"id", "image", "images", "question", "answer", "answers", "caption", "captions", "choices", "group"}
+from saccade.evaluate.readers.reader import DataSpec, ImageFolder
 
 
 def read(files: Sequence[Path], spec: DataSpec) -> list[Example]:
-    """One example per line."""
+    """One example per row; consecutive captions of one image are one example."""
     examples = []
     for path in files:
         folder = ImageFolder(path, spec)
         prefix = f"{path.stem}/" if len(files) > 1 else ""
-        for number, record in load_lines(path):
-            examples.append(_example(record, f"{prefix}{record.get('id', number)}", folder, f"{path}, line {number}"))
+        for entry in read_entries(path):
+            if isinstance(entry, Skipped):
+                raise _unreadable(path, entry)
+            where = f"{path}, row {entry.number + 1}"
+            examples.append(_example(entry, f"{prefix}{entry.fields.get('id', entry.number + 1)}", folder, where))
+            if (
+                path.suffix == ".jsonl" and path.name != "metadata.jsonl"
+            ):  # other tables have columns that are not for us
+                _check_fields(entry, where)
     return examples
 
 
-def _example(record: dict[str, Any], name: str, folder: ImageFolder, where: str) -> Example:
-    if surplus := record.keys() - _FIELDS:
-        raise DataError(f"{where}: unknown field {min(surplus)!r}. Fields: {', '.join(sorted(_FIELDS))}")
-    paths = record.get("images") or ([record["image"]] if record.get("image") else [])
-    choices = tuple(map(str, record.get("choices") or ()))
-    references = tuple(
-        _choice(reference, choices, where) if choices else str(reference).strip() for reference in _references(record)
-    )
-    if not references:
-        raise DataError(f"{where}: no answer. Give it answer, answers, caption or captions")
+def _unreadable(path: Path, row: Skipped) -> DataError:
+    where = f"{path}, row {int(row.key) + 1}"
+    if row.reason == "not a JSON object":
+        return DataError(f"{where}: cannot be read as one JSON object per line: {row.detail}. Check the file")
+    if row.reason == "no text":
+        return DataError(f"{where}: no answer. Give it answer, answers, caption or captions")
+    return DataError(f"{where}: {row.reason}: {row.detail}. Check the file")
+
+
+def _check_fields(entry: Entry, where: str) -> None:
+    if surplus := entry.fields.keys() - {"id", "group"}:
+        known = "answer, answers, caption, captions, choices, file_name, group, id, image, images, question, text"
+        raise DataError(f"{where}: unknown field {min(surplus)!r}. Fields: {known}")
+
+
+def _example(entry: Entry, name: str, folder: ImageFolder, where: str) -> Example:
+    choices = entry.choices
     return Example(
         id=name,
-        images=tuple(folder.find(str(path)) for path in paths),
-        question=record.get("question"),
-        references=references,
+        images=tuple(folder.find(path) for path in entry.images),
+        question=entry.question,
+        references=tuple(_choice(text, choices, where) if choices else str(text).strip() for text in entry.texts),
         choices=choices,
-        group=str(record.get("group") or ""),
+        group=str(entry.fields.get("group") or ""),
     )
-
-
-def _references(record: dict[str, Any]) -> tuple[Any, ...]:
-    for name in ("answers", "captions"):
-        if record.get(name):
-            return tuple(record[name])
-    return tuple(record[name] for name in ("answer", "caption") if record.get(name) is not None)
 
 
 def _choice(answer: Any, choices: tuple[str, ...], where: str) -> str:
