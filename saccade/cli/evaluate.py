@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
     from saccade.evaluate.model import Model
+    from saccade.evaluate.readers.published import Published
     from saccade.evaluate.results import Results
     from saccade.evaluate.run import EvaluationConfig
 
@@ -32,12 +33,17 @@ def evaluate(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="captioning, vqa, docvqa, chartqa, multiple_choice, pope, nlvr, retrieval, embedding_retrieval, perplexity; several with commas."
+            help="Published benchmarks: mmmu, mmbench, mmstar, ai2d, scienceqa, realworldqa, mme, pope, textvqa, vqav2, docvqa, infovqa, chartqa, "
+            "ocrbench; with data of your own: captioning, vqa, docvqa, chartqa, multiple_choice, pope, nlvr, retrieval, "
+            "embedding_retrieval, perplexity. Several with commas."
         ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Evaluation data: PATH or KIND:PATH for all tasks, TASK=PATH for one; may be repeated."),
+        typer.Option(
+            help="Evaluation data: PATH or KIND:PATH for all tasks, TASK=PATH for one; may be repeated. "
+            "Published benchmarks without it come from the Hugging Face Hub."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Results folder; the same command resumes.")] = None,
     compare: Annotated[
@@ -262,26 +268,41 @@ def evaluation_config(
     from saccade.evaluate.run import EvaluationConfig, TaskConfig
     from saccade.evaluate.tasks import task_named
 
-    if not tasks or not data or out is None:
+    names = [task.strip() for task in (tasks or "").split(",") if task.strip()]
+    known = {name: task_named(name) for name in names}
+    required = [name for name, task in known.items() if task.published is None or (data and task.takes_other_data)]
+    if not names or out is None or (required and not data):
         raise ConfigError(
             "evaluating a model takes --tasks NAME,NAME --data PATH -o RESULTS. See saccade evaluate --help"
         )
-    names = [task.strip() for task in tasks.split(",") if task.strip()]
-    for task in names:
-        task_named(task)
-    paths, texts = _by_task(data, names, "--data"), _by_task(prompts or [], names, "--prompt", every=False)
+    paths = _by_task(data or [], names, "--data", required=required)
+    texts = _by_task(prompts or [], names, "--prompt", is_for_all=False)
     counts = _limits(limits, names)
-    configs = [
-        TaskConfig(
-            task=task,
-            data=parse_spec(paths[task], images),
-            prompt=texts.get(task),
-            max_tokens=max_tokens,
-            limit=counts.get(task),
+    configs = []
+    for name in names:
+        published = known[name].published
+        path = paths[name] if published is None else _benchmark(name, paths.get(name), published)
+        configs.append(
+            TaskConfig(
+                task=name,
+                data=parse_spec(path, images),
+                prompt=texts.get(name),
+                max_tokens=max_tokens,
+                limit=counts.get(name),
+            )
         )
-        for task in names
-    ]
     return EvaluationConfig(out=out, tasks=tuple(configs), **fields)
+
+
+def _benchmark(name: str, path: str | None, published: "Published") -> str:
+    """Where a benchmark is: a path, the folder of its name in a folder of several, or the hub's cache."""
+    from saccade.cli.hub import dataset_folder, is_hub_name
+
+    if path is not None and (Path(path) / name).is_dir():
+        return str(Path(path) / name)
+    if path is None or is_hub_name(path):
+        return str(dataset_folder(path or published.hub, published.files))
+    return path
 
 
 def _limits(values: list[str], names: list[str]) -> dict[str, int]:
@@ -298,18 +319,20 @@ def _limits(values: list[str], names: list[str]) -> dict[str, int]:
     return shared | own
 
 
-def _by_task(values: list[str], names: list[str], option: str, *, every: bool = True) -> dict[str, str]:
-    """`TASK=VALUE`, or one value for all tasks."""
+def _by_task(
+    values: list[str], names: list[str], option: str, *, is_for_all: bool = True, required: Sequence[str] = ()
+) -> dict[str, str]:
+    """`TASK=VALUE`, or one value for all tasks; `required` tasks must have one."""
     found: dict[str, str] = {}
     for value in values:
         task, equals, rest = value.partition("=")
         if equals and task in names:
             found[task] = rest
-        elif every and len(values) == 1:
+        elif is_for_all and len(values) == 1:
             found = dict.fromkeys(names, value)
         else:
             raise ConfigError(f"{option} {value}: write TASK=... with one of the tasks {', '.join(names)}")
-    if every and (missing := [name for name in names if name not in found]):
+    if missing := [name for name in required if name not in found]:
         raise ConfigError(f"{option} is missing for {', '.join(missing)}: {option} {missing[0]}=...")
     return found
 

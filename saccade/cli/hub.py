@@ -1,9 +1,10 @@
-"""Checkpoints by their name on the Hugging Face Hub: `org/name` instead of a folder."""
+"""Checkpoints and data sets by their name on the Hugging Face Hub: `org/name` instead of a folder."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from saccade.errors import CheckpointError
+from saccade.errors import CheckpointError, DataError, UserError
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """What a checkpoint folder consists of. No code and no pickled weights."""
@@ -11,22 +12,36 @@ _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 
 def checkpoint_folder(name: str | Path) -> Path:
     """The folder of a checkpoint; `org/name` is downloaded into the cache of `huggingface_hub` unless such a folder exists."""
+    return _download(name, _FILES, "model", CheckpointError)
+
+
+def is_hub_name(name: str | Path) -> bool:
+    """Whether something is named as on the hub, `org/name`, and is not a path that exists."""
+    return not Path(name).exists() and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(name)) is not None
+
+
+def dataset_folder(name: str | Path, files: Sequence[str]) -> Path:
+    """The folder of a data set; of `org/name` the files that match are downloaded into the cache unless such a folder exists."""
+    return _download(name, files, "dataset", DataError)
+
+
+def _download(name: str | Path, files: Sequence[str], kind: str, error_class: type[UserError]) -> Path:
     folder = Path(name)
-    if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(name)):
+    if not is_hub_name(name):
         return folder
+    by_hand = f"hf download {name}{' --repo-type dataset' if kind == 'dataset' else ''} --local-dir {folder.name}"
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise CheckpointError(
+        raise error_class(
             f"{name}: no such folder. To download it from the Hugging Face Hub: pip install 'saccade[hub]', then run this again; "
-            f"or copy it to a folder of your own: hf download {name} --local-dir {folder.name}"
+            f"or copy it to a folder of your own: {by_hand}"
         ) from error
     try:
-        return Path(snapshot_download(str(name), allow_patterns=list(_FILES)))
+        return Path(snapshot_download(str(name), repo_type=kind, allow_patterns=list(files)))
     except Exception as error:  # the library's errors have no common base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
+        raise error_class(
             f"{name}: no such folder, and the Hugging Face Hub has not given it ({reason}). "
-            f"Check the name and the connection; for a private or gated model: hf auth login. To copy it by hand: "
-            f"hf download {name} --local-dir {folder.name}"
+            f"Check the name and the connection; for a private or gated {kind}: hf auth login. To copy it by hand: {by_hand}"
         ) from error

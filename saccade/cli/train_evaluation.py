@@ -38,8 +38,7 @@ class CheckpointEvaluations:
         self._running: tuple[subprocess.Popen[bytes], Path] | None = None
         for task in config.evaluation.tasks:
             name, _, path = task.partition("=")
-            task_named(name)
-            read_examples(parse_spec(path))
+            read_examples(parse_spec(path), task_named(name).published)
         if _is_main():
             self._resume()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from saccade.errors import DataError
 from saccade.evaluate.model import Conversation
@@ -57,6 +58,10 @@ class Example:
     """Options of a multiple-choice question; the references name the right one."""
     group: str = ""
     """Category that is scored apart, such as the sampling of POPE."""
+    details: Mapping[str, str] = field(default_factory=dict)
+    """What else a benchmark's score depends on."""
+    is_interleaved: bool = False
+    """Whether `<image 1>`, `<image 2>`, ... in the text are where the images are shown; else they are shown before the text."""
 
     @property
     def image_key(self) -> str:
@@ -64,9 +69,24 @@ class Example:
         return image_key([image.name for image in self.images], self.id)
 
     def conversation(self, prompt: str) -> Conversation:
-        """One user turn: the images, then the prompt."""
-        parts = [{"type": "image", "image": image.read()} for image in self.images]
-        return [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
+        """One user turn: the images, then the prompt; or the images where the prompt first mentions them."""
+        shown = [{"type": "image", "image": image.read()} for image in self.images]
+        content = _interleave(prompt, shown) if self.is_interleaved else [*shown, {"type": "text", "text": prompt}]
+        return [{"role": "user", "content": content}]
+
+
+def _interleave(prompt: str, images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parts of a turn: each image at its first mark, those without a mark before the text."""
+    parts: list[dict[str, Any]] = []
+    text, left = "", {f"<image {number}>": image for number, image in enumerate(images, 1)}
+    for piece in re.split(r"(<image \d+>)", prompt):
+        if piece in left:
+            parts += [{"type": "text", "text": text.strip()}, left.pop(piece)]
+            text = ""
+        else:
+            text += piece
+    parts.append({"type": "text", "text": text.strip()})
+    return [*left.values(), *(part for part in parts if part.get("text") != "")]
 
 
 def image_key(names: Sequence[str], example_id: str) -> str:
@@ -102,6 +122,6 @@ def fingerprint(examples: Sequence[Example]) -> str:
     """Changes when an example, its images' names, its question or its references change."""
     digest = hashlib.sha256()
     for one in examples:
-        fields = [one.id, one.image_key, one.question, one.references, one.choices, one.group]
+        fields = [one.id, one.image_key, one.question, one.references, one.choices, one.group, dict(one.details)]
         digest.update(json.dumps(fields, ensure_ascii=False).encode())
     return digest.hexdigest()[:16]

@@ -24,6 +24,7 @@ from saccade.evaluate.example import Example, fingerprint, image_key, select_exa
 from saccade.evaluate.metrics.meteor import check_meteor
 from saccade.evaluate.model import Decoding, Model
 from saccade.evaluate.readers import DataSpec, read_examples
+from saccade.evaluate.readers.detect import kind_of
 from saccade.evaluate.results import RecordWriter, Results
 from saccade.evaluate.statistics import Metric, bootstrap
 from saccade.evaluate.tasks import task_named
@@ -125,7 +126,13 @@ def evaluate(model: Model, config: EvaluationConfig, *, on_progress: OnProgress 
 
 def prepare_task(config: TaskConfig, evaluation: EvaluationConfig) -> PreparedTask:
     """Read the examples of a task and choose among them."""
-    task, every = task_named(config.task), read_examples(config.data)
+    task = task_named(config.task)
+    is_published = kind_of(config.data, task.published) == "published"
+    if not is_published and not task.takes_other_data:
+        raise DataError(
+            f"{config.data.path}: {config.task} is read as it is published, Parquet or TSV. See docs/evaluation.md"
+        )
+    every = read_examples(config.data, task.published)
     accepted = [example for example in every if task.accepts(example)]
     if not accepted:
         raise DataError(
@@ -133,13 +140,15 @@ def prepare_task(config: TaskConfig, evaluation: EvaluationConfig) -> PreparedTa
         )
     chosen = select_examples(accepted, config.limit if config.limit is not None else task.limit, evaluation.seed)
     shown = shuffle_images(chosen, evaluation.seed) if evaluation.shuffle_images else chosen
+    defaults = task.published if is_published and task.published is not None else task
     decoding = Decoding(
-        max_tokens=config.max_tokens or task.max_tokens,
+        max_tokens=config.max_tokens or defaults.max_tokens,
         temperature=evaluation.temperature,
         seed=evaluation.seed,
         num_beams=evaluation.num_beams if task.needs is None else 1,
     )
-    asking = Asking(prompt=config.prompt if config.prompt is not None else task.prompt, decoding=decoding, pool=chosen)
+    prompt = config.prompt if config.prompt is not None else defaults.prompt
+    asking = Asking(prompt=prompt, decoding=decoding, pool=chosen)
     settings = {
         "data": config.data.path,
         "kind": config.data.kind,
@@ -242,6 +251,8 @@ def _record(prepared: PreparedTask, model: Model, example: Example) -> dict[str,
     }
     if example.group:
         record["group"] = example.group
+    if example.details:
+        record["details"] = dict(example.details)
     try:
         return record | prepared.task.ask(model, example, prepared.asking)
     except RequestError as error:

@@ -45,6 +45,15 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     return sum(min(1.0, (total - match) / 3) for match in matches) / len(matches)
 
 
+def textvqa_accuracy(answer: str, references: Sequence[str]) -> float:
+    """The same with the normalization of TextVQA, which first drops commas and question marks and cuts off `'s`."""
+    return vqa_accuracy(_cut(answer), [_cut(reference) for reference in references])
+
+
+def _cut(answer: str) -> str:
+    return answer.lower().replace(",", "").replace("?", "").replace("'s", " 's")
+
+
 def normalize_answer(answer: str) -> str:
     """An answer as it is compared.
 

@@ -12,6 +12,7 @@ from typing import Any
 from saccade.data.readers.jsonl import SUFFIXES, is_table
 from saccade.errors import ConfigError, DataError
 from saccade.evaluate.example import Example
+from saccade.evaluate.readers.published import Published, has_published, read_published
 from saccade.evaluate.readers.reader import DataSpec
 
 KINDS = {
@@ -21,9 +22,10 @@ KINDS = {
     "chartqa": "ChartQA: *_human.json, *_augmented.json, images in png/",
     "nlvr": "NLVR and NLVR2: one sentence per line, images by identifier",
     "pope": "POPE: coco_pope_*.json, one question per line",
+    "published": "Parquet or TSV of a benchmark as it is published, read by the task of its name",
     "jsonl": "one JSON object per line, CSV or TSV: image, question, answer or answers, choices, captions",
 }
-"""Each is read by the module of its name."""
+"""Each but `published` is read by the module of its name."""
 
 _HEAD_BYTES = 1 << 16
 
@@ -36,19 +38,34 @@ def parse_spec(text: str, images: Path | None = None) -> DataSpec:
     return DataSpec(path=text, images=images)
 
 
-def read_examples(spec: DataSpec) -> list[Example]:
-    """All examples of a path, with distinct ids."""
-    kind = spec.kind if spec.kind is not None else detect(spec.path)
+def read_examples(spec: DataSpec, published: Published | None = None) -> list[Example]:
+    """All examples of a path, with distinct ids. `published`: the benchmark of the task they are for."""
+    kind = kind_of(spec, published)
     if kind not in KINDS:
         raise ConfigError(f"no format of evaluation data is called {kind!r}.\n{_kinds()}")
-    read: Callable[[Sequence[Path], DataSpec], list[Example]] = import_module(f"saccade.evaluate.readers.{kind}").read
-    examples = read([] if kind == "shards" else _files(spec.path, kind), spec)
+    if kind == "published":
+        if published is None:
+            raise ConfigError(
+                f"{spec.path}: Parquet and TSV are read by the task of a published benchmark. Name it, or give jsonl"
+            )
+        examples = read_published(spec.path, published)
+    else:
+        read: Callable[[Sequence[Path], DataSpec], list[Example]]
+        read = import_module(f"saccade.evaluate.readers.{kind}").read
+        examples = read([] if kind == "shards" else _files(spec.path, kind), spec)
     if not examples:
         raise DataError(f"{spec.path}: no examples. Check the path")
     repeated = [example_id for example_id, count in Counter(one.id for one in examples).items() if count > 1]
     if repeated:
         raise DataError(f"{spec.path}: {len(repeated)} ids are not unique, such as {repeated[0]!r}. Give each its own")
     return examples
+
+
+def kind_of(spec: DataSpec, published: Published | None = None) -> str:
+    """The format of data: as named, or detected."""
+    if spec.kind is not None:
+        return spec.kind
+    return "published" if published is not None and has_published(spec.path) else detect(spec.path)
 
 
 def detect(path: str) -> str:
@@ -58,6 +75,8 @@ def detect(path: str) -> str:
         return "shards"
     if not where.exists():
         raise DataError(f"{path}: no such file or folder. Check --data")
+    if where.suffix == ".parquet":
+        return "published"
     found = {kind: file for file in _annotation_files(where) if (kind := _sniff(file)) is not None}
     if len(found) != 1:
         several = " and ".join(f"{file.name} is {kind}" for kind, file in found.items())

@@ -8,13 +8,15 @@ from typing import Any
 
 from saccade.evaluate.example import Example
 from saccade.evaluate.metrics.text_match import anls, exact_match, relaxed_accuracy
-from saccade.evaluate.metrics.vqa_accuracy import vqa_accuracy
+from saccade.evaluate.metrics.vqa_accuracy import textvqa_accuracy, vqa_accuracy
 from saccade.evaluate.model import Model
+from saccade.evaluate.readers.published import Published
 from saccade.evaluate.statistics import Metric, proportion_metric
 from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
 
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "vqa_accuracy": vqa_accuracy,
+    "textvqa_accuracy": textvqa_accuracy,
     "anls": anls,
     "relaxed_accuracy": relaxed_accuracy,
     "exact_match": exact_match,
@@ -25,8 +27,8 @@ _MUCH_LONGER = 4
 class QuestionAnswering(Task):
     """Answer a question in a few words."""
 
-    def __init__(self, *metrics: str) -> None:
-        self._metrics = metrics
+    def __init__(self, *metrics: str, published: Published | None = None) -> None:
+        self._metrics, self.published = metrics, published
 
     def accepts(self, example: Example) -> bool:
         """Questions without choices."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from saccade.evaluate.example import Example
 from saccade.evaluate.model import Decoding, Model
+from saccade.evaluate.readers.published import Published
 from saccade.evaluate.statistics import Metric
 
 Record = Mapping[str, Any]
@@ -44,6 +45,10 @@ class Task(ABC):
     """Default number of examples; None: all."""
     needs: str | None = None
     """What else a model must be able to do: `score` or `embed`."""
+    published: Published | None = None
+    """The benchmark that has the task's name, with its own prompt."""
+    takes_other_data: ClassVar[bool] = True
+    """Whether the task can be done on other data than that benchmark."""
 
     @abstractmethod
     def accepts(self, example: Example) -> bool:

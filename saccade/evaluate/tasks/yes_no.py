@@ -13,6 +13,7 @@ import numpy as np
 from saccade.evaluate.example import Example
 from saccade.evaluate.metrics.yes_no import is_yes
 from saccade.evaluate.model import Model
+from saccade.evaluate.readers.published import Published
 from saccade.evaluate.statistics import Floats, Metric, proportion_metric, ratio_metric
 from saccade.evaluate.tasks.task import Asking, Record, Task, answer_of, generate_answer
 
@@ -24,6 +25,9 @@ class YesNo(Task):
 
     max_tokens = 16
     takes = "questions with the answer yes or no"
+
+    def __init__(self, published: Published | None = None) -> None:
+        self.published = published
 
     def accepts(self, example: Example) -> bool:
         """Questions whose reference is yes or no."""
