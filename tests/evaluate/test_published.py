@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import run_forked
-from evaluate.making import COLOURS, picture
+from evaluate.making import COLOURS, picture, write_shards
 
+from saccade.data.curate import CurationSettings, curate
 from saccade.errors import ConfigError, DataError
 from saccade.evaluate import EvaluationConfig, TaskConfig, evaluate
 from saccade.evaluate.example import Example, ImageFile
@@ -399,6 +400,14 @@ def test_other_data_of_a_task_with_the_name_of_a_benchmark_is_asked_as_before(tm
     _, results, scores, _ = run("docvqa", tmp_path, {"Which?": "red"})
     assert scores["anls"] == 1.0
     assert results.settings["tasks"]["docvqa"]["prompt"] == "{question}"
+
+
+def test_a_shard_folder_with_its_index_is_not_taken_for_a_benchmark(tmp_path):
+    folder = write_shards(tmp_path / "walls", 4)
+    curate(folder, CurationSettings(min_side=8), num_workers=1)
+    assert list(folder.rglob("*.parquet"))
+    examples = read_examples(DataSpec(path=str(folder)), TASKS["docvqa"].published)
+    assert examples[0].question == "What colour is it?"
 
 
 # ------------------------------------------------------------------ commands and the hub

@@ -97,11 +97,12 @@ def read_published(path: str, published: Published) -> list[Example]:
 
 
 def has_published(path: str) -> bool:
-    """Whether a path is, or a folder contains, files of the kinds that benchmarks are published in."""
+    """Whether a path is, or a folder contains, files of the kinds that benchmarks are published in; shard folders have tables of their own."""
     where = Path(path)
     if where.is_file():
         return where.suffix in SUFFIXES
-    return where.is_dir() and any(file.suffix in SUFFIXES for file in where.rglob("*"))
+    has_shards = next(where.glob("*.tar"), None) is not None
+    return where.is_dir() and not has_shards and any(file.suffix in SUFFIXES for file in where.rglob("*"))
 
 
 def _find_files(where: Path, published: Published) -> list[Path]:

@@ -35,8 +35,10 @@ class MMBench(ChoiceBenchmark):
             whole[int(record["id"]) % _ROTATION] * first for record, first in zip(records, is_first, strict=True)
         ]
         vanilla = [right * first for right, first in zip(is_right, is_first, strict=True)]
-        one_by_one = replace(ratio_metric(vanilla, is_first), values=np.array(is_right))
-        return {"accuracy": ratio_metric(circular, is_first), "vanilla_accuracy": one_by_one}
+        return {
+            "accuracy": replace(ratio_metric(circular, is_first), is_proportion=True),
+            "vanilla_accuracy": replace(ratio_metric(vanilla, is_first), is_proportion=True, values=np.array(is_right)),
+        }
 
 
 def _example(row: Row) -> Example:
