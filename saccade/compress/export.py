@@ -42,7 +42,8 @@ def quantization_config(
     """The `quantization_config` of a model.
 
     `schemes`: of every projection by its name in the model; None: it is kept. `on_disk`: names in the folder, by name in the model.
-    `ordered`: projections whose inputs GPTQ rounded in the order of their activity. `kv_cache`: form of keys and values.
+    `ordered`: projections whose inputs GPTQ rounded in the order of their activity; only groups of inputs say so, since
+    compressed-tensors up to 0.15 refuses it of layers with one scale per output. `kv_cache`: form of keys and values.
     """
     groups: dict[tuple[StoredScheme, bool], list[str]] = {}
     ignore: list[str] = []
@@ -51,7 +52,8 @@ def quantization_config(
         if scheme is None:
             ignore += names
         else:
-            groups.setdefault((scheme, name in ordered), []).extend(names)
+            is_ordered = name in ordered and scheme.group_size is not None
+            groups.setdefault((scheme, is_ordered), []).extend(names)
     formats = {FORMATS[scheme.form] for scheme, _ in groups}
     return {
         "quant_method": "compressed-tensors",

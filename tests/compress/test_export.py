@@ -10,6 +10,7 @@ from model.hugging_face import CLASSES, CONVERSATIONS, ORACLES, OTHER_SHAPES, SH
 from safetensors.torch import load_file, save_file
 
 from saccade.compress import compress
+from saccade.compress.calibration import CalibrationConfig
 from saccade.compress.quantizers import QuantizedWeight
 from saccade.compress.scheme import Rule, Scheme
 from saccade.kernels.quant_linear import unpack_int4
@@ -170,6 +171,16 @@ def test_a_pooling_head_that_nothing_reads_is_left_out_of_weights_and_config(tmp
     for out in (tmp_path / "int8", tmp_path / "copy"):
         _, report = CLASSES["llava_onevision"][1].from_pretrained(out, output_loading_info=True)
         assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_the_order_of_activity_is_stated_of_groups_alone(checkpoint, shards, tmp_path):
+    """Releases of compressed-tensors up to 0.15 refuse `actorder` of layers with one scale per output."""
+    rules = (Rule(part="vision", form="int8", method="gptq"), Rule(part="language", form="int4", method="gptq"))
+    calibration = CalibrationConfig(shards=(str(shards / "small"),), num_samples=2)
+    compress(checkpoint, tmp_path / "out", scheme=Scheme(rules=rules), calibration=calibration, device="cpu")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    weights = [group["weights"] for group in config["config_groups"].values()]
+    assert {(one["strategy"], one["actorder"]) for one in weights} == {("channel", None), ("group", "weight")}
 
 
 def test_a_width_that_no_group_divides_gets_one_scale_per_output(source, tmp_path):
