@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ def smaller_config(config: ModelConfig, plans: Mapping[Part, PartPlan]) -> Model
             intermediate_size=_common(plan.channels, vision.intermediate_size),
             full_attention_layers=tuple(new_number[i] for i in vision.full_attention_layers if i in new_number),
             feature_layers=tuple(new_number[i] for i in vision.feature_layers),
+            # Output n is that of the first n layers, of which those that stay are run.
+            selected_layers=tuple(bisect_left(plan.layers, n) for n in vision.selected_layers),
         )
     if (plan := plans.get("language")) is not None:
         num_groups = _common(plan.groups, language.num_kv_heads)
@@ -95,6 +98,9 @@ def describe_smaller(checkpoint: Path, before: ModelConfig, after: ModelConfig) 
     if isinstance(inner := described.get("text_config"), dict):
         described["text_config"] = _with_changes(inner, old, new)
     _cut_layer_lists(described, before, after)
+    if before.vision.num_layers != after.vision.num_layers and "vision_feature_layer" in new:
+        # It is counted from either end, so the same number may now be another layer.
+        described["vision_feature_layer"] = new["vision_feature_layer"]
     if family.parse_config(described) != after:
         raise ConfigError("config.json of this family cannot describe the pruned model. Use other --units or --parts")
     return described

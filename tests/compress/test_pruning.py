@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from model import llava_next
+from model import llava_next, llava_onevision
 from model.hugging_face import CONVERSATIONS, OTHER_SHAPES, SHAPES, Oracle, make_checkpoint
 from safetensors.torch import load_file, save_file
 from train.running import write_shards
 
 from saccade.compress.calibration import CalibrationConfig, load_batches
-from saccade.compress.importance import input_importance, layer_importance, loss_of
+from saccade.compress.importance import input_importance, layer_importance, loss_of, skipped
 from saccade.compress.pruning import PruningConfig, prune
 from saccade.errors import CheckpointError, ConfigError
 from saccade.model import load_model
@@ -57,6 +57,30 @@ def test_transformers_loads_a_pruned_folder_and_computes_our_logits(
     conversation = CONVERSATIONS["multi-image"]
     with torch.no_grad():
         ours = model(Processor.load(tmp_path / "pruned")([conversation]))
+    assert torch.allclose(ours, oracle.logits(oracle.inputs(conversation)), atol=2e-3)
+
+
+TILES = [*llava_next.SHAPES[:1], *llava_next.SHAPES[2:], *llava_onevision.SHAPES[2:]]
+"""They select one output or two, counted from either end."""
+
+
+@pytest.mark.parametrize("shape", TILES, ids=lambda shape: shape.name)
+def test_a_tower_of_tiles_without_a_layer_selects_the_outputs_that_it_did(tmp_path, shards, shape):
+    """The pruned model computes what the original does when the removed layer is skipped."""
+    folder = make_checkpoint(tmp_path / "model", shape)
+    original = load_model(folder, device="cpu")
+    blocks = list(original.vision.blocks)
+    share = sum(p.numel() for p in blocks[0].parameters()) / sum(p.numel() for p in original.parameters())
+    config = PruningConfig(keep=1 - share, units=("layers",), parts=("vision",))
+    prune(folder, tmp_path / "pruned", config=config, calibration=samples(shards), device="cpu")
+    pruned, conversation = load_model(tmp_path / "pruned", device="cpu"), CONVERSATIONS["multi-image"]
+    kept = [block.mlp.fc1.weight for block in pruned.vision.blocks]
+    [removed] = [one for one in blocks if not any(torch.equal(one.mlp.fc1.weight, weight) for weight in kept)]
+    inputs = Processor.load(folder)([conversation])
+    with torch.no_grad(), skipped(removed):
+        ours, expected = pruned(inputs), original(inputs)
+    assert torch.allclose(ours, expected, atol=1e-4)
+    oracle = Oracle(tmp_path / "pruned")
     assert torch.allclose(ours, oracle.logits(oracle.inputs(conversation)), atol=2e-3)
 
 
