@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from saccade.compress.block_runner import model_blocks
+from saccade.compress.block_runner import HEAD, model_blocks
 from saccade.compress.scheme import BUILT_IN, Rule, Scheme, check_scheme
-from saccade.errors import CheckpointError
+from saccade.errors import CheckpointError, ConfigError
 from saccade.model.families import family_of
 from saccade.model.linear import Linear, projections
 from saccade.model.weights import check_finite, match_tensors, meta_model, read_tensors, tensor_files, tensor_shapes
@@ -64,8 +64,13 @@ class Source:
         }
 
     def rules(self, scheme: Scheme) -> dict[str, Rule]:
-        """The rule of every projection that a scheme compresses."""
-        check_scheme(scheme, [name for name, _ in projections(self.model)])
+        """The rule of every projection that a scheme compresses. Rules that would have no effect are refused."""
+        check_scheme(scheme, [name for name, layer in projections(self.model) if type(layer) is Linear])
+        if self.model.config.tied_head and (rule := scheme.rule(HEAD)) is not None:
+            raise ConfigError(
+                f"scheme {scheme.name}: a rule stores the head in {rule.form}, but the head of {self.folder} is the embedding "
+                "(tie_word_embeddings), which is kept. Remove the rule of part head"
+            )
         found = {name: scheme.rule(name) for name in self.plain_projections()}
         rules = {name: rule for name, rule in found.items() if rule is not None}
         if scheme.name in BUILT_IN:

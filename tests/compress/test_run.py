@@ -9,6 +9,8 @@ import torch
 from compress.stored import dequantized
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from model import llava_next
+from model.hugging_face import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from saccade.compress import compress
@@ -181,6 +183,27 @@ def test_an_untied_head_is_compressed_by_its_rule(tmp_path, shards):
     assert (layer.name, layer.group_size) == ("head", 64)
     assert layer.error < layer.rtn_error
     load_model(tmp_path / "out", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "head", [Rule(part="head", form="int8"), Rule(part="head", form="int4", projections=("head",))]
+)
+def test_a_rule_for_a_head_that_is_the_embedding_is_refused(head, checkpoint, tmp_path):
+    language, kept = Rule(part="language", form="int8"), Rule(part="head", form="keep")
+    with pytest.raises(ConfigError, match=r"the head in int\d, but .* the embedding .* is kept\. Remove the rule"):
+        compress(checkpoint, tmp_path / "out", scheme=Scheme(rules=(language, head)), device="cpu")
+    assert not list(tmp_path.iterdir()), "it is refused before anything is computed"
+    compress(checkpoint, tmp_path / "out", scheme=Scheme(rules=(kept, head, language)), device="cpu")
+
+
+def test_a_rule_for_the_patch_embedding_alone_is_refused(tmp_path):
+    """It is kept, so the rule would have no effect."""
+    source = make_checkpoint(tmp_path / "source", llava_next.SHAPES[0])
+    rules = (Rule(part="language", form="int8"), Rule(part="vision", form="int8", projections=("proj",)))
+    with pytest.raises(
+        ConfigError, match=r"projections proj matches no projection\. .* its projections fc1, fc2, k_proj"
+    ):
+        compress(source, tmp_path / "out", scheme=Scheme(rules=rules), device="cpu")
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
