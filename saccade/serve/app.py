@@ -39,7 +39,7 @@ def create_app(service: Service, keys: KeyRing | None) -> Gate:
     )
     for route in (health, models, chat, completions, responses, tokenize, metrics):
         app.include_router(route.router(service))
-    app.include_router(page.router())
+    app.include_router(page.router(service.config.max_body_bytes))
     _answer_errors(app)
     has_one_model = service.engine_config.max_adapters == 0
     document = functools.cache(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -93,6 +93,10 @@ class ServerMetrics:
     def observe_http(self, method: str, route: str, status: int) -> None:
         """Count an HTTP response. `route` is an entry of the route table, never a path that a client made up."""
         self._http.labels(method if method in _METHODS else "other", route, str(status or _CLIENT_LEFT)).inc()
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics as they are now."""
+        return self._registry.collect()
 
     def render(self) -> bytes:
         """The metrics page."""

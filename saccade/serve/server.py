@@ -230,9 +230,11 @@ class _Run:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         supervisor.start()
+        recording = asyncio.create_task(self._service.history.run(self._service.metrics.collect))
         try:
             await asyncio.gather(*[listener.listen() for listener in self._listeners])
         finally:
+            recording.cancel()
             await self._service.close()
             await asyncio.to_thread(supervisor.stop)
 

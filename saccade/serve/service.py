@@ -26,6 +26,7 @@ from saccade.serve.errors import ApiError, bad_request
 from saccade.serve.generation import DeltaHub, Generation, unless_disconnected
 from saccade.serve.keys import ApiKey
 from saccade.serve.metrics import ServerMetrics
+from saccade.serve.metrics_history import MetricsHistory
 from saccade.serve.rate_limit import RateLimiter
 from saccade.serve.record import Observer, RequestRecord, log_request
 from saccade.serve.remote_media import RemoteMedia
@@ -108,6 +109,8 @@ class Service:
     """Called with every request that has ended."""
     metrics: ServerMetrics = field(init=False)
     """Counters and histograms."""
+    history: MetricsHistory = field(default_factory=MetricsHistory)
+    """What they were in the last half hour."""
     generations: set[Generation] = field(default_factory=set)
     """In progress."""
     _hub: DeltaHub | None = None

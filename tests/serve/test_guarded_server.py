@@ -94,6 +94,7 @@ def test_every_path_needs_a_key_unless_it_is_listed(guarded, keys):
             "/v1/chat/completions",
             "/tokenize",
             "/metrics",
+            "/metrics/history",
             "/nothing",
             "/docs",
             "/admin/status",

@@ -1,10 +1,15 @@
 """`/metrics`: the names that dashboards know, and counters that add up."""
 
-from serve.running import image_part
+import time
+from itertools import pairwise
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from serve.running import TIMEOUT_S, image_part
 from serve.scraping import scrape, wait_for_growth, wait_until_idle
 
 from saccade.engine.core import Statistics
 from saccade.serve.metrics import _Totals
+from saccade.serve.metrics_history import MetricsHistory
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info")
 COUNTERS = (
@@ -98,3 +103,65 @@ def test_totals_continue_when_a_restarted_core_counts_from_zero():
     totals.update(Statistics(num_steps=12, num_output_tokens=50))
     assert totals.update(Statistics(num_steps=1, num_output_tokens=3))["num_output_tokens"] == 53
     assert totals.update(Statistics(num_steps=2, num_output_tokens=7))["num_output_tokens"] == 57
+
+
+def test_the_history_has_what_each_interval_added_and_forgets_the_oldest_samples():
+    registry = CollectorRegistry()
+    done = Counter("vllm:request_success", "Requests.", ["finished_reason"], registry=registry)
+    running = Gauge("vllm:num_requests_running", "Requests.", registry=registry)
+    tokens = Counter("vllm:generation_tokens", "Tokens.", registry=registry)
+    first = Histogram("vllm:time_to_first_token_seconds", "Seconds.", buckets=(0.1, 1), registry=registry)
+    history = MetricsHistory(capacity=3)
+    for number in range(5):
+        done.labels("stop").inc()
+        done.labels("length").inc()
+        running.set(number)
+        tokens.inc(10 * number)
+        for seconds in [0.05] * number + [7]:
+            first.observe(seconds)
+        history.record(100.0 + number, registry.collect())
+    recorded = history.since(0)
+    assert recorded["at"] == [102, 103, 104]
+    assert recorded["values"]["vllm:num_requests_running"] == [2, 3, 4]
+    assert recorded["values"]["vllm:request_success_total"] == [6, 8, 10]
+    assert recorded["values"]["vllm:kv_cache_usage_perc"] == [None] * 3
+    assert recorded["increases"]["vllm:generation_tokens_total"] == [20, 30, 40]
+    assert recorded["histograms"]["vllm:time_to_first_token_seconds"] == {
+        "bounds": [0.1, 1],
+        "observations": [[(0, 2), (2, 1)], [(0, 3), (2, 1)], [(0, 4), (2, 1)]],
+    }
+    assert history.since(103.0)["at"] == [104]
+
+
+def test_the_history_of_a_restarted_counter_counts_from_zero():
+    history = MetricsHistory()
+    for counts in ((5, 3), (2, 1)):
+        registry = CollectorRegistry()
+        Counter("vllm:generation_tokens", "Tokens.", registry=registry).inc(counts[0])
+        first = Histogram("vllm:time_to_first_token_seconds", "Seconds.", buckets=(1,), registry=registry)
+        for _ in range(counts[1]):
+            first.observe(0.5)
+        history.record(counts[0], registry.collect())
+    recorded = history.since(0)
+    assert recorded["increases"]["vllm:generation_tokens_total"] == [5, 2]
+    assert recorded["histograms"]["vllm:time_to_first_token_seconds"]["observations"] == [[(0, 3)], [(0, 1)]]
+
+
+def test_the_server_records_its_metrics_before_anyone_asks(server):
+    before = wait_until_idle(server)
+    server.chunks("something to record", ignore_eos=True)
+    wait_for_growth(server, before, "vllm:request_success_total", 1)
+    totals = wait_until_idle(server)
+    deadline, recorded = time.monotonic() + TIMEOUT_S, {"at": []}
+    while not recorded["at"] or recorded["values"]["vllm:request_success_total"][-1] != totals["vllm:request_success_total"]:
+        assert time.monotonic() < deadline, recorded
+        time.sleep(0.1)
+        recorded = server.http.get("/metrics/history").json()
+    assert sum(filter(None, recorded["increases"]["vllm:generation_tokens_total"])) == totals["vllm:generation_tokens_total"]
+    first_token = recorded["histograms"]["vllm:time_to_first_token_seconds"]
+    counted = sum(count for sample in first_token["observations"] for _, count in sample)
+    assert counted == totals["vllm:time_to_first_token_seconds_count"]
+    assert all(later > earlier for earlier, later in pairwise(recorded["at"]))
+    newest = recorded["at"][-1]
+    assert newest not in server.http.get("/metrics/history", params={"after": newest}).json()["at"]
+    assert server.http.get("/metrics/history", params={"after": "soon"}).status_code == 400

@@ -1,14 +1,17 @@
-"""`/metrics`: counters, gauges and histograms for Prometheus and the status view. It needs a key like the API does."""
+"""`/metrics`: counters, gauges and histograms for Prometheus. `/metrics/history`: the last half hour of some of them, for the status view of
+the page. Both need a key like the API does."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Response
 
 from saccade.serve.metrics import CONTENT_TYPE
 from saccade.serve.openapi import errors
+from saccade.serve.protocol.metrics import HistoryOfMetrics
 from saccade.serve.service import Service
 
 _PAGE: dict[int | str, dict[str, Any]] = {
@@ -17,7 +20,7 @@ _PAGE: dict[int | str, dict[str, Any]] = {
 
 
 def router(service: Service) -> APIRouter:
-    """The metrics page."""
+    """The metrics page and the history."""
     routes = APIRouter(tags=["metrics"])
 
     @routes.get(
@@ -25,5 +28,16 @@ def router(service: Service) -> APIRouter:
     )
     async def metrics() -> Response:
         return Response(await asyncio.to_thread(service.metrics.render), media_type=CONTENT_TYPE)
+
+    @routes.get(
+        "/metrics/history",
+        response_model=HistoryOfMetrics,
+        responses=errors(400, 401, 429),
+        summary="Recent metrics, as the status view of the page shows them",
+    )
+    async def history(after: float = 0.0) -> Response:
+        """Samples taken later than the Unix time `after`."""
+        content = {"started_at": service.created, **service.history.since(after)}
+        return Response(orjson.dumps(content), media_type="application/json")
 
     return routes

@@ -9,6 +9,7 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
+import orjson
 from fastapi import APIRouter, Request, Response
 
 from saccade.serve.errors import ApiError
@@ -21,6 +22,7 @@ _POLICY = "; ".join(
         "script-src 'self'",
         "style-src 'self'",
         "img-src 'self' data: blob:",
+        "media-src blob:",
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
@@ -49,17 +51,23 @@ def _read(path: Path) -> _File:
 
 
 _FILES = {path.name: _read(path) for path in sorted(FOLDER.iterdir())}
-PATHS = frozenset({"/", *(f"/page/{name}" for name in _FILES)})
+_LIMITS = "/page/limits.json"
+PATHS = frozenset({"/", _LIMITS, *(f"/page/{name}" for name in _FILES)})
 """Paths of the page; they need no key."""
 
 
-def router() -> APIRouter:
-    """The page and its files."""
+def router(max_body_bytes: int) -> APIRouter:
+    """The page, its files, and the limit that it checks before it uploads a video."""
     routes = APIRouter(include_in_schema=False)
+    limits = orjson.dumps({"max_body_bytes": max_body_bytes})
 
     @routes.get("/")
     async def index(request: Request) -> Response:
         return _answer(request, _FILES["index.html"])
+
+    @routes.get(_LIMITS)
+    async def limits_of_requests() -> Response:
+        return Response(limits, media_type="application/json")
 
     @routes.get("/page/{name}")
     async def file(request: Request, name: str) -> Response:

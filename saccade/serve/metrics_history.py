@@ -1,0 +1,154 @@
+"""The metrics of the last half hour, so that the status view shows what happened before it was opened.
+
+    every INTERVAL_S: registry -> MetricsHistory.record -> one sample, the oldest is dropped -> since -> /metrics/history
+
+A sample has gauges as they were, and counters and histograms as they grew since the previous sample. Names are those of `/metrics`, summed
+over labels; a metric that the server does not have yet is null.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 2.0
+"""Time between two samples."""
+CAPACITY = 900
+"""Samples that are kept: half an hour."""
+
+VALUES = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:request_success_total",
+    "saccade:process_resident_memory_bytes",
+    "saccade:processed_image_cache_bytes",
+)
+"""Recorded as they are."""
+INCREASES = (
+    "vllm:generation_tokens_total",
+    "vllm:prompt_tokens_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:prefix_cache_queries_total",
+    "saccade:encoder_cache_hits_total",
+    "saccade:encoder_cache_queries_total",
+    "vllm:mm_cache_hits_total",
+    "vllm:mm_cache_queries_total",
+)
+"""Counters, recorded by how much they grew."""
+HISTOGRAMS = (
+    "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "saccade:image_decode_seconds",
+    "saccade:image_preprocess_seconds",
+    "saccade:request_preprocess_seconds",
+    "saccade:request_prefill_seconds",
+    "vllm:e2e_request_latency_seconds",
+)
+"""Histograms, recorded by the observations that each bucket gained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sample:
+    at: float
+    """Unix time."""
+    values: dict[str, float | None]
+    increases: dict[str, float | None]
+    observations: dict[str, list[tuple[int, int]]]
+    """By histogram: buckets that gained observations, and how many."""
+
+
+class MetricsHistory:
+    """Samples of the metrics, a bounded number of them. Used in the event loop."""
+
+    def __init__(self, *, capacity: int = CAPACITY) -> None:
+        self._samples: deque[_Sample] = deque(maxlen=capacity)
+        self._totals: dict[str, float] = {}
+        self._buckets: dict[str, list[float]] = {}
+        self._bounds: dict[str, list[float]] = {}
+
+    async def run(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """Record what `collect` returns until cancelled. It is called in a thread, because it reads files of all processes."""
+        while True:
+            try:
+                families = await asyncio.to_thread(lambda: list(collect()))
+                self.record(time.time(), families)
+            except Exception:  # a metric that cannot be read now must not end the recording
+                logger.exception("the metrics could not be recorded; the status view has a gap")
+            await asyncio.sleep(INTERVAL_S)
+
+    def record(self, at: float, families: Iterable[Metric]) -> None:
+        """Add a sample of the metrics at the Unix time `at`."""
+        totals, buckets = _read(families)
+        increases = {
+            name: None if name not in totals else _increase(self._totals.get(name, 0), totals[name])
+            for name in INCREASES
+        }
+        observations = {}
+        for name, counts in buckets.items():
+            self._bounds[name] = list(counts)
+            cumulative = list(counts.values())
+            observations[name] = _gained(self._buckets.get(name, [0] * len(cumulative)), cumulative)
+            self._buckets[name] = cumulative
+        self._totals = totals
+        values = {name: totals.get(name) for name in VALUES}
+        self._samples.append(
+            _Sample(at=round(at, 3), values=values, increases=increases, observations=observations)
+        )
+
+    def since(self, after: float) -> dict[str, Any]:
+        """All samples taken later than the Unix time `after`, one column per metric. The last bucket of a histogram has no bound."""
+        samples = [sample for sample in self._samples if sample.at > after]
+        return {
+            "interval_s": INTERVAL_S,
+            "at": [sample.at for sample in samples],
+            "values": {name: [sample.values[name] for sample in samples] for name in VALUES},
+            "increases": {name: [sample.increases[name] for sample in samples] for name in INCREASES},
+            "histograms": {
+                name: {
+                    "bounds": self._bounds.get(name, [])[:-1],
+                    "observations": [sample.observations.get(name, []) for sample in samples],
+                }
+                for name in HISTOGRAMS
+            },
+        }
+
+
+def _read(families: Iterable[Metric]) -> tuple[dict[str, float], dict[str, dict[float, float]]]:
+    """Totals of the recorded metrics, and cumulative counts of the histograms by upper bound."""
+    totals: dict[str, float] = {}
+    buckets: dict[str, dict[float, float]] = {}
+    for family in families:
+        for sample in family.samples:
+            if sample.name in _TOTALS:
+                totals[sample.name] = totals.get(sample.name, 0) + sample.value
+            elif family.name in _HISTOGRAMS and sample.name == f"{family.name}_bucket":
+                counts = buckets.setdefault(family.name, {})
+                bound = float(sample.labels["le"])
+                counts[bound] = counts.get(bound, 0) + sample.value
+    return totals, buckets
+
+
+_TOTALS = frozenset((*VALUES, *INCREASES))
+_HISTOGRAMS = frozenset(HISTOGRAMS)
+
+
+def _increase(before: float, now: float) -> float:
+    """By how much a counter grew; one that was started again counts from zero."""
+    return now - before if now >= before else now
+
+
+def _gained(before: list[float], now: list[float]) -> list[tuple[int, int]]:
+    """Buckets that gained observations, from cumulative counts; a histogram that was started again counts from zero."""
+    grown = [max(0, b - a) for a, b in zip(before, now, strict=True)] if now[-1] >= before[-1] else now
+    counts = [int(b - a) for a, b in zip([0, *grown], grown, strict=False)]
+    return [(bucket, count) for bucket, count in enumerate(counts) if count > 0]
