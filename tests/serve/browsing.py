@@ -109,6 +109,24 @@ def give_image(page, how, name, png):
     page.evaluate(how, [name, "image/png", base64.b64encode(png).decode()])
 
 
+def choose_files(page, *files):
+    """Choose files with the file button: pairs of a name and bytes. Waits until they are attached."""
+    types = {"png": "image/png", "mp4": "video/mp4"}
+    payloads = [{"name": name, "mimeType": types[name.rpartition(".")[2]], "buffer": data} for name, data in files]
+    before = page.locator("#thumbs li").count()
+    page.set_input_files("#files", payloads)
+    wait_until(page, f"document.querySelectorAll('#thumbs li').length === {before + len(files)}")
+
+
+def copied(page, button):
+    """What a button copies."""
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.evaluate("navigator.clipboard.writeText('nothing')")
+    button.click()
+    wait_until(page, "navigator.clipboard.readText().then((text) => text !== 'nothing')")
+    return page.evaluate("navigator.clipboard.readText()")
+
+
 def ask(page, question, **settings):
     """Type a question and send it; returns the answer's node, which may still be busy."""
     set_fields(page, **settings)
@@ -122,9 +140,12 @@ def set_fields(page, **settings):
         return
     if page.locator("#settings").is_hidden():
         page.click("#open-settings")
+    page.evaluate("for (const node of document.querySelectorAll('#settings details')) node.open = true")
     for name, value in settings.items():
-        page.fill(f"#{name.replace('_', '-') if name == 'api_key' else name}", str(value))
-        page.dispatch_event(f"#{name.replace('_', '-') if name == 'api_key' else name}", "change")
+        if name == "format":
+            page.select_option("#format", value)
+        else:
+            page.fill(f"#{name}", str(value))
     page.click("#close-settings")
 
 

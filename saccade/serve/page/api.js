@@ -1,12 +1,13 @@
 // Requests to the server this page came from. The key is sent with every one of them.
 
 import { events } from "./sse.js";
+import { recall, remember } from "./storage.js";
 
 const KEY = "saccade.api-key";
 
 export const apiKey = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+  get: () => recall(KEY) ?? "",
+  set: (value) => remember(KEY, value || null),
 };
 
 /** A request that the server refused or that did not reach it. `status` is 0 without an answer. */
@@ -58,9 +59,14 @@ export async function isReady() {
   }
 }
 
-/** The metrics page as text. */
-export async function metricsText() {
-  return (await request("metrics")).text();
+/** What the server has recorded of its metrics after a Unix time. */
+export async function recordedMetrics(after) {
+  return (await request(`metrics/history?after=${after}`)).json();
+}
+
+/** Bytes that the body of a request may have. */
+export async function maxBodyBytes() {
+  return (await (await request("page/limits.json")).json()).max_body_bytes;
 }
 
 /** Stream a chat completion: yields `{text}`, `{usage}` and `{finish}` objects. */

@@ -1,15 +1,16 @@
-// Wires the page together: views, the composer, and whether the server is there.
+// Wires the page together: views, panels, and whether the server is there.
 
 import { isReady, modelNames } from "./api.js";
-import { ask, clear, editLast, isBusy, setModel, setUpChat, stop } from "./chat.js";
+import { clear, current, forget, openChat, setModel, setUpChat } from "./chat.js";
+import { clearComposer, notify, setUpComposer, showBusy, touches } from "./composer.js";
 import { find } from "./dom.js";
-import { setUpImages, takeImages } from "./images.js";
-import { askForKey, setUpSettings } from "./settings.js";
+import { setUpHistory, showHistory } from "./history_panel.js";
+import { askForKey, setUpKey, showKey } from "./key.js";
+import { setUpLightbox } from "./lightbox.js";
+import { setUpSettings } from "./settings.js";
 import { showStatus } from "./status.js";
 
 const HEALTH_MS = 10_000;
-const touches = matchMedia("(pointer: coarse)").matches;
-const prompt = find("prompt");
 
 // ------------------------------------------------------------------ views
 
@@ -24,83 +25,30 @@ function showView() {
   showStatus(isStatus);
 }
 
-// ------------------------------------------------------------------ composer
-
-function notify(text) {
-  find("notice").textContent = text;
-  find("notice").hidden = !text;
-}
-
-function send() {
-  const text = prompt.value.trim();
-  if (isBusy()) return;
-  const images = takeImages();
-  if (!text && !images.length) return;
-  notify("");
-  prompt.value = "";
-  grow();
-  ask(text, images);
-}
-
-/** Let the text box be as high as its text. */
-function grow() {
-  prompt.style.height = "auto";
-  prompt.style.height = `${prompt.scrollHeight}px`;
-}
-
-function setUpComposer() {
-  find("composer").addEventListener("submit", (event) => {
-    event.preventDefault();
-    send();
-  });
-  prompt.addEventListener("input", grow);
-  prompt.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !touches) {
-      event.preventDefault();
-      send();
-    }
-    if (event.key === "ArrowUp" && prompt.value === "" && !isBusy()) {
-      event.preventDefault();
-      editLast();
-    }
-  });
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && isBusy()) stop();
-  });
-  find("stop").addEventListener("click", stop);
-  find("model-choice").addEventListener("change", (event) => setModel(event.target.value));
-  find("new-chat").addEventListener("click", () => {
-    clear();
-    location.hash = "#chat";
-    prompt.focus();
-  });
-  for (const chip of document.querySelectorAll("[data-example]")) {
-    chip.addEventListener("click", () => {
-      prompt.value = chip.dataset.example;
-      grow();
-      prompt.focus();
-    });
-  }
-}
-
-function showBusy(busy) {
-  const hadFocus = [find("send"), find("stop")].includes(document.activeElement);
-  find("send").hidden = busy;
-  find("stop").hidden = !busy;
-  if (hadFocus) (busy ? find("stop") : prompt).focus();
+/** Show the conversation that `change` leads to, without what was attached to another. */
+async function switchChat(change) {
+  clearComposer();
+  location.hash = "#chat";
+  await change();
+  showHistory();
 }
 
 // ------------------------------------------------------------------ server
 
+let hasAsked = false;
+
 async function connect() {
   const ready = await isReady();
-  setHealth(ready ? "ready" : "down", ready ? "ready" : "not ready");
+  showKey();
   try {
     showModels(await modelNames());
+    setHealth(ready ? "ready" : "down", ready ? "ready" : "not ready");
   } catch (error) {
-    find("model-name").textContent = error.status === 401 ? "needs an API key" : "not connected";
-    if (error.status === 401 && find("settings").hidden && !connect.hasAsked) {
-      connect.hasAsked = true;
+    const isLocked = error.status === 401;
+    showName(isLocked ? "" : "not connected");
+    setHealth(isLocked ? "locked" : "down", isLocked ? "needs an API key" : "not ready");
+    if (isLocked && !hasAsked) {
+      hasAsked = true;
       askForKey();
     }
   }
@@ -111,23 +59,36 @@ function showModels(names) {
   const choice = find("model-choice");
   const chosen = names.includes(choice.value) ? choice.value : names[0];
   choice.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
+  showName(names.length > 1 ? "" : chosen);
   choice.hidden = names.length < 2;
-  find("model-name").hidden = names.length > 1;
-  find("model-name").textContent = chosen;
   setModel(chosen);
+}
+
+function showName(name) {
+  find("model-name").hidden = !name;
+  find("model-name").textContent = name;
+  find("model-choice").hidden = true;
 }
 
 function setHealth(state, text) {
   find("health-dot").className = `dot ${state}`;
   find("health-text").textContent = `, server ${text}`;
+  find("enter-key").hidden = state !== "locked";
 }
 
-setUpChat(showBusy);
-setUpImages(notify);
 setUpComposer();
-setUpSettings(connect);
+setUpSettings();
+setUpLightbox();
+setUpKey(connect);
+setUpHistory({ current, clear: () => switchChat(forget), openChat: (id) => switchChat(() => openChat(id)) });
+setUpChat({ onBusy: showBusy, onProblem: notify, onKept: showHistory });
+find("model-choice").addEventListener("change", (event) => setModel(event.target.value));
+find("new-chat").addEventListener("click", () => {
+  switchChat(clear);
+  find("prompt").focus();
+});
 addEventListener("hashchange", showView);
 showView();
 connect();
 setInterval(() => document.hidden || connect(), HEALTH_MS);
-if (!touches) prompt.focus();
+if (!touches) find("prompt").focus();

@@ -6,13 +6,13 @@ const WIDTH = 360;
 const HEIGHT = 132;
 const LEFT = 44;
 const TOP = 8;
-const BOTTOM = 8;
-const SPARSE = 30;
+const BOTTOM = 22;
+const LEAST_SPAN_S = 60;
+const GAP_S = 30;
 
-/** A card with a legend of current values and a plot of the last `capacity` values of each series. */
+/** A card with a legend of current values and a plot of each series over time. */
 export class Chart {
   node = element("section", { class: "card" });
-  #capacity;
   #format;
   #least;
   #unit;
@@ -20,30 +20,31 @@ export class Chart {
   #plot = drawing("svg", { class: "plot", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
   #title;
 
-  constructor({ title, series, format, least = 1, unit = 1, capacity = 150 }) {
-    [this.#title, this.#format, this.#least, this.#unit, this.#capacity] = [title, format, least, unit, capacity];
+  constructor({ title, series, format, least = 1, unit = 1 }) {
+    [this.#title, this.#format, this.#least, this.#unit] = [title, format, least, unit];
     this.#series = series.map((name, index) => ({ name, index, values: [], shown: element("b", {}, "–") }));
     const legend = element("p", { class: "legend" }, ...this.#series.map(key));
     this.node.append(element("h3", {}, title), legend, this.#plot);
-    this.#draw();
+    this.#draw([]);
   }
 
-  /** Add one value per series; null where there is none. */
-  push(values) {
-    for (const [index, series] of this.#series.entries()) {
-      series.values.push(values[index]);
-      if (series.values.length > this.#capacity) series.values.shift();
-      series.shown.textContent = values[index] === null ? "–" : this.#format(values[index]);
+  /** Show the values of each series at these Unix times, null where there is none, and its value now. */
+  show(times, series) {
+    for (const [index, { values, now }] of series.entries()) {
+      this.#series[index].values = values;
+      this.#series[index].shown.textContent = now === null ? "–" : this.#format(now);
     }
-    this.#draw();
+    this.#draw(times);
   }
 
-  #draw() {
+  #draw(times) {
     const known = this.#series.flatMap(({ values }) => values.filter((value) => value !== null));
     const top = niceCeiling(Math.max(this.#least, ...known) / this.#unit) * this.#unit;
     const said = this.#series.map(({ name, shown }) => `${name} ${shown.textContent}`).join(", ");
     this.#plot.setAttribute("aria-label", `${this.#title}: ${said}`);
-    this.#plot.replaceChildren(...this.#axis(top), ...this.#series.toReversed().flatMap((series) => this.#lines(series, top)));
+    const spanS = Math.max(LEAST_SPAN_S, times.at(-1) - times[0] || 0);
+    const lines = this.#series.toReversed().flatMap((series) => this.#lines(series, top, times, spanS));
+    this.#plot.replaceChildren(...this.#axis(top), ...timeAxis(spanS), ...lines);
   }
 
   #axis(top) {
@@ -56,10 +57,12 @@ export class Chart {
     });
   }
 
-  #lines({ index, values }, top) {
-    const step = (WIDTH - LEFT) / (Math.max(values.length, SPARSE) - 1);
-    const start = WIDTH - (values.length - 1) * step;
-    const points = values.map((value, at) => (value === null ? null : [start + at * step, height(value / top)]));
+  #lines({ index, values }, top, times, spanS) {
+    const place = (time) => WIDTH - ((times.at(-1) - time) / spanS) * (WIDTH - LEFT);
+    const points = values.flatMap((value, at) => {
+      const point = value === null ? null : [place(times[at]), height(value / top)];
+      return times[at] - times[at - 1] > GAP_S ? [null, point] : [point];
+    });
     return runs(points).flatMap((run) => {
       const path = run.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L");
       const line = drawing("path", { class: `series series-${index}`, d: run.length > 1 ? `M${path}` : `M${path}h0.1` });
@@ -68,6 +71,15 @@ export class Chart {
       return [drawing("path", { class: "area-0", d: area }), line];
     });
   }
+}
+
+/** How long ago the plot begins. */
+function timeAxis(spanS) {
+  const start = spanS < 120 ? `${Math.round(spanS)} s ago` : `${Math.round(spanS / 60)} min ago`;
+  return [
+    drawing("text", { x: LEFT, y: HEIGHT - 4 }, start),
+    drawing("text", { x: WIDTH, y: HEIGHT - 4, "text-anchor": "end" }, "now"),
+  ];
 }
 
 /** Where a share of the axis is drawn. */

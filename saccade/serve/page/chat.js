@@ -1,215 +1,227 @@
-// The conversation: what was said, shown and sent.
+// The conversation: what was said, shown, sent and kept.
 
-import { streamChat } from "./api.js";
-import { announce, button, element, find } from "./dom.js";
-import { askForKey, sampling, systemMessage } from "./settings.js";
+import { maxBodyBytes, streamChat } from "./api.js";
+import { announce, find } from "./dom.js";
+import { Figures } from "./figures.js";
+import * as history from "./history.js";
+import { askForKey } from "./key.js";
+import { randomId } from "./media.js";
+import { AnswerView, showQuestion } from "./message_view.js";
+import { dataUrls, requestBody } from "./request.js";
+import { requestSettings, SettingProblem, showField } from "./settings.js";
+import { recall, remember } from "./storage.js";
 
-const messages = [];
+const OPEN = "saccade.conversation";
+const KEEP_MS = 1000;
+const LEFT = "The page was left before the answer ended.";
+
+let conversation = fresh();
 let model = null;
 let running = null;
-let onBusy = () => {};
+let maxBytes = Infinity;
+let report = { onBusy: () => {}, onProblem: () => {}, onKept: () => {} };
 
-/** Set what the conversation reports to: `listener(isBusy)`. */
-export function setUpChat(listener) {
-  onBusy = listener;
+function fresh() {
+  return { id: randomId(), created: Date.now(), messages: [], isDeleted: false };
+}
+
+/** Set what the conversation reports to (`onBusy(isBusy)`, `onProblem(sentence)`, `onKept()`) and show the one that this tab had open. */
+export async function setUpChat(given) {
+  report = given;
+  maxBodyBytes().then((bytes) => { maxBytes = bytes; }, () => {});
+  const id = recall(OPEN);
+  if (id) await openChat(id);
 }
 
 export const setModel = (name) => { model = name; };
 export const isBusy = () => running !== null;
+export const current = () => conversation;
 
 /** Stop the answer in progress; what has come of it stays. */
 export function stop() {
   running?.abort();
 }
 
-/** Forget the conversation. */
+/** Begin a new conversation. */
 export function clear() {
-  stop();
-  messages.length = 0;
-  find("messages").replaceChildren();
-  find("welcome").hidden = false;
+  replace(fresh());
+  remember(OPEN, null);
 }
 
-/** Ask: add a question and stream its answer. */
-export function ask(text, images) {
+/** Begin a new conversation and never save the old one again. */
+export function forget() {
+  conversation.isDeleted = true;
+  clear();
+}
+
+/** Show a kept conversation. */
+export async function openChat(id) {
+  const found = await history.load(id);
+  if (!found) return;
+  replace({ ...found, isDeleted: false });
+  remember(OPEN, id);
+  for (const message of conversation.messages) {
+    if (message.role === "user") showMessage(message);
+    else showAnswer(message).end();
+  }
+}
+
+function replace(next) {
+  stop();
+  for (const { media } of conversation.messages) for (const one of media) one.release();
+  conversation = next;
+  find("messages").replaceChildren();
+  find("welcome").hidden = next.messages.length > 0;
+}
+
+/** Ask: add a question and stream its answer; false if it cannot be sent as it is. */
+export function ask(text, media) {
+  const settings = checkedSettings();
+  if (!settings || !fits([...conversation.messages, { text, media }])) return false;
   find("welcome").hidden = true;
-  show({ role: "user", text, images });
-  return answer();
+  const message = { role: "user", text, media };
+  conversation.messages.push(message);
+  showMessage(message);
+  answer(settings);
+  return true;
 }
 
 /** Change the last question instead of asking a new one. */
 export function editLast() {
-  messages.findLast((message) => message.role === "user")?.edit();
+  conversation.messages.findLast((message) => message.role === "user")?.edit();
 }
 
-function show(message) {
-  messages.push(message);
-  message.node = element("li", { class: `message ${message.role}` });
-  find("messages").append(message.node);
-  if (message.role === "user") renderQuestion(message);
+/** The settings of a request, or null if one of them cannot be sent: the reader sees which. */
+function checkedSettings() {
+  try {
+    return requestSettings(model);
+  } catch (error) {
+    if (!(error instanceof SettingProblem)) throw error;
+    report.onProblem(error.message);
+    showField(error.field);
+    return null;
+  }
+}
+
+function fits(messages) {
+  const bytes = messages.flatMap(({ media }) => media).reduce((sum, { sentBytes }) => sum + sentBytes, 0);
+  if (bytes < maxBytes) return true;
+  const size = (number) => `${(number / 2 ** 20).toFixed(1)} MiB`;
+  report.onProblem(`The images and videos of this chat take ${size(bytes)} in a request; the server takes ${size(maxBytes)}. Remove some of them or start a new chat.`);
+  return false;
+}
+
+// ------------------------------------------------------------------ messages
+
+function showMessage(message) {
+  showQuestion(message, (text) => {
+    if (!checkedSettings()) return;
+    cutFrom(message);
+    ask(text, message.media);
+  });
   scrollToEnd(true);
-  return message;
+}
+
+function showAnswer(message) {
+  const view = new AnswerView(message, {
+    before: () => conversation.messages.slice(0, conversation.messages.indexOf(message)),
+    again: () => answerAgain(message),
+    onGrown: () => scrollToEnd(false),
+  });
+  scrollToEnd(true);
+  return view;
+}
+
+function answerAgain(message) {
+  const settings = checkedSettings();
+  if (!settings) return;
+  cutFrom(message);
+  answer(settings);
 }
 
 /** Remove a message and all that follow. */
 function cutFrom(message) {
   stop();
-  for (const removed of messages.splice(messages.indexOf(message))) removed.node.remove();
+  for (const removed of conversation.messages.splice(conversation.messages.indexOf(message))) removed.node.remove();
 }
-
-// ------------------------------------------------------------------ questions
-
-function renderQuestion(message) {
-  const pictures = message.images.map((image) => element("li", {}, element("img", { src: image.url, alt: image.name })));
-  message.edit = () => renderEditor(message);
-  message.node.replaceChildren(
-    element("span", { class: "unseen" }, "You:"),
-    ...(pictures.length ? [element("ul", { class: "pictures", "aria-label": "Images" }, ...pictures)] : []),
-    element("div", { class: "said" }, button("Edit", message.edit), message.text ? element("div", { class: "text" }, message.text) : null),
-  );
-}
-
-function renderEditor(message) {
-  const area = element("textarea", { "aria-label": "Edit your question", rows: 3 });
-  area.value = message.text;
-  const cancel = () => renderQuestion(message);
-  const resend = () => {
-    cutFrom(message);
-    ask(area.value.trim(), message.images);
-  };
-  area.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") cancel();
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      resend();
-    }
-  });
-  const actions = element("div", {}, button("Cancel", cancel), button("Resend", resend, { class: "primary" }));
-  message.node.replaceChildren(element("div", { class: "edit" }, area, actions));
-  area.focus();
-}
-
-// ------------------------------------------------------------------ answers
-
-async function answer() {
-  const sent = body();
-  const message = show({ role: "assistant", text: "", images: [] });
-  const view = renderAnswer(message);
-  const controller = (running = new AbortController());
-  const figures = new Figures();
-  onBusy(true);
-  announce("Answering");
-  try {
-    for await (const part of streamChat(sent, controller.signal)) {
-      if (part.text) {
-        figures.addText();
-        message.text += part.text;
-        view.append(part.text, figures);
-      }
-      if (part.usage) figures.usage = part.usage;
-      if (part.finish) view.finish = part.finish;
-    }
-    view.end(figures, view.finish === "length" ? "The answer reached the maximum number of tokens." : "");
-    announce(message.text);
-  } catch (error) {
-    if (error.name === "AbortError") view.end(figures, "Stopped.");
-    else fail(view, figures, error);
-  } finally {
-    if (running === controller) {
-      running = null;
-      onBusy(false);
-    }
-  }
-}
-
-function fail(view, figures, error) {
-  const wait = error.status === 429 && error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
-  view.end(figures, "", error.message + wait);
-  announce(`The request failed. ${error.message}`);
-  if (error.status === 401) askForKey();
-}
-
-/** The request: what has been said so far. */
-function body() {
-  const system = systemMessage();
-  const turns = messages.filter((message) => message.text || message.images.length).map(turn);
-  return { model, messages: system ? [{ role: "system", content: system }, ...turns] : turns, ...sampling() };
-}
-
-function turn({ role, text, images }) {
-  if (!images.length) return { role, content: text };
-  const parts = images.map((image) => ({ type: "image_url", image_url: { url: image.url } }));
-  return { role, content: text ? [...parts, { type: "text", text }] : parts };
-}
-
-function renderAnswer(message) {
-  const text = document.createTextNode("");
-  const figuresNode = element("span", { class: "figures" });
-  const meta = element("div", { class: "meta" }, figuresNode);
-  message.node.replaceChildren(element("span", { class: "unseen" }, "Answer:"), element("div", { class: "text" }, text), meta);
-  message.node.classList.add("busy");
-  message.node.setAttribute("aria-busy", "true");
-  return {
-    finish: null,
-    append(more, figures) {
-      text.appendData(more);
-      figuresNode.textContent = figures.line();
-      scrollToEnd(false);
-    },
-    end(figures, note, failure = "") {
-      message.node.classList.remove("busy");
-      message.node.removeAttribute("aria-busy");
-      figuresNode.textContent = figures.line();
-      if (note) meta.before(element("p", { class: "ended" }, note));
-      if (failure) meta.before(element("p", { class: "failure" }, failure));
-      meta.append(...actionsOf(message));
-      scrollToEnd(false);
-    },
-  };
-}
-
-function actionsOf(message) {
-  const copy = button("Copy", async () => {
-    await navigator.clipboard.writeText(message.text);
-    announce("Copied");
-  });
-  const again = button("Answer again", () => {
-    cutFrom(message);
-    answer();
-  });
-  return message.text && navigator.clipboard ? [copy, again] : [again];
-}
-
-/** Time to first token and tokens per second of one answer. While it streams, an event counts as one token. */
-class Figures {
-  usage = null;
-  #started = performance.now();
-  #first = null;
-  #last = null;
-  #events = 0;
-
-  addText() {
-    this.#last = performance.now();
-    this.#first ??= this.#last;
-    this.#events += 1;
-  }
-
-  line() {
-    if (this.#first === null) return "";
-    const tokens = this.usage?.completion_tokens ?? this.#events;
-    const seconds = (this.#last - this.#first) / 1000;
-    const parts = [`first token ${duration(this.#first - this.#started)}`, `${tokens} tokens`];
-    if (tokens > 1 && seconds > 0) parts.push(`${((tokens - 1) / seconds).toFixed(1)} tokens/s`);
-    const cached = this.usage?.prompt_tokens_details?.cached_tokens;
-    if (cached) parts.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens cached`);
-    return parts.join(" · ");
-  }
-}
-
-const duration = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
 
 /** Follow the answer, unless the reader has scrolled up. */
 function scrollToEnd(always) {
   const box = find("scroll");
   if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 120) box.scrollTop = box.scrollHeight;
+}
+
+// ------------------------------------------------------------------ answers
+
+async function answer(settings) {
+  const owner = conversation;
+  const said = [...owner.messages];
+  const message = { role: "assistant", text: "", media: [], settings, note: LEFT, failure: "", figures: "" };
+  owner.messages.push(message);
+  const view = showAnswer(message);
+  const controller = (running = new AbortController());
+  report.onBusy(true);
+  announce("Answering");
+  keep(owner);
+  let failure = null;
+  try {
+    message.note = await receive(message, view, requestBody(said, settings, await dataUrls(said)), controller.signal, () => keepSoon(owner));
+    announce(message.text);
+  } catch (error) {
+    message.note = error.name === "AbortError" ? "Stopped." : "";
+    failure = error.name === "AbortError" ? null : error;
+  }
+  if (failure) fail(message, failure);
+  view.end();
+  if (running === controller) {
+    running = null;
+    report.onBusy(false);
+  }
+  keep(owner);
+  if (failure?.status === 401 && (await askForKey()) && owner === conversation && owner.messages.at(-1) === message) answerAgain(message);
+}
+
+/** Stream the answer into its message; returns the note that belongs under it. */
+async function receive(message, view, body, signal, onText) {
+  const figures = new Figures();
+  let finish = null;
+  for await (const part of streamChat(body, signal)) {
+    if (part.usage) figures.usage = part.usage;
+    if (part.finish) finish = part.finish;
+    if (part.text) {
+      figures.addText();
+      message.text += part.text;
+      onText();
+    }
+    message.figures = figures.line();
+    view.grow();
+  }
+  return finish === "length" ? "The answer reached the maximum number of tokens." : "";
+}
+
+function fail(message, error) {
+  const wait = error.status === 429 && error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
+  message.failure = error.message + wait;
+  announce(`The request failed. ${error.message}`);
+}
+
+// ------------------------------------------------------------------ keeping
+
+let waiting = null;
+
+function keepSoon(owner) {
+  waiting ??= setTimeout(() => keep(owner), KEEP_MS);
+}
+
+async function keep(owner) {
+  clearTimeout(waiting);
+  waiting = null;
+  if (owner.isDeleted) return;
+  if (owner === conversation) remember(OPEN, owner.id);
+  try {
+    await history.save(owner);
+  } catch (error) {
+    report.onProblem(`This conversation could not be saved in the browser (${error.name}). Delete older ones in History, or export it.`);
+  }
+  report.onKept();
 }

@@ -1,24 +1,40 @@
-// Sampling and access settings: a form whose values last as long as the tab.
+// Sampling settings: a form whose values last as long as the tab.
 
-import { apiKey } from "./api.js";
 import { find } from "./dom.js";
+import { recall, remember } from "./storage.js";
 
 const STORED = "saccade.settings";
-const NAMES = ["temperature", "top_p", "max_tokens", "seed", "system"];
+/** Request fields by the id of their input; an empty input leaves the field out. */
+const NUMBERS = {
+  temperature: "temperature",
+  top_p: "top_p",
+  max_tokens: "max_completion_tokens",
+  seed: "seed",
+  top_k: "top_k",
+  min_p: "min_p",
+  repetition_penalty: "repetition_penalty",
+  presence_penalty: "presence_penalty",
+  frequency_penalty: "frequency_penalty",
+};
+const NAMES = [...Object.keys(NUMBERS), "stop_texts", "format", "schema", "fps", "system"];
 const DEFAULTS = Object.fromEntries(NAMES.map((name) => [name, find(name).value]));
+const MAX_STOPS = 16;
 
-/** Restore the form and keep it stored; `onKey` is called when the key has changed. */
-export function setUpSettings(onKey) {
-  const stored = JSON.parse(sessionStorage.getItem(STORED) ?? "{}");
+/** A setting that cannot be sent. `field` is the id of its input. */
+export class SettingProblem extends Error {
+  constructor(field, message) {
+    super(message);
+    this.field = field;
+  }
+}
+
+/** Restore the form and keep it stored. */
+export function setUpSettings() {
+  const stored = JSON.parse(recall(STORED) ?? "{}");
   for (const name of NAMES) find(name).value = stored[name] ?? DEFAULTS[name];
-  find("api-key").value = apiKey.get();
   showValues();
   find("settings-form").addEventListener("input", store);
   find("settings-form").addEventListener("submit", (event) => event.preventDefault());
-  find("api-key").addEventListener("change", () => {
-    apiKey.set(find("api-key").value.trim());
-    onKey();
-  });
   find("reset-settings").addEventListener("click", () => {
     for (const name of NAMES) if (name !== "system") find(name).value = DEFAULTS[name];
     store();
@@ -31,12 +47,13 @@ export function setUpSettings(onKey) {
 }
 
 function store() {
-  sessionStorage.setItem(STORED, JSON.stringify(Object.fromEntries(NAMES.map((name) => [name, find(name).value]))));
+  remember(STORED, JSON.stringify(Object.fromEntries(NAMES.map((name) => [name, find(name).value]))));
   showValues();
 }
 
 function showValues() {
   for (const name of ["temperature", "top_p"]) find(`${name}-value`).value = Number(find(name).value).toFixed(2);
+  find("schema-field").hidden = find("format").value !== "json_schema";
 }
 
 function toggle(isOpen) {
@@ -45,22 +62,55 @@ function toggle(isOpen) {
   find(isOpen ? "settings-title" : "open-settings").focus();
 }
 
-/** Open the settings at the key, for a server that asks for one. */
-export function askForKey() {
+/** Open the settings at a field. */
+export function showField(id) {
   toggle(true);
-  find("api-key").focus();
+  const details = find(id).closest("details");
+  if (details) details.open = true;
+  find(id).focus();
 }
 
-/** The request fields these settings stand for. */
-export function sampling() {
-  const fields = {
-    temperature: Number(find("temperature").value),
-    top_p: Number(find("top_p").value),
-    max_completion_tokens: Math.max(1, Math.round(Number(find("max_tokens").value)) || Number(DEFAULTS.max_tokens)),
-  };
-  if (find("seed").value !== "") fields.seed = Math.max(0, Math.round(Number(find("seed").value)));
+// ------------------------------------------------------------------ what they stand for
+
+/** What a request is made of besides its messages; throws a SettingProblem. */
+export function requestSettings(model) {
+  return { model, system: find("system").value.trim(), fps: number("fps"), sampling: sampling() };
+}
+
+function sampling() {
+  const fields = {};
+  for (const [id, name] of Object.entries(NUMBERS)) {
+    const value = number(id);
+    if (value !== null) fields[name] = value;
+  }
+  const stops = find("stop_texts").value.split("\n").filter(Boolean);
+  if (stops.length > MAX_STOPS) throw new SettingProblem("stop_texts", `There are ${stops.length} stop texts; use up to ${MAX_STOPS}.`);
+  if (stops.length) fields.stop = stops;
+  const format = responseFormat();
+  if (format) fields.response_format = format;
   return fields;
 }
 
-/** The system message, or an empty string. */
-export const systemMessage = () => find("system").value.trim();
+function number(id) {
+  const input = find(id);
+  if (!input.checkValidity()) throw new SettingProblem(id, `${input.labels[0].textContent}: ${input.validationMessage}`);
+  return input.value === "" ? null : Number(input.value);
+}
+
+function responseFormat() {
+  const type = find("format").value;
+  if (type === "text") return null;
+  if (type === "json_object") return { type };
+  return { type, json_schema: { name: "answer", schema: schema() } };
+}
+
+function schema() {
+  let parsed;
+  try {
+    parsed = JSON.parse(find("schema").value);
+  } catch (error) {
+    throw new SettingProblem("schema", `The JSON schema is not valid JSON: ${error.message}`);
+  }
+  if (parsed === null || typeof parsed !== "object" || Array.isArray(parsed)) throw new SettingProblem("schema", "The JSON schema is not an object, such as {\"type\": \"object\"}.");
+  return parsed;
+}

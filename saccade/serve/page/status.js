@@ -1,12 +1,11 @@
-// The status view: samples of the metrics page, drawn as they come.
+// The status view: what the server has recorded, also before the view was opened.
 
-import { metricsText } from "./api.js";
+import { recordedMetrics } from "./api.js";
 import { Chart } from "./charts.js";
 import { element, find } from "./dom.js";
-import { growth, parse, quantile, total } from "./metrics.js";
+import { Recording } from "./recording.js";
 
 const INTERVAL_MS = 2000;
-const WINDOW_MS = 60_000;
 const STAGES = [
   ["Decode an image", "saccade:image_decode_seconds"],
   ["Resize it, cut it into patches", "saccade:image_preprocess_seconds"],
@@ -22,11 +21,12 @@ const percent = (value) => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1
 const time = (seconds) => (seconds === 0 ? "0" : seconds < 1 ? `${(seconds * 1000).toFixed(seconds < 0.01 ? 1 : 0)} ms` : `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`);
 const bytes = (value) => (value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(1)} GiB` : value === 0 ? "0" : `${(value / 2 ** 20).toFixed(0)} MiB`);
 
-const samples = [];
+const recording = new Recording();
 let charts = null;
 let timer = null;
+let isReading = false;
 
-/** Start sampling when the view is shown, stop when it is not. */
+/** Read what is new while the view is shown. */
 export function showStatus(isShown) {
   clearInterval(timer);
   timer = null;
@@ -51,62 +51,55 @@ function makeCharts() {
 }
 
 async function refresh() {
-  let text;
-  try {
-    text = await metricsText();
-  } catch (error) {
-    find("status-line").textContent = error.status === 401 ? "The API key is missing or wrong: set it in Settings" : error.message;
-    return;
-  }
-  const now = performance.now();
-  samples.push({ at: now, sample: parse(text) });
-  while (samples.length > 2 && samples[1].at < now - WINDOW_MS) samples.shift();
-  render();
+  if (isReading) return;
+  isReading = true;
+  const recorded = await recordedMetrics(recording.at.at(-1) ?? 0).catch((error) => {
+    find("status-line").textContent = error.status === 401 ? "The server needs an API key" : error.message;
+  });
+  isReading = false;
+  if (!recorded) return;
+  recording.append(recorded);
+  if (recording.at.length) render();
 }
 
 function render() {
-  const { at, sample } = samples.at(-1);
-  const previous = samples.at(-2) ?? samples[0];
-  const oldest = samples[0].sample;
-  const seconds = Math.max((at - previous.at) / 1000, 1e-3);
-  const rate = (name) => (samples.length < 2 ? null : perSecond(growth(previous.sample, sample, name), seconds));
-  const share = (hits, queries) => ratio(growth(oldest, sample, hits), growth(oldest, sample, queries));
-  const percentiles = (name) => [0.5, 0.95].map((q) => quantile(oldest, sample, name, q));
+  const columns = recording.columns();
+  const end = recording.at.length;
+  const now = { from: end - 1, to: end };
+  const draw = (chart, ...readers) => {
+    const times = columns.map(({ to }) => recording.at[to - 1]);
+    chart.show(times, readers.map((read) => ({ values: columns.map(read), now: read(now) })));
+  };
+  const value = (name) => (span) => recording.value(name, span);
+  const rate = (name) => (span) => recording.rate(name, span);
+  const share = (hits, queries) => (span) => recording.share(hits, queries, recording.minute(span));
+  const quantile = (name, q) => (span) => recording.quantile(name, q, recording.minute(span));
   const [load, tokens, first, gap, caches, pages, memory] = charts;
-
-  const running = total(sample, "vllm:num_requests_running");
-  const waiting = total(sample, "vllm:num_requests_waiting");
-  const output = rate("vllm:generation_tokens_total");
-  const firstToken = percentiles("vllm:time_to_first_token_seconds");
-  load.push([running, waiting]);
-  tokens.push([output, rate("vllm:prompt_tokens_total")]);
-  first.push(firstToken);
-  gap.push(percentiles("vllm:inter_token_latency_seconds"));
-  caches.push([
+  draw(load, value("vllm:num_requests_running"), value("vllm:num_requests_waiting"));
+  draw(tokens, rate("vllm:generation_tokens_total"), rate("vllm:prompt_tokens_total"));
+  draw(first, quantile("vllm:time_to_first_token_seconds", 0.5), quantile("vllm:time_to_first_token_seconds", 0.95));
+  draw(gap, quantile("vllm:inter_token_latency_seconds", 0.5), quantile("vllm:inter_token_latency_seconds", 0.95));
+  draw(
+    caches,
     share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
     share("saccade:encoder_cache_hits_total", "saccade:encoder_cache_queries_total"),
     share("vllm:mm_cache_hits_total", "vllm:mm_cache_queries_total"),
-  ]);
-  const usage = total(sample, "vllm:kv_cache_usage_perc");
-  pages.push([usage]);
-  memory.push([total(sample, "saccade:process_resident_memory_bytes"), total(sample, "saccade:processed_image_cache_bytes")]);
-  renderTiles(sample, { running, waiting, output, first: firstToken[0], usage });
-  renderStages(sample, oldest);
-  find("status-line").textContent = `Live, up ${uptime(sample)}`;
+  );
+  draw(pages, value("vllm:kv_cache_usage_perc"));
+  draw(memory, value("saccade:process_resident_memory_bytes"), value("saccade:processed_image_cache_bytes"));
+  renderTiles(now);
+  renderStages(recording.minute(now));
+  find("status-line").textContent = `Live, up ${uptime()}`;
 }
 
-const perSecond = (count, seconds) => (count === null ? null : count / seconds);
-const ratio = (part, whole) => (part === null || !whole ? null : part / whole);
-
-function renderTiles(sample, { running, waiting, output, first, usage }) {
-  const finished = total(sample, "vllm:request_success_total") ?? 0;
+function renderTiles(now) {
   const tiles = [
-    ["Running", running, whole],
-    ["Waiting", waiting, whole],
-    ["Output tokens/s", output, compact],
-    ["First token, p50", first, time],
-    ["KV cache used", usage, percent],
-    ["Requests done", finished, whole],
+    ["Running", recording.value("vllm:num_requests_running", now), whole],
+    ["Waiting", recording.value("vllm:num_requests_waiting", now), whole],
+    ["Output tokens/s", recording.rate("vllm:generation_tokens_total", now), compact],
+    ["First token, p50", recording.quantile("vllm:time_to_first_token_seconds", 0.5, recording.minute(now)), time],
+    ["KV cache used", recording.value("vllm:kv_cache_usage_perc", now), percent],
+    ["Requests done", recording.value("vllm:request_success_total", now), whole],
   ];
   const nodes = tiles.map(([name, value, format]) =>
     element("li", {}, element("span", { class: "name" }, name), element("span", { class: "value" }, value === null ? "–" : format(value))),
@@ -114,25 +107,23 @@ function renderTiles(sample, { running, waiting, output, first, usage }) {
   find("tiles").replaceChildren(...nodes);
 }
 
-function renderStages(sample, oldest) {
+function renderStages(span) {
   const cell = (value) => element("td", {}, value === null ? "–" : time(value));
-  const rows = STAGES.filter(([, name]) => sample.has(`${name}_count`)).map(([label, name]) =>
+  const rows = STAGES.map(([label, name]) =>
     element(
       "tr",
       {},
       element("th", { scope: "row" }, label),
-      element("td", {}, whole(growth(oldest, sample, `${name}_count`) ?? 0)),
-      cell(quantile(oldest, sample, name, 0.5)),
-      cell(quantile(oldest, sample, name, 0.95)),
+      element("td", {}, whole(recording.count(name, span))),
+      cell(recording.quantile(name, 0.5, span)),
+      cell(recording.quantile(name, 0.95, span)),
     ),
   );
   find("stages").replaceChildren(...rows);
 }
 
-function uptime(sample) {
-  const started = total(sample, "process_start_time_seconds");
-  if (started === null) return "for an unknown time";
-  const minutes = Math.floor((Date.now() / 1000 - started) / 60);
+function uptime() {
+  const minutes = Math.floor((recording.at.at(-1) - recording.startedAt) / 60);
   if (minutes < 1) return "less than a minute";
   return minutes < 120 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
