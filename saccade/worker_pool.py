@@ -31,6 +31,10 @@ from saccade.fork_server import HEADER_BYTES, ForkServer, decode_error
 logger = logging.getLogger(__name__)
 
 
+_MIN_LIFE_S = 1.0
+"""A worker that exits sooner is replaced after this time, or when there is a job: it may exit again at once."""
+
+
 class Channel(Protocol):
     """Memory shared with one worker."""
 
@@ -63,6 +67,7 @@ class Worker(Generic[_Channel]):
     deadline: float | None = None
     """Of the first job, in `time.monotonic` seconds."""
     has_exited: bool = False
+    started_at: float = field(default_factory=time.monotonic)
     _received: bytearray = field(default_factory=bytearray)
 
     def read(self, max_message_bytes: int) -> Iterator[dict[str, Any]]:
@@ -168,6 +173,8 @@ class WorkerPool(Generic[_Channel]):
         """Guards `_queue` against its final emptying."""
         self._is_closed = False
         self._is_drained = False
+        self._replace_at: float | None = None
+        """When a lost worker is replaced, unless a job needs it before."""
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
@@ -212,6 +219,7 @@ class WorkerPool(Generic[_Channel]):
             while not self._is_closed:
                 self._wait()
                 self._remove_stuck()
+                self._replace_lost()
                 self._dispatch()
         except BaseException:
             logger.exception("the worker pool failed")
@@ -237,7 +245,7 @@ class WorkerPool(Generic[_Channel]):
 
     def _wait(self) -> None:
         """Wait for messages, new jobs or the next deadline, and handle the messages."""
-        deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
+        deadlines = [at for at in (self._replace_at, *(worker.deadline for worker in self._workers)) if at is not None]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         for key, _ in self._selector.select(timeout):
             if key.data is None:
@@ -281,6 +289,12 @@ class WorkerPool(Generic[_Channel]):
         for worker in [worker for worker in self._workers if worker.deadline is not None and worker.deadline <= now]:
             self._remove_worker(worker, f"no result within {worker.jobs[0].timeout_s:g} s", is_final=True)
 
+    def _replace_lost(self) -> None:
+        """Replace workers before the next job comes."""
+        if self._replace_at is not None and self._replace_at <= time.monotonic():
+            self._replace_at = None
+            self._start_workers()
+
     def _dispatch(self) -> None:
         """Send queued jobs to the workers with the fewest."""
         while self._queue and not self._is_closed:
@@ -314,6 +328,7 @@ class WorkerPool(Generic[_Channel]):
         self._selector.unregister(worker.connection)
         worker.connection.close()
         self._workers.remove(worker)
+        self._replace_at = worker.started_at + _MIN_LIFE_S
         if not worker.has_exited:  # else the process id may belong to another process
             with contextlib.suppress(OSError):
                 os.kill(worker.pid, signal.SIGKILL)

@@ -101,9 +101,7 @@ class MetricsHistory:
             self._buckets[name] = cumulative
         self._totals = totals
         values = {name: totals.get(name) for name in VALUES}
-        self._samples.append(
-            _Sample(at=round(at, 3), values=values, increases=increases, observations=observations)
-        )
+        self._samples.append(_Sample(at=round(at, 3), values=values, increases=increases, observations=observations))
 
     def since(self, after: float) -> dict[str, Any]:
         """All samples taken later than the Unix time `after`, one column per metric. The last bucket of a histogram has no bound."""
