@@ -240,19 +240,17 @@ class Oracle:
         self.model.model.rope_deltas = None
         return self.model(**inputs).logits[0]
 
+    @torch.no_grad()
     def following(self, inputs: dict[str, torch.Tensor], tokens: list[int]) -> list[int]:
         """The most probable token at each position of a continuation; the continuation itself, if it is the greedy one.
 
-        One forward pass, where generation would take one per token.
+        Two forward passes, where generation would take one per token: the prompt, and the continuation over its KV cache. Random weights may
+        generate a placeholder, which is a token like others there; in one pass `transformers` would want an image for it.
         """
-        ids = torch.cat([inputs["input_ids"], torch.tensor([tokens])], dim=1)
-        longer = inputs | {"input_ids": ids}
-        if "mm_token_type_ids" in inputs:
-            text = torch.zeros(1, len(tokens), dtype=torch.int32)
-            longer["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], text], dim=1)
-        if "attention_mask" in inputs:
-            longer["attention_mask"] = torch.ones_like(ids)
-        return self.logits(longer)[inputs["input_ids"].shape[1] - 1 : -1].argmax(-1).tolist()
+        self.model.model.rope_deltas = None
+        prompt = self.model(**inputs, use_cache=True)
+        rest = self.model(input_ids=torch.tensor([tokens[:-1]]), past_key_values=prompt.past_key_values)
+        return torch.cat([prompt.logits[0, -1:], rest.logits[0]]).argmax(-1).tolist()
 
 
 def _timed_frames(grid: torch.Tensor, fps: float, merge_size: int) -> str:
