@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from pathlib import Path
@@ -59,6 +60,10 @@ if TYPE_CHECKING:  # workers that tokenise and patchify start without torch, in 
     from saccade.processor.inputs import ModelInputs
 
 ResizeName = Literal["pillow", "torch"]
+
+
+_SPACED_TEXT_VERSION = 2
+"""Raised when tokenizers that write a space before text give the same conversation other tokens, so that lengths are measured again."""
 
 
 def resize_named(name: ResizeName) -> Resize:
@@ -124,7 +129,10 @@ class Processor:
         tokens, rules = read_json(folder / "tokenizer_config.json"), load_rules(folder)
         texts = [read_template(folder), token_text(tokens, "bos_token"), token_text(tokens, "eos_token")]
         decisive = [texts, repr(rules.images), rules.image_id]
-        digest = hashlib.sha256(json.dumps(decisive).encode() + (folder / "tokenizer.json").read_bytes())
+        tokenizer = (folder / "tokenizer.json").read_bytes()
+        if re.search(rb'"type":\s*"(Prepend|Metaspace)"', tokenizer):
+            decisive.append(_SPACED_TEXT_VERSION)
+        digest = hashlib.sha256(json.dumps(decisive).encode() + tokenizer)
         return digest.hexdigest()[:16]
 
     @property
