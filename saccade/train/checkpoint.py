@@ -170,8 +170,13 @@ class Saver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.finish()
-        self._thread.shutdown()
+        """Close the thread, then its process group: no other rank waits for this one in it once every save has ended."""
+        try:
+            self.finish()
+        finally:
+            self._thread.shutdown()
+            torch.distributed.destroy_process_group(self._group)
+            del self._group  # its threads end with the last reference
 
     def _copy_to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy every tensor to host memory; pinned buffers are reused by the next save."""

@@ -1,9 +1,11 @@
 """A process that runs training jobs in sequence, alone or as a rank of several.
 
 A job: `recipe` (a TOML file), `set` (overrides), `validate` (the name of one of the functions below, called every step if the recipe
-says so), `ending` (what is expected).
+says so), `ending` (what is expected). Or one of these: `world` and `threads` (a file to write what is found to), `crash`
+(a rank).
 """
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -144,10 +146,34 @@ def record_collectives(world, job):
     Path(job["world"]).with_suffix(f".{world.rank}").write_text(json.dumps(found))
 
 
+def record_gloo_threads(world, job):
+    """The number of threads of gloo groups, once those that are ending have ended."""
+    deadline = time.monotonic() + 10
+    while (count := count_gloo_threads()) > job["expected"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    Path(job["threads"]).with_suffix(f".{world.rank}").write_text(str(count))
+
+
+def count_gloo_threads():
+    count = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            count += "gloo" in (task / "comm").read_text()
+    return count
+
+
+def crash(world, job):
+    """One rank crashes, as in a library; the others wait for it."""
+    if world.rank == job["crash"]:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    world.barrier()
+
+
 def do(world, job):
-    if "world" in job:
-        record_collectives(world, job)
-        return
+    for kind, function in (("world", record_collectives), ("threads", record_gloo_threads), ("crash", crash)):
+        if kind in job:
+            function(world, job)
+            return
     CURRENT.clear()
     CURRENT.update(job)
     config = load_config(TrainConfig, Path(job["recipe"]), job.get("set", []))
@@ -177,7 +203,8 @@ def run_forked(file, environment):
     with Path(file).with_suffix(".log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    faulthandler.enable()  # a crash of a library leaves the stacks in the log
+    faulthandler.enable()  # a crash of a library leaves the stacks in the log: of Python, and of all threads in C++
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     run_jobs(file)
 
 

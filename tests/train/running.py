@@ -167,5 +167,11 @@ def run_together(jobs: list[dict], folder: Path, *, num_ranks: int, timeout_s: f
     for process in processes:
         process.kill()
         process.join()
-    logs = [file.with_suffix(".log").read_text()[-3000:] for file in files]
-    assert all(process.exitcode == 0 for process in processes), "\n----\n".join(logs)
+    codes = [process.exitcode for process in processes]
+    assert not any(codes), "\n----\n".join(map(_ending, range(num_ranks), codes, files))
+
+
+def _ending(rank: int, code: int, file: Path) -> str:
+    """A rank's exit code, -9 if it was killed because of another one, and the end of its log; after a crash, with all stacks."""
+    has_crashed = code < 0 and code != -signal.SIGKILL
+    return f"rank {rank}: exit code {code}\n{file.with_suffix('.log').read_text()[-30000 if has_crashed else -3000 :]}"

@@ -36,6 +36,9 @@ VARIANTS = {  # hsdp has a test of its own, on four ranks
     "offload": ["parallel.offload=true", "parallel.recompute_vision=full", "parallel.strategy=fsdp", "stages.0.steps=3"],
 }  # fmt: skip
 
+GLOO_THREADS = 6
+"""Three each for the default group and the CPU group of the world."""
+
 
 @pytest.fixture(scope="module")
 def run_root(tmp_path_factory):
@@ -63,6 +66,7 @@ def run_root(tmp_path_factory):
         {"recipe": str(recipe("two-then-one")), "set": ["stages.0.steps=3", *rows]},
         {"recipe": str(recipe("named-two")), "set": ["stages.0.steps=4", *named]},
         {"recipe": str(folder / "named-one-then-two.toml"), "set": ["stages.0.steps=4", *named]},
+        {"threads": str(folder / "threads"), "expected": GLOO_THREADS},
     ]  # fmt: skip
     run_together(jobs, folder, num_ranks=2)
     train(read_recipe(folder / "two-then-one.toml", "stages.0.steps=5", *rows), device="cpu")
@@ -96,6 +100,21 @@ def test_two_ranks_sum_gather_and_broadcast(run_root):
     for rank in range(2):
         found = json.loads((run_root / f"world.{rank}").read_text())
         assert found == {"sum": [2.0, 1.0], "gathered": [{"rank": 0}, {"rank": 1}], "broadcast": 0}
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_run_closes_the_process_groups_it_opened(run_root, rank):
+    """A process has as many threads after a dozen runs as before the first one."""
+    assert (run_root / f"threads.{rank}").read_text() == str(GLOO_THREADS)
+
+
+def test_a_rank_that_crashes_fails_the_test_with_the_stacks_of_its_threads(tmp_path):
+    with pytest.raises(AssertionError) as failure:
+        run_together([{"crash": 1}], tmp_path, num_ranks=2)
+    message = str(failure.value)
+    assert "rank 1: exit code -11" in message
+    assert "in crash" in message, "the Python stack"
+    assert "c10d::ProcessGroupGloo::runLoop" in message, "the stacks of threads that run no Python"
 
 
 @pytest.mark.parametrize("name", VARIANTS)
