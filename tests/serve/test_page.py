@@ -758,8 +758,10 @@ def test_the_policy_allows_nothing_but_files_of_the_server(browser, server):
         assert "innerHTML" not in source
 
 
-def test_the_files_of_the_page_are_small():
+def test_the_files_of_the_page_are_small_and_loaded_at_once():
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= MAX_PAGE_BYTES
+    index = (FOLDER / "index.html").read_text()
+    assert [path.name for path in FOLDER.glob("*.js") if f'"page/{path.name}"' not in index] == []
 
 
 def test_files_of_the_page_are_cached_until_they_change_and_there_are_no_others(server):

@@ -8,6 +8,7 @@ const PUNCTUATION = /[!-/:-@[-`{-~]/;
 const WORD = /[\p{L}\p{N}]/u;
 const BARE_URL = /https?:\/\/[^\s<>"`*|\\^{}[\]]{1,2000}/y;
 const ANGLE_URL = /<(https?:\/\/[^\s<>]{1,2000})>/y;
+const HTTP = /https?:\/\//iy;
 const LINE_BREAK = /<br ?\/?>/iy;
 const RUN = { "*": /\*+/y, _: /_+/y, "~": /~+/y, "`": /`+/y };
 const MAX_RUN = 8;
@@ -202,11 +203,12 @@ class Inline {
     return this.#add(anchor(href, content), target.end);
   }
 
-  /** The address in `(address "title")` and where that ends, or null. */
+  /** The address in `(https://address "title")` and where that ends, or null. */
   #target(from) {
     if (this.#text[from] !== "(") return null;
     const start = this.#skipSpaces(from + 1);
     const isQuoted = this.#text[start] === "<";
+    if (!this.#match(HTTP, isQuoted ? start + 1 : start)) return null;
     const stop = isQuoted ? this.#find(">", start + 1) : this.#endOfAddress(start);
     if (stop === null) return null;
     const address = this.#text.slice(isQuoted ? start + 1 : start, stop);
@@ -270,10 +272,15 @@ class Inline {
         continue;
       }
       const opener = stack[from];
-      const isWrapped = this.#wrap(opener, closer);
+      if (!this.#wrap(opener, closer)) {
+        stack.splice(bottom, at + 1 - bottom); // what encloses this pair would be nested as deeply
+        at = bottom;
+        floors.clear();
+        continue;
+      }
       stack.splice(from + 1, at - from - 1);
       at = from + 1;
-      if (!opener.node.data || !isWrapped) {
+      if (!opener.node.data) {
         stack.splice(from, 1);
         at -= 1;
       }
