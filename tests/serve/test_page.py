@@ -137,7 +137,7 @@ def test_a_dropped_image_is_sent_and_its_answer_streams(page, server):
     give_image(page, DROP, "stripes.png", png_of(91))
     page.wait_for_selector("#thumbs img[alt='stripes.png']")
     page.evaluate(COUNT_GROWTH)
-    ask(page, "what is it", temperature=0, max_tokens=150)
+    ask(page, "what is it", temperature=0, max_tokens=80)
     wait_until_done(page)
     assert page.evaluate("window.numGrown") > 2, "the answer grew in front of the reader"
     figures = page.text_content(".message.assistant .figures")
@@ -145,7 +145,7 @@ def test_a_dropped_image_is_sent_and_its_answer_streams(page, server):
     assert "tokens/s" in figures
     wait_for_growth(server, before, "saccade:request_images_sum", 1)
     image = {"type": "image_url", "image_url": {"url": data_url(picture(56, 84, 91))}}
-    said = server.chat([image, {"type": "text", "text": "what is it"}], max_tokens=150).json()
+    said = server.chat([image, {"type": "text", "text": "what is it"}], max_tokens=80).json()
     assert copied(page, page.locator("text='Copy'")) == said["choices"][0]["message"]["content"]
     assert f"{said['usage']['completion_tokens']} tokens" in figures
 

@@ -203,7 +203,7 @@ class Inline {
     return this.#add(anchor(href, content), target.end);
   }
 
-  /** The address in `(https://address "title")` and where that ends, or null. */
+  /** The address in `(address "title")` and where that ends, or null if that is not HTTP. */
   #target(from) {
     if (this.#text[from] !== "(") return null;
     const start = this.#skipSpaces(from + 1);
