@@ -1,9 +1,10 @@
 """Take the pictures of the page in docs/images from a running server.
 
     saccade quickstart --no-serve && saccade serve quickstart/run/checkpoints/step-00001000 --model-name quickstart
-    python -m bench.page_screenshots http://127.0.0.1:8000 quickstart/held-out.png --question 'What shape is purple?'
+    python -m bench.page_screenshots http://127.0.0.1:8000 quickstart/held-out-*.png --question 'What shape is purple?'
 
-`held-out.png` is a scene of the held-out set. The answers are the server's own. While the status view is photographed, a few clients ask at random times.
+`held-out-*.png` are scenes of the held-out set. The answers are the server's own, except the one that shows Markdown, which no model of
+this size writes. Before the status view is opened, a few clients ask at random times.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import json
 import random
 import shutil
 import threading
@@ -22,6 +24,22 @@ import httpx
 from PIL import Image
 
 QUESTIONS = ("What shape is it?", "What colour is it?")
+MARKDOWN = r"""The receipt has **two items**:
+
+| item | price | number |
+|:-----|------:|:------:|
+| green tea | 2.50 | 2 |
+| cake | 3.20 | 1 |
+
+The total is $2 \cdot 2.50 + 3.20 = 8.20$. In general, with prices $p_i$ and numbers $n_i$:
+
+$$\text{total} = (1 + t) \sum_{i=1}^{N} n_i \, p_i, \qquad t = \frac{\text{tax}}{\text{net}}$$
+
+```python
+total = (1 + tax / net) * sum(n * p for n, p in items)
+```
+"""
+"""An answer that shows what the page renders."""
 VIEWS: dict[str, dict[str, Any]] = {
     "desktop": {"viewport": {"width": 1200, "height": 780}},
     "dark": {"viewport": {"width": 1200, "height": 780}, "color_scheme": "dark"},
@@ -40,7 +58,8 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("images", nargs="+", type=Path)
     parser.add_argument("--question", default=QUESTIONS[0], help="asked about the first image")
-    parser.add_argument("--views", nargs="*", default=[*VIEWS, "status"], choices=[*VIEWS, "status"])
+    names = [*VIEWS, "markdown", "status"]
+    parser.add_argument("--views", nargs="*", default=names, choices=names)
     parser.add_argument("--output", type=Path, default=Path("docs/images"))
     parser.add_argument("--load-s", type=float, default=90.0, help="seconds of load before the status view is taken")
     args = parser.parse_args()
@@ -52,36 +71,65 @@ def main() -> None:
         for name in (view for view in VIEWS if view in args.views):
             page = browser.new_context(**VIEWS[name]).new_page()
             page.goto(args.url)
-            talk(page, args.images[0], args.question)
+            talk(page, args.images, args.question)
             save(page, args.output / f"page-{name}.png")
+        if "markdown" in args.views:
+            page = browser.new_context(**VIEWS["desktop"]).new_page()
+            show_markdown(page, args)
         if "status" in args.views:
             status(browser, args)
         browser.close()
 
 
-def talk(page: Any, image: Path, question: str) -> None:
-    """Ask about an image with greedy decoding; where there is space for them, the settings stay open."""
+def talk(page: Any, images: list[Path], question: str) -> None:
+    """Ask about each image in a chat of its own, the first last, with greedy decoding. Where there is space, the history and settings are open."""
     page.click("#open-settings")
     page.fill("#temperature", "0")
-    if page.viewport_size["width"] < 800:
+    is_wide = page.viewport_size["width"] > 800
+    if not is_wide:
         page.click("#close-settings")
+    asked = [*zip(images[1:], QUESTIONS, strict=False), (images[0], question)]
+    for image, text in asked:
+        page.click("#new-chat")
+        ask_page(page, image, text)
+    if is_wide:
+        page.click("#open-history")
+    page.mouse.move(5, 400)
+
+
+def ask_page(page: Any, image: Path, question: str) -> None:
+    """Attach an image, ask, and wait for the answer."""
     page.set_input_files("#files", image)
     page.wait_for_selector("#thumbs img")
     page.fill("#prompt", question)
     page.click("#send")
     page.wait_for_selector(".message.assistant:not(.busy)")
-    page.mouse.move(5, 400)
+
+
+def show_markdown(page: Any, args: argparse.Namespace) -> None:
+    """An answer with a table, maths and code."""
+    chunks = [{"choices": [{"index": 0, "delta": {"content": MARKDOWN}}]}]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.goto(args.url)
+    page.fill("#prompt", "What does the receipt say, and how is the total computed?")
+    page.click("#send")
+    page.wait_for_selector(".message.assistant:not(.busy)")
+    page.locator(".figures").evaluate("node => node.remove()")
+    page.evaluate("document.querySelector('#scroll').scrollTop = 0")
+    save(page, args.output / "page-markdown.png")
 
 
 def status(browser: Any, args: argparse.Namespace) -> None:
-    """The status view after some time under load."""
-    page = browser.new_context(**VIEWS["desktop"] | {"viewport": {"width": 1200, "height": 1080}}).new_page()
-    page.goto(f"{args.url}/#status")
+    """The status view, opened at the end of some time under load."""
     ends_at = time.monotonic() + args.load_s
     clients = [threading.Thread(target=ask, args=(args.url, args.images, ends_at, seed)) for seed in range(6)]
     for client in clients:
         client.start()
-    page.wait_for_timeout(args.load_s * 1000 - 1000)
+    time.sleep(args.load_s - 3)
+    page = browser.new_context(**VIEWS["desktop"] | {"viewport": {"width": 1200, "height": 1080}}).new_page()
+    page.goto(f"{args.url}/#status")
+    page.wait_for_selector("#tiles li")
     save(page, args.output / "page-status.png")
     for client in clients:
         client.join()

@@ -153,11 +153,17 @@ def test_the_server_records_its_metrics_before_anyone_asks(server):
     wait_for_growth(server, before, "vllm:request_success_total", 1)
     totals = wait_until_idle(server)
     deadline, recorded = time.monotonic() + TIMEOUT_S, {"at": []}
-    while not recorded["at"] or recorded["values"]["vllm:request_success_total"][-1] != totals["vllm:request_success_total"]:
+    while (
+        not recorded["at"]
+        or recorded["values"]["vllm:request_success_total"][-1] != totals["vllm:request_success_total"]
+    ):
         assert time.monotonic() < deadline, recorded
         time.sleep(0.1)
         recorded = server.http.get("/metrics/history").json()
-    assert sum(filter(None, recorded["increases"]["vllm:generation_tokens_total"])) == totals["vllm:generation_tokens_total"]
+    assert (
+        sum(filter(None, recorded["increases"]["vllm:generation_tokens_total"]))
+        == totals["vllm:generation_tokens_total"]
+    )
     first_token = recorded["histograms"]["vllm:time_to_first_token_seconds"]
     counted = sum(count for sample in first_token["observations"] for _, count in sample)
     assert counted == totals["vllm:time_to_first_token_seconds_count"]

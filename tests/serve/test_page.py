@@ -362,7 +362,13 @@ def test_answers_are_rendered_as_markdown_and_code_is_copied(page):
     assert answer.locator("tbody td >> text=a|b").count() == 1
     right = answer.locator("tbody td").nth(1).evaluate("node => getComputedStyle(node).textAlign")
     assert right == "right"
-    for tag, text in (("strong", "total"), ("em", "about"), ("del", "11"), ("p > code", "12"), ("blockquote", "quoted")):
+    for tag, text in (
+        ("strong", "total"),
+        ("em", "about"),
+        ("del", "11"),
+        ("p > code", "12"),
+        ("blockquote", "quoted"),
+    ):
         assert answer.locator(tag).text_content() == text
     assert answer.locator("ol > li").count() == 2
     assert answer.locator("ol ul > li").text_content() == "nested"
@@ -402,8 +408,19 @@ def test_links_are_http_only_and_images_are_never_loaded(browser, server):
     with open_page(browser, server.url, expects=["TrustedHTML"]) as page:
         for text, html in cases.items():
             assert page.evaluate(RENDER, text) == html
-        huge = ["> " * 5000 + "x", "*a **b " * 3000 + "b** a* " * 3000, "[" * 20000 + "](" * 20000, "`" * 9999 + "$ " * 9999]
-        huge += ["- " * 3000, "| a " * 5000 + "\n" + "|-" * 5000, "\\[\n" * 5000, "!" + "[a](" * 9000, "${" * 2000 + "$"]
+        huge = [
+            "> " * 5000 + "x",
+            "*a **b " * 3000 + "b** a* " * 3000,
+            "[" * 20000 + "](" * 20000,
+            "`" * 9999 + "$ " * 9999,
+        ]
+        huge += [
+            "- " * 3000,
+            "| a " * 5000 + "\n" + "|-" * 5000,
+            "\\[\n" * 5000,
+            "!" + "[a](" * 9000,
+            "${" * 2000 + "$",
+        ]
         assert max(page.evaluate(DEPTH, huge)) < 60
 
 
@@ -415,15 +432,15 @@ def test_formulas_become_mathml_and_unknown_commands_stay_source(page):
         r"\sqrt[3]{2}": "mroot(mn(2) mn(3))",
         r"\sum_{i=1}^n i": "mrow(munderover(mo(∑) mrow(mi(i) mo(=) mn(1)) mi(n)) mi(i))",
         r"\int_0^1": "msubsup(mo(∫) mn(0) mn(1))",
-        r"\lim_{x \to 0} f'": "mrow(munder(mo(lim) mrow(mi(x) mo(→) mn(0))) mspace() msup(mi(f) mo(′)))",
+        r"\lim_{x \to 0} f'": "mrow(munder(mo(lim) mrow(mi(x) mo(→) mn(0))) mspace() msup(mi(f) mo(′)))",  # noqa: RUF001
         r"a \sin b": "mrow(mi(a) mspace() mi(sin) mspace() mi(b))",
         r"\left( \frac{a}{b} \right]": "mrow(mo(() mfrac(mi(a) mi(b)) mo(]))",
-        r"\mathbb{R} \mathbf{v} \mathrm{d}": "mrow(mi(ℝ) mi(𝐯) mi(d))",
+        r"\mathbb{R} \mathbf{v} \mathrm{d}": "mrow(mi(ℝ) mi(𝐯) mi(d))",  # noqa: RUF001
         r"\text{if } x": "mrow(mtext(if\u00a0) mi(x))",
         r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}": "mrow(mo([) mtable(mtr(mtd(mn(1)) mtd(mn(2))) mtr(mtd(mn(3)) mtd(mn(4)))) mo(]))",
         r"\begin{cases} 1 & x \\ 0 \end{cases}": "mrow(mo({) mtable(mtr(mtd(mn(1)) mtd(mi(x))) mtr(mtd(mn(0)))) mo())",
         r"a &= b \\ c &= d": "mtable(mtr(mtd(mi(a)) mtd(mo(=) mi(b))) mtr(mtd(mi(c)) mtd(mo(=) mi(d))))",
-        r"\hat{y} \not= \alpha \times -1": "mrow(mover(mi(y) mo(^)) mo(=\u0338) mi(α) mo(×) mo(−) mn(1))",
+        r"\hat{y} \not= \alpha \times -1": "mrow(mover(mi(y) mo(^)) mo(=\u0338) mi(α) mo(×) mo(−) mn(1))",  # noqa: RUF001
         r"\binom{n}{k} \Big| 50\%": "mrow(mrow(mo(() mfrac(mi(n) mi(k)) mo())) mo(|) mn(50) mi(%))",
         r"\operatorname*{argmax}_x": "munder(mo(argmax) mi(x))",
         r"\newcommand{\x}{y}": "source",
@@ -608,7 +625,13 @@ def test_a_video_is_sent_and_answered_and_one_that_is_too_large_is_not_sent(brow
 
 def test_sampling_options_are_sent_as_the_api_names_them_and_bad_ones_are_named(page):
     answer_with(page, canned("yes"))
-    numbers = {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+    numbers = {
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+    }
     with page.expect_request("**/v1/chat/completions") as asked:
         ask(page, "all of them", **numbers, stop_texts="END\n###", seed=7)
     wait_until_done(page)
@@ -639,14 +662,19 @@ def test_sampling_options_are_sent_as_the_api_names_them_and_bad_ones_are_named(
 
 
 def test_an_answer_in_a_json_schema_is_shown_indented(page):
-    schema = {"type": "object", "properties": {"is_red": {"type": "boolean"}}, "required": ["is_red"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"is_red": {"type": "boolean"}},
+        "required": ["is_red"],
+        "additionalProperties": False,
+    }
     ask(page, "is it red", format="json_schema", schema=json.dumps(schema), max_tokens=60, temperature=0)
     wait_until_done(page)
     said = copied(page, page.locator("text='Copy'"))
     value = json.loads(said)["is_red"]
     assert page.locator(f"{ANSWER} pre").text_content() == json.dumps({"is_red": value}, indent=2)
     indented = """async (text) => (await import("./page/json.js")).indentJson(text)"""
-    tree = {"a": [1, {"b": "x, {y}: \"z\""}], "empty": {}, "none": [], "big": 12345678901234567890}
+    tree = {"a": [1, {"b": 'x, {y}: "z"'}], "empty": {}, "none": [], "big": 12345678901234567890}
     assert page.evaluate(indented, json.dumps(tree)) == json.dumps(tree, indent=2)
     assert page.evaluate(indented, '{"a": [1, "unfini') == '{\n  "a": [\n    1,\n    "unfini'
 

@@ -8,12 +8,14 @@ const PRINTABLE = /^[!-~]+$/; // what a header can have
 let asking = null;
 let onChange = () => {};
 
-/** Ask for a key until the server takes it or the reader gives up; whether there is a key now. There is one dialog at a time. */
-export function askForKey() {
+/** Ask for a key until the server takes it or the reader gives up; whether it was taken. There is one dialog at a time.
+ *  `isNeeded`: the server has refused a request. */
+export function askForKey(isNeeded = true) {
   asking ??= new Promise((resolve) => {
     const dialog = find("key-dialog");
+    find("key-title").textContent = isNeeded ? "This server needs an API key" : "API key of this server";
     find("api-key").value = "";
-    find("key-problem").textContent = apiKey.get() ? "The server refuses the key that this tab has." : "";
+    find("key-problem").textContent = isNeeded && apiKey.get() ? "The server refuses the key that this tab has." : "";
     dialog.returnValue = "";
     dialog.addEventListener("close", () => {
       asking = null;
@@ -57,8 +59,8 @@ export function setUpKey(listener) {
     if (key) tryKey(key);
   });
   find("cancel-key").addEventListener("click", () => find("key-dialog").close(""));
-  find("enter-key").addEventListener("click", askForKey);
-  find("change-key").addEventListener("click", askForKey);
+  find("enter-key").addEventListener("click", () => askForKey());
+  find("change-key").addEventListener("click", () => askForKey(false));
   find("forget-key").addEventListener("click", () => {
     apiKey.set("");
     onChange();
