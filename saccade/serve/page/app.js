@@ -18,7 +18,10 @@ function showView() {
   const isStatus = location.hash === "#status";
   find("view-chat").hidden = isStatus;
   find("view-status").hidden = !isStatus;
-  for (const [tab, isCurrent] of [[find("tab-chat"), !isStatus], [find("tab-status"), isStatus]]) {
+  for (const [tab, isCurrent] of [
+    [find("tab-chat"), !isStatus],
+    [find("tab-status"), isStatus],
+  ]) {
     if (isCurrent) tab.setAttribute("aria-current", "page");
     else tab.removeAttribute("aria-current");
   }

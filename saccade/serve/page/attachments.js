@@ -54,7 +54,9 @@ function addFiles(files, onProblem) {
         render();
       } catch (error) {
         if (!(error instanceof TypeError) && error.name !== "NotReadableError") throw error;
-        onProblem(`${file.name || "The file"} is neither an image that this browser can read (PNG, JPEG, WebP, GIF) nor a video (MP4, MOV, WebM, MKV, AVI).`);
+        onProblem(
+          `${file.name || "The file"} is neither an image that this browser can read (PNG, JPEG, WebP, GIF) nor a video (MP4, MOV, WebM, MKV, AVI).`,
+        );
       }
     }
     if (attached.length) announce(`${attached.length} ${attached.length === 1 ? "file" : "files"} attached`);
@@ -73,15 +75,37 @@ function thumbnail(media) {
     render();
     find("prompt").focus();
   };
-  const cross = drawing("svg", { viewBox: "0 0 24 24", "aria-hidden": "true" }, drawing("path", { d: "M5 5l14 14M19 5 5 19" }));
-  return element("li", {}, preview(media), element("button", { type: "button", class: "remove", "aria-label": `Remove ${media.name}`, click: remove }, cross));
+  const cross = drawing(
+    "svg",
+    { viewBox: "0 0 24 24", "aria-hidden": "true" },
+    drawing("path", { d: "M5 5l14 14M19 5 5 19" }),
+  );
+  return element(
+    "li",
+    {},
+    preview(media),
+    element("button", { type: "button", class: "remove", "aria-label": `Remove ${media.name}`, click: remove }, cross),
+  );
 }
 
 /** An image that opens large, or a video. */
 export function preview(media) {
-  if (media.isVideo) return element("video", { src: media.url, controls: true, muted: true, playsinline: true, preload: "metadata", title: media.name, "aria-label": `Video ${media.name}` });
+  if (media.isVideo)
+    return element("video", {
+      src: media.url,
+      controls: true,
+      muted: true,
+      playsinline: true,
+      preload: "metadata",
+      title: media.name,
+      "aria-label": `Video ${media.name}`,
+    });
   const image = element("img", { src: media.url, alt: media.name });
-  return element("button", { type: "button", class: "zoom", "aria-label": `Enlarge ${media.name}`, click: () => openLightbox(media) }, image);
+  return element(
+    "button",
+    { type: "button", class: "zoom", "aria-label": `Enlarge ${media.name}`, click: () => openLightbox(media) },
+    image,
+  );
 }
 
 /** The attached files once all that were added have been read. */

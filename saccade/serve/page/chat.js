@@ -25,15 +25,23 @@ function fresh() {
   return { id: randomId(), created: Date.now(), messages: [], isDeleted: false };
 }
 
-/** Set what the conversation reports to (`onBusy(isBusy)`, `onProblem(sentence)`, `onKept()`) and show the one that this tab had open. */
+/** Set what the conversation reports to (`onBusy(isBusy)`, `onProblem(sentence)`, `onKept()`) and show the one that
+ *  this tab had open. */
 export async function setUpChat(given) {
   report = given;
-  maxBodyBytes().then((bytes) => { maxBytes = bytes; }, () => {});
-  const id = recall(OPEN);
-  if (id) await openChat(id);
+  maxBodyBytes().then(
+    (bytes) => {
+      maxBytes = bytes;
+    },
+    () => {},
+  );
+  const found = recall(OPEN) && (await history.load(recall(OPEN)));
+  if (found && !conversation.messages.length) show(found); // unless a question was quicker
 }
 
-export const setModel = (name) => { model = name; };
+export const setModel = (name) => {
+  model = name;
+};
 export const isBusy = () => running !== null;
 export const current = () => conversation;
 
@@ -57,9 +65,12 @@ export function forget() {
 /** Show a kept conversation. */
 export async function openChat(id) {
   const found = await history.load(id);
-  if (!found) return;
+  if (found) show(found);
+}
+
+function show(found) {
   replace({ ...found, isDeleted: false });
-  remember(OPEN, id);
+  remember(OPEN, found.id);
   for (const message of conversation.messages) {
     if (message.role === "user") showMessage(message);
     else showAnswer(message).end();
@@ -107,7 +118,9 @@ function fits(messages) {
   const bytes = messages.flatMap(({ media }) => media).reduce((sum, { sentBytes }) => sum + sentBytes, 0);
   if (bytes < maxBytes) return true;
   const size = (number) => `${(number / 2 ** 20).toFixed(1)} MiB`;
-  report.onProblem(`The images and videos of this chat take ${size(bytes)} in a request; the server takes ${size(maxBytes)}. Remove some of them or start a new chat.`);
+  report.onProblem(
+    `The images and videos of this chat take ${size(bytes)} in a request; the server takes ${size(maxBytes)}. Remove some of them or start a new chat.`,
+  );
   return false;
 }
 
@@ -165,7 +178,13 @@ async function answer(settings) {
   keep(owner);
   let failure = null;
   try {
-    message.note = await receive(message, view, requestBody(said, settings, await dataUrls(said)), controller.signal, () => keepSoon(owner));
+    message.note = await receive(
+      message,
+      view,
+      requestBody(said, settings, await dataUrls(said)),
+      controller.signal,
+      () => keepSoon(owner),
+    );
     announce(message.text);
   } catch (error) {
     message.note = error.name === "AbortError" ? "Stopped." : "";
@@ -178,7 +197,8 @@ async function answer(settings) {
     report.onBusy(false);
   }
   keep(owner);
-  if (failure?.status === 401 && (await askForKey()) && owner === conversation && owner.messages.at(-1) === message) answerAgain(message);
+  if (failure?.status === 401 && (await askForKey()) && owner === conversation && owner.messages.at(-1) === message)
+    answerAgain(message);
 }
 
 /** Stream the answer into its message; returns the note that belongs under it. */
@@ -221,7 +241,9 @@ async function keep(owner) {
   try {
     await history.save(owner);
   } catch (error) {
-    report.onProblem(`This conversation could not be saved in the browser (${error.name}). Delete older ones in History, or export it.`);
+    report.onProblem(
+      `This conversation could not be saved in the browser (${error.name}). Delete older ones in History, or export it.`,
+    );
   }
   report.onKept();
 }

@@ -2,7 +2,8 @@
 
 import { announce, button, element } from "./dom.js";
 
-/** Copy a text; returns whether the browser did. Pages without TLS have no clipboard API: there a selection is copied. */
+/** Copy a text; returns whether the browser did. Pages without TLS have no clipboard API: there a selection is
+ *  copied. */
 export async function copyText(text) {
   if (navigator.clipboard) {
     try {
@@ -25,12 +26,18 @@ export async function copyText(text) {
 
 /** A button that copies what `text()` returns and says so. */
 export function copyButton(label, text, properties = {}) {
-  const node = button(label, async () => {
-    const isCopied = await copyText(await text());
-    node.textContent = isCopied ? "Copied" : "Not copied";
-    announce(node.textContent);
-    setTimeout(() => { node.textContent = label; }, 1500);
-  }, properties);
+  const node = button(
+    label,
+    async () => {
+      const isCopied = await copyText(await text());
+      node.textContent = isCopied ? "Copied" : "Not copied";
+      announce(node.textContent);
+      setTimeout(() => {
+        node.textContent = label;
+      }, 1500);
+    },
+    properties,
+  );
   return node;
 }
 

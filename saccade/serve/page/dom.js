@@ -4,7 +4,8 @@ const SVG = "http://www.w3.org/2000/svg";
 
 export const find = (id) => document.getElementById(id);
 
-/** An element with attributes and children. A property that is a function is an event listener; strings become text nodes. */
+/** An element with attributes and children. A property that is a function is an event listener; strings become text
+ *  nodes. */
 export function element(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }

@@ -1,5 +1,5 @@
-// Conversations kept in this browser, in IndexedDB: texts in one store, images and videos in another. The key is never part of them. Where the
-// browser has no storage, nothing is kept and the page works without.
+// Conversations kept in this browser, in IndexedDB: texts in one store, images and videos in another. The key is never
+// part of them. Where the browser has no storage, nothing is kept and the page works without.
 
 import { Media } from "./media.js";
 import { dataUrls, turn } from "./request.js";
@@ -89,14 +89,21 @@ export async function list() {
 export async function load(id) {
   const opened = await stores("readonly");
   if (!opened) return null;
-  const [saved, files] = await Promise.all([settled(opened.conversations.get(id)), settled(opened.media.index("conversation").getAll(id))]);
+  const [saved, files] = await Promise.all([
+    settled(opened.conversations.get(id)),
+    settled(opened.media.index("conversation").getAll(id)),
+  ]);
   if (!saved) return null;
   const media = new Map(files.map((file) => [file.id, new Media(file)]));
-  const messages = saved.messages.map((message) => ({ ...message, media: message.media.map((one) => media.get(one)).filter(Boolean) }));
+  const messages = saved.messages.map((message) => ({
+    ...message,
+    media: message.media.map((one) => media.get(one)).filter(Boolean),
+  }));
   return { id, created: saved.created, messages };
 }
 
-/** Save a conversation as it is now. Images and videos are written once, and removed when no message has them any more. */
+/** Save a conversation as it is now. Images and videos are written once, and removed when no message has them any
+ *  more. */
 export async function save({ id, created, messages }) {
   const record = {
     id,
@@ -104,11 +111,15 @@ export async function save({ id, created, messages }) {
     updated: Date.now(),
     title: titleOf({ messages }),
     messages: messages.map((message) => ({
-      ...Object.fromEntries(SAVED_FIELDS.filter((name) => message[name] !== undefined).map((name) => [name, message[name]])),
+      ...Object.fromEntries(
+        SAVED_FIELDS.filter((name) => message[name] !== undefined).map((name) => [name, message[name]]),
+      ),
       media: message.media.map((one) => one.id),
     })),
   };
-  const files = messages.flatMap(({ media }) => media).map(({ id: mediaId, name, blob }) => ({ id: mediaId, conversation: id, name, blob }));
+  const files = messages
+    .flatMap(({ media }) => media)
+    .map(({ id: mediaId, name, blob }) => ({ id: mediaId, conversation: id, name, blob }));
   const opened = isKept() ? await stores("readwrite") : null;
   if (!opened) return;
   opened.conversations.put(record);
@@ -136,7 +147,8 @@ export async function removeAll() {
   await opened.ended;
 }
 
-/** Conversations as a JSON file: messages in OpenAI's form with their images and videos, and the settings of each answer. */
+/** Conversations as a JSON file: messages in OpenAI's form with their images and videos, and the settings of each
+ *  answer. */
 export async function exported(conversations) {
   const written = [];
   for (const { id, created, messages } of conversations) {
@@ -145,7 +157,10 @@ export async function exported(conversations) {
       id,
       title: titleOf({ messages }),
       created: new Date(created).toISOString(),
-      messages: messages.map((message) => ({ ...turn(message, urlOf), ...(message.settings ? { settings: message.settings } : {}) })),
+      messages: messages.map((message) => ({
+        ...turn(message, urlOf),
+        ...(message.settings ? { settings: message.settings } : {}),
+      })),
     });
   }
   const content = { format: "saccade-conversations", version: 1, conversations: written };

@@ -34,7 +34,9 @@ export async function showHistory() {
   const [entries, canKeep] = [await history.list(), await history.canKeep()];
   find("history-note").textContent = !canKeep
     ? "This browser does not let the page store conversations: they last until the page is closed."
-    : entries.length ? "" : "No conversations yet.";
+    : entries.length
+      ? ""
+      : "No conversations yet.";
   find("conversations").replaceChildren(...entries.map(entry));
   for (const id of ["export-history", "delete-history"]) find(id).disabled = entries.length === 0;
   find("export-chat").disabled = chat.current().messages.length === 0;
@@ -49,11 +51,18 @@ function entry({ id, title, updated }) {
     await chat.openChat(id);
     await showHistory();
   };
-  const label = [element("span", { class: "title" }, title), element("time", { datetime: when.toISOString() }, when.toLocaleString())];
+  const label = [
+    element("span", { class: "title" }, title),
+    element("time", { datetime: when.toISOString() }, when.toLocaleString()),
+  ];
   return element(
     "li",
     {},
-    element("button", { type: "button", class: "open", "aria-current": isCurrent ? "true" : null, click: open }, ...label),
+    element(
+      "button",
+      { type: "button", class: "open", "aria-current": isCurrent ? "true" : null, click: open },
+      ...label,
+    ),
     button("Export", () => exportOne(id), { "aria-label": `Export ${title}` }),
     button("Delete", () => deleteOne(id, title), { "aria-label": `Delete ${title}` }),
   );

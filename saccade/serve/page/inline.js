@@ -1,5 +1,5 @@
-// Inline Markdown to DOM nodes: emphasis, code, links, maths. There is no HTML: what is not Markdown stays text. Images are links: nothing
-// that a model writes is loaded.
+// Inline Markdown to DOM nodes: emphasis, code, links, maths. There is no HTML: what is not Markdown stays text. Images
+// are links: nothing that a model writes is loaded.
 
 import { element } from "./dom.js";
 import { maths } from "./tex.js";
@@ -66,19 +66,30 @@ class Inline {
   /** Whether something other than plain text begins here; it is taken then. */
   #special(character) {
     switch (character) {
-      case "\\": return this.#escape();
-      case "`": return this.#code();
-      case "$": return this.#dollars();
+      case "\\":
+        return this.#escape();
+      case "`":
+        return this.#code();
+      case "$":
+        return this.#dollars();
       case "*":
       case "_":
-      case "~": return this.#delimiter(character);
-      case "!": return this.#text[this.#at + 1] === "[" && this.#openBracket("![");
-      case "[": return this.#openBracket("[");
-      case "]": return this.#closeBracket();
-      case "<": return this.#angle();
-      case "h": return this.#bareUrl();
-      case "\n": return this.#lineBreak(this.#at + 1);
-      default: return false;
+      case "~":
+        return this.#delimiter(character);
+      case "!":
+        return this.#text[this.#at + 1] === "[" && this.#openBracket("![");
+      case "[":
+        return this.#openBracket("[");
+      case "]":
+        return this.#closeBracket();
+      case "<":
+        return this.#angle();
+      case "h":
+        return this.#bareUrl();
+      case "\n":
+        return this.#lineBreak(this.#at + 1);
+      default:
+        return false;
     }
   }
 
@@ -173,7 +184,8 @@ class Inline {
     const found = this.#match(BARE_URL);
     if (!found) return false;
     let address = found[0];
-    const isSurplus = () => /[.,:;!?'_~$]$/.test(address) || (address.endsWith(")") && address.split("(").length < address.split(")").length);
+    const isSurplus = () =>
+      /[.,:;!?'_~$]$/.test(address) || (address.endsWith(")") && address.split("(").length < address.split(")").length);
     while (isSurplus()) address = address.slice(0, -1);
     const href = safeUrl(address);
     return href !== null && this.#add(anchor(href, address), this.#at + address.length);

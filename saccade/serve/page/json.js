@@ -1,4 +1,5 @@
-// JSON for people: indented without being parsed, so that it is readable while it streams and no digit of a number changes.
+// JSON for people: indented without being parsed, so that it is readable while it streams and no digit of a number
+// changes.
 
 /** The text with line breaks and indentation between its tokens. */
 export function indentJson(text) {

@@ -17,10 +17,14 @@ export function askForKey(isNeeded = true) {
     find("api-key").value = "";
     find("key-problem").textContent = isNeeded && apiKey.get() ? "The server refuses the key that this tab has." : "";
     dialog.returnValue = "";
-    dialog.addEventListener("close", () => {
-      asking = null;
-      resolve(dialog.returnValue === "accepted");
-    }, { once: true });
+    dialog.addEventListener(
+      "close",
+      () => {
+        asking = null;
+        resolve(dialog.returnValue === "accepted");
+      },
+      { once: true },
+    );
     dialog.showModal();
     find("api-key").focus();
   });
@@ -70,7 +74,9 @@ export function setUpKey(listener) {
 /** Say in the settings whether this tab has a key. */
 export function showKey() {
   const hasKey = Boolean(apiKey.get());
-  find("key-state").textContent = hasKey ? "This tab has a key. It is forgotten when the tab is closed." : "This tab has no key.";
+  find("key-state").textContent = hasKey
+    ? "This tab has a key. It is forgotten when the tab is closed."
+    : "This tab has no key.";
   find("change-key").textContent = hasKey ? "Change key" : "Enter key";
   find("forget-key").hidden = !hasKey;
 }

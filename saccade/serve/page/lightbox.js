@@ -24,7 +24,10 @@ export function openLightbox(media) {
 /** 1 fits the image into the window. */
 function setScale(wanted) {
   const pane = find("lightbox-pane");
-  const centre = [(pane.scrollLeft + pane.clientWidth / 2) / pane.scrollWidth, (pane.scrollTop + pane.clientHeight / 2) / pane.scrollHeight];
+  const centre = [
+    (pane.scrollLeft + pane.clientWidth / 2) / pane.scrollWidth,
+    (pane.scrollTop + pane.clientHeight / 2) / pane.scrollHeight,
+  ];
   scale = Math.min(MAX_SCALE, Math.max(1, wanted));
   const image = find("lightbox-image");
   image.style.width = scale === 1 ? "" : `${scale * 100}%`;
@@ -57,10 +60,14 @@ export function setUpLightbox() {
 function setUpPane(pane) {
   let grabbed = null;
   let hasMoved = false;
-  pane.addEventListener("wheel", (event) => {
-    event.preventDefault();
-    setScale(scale * (event.deltaY < 0 ? STEP ** 0.5 : STEP ** -0.5));
-  }, { passive: false });
+  pane.addEventListener(
+    "wheel",
+    (event) => {
+      event.preventDefault();
+      setScale(scale * (event.deltaY < 0 ? STEP ** 0.5 : STEP ** -0.5));
+    },
+    { passive: false },
+  );
   pane.addEventListener("pointerdown", (event) => {
     if (event.pointerType === "touch") return; // scrolls by itself
     grabbed = { x: event.clientX + pane.scrollLeft, y: event.clientY + pane.scrollTop };
@@ -72,7 +79,9 @@ function setUpPane(pane) {
     hasMoved ||= Math.abs(event.movementX) + Math.abs(event.movementY) > 1;
     pane.scrollTo(grabbed.x - event.clientX, grabbed.y - event.clientY);
   });
-  pane.addEventListener("pointerup", () => { grabbed = null; });
+  pane.addEventListener("pointerup", () => {
+    grabbed = null;
+  });
   pane.addEventListener("dblclick", () => setScale(scale === 1 ? STEP ** 2 : 1));
   pane.addEventListener("click", (event) => {
     if (shown && event.target === pane && !hasMoved && scale === 1) find("lightbox").close();

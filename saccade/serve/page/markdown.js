@@ -1,4 +1,5 @@
-// Markdown to DOM nodes: blocks here, what is inside them in inline.js. Line breaks are kept, since models read text line by line.
+// Markdown to DOM nodes: blocks here, what is inside them in inline.js. Line breaks are kept, since models read text
+// line by line.
 
 import { copyButton } from "./clipboard.js";
 import { element } from "./dom.js";
@@ -11,7 +12,10 @@ const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +|$)/;
 const DELIMITER_ROW = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *$/;
-const DISPLAY = [["$$", "$$"], ["\\[", "\\]"]];
+const DISPLAY = [
+  ["$$", "$$"],
+  ["\\[", "\\]"],
+];
 const ENVIRONMENT = /^ *\\begin\{((?:align|gather|equation|multline)\*?)\}/;
 const TASK = /^\[([ xX])\] /;
 const MAX_DEPTH = 12;
@@ -42,12 +46,25 @@ export class MarkdownView {
 
 /** A block of code with a button that copies it. */
 export function codeBlock(code, language) {
-  const head = element("div", { class: "code-head" }, element("span", {}, language || "code"), copyButton("Copy code", () => code));
-  return element("div", { class: "code" }, head, element("pre", { tabindex: 0, role: "region", "aria-label": "Code" }, element("code", {}, code)));
+  const head = element(
+    "div",
+    { class: "code-head" },
+    element("span", {}, language || "code"),
+    copyButton("Copy code", () => code),
+  );
+  return element(
+    "div",
+    { class: "code" },
+    head,
+    element("pre", { tabindex: 0, role: "region", "aria-label": "Code" }, element("code", {}, code)),
+  );
 }
 
 function linesOf(text) {
-  return text.replace(/\r\n?/g, "\n").split("\n").map((line) => line.replace(/^[ \t]+/, (space) => space.replaceAll("\t", "    ")));
+  return text
+    .replace(/\r\n?/g, "\n")
+    .split("\n")
+    .map((line) => line.replace(/^[ \t]+/, (space) => space.replaceAll("\t", "    ")));
 }
 
 /** Blocks in order: their source, and how to make their node. */
@@ -71,7 +88,13 @@ const renderAll = (lines, depth) => parseBlocks(lines, depth).map(({ render }) =
 /** What begins at a line if that is not a paragraph. */
 function special(lines, at, depth) {
   return (
-    fence(lines, at) ?? heading(lines, at) ?? rule(lines, at) ?? quote(lines, at, depth) ?? list(lines, at, depth) ?? table(lines, at) ?? display(lines, at)
+    fence(lines, at) ??
+    heading(lines, at) ??
+    rule(lines, at) ??
+    quote(lines, at, depth) ??
+    list(lines, at, depth) ??
+    table(lines, at) ??
+    display(lines, at)
   );
 }
 
@@ -87,7 +110,21 @@ function interrupts(lines, at) {
 function paragraph(lines, at, depth) {
   let end = at + 1;
   while (end < lines.length && (depth < MAX_DEPTH ? !interrupts(lines, end) : lines[end].trim())) end += 1;
-  return { end, render: () => element("p", {}, inline(lines.slice(at, end).map((line) => line.trimStart()).join("\n").trimEnd())) };
+  return {
+    end,
+    render: () =>
+      element(
+        "p",
+        {},
+        inline(
+          lines
+            .slice(at, end)
+            .map((line) => line.trimStart())
+            .join("\n")
+            .trimEnd(),
+        ),
+      ),
+  };
 }
 
 function fence(lines, at) {
@@ -98,7 +135,10 @@ function fence(lines, at) {
   const isClosing = (line) => line.trim().length >= mark.length && line.trim() === mark[0].repeat(line.trim().length);
   let end = at + 1;
   while (end < lines.length && !isClosing(lines[end])) end += 1;
-  const code = lines.slice(at + 1, end).map((line) => dedent(line, indent)).join("\n");
+  const code = lines
+    .slice(at + 1, end)
+    .map((line) => dedent(line, indent))
+    .join("\n");
   return { end: Math.min(end + 1, lines.length), render: () => codeBlock(code, language.trim().split(" ")[0]) };
 }
 
@@ -148,7 +188,10 @@ function list(lines, at, depth) {
   while (!lines[end - 1].trim()) end -= 1;
   const tag = isOrdered(first) ? "ol" : "ul";
   const start = isOrdered(first) ? parseInt(first[2], 10) : 1;
-  return { end, render: () => element(tag, { start: start === 1 ? null : start }, ...items.map((one) => listItem(one, depth))) };
+  return {
+    end,
+    render: () => element(tag, { start: start === 1 ? null : start }, ...items.map((one) => listItem(one, depth))),
+  };
 }
 
 function endOfItem(lines, at, item) {
@@ -175,7 +218,13 @@ function listItem(lines, depth) {
   const text = task ? [lines[0].slice(task[0].length), ...lines.slice(1)] : lines;
   const nodes = renderAll(text, depth + 1);
   const content = nodes.flatMap((node, index) => (index === 0 && node.tagName === "P" ? [...node.childNodes] : [node]));
-  const mark = task && element("span", { class: "task", role: "img", "aria-label": task[1] === " " ? "to do" : "done" }, task[1] === " " ? "☐" : "☑");
+  const mark =
+    task &&
+    element(
+      "span",
+      { class: "task", role: "img", "aria-label": task[1] === " " ? "to do" : "done" },
+      task[1] === " " ? "☐" : "☑",
+    );
   return element("li", { class: task ? "task-item" : null }, mark, ...content);
 }
 
@@ -211,7 +260,13 @@ function alignment(cell) {
 
 function renderTable(head, alignments, rows) {
   const row = (tag, texts) =>
-    element("tr", {}, ...alignments.map((side, column) => element(tag, { class: side, scope: tag === "th" ? "col" : null }, inline(texts[column] ?? ""))));
+    element(
+      "tr",
+      {},
+      ...alignments.map((side, column) =>
+        element(tag, { class: side, scope: tag === "th" ? "col" : null }, inline(texts[column] ?? "")),
+      ),
+    );
   const body = element("tbody", {}, ...rows.map((texts) => row("td", texts)));
   const content = element("table", {}, element("thead", {}, row("th", head)), body);
   return element("div", { class: "table", tabindex: 0, role: "region", "aria-label": "Table" }, content);
@@ -236,5 +291,9 @@ function display(lines, at) {
   const stop = text.indexOf(closing);
   if (!text.slice(0, stop).trim() || !/^[ .,;]*$/.test(text.slice(stop + closing.length))) return null;
   const source = text.slice(0, environment ? stop + closing.length : stop);
-  return { end: end + 1, render: () => element("div", { class: "formula" }, maths(source, true) ?? element("code", { class: "tex" }, source)) };
+  return {
+    end: end + 1,
+    render: () =>
+      element("div", { class: "formula" }, maths(source, true) ?? element("code", { class: "tex" }, source)),
+  };
 }

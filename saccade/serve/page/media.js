@@ -67,7 +67,9 @@ function videoType(file) {
 /** The image itself, or a JPEG of at most MAX_SIDE if it is large or in a format servers may not read. */
 async function fitting(blob) {
   if (!blob.type.startsWith("image/")) throw new TypeError("not an image");
-  const bitmap = await createImageBitmap(blob).catch(() => { throw new TypeError("not readable"); });
+  const bitmap = await createImageBitmap(blob).catch(() => {
+    throw new TypeError("not readable");
+  });
   if (SENT_AS_IS.has(blob.type) && blob.size <= MAX_IMAGE_BYTES) return blob;
   const scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
   const canvas = new OffscreenCanvas(Math.round(bitmap.width * scale), Math.round(bitmap.height * scale));

@@ -26,7 +26,12 @@ function renderQuestion(message, onEdited) {
   message.node.replaceChildren(
     element("span", { class: "unseen" }, "You:"),
     ...(files.length ? [element("ul", { class: "pictures", "aria-label": "Images and videos" }, ...files)] : []),
-    element("div", { class: "said" }, button("Edit", message.edit), message.text ? element("div", { class: "text" }, message.text) : null),
+    element(
+      "div",
+      { class: "said" },
+      button("Edit", message.edit),
+      message.text ? element("div", { class: "text" }, message.text) : null,
+    ),
   );
 }
 
@@ -59,7 +64,8 @@ export class AnswerView {
   #markdown = new MarkdownView(this.#text);
   #frame = null;
 
-  /** `actions`: `before()` has the messages before it, `again()` answers again, `onGrown()` is called when it is higher. */
+  /** `actions`: `before()` has the messages before it, `again()` answers again, `onGrown()` is called when it is
+   *  higher. */
   constructor(message, actions) {
     this.#message = message;
     this.#actions = actions;

@@ -33,7 +33,8 @@ export class Recording {
     }
   }
 
-  /** The spans of a chart, few enough to be drawn. They begin at multiples of their length, so that they stay the same as time passes. */
+  /** The spans of a chart, few enough to be drawn. They begin at multiples of their length, so that they stay the
+   *  same as time passes. */
   columns() {
     const span = this.intervalS * Math.max(1, Math.ceil(this.at.length / MAX_COLUMNS));
     const columns = [];
@@ -95,7 +96,8 @@ export class Recording {
     if (left === 0) return null;
     for (const [bucket, count] of counts.entries()) {
       const low = bucket === 0 ? 0 : bounds[bucket - 1];
-      if (count > 0 && left <= count) return bucket === bounds.length ? low : low + ((bounds[bucket] - low) * left) / count;
+      if (count > 0 && left <= count)
+        return bucket === bounds.length ? low : low + ((bounds[bucket] - low) * left) / count;
       left -= count;
     }
     return bounds.at(-1) ?? null;

@@ -11,7 +11,8 @@ export function turn({ role, text, media }, urlOf, fps = null) {
   return { role, content: text ? [...parts, { type: "text", text }] : parts };
 }
 
-/** The body that asks for an answer to `messages`. `settings` has the model, the system message, the frame rate and the sampling fields. */
+/** The body that asks for an answer to `messages`. `settings` has the model, the system message, the frame rate and
+ *  the sampling fields. */
 export function requestBody(messages, { model, system, fps, sampling }, urlOf) {
   const turns = messages.filter(({ text, media }) => text || media?.length).map((message) => turn(message, urlOf, fps));
   return { model, messages: system ? [{ role: "system", content: system }, ...turns] : turns, ...sampling };

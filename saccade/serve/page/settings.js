@@ -84,7 +84,8 @@ function sampling() {
     if (value !== null) fields[name] = value;
   }
   const stops = find("stop_texts").value.split("\n").filter(Boolean);
-  if (stops.length > MAX_STOPS) throw new SettingProblem("stop_texts", `There are ${stops.length} stop texts; use up to ${MAX_STOPS}.`);
+  if (stops.length > MAX_STOPS)
+    throw new SettingProblem("stop_texts", `There are ${stops.length} stop texts; use up to ${MAX_STOPS}.`);
   if (stops.length) fields.stop = stops;
   const format = responseFormat();
   if (format) fields.response_format = format;
@@ -93,7 +94,8 @@ function sampling() {
 
 function number(id) {
   const input = find(id);
-  if (!input.checkValidity()) throw new SettingProblem(id, `${input.labels[0].textContent}: ${input.validationMessage}`);
+  if (!input.checkValidity())
+    throw new SettingProblem(id, `${input.labels[0].textContent}: ${input.validationMessage}`);
   return input.value === "" ? null : Number(input.value);
 }
 
@@ -111,6 +113,7 @@ function schema() {
   } catch (error) {
     throw new SettingProblem("schema", `The JSON schema is not valid JSON: ${error.message}`);
   }
-  if (parsed === null || typeof parsed !== "object" || Array.isArray(parsed)) throw new SettingProblem("schema", "The JSON schema is not an object, such as {\"type\": \"object\"}.");
+  if (parsed === null || typeof parsed !== "object" || Array.isArray(parsed))
+    throw new SettingProblem("schema", 'The JSON schema is not an object, such as {"type": "object"}.');
   return parsed;
 }

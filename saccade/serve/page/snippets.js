@@ -3,7 +3,18 @@
 import { apiKey } from "./api.js";
 import { requestBody } from "./request.js";
 
-const OPENAI_FIELDS = new Set(["model", "messages", "temperature", "top_p", "max_completion_tokens", "seed", "presence_penalty", "frequency_penalty", "stop", "response_format"]);
+const OPENAI_FIELDS = new Set([
+  "model",
+  "messages",
+  "temperature",
+  "top_p",
+  "max_completion_tokens",
+  "seed",
+  "presence_penalty",
+  "frequency_penalty",
+  "stop",
+  "response_format",
+]);
 
 /** A file that the command reads. */
 class FileReference {
@@ -16,7 +27,8 @@ const bodyOf = (messages, settings) => requestBody(messages, settings, (media) =
 const address = (path) => new URL(path, document.baseURI).href;
 const shellQuote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-/** A literal in a language whose objects and lists look like JSON's. The writer knows its strings, its words and how it reads a file. */
+/** A literal in a language whose objects and lists look like JSON's. The writer knows its strings, its words and how
+ *  it reads a file. */
 function literal(value, writer, indent = "") {
   const inner = `${indent}  `;
   if (value instanceof FileReference) return writer.file(value);
@@ -35,7 +47,10 @@ function literal(value, writer, indent = "") {
 /** JSON inside a here-document, where the shell reads dollars, backticks and backslashes. */
 const CURL = {
   string(text) {
-    const escaped = JSON.stringify(text).replace(/[$`!]/g, (character) => `\\u00${character.charCodeAt(0).toString(16)}`);
+    const escaped = JSON.stringify(text).replace(
+      /[$`!]/g,
+      (character) => `\\u00${character.charCodeAt(0).toString(16)}`,
+    );
     return escaped.replaceAll("\\", "\\\\");
   },
   word: JSON.stringify,
@@ -73,7 +88,11 @@ export function asPython(messages, settings) {
   if (others.length) known.push(["extra_body", Object.fromEntries(others)]);
   const hasFiles = messages.some(({ media }) => media?.length);
   const hasKey = Boolean(apiKey.get());
-  const imports = [...(hasFiles ? ["import base64"] : []), ...(hasKey ? ["import os"] : []), ...(hasFiles ? ["from pathlib import Path"] : [])];
+  const imports = [
+    ...(hasFiles ? ["import base64"] : []),
+    ...(hasKey ? ["import os"] : []),
+    ...(hasFiles ? ["from pathlib import Path"] : []),
+  ];
   return [
     ...imports,
     ...(imports.length ? [""] : []),

@@ -16,10 +16,17 @@ const STAGES = [
 
 const count = (value) => (Number.isInteger(value) ? String(value) : value.toFixed(1));
 const whole = (value) => Math.round(value).toLocaleString("en");
-const compact = (value) => (value >= 1000 ? `${(value / 1000).toFixed(1)}k` : value >= 10 || value === 0 ? value.toFixed(0) : value.toFixed(1));
+const compact = (value) =>
+  value >= 1000 ? `${(value / 1000).toFixed(1)}k` : value >= 10 || value === 0 ? value.toFixed(0) : value.toFixed(1);
 const percent = (value) => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
-const time = (seconds) => (seconds === 0 ? "0" : seconds < 1 ? `${(seconds * 1000).toFixed(seconds < 0.01 ? 1 : 0)} ms` : `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`);
-const bytes = (value) => (value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(1)} GiB` : value === 0 ? "0" : `${(value / 2 ** 20).toFixed(0)} MiB`);
+const time = (seconds) =>
+  seconds === 0
+    ? "0"
+    : seconds < 1
+      ? `${(seconds * 1000).toFixed(seconds < 0.01 ? 1 : 0)} ms`
+      : `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+const bytes = (value) =>
+  value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(1)} GiB` : value === 0 ? "0" : `${(value / 2 ** 20).toFixed(0)} MiB`;
 
 const recording = new Recording();
 let charts = null;
@@ -68,7 +75,10 @@ function render() {
   const now = { from: end - 1, to: end };
   const draw = (chart, ...readers) => {
     const times = columns.map(({ to }) => recording.at[to - 1]);
-    chart.show(times, readers.map((read) => ({ values: columns.map(read), now: read(now) })));
+    chart.show(
+      times,
+      readers.map((read) => ({ values: columns.map(read), now: read(now) })),
+    );
   };
   const value = (name) => (span) => recording.value(name, span);
   const rate = (name) => (span) => recording.rate(name, span);
@@ -102,7 +112,12 @@ function renderTiles(now) {
     ["Requests done", recording.value("vllm:request_success_total", now), whole],
   ];
   const nodes = tiles.map(([name, value, format]) =>
-    element("li", {}, element("span", { class: "name" }, name), element("span", { class: "value" }, value === null ? "–" : format(value))),
+    element(
+      "li",
+      {},
+      element("span", { class: "name" }, name),
+      element("span", { class: "value" }, value === null ? "–" : format(value)),
+    ),
   );
   find("tiles").replaceChildren(...nodes);
 }

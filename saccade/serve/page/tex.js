@@ -1,5 +1,5 @@
-// TeX to MathML: the part of TeX's and amsmath's maths that models write. Browsers set MathML themselves; no fonts and no styles are needed.
-// A formula with a command that is not known here is not shown wrongly but as its source.
+// TeX to MathML: the part of TeX's and amsmath's maths that models write. Browsers set MathML themselves; no fonts and
+// no styles are needed. A formula with a command that is not known here is not shown wrongly but as its source.
 
 import {
   ACCENTS,
@@ -25,20 +25,60 @@ import {
 const MATHML = "http://www.w3.org/1998/Math/MathML";
 const TOKEN = /\\(?:[a-zA-Z]+|[^])|%[^\n]*\n?|\s+|\d+(?:\.\d+)?|\.\d+|[^]/gu;
 const MAX_DEPTH = 40;
-const IGNORED = new Set(["\\nonumber", "\\notag", "\\limits", "\\nolimits", "\\hline", "\\relax", "\\displaylimits", "\\allowbreak", "\\mathstrut"]);
-const TEXTS = { text: "", textrm: "", textnormal: "", mbox: "", textup: "", textbf: "bold", textit: "italic", emph: "italic", texttt: "mono", textsf: "sans" };
+const IGNORED = new Set([
+  "\\nonumber",
+  "\\notag",
+  "\\limits",
+  "\\nolimits",
+  "\\hline",
+  "\\relax",
+  "\\displaylimits",
+  "\\allowbreak",
+  "\\mathstrut",
+]);
+const TEXTS = {
+  text: "",
+  textrm: "",
+  textnormal: "",
+  mbox: "",
+  textup: "",
+  textbf: "bold",
+  textit: "italic",
+  emph: "italic",
+  texttt: "mono",
+  textsf: "sans",
+};
 const FRACTIONS = { frac: null, dfrac: "true", tfrac: "false", cfrac: "true" };
-const STYLES = { "\\displaystyle": ["true", "0"], "\\textstyle": ["false", "0"], "\\scriptstyle": ["false", "1"], "\\scriptscriptstyle": ["false", "2"] };
+const STYLES = {
+  "\\displaystyle": ["true", "0"],
+  "\\textstyle": ["false", "0"],
+  "\\scriptstyle": ["false", "1"],
+  "\\scriptscriptstyle": ["false", "2"],
+};
 
 /** Environments: what encloses them, and how their columns are aligned. */
 const ENVIRONMENTS = {
-  matrix: {}, smallmatrix: {}, array: { hasColumns: true }, subarray: { hasColumns: true },
-  pmatrix: { left: "(", right: ")" }, bmatrix: { left: "[", right: "]" }, Bmatrix: { left: "{", right: "}" },
-  vmatrix: { left: "|", right: "|" }, Vmatrix: { left: "‖", right: "‖" },
-  cases: { left: "{", align: "l" }, dcases: { left: "{", align: "l", isDisplay: true }, rcases: { right: "}", align: "l" },
-  aligned: { align: "rl", isDisplay: true }, align: { align: "rl", isDisplay: true }, split: { align: "rl", isDisplay: true },
-  gathered: { isDisplay: true }, gather: { isDisplay: true }, multline: { isDisplay: true }, equation: { isDisplay: true },
-  alignedat: { align: "rl", isDisplay: true, hasColumns: true }, alignat: { align: "rl", isDisplay: true, hasColumns: true },
+  matrix: {},
+  smallmatrix: {},
+  array: { hasColumns: true },
+  subarray: { hasColumns: true },
+  pmatrix: { left: "(", right: ")" },
+  bmatrix: { left: "[", right: "]" },
+  Bmatrix: { left: "{", right: "}" },
+  vmatrix: { left: "|", right: "|" },
+  Vmatrix: { left: "‖", right: "‖" },
+  cases: { left: "{", align: "l" },
+  dcases: { left: "{", align: "l", isDisplay: true },
+  rcases: { right: "}", align: "l" },
+  aligned: { align: "rl", isDisplay: true },
+  align: { align: "rl", isDisplay: true },
+  split: { align: "rl", isDisplay: true },
+  gathered: { isDisplay: true },
+  gather: { isDisplay: true },
+  multline: { isDisplay: true },
+  equation: { isDisplay: true },
+  alignedat: { align: "rl", isDisplay: true, hasColumns: true },
+  alignat: { align: "rl", isDisplay: true, hasColumns: true },
 };
 
 class TexError extends Error {}
@@ -57,7 +97,8 @@ export function maths(source, isDisplay) {
 
 function node(tag, attributes, ...children) {
   const made = document.createElementNS(MATHML, tag);
-  for (const [name, value] of Object.entries(attributes)) if (value !== null && value !== undefined) made.setAttribute(name, value);
+  for (const [name, value] of Object.entries(attributes))
+    if (value !== null && value !== undefined) made.setAttribute(name, value);
   made.append(...children);
   return made;
 }
@@ -120,7 +161,7 @@ class Parser {
   #raw() {
     this.#expect("{");
     let text = "";
-    for (let depth = 1; ; ) {
+    for (let depth = 1; ;) {
       const token = this.#tokens[this.#at];
       if (token === undefined) throw new TexError("} is missing");
       this.#at += 1;
@@ -174,7 +215,10 @@ class Parser {
       const made = this.#scripted();
       if (made === null) continue;
       const kind = this.#kinds.get(made) ?? "ordinary";
-      const isApart = kind === "function" ? before === "ordinary" || before === "function" : before === "function" && kind === "ordinary";
+      const isApart =
+        kind === "function"
+          ? before === "ordinary" || before === "function"
+          : before === "function" && kind === "ordinary";
       if (isApart) nodes.push(space(0.167));
       nodes.push(made);
       before = kind;
@@ -220,7 +264,8 @@ class Parser {
     this.#next();
     if (IGNORED.has(token)) return null;
     if (token.startsWith("\\")) return this.#command(token.slice(1), token);
-    if (/^[\d.]*\d$/.test(token)) return node("mn", {}, [...token].map((digit) => inAlphabet(digit, this.#font)).join(""));
+    if (/^[\d.]*\d$/.test(token))
+      return node("mn", {}, [...token].map((digit) => inAlphabet(digit, this.#font)).join(""));
     if (/^\p{L}$/u.test(token)) return this.#letter(token);
     if (token === "~") return space(SPACES["~"]);
     return this.#character(token);
@@ -235,7 +280,8 @@ class Parser {
   #character(character) {
     if (OPENING.has(character)) return this.#mark(node("mo", { stretchy: "false", form: "prefix" }, character), "open");
     if (CLOSING.has(character)) return node("mo", { stretchy: "false", form: "postfix" }, character);
-    if (character === "|" || character === "‖") return node("mo", { stretchy: "false", lspace: "0", rspace: "0" }, character);
+    if (character === "|" || character === "‖")
+      return node("mo", { stretchy: "false", lspace: "0", rspace: "0" }, character);
     if (character === "/") return this.#mark(node("mo", { lspace: "0", rspace: "0" }, "/"), "operator");
     if (["#", "&", "$", "^", "_", "}"].includes(character)) throw new TexError(`${character} is not expected`);
     return this.#mark(node("mo", {}, { "-": "−", "*": "∗" }[character] ?? character), "operator");
@@ -249,9 +295,11 @@ class Parser {
 
   #command(name, token) {
     if (Object.hasOwn(LETTERS, name)) return this.#letter(LETTERS[name]);
-    if (Object.hasOwn(UPRIGHT, name)) return node("mi", { mathvariant: "normal" }, inAlphabet(UPRIGHT[name], this.#font));
+    if (Object.hasOwn(UPRIGHT, name))
+      return node("mi", { mathvariant: "normal" }, inAlphabet(UPRIGHT[name], this.#font));
     if (Object.hasOwn(OPERATORS, name)) return this.#mark(node("mo", {}, OPERATORS[name]), "operator");
-    if (Object.hasOwn(SUMS, name)) return this.#mark(node("mo", { movablelimits: "true" }, SUMS[name]), "operator", true);
+    if (Object.hasOwn(SUMS, name))
+      return this.#mark(node("mo", { movablelimits: "true" }, SUMS[name]), "operator", true);
     if (Object.hasOwn(INTEGRALS, name)) return this.#mark(node("mo", {}, INTEGRALS[name]), "operator");
     if (FUNCTIONS.has(name)) return this.#mark(node("mi", {}, name), "function");
     if (Object.hasOwn(LIMITS, name)) return this.#mark(limitFunction(LIMITS[name]), "function", true);
@@ -266,9 +314,20 @@ class Parser {
     if (Object.hasOwn(FRACTIONS, name)) return this.#fraction(FRACTIONS[name]);
     if (Object.hasOwn(FONTS, name)) return this.#inFont(FONTS[name]);
     if (Object.hasOwn(TEXTS, name)) return textNode(this.#raw(), TEXTS[name]);
-    if (Object.hasOwn(ACCENTS, name)) return node("mover", { accent: "true" }, this.#argument(), node("mo", { stretchy: "false" }, ACCENTS[name]));
-    if (Object.hasOwn(WIDE_ACCENTS, name)) return this.#mark(node("mover", {}, this.#argument(), node("mo", { stretchy: "true" }, WIDE_ACCENTS[name])), null, true);
-    if (Object.hasOwn(UNDER_ACCENTS, name)) return this.#mark(node("munder", {}, this.#argument(), node("mo", { stretchy: "true" }, UNDER_ACCENTS[name])), null, true);
+    if (Object.hasOwn(ACCENTS, name))
+      return node("mover", { accent: "true" }, this.#argument(), node("mo", { stretchy: "false" }, ACCENTS[name]));
+    if (Object.hasOwn(WIDE_ACCENTS, name))
+      return this.#mark(
+        node("mover", {}, this.#argument(), node("mo", { stretchy: "true" }, WIDE_ACCENTS[name])),
+        null,
+        true,
+      );
+    if (Object.hasOwn(UNDER_ACCENTS, name))
+      return this.#mark(
+        node("munder", {}, this.#argument(), node("mo", { stretchy: "true" }, UNDER_ACCENTS[name])),
+        null,
+        true,
+      );
     if (Object.hasOwn(LONG_ARROWS, name)) return this.#longArrow(LONG_ARROWS[name]);
     const size = /^(bigg?|Bigg?)[lrm]?$/.exec(name);
     if (size) return this.#sized(SIZES[size[1]]);
@@ -307,7 +366,14 @@ class Parser {
 
   #sized(size) {
     const character = this.#delimiter();
-    const bounds = { stretchy: "true", symmetric: "true", minsize: `${size}em`, maxsize: `${size}em`, lspace: "0", rspace: "0" };
+    const bounds = {
+      stretchy: "true",
+      symmetric: "true",
+      minsize: `${size}em`,
+      maxsize: `${size}em`,
+      lspace: "0",
+      rspace: "0",
+    };
     return this.#mark(node("mo", bounds, character), OPENING.has(character) ? "open" : "ordinary");
   }
 
@@ -399,8 +465,12 @@ const STRUCTURES = {
   },
   operatorname({ hasStar, raw, mark }) {
     const isLimited = hasStar();
-    const name = raw().replace(/\\[,;: ]/g, "\u2009").replaceAll("\\!", "");
-    const made = isLimited ? limitFunction(name) : node("mi", { mathvariant: name.length === 1 ? "normal" : null }, name);
+    const name = raw()
+      .replace(/\\[,;: ]/g, "\u2009")
+      .replaceAll("\\!", "");
+    const made = isLimited
+      ? limitFunction(name)
+      : node("mi", { mathvariant: name.length === 1 ? "normal" : null }, name);
     return mark(made, "function", isLimited);
   },
   mathop: ({ argument, mark }) => mark(node("mrow", {}, argument()), "operator", true),
@@ -413,7 +483,17 @@ const STRUCTURES = {
   mathinner: ({ argument }) => argument(),
   bmod: ({ mark }) => mark(node("mo", { lspace: "0.222em", rspace: "0.222em" }, "mod"), "operator"),
   mod: ({ argument }) => node("mrow", {}, space(1), node("mi", {}, "mod"), space(0.333), argument()),
-  pmod: ({ argument }) => node("mrow", {}, space(1), node("mo", { form: "prefix", stretchy: "false" }, "("), node("mi", {}, "mod"), space(0.333), argument(), node("mo", { form: "postfix", stretchy: "false" }, ")")),
+  pmod: ({ argument }) =>
+    node(
+      "mrow",
+      {},
+      space(1),
+      node("mo", { form: "prefix", stretchy: "false" }, "("),
+      node("mi", {}, "mod"),
+      space(0.333),
+      argument(),
+      node("mo", { form: "postfix", stretchy: "false" }, ")"),
+    ),
   not({ atom }) {
     const made = atom();
     if (made?.localName !== "mo") throw new TexError("\\not is followed by no relation");
@@ -460,7 +540,10 @@ function limits(base, below, above) {
 }
 
 function textNode(source, font) {
-  const text = source.replace(/\\([%$#&_{} ])/g, "$1").replaceAll("~", " ").replace(/[{}]/g, "");
+  const text = source
+    .replace(/\\([%$#&_{} ])/g, "$1")
+    .replaceAll("~", " ")
+    .replace(/[{}]/g, "");
   if (text.includes("\\") || text.includes("$")) throw new TexError("text has commands");
   const characters = font ? [...text].map((character) => inAlphabet(character, font)).join("") : text;
   return node("mtext", {}, characters.replace(/^\s+|\s+$/g, "\u00a0"));

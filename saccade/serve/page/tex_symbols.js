@@ -5,36 +5,38 @@ const table = (text) => Object.fromEntries(words(text).map((pair) => pair.split(
 
 /** Letters, set in italics. */
 export const LETTERS = table(`
-  alpha=α beta=β gamma=γ delta=δ epsilon=ϵ varepsilon=ε zeta=ζ eta=η theta=θ vartheta=ϑ iota=ι kappa=κ varkappa=ϰ lambda=λ mu=μ nu=ν
-  xi=ξ omicron=ο pi=π varpi=ϖ rho=ρ varrho=ϱ sigma=σ varsigma=ς tau=τ upsilon=υ phi=ϕ varphi=φ chi=χ psi=ψ omega=ω digamma=ϝ
-  ell=ℓ imath=ı jmath=ȷ
+  alpha=α beta=β gamma=γ delta=δ epsilon=ϵ varepsilon=ε zeta=ζ eta=η theta=θ vartheta=ϑ iota=ι kappa=κ varkappa=ϰ
+  lambda=λ mu=μ nu=ν xi=ξ omicron=ο pi=π varpi=ϖ rho=ρ varrho=ϱ sigma=σ varsigma=ς tau=τ upsilon=υ phi=ϕ varphi=φ
+  chi=χ psi=ψ omega=ω digamma=ϝ ell=ℓ imath=ı jmath=ȷ
 `);
 
 /** Symbols, set upright. */
 export const UPRIGHT = table(`
-  Gamma=Γ Delta=Δ Theta=Θ Lambda=Λ Xi=Ξ Pi=Π Sigma=Σ Upsilon=Υ Phi=Φ Psi=Ψ Omega=Ω
-  infty=∞ partial=∂ nabla=∇ emptyset=∅ varnothing=∅ hbar=ℏ hslash=ℏ Re=ℜ Im=ℑ aleph=ℵ beth=ℶ wp=℘ forall=∀ exists=∃ nexists=∄ top=⊤ bot=⊥
-  angle=∠ measuredangle=∡ triangle=△ square=□ Box=□ blacksquare=■ diamond=⋄ Diamond=◇ lozenge=◊ bigstar=★ clubsuit=♣ diamondsuit=♢
-  heartsuit=♡ spadesuit=♠ sharp=♯ flat=♭ natural=♮ prime=′ backprime=‵ degree=° checkmark=✓ dagger=† ddagger=‡ S=§ P=¶ copyright=© pounds=£
-  euro=€ yen=¥ ldots=… dots=… dotsc=… dotso=… cdots=⋯ dotsb=⋯ dotsm=⋯ dotsi=⋯ vdots=⋮ ddots=⋱ complement=∁ eth=ð mho=℧ Finv=Ⅎ
-  %=% $=$ #=# &=& _=_ AA=Å aa=å
+  Gamma=Γ Delta=Δ Theta=Θ Lambda=Λ Xi=Ξ Pi=Π Sigma=Σ Upsilon=Υ Phi=Φ Psi=Ψ Omega=Ω infty=∞ partial=∂ nabla=∇
+  emptyset=∅ varnothing=∅ hbar=ℏ hslash=ℏ Re=ℜ Im=ℑ aleph=ℵ beth=ℶ wp=℘ forall=∀ exists=∃ nexists=∄ top=⊤ bot=⊥
+  angle=∠ measuredangle=∡ triangle=△ square=□ Box=□ blacksquare=■ diamond=⋄ Diamond=◇ lozenge=◊ bigstar=★ clubsuit=♣
+  diamondsuit=♢ heartsuit=♡ spadesuit=♠ sharp=♯ flat=♭ natural=♮ prime=′ backprime=‵ degree=° checkmark=✓ dagger=†
+  ddagger=‡ S=§ P=¶ copyright=© pounds=£ euro=€ yen=¥ ldots=… dots=… dotsc=… dotso=… cdots=⋯ dotsb=⋯ dotsm=⋯ dotsi=⋯
+  vdots=⋮ ddots=⋱ complement=∁ eth=ð mho=℧ Finv=Ⅎ %=% $=$ #=# &=& _=_ AA=Å aa=å
 `);
 
 /** Operators, relations, arrows and punctuation. */
 export const OPERATORS = table(`
-  pm=± mp=∓ times=× div=÷ cdot=⋅ centerdot=⋅ ast=∗ star=⋆ circ=∘ bullet=∙ oplus=⊕ ominus=⊖ otimes=⊗ oslash=⊘ odot=⊙ dotplus=∔ wr=≀ amalg=⨿
-  cap=∩ cup=∪ uplus=⊎ sqcap=⊓ sqcup=⊔ vee=∨ lor=∨ wedge=∧ land=∧ neg=¬ lnot=¬ setminus=∖ smallsetminus=∖ barwedge=⊼ veebar=⊻ bigcirc=◯
-  lhd=⊲ rhd=⊳ unlhd=⊴ unrhd=⊵ ltimes=⋉ rtimes=⋊ boxplus=⊞ boxminus=⊟ boxtimes=⊠ boxdot=⊡ intercal=⊺
-  leq=≤ le=≤ geq=≥ ge=≥ leqslant=⩽ geqslant=⩾ lt=< gt=> neq=≠ ne=≠ equiv=≡ approx=≈ approxeq=≊ sim=∼ simeq=≃ cong=≅ propto=∝ varpropto=∝ doteq=≐
-  ll=≪ gg=≫ lll=⋘ ggg=⋙ prec=≺ succ=≻ preceq=⪯ succeq=⪰ lesssim=≲ gtrsim=≳ asymp=≍ bowtie=⋈ models=⊨ vdash=⊢ dashv=⊣ vDash=⊨ Vdash=⊩ triangleq=≜
-  coloneqq=≔ coloneq=≔ eqqcolon=≕ colon=: in=∈ notin=∉ ni=∋ owns=∋ subset=⊂ supset=⊃ subseteq=⊆ supseteq=⊇ subsetneq=⊊ supsetneq=⊋ nsubseteq=⊈
-  nsupseteq=⊉ sqsubset=⊏ sqsupset=⊐ sqsubseteq=⊑ sqsupseteq=⊒ mid=∣ nmid=∤ parallel=∥ nparallel=∦ perp=⟂ smile=⌣ frown=⌢ because=∵ therefore=∴
-  nless=≮ ngtr=≯ nleq=≰ ngeq=≱ ncong=≇ nsim=≁
-  to=→ rightarrow=→ gets=← leftarrow=← leftrightarrow=↔ uparrow=↑ downarrow=↓ updownarrow=↕ Rightarrow=⇒ Leftarrow=⇐ Leftrightarrow=⇔
-  Uparrow=⇑ Downarrow=⇓ Updownarrow=⇕ implies=⟹ impliedby=⟸ iff=⟺ longrightarrow=⟶ longleftarrow=⟵ longleftrightarrow=⟷ Longrightarrow=⟹
-  Longleftarrow=⟸ Longleftrightarrow=⟺ mapsto=↦ longmapsto=⟼ hookrightarrow=↪ hookleftarrow=↩ rightharpoonup=⇀ rightharpoondown=⇁
-  leftharpoonup=↼ leftharpoondown=↽ rightleftharpoons=⇌ leftrightharpoons=⇋ nearrow=↗ searrow=↘ swarrow=↙ nwarrow=↖ rightsquigarrow=⇝ leadsto=⇝
-  nrightarrow=↛ nleftarrow=↚ twoheadrightarrow=↠ rightarrowtail=↣ upharpoonright=↾ restriction=↾ circlearrowleft=↺ circlearrowright=↻
+  pm=± mp=∓ times=× div=÷ cdot=⋅ centerdot=⋅ ast=∗ star=⋆ circ=∘ bullet=∙ oplus=⊕ ominus=⊖ otimes=⊗ oslash=⊘ odot=⊙
+  dotplus=∔ wr=≀ amalg=⨿ cap=∩ cup=∪ uplus=⊎ sqcap=⊓ sqcup=⊔ vee=∨ lor=∨ wedge=∧ land=∧ neg=¬ lnot=¬ setminus=∖
+  smallsetminus=∖ barwedge=⊼ veebar=⊻ bigcirc=◯ lhd=⊲ rhd=⊳ unlhd=⊴ unrhd=⊵ ltimes=⋉ rtimes=⋊ boxplus=⊞ boxminus=⊟
+  boxtimes=⊠ boxdot=⊡ intercal=⊺ leq=≤ le=≤ geq=≥ ge=≥ leqslant=⩽ geqslant=⩾ lt=< gt=> neq=≠ ne=≠ equiv=≡ approx=≈
+  approxeq=≊ sim=∼ simeq=≃ cong=≅ propto=∝ varpropto=∝ doteq=≐ ll=≪ gg=≫ lll=⋘ ggg=⋙ prec=≺ succ=≻ preceq=⪯ succeq=⪰
+  lesssim=≲ gtrsim=≳ asymp=≍ bowtie=⋈ models=⊨ vdash=⊢ dashv=⊣ vDash=⊨ Vdash=⊩ triangleq=≜ coloneqq=≔ coloneq=≔
+  eqqcolon=≕ colon=: in=∈ notin=∉ ni=∋ owns=∋ subset=⊂ supset=⊃ subseteq=⊆ supseteq=⊇ subsetneq=⊊ supsetneq=⊋
+  nsubseteq=⊈ nsupseteq=⊉ sqsubset=⊏ sqsupset=⊐ sqsubseteq=⊑ sqsupseteq=⊒ mid=∣ nmid=∤ parallel=∥ nparallel=∦ perp=⟂
+  smile=⌣ frown=⌢ because=∵ therefore=∴ nless=≮ ngtr=≯ nleq=≰ ngeq=≱ ncong=≇ nsim=≁ to=→ rightarrow=→ gets=←
+  leftarrow=← leftrightarrow=↔ uparrow=↑ downarrow=↓ updownarrow=↕ Rightarrow=⇒ Leftarrow=⇐ Leftrightarrow=⇔
+  Uparrow=⇑ Downarrow=⇓ Updownarrow=⇕ implies=⟹ impliedby=⟸ iff=⟺ longrightarrow=⟶ longleftarrow=⟵
+  longleftrightarrow=⟷ Longrightarrow=⟹ Longleftarrow=⟸ Longleftrightarrow=⟺ mapsto=↦ longmapsto=⟼ hookrightarrow=↪
+  hookleftarrow=↩ rightharpoonup=⇀ rightharpoondown=⇁ leftharpoonup=↼ leftharpoondown=↽ rightleftharpoons=⇌
+  leftrightharpoons=⇋ nearrow=↗ searrow=↘ swarrow=↙ nwarrow=↖ rightsquigarrow=⇝ leadsto=⇝ nrightarrow=↛ nleftarrow=↚
+  twoheadrightarrow=↠ rightarrowtail=↣ upharpoonright=↾ restriction=↾ circlearrowleft=↺ circlearrowright=↻
 `);
 
 /** Large operators, with limits above and below in displays. */
@@ -46,33 +48,67 @@ export const SUMS = table(`
 export const INTEGRALS = table("int=∫ iint=∬ iiint=∭ iiiint=⨌ oint=∮ oiint=∯ oiiint=∰ smallint=∫");
 
 /** Functions, set upright. */
-export const FUNCTIONS = new Set(words(`
+export const FUNCTIONS = new Set(
+  words(`
   sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arg deg dim exp hom ker lg ln log
-`));
+`),
+);
 
 /** Functions that take what is below them. */
-export const LIMITS = { ...Object.fromEntries(words("lim max min sup inf det gcd Pr argmax argmin").map((name) => [name, name])), limsup: "lim sup", liminf: "lim inf" };
+export const LIMITS = {
+  ...Object.fromEntries(words("lim max min sup inf det gcd Pr argmax argmin").map((name) => [name, name])),
+  limsup: "lim sup",
+  liminf: "lim inf",
+};
 
 /** Marks above a symbol; those that stretch over several. */
-export const ACCENTS = table("hat=^ tilde=~ bar=¯ vec=→ dot=˙ ddot=¨ dddot=⃛ check=ˇ breve=˘ acute=´ grave=` mathring=˚");
-export const WIDE_ACCENTS = table("widehat=^ widetilde=~ overrightarrow=→ overleftarrow=← overleftrightarrow=↔ overbrace=⏞ overparen=⏜");
+export const ACCENTS = table(
+  "hat=^ tilde=~ bar=¯ vec=→ dot=˙ ddot=¨ dddot=⃛ check=ˇ breve=˘ acute=´ grave=` mathring=˚",
+);
+export const WIDE_ACCENTS = table(
+  "widehat=^ widetilde=~ overrightarrow=→ overleftarrow=← overleftrightarrow=↔ overbrace=⏞ overparen=⏜",
+);
 export const UNDER_ACCENTS = table("underbrace=⏟ underparen=⏝ underrightarrow=→ underleftarrow=←");
 export const LONG_ARROWS = table("xrightarrow=→ xleftarrow=← xleftrightarrow=↔ xRightarrow=⇒ xLeftarrow=⇐ xmapsto=↦");
 
 /** Delimiters, as `\left` and `\big` take them. */
 export const DELIMITERS = {
-  "(": "(", ")": ")", "[": "[", "]": "]", "|": "|", "/": "/", ".": "", "<": "⟨", ">": "⟩",
+  "(": "(",
+  ")": ")",
+  "[": "[",
+  "]": "]",
+  "|": "|",
+  "/": "/",
+  ".": "",
+  "<": "⟨",
+  ">": "⟩",
   ...table(`
-    \\{={ \\}=} \\|=‖ \\lbrace={ \\rbrace=} \\lbrack=[ \\rbrack=] \\langle=⟨ \\rangle=⟩ \\lvert=| \\rvert=| \\vert=| \\lVert=‖ \\rVert=‖ \\Vert=‖
-    \\lfloor=⌊ \\rfloor=⌋ \\lceil=⌈ \\rceil=⌉ \\lgroup=⟮ \\rgroup=⟯ \\backslash=\\ \\uparrow=↑ \\downarrow=↓ \\Uparrow=⇑ \\Downarrow=⇓ \\llbracket=⟦ \\rrbracket=⟧
-    \\ulcorner=⌜ \\urcorner=⌝ \\llcorner=⌞ \\lrcorner=⌟
+  \\{={ \\}=} \\|=‖ \\lbrace={ \\rbrace=} \\lbrack=[ \\rbrack=] \\langle=⟨ \\rangle=⟩ \\lvert=| \\rvert=| \\vert=|
+  \\lVert=‖ \\rVert=‖ \\Vert=‖ \\lfloor=⌊ \\rfloor=⌋ \\lceil=⌈ \\rceil=⌉ \\lgroup=⟮ \\rgroup=⟯ \\backslash=\\
+  \\uparrow=↑ \\downarrow=↓ \\Uparrow=⇑ \\Downarrow=⇓ \\llbracket=⟦ \\rrbracket=⟧ \\ulcorner=⌜ \\urcorner=⌝
+  \\llcorner=⌞ \\lrcorner=⌟
   `),
 };
 export const OPENING = new Set("( [ { ⟨ ⌊ ⌈ ⟮ ⟦ ⌜ ⌞".split(" "));
 export const CLOSING = new Set(") ] } ⟩ ⌋ ⌉ ⟯ ⟧ ⌝ ⌟".split(" "));
 
 /** Widths of spaces in em. */
-export const SPACES = { ",": 0.167, ":": 0.222, ">": 0.222, ";": 0.278, "!": -0.167, " ": 0.25, quad: 1, qquad: 2, thinspace: 0.167, medspace: 0.222, thickspace: 0.278, negthinspace: -0.167, enspace: 0.5, "~": 0.25 };
+export const SPACES = {
+  ",": 0.167,
+  ":": 0.222,
+  ">": 0.222,
+  ";": 0.278,
+  "!": -0.167,
+  " ": 0.25,
+  quad: 1,
+  qquad: 2,
+  thinspace: 0.167,
+  medspace: 0.222,
+  thickspace: 0.278,
+  negthinspace: -0.167,
+  enspace: 0.5,
+  "~": 0.25,
+};
 
 /** Sizes of `\big` and its kin in em; each also exists with l, r and m. */
 export const SIZES = { big: 1.2, Big: 1.8, bigg: 2.4, Bigg: 3 };
@@ -93,8 +129,19 @@ const ALPHABETS = {
 
 /** Commands that choose an alphabet. */
 export const FONTS = {
-  mathbf: "bold", bold: "bold", boldsymbol: "bold-italic", bm: "bold-italic", mathit: "italic", mathcal: "script", mathscr: "script", mathfrak: "fraktur",
-  mathbb: "double", mathsf: "sans", mathtt: "mono", mathrm: "normal", mathnormal: null,
+  mathbf: "bold",
+  bold: "bold",
+  boldsymbol: "bold-italic",
+  bm: "bold-italic",
+  mathit: "italic",
+  mathcal: "script",
+  mathscr: "script",
+  mathfrak: "fraktur",
+  mathbb: "double",
+  mathsf: "sans",
+  mathtt: "mono",
+  mathrm: "normal",
+  mathnormal: null,
 };
 
 /** A letter or digit in an alphabet; what the alphabet does not have stays as it is. */
