@@ -5,14 +5,15 @@
 The template comes from the checkpoint and runs in Jinja's immutable sandbox. Its own output is trusted, message text is not:
 before rendering, each character that could begin or end a control token is replaced by a *stand-in*, a Unicode noncharacter that
 does not occur in the conversation, and restored after the control tokens have been split off. So text that spells `<|im_end|>`,
-in one part or across two, stays text. The same holds for the descriptions of tools and the arguments of their calls (`tools.py`).
+in one part or across two, stays text. The same holds for the descriptions of tools, the arguments of their calls (`tools.py`), and
+every other key of a message that the template reads.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, lru_cache, partial
@@ -29,11 +30,11 @@ from saccade.errors import CheckpointError, ImageError, RequestError
 from saccade.processor.folder import read_json
 from saccade.processor.image import ImageSource, to_image_source
 from saccade.processor.tokenizer import Tokenizer
-from saccade.processor.tools import Tool, check_tool_calls, check_tools, translate_json
+from saccade.processor.tools import Tool, check_tool_calls, check_tools, split_keys, translate_json
 
 Message = Mapping[str, Any]
 """`role` and `content`; content is text or a list of parts (`text`, `image_url` / `image`, `video_url` / `video`). An assistant's message
-may have `tool_calls`, the result of a call `tool_call_id` and `name`."""
+may have `tool_calls`, the result of a call `tool_call_id` and `name`. Any message may have further keys that the template reads."""
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -117,16 +118,21 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-@lru_cache(maxsize=16)
-def _compile(source: str) -> jinja2.Template:
-    """A compiled template. It takes 50 ms, and a run loads the processor of its checkpoint several times."""
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     environment.globals["raise_exception"] = _raise_from_template
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-    return environment.from_string(source)
+    return environment
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> jinja2.Template:
+    """A compiled template. It takes 50 ms, and a run loads the processor of its checkpoint several times."""
+    return _environment().from_string(source)
 
 
 class ChatTemplate:
@@ -145,6 +151,14 @@ class ChatTemplate:
         """Read the template of a checkpoint folder, with the bos and eos tokens it may use."""
         tokens = read_json(folder / "tokenizer_config.json")
         return ChatTemplate(read_template(folder), token_text(tokens, "bos_token"), token_text(tokens, "eos_token"))
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All names that the template may look up in a message: its attributes and those of its strings that could be names."""
+        tree = _environment().parse(self.source)
+        found = [node.attr for node in tree.find_all(jinja2.nodes.Getattr)]
+        found += [node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)]
+        return frozenset(name for name in found if name.isidentifier())
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -209,7 +223,7 @@ def render_prompt(
 
     Text is split at the start of each assistant turn, in training and in serving: generation starts there, so no token may cross it.
     """
-    checked, visuals = check_messages(messages)
+    checked, visuals = check_messages(messages, template.names)
     checked = [message | {"content": template.content_of(message)} for message in checked]
     checked_tools = None if tools is None else check_tools(tools)
     hide, restore = _stand_ins([checked, checked_tools], tokenizer.control_edges())
@@ -266,42 +280,49 @@ def _text_alone(content: str | list[dict[str, Any]]) -> str | None:
     return content[0]["text"] if len(content) == 1 and content[0]["type"] == "text" else None
 
 
-def check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[VisualItem]]:
-    """Messages as the template takes them (an image is a part without its source), and the images and videos in order."""
+def check_messages(
+    messages: Sequence[Message], names: Container[str] | None = None
+) -> tuple[list[dict[str, Any]], list[VisualItem]]:
+    """Messages as the template takes them (an image is a part without its source), and the images and videos in order.
+
+    `names`: keys that a message, a tool call and its function may have besides ours (`ChatTemplate.names`). None: any, for a check
+    without the template.
+    """
     if not is_list(messages):
         raise RequestError("a conversation is a non-empty list of messages, each with role and content")
     checked: list[dict[str, Any]] = []
     visuals: list[VisualItem] = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
-        checked_message, found = _check_message(message, where)
+        checked_message, found = _check_message(message, where, names)
         checked.append(checked_message)
         visuals += found
     return checked, visuals
 
 
-def _check_message(message: object, where: str) -> tuple[dict[str, Any], list[VisualItem]]:
+def _check_message(
+    message: object, where: str, names: Container[str] | None
+) -> tuple[dict[str, Any], list[VisualItem]]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() | _optional_keys(message):
         raise RequestError(f"{where}: a message has role and content")
     if message["role"] not in ROLES:
         raise RequestError(f"{where}.role is {message['role']!r}. Use one of {', '.join(ROLES)}")
-    names = _EXTRA_KEYS.get(message["role"], set())
-    if surplus := message.keys() - {"role", "content"} - names:
-        raise RequestError(
-            f"{where}: unknown key {', '.join(sorted(map(str, surplus)))}. A message has role and content"
-        )
-    extra: dict[str, Any] = {
-        name: _check_text(message[name], f"{where}.{name}") for name in sorted(names & message.keys() - {"tool_calls"})
+    ours = _KEYS_OF_ROLE.get(message["role"], set())
+    if misplaced := sorted({"tool_calls", "tool_call_id"} & message.keys() - ours):
+        raise RequestError(f"{where}: unknown key {misplaced[0]} in a message with role {message['role']}")
+    _, extra = split_keys(message, {"role", "content"} | ours, names, where, "A message has role and content")
+    extra |= {
+        name: _check_text(message[name], f"{where}.{name}") for name in sorted(ours & message.keys() - {"tool_calls"})
     }
     if "tool_calls" in message:
-        extra["tool_calls"] = check_tool_calls(message["tool_calls"], f"{where}.tool_calls")
+        extra["tool_calls"] = check_tool_calls(message["tool_calls"], f"{where}.tool_calls", names)
     content = message.get("content")
     text, visuals = _check_content("" if content is None and "tool_calls" in message else content, where)
     return {"role": message["role"], "content": text} | extra, visuals
 
 
-_EXTRA_KEYS = {"tool": {"tool_call_id", "name"}, "assistant": {"tool_calls"}}
-"""Keys of a message besides role and content, by role."""
+_KEYS_OF_ROLE = {"tool": {"tool_call_id", "name"}, "assistant": {"tool_calls"}}
+"""Keys of a message besides role and content that we check ourselves."""
 
 
 def _optional_keys(message: Mapping[Any, Any]) -> set[str]:

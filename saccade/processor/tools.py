@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from typing import Any
 
 from saccade.errors import RequestError
@@ -56,12 +56,12 @@ def check_tools(tools: object) -> list[dict[str, Any]]:
 
 
 def _check_tool(tool: Any, where: str) -> dict[str, Any]:
-    _check_keys(tool, {"type", "function"}, where, "A tool has type and function")
+    split_keys(tool, {"type", "function"}, (), where, "A tool has type and function")
     if tool.get("type") != "function":
         raise RequestError(f"{where}.type is {reprlib.repr(tool.get('type'))}; only function is supported")
     function, where = tool.get("function"), f"{where}.function"
     names = {"name", "description", "parameters", "strict"}
-    _check_keys(function, names, where, f"A function has {', '.join(sorted(names))}")
+    split_keys(function, names, (), where, f"A function has {', '.join(sorted(names))}")
     if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
         raise RequestError(
             f"{where}.name is {reprlib.repr(function.get('name'))}; use 1 to 64 letters, digits, underscores and dashes"
@@ -74,29 +74,27 @@ def _check_tool(tool: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": kept}
 
 
-def check_tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
-    """The calls of an assistant message, with their arguments as objects."""
+def check_tool_calls(calls: object, where: str, names: Container[str] | None = None) -> list[dict[str, Any]]:
+    """The calls of an assistant message, with their arguments as objects. `names`: further keys they may have; None: any."""
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes) or not 0 < len(calls) <= MAX_TOOLS:
         raise RequestError(f"{where} is {reprlib.repr(calls)}; use a list of 1 to {MAX_TOOLS} calls, or leave it out")
-    return [_check_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
+    return [_check_call(call, f"{where}[{number}]", names) for number, call in enumerate(calls)]
 
 
-def _check_call(call: object, where: str) -> dict[str, Any]:
-    call = _check_keys(call, {"id", "type", "function"}, where, "A call has id, type and function")
-    if call.get("type", "function") != "function":
-        raise RequestError(f"{where}.type is {reprlib.repr(call['type'])}; only function is supported")
-    if not isinstance(call.get("id", ""), str):
+def _check_call(call: object, where: str, names: Container[str] | None) -> dict[str, Any]:
+    own, extra = split_keys(call, {"id", "type", "function"}, names, where, "A call has id, type and function")
+    if own.get("type", "function") != "function":
+        raise RequestError(f"{where}.type is {reprlib.repr(own['type'])}; only function is supported")
+    if not isinstance(own.get("id", ""), str):
         raise RequestError(f"{where}.id must be a string")
-    function = _check_keys(
-        call.get("function"), {"name", "arguments"}, f"{where}.function", "It has name and arguments"
+    function, of_function = split_keys(
+        own.get("function"), {"name", "arguments"}, names, f"{where}.function", "It has name and arguments"
     )
     if not isinstance(function.get("name"), str):
         raise RequestError(f"{where}.function.name must be a string")
     arguments = _check_arguments(function.get("arguments"), f"{where}.function.arguments")
-    kept = {name: call[name] for name in ("id",) if name in call}
-    checked: dict[str, Any] = _plain_json(
-        kept | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}, where
-    )
+    called = of_function | {"name": function["name"], "arguments": arguments}
+    checked: dict[str, Any] = _plain_json(extra | own | {"type": "function", "function": called}, where)
     return checked
 
 
@@ -113,12 +111,17 @@ def _check_arguments(arguments: object, where: str) -> dict[str, Any]:
     return dict(arguments)
 
 
-def _check_keys(value: object, names: set[str], where: str, advice: str) -> dict[str, Any]:
+def split_keys(
+    value: object, ours: Set[str], names: Container[str] | None, where: str, advice: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an object has of our keys, and of others that are in `names`, which may be any JSON. None: all may be there."""
     if not isinstance(value, Mapping):
         raise RequestError(f"{where} is {reprlib.repr(value)}, not an object. {advice}")
-    if surplus := value.keys() - names:
-        raise RequestError(f"{where}: unknown key {', '.join(sorted(map(str, surplus)))}. {advice}")
-    return dict(value)
+    own = {name: value[name] for name in value if name in ours}
+    others = {name: value[name] for name in value if name not in ours}
+    if surplus := [] if names is None else sorted(str(name) for name in others if name not in names):
+        raise RequestError(f"{where}: unknown key {', '.join(surplus)}. {advice}")
+    return own, _plain_json(others, where) if others else {}
 
 
 def _plain_json(value: Any, where: str) -> Any:
@@ -131,7 +134,7 @@ def _plain_json(value: Any, where: str) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not JSON, has numbers that are not finite, or is nested too deeply") from error
     if num_bytes > MAX_TOOL_BYTES:
-        raise RequestError(f"{where} has {num_bytes} bytes; at most {MAX_TOOL_BYTES} are supported. Describe less")
+        raise RequestError(f"{where} has {num_bytes} bytes; at most {MAX_TOOL_BYTES} are supported. Send less")
     copy = json.loads(text)
     level = [copy]
     for _ in range(MAX_TOOL_DEPTH):

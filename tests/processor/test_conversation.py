@@ -548,7 +548,7 @@ def test_older_files_of_the_template_are_read(tmp_path):
         ([None], "messages[0]: a message has role and content"),
         ([{"role": "user"}], "messages[0]: a message has role and content"),
         ([{"content": "hi"}], "messages[0]: a message has role and content"),
-        ([user("a"), {"role": "user", "content": "b", "name": "x", "id": 1}], "messages[1]: unknown key id, name"),
+        ([user("a"), {"role": "user", "content": "b", "weight": "x", "id": 1}], "messages[1]: unknown key id, weight"),
         ([user("a") | {3: 4}], "messages[0]: unknown key 3"),
         ([{"role": "robot", "content": "a"}], "messages[0].role is 'robot'. Use one of system, user, assistant, tool"),
         ([{"role": "tool", "content": "a", "name": 3}], "messages[0].name must be a string"),
@@ -589,6 +589,53 @@ def test_malformed_messages_are_refused_with_their_path(processor, messages, wor
     with pytest.raises(RequestError) as caught:
         processor.preprocess(messages)
     assert words in str(caught.value)
+
+
+# ------------------------------------------------------------------ keys that a template reads
+
+THINKING = (
+    "{%- macro why(message) %}{% if 'thought' in message %}<think>{{ message['thought'] }}</think>{% endif %}{% endmacro %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ why(message) }}{{ message.get('tags', [])|tojson }}"
+    "{% for call in message.tool_calls %}{{ call.index }}{{ call.function.note|tojson }}{% endfor %}"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
+)
+
+
+def test_a_template_names_what_it_reads():
+    names = ChatTemplate(THINKING).names
+    assert {"thought", "tags", "index", "note", "content", "tool_calls"} <= names
+    assert not {"why", "weight", "<think>", "<|im_start|>"} & names, "neither its own names nor its text"
+
+
+def test_keys_that_the_template_reads_are_part_of_the_prompt_and_others_are_refused(processor):
+    thinking = with_template(processor, THINKING)
+    call = {"index": 7, "function": {"name": "f", "arguments": "{}", "note": {"a": [1]}}}
+    said = assistant("x") | {"thought": "because", "tags": ["a", {"b": None}], "tool_calls": [call]}
+    text = thinking.tokenizer.decode(thinking.tokenize([user("hi"), said]), skip_special=False)
+    assert text.endswith('assistant\n<think>because</think>["a", {"b": null}]7{"a": [1]}x<|im_end|>\n')
+    for wrong, words in [
+        (said | {"weight": 1}, "messages[0]: unknown key weight"),
+        (said | {"tool_calls": [call | {"weight": 1}]}, "messages[0].tool_calls[0]: unknown key weight"),
+        (said | {"tool_calls": [{"function": call["function"] | {"weight": 1}}]}, "tool_calls[0].function: unknown key weight"),
+        (user("x") | {"tool_calls": [call]}, "messages[0]: unknown key tool_calls"),
+        (said | {"thought": "x" * 300_000}, "messages[0] has 300"),
+        (said | {"tags": object()}, "messages[0] is not JSON"),
+        (said | {"tags": "\ud800"}, "messages[0] is not valid Unicode"),
+    ]:  # fmt: skip
+        with pytest.raises(RequestError) as caught:
+            thinking.tokenize([wrong])
+        assert words in str(caught.value)
+
+
+@repeatable
+@given(tricky_text, tricky_text)
+def test_text_of_such_keys_never_becomes_a_control_token(processor, text, other):
+    thinking = with_template(processor, THINKING)
+    call = {"index": other, "function": {"name": "f", "arguments": "{}", "note": {text: other}}}
+    said = assistant("x") | {"thought": text, "tags": [other, {text: other}], "tool_calls": [call]}
+    inputs = thinking.preprocess([user("hi"), said], add_generation_prompt=True)
+    assert control_names(processor, inputs) == ["<|im_start|>", "<|im_end|>"] * 2
+    assert f"<think>{text}</think>" in whole_text(processor, inputs)
 
 
 @pytest.mark.parametrize("messages", [5, None, 2.5, True], ids=repr)
