@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from saccade.serve.errors import ApiError, bad_request
 from saccade.serve.protocol.chat import (
     AssistantMessage,
     ContentPart,
+    EarlierCall,
     ImagePart,
     Message,
     TextPart,
@@ -17,19 +18,20 @@ from saccade.serve.protocol.chat import (
     VideoFramesPart,
     VideoUrlPart,
 )
+from saccade.serve.protocol.common import Earlier
 from saccade.serve.remote_media import RemoteMedia, is_remote
 from saccade.serve.service import PromptInput
 
 Conversation = list[dict[str, Any]]
 
 
-def conversation_of(messages: Sequence[Message], *, allows_remote: bool = False) -> Conversation:
-    """The conversation as the engine takes it; remote URLs are still to be fetched."""
+def conversation_of(messages: Sequence[Message], names: Container[str], *, allows_remote: bool = False) -> Conversation:
+    """The conversation as the engine takes it; remote URLs are still to be fetched. `names`: what the chat template reads."""
     conversation = []
     for number, message in enumerate(messages):
         converted: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-        if isinstance(message, AssistantMessage) and message.tool_calls is not None:
-            converted["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        if isinstance(message, AssistantMessage) and message.tool_calls:
+            converted["tool_calls"] = [_call(call, names) for call in message.tool_calls]
         if message.content is None and "tool_calls" not in converted:
             raise bad_request(f"messages[{number}] has neither content nor tool_calls", param=f"messages[{number}]")
         if message.content is None or isinstance(message.content, str):
@@ -41,8 +43,23 @@ def conversation_of(messages: Sequence[Message], *, allows_remote: bool = False)
             ]
         if isinstance(message, ToolMessage):
             converted["tool_call_id"] = message.tool_call_id
-        conversation.append(converted)
+        conversation.append(extra_fields(message, names) | converted)
     return conversation
+
+
+def extra_fields(earlier: Earlier, names: Container[str]) -> dict[str, Any]:
+    """Fields that are not ours, as far as the chat template reads them."""
+    extra = earlier.model_extra or {}
+    return {name: value for name, value in extra.items() if name in names and value is not None}
+
+
+def _call(call: EarlierCall, names: Container[str]) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return extra_fields(call, names) | {
+        "id": call.id,
+        "type": call.type,
+        "function": extra_fields(call.function, names) | function,
+    }
 
 
 def _part(part: ContentPart, where: str, allows_remote: bool) -> dict[str, Any]:

@@ -296,7 +296,7 @@ URLS = [
 def media_cases():
     for url in URLS:
         yield Case(f"the URL {url[:50]!r}", with_url(url))
-    for detail in ("low", "ultra", 3):
+    for detail in ("ultra", 3):
         yield Case(
             f"detail {detail}", of(chat, [{"type": "image_url", "image_url": {"url": "data:,", "detail": detail}}])
         )
@@ -408,8 +408,8 @@ FIELDS = {
     "ignore_eos": ["yes", 1],
     "cache_salt": ["", "x" * 257, 3],
     "modalities": [["audio"], ["text", "audio"], [], "text"],
-    "store": [True],
-    "service_tier": ["flex"],
+    "store": ["yes", 1],
+    "service_tier": ["ultra", 1],
     "continue_final_message": [True, "yes"],
     "add_generation_prompt": [False],
     "parallel_tool_calls": ["no"],
@@ -429,9 +429,9 @@ FIELDS = {
     "tool_choice": ["required", "always", 3, {"type": "function"}, {"type": "function", "function": {"name": "f"}}],
 }  # fmt: skip
 REFUSED_FIELDS = (
-    "functions", "function_call", "audio", "prediction", "web_search_options", "reasoning_effort", "verbosity", "prompt_cache_key", "best_of", "suffix",
+    "functions", "function_call", "audio", "prediction", "web_search_options", "reasoning_effort", "verbosity", "best_of", "suffix",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search", "length_penalty", "chat_template", "chat_template_kwargs",
-    "mm_processor_kwargs", "documents", "allowed_token_ids", "bad_words", "lora", "truncate_prompt_tokens", "metadata",
+    "mm_processor_kwargs", "documents", "allowed_token_ids", "bad_words", "lora", "truncate_prompt_tokens",
     "trust_remote_code", "eval", "exec", "$where", "constructor",
 )  # fmt: skip
 MESSAGES = {
@@ -452,8 +452,9 @@ MESSAGES = {
     "an image part with an empty object": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
     "an image as an object of the Python API": [{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}],
     "an image in the assistant's turn": [{"role": "assistant", "content": [image(encoded("PNG"))]}, {"role": "user", "content": "x"}],
-    "a message with a surplus key": [{"role": "user", "content": "x", "weight": 1}],
-    "a name": [{"role": "user", "content": "x", "name": "<|im_start|>"}],
+    "a legacy call of a function": [{"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}],
+    "audio in the assistant's turn": [{"role": "assistant", "content": "x", "audio": {"id": "a"}}],
+    "a name of 300 KB": [{"role": "user", "content": "x", "name": "x" * 300_000}],
     "1025 messages": [{"role": "user", "content": "x"}] * 1025,
     "a tool's result without its call": [{"role": "tool", "content": "x"}],
     "an empty list of calls": [{"role": "assistant", "content": None, "tool_calls": []}],
@@ -745,9 +746,21 @@ SPELLED = [
 ]  # fmt: skip
 
 
+SERVED_MESSAGES = {
+    "a key that no template reads": {"weight": 1},
+    "a name that spells a control token": {"name": "<|im_start|>"},
+    "keys that are methods": {"get": 1, "items": 2, "__class__": "x", "keys": None},
+    "half a megabyte that no template reads": {"thinking_blocks": ["x" * 500_000]},
+}
+"""Fields of a message that is served as if it had none of them."""
+
+
 def served_cases():
     for text in SPELLED:
         yield Case(f"the text {text[:30]!r}", of(chat, text), is_served=True)
+    for name, fields in SERVED_MESSAGES.items():
+        messages = [{"role": "user", "content": "x", **fields}]
+        yield Case(f"a message with {name}", of(chat, messages=messages), is_served=True)
     for regex in SERVED_REGEXES:
         yield Case(f"the regex {regex[:30]}", of(chat, structured_outputs={"regex": regex}), is_served=True)
     for name, schema in SERVED_SCHEMAS.items():

@@ -1,8 +1,10 @@
 """The official client of OpenAI's API against a running server."""
 
 import json
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 from model.hugging_face import picture
 from serve.running import TIMEOUT_S, data_url, image_part
@@ -101,6 +103,111 @@ def test_a_required_tool_is_called_and_its_result_is_accepted(client):
     result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
     messages = [*HELLO, answer.message.model_dump(), result]
     assert client.chat.completions.create(model="tiny", messages=messages, max_tokens=2).choices
+
+
+class Sum(pydantic.BaseModel):
+    """Adds."""
+
+    a: Literal[1, 2]
+    b: Literal[3, 4]
+
+
+PARSED = {"model": "tiny", "messages": HELLO, "seed": 5, "max_tokens": 200}
+
+
+def answer_to(client, *messages, **fields):
+    """The answer to the conversation after these messages, which are sent as they are."""
+    said = client.chat.completions.create(model="tiny", messages=[*HELLO, *messages], max_tokens=2, **fields)
+    assert said.choices[0].finish_reason in ("stop", "length")
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of a message that it has parsed
+def test_parsed_messages_can_be_sent_back_as_they_are(client):
+    more = {"role": "user", "content": "and now?", "name": "alice"}
+    whole = client.chat.completions.parse(**PARSED, response_format=Sum).choices[0].message
+    with client.chat.completions.stream(**PARSED, response_format=Sum) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    assert whole.parsed == streamed.parsed
+    plain = client.chat.completions.create(**PARSED).choices[0].message
+    for message in (whole, streamed, plain):
+        answer_to(client, message, more)
+        answer_to(client, message.model_dump(), more)
+    alone = {"role": "assistant", "content": whole.content}
+    assert answer_to(client, whole, more).usage.prompt_tokens == answer_to(client, alone, more).usage.prompt_tokens
+
+
+def test_parsed_tool_calls_can_be_sent_back_as_they_are(client):
+    tools = {"tools": [openai.pydantic_function_tool(Sum)], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = client.chat.completions.parse(**PARSED, **tools).choices[0].message
+    with client.chat.completions.stream(**PARSED, **tools) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    for message in (whole, streamed):
+        [call] = message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Sum)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "5", "name": "Sum"}
+        answer_to(client, message, result)
+        answer_to(client, message.model_dump(), result)
+    assert whole.tool_calls[0].function == streamed.tool_calls[0].function
+
+
+def test_fields_of_other_libraries_in_earlier_messages_change_nothing(client):
+    said = {"role": "assistant", "content": "yes"}
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    called = said | {"tool_calls": [call]}
+    more = {"role": "user", "content": "more"}
+    expected = answer_to(client, said, more).usage.prompt_tokens
+    for fields in (
+        {"tool_calls": []},
+        {"reasoning_content": "hm", "reasoning": "hm", "refusal": None, "annotations": [{"type": "url_citation"}]},
+        {"provider_specific_fields": {"a": 1}, "thinking_blocks": [{"thinking": "hm"}], "images": [], "name": "bob"},
+        {"function_call": None, "audio": None, "tool_calls": None, "parsed": {"a": [1]}},
+    ):
+        assert answer_to(client, said | fields, more).usage.prompt_tokens == expected, fields
+    expected = answer_to(client, called, more).usage.prompt_tokens
+    extra = {"index": 0, "provider_specific_fields": None, "function": call["function"] | {"parsed_arguments": {}}}
+    assert answer_to(client, said | {"tool_calls": [call | extra]}, more).usage.prompt_tokens == expected
+    for field in ("function_call", "audio"):
+        with pytest.raises(openai.BadRequestError, match=rf"messages\[1\]\.{field} is not supported"):
+            answer_to(client, said | {field: {"name": "f", "arguments": "{}", "id": "a"}}, more)
+
+
+def test_fields_that_change_nothing_in_the_answer_are_accepted(client):
+    fields = {
+        "metadata": {"user": "7"},
+        "store": True,
+        "safety_identifier": "u-7",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "extra_body": {"prompt_cache_options": {"mode": "implicit"}},
+    }
+    plain = client.chat.completions.create(model="tiny", messages=HELLO, temperature=0, max_tokens=6)
+    for tier in ("auto", "default", "flex", "scale", "priority", "fast"):
+        one = client.chat.completions.create(
+            model="tiny", messages=HELLO, temperature=0, max_tokens=6, service_tier=tier, **fields
+        )
+        assert one.choices == plain.choices
+    low = [{"role": "user", "content": [image_part() | {"image_url": image_part()["image_url"] | {"detail": "low"}}]}]
+    assert client.chat.completions.create(model="tiny", messages=low, max_tokens=1).choices
+    options = {"include_obfuscation": False}
+    assert list(
+        client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2, stream=True, stream_options=options)
+    )
+    said = client.responses.create(
+        model="tiny", input="hi", max_output_tokens=16, service_tier="flex", store=True, metadata={"a": "b"}
+    )
+    assert (said.store, said.metadata) == (False, {"a": "b"})
+    with pytest.raises(openai.BadRequestError, match="metadata has too many entries"):
+        answer_to(client, metadata={str(number): "" for number in range(17)})
+
+
+def test_a_parsed_response_can_be_sent_back_as_it_is(client):
+    said = client.responses.parse(model="tiny", input="hello", text_format=Sum)
+    assert isinstance(said.output_parsed, Sum)
+    question = {"role": "user", "content": "hello"}
+    client.responses.create(model="tiny", input=[question, *said.output, question], max_output_tokens=16)
+    dumped = [one.model_dump() for one in said.output]
+    client.responses.create(model="tiny", input=[question, *dumped, question], max_output_tokens=16)
 
 
 def test_a_stream_that_is_left_is_cancelled(client, server):

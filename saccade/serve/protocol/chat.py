@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -11,9 +11,10 @@ from saccade.processor.conversation import MAX_FPS, MIN_FPS
 from saccade.processor.tools import MAX_TOOLS
 from saccade.serve.protocol.common import (
     UNSUPPORTED,
+    Earlier,
     Items,
     JsonObject,
-    OnlyFalse,
+    NeutralFields,
     PromptLogprobs,
     SamplingFields,
     Usage,
@@ -37,8 +38,8 @@ class ImageUrl(Wire):
 
     url: str
     """data:image/png;base64,..."""
-    detail: Literal["auto", "high"] | None = None
-    """Images are always processed at the resolution the model was trained for."""
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    """No effect: images are always processed as the checkpoint says. Send a smaller image for fewer tokens."""
 
 
 class ImagePart(Wire):
@@ -83,11 +84,16 @@ ContentPart = Annotated[TextPart | ImagePart | VideoUrlPart | VideoFramesPart, F
 TextContent = str | Items[TextPart]
 
 
-class _Instructions(Wire):
+class _Message(Earlier):
+    function_call: None = None
+    """Not supported: use tool_calls."""
+    audio: None = None
+    """Not supported."""
+
+
+class _Instructions(_Message):
     content: TextContent
     """The text."""
-    name: None = None
-    """Not supported."""
 
 
 class SystemMessage(_Instructions):
@@ -104,15 +110,13 @@ class DeveloperMessage(_Instructions):
     """developer"""
 
 
-class UserMessage(Wire):
+class UserMessage(_Message):
     """A turn of the user."""
 
     role: Literal["user"]
     """user"""
     content: str | Items[ContentPart]
     """Text, or a list of text, images and videos."""
-    name: None = None
-    """Not supported."""
 
 
 class CalledFunction(Wire):
@@ -135,28 +139,31 @@ class ToolCall(Wire):
     """The call."""
 
 
-class AssistantMessage(Wire):
-    """An earlier turn of the model. Null fields of an answer may be sent back as they are."""
+class EarlierFunction(CalledFunction, Earlier):
+    """A call of a function in an earlier turn."""
+
+
+class EarlierCall(ToolCall, Earlier):
+    """A call of a tool in an earlier turn."""
+
+    function: EarlierFunction
+    """The call."""
+
+
+class AssistantMessage(_Message):
+    """An earlier turn of the model, as it was answered or as a client's library made it."""
 
     role: Literal["assistant"]
     """assistant"""
     content: TextContent | None = None
     """The text. May be null if there are tool calls."""
-    tool_calls: Annotated[Items[ToolCall], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[Items[EarlierCall], Field(max_length=MAX_TOOLS)] | None = None
     """Calls of tools."""
-    name: None = None
-    """Not supported."""
     refusal: None = None
     """Always null."""
-    audio: None = None
-    """Always null."""
-    function_call: None = None
-    """Always null."""
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    """Always empty."""
 
 
-class ToolMessage(Wire):
+class ToolMessage(_Message):
     """The result of a tool."""
 
     role: Literal["tool"]
@@ -249,7 +256,7 @@ class JsonSchemaFormat(Wire):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, NeutralFields):
     """A request for an answer to a conversation."""
 
     model: str
@@ -274,10 +281,6 @@ class ChatRequest(SamplingFields):
     """Must be the opposite of continue_final_message, if given."""
     modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     """Output is text."""
-    store: OnlyFalse | None = None
-    """Nothing is stored."""
-    service_tier: Literal["auto", "default"] | None = None
-    """There is one tier."""
     tools: Annotated[Items[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
@@ -286,10 +289,7 @@ class ChatRequest(SamplingFields):
     """Whether an answer may have several calls. Default true."""
 
 
-CHAT_UNSUPPORTED = UNSUPPORTED | {
-    "metadata": "nothing is stored",
-    "moderation": "nothing is moderated",
-}
+CHAT_UNSUPPORTED = UNSUPPORTED | {"moderation": "nothing is moderated"}
 
 
 # ------------------------------------------------------------------ answers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
@@ -34,6 +34,13 @@ class Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
 
+class Earlier(Wire):
+    """A part of an earlier turn. Clients send back what they made of an answer: fields that are not ours are given to the chat template
+    if it reads them, else dropped."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 class StreamOptions(Wire):
     """Options of a streamed answer."""
 
@@ -41,6 +48,8 @@ class StreamOptions(Wire):
     """Send a last chunk with the usage."""
     continuous_usage_stats: bool | None = None
     """Send the usage so far with every chunk."""
+    include_obfuscation: bool | None = None
+    """No effect: chunks are not padded."""
 
 
 class StructuredOutputs(Wire):
@@ -103,6 +112,25 @@ class SamplingFields(Wire):
     """The form of the output."""
 
 
+class NeutralFields(Wire):
+    """Fields that are accepted since they change nothing in the answer."""
+
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    """Labels of the request. `/v1/responses` returns them."""
+    store: bool | None = None
+    """No effect: nothing is stored."""
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    """No effect: there is one tier; see `priority`."""
+    safety_identifier: Annotated[str, Field(max_length=256)] | None = None
+    """No effect: an identifier of the end user; see `user`."""
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    """No effect: prefixes are cached without it; `cache_salt` separates tenants."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """No effect: prefixes are cached as long as memory allows."""
+    prompt_cache_options: JsonObject | None = None
+    """No effect, for the same reason."""
+
+
 UNSUPPORTED = {
     "functions": "use tools",
     "function_call": "use tool_choice",
@@ -111,9 +139,6 @@ UNSUPPORTED = {
     "web_search_options": "the server does not search the web",
     "reasoning_effort": "the model has no reasoning levels",
     "verbosity": "ask for it in the prompt",
-    "safety_identifier": "use user",
-    "prompt_cache_key": "prefixes are cached without it; use cache_salt to separate tenants",
-    "prompt_cache_retention": "prefixes are cached as long as memory allows",
     "best_of": "use n, and choose among the answers",
     "suffix": "the model does not fill in the middle",
     "guided_json": "use structured_outputs.json or response_format",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from saccade.serve.protocol.chat import JsonObjectFormat, TextFormat
-from saccade.serve.protocol.common import UNSUPPORTED, Items, JsonObject, OnlyFalse, Wire
+from saccade.serve.protocol.common import UNSUPPORTED, Earlier, Items, JsonObject, NeutralFields, OnlyFalse, Wire
 
 
 class InputText(Wire):
@@ -26,26 +26,22 @@ class InputImage(Wire):
     """input_image"""
     image_url: str
     """A data URL."""
-    detail: Literal["auto", "high"] | None = None
-    """Images are always processed at the resolution the model was trained for."""
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    """No effect: images are always processed as the checkpoint says. Send a smaller image for fewer tokens."""
     file_id: None = None
     """Not supported."""
 
 
-class OutputText(Wire):
-    """Text of an earlier answer, or of this one."""
+class OutputText(Earlier):
+    """Text of an earlier answer."""
 
     type: Literal["output_text"]
     """output_text"""
     text: str
     """The text."""
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    """Always empty."""
-    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
-    """Always empty."""
 
 
-class _Input(Wire):
+class _Input(Earlier):
     type: Literal["message"] | None = None
     """message"""
     content: str | Items[Annotated[InputText | InputImage, Field(discriminator="type")]]
@@ -73,7 +69,7 @@ class DeveloperInput(_Input):
     """developer"""
 
 
-class EarlierAnswer(Wire):
+class EarlierAnswer(Earlier):
     """An earlier answer of the model. One that was received may be sent back as it is."""
 
     type: Literal["message"] | None = None
@@ -82,12 +78,6 @@ class EarlierAnswer(Wire):
     """assistant"""
     content: str | Items[OutputText]
     """The text."""
-    id: str | None = None
-    """Of the earlier answer."""
-    status: Literal["completed", "incomplete", "in_progress"] | None = None
-    """Of the earlier answer."""
-    phase: None = None
-    """Not supported."""
 
 
 class NamedSchema(Wire):
@@ -114,7 +104,14 @@ class TextConfig(Wire):
     """Not supported."""
 
 
-class ResponsesRequest(Wire):
+class ResponseStreamOptions(Wire):
+    """Options of a streamed answer."""
+
+    include_obfuscation: bool | None = None
+    """No effect: events are not padded."""
+
+
+class ResponsesRequest(NeutralFields):
     """A request for an answer."""
 
     model: str
@@ -139,14 +136,12 @@ class ResponsesRequest(Wire):
     """The form of the answer."""
     stream: bool | None = None
     """Send the answer as server-sent events while it is generated."""
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
-    """Returned with the answer."""
+    stream_options: ResponseStreamOptions | None = None
+    """The usage is always part of the last event."""
     user: Annotated[str, Field(max_length=256)] | None = None
     """An identifier of the end user; it is written to the request log."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     """Lower is scheduled earlier. Default 0."""
-    store: OnlyFalse | None = None
-    """Nothing is stored."""
     background: OnlyFalse | None = None
     """The answer is sent on this connection."""
     truncation: Literal["disabled"] | None = None
@@ -157,8 +152,6 @@ class ResponsesRequest(Wire):
     """There is nothing more to include."""
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     """Use tools with `/v1/chat/completions`."""
-    service_tier: Literal["auto", "default"] | None = None
-    """There is one tier."""
 
 
 RESPONSES_UNSUPPORTED = UNSUPPORTED | {
@@ -171,7 +164,6 @@ RESPONSES_UNSUPPORTED = UNSUPPORTED | {
     "prompt": "nothing is stored; send the text",
     "top_logprobs": "use /v1/chat/completions",
     "moderation": "nothing is moderated",
-    "stream_options": "the usage is always part of the last event",
 }
 
 

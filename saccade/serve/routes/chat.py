@@ -89,7 +89,8 @@ async def _start(
         structured_field=structured_field,
     )
     request.state.record.user = body.user
-    conversation = conversation_of(body.messages, allows_remote=service.remote_media is not None)
+    names, allows_remote = service.processor.template.names, service.remote_media is not None
+    conversation = conversation_of(body.messages, names, allows_remote=allows_remote)
     prompt = prompt_input(
         conversation, continue_final_message=continues, tools=choice.tools, remote_media=service.remote_media
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
 from saccade.engine.request import Completion
-from saccade.serve.conversation import Conversation, check_media_url, prompt_input
+from saccade.serve.conversation import Conversation, check_media_url, extra_fields, prompt_input
 from saccade.serve.errors import bad_request
 from saccade.serve.generation import Generation, cancelled_on_disconnect, error_of
 from saccade.serve.json_route import JsonRoute
@@ -58,7 +58,8 @@ async def _start(service: Service, body: ResponsesRequest, request: Request, ada
         structured_field="text.format",
     )
     request.state.record.user = body.user
-    conversation = _conversation(body, allows_remote=service.remote_media is not None)
+    names, allows_remote = service.processor.template.names, service.remote_media is not None
+    conversation = _conversation(body, names, allows_remote=allows_remote)
     return await service.start(
         request,
         [prompt_input(conversation, remote_media=service.remote_media)],
@@ -78,7 +79,7 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     return form
 
 
-def _conversation(body: ResponsesRequest, *, allows_remote: bool) -> Conversation:
+def _conversation(body: ResponsesRequest, names: Container[str], *, allows_remote: bool) -> Conversation:
     conversation: Conversation = []
     if body.instructions is not None:
         conversation.append({"role": "system", "content": body.instructions})
@@ -90,7 +91,7 @@ def _conversation(body: ResponsesRequest, *, allows_remote: bool) -> Conversatio
         if not isinstance(content, str):
             where = f"input[{number}].content"
             content = [_part(part, f"{where}[{i}]", allows_remote) for i, part in enumerate(content)]
-        conversation.append({"role": role, "content": content})
+        conversation.append(extra_fields(message, names) | {"role": role, "content": content})
     return conversation
 
 

@@ -61,4 +61,4 @@ def router(service: Service) -> APIRouter:
 def _conversation(service: Service, body: TokenizeChatRequest) -> Conversation:
     if len(body.messages) > service.config.max_messages:
         raise bad_request(f"messages has more than {service.config.max_messages} entries", param="messages")
-    return conversation_of(body.messages)
+    return conversation_of(body.messages, service.processor.template.names)
