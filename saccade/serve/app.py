@@ -57,7 +57,7 @@ def create_app(service: Service, keys: KeyRing | None) -> Gate:
         is_recorded=lambda path: path.startswith("/v1/") or path in ("/tokenize", "/detokenize"),
         check_room=service.check_room,
         observers=service.observers,
-        on_response=lambda scope, status: service.metrics.observe_http(scope["method"], _route(scope, served), status),
+        on_response=lambda method, scope, status: service.metrics.observe_http(method, _route(scope, served), status),
         rates=service.rates,
     )
 
@@ -80,7 +80,7 @@ def create_admin_app(service: Service, keys: KeyRing | None) -> Gate:
         is_recorded=lambda path: path.startswith("/admin/"),
         check_room=lambda: None,
         observers=[log_request],
-        on_response=lambda scope, status: None,
+        on_response=lambda method, scope, status: None,
         rates=service.rates,
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from saccade.errors import ConfigError
+from saccade.serve.cors import check_origins
 
 _COUNTS = (
     "max_body_bytes", "max_open_body_bytes", "max_header_bytes", "max_connections", "max_json_depth", "max_messages", "max_completions",
@@ -38,7 +39,8 @@ class ServeConfig:
     """Accepted Host headers, without port. Empty: not checked, but a loopback server without keys accepts its own names only, so
     that no web page can reach it under a name of its own (DNS rebinding)."""
     cors_origins: tuple[str, ...] = ()
-    """Web origins whose pages may call the API from a browser. Empty: none but the server's own page."""
+    """Web origins whose pages may call the API from a browser, such as https://app.example; *: any, with API keys. Empty: none but
+    the server's own page."""
     max_body_bytes: int = 64 * 2**20
     """Maximum size of a request body; an image takes 4/3 of its file size."""
     max_open_body_bytes: int = 2 * 2**30
@@ -108,6 +110,12 @@ class ServeConfig:
             raise ConfigError(
                 f"host {self.host} is reachable from other machines, and no API keys are set: anyone could use the server. "
                 "Make a key with saccade keys create KEYS.json --name NAME and pass --api-keys KEYS.json, or pass --no-auth"
+            )
+        check_origins(self.cors_origins)
+        if "*" in self.cors_origins and self.api_keys is None and not self.no_auth:
+            raise ConfigError(
+                "cors_origins has *, and no API keys are set: every web page could use the server. Name the origins, or pass --api-keys "
+                "KEYS.json (saccade keys create), or --no-auth"
             )
         if self.admin_port is not None and self.api_keys is None:
             raise ConfigError("admin_port needs api_keys with a key of scope admin: saccade keys create --admin")

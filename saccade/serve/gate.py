@@ -54,12 +54,12 @@ class Gate:
         is_recorded: Callable[[str], bool],
         check_room: Callable[[], None],
         observers: Sequence[Observer],
-        on_response: Callable[[Scope, int], None],
+        on_response: Callable[[str, Scope, int], None],
         rates: RateLimiter,
     ) -> None:
         """`is_public`: whether a path needs no key. `is_recorded`: whether a path is for the engine and has a log line and metrics;
-        `check_room` raises before the body of such a request is read if it could not be served. `on_response` is called with every
-        request and the status of its response, 0 if the client left before it."""
+        `check_room` raises before the body of such a request is read if it could not be served. `on_response` is called with the
+        method and the scope of every request, and the status of its response, 0 if the client left before it."""
         self._app, self._config, self._keys, self._scope = app, config, keys, scope
         self._is_public, self._is_recorded, self._check_room = is_public, is_recorded, check_room
         self._observers, self._on_response, self._rates = observers, on_response, rates
@@ -74,7 +74,9 @@ class Gate:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        headers, method = dict(scope["headers"]), scope["method"]
+        if method == "HEAD":  # answered as GET; the HTTP protocol sends no body, by its own scope
+            scope = {**scope, "method": "GET"}
         record = RequestRecord(id=f"req-{uuid.uuid4().hex}", route=scope["path"])
         response = _Response(send, record, cors_headers(self._config.cors_origins, headers))
         is_recorded = self._is_recorded(scope["path"])
@@ -92,7 +94,7 @@ class Gate:
         finally:
             record.ended_at = time.perf_counter()
             self.num_open -= is_recorded
-            self._on_response(scope, record.status)
+            self._on_response(method, scope, record.status)
             if is_recorded:
                 for observe in self._observers:
                     observe(record)

@@ -169,9 +169,10 @@ def test_a_deleted_key_is_refused_and_a_new_one_works_without_a_restart(guarded,
 
 
 def test_browsers_of_other_origins_are_not_let_in_and_headers_are_safe(guarded):
-    preflight = {"access-control-request-method": "POST"}
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
     allowed = guarded.http.options("/v1/models", headers={"origin": "https://app.example", **preflight})
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (204, "https://app.example")
+    assert "x-stainless-os" in allowed.headers["access-control-allow-headers"]
     refused = guarded.http.options("/v1/models", headers={"origin": "https://evil.example", **preflight})
     assert refused.status_code == 405
     assert not [name for name in refused.headers if name.startswith("access-control")]
@@ -184,6 +185,21 @@ def test_browsers_of_other_origins_are_not_let_in_and_headers_are_safe(guarded):
     body = json.dumps(chat_body()).encode()
     plain = guarded.http.post("/v1/chat/completions", content=body, headers={"content-type": "text/plain"})
     assert code_of(plain) == (415, "unsupported_media_type")
+
+
+def test_head_is_answered_as_get_without_the_body(guarded):
+    for path in ("/health", "/ready", "/", "/openapi.json", "/metrics", "/v1/models", "/v1/models/tiny", "/v1/models/no"):
+        whole, head = guarded.http.get(path), guarded.http.head(path)
+        assert (head.status_code, head.content) == (whole.status_code, b""), path
+        same = ("content-type", "cache-control", "content-security-policy")
+        assert [head.headers.get(name) for name in same] == [whole.headers.get(name) for name in same], path
+        if path != "/metrics":
+            assert head.headers["content-length"] == str(len(whole.content)), path
+    assert guarded.http.head("/v1/chat/completions").status_code == 405
+    with httpx.Client(base_url=guarded.url) as anonymous:
+        assert anonymous.head("/v1/models").status_code == 401
+    counted = guarded.http.get("/metrics").text
+    assert 'http_requests_total{handler="/v1/models/{name:path}",method="HEAD",status="404"} 1.0' in counted
 
 
 # ------------------------------------------------------------------ what is refused
