@@ -88,24 +88,29 @@ def bad_request(message: str, *, param: str | None = None, code: str = "invalid_
 
 # ------------------------------------------------------------------ validation errors of pydantic, in our words
 
+_TYPE_WORDS = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "literal_error": "{expected}",
+}
+"""What a value must be; of a union there may be several."""
+
 _WORDS = {
     "missing": ("is required", "missing_required_parameter"),
+    "prompt_or_messages": ("must have prompt or messages, one of them", "missing_required_parameter"),
     "extra_forbidden": ("is not a field of this request", "unknown_parameter"),
-    "string_type": ("must be a string", "invalid_type"),
-    "int_type": ("must be an integer", "invalid_type"),
-    "float_type": ("must be a number", "invalid_type"),
-    "bool_type": ("must be true or false", "invalid_type"),
-    "list_type": ("must be a list", "invalid_type"),
-    "dict_type": ("must be an object", "invalid_type"),
-    "model_type": ("must be an object", "invalid_type"),
-    "model_attributes_type": ("must be an object", "invalid_type"),
     "none_required": ("is not supported; leave it out", "unsupported_parameter"),
     "value_error": ("must be false or left out", "unsupported_parameter"),
     "string_pattern_mismatch": ("has characters that are not allowed, or too many", "invalid_value"),
     "finite_number": ("must be a finite number", "invalid_value"),
     "union_tag_not_found": ("has no {discriminator}", "missing_required_parameter"),
     "union_tag_invalid": ("has {discriminator} {tag}; use one of {expected_tags}", "invalid_value"),
-    "literal_error": ("must be {expected}", "invalid_value"),
     "greater_than": ("must be above {gt}", "invalid_value"),
     "greater_than_equal": ("must be at least {ge}", "invalid_value"),
     "less_than": ("must be below {lt}", "invalid_value"),
@@ -120,40 +125,66 @@ _WORDS = {
 def validation_error(
     errors: Sequence[Mapping[str, Any]], body: object, unsupported: Mapping[str, str] | None = None
 ) -> ApiError:
-    """One error for what pydantic found: the one deepest in the body, which is the most specific of a union's.
+    """One error for what pydantic found. A union has errors of each of its types: that of the type which fits best is chosen.
 
     `unsupported` has reasons for known fields that this server does not support.
     """
     if isinstance(body, bytes) or body is None:
         return bad_request("the body must be a JSON object", code="invalid_json")
-    found = [(_path(error["loc"], body), error) for error in errors]
-    path, error = max(found, key=lambda one: len(one[0]))
+    found = [(_path(error, body), error) for error in errors]
+    path, error = max(found, key=lambda one: _fit(*one))
     param = _spell(path) or None
     name = param or "the body"
+    if error["type"] in _TYPE_WORDS:
+        alike = [one for own, one in found if own == path and one["type"] in _TYPE_WORDS]
+        code = "invalid_value" if error["type"] == "literal_error" else "invalid_type"
+        return bad_request(
+            f"{name} must be {_any_of([_fill(_TYPE_WORDS[one['type']], one) for one in alike])}", param=param, code=code
+        )
     if error["type"] == "extra_forbidden" and (reason := (unsupported or {}).get(str(path[-1]))):
         return bad_request(f"{name} is not supported: {reason}", param=param, code="unsupported_parameter")
     words, code = _WORDS.get(error["type"], ("is not valid", "invalid_value"))
-    context = {key: str(value)[:200] for key, value in (error.get("ctx") or {}).items()}
-    return bad_request(f"{name} {words.format_map(_Context(context))}", param=param, code=code)
+    return bad_request(f"{name} {_fill(words, error)}", param=param, code=code)
 
 
-class _Context(dict[str, str]):
-    def __missing__(self, key: str) -> str:
-        return key
+def _fit(path: Sequence[str | int], error: Mapping[str, Any]) -> tuple[bool, int, list[int]]:
+    """How well a value fits the type that an error is of: it is of this type, or it is so deep inside, or so late in a list."""
+    return error["type"] not in _TYPE_WORDS, len(path), [part if isinstance(part, int) else 0 for part in path]
 
 
-def _path(loc: Sequence[Any], body: object) -> list[str | int]:
-    """The location without "body" and the names of union branches: what exists in the body, and a last missing field."""
-    path: list[str | int] = []
-    node = body
-    parts = list(loc[1:])
-    for number, part in enumerate(parts):
-        if _has(node, part):
-            node = node[part]
-        elif not (number == len(parts) - 1 and isinstance(part, str) and isinstance(node, dict)):
-            continue
-        path.append(part)
-    return path
+def _fill(words: str, error: Mapping[str, Any]) -> str:
+    return words.format_map({key: str(value)[:200] for key, value in (error.get("ctx") or {}).items()})
+
+
+def _any_of(words: Sequence[str]) -> str:
+    """`a string, an integer or a list`, each once."""
+    *first, last = dict.fromkeys(words)
+    if not first:
+        return last
+    comma = "," if " or " in first[-1] else ""
+    return f"{', '.join(first)}{comma} or {last}"
+
+
+_UNKNOWN = object()
+
+
+def _path(error: Mapping[str, Any], body: object) -> list[str | int]:
+    """Where in the body an error is. pydantic's location has the names of the types of unions too; the value that it found wrong
+    tells them from fields of the same name."""
+    parts = list(error["loc"][1:])
+    if error["type"] == "missing":
+        return [*(_walk(parts[:-1], body, error.get("input", _UNKNOWN)) or ()), *parts[-1:]]
+    return _walk(parts, body, error.get("input", _UNKNOWN)) or _walk(parts, body, _UNKNOWN) or []
+
+
+def _walk(parts: Sequence[Any], node: object, value: object) -> list[str | int] | None:
+    """The fields among the parts of a location that lead to the value; None: no choice of them does."""
+    if not parts:
+        return [] if node is value or value is _UNKNOWN else None
+    part, *rest = parts
+    if _has(node, part) and (found := _walk(rest, node[part], value)) is not None:
+        return [part, *found]
+    return _walk(rest, node, value)
 
 
 def _has(node: object, part: object) -> TypeGuard[Any]:

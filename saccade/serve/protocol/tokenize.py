@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from saccade.serve.protocol.chat import Message
 from saccade.serve.protocol.common import Items, TokenId, Wire
@@ -26,6 +26,17 @@ class TokenizeChatRequest(Wire):
     """Name of the served model."""
     messages: Annotated[Items[Message], Field(min_length=1)]
     """The conversation."""
+
+
+def _kind(body: object) -> str | None:
+    kinds = [kind for kind in ("prompt", "messages") if isinstance(body, dict) and kind in body]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeTextRequest, Tag("prompt")] | Annotated[TokenizeChatRequest, Tag("messages")],
+    Discriminator(_kind, custom_error_type="prompt_or_messages", custom_error_message="-"),
+]
 
 
 class TokenizeResponse(Wire):

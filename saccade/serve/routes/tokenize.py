@@ -15,6 +15,7 @@ from saccade.serve.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeChatRequest,
+    TokenizeRequest,
     TokenizeResponse,
     TokenizeTextRequest,
 )
@@ -26,7 +27,7 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
     @routes.post("/tokenize", response_model=TokenizeResponse, responses=GENERATION_ERRORS, summary="Text to tokens")
-    async def tokenize(body: TokenizeTextRequest | TokenizeChatRequest, request: Request) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         if body.model is not None:
             service.check_model(body.model)
         if isinstance(body, TokenizeTextRequest):
