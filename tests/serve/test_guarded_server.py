@@ -169,7 +169,10 @@ def test_a_deleted_key_is_refused_and_a_new_one_works_without_a_restart(guarded,
 
 
 def test_browsers_of_other_origins_are_not_let_in_and_headers_are_safe(guarded):
-    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
+    preflight = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,x-stainless-os",
+    }
     allowed = guarded.http.options("/v1/models", headers={"origin": "https://app.example", **preflight})
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (204, "https://app.example")
     assert "x-stainless-os" in allowed.headers["access-control-allow-headers"]
@@ -188,7 +191,16 @@ def test_browsers_of_other_origins_are_not_let_in_and_headers_are_safe(guarded):
 
 
 def test_head_is_answered_as_get_without_the_body(guarded):
-    for path in ("/health", "/ready", "/", "/openapi.json", "/metrics", "/v1/models", "/v1/models/tiny", "/v1/models/no"):
+    for path in (
+        "/health",
+        "/ready",
+        "/",
+        "/openapi.json",
+        "/metrics",
+        "/v1/models",
+        "/v1/models/tiny",
+        "/v1/models/no",
+    ):
         whole, head = guarded.http.get(path), guarded.http.head(path)
         assert (head.status_code, head.content) == (whole.status_code, b""), path
         same = ("content-type", "cache-control", "content-security-policy")
