@@ -28,6 +28,13 @@ def serve(
         list[str] | None,
         typer.Option(help="NAME=FOLDER: serve a LoRA adapter as a model of this name; may be repeated."),
     ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file to use as chat template.", show_default="the checkpoint's")
+    ] = None,
+    tool_call_format: Annotated[
+        str | None,
+        typer.Option(help="How the model calls tools: hermes, or none.", show_default="by the chat template"),
+    ] = None,
     allow_remote_media: Annotated[
         list[str] | None,
         typer.Option(help="Fetch images and videos by URL from this host (host:port if private); may be repeated."),
@@ -53,6 +60,7 @@ def serve(
     from saccade.config import override_config
     from saccade.engine import EngineConfig
     from saccade.log import set_up_logging
+    from saccade.processor.conversation import check_template
     from saccade.serve import ServeConfig
     from saccade.serve import serve as run
 
@@ -67,11 +75,12 @@ def serve(
         model_name = checkpoint  # downloaded: the folder is named by a hash
     config = ServeConfig(
         host=host, port=port, api_keys=api_keys, no_auth=no_auth, model_name=model_name, max_queued_requests=max_queued,
-        admin_port=admin_port, allow_remote_media=tuple(allow_remote_media or ()),
+        admin_port=admin_port, allow_remote_media=tuple(allow_remote_media or ()), tool_call_format=tool_call_format,
     )  # fmt: skip
     if json_logs:
         set_up_logging(as_json=True, verbose=logging.getLogger("saccade").level == logging.DEBUG)
-    engine = EngineConfig(core_process=True, max_length=max_model_len, max_requests=max_requests)
+    source = None if chat_template is None else check_template(chat_template)
+    engine = EngineConfig(core_process=True, max_length=max_model_len, max_requests=max_requests, chat_template=source)
     run(
         folder,
         override_config(config, overrides["serve"], "--set serve"),

@@ -67,6 +67,8 @@ class EngineConfig:
     """Seconds a worker may take for one image, text, 32 video frames or 8 MiB of a video file; then it is killed and replaced."""
     max_images_per_request: int = 64
     """Maximum images and videos of a request."""
+    chat_template: str | None = None
+    """Jinja source of a chat template that is used instead of the checkpoint's."""
     max_adapters: int = 0
     """LoRA adapters that can be loaded at once, each in a slot of device memory. 0: none."""
     max_adapter_rank: int = 16
@@ -106,6 +108,8 @@ class EngineConfig:
         self._check_positive("gpu_memory_utilization", "a number above 0 and up to 1", most=1)
         if self.target_step_ms is not None:
             self._check_positive("target_step_ms", "a positive number of milliseconds")
+        if not isinstance(self.chat_template, str | None):
+            raise ConfigError(f"chat_template is {self.chat_template!r}; use the source of a template, which is text")
         self._check_positive("preprocess_timeout_s", "a positive number of seconds")
         if self.max_draft_tokens is not None and self.max_draft_tokens > 16:
             raise ConfigError(f"max_draft_tokens is {self.max_draft_tokens}; use 0 to 16")

@@ -336,12 +336,13 @@ def serve(connection: Connection) -> None:
     if setup["logs_json"]:
         set_up_logging(as_json=True)
     try:
-        processor = Processor.load(setup["folder"])
+        config = EngineConfig(**setup["config"])
+        processor = Processor.load(setup["folder"], chat_template=config.chat_template)
         images = processor.images
         grammars = grammars_of(Path(setup["folder"]), processor)
         runner = load_runner(
             setup["folder"],
-            EngineConfig(**setup["config"]),
+            config,
             pixels=PixelScale(mean=images.mean, std=images.std),
             device=setup["device"],
             dtype=setup["dtype"],

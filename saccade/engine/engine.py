@@ -229,7 +229,7 @@ class Engine:
         folder, config = Path(folder), with_slots(config or EngineConfig(), adapters or {})
         dtype = None if dtype == "auto" else dtype
         family_of(folder)  # the true reason first, for a model of another kind
-        processor = Processor.load(folder, limits=limits)
+        processor = Processor.load(folder, limits=limits, chat_template=config.chat_template)
         preprocessor = Preprocessor(
             folder,
             num_workers=default_num_workers() if config.num_workers is None else config.num_workers,
@@ -237,6 +237,7 @@ class Engine:
             timeout_s=config.preprocess_timeout_s,
             max_images=config.max_images_per_request,
             limits=limits,
+            chat_template=config.chat_template,
             patchifies_on_device=resolve_device(device).type == "cuda",
         )
         connect: Connect

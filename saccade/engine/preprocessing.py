@@ -127,13 +127,14 @@ class Preprocessor:
         max_images: int = 64,
         limits: MediaLimits | None = None,
         resize: ResizeName = "pillow",
+        chat_template: str | None = None,
         max_worker_bytes: int = MAX_WORKER_BYTES,
         patchifies_on_device: bool = False,
     ) -> None:
         """Starts the workers without waiting for them. With none, two threads of this process do their work.
 
         A worker that takes longer than `timeout_s` for one image, text or 32 frames of a video is killed and replaced. `max_images`
-        bounds the images and videos of a request, `limits` what each of them may be, `max_worker_bytes` the memory that a worker
+        bounds the images and videos of a request, `limits` what each of them may be, `chat_template` replaces the checkpoint's, `max_worker_bytes` the memory that a worker
         may allocate. `patchifies_on_device`: images are decoded only, and the vision tower does the rest, where the family allows it.
         """
         keep_freed_memory(_KEPT_HEAP_BYTES)
@@ -142,6 +143,7 @@ class Preprocessor:
             folder=Path(folder),
             limits=self._limits,
             resize=resize,
+            chat_template=chat_template,
             max_worker_bytes=max_worker_bytes,
             patchifies_on_device=patchifies_on_device,
         )

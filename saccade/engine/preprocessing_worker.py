@@ -106,6 +106,8 @@ class PreprocessingConfig:
     """Limits on images and videos."""
     resize: ResizeName
     """Implementation of the resize."""
+    chat_template: str | None = None
+    """Source of a template that replaces the checkpoint's."""
     max_worker_bytes: int = MAX_WORKER_BYTES
     """Memory a worker may allocate."""
     patchifies_on_device: bool = False
@@ -127,6 +129,7 @@ class PreprocessingConfig:
             folder=Path(content["folder"]),
             limits=MediaLimits(**content["limits"]),
             resize=content["resize"],
+            chat_template=content["chat_template"],
             max_worker_bytes=content["max_worker_bytes"],
             patchifies_on_device=content["patchifies_on_device"],
         )
@@ -253,7 +256,9 @@ class PromptProcessor:
     """Tokenises conversations and patchifies images for one checkpoint folder."""
 
     def __init__(self, config: PreprocessingConfig) -> None:
-        self._processor = Processor.load(config.folder, limits=config.limits, resize=config.resize)
+        self._processor = Processor.load(
+            config.folder, limits=config.limits, resize=config.resize, chat_template=config.chat_template
+        )
         self._config = config
         self.rules = rules = self._processor.rules
         tokenizer = self._processor.tokenizer

@@ -26,7 +26,7 @@ import numpy as np
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from saccade.errors import CheckpointError, ImageError, RequestError
+from saccade.errors import CheckpointError, ConfigError, ImageError, RequestError
 from saccade.processor.folder import read_json
 from saccade.processor.image import ImageSource, to_image_source
 from saccade.processor.tokenizer import Tokenizer
@@ -44,6 +44,8 @@ _NONCHARACTERS = [
 ]
 """The 66 code points that Unicode reserves as noncharacters: never part of text."""
 
+_PROBE = "saccade"
+"""A text that no template has, to see what one writes."""
 _MAX_WHOLE_RENDERINGS = 32
 """Turns of a request that may be rendered with all turns before them; each takes time in proportion to their length."""
 
@@ -144,13 +146,14 @@ class ChatTemplate:
         try:
             self._template = _compile(source)
         except jinja2.TemplateError as error:
-            raise CheckpointError(f"the checkpoint's chat template does not parse: {error}") from error
+            raise CheckpointError(f"the chat template does not parse: {error}") from error
 
     @staticmethod
-    def load(folder: Path) -> ChatTemplate:
-        """Read the template of a checkpoint folder, with the bos and eos tokens it may use."""
+    def load(folder: Path, source: str | None = None) -> ChatTemplate:
+        """Read the template of a checkpoint folder, or take another one, with the bos and eos tokens it may use."""
         tokens = read_json(folder / "tokenizer_config.json")
-        return ChatTemplate(read_template(folder), token_text(tokens, "bos_token"), token_text(tokens, "eos_token"))
+        source = read_template(folder) if source is None else source
+        return ChatTemplate(source, token_text(tokens, "bos_token"), token_text(tokens, "eos_token"))
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -163,15 +166,25 @@ class ChatTemplate:
     @cached_property
     def takes_parts(self) -> bool:
         """Whether content must be a list of parts: text that is a string would vanish."""
-        probe = "saccade"
+        return not self._writes(_PROBE) and self._writes([{"type": "text", "text": _PROBE}])
 
-        def writes(content: str | list[dict[str, str]]) -> bool:
-            try:
-                return probe in self.render([{"role": "user", "content": content}], add_generation_prompt=False)
-            except RequestError:
-                return False
+    @cached_property
+    def takes_text(self) -> bool:
+        """Whether the text of a message is part of the prompt: not so if this is no chat template."""
+        return self.takes_parts or self._writes(_PROBE)
 
-        return not writes(probe) and writes([{"type": "text", "text": probe}])
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether tools are part of the prompt."""
+        tools = [{"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {}}}]
+        return self._writes([{"type": "text", "text": "x"}] if self.takes_parts else "x", tools)
+
+    def _writes(self, content: str | list[dict[str, str]], tools: Sequence[Tool] | None = None) -> bool:
+        try:
+            messages = [{"role": "user", "content": content}]
+            return _PROBE in self.render(messages, add_generation_prompt=False, tools=tools)
+        except RequestError:
+            return False
 
     def content_of(self, message: Message) -> str | list[dict[str, Any]]:
         """The content of a checked message as the template takes it: parts, or one string where there is text alone."""
@@ -566,6 +579,22 @@ def read_template(folder: Path) -> str:
         raise CheckpointError(
             f"{folder}: no chat_template.jinja. Copy it from the original model: it defines the prompt"
         )
+    return source
+
+
+def check_template(path: Path) -> str:
+    """The source of a template file that replaces the checkpoint's; raises `ConfigError` if it cannot be used."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        takes_text = ChatTemplate(source).takes_text
+    except OSError as error:
+        raise ConfigError(f"chat template {path}: {error.strerror}. Check the path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat template {path}: not UTF-8 text. A chat template is a Jinja file") from error
+    except CheckpointError as error:
+        raise ConfigError(f"chat template {path}: {error}") from error
+    if not takes_text:
+        raise ConfigError(f"chat template {path}: it does not write the text of a message. Is it a chat template?")
     return source
 
 

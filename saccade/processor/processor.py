@@ -100,8 +100,14 @@ class Processor:
         self._resize = resize_named(resize)
 
     @staticmethod
-    def load(folder: str | Path, *, limits: MediaLimits | None = None, resize: ResizeName = "pillow") -> Processor:
-        """Read tokenizer, template and image settings of a checkpoint folder."""
+    def load(
+        folder: str | Path,
+        *,
+        limits: MediaLimits | None = None,
+        resize: ResizeName = "pillow",
+        chat_template: str | None = None,
+    ) -> Processor:
+        """Read tokenizer, template and image settings of a checkpoint folder. `chat_template`: Jinja source to use instead of its own."""
         folder = Path(folder)
         config, tokenizer, rules = read_config(folder), Tokenizer.load(folder), load_rules(folder)
         if not tokenizer.is_control(rules.image_id):
@@ -112,7 +118,7 @@ class Processor:
         return Processor(
             rules=rules,
             tokenizer=tokenizer,
-            template=ChatTemplate.load(folder),
+            template=ChatTemplate.load(folder, chat_template),
             eos_ids=_eos_ids(folder, config, tokenizer),
             limits=limits or MediaLimits(),
             resize=resize,

@@ -41,6 +41,8 @@ class ServeConfig:
     cors_origins: tuple[str, ...] = ()
     """Web origins whose pages may call the API from a browser, such as https://app.example; *: any, with API keys. Empty: none but
     the server's own page."""
+    tool_call_format: str | None = None
+    """How the model calls tools: hermes, or none if it does not. None: hermes if the chat template writes calls so."""
     max_body_bytes: int = 64 * 2**20
     """Maximum size of a request body; an image takes 4/3 of its file size."""
     max_open_body_bytes: int = 2 * 2**30
@@ -111,6 +113,8 @@ class ServeConfig:
                 f"host {self.host} is reachable from other machines, and no API keys are set: anyone could use the server. "
                 "Make a key with saccade keys create KEYS.json --name NAME and pass --api-keys KEYS.json, or pass --no-auth"
             )
+        if self.tool_call_format not in (None, "hermes", "none"):
+            raise ConfigError(f"tool_call_format is {self.tool_call_format!r}; use hermes or none")
         check_origins(self.cors_origins)
         if "*" in self.cors_origins and self.api_keys is None and not self.no_auth:
             raise ConfigError(

@@ -21,6 +21,7 @@ from saccade.serve.protocol.chat import (
 from saccade.serve.protocol.common import Earlier
 from saccade.serve.remote_media import RemoteMedia, is_remote
 from saccade.serve.service import PromptInput
+from saccade.serve.tool_prompt import tool_turns_as_text
 
 Conversation = list[dict[str, Any]]
 
@@ -44,7 +45,7 @@ def conversation_of(messages: Sequence[Message], names: Container[str], *, allow
         if isinstance(message, ToolMessage):
             converted["tool_call_id"] = message.tool_call_id
         conversation.append(extra_fields(message, names) | converted)
-    return conversation
+    return conversation if "tool_calls" in names else tool_turns_as_text(conversation)
 
 
 def extra_fields(earlier: Earlier, names: Container[str]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from saccade.processor.conversation import ChatTemplate
+
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HEADER = re.compile(
     r'\s{0,16}\{\s{0,16}"name"\s{0,16}:\s{0,16}"([A-Za-z0-9_-]{1,64})"\s{0,16},\s{0,16}"arguments"\s{0,16}:\s{0,16}(?=\{)'
@@ -86,6 +88,12 @@ def new_call_id() -> str:
 def has_known_format(template: str) -> bool:
     """Whether the chat template asks the model to call tools in the format that is parsed here."""
     return _OPEN in template and "<function=" not in template  # Qwen3-Coder writes XML into the same tags
+
+
+def knows_tools(template: ChatTemplate, tool_call_format: str | None) -> bool:
+    """Whether the chat template renders tools and the model calls them in this format, as the operator says or the template shows."""
+    is_hermes = has_known_format(template.source) if tool_call_format is None else tool_call_format == "hermes"
+    return is_hermes and template.takes_tools
 
 
 class ToolCallParser:

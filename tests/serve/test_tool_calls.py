@@ -6,7 +6,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from saccade.serve.tool_calls import ContentDelta, ParsedOutput, ToolCallParser, has_known_format, parse_tool_calls
+from saccade.processor.conversation import ChatTemplate
+from saccade.serve.tool_calls import (
+    ContentDelta,
+    ParsedOutput,
+    ToolCallParser,
+    has_known_format,
+    knows_tools,
+    parse_tool_calls,
+)
 
 NAMES = {"add", "look"}
 
@@ -133,3 +141,13 @@ def test_the_format_is_known_from_the_template():
     assert has_known_format("... <tool_call>\n{{ ... }}")
     assert not has_known_format("no tools")
     assert not has_known_format("<tool_call>\n<function=name>")
+
+
+def test_the_operator_may_say_how_the_model_calls_tools():
+    hermes = ChatTemplate("{{ tools }}{{ messages[0].content }} as <tool_call>")
+    xml = ChatTemplate("{{ tools }}{{ messages[0].content }} as <tool_call><function=")
+    silent = ChatTemplate("{{ messages[0].content }} <tool_call>")
+    parts = ChatTemplate("{{ tools }}{% for part in messages[0].content %}{{ part.text }}{% endfor %}<tool_call>")
+    assert [knows_tools(one, None) for one in (hermes, xml, silent, parts)] == [True, False, False, True]
+    assert [knows_tools(one, "hermes") for one in (hermes, xml, silent)] == [True, True, False]
+    assert not any(knows_tools(one, "none") for one in (hermes, xml, silent))

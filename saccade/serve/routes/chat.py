@@ -30,10 +30,11 @@ from saccade.serve.tool_calls import (
     ParsedOutput,
     ToolCallDelta,
     ToolCallParser,
-    has_known_format,
+    knows_tools,
     parse_tool_calls,
 )
 from saccade.serve.tool_choice import ToolChoice, choose_tools
+from saccade.serve.tool_prompt import with_tools_described
 
 
 def router(service: Service) -> APIRouter:
@@ -76,7 +77,7 @@ async def _start(
         raise bad_request(
             "add_generation_prompt must be the opposite of continue_final_message", param="add_generation_prompt"
         )
-    choice = _tool_choice(service, body)
+    choice = _tool_choice(body)
     structured_field = structured_field_of(body.response_format, body.structured_outputs, choice.structured)
     samplings = samplings_of(
         body,
@@ -91,8 +92,18 @@ async def _start(
     request.state.record.user = body.user
     names, allows_remote = service.processor.template.names, service.remote_media is not None
     conversation = conversation_of(body.messages, names, allows_remote=allows_remote)
+    tools = choice.tools
+    if tools is not None and not knows_tools(service.processor.template, service.config.tool_call_format):
+        if body.tool_choice in (None, "auto"):
+            raise bad_request(
+                "the model's chat template has no tool calls in a format that this server reads. Set tool_choice to required or a function, "
+                "or have the operator serve it with --chat-template FILE",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        conversation, tools = with_tools_described(conversation, check_tools(tools)), None
     prompt = prompt_input(
-        conversation, continue_final_message=continues, tools=choice.tools, remote_media=service.remote_media
+        conversation, continue_final_message=continues, tools=tools, remote_media=service.remote_media
     )
     generation = await service.start(
         request,
@@ -107,13 +118,8 @@ async def _start(
     return generation, choice.names
 
 
-def _tool_choice(service: Service, body: ChatRequest) -> ToolChoice:
+def _tool_choice(body: ChatRequest) -> ToolChoice:
     """The tools that the model sees, and the form they give to the output."""
-    if body.tools is not None and not has_known_format(service.processor.template.source):
-        raise bad_request(
-            "the model's chat template has no tool calls in a format that this server reads", param="tools",
-            code="unsupported_parameter",
-        )  # fmt: skip
     tools = None if body.tools is None else [tool.model_dump(exclude_none=True) for tool in body.tools]
     choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
     try:
