@@ -1,6 +1,8 @@
 """The command line as a user meets it: help, answers, and one line with exit status 2 for what is wrong."""
 
+import io
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -12,6 +14,7 @@ import pytest
 import torch
 from commands import Ended
 from PIL import Image
+from safetensors.torch import save_file
 
 import saccade
 from saccade.cli import app
@@ -393,7 +396,7 @@ def test_chat_refuses_a_gpu_that_is_not_there(command, checkpoint):
     assert_refused(command("chat", checkpoint, "hi", "--device", "cuda"), "sees no GPU. Use --device cpu")
 
 
-@pytest.mark.parametrize("words", [["hi", "--max-tokens", "0"], ["hi", "--dtype", "int3"], []])
+@pytest.mark.parametrize("words", [["hi", "--max-tokens", "0"], ["hi", "--dtype", "int3"]])
 def test_chat_refuses_options_out_of_range(command, checkpoint, words):
     ended = command("chat", checkpoint, *words)
     assert ended.status == 2
@@ -407,6 +410,122 @@ def test_chat_with_a_folder_that_is_no_checkpoint(command, tmp_path):
 
 def test_chat_asks_for_a_question_behind_the_image(command, checkpoint, picture):
     assert_refused(command("chat", checkpoint, picture), "question", str(picture))
+
+
+# ------------------------------------------------------------------ chat, line by line
+
+
+@pytest.fixture
+def converse(command, monkeypatch):
+    """Run `saccade chat --json` with lines on standard input; the answers as records, and standard error."""
+
+    def run(checkpoint, *lines, words=()):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        ended = command("chat", checkpoint, "--json", "--max-tokens", 4, "--device", "cpu", *words)
+        assert ended.status == 0, ended.err
+        return [json.loads(line) for line in ended.out.splitlines()], ended.err
+
+    return run
+
+
+def test_without_a_question_chat_answers_line_by_line_and_remembers(converse, checkpoint):
+    (first, second, again), err = converse(checkpoint, "hi", "", "and you?", "/new", "hi", "/exit", "never asked")
+    assert err == ""
+    assert second["prompt_tokens"] > first["prompt_tokens"] + first["tokens"], "the history is part of the prompt"
+    assert again == first, "/new forgets it"
+
+
+def test_a_conversation_has_the_answers_of_the_same_messages(converse, checkpoint):
+    from saccade.engine import Engine, SamplingParams
+
+    (first, second), _ = converse(checkpoint, "hi", "and you?", words=("--system", "Be kind."))
+    messages = [("system", "Be kind."), ("user", "hi"), ("assistant", first["text"]), ("user", "and you?")]
+    with Engine.load(checkpoint, device="cpu") as engine:
+        [completion] = engine.generate([{"role": role, "content": text} for role, text in messages], SamplingParams(max_tokens=4))  # fmt: skip
+    assert second["text"] == completion.text
+
+
+def test_images_are_added_by_a_command_or_a_path_in_the_line(converse, checkpoint, picture, tmp_path):
+    spaced = tmp_path / "my picture.png"
+    shutil.copy(picture, spaced)
+    image_tokens = 3 * 2 + 2
+    for lines in (
+        [f"/image {picture}", "hi"],
+        [f"{picture}", "hi"],
+        [f"{picture} hi"],
+        [f"/image '{spaced}'", "hi"],
+        [f'"{spaced}" hi'],
+        [str(spaced).replace(" ", "\\ ") + " hi"],
+    ):
+        ([plain], _), ([seen], _) = converse(checkpoint, "hi"), converse(checkpoint, *lines)
+        assert seen["prompt_tokens"] == plain["prompt_tokens"] + image_tokens, lines
+    [compared], _ = converse(checkpoint, f"is {picture}, it's {picture}?")
+    [text], _ = converse(checkpoint, "is, it's?")
+    assert compared["prompt_tokens"] == text["prompt_tokens"] + 2 * image_tokens
+
+
+def test_a_line_that_is_refused_does_not_end_the_conversation(converse, checkpoint, tmp_path):
+    (tmp_path / "empty.png").touch()
+    ([answer], err), ([plain], _) = (
+        converse(checkpoint, "/image nope.png", f"{tmp_path / 'empty.png'} what?", "/nonsense", "hi"),
+        converse(checkpoint, "hi"),
+    )
+    assert answer == plain, "refused questions are not part of the conversation"
+    assert "nope.png: no such file" in err
+    assert "image 1" in err
+    assert "/new" in err, "an unknown command shows the commands"
+
+
+def test_chat_answers_with_an_adapter(command, converse, checkpoint, tmp_path):
+    write_adapter(checkpoint, tmp_path / "a=b")
+    [plain], _ = converse(checkpoint, "hi")
+    named, unnamed = (
+        converse(checkpoint, "hi", words=("--adapter", given))[0]
+        for given in (f"odd={tmp_path / 'a=b'}", tmp_path / "a=b")
+    )
+    assert named == unnamed != [plain]
+    once = command("chat", checkpoint, "hi", "--json", "--max-tokens", 4, "--device", "cpu", "--adapter", tmp_path / "a=b")  # fmt: skip
+    assert [json.loads(once.out)] == named
+    assert_refused(command("chat", checkpoint, "hi", "--adapter", tmp_path), "no adapter_config.json")
+    config = tmp_path / "a=b" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"LORA"', '"IA3"'))
+    refused = command("chat", checkpoint, "hi", "--device", "cpu", "--adapter", tmp_path / "a=b")
+    assert refused.status == 2
+    assert "peft_type is 'IA3'" in refused.err
+
+
+def test_ctrl_c_stops_an_answer_and_twice_ends_the_conversation(checkpoint):
+    command = [sys.executable, "-c", HEEDS_CTRL_C, "chat", str(checkpoint), "--max-tokens", "50000", "--device", "cpu"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as chat:
+        for _ in range(2):
+            chat.stdin.write(b"hello\n")
+            assert chat.stdout.read(1), "an answer has started"
+            chat.send_signal(signal.SIGINT)
+            assert [chat.stderr.readline() for _ in range(2)] == [b"\n", b"(Ctrl-C again or /exit ends)\n"]
+            os.set_blocking(chat.stdout.fileno(), False)
+            while chat.stdout.read(65536):
+                pass  # the rest of the stopped answer
+            os.set_blocking(chat.stdout.fileno(), True)
+        chat.send_signal(signal.SIGINT)
+        assert chat.stdout.read() == b""
+        assert chat.stderr.read() == b""
+    assert chat.returncode == 130
+
+
+def write_adapter(checkpoint, folder):
+    """An adapter of one projection, in PEFT's layout, large enough to change the answer."""
+    model = load_model(checkpoint, device="cpu")
+    outputs, inputs = model.language.layers[0].self_attn.o_proj.stored_shape
+    torch.manual_seed(0)
+    prefix = "base_model.model.model.language_model.layers.0.self_attn.o_proj"
+    folder.mkdir()
+    save_file(
+        {f"{prefix}.lora_A.weight": torch.randn(4, inputs), f"{prefix}.lora_B.weight": torch.randn(outputs, 4)},
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(checkpoint)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 # ------------------------------------------------------------------ plan

@@ -1,14 +1,12 @@
-"""`saccade quickstart`, `models`, `init` and `chat`."""
+"""`saccade quickstart`, `models` and `init`."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from saccade.cli.hub import checkpoint_folder
-from saccade.cli.options import DeviceOption, Dtype, DtypeOption, JsonOption, check_modules, progress
+from saccade.cli.options import DeviceOption, Dtype, JsonOption, check_modules, progress
 from saccade.errors import ConfigError
 
 
@@ -179,73 +177,3 @@ def init(
     else:
         amount = f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
         typer.echo(f"{out}: {made.family}, {amount} of {dtype} weights")
-
-
-def chat(
-    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder, or ORG/NAME of the Hugging Face Hub.")],
-    words: Annotated[
-        list[str],
-        typer.Argument(metavar="[IMAGE|VIDEO]... QUESTION", help="Image and video files, then the question."),
-    ],
-    system: Annotated[str | None, typer.Option(help="System message; the template's default if not given.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of generated tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the most probable tokens of this total probability.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    fps: Annotated[float, typer.Option(help="Frames per second to sample from video files.")] = 2.0,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Ask a model about images and videos, or just talk to it. The answer is streamed."""
-    import asyncio
-
-    *files, question = words
-    if os.path.isfile(question):  # noqa: PTH113  Path.is_file raises for a question longer than a file name
-        raise ConfigError(f"the last argument is the question, but {question} is a file. Ask something about it")
-    folder = checkpoint_folder(checkpoint)
-
-    from saccade.engine import Engine, EngineConfig, SamplingParams
-    from saccade.errors import RequestError
-
-    sampling = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=1.0 if top_p is None else top_p, seed=seed, max_tokens=max_tokens
-    )
-    content = [*(_media_part(file, fps) for file in files), {"type": "text", "text": question}]
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
-    conversation = [*messages, {"role": "user", "content": content}]
-
-    config = EngineConfig(max_requests=1, num_workers=0, prefix_cache=False)
-    engine = Engine.load(folder, device=device, dtype=dtype, config=config)
-
-    async def answer() -> None:
-        with engine:  # closed before the event loop is, also after Ctrl-C: the engine's thread posts to the loop
-            async for part in engine.stream(conversation, sampling):
-                if not as_json:
-                    typer.echo(part.text, nl=False)
-                if (completion := part.completion) is None:
-                    continue
-                if completion.failure is not None:
-                    raise RequestError(completion.failure.message)
-                record = {
-                    "text": completion.text,
-                    "prompt_tokens": completion.num_prompt_tokens,
-                    "tokens": len(completion.token_ids),
-                    "finish_reason": completion.finish_reason,
-                }
-                typer.echo(json.dumps(record, ensure_ascii=False) if as_json else "")
-
-    asyncio.run(answer())
-
-
-_VIDEO_SUFFIXES = {".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi"}
-
-
-def _media_part(file: str, fps: float) -> dict[str, Any]:
-    """The message part of an image or video file."""
-    if Path(file).suffix.lower() in _VIDEO_SUFFIXES:
-        return {"type": "video", "video": file, "fps": fps}
-    return {"type": "image", "image": file}
