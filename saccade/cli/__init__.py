@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from saccade import __version__
-from saccade.cli import bench, chat, compress, data, evaluate, model, plan, prune, recipes, serve, train
+from saccade.cli import bench, chat, compress, data, evaluate, merge, model, plan, prune, recipes, serve, train
 from saccade.errors import UserError
 from saccade.extras import missing_extra
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS = (
-    model.quickstart, model.models, model.init, train.train, plan.plan, evaluate.evaluate, compress.compress, prune.prune, chat.chat, serve.serve,
+    model.quickstart, model.models, model.init, train.train, plan.plan, evaluate.evaluate, compress.compress, prune.prune, merge.merge, chat.chat, serve.serve,
 )  # fmt: skip
 for command in _COMMANDS:
     app.command()(command)

@@ -102,7 +102,7 @@ def _read_config(folder: Path) -> tuple[int, float]:
     for name, plain in _PLAIN.items():
         if raw.get(name) not in plain:
             raise CheckpointError(
-                f"{folder}: {name} is {raw[name]!r}, which is not supported. Merge the adapter into its model, or train without it"
+                f"{folder}: {name} is {raw[name]!r}, which is not supported. Merge the adapter into its model with PEFT, or train without it"
             )
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
@@ -136,13 +136,11 @@ def _pair(
     rank: int,
 ) -> tuple[Tensor, Tensor]:
     if layer not in shapes:
-        where = (
-            "the vision tower or projector"
-            if layer.startswith(("vision.", "projector."))
-            else "a layer that the decoder does not have"
-        )
+        is_served = layer.partition(".")[0] in {name.partition(".")[0] for name in shapes}
         raise CheckpointError(
-            f"{folder}: it adapts {where} ({layer}), which is not served. Merge the adapter into its model"
+            f"{folder}: it adapts {layer}, which the model does not have. Use the adapter with the model it was trained on"
+            if is_served or not layer.startswith(("vision.", "projector."))
+            else f"{folder}: it adapts the vision tower or projector ({layer}), which is not served. Merge it into its model: saccade merge"
         )
     found = [tensors.get((layer, matrix)) for matrix in ("lora_A", "lora_B")]
     outputs, inputs = shapes[layer]

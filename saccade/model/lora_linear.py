@@ -143,3 +143,9 @@ class LoraLinear(Projection):
     def stored_weight(self, weight_ND: Tensor) -> dict[str, Tensor]:
         """The parameters that store a full weight, by name."""
         return stored_weight(weight_ND, self.quantization, self._dtype)
+
+
+def merge_lora(weight_ND: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
+    """weight + scale * B A in fp32; adapters of padded layers (see `Linear`) are cut to the weight."""
+    N, D = weight_ND.shape
+    return torch.addmm(weight_ND.float(), lora_B[:N].float(), lora_A[:, :D].float(), alpha=scale)

@@ -119,9 +119,3 @@ def base_shapes(model: VLM) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter in a checkpoint folder: without adapters, padding and quantization."""
     with torch.device("meta"):
         return checkpoint_shapes(VLM(model.config))
-
-
-def merge_lora(weight_ND: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
-    """weight + scale * B A in fp32; adapters of padded layers (see `Linear`) are cut to the weight."""
-    N, D = weight_ND.shape
-    return torch.addmm(weight_ND.float(), lora_B[:N].float(), lora_A[:, :D].float(), alpha=scale)

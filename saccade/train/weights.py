@@ -28,7 +28,7 @@ from saccade.device import DTYPE_NAMES
 from saccade.errors import CheckpointError
 from saccade.files import atomic_write
 from saccade.model.families import family_of, load_model_config
-from saccade.model.lora_linear import LoraLinear
+from saccade.model.lora_linear import LoraLinear, merge_lora
 from saccade.model.vlm import VLM
 from saccade.model.weights import (
     PROCESSOR_FILES,
@@ -40,7 +40,7 @@ from saccade.model.weights import (
     tensor_shapes,
 )
 from saccade.train.dtensor import copy_full_tensor
-from saccade.train.lora import base_shapes, initial_adapters, lora_layers, lora_parameters, merge_lora
+from saccade.train.lora import base_shapes, initial_adapters, lora_layers, lora_parameters
 from saccade.train.quantization_aware import fake_quantized_layers
 from saccade.world import World
 
