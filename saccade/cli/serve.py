@@ -1,5 +1,6 @@
 """`saccade serve` and `saccade keys`: the server and its API keys."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from saccade.cli.hub import checkpoint_folder
-from saccade.cli.options import DeviceOption, DtypeOption, check_adapter
+from saccade.cli.options import DeviceOption, DtypeOption, JsonOption, check_adapter
 from saccade.errors import ConfigError
 
 keys = typer.Typer(help="API keys of a server.", no_args_is_help=True)
@@ -130,6 +131,48 @@ def create(
         "scope": "admin" if admin else "api",
     }
     typer.echo(create_key(file, **fields))
+
+
+@keys.command("list")
+def list_(
+    file: Annotated[Path, typer.Argument(help="Key file made by saccade keys create.")], as_json: JsonOption = False
+) -> None:
+    """List the keys of a key file: names, scopes, tenants and limits. The keys themselves are stored nowhere."""
+    from saccade.serve.keys import read_keys
+
+    entries = [
+        {
+            "name": key.name,
+            "scope": key.scope,
+            "tenant": key.tenant or key.name,
+            "requests_per_minute": key.requests_per_minute,
+            "tokens_per_minute": key.tokens_per_minute,
+        }
+        for key in read_keys(file)
+    ]
+    if as_json:
+        typer.echo(json.dumps({"keys": entries}, ensure_ascii=False))
+        return
+    if not entries:
+        typer.echo(f"{file}: no keys")
+        return
+    titles = ("NAME", "SCOPE", "TENANT", "REQUESTS/MIN", "TOKENS/MIN")
+    rows = [titles, *(tuple("-" if value is None else str(value) for value in entry.values()) for entry in entries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@keys.command("revoke")
+def revoke(
+    file: Annotated[Path, typer.Argument(help="Key file made by saccade keys create.")],
+    name: Annotated[str, typer.Argument(help="Name of the key; see saccade keys list.")],
+) -> None:
+    """Remove a key from a key file. A running server refuses the key within seconds; requests that have started end as usual."""
+    from saccade.serve.keys import revoke_key
+
+    revoke_key(file, name)
+    typer.echo(f"{file}: the key {name} is revoked")
 
 
 def _check_extra() -> None:

@@ -3,7 +3,7 @@
     {"keys": [{"name": "alice", "sha256": "...", "scope": "api", "tenant": "alice", "requests_per_minute": 60}]}
 
 The file has no secrets, but who can write it can add keys: it is created readable by its owner alone. The server reads it again when it
-changes, so a key is revoked by deleting its entry.
+changes, so a key that is revoked stops working within a second or two.
 """
 
 from __future__ import annotations
@@ -92,12 +92,27 @@ def create_key(path: Path, **fields: Any) -> str:
     keys = read_keys(path) if path.exists() else ()
     key = ApiKey(sha256=_hash(secret), **fields)
     if any(one.name == key.name for one in keys):
-        raise ConfigError(f"{path}: there is a key named {key.name} already. Choose another name, or delete its entry")
-    entries = [{name: value for name, value in asdict(one).items() if value is not None} for one in (*keys, key)]
+        raise ConfigError(
+            f"{path}: there is a key named {key.name} already. Choose another name, or run saccade keys revoke"
+        )
+    _write_keys(path, (*keys, key))
+    return secret
+
+
+def revoke_key(path: Path, name: str) -> None:
+    """Remove a key from the file. Servers that use the file refuse the key from then on."""
+    keys = read_keys(path)
+    if name not in (key.name for key in keys):
+        known = ", ".join(key.name for key in keys) or "none"
+        raise ConfigError(f"{path}: no key is named {name}. Keys: {known}")
+    _write_keys(path, tuple(key for key in keys if key.name != name))
+
+
+def _write_keys(path: Path, keys: tuple[ApiKey, ...]) -> None:
+    entries = [{name: value for name, value in asdict(key).items() if value is not None} for key in keys]
     with atomic_write(path) as temporary:
         temporary.touch(mode=0o600)
         temporary.write_text(json.dumps({"keys": entries}, indent=2) + "\n", encoding="utf-8")
-    return secret
 
 
 def _hash(secret: str) -> str:
@@ -109,8 +124,8 @@ class KeyRing:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._keys = read_keys(path)
         self._stamp = self._read_stamp()
+        self._keys = read_keys(path)
         self._next_check = 0.0
 
     def find(self, secret: str, scope: Scope) -> ApiKey | None:

@@ -29,6 +29,26 @@ def test_a_created_key_is_printed_once_and_stored_as_a_hash(command, tmp_path):
     assert "there is a key named alice already" in again.err
 
 
+def test_keys_are_listed_without_their_hashes_and_revoked_by_name(command, tmp_path):
+    path = tmp_path / "keys.json"
+    command("keys", "create", path, "--name", "alice", "--requests-per-minute", 60)
+    command("keys", "create", path, "--name", "bob", "--tenant", "alice", "--admin")
+    shown = command("keys", "list", path)
+    assert [line.split() for line in shown.out.splitlines()] == [
+        ["NAME", "SCOPE", "TENANT", "REQUESTS/MIN", "TOKENS/MIN"],
+        ["alice", "api", "alice", "60", "-"],
+        ["bob", "admin", "alice", "-", "-"],
+    ]
+    assert not [key.sha256 for key in read_keys(path) if key.sha256 in shown.out]
+    assert [key["name"] for key in json.loads(command("keys", "list", path, "--json").out)["keys"]] == ["alice", "bob"]
+    assert command("keys", "revoke", path, "alice").status == 0
+    assert [key.name for key in read_keys(path)] == ["bob"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = command("keys", "revoke", path, "alice")
+    assert (again.status, again.err) == (2, f"saccade: {path}: no key is named alice. Keys: bob\n")
+    assert "no such key file" in command("keys", "list", tmp_path / "nowhere.json").err
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
