@@ -124,6 +124,34 @@ def prepare(
 
 
 @app.command()
+def split(
+    shards: ShardsArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; its train/ and test/ must not exist yet.")],
+    share: Annotated[float, typer.Option(help="Held-out share of the samples, about.")] = 0.1,
+    max_held_out: Annotated[
+        int | None, typer.Option(min=1, help="Hold out about this many samples at most.", show_default="no limit")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed holds out other images.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Divide the kept samples into OUT/train and OUT/test; no image file is in both. An image stays on its side when more are added."""
+    from saccade.data.split import split_shards
+
+    with progress("samples read and written") as advance:
+        num_training, num_held_out = split_shards(
+            shards, out / "train", out / "test", share=share, max_held_out=max_held_out, seed=seed, on_progress=advance
+        )
+    if as_json:
+        folders = {"train_folder": str(out / "train"), "test_folder": str(out / "test")}
+        typer.echo(json.dumps({"train": num_training, "test": num_held_out, **folders}))
+        return
+    train, test = (shlex.quote(str(out / name)) for name in ("train", "test"))
+    typer.echo(f"{out / 'train'}: {num_training:,} samples to train on")
+    typer.echo(f"{out / 'test'}: {num_held_out:,} samples held out")
+    typer.echo(f"next: saccade data contamination {train} {test}")
+
+
+@app.command()
 def index(shards: ShardsArgument, workers: WorkersOption = None, as_json: JsonOption = False) -> None:
     """Index new and changed shards: offset and size of every sample."""
     from saccade.data.index import build_index

@@ -99,7 +99,7 @@ def prepare(config: QuickstartConfig, _say: Say) -> Report:
 
         shutil.rmtree(config.training, ignore_errors=True)
         shutil.rmtree(config.held_out, ignore_errors=True)
-        sizes = split_shards(config.everything, config.training, config.held_out)
+        sizes = split_shards(config.everything, config.training, config.held_out, max_held_out=200)
         lines.append(f"{sizes[0]:,} to train on, {sizes[1]:,} held out, no image in both")
     lines += [*map(shown, commands), f"{config.training}  {config.held_out}"]
     return {"lines": [line for line in lines if line], "kept": kept, "samples": found}
