@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.http_load import Load, Workload, run
 from bench.serve import make_checkpoint
 from bench.server_process import running_server
+from saccade.serve.load.loops import Load, Workload, run
 
 SIDE, NUM_OUTPUT = 672, 128
 NUM_SINGLE = 24

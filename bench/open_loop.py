@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from bench.latency_plot import plot
 from bench.serve import process_age, run_with_checkpoint
 from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.serve.load.plot import plot
 
 SIZES = (
     (224, 224), (336, 336), (336, 504), (448, 448), (448, 672), (672, 448), (672, 672), (896, 672), (1288, 952), (301, 517),

@@ -28,9 +28,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from bench.http_client import Outcome, open_session, read_events
-from bench.http_load import data_url, run_loop
 from bench.server_process import Holdings, ServerProcess, holdings, is_alive, kill, tiny_checkpoint
+from saccade.serve.load.client import Outcome, open_session, read_events
+from saccade.serve.load.loops import data_url, run_loop
 
 OPTIONS = (
     "--device", "cpu", "--max-model-len", "400", "--set", "engine.num_workers=2", "--set", "engine.num_pages=1000",

@@ -25,9 +25,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from bench.http_client import Outcome, open_session, stream_chat
-from bench.http_load import Workload, run_loop
 from bench.server_process import ServerProcess, tiny_checkpoint
+from saccade.serve.load.client import Outcome, open_session, stream_chat
+from saccade.serve.load.loops import Workload, run_loop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 OPTIONS = (

@@ -24,9 +24,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from bench.http_client import open_session
-from bench.http_load import run_loop
 from bench.server_process import ServerProcess, tiny_checkpoint
+from saccade.serve.load.client import open_session
+from saccade.serve.load.loops import run_loop
 
 OPTIONS = (
     "--device",

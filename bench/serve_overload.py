@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.http_client import Outcome, find_model, open_session, stream_chat
-from bench.http_load import Images, Workload, closed_loop
 from bench.serve_cpu import make_checkpoint
 from bench.server_process import running_server
+from saccade.serve.load.client import Outcome, find_model, open_session, stream_chat
+from saccade.serve.load.loops import Images, Workload, closed_loop
 
 NUM_SLOTS, NUM_QUEUED = 4, 4
 OPTIONS = ["--device", "cpu", "--max-model-len", 1024, "--max-requests", NUM_SLOTS, "--max-queued", NUM_QUEUED]

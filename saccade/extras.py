@@ -31,6 +31,7 @@ _EXTRA_OF_COMMAND = {
     "evaluate": "eval",
     "compress": "eval",
     "serve": "serve",
+    "bench": "serve",
     "quickstart": "quickstart",
 }
 _IN_EXTRA_OF_COMMAND = {"data", "train", "eval", "serve"}

@@ -124,6 +124,7 @@ def test_every_command_of_the_tutorials_runs_here_but_for_these():
     ]
     does_not_end = "a server does not end by itself"
     assert not_run == [
+        ("deploy", "pip install '.[serve,eval]'            # in a checkout", "installs packages"),
         ("deploy", "saccade serve checkpoint", does_not_end),
         ("deploy", "saccade serve checkpoint", does_not_end),
         ("deploy", "saccade bench serve http://server:8000", "needs a server on another machine, and minutes"),

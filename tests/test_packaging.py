@@ -1,11 +1,15 @@
 """What is installed: contents of the wheel and the sdist, and what works without the extras."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import tomllib
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -66,6 +70,66 @@ def test_the_sdist_has_every_file_of_the_repository(built, tracked):
     assert not [name for name in members if "__pycache__" in name]
 
 
+class OneWord(BaseHTTPRequestHandler):
+    """A server with OpenAI's API whose every answer is one word."""
+
+    def do_GET(self):
+        self._answer("application/json", json.dumps({"data": [{"id": "word"}]}))
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        chunk = {"choices": [{"delta": {"content": "yes"}, "finish_reason": None}]}
+        last = {
+            "choices": [{"delta": {}, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": 1},
+        }
+        self._answer(
+            "text/event-stream", "".join(f"data: {json.dumps(one)}\n\n" for one in (chunk, last)) + "data: [DONE]\n\n"
+        )
+
+    def _answer(self, kind, text):
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def installed(built, tmp_path):
+    """Run `saccade ...` of the wheel, in a folder that is no checkout."""
+    zipfile.ZipFile(built[0]).extractall(tmp_path / "site")
+
+    def run(*words):
+        command = [sys.executable, "-m", "saccade", *map(str, words)]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)  # fmt: skip
+
+    return run
+
+
+def test_the_installed_package_loads_a_server(installed):
+    with ThreadingHTTPServer(("127.0.0.1", 0), OneWord) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        ended = installed("bench", "serve", url, "--requests", 3, "--images", "none", "--json")
+        server.shutdown()
+    assert ended.returncode == 0, ended.stderr
+    [result] = json.loads(ended.stdout)
+    assert (result["completed"], result["failed"]) == (3, 0)
+
+
+def test_benchmarks_that_need_a_checkout_say_so_in_one_line(installed):
+    for words in (("data",), ("serve", "--size", "tiny")):
+        ended = installed("bench", *words)
+        assert ended.returncode == 2
+        [line] = ended.stderr.splitlines()
+        assert "source checkout" in line
+
+
 def _version():
     import saccade
 
@@ -105,6 +169,7 @@ COMMANDS = {
     "train tiny.toml": "train",
     "evaluate tiny --tasks vqa --data shards -o results": "eval",
     "serve x": "serve",
+    "bench serve http://127.0.0.1:9": "serve",
     "quickstart --dir quickstart": "quickstart",
 }
 """Commands and the extra they need."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade.cli.options import JsonOption
+from saccade.cli.options import JsonOption, check_modules
 from saccade.errors import ConfigError
 
 
@@ -30,7 +30,8 @@ def _checkout() -> Path:
     root = Path(__file__).parents[2]
     if not (root / "bench").is_dir():
         raise ConfigError(
-            "benchmarks are part of the source checkout. Clone it and install with pip install --editable ."
+            "this benchmark is part of the source checkout, not of the installed package: clone it and pip install --editable . "
+            "(saccade bench serve URL needs no checkout)"
         )
     sys.path.insert(0, str(root))
     return root
@@ -126,6 +127,9 @@ def serve(
     images: Annotated[ImagesOfLoad, typer.Option(help="URL: images of the requests.")] = ImagesOfLoad.UNIQUE,
     words: Annotated[int, typer.Option(min=1, help="URL: words of each prompt.")] = 64,
     output: Annotated[int, typer.Option(min=1, help="URL: tokens of each answer.")] = 64,
+    seed: Annotated[
+        int, typer.Option(help="URL: of images and words; another one for another run, which caches must not help.")
+    ] = 0,
     model: Annotated[str | None, typer.Option(help="URL: name of the model.", show_default="the first")] = None,
     api_key: Annotated[str | None, typer.Option(help="URL: API key.")] = None,
     processes: Annotated[
@@ -137,10 +141,6 @@ def serve(
     import subprocess
     import tempfile
 
-    from saccade.model.families import load_model_config
-    from saccade.model.initialize import named_size
-
-    root = _checkout()
     if not all(0 < rate < float("inf") for rate in open_loop or ()):
         raise ConfigError("--open-loop is a positive number of requests per second, such as --open-loop 4")
     if url is not None:
@@ -153,6 +153,7 @@ def serve(
             "side": side,
             "num_words": words,
             "num_output": output,
+            "seed": seed,
         }
         loads: list[dict[str, Any]] = [{"concurrency": one} for one in concurrency or ()]
         loads += [{"rate": rate, "seconds": seconds} for rate in open_loop or ()]
@@ -160,6 +161,10 @@ def serve(
         return
     if concurrency:
         raise ConfigError("--concurrency is for a server: give its URL, such as http://127.0.0.1:8000")
+    from saccade.model.families import load_model_config
+    from saccade.model.initialize import named_size
+
+    root = _checkout()
     if checkpoint is None:
         named_size(size)
     else:
@@ -202,17 +207,17 @@ def _load_server(
     as_json: bool,
 ) -> None:
     """Run the loads one after another; show each result as it comes."""
-    from importlib import import_module
-
+    check_modules("bench", ["aiohttp"])
     from aiohttp import ClientError
 
-    bench = import_module("bench.http_load")
-    show = (lambda result: None) if as_json else (lambda result: typer.echo(bench.result_block(result)))
+    from saccade.serve.load import loops
+
+    show = (lambda result: None) if as_json else (lambda result: typer.echo(loops.result_block(result)))
     try:
-        results = bench.run(
+        results = loops.run(
             url.rstrip("/"),
-            [bench.Load(**load) for load in loads],
-            bench.Workload(**workload),
+            [loops.Load(**load) for load in loads],
+            loops.Workload(**workload),
             model=model,
             api_key=api_key,
             num_processes=num_processes,
@@ -223,7 +228,7 @@ def _load_server(
             f"{url}: no server with OpenAI's API answers there ({type(error).__name__}). Start one: saccade serve CHECKPOINT"
         ) from error
     if plot is not None:
-        bench.plot_results(results, plot)
+        loops.plot_results(results, plot)
     if as_json:
         typer.echo(json.dumps(results))
 

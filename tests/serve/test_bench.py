@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.http_client import Outcome, open_session, stream_chat
-from bench.http_load import Load, Workload, result_block, summarize
+from saccade.serve.load.client import Outcome, open_session, stream_chat
+from saccade.serve.load.loops import Load, Workload, result_block, summarize
 
 
 def run(command, *words):

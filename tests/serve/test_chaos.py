@@ -11,9 +11,9 @@ import pytest
 from model.hugging_face import picture
 from serve.running import TIMEOUT_S, chat_body, data_url
 
-from bench.http_load import run_loop
 from bench.serve_chaos import OPTIONS, check_log, measure
 from bench.server_process import ServerProcess, is_alive
+from saccade.serve.load.loops import run_loop
 
 PNG = data_url(picture(56, 84, 1))
 

@@ -1,7 +1,6 @@
 """Load on a server that speaks OpenAI's chat API: closed loop (a number of clients) and open loop (Poisson arrivals), with images.
 
     saccade bench serve http://127.0.0.1:8000 --concurrency 8 --images unique
-    python -m bench.http_load URL [--concurrency 1 8 | --rate 2 4] [--requests 64] [--images unique|repeated|mixed|none] ...
 
 Every request streams. Its prompt is an image and random words; the answer has `output` tokens, greedy, end of turn ignored. `unique`: every
 request has an image of its own; `repeated`: all have the same; `mixed`: sizes drawn from `SHAPES`, every fourth request the image of an
@@ -11,7 +10,6 @@ The result has the names that the benchmark tools of vLLM and SGLang print. TTFT
 first token over the number of the others; ITL is the time between two chunks of one stream; E2EL is the time to the last byte.
 """
 
-import argparse
 import asyncio
 import base64
 import io
@@ -32,8 +30,8 @@ import aiohttp
 import numpy as np
 from PIL import Image
 
-from bench.http_client import Outcome, find_model, open_session, stream_chat
-from bench.latency_plot import plot
+from saccade.serve.load.client import Outcome, find_model, open_session, stream_chat
+from saccade.serve.load.plot import plot
 
 _Value = TypeVar("_Value")
 Images = Literal["unique", "repeated", "mixed", "none"]
@@ -78,13 +76,19 @@ class Workload:
     """The requests of one run."""
 
     num_requests: int = 64
+    """Requests of a closed loop; an open loop has as many as arrive."""
     images: Images = "unique"
+    """Images of the requests."""
     side: int = 336
     """Side of unique and repeated images, and longest side of mixed ones, in pixels."""
     num_words: int = 64
+    """Words of each prompt."""
     num_output: int = 64
+    """Tokens of each answer."""
     seed: int = 0
+    """Seed of images and words."""
     ignore_eos: bool = True
+    """Whether answers continue after the end of turn."""
 
     def bodies(self, model: str, share: Share = ALL) -> list[bytes]:
         """JSON of the requests, or of a share of them."""
@@ -94,7 +98,7 @@ class Workload:
 
     def body(self, number: int, model: str) -> bytes:
         """JSON of one request."""
-        rng = random.Random(f"{self.seed} {number}")
+        rng = random.Random(f"{self.seed} {number}")  # noqa: S311  words of a prompt
         content: list[dict[str, Any]] = [{"type": "text", "text": " ".join(rng.choices(_WORDS, k=self.num_words))}]
         if (image := self._image(number)) is not None:
             content.insert(0, {"type": "image_url", "image_url": {"url": image}})
@@ -113,7 +117,7 @@ class Workload:
             return None
         if self.images == "mixed":
             number -= 3 if number % 4 == 3 else 0
-            height, width = random.Random(f"{self.seed} shape {number}").choice(SHAPES)
+            height, width = random.Random(f"{self.seed} shape {number}").choice(SHAPES)  # noqa: S311
             return data_url(round(height * self.side), round(width * self.side), f"{self.seed} {number}")
         return data_url(self.side, self.side, f"{self.seed} {0 if self.images == 'repeated' else number}")
 
@@ -151,7 +155,7 @@ async def open_loop(
     session: aiohttp.ClientSession, url: str, bodies: Sequence[bytes], rate: float, seed: int = 0
 ) -> list[Outcome]:
     """Poisson arrivals, whatever the server does."""
-    rng, start, at, tasks = random.Random(seed), time.perf_counter(), 0.0, []
+    rng, start, at, tasks = random.Random(seed), time.perf_counter(), 0.0, []  # noqa: S311  arrival times
     for body in bodies:
         await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
         tasks.append(asyncio.create_task(stream_chat(session, url, body)))
@@ -348,44 +352,3 @@ def plot_results(results: Sequence[dict[str, Any]], path: Path) -> None:
     ]
     is_open = all(result["request_rate"] != "inf" for result in results)
     plot(sorted(rows, key=lambda row: row["load"]), path, f"requests per second {'sent' if is_open else 'served'}")
-
-
-def main() -> None:
-    """Run the loads given on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[])
-    parser.add_argument("--rate", type=float, nargs="+", default=[])
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--images", choices=["unique", "repeated", "mixed", "none"], default="unique")
-    parser.add_argument("--side", type=int, default=336)
-    parser.add_argument("--words", type=int, default=64)
-    parser.add_argument("--output", type=int, default=64)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of images and words: another one for another run on the same server"
-    )
-    parser.add_argument("--model")
-    parser.add_argument("--api-key")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--processes", type=int, default=1, help="of clients")
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    workload = Workload(
-        num_requests=options.requests, images=options.images, side=options.side, num_words=options.words,
-        num_output=options.output, seed=options.seed,
-    )  # fmt: skip
-    loads = [Load(concurrency=one) for one in options.concurrency] + [Load(rate=one) for one in options.rate]
-    results = run(
-        options.url.rstrip("/"), loads or [Load(concurrency=1)], workload, model=options.model, api_key=options.api_key,
-        num_warmup=options.warmup, num_processes=options.processes,
-        on_result=lambda result: print(result_block(result), flush=True),
-    )  # fmt: skip
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1))
-    if options.plot:
-        plot_results(results, options.plot)
-
-
-if __name__ == "__main__":
-    main()
