@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from saccade.cli.options import JsonOption, SetOption, WorkersOption, progress, shard_progress
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, DataError
 
 app = typer.Typer(help="Prepare, index, measure, curate and inspect shard folders.", no_args_is_help=True)
 
@@ -17,6 +17,8 @@ ShardsArgument = Annotated[str, typer.Argument(help="Shard folder, glob, braces 
 SettingsOption = Annotated[
     Path | None, typer.Option(help="TOML file with curation settings; default settings if not given.")
 ]
+_NUM_NAMED = 3
+"""Skipped items of each reason that are named on the screen."""
 RayOption = Annotated[str | None, typer.Option("--ray", help="Address of a Ray cluster that measures the samples.")]
 
 
@@ -110,16 +112,18 @@ def prepare(
         result |= {"curation": dataclasses.asdict(_curate(str(out), chosen, workers, None, None))}
     if as_json:
         typer.echo(json.dumps(result))
+        if chosen is not None:
+            _check_some_kept(result["curation"], out)
         return
     typer.echo(f"{out}: {report.num_samples:,} samples in {report.num_shards} shards, {report.num_skipped:,} skipped")
     if report.num_merged:
         typer.echo(
             f"  {report.num_merged:,} rows merged: they have the image of the row before, whose sample got their caption"
         )
-    for reason, count in report.skipped.items():
-        typer.echo(f"  {reason}: {count:,}")
+    _print_skipped(report, out)
     if chosen is not None:
         _print_decisions(result["curation"])
+        _check_some_kept(result["curation"], out)
     typer.echo(f"next: saccade data inspect {shlex.quote(str(out))}")
 
 
@@ -225,10 +229,12 @@ def _sources_to_measure(shards: list[str], model: Path | None, overrides: list[s
         return [(shards, model, None)]
     if len(shards) > 1 or model is not None:
         raise ConfigError("a recipe names its shards and its model: give the recipe alone")
+    from saccade.cli.recipes import check_recipe
     from saccade.config import load_config
     from saccade.train import TrainConfig
     from saccade.train.batches import data_sources
 
+    check_recipe(Path(shards[0]))
     config = load_config(TrainConfig, Path(shards[0]), overrides)
     measured: list[tuple[Any, Any, Any]] = []
     for stage in config.stages:
@@ -332,6 +338,31 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals or not role or not name:
         raise ConfigError(f"--column {text}: write it as ROLE=NAME, for example --column text=caption")
     return role, name
+
+
+def _print_skipped(report: Any, out: Path) -> None:
+    """Name the first skipped items of each reason, and the file that names more."""
+    is_complete = True
+    for reason, count in report.skipped.items():
+        typer.echo(f"  {reason}: {count:,}")
+        named = [example for entry in report.inputs for example in entry.examples.get(reason, [])]
+        for example in named[:_NUM_NAMED]:
+            typer.echo(f"    {example}")
+        is_complete &= count <= _NUM_NAMED
+    if not is_complete:
+        from saccade.data.prepare_report import FILE, NUM_EXAMPLES
+
+        typer.echo(f"  {out / FILE} names up to {NUM_EXAMPLES} of each reason")
+
+
+def _check_some_kept(report: dict[str, Any], out: Path) -> None:
+    if not report["num_kept"]:
+        reason, count = max(report["dropped"].items(), key=lambda item: item[1])
+        folder = shlex.quote(str(out))
+        raise DataError(
+            f"{out}: curation dropped all {report['num_samples']:,} samples, {count:,} for: {reason}. See them: saccade data inspect "
+            f"{folder} --page look.html; decide again with other rules: saccade data curate {folder} --set KEY=VALUE"
+        )
 
 
 def _print_decisions(report: dict[str, Any]) -> None:

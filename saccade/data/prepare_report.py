@@ -21,7 +21,8 @@ from saccade.files import atomic_write, sync_to_disk
 VERSION = 2
 FILE = "prepare.json"
 TEMPORARY_PREFIX = f".{FILE}."
-_NUM_EXAMPLES = 5
+NUM_EXAMPLES = 100
+"""Skipped items of each reason that are named in the file."""
 _MAX_EXAMPLE = 400
 _CONTENT_OPTIONS = ("samples_per_shard", "bytes_per_shard", "resize_longest")
 """Options that determine the contents of the shards; a run resumes only with the same."""
@@ -87,7 +88,7 @@ class InputReport:
     skipped: dict[str, int] = field(default_factory=dict)
     """Skipped items by reason."""
     examples: dict[str, list[str]] = field(default_factory=dict)
-    """The first few items of each reason."""
+    """The first `NUM_EXAMPLES` items of each reason."""
 
     def count(self, item: Sample | Skipped | Merged) -> None:
         """Count an item."""
@@ -99,7 +100,7 @@ class InputReport:
             return
         self.skipped[item.reason] = self.skipped.get(item.reason, 0) + 1
         examples = self.examples.setdefault(item.reason, [])
-        if len(examples) < _NUM_EXAMPLES:
+        if len(examples) < NUM_EXAMPLES:
             text = f"{item.key}: {item.detail}" if item.detail else item.key
             examples.append(text[:_MAX_EXAMPLE])
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from saccade.cli import app
 from saccade.data.sample import Sample
 from saccade.data.toy import QUESTIONS, toy_sample, write_toy_shards
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, DataError
 
 
 def saccade(*words):
@@ -46,6 +46,23 @@ def test_prepare_writes_and_curates_and_inspect_shows_why(loose, tmp_path):
     assert "exact duplicate" in page.read_text()
     again = saccade("prepare", loose, "-o", tmp_path / "shards", "--workers", 1)
     assert "4 samples in 1 shards" in again
+
+
+def test_prepare_names_the_first_files_that_it_skips_and_where_the_others_are_listed(loose, tmp_path):
+    for number in range(7):
+        (loose / f"broken{number}.jpg").write_bytes(b"no image")
+        (loose / f"broken{number}.txt").write_text("A text.")
+    shown = saccade("prepare", loose, "-o", tmp_path / "shards", "--workers", 1)
+    assert "not an image: 7\n    broken0: " in shown
+    assert "broken3" not in shown
+    assert f"{tmp_path / 'shards' / 'prepare.json'} names up to 100 of each reason" in shown
+    assert "broken6" in (tmp_path / "shards" / "prepare.json").read_text()
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_prepare_fails_where_curation_drops_every_sample(loose, tmp_path, flags):
+    with pytest.raises(DataError, match="dropped all 4 samples, 4 for: .*saccade data curate"):
+        saccade("prepare", loose, "-o", tmp_path / "shards", "--workers", 1, "--set", "min_side=5000", *flags)
 
 
 def test_prepare_downloads_with_the_options_given(tmp_path):

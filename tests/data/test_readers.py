@@ -614,6 +614,7 @@ def test_jsonl_is_read_by_line_and_a_bad_line_costs_itself_alone(tmp_path):
     (tmp_path / "chat.jsonl").write_text("\n".join(lines))
     items = read(tmp_path / "chat.jsonl")
     assert reasons(items) == [None, "not a JSON object", None, "image is a URL"]
+    assert items[1].detail.startswith("line 3: "), "blank lines are counted too, as editors do"
     assert images(items[2]) == [make_png(), make_jpeg(seed=0)]
     assert len(items[2].members["json"]) < 400, "the image is stored once"
 
@@ -624,6 +625,16 @@ def test_text_that_is_no_unicode_is_skipped(tmp_path):
 
 
 # ------------------------------------------------------------------ tables of captions and questions
+
+
+def test_a_broken_line_of_a_table_is_reported_by_its_number(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(make_jpeg(seed=0))
+    row = json.dumps({"image": "a.jpg", "caption": "a boat"})
+    (tmp_path / "table.jsonl").write_text(f'{row}\n\n{{"image": "a.jpg", }}\n[1]\n')
+    items = read(tmp_path / "table.jsonl")
+    assert reasons(items) == [None, "not a JSON object", "not a JSON object"]
+    assert items[1].detail.startswith("line 3: ")
+    assert "column" in items[1].detail
 
 
 def test_a_table_gives_captions_and_questions(tmp_path):

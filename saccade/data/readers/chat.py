@@ -15,6 +15,7 @@ from saccade.data.readers.reader import (
     Item,
     Part,
     UnusableError,
+    broken_line,
     file_part,
     image_folder,
     load_json,
@@ -40,23 +41,23 @@ def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
 
 
 def _records(path: Path, begin: int) -> Iterator[Any]:
-    """The elements of a JSON array, or one record per line; a line that is not JSON is yielded as bytes."""
+    """The elements of a JSON array, or one record per line; for a line that is not JSON the error, which has its number."""
     with path.open("rb") as file:
         if file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             content = load_json(path)
             yield from content[begin:]
             return
         file.seek(0)
-        for line in islice((line for line in file if line.strip()), begin, None):
+        for number, line in islice(((n, line) for n, line in enumerate(file, 1) if line.strip()), begin, None):
             try:
                 yield json.loads(line)
-            except (ValueError, RecursionError):
-                yield line
+            except (ValueError, RecursionError) as error:
+                yield broken_line(number, error)
 
 
 def _sample(spec: InputSpec, key: str, record: Any) -> Sample:
     if not isinstance(record, dict):
-        raise UnusableError("not a JSON object")
+        raise record if isinstance(record, UnusableError) else UnusableError("not a JSON object")
     name = next((name for name in _TURNS if record.get(name)), None)
     if name is None:
         raise UnusableError("no conversation")

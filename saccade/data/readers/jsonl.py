@@ -26,6 +26,7 @@ from saccade.data.readers.reader import (
     Part,
     Skipped,
     UnusableError,
+    broken_line,
     file_part,
     load_json,
     make_sample,
@@ -158,7 +159,7 @@ def _captions_same_image(one: Entry, other: Entry) -> bool:
 
 def _entry(number: int, row: Any) -> Entry:
     if not isinstance(row, dict):
-        raise UnusableError("not a JSON object", row if isinstance(row, str) else "")
+        raise row if isinstance(row, UnusableError) else UnusableError("not a JSON object", f"a {type(row).__name__}")
     if None in row:
         raise UnusableError("more cells than the header", str(row[None])[:80])
     question = row.get(_QUESTION)
@@ -184,7 +185,7 @@ def _listed(row: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
 
 
 def read_rows(path: Path) -> Iterator[Any]:
-    """The rows of a table as dicts, from its beginning; of a line that is not JSON the error as text."""
+    """The rows of a table as dicts, from its beginning; for a line that is not JSON the error, which has its number."""
     try:
         if path.suffix in (".csv", ".tsv"):
             yield from _read_cells(path)
@@ -214,9 +215,9 @@ def _read_objects(path: Path) -> Iterator[Any]:
         if is_array:
             yield from load_json(path)
             return
-        for line in file:
+        for number, line in enumerate(file, 1):
             if line.strip():
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    yield str(error)
+                    yield broken_line(number, error)

@@ -249,6 +249,12 @@ def image_folder(spec: InputSpec) -> Path:
     return spec.images if spec.images is not None else Path(spec.path).parent
 
 
+def broken_line(number: int, error: Exception) -> UnusableError:
+    """The error of a line that is not JSON; `number` counts all lines of the file, from 1."""
+    what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+    return UnusableError("not a JSON object", f"line {number}: {what}")
+
+
 def load_json(path: Path | str) -> Any:
     """Load a JSON file."""
     try:
