@@ -51,12 +51,15 @@ def override_config(config: T, overrides: Sequence[str], where: str) -> T:
 def _apply_overrides(kind: type[T], tree: dict[str, Any], overrides: Sequence[str], where: str) -> T:
     """Put the overrides into the tree, then decode it."""
     for override in overrides:
-        _apply_override(tree, override)
+        _apply_override(tree, override, getattr(kind, "ALTERNATIVES", ()))
     return decode(kind, tree, where)
 
 
-def _apply_override(tree: Any, override: str) -> None:
-    """Put one `a.b=value` into the tree. The value is read as TOML; what is not TOML is a plain string."""
+def _apply_override(tree: Any, override: str, alternatives: Sequence[str]) -> None:
+    """Put one `a.b=value` into the tree. The value is read as TOML; what is not TOML is a plain string.
+
+    Of `alternatives` a section has one: setting it removes the others.
+    """
     key, separator, text = override.partition("=")
     names = key.strip().split(".")
     if not separator or not all(names):
@@ -71,6 +74,9 @@ def _apply_override(tree: Any, override: str) -> None:
         parsed = {"value": text.strip()}
     if len(parsed) > 1:
         raise ConfigError(f"--set {override!r}: one key and one value at a time; repeat --set for more")
+    if names[-1] in alternatives:
+        for other in alternatives:
+            tree.pop(other, None)
     tree[names[-1]] = parsed["value"]
 
 

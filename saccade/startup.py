@@ -11,12 +11,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 _THRESHOLD_WHILE_IMPORTING = 50_000
 """Net allocations between two collections while modules are imported; Python's default is 700."""
 
+_INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 _RESEND_S = 0.01
 """Seconds until a dropped Ctrl-C is sent again: by then the collection has ended, or it is dropped and sent once more."""
 
@@ -47,6 +50,23 @@ def collect_rarely_while_importing() -> None:
     sys.unraisablehook = interrupt_again
     gc.callbacks.append(restore_when_imported)
     gc.set_threshold(_THRESHOLD_WHILE_IMPORTING, *usual[1:])
+
+
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """End the process with status 130 at a Ctrl-C, without an exception: one in the initialization of torch's extensions aborts the process.
+
+    For imports at the beginning of a command, when there is nothing to clean up.
+    """
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class QuickExit:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -123,6 +124,91 @@ def test_an_interrupted_chat_ends_without_a_traceback(checkpoint, ending, status
             chat.stdout.close()
         assert chat.stderr.read() == b""
     assert chat.returncode == status
+
+
+TINY_RECIPE = """
+run = "run"
+model = { folder = "tiny", dtype = "fp32" }
+
+[[stages]]
+name = "learn"
+epochs = 1
+data = { sources = [{ path = "shards" }], max_seq_len = 256, num_workers = 0 }
+"""
+
+
+@pytest.fixture
+def training(checkpoint, tmp_path, monkeypatch):
+    """A folder with a recipe of one epoch, its checkpoint and shards."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").symlink_to(checkpoint)
+    write_toy_shards(tmp_path / "shards", first=0, count=8)
+    (tmp_path / "recipe.toml").write_text(TINY_RECIPE)
+    return tmp_path
+
+
+def test_training_that_ctrl_c_stops_is_saved_and_exits_130(training):
+    command = [sys.executable, "-c", HEEDS_CTRL_C, "train", "recipe.toml", "--device", "cpu", "--set", "stages.learn.steps=100000"]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        lines = []
+        for line in run.stderr:
+            lines.append(line)
+            if re.search(r"step +0*1/100000", line):
+                run.send_signal(signal.SIGINT)
+    assert run.returncode == 130, "".join(lines)
+    assert "Traceback" not in "".join(lines)
+    assert lines[-1] == "stopped\n"
+    assert list((training / "run" / "state").iterdir())
+
+
+def test_a_length_given_on_the_command_line_replaces_that_of_the_recipe(training, command):
+    for key, value in (("steps", 4), ("tokens", 4000), ("epochs", 2)):
+        ended = command("train", "recipe.toml", "--check", "--device", "cpu", "--set", f"stages.learn.{key}={value}")
+        assert ended.status == 0, ended.err
+
+
+def test_the_name_of_a_packaged_recipe_that_is_no_file_leads_to_recipes_copy(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "tiny.toml", "recipes/tiny.toml", "qwen2.5-vl-3b-lora"):
+        ended = command("train", name)
+        assert ended.status == 2
+        expected = "tiny" if "tiny" in name else name
+        assert ended.err.endswith(f"saccade recipes copy {expected}\n")
+    assert "saccade recipes list" in command("train", "mine.toml").err
+
+
+STOPS_AT = """
+import builtins, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import_module = builtins.__import__
+
+def interrupt_at(name, *rest, **named):
+    if name == {module!r} and name not in sys.modules:
+        os.kill(os.getpid(), signal.SIGINT)
+    return import_module(name, *rest, **named)
+
+builtins.__import__ = interrupt_at
+from saccade.cli.entry import run
+run()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "saccade.serve", "torch._C", "saccade.serve.supervisor"])
+def test_ctrl_c_while_a_server_starts_ends_it_without_a_traceback(module, checkpoint):
+    """At the import of a module: of the command line, of the server, in that of torch, after it."""
+    command = [sys.executable, "-c", STOPS_AT.format(module=module), "serve", str(checkpoint), "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
+def test_ctrl_c_while_a_server_loads_the_model_ends_it_without_a_traceback(checkpoint):
+    command = [sys.executable, "-c", HEEDS_CTRL_C, "serve", str(checkpoint), "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert "loading" in server.stdout.readline()
+        server.send_signal(signal.SIGINT)
+        log = server.stderr.read()
+    assert "Traceback" not in log
+    assert server.returncode in (0, 130), log
 
 
 def test_a_malformed_rank_is_a_user_error_in_the_shell(tmp_path):
@@ -683,3 +769,22 @@ def test_models_lists_families_and_sizes_that_init_takes(command, tmp_path):
     ended = command("init", tmp_path / "odd", "--size", size, "--set", "language.qkv_bias=true")
     assert ended.status == 2
     assert "family qwen3_vl has no language.qkv_bias = True" in ended.err
+
+
+# ------------------------------------------------------------------ adapters
+
+
+@pytest.mark.parametrize("words", [("serve", "{tiny}", "--adapter", "mine={run}"), ("evaluate", "{tiny}", "--tasks", "vqa", "--data", "x", "-o", "out", "--adapter", "{run}")])  # fmt: skip
+def test_a_run_folder_given_as_an_adapter_is_answered_with_the_path_of_its_adapter(
+    words, checkpoint, tmp_path, command
+):
+    for step in ("step-00000002", "step-00000010"):
+        adapter = tmp_path / "run" / "checkpoints" / step / "adapter"
+        adapter.mkdir(parents=True)
+        (adapter / "adapter_config.json").write_text("{}")
+    for folder in (tmp_path / "run", adapter.parents[1], adapter.parent):
+        ended = command(*(word.format(tiny=checkpoint, run=folder) for word in words))
+        assert ended.status == 2
+        assert "--adapter" in ended.err
+        assert ended.err.endswith(f"The adapter is {adapter}\n")
+    assert "no such folder" in command(*(word.format(tiny=checkpoint, run=tmp_path / "nowhere") for word in words)).err

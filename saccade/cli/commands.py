@@ -1,7 +1,4 @@
-"""The `saccade` command: wires packages together, no logic of its own.
-
-One file per group of commands. A command imports what it needs when it runs, so that `--help` is fast.
-"""
+"""The list of commands, and how errors end them."""
 
 import errno
 import sys

@@ -1,13 +1,18 @@
 """The process of a `saccade` command."""
 
-from saccade.cli import main
-from saccade.startup import QuickExit, collect_rarely_while_importing
+import sys
 
 
 def run() -> None:
-    """Run the command line in a process of its own."""
-    quick_exit = QuickExit()
-    collect_rarely_while_importing()
+    """Run the command line in a process of its own; a Ctrl-C while its modules are imported ends it with 130, without a traceback."""
+    try:
+        from saccade.startup import QuickExit, collect_rarely_while_importing
+
+        quick_exit = QuickExit()
+        collect_rarely_while_importing()
+        from saccade.cli.commands import main
+    except KeyboardInterrupt:
+        sys.exit(130)
     try:
         main()
     except SystemExit as ended:

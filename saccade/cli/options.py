@@ -10,6 +10,8 @@ import typer
 
 from saccade.errors import ConfigError
 
+_ADAPTER_FILE = "adapter_config.json"
+
 
 class Dtype(StrEnum):
     """Data types of weights."""
@@ -91,5 +93,15 @@ def shard_progress(title: str) -> Iterator[Callable[[Any], None]]:
 
 def check_adapter(folder: Path, option: str) -> None:
     """Refuse a folder that is no adapter before a model is loaded."""
-    if not (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"{option}: no adapter_config.json. An adapter is a folder that PEFT or saccade train wrote")
+    if (folder / _ADAPTER_FILE).is_file():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{option}: no such folder. Check the path")
+    below = (
+        "adapter",
+        "step-*/adapter",
+        "checkpoints/step-*/adapter",
+    )  # of a checkpoint, of checkpoints/, of a run folder
+    found = sorted(path.parent for pattern in below for path in folder.glob(f"{pattern}/{_ADAPTER_FILE}"))
+    remedy = f"The adapter is {found[-1]}" if found else "An adapter is a folder that PEFT or saccade train wrote"
+    raise ConfigError(f"{option}: no {_ADAPTER_FILE}. {remedy}")

@@ -50,6 +50,17 @@ def copy(
     typer.echo(f"{target}: its first lines say what it needs. next: {next_command}")
 
 
+def check_recipe(path: Path) -> None:
+    """Refuse a file that does not exist; if the package has a recipe of that name, say how to get it."""
+    if path.exists():
+        return
+    known = {recipe.stem: recipe for recipe in _recipes() if recipe.suffix == ".toml"}
+    if path.stem in known or path.name in known:
+        name = path.stem if path.stem in known else path.name
+        raise ConfigError(f"{path}: no such file. The package has a recipe of this name: saccade recipes copy {name}")
+    raise ConfigError(f"{path}: no such file. Check the path; saccade recipes list shows the recipes of the package")
+
+
 def _recipes() -> list[Path]:
     return sorted(path for path in RECIPES.iterdir() if path.suffix in (".toml", ".sh"))
 

@@ -10,6 +10,7 @@ import typer
 from saccade.cli.hub import checkpoint_folder
 from saccade.cli.options import DeviceOption, DtypeOption, JsonOption, check_adapter
 from saccade.errors import ConfigError
+from saccade.startup import exit_on_interrupt
 
 keys = typer.Typer(help="API keys of a server.", no_args_is_help=True)
 
@@ -58,12 +59,13 @@ def serve(
 ) -> None:
     """Serve a checkpoint over HTTP with OpenAI's API. Listens on loopback only, unless --host says otherwise."""
     _check_extra()
-    from saccade.config import override_config
-    from saccade.engine import EngineConfig
-    from saccade.log import set_up_logging
-    from saccade.processor.conversation import check_template
-    from saccade.serve import ServeConfig
-    from saccade.serve import serve as run
+    with exit_on_interrupt():
+        from saccade.config import override_config
+        from saccade.engine import EngineConfig
+        from saccade.log import set_up_logging
+        from saccade.processor.conversation import check_template
+        from saccade.serve import ServeConfig
+        from saccade.serve import serve as run
 
     overrides: dict[str, list[str]] = {"serve": [], "engine": []}
     for setting in set_ or []:

@@ -1,11 +1,17 @@
 """`saccade train`."""
 
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from saccade.cli.options import DeviceOption
+from saccade.cli.recipes import check_recipe
+from saccade.startup import exit_on_interrupt
 
 
 def _print_keys(requested: bool) -> None:
@@ -39,11 +45,13 @@ def train(
     ] = False,
 ) -> None:
     """Train from a recipe; resumes automatically. Works alone and under torchrun."""
-    from saccade.config import load_config
-    from saccade.train import TrainConfig
-    from saccade.train import train as run
-    from saccade.train.check import check_run
+    with exit_on_interrupt():
+        from saccade.config import load_config
+        from saccade.train import TrainConfig
+        from saccade.train import train as run
+        from saccade.train.check import check_run
 
+    check_recipe(recipe)
     config = load_config(TrainConfig, recipe, set_ or [])
     if check:
         for line in check_run(config, device=device):
@@ -55,14 +63,38 @@ def train(
         for line in compute_teacher_logits(config, device=device):
             typer.echo(line)
         return
-    if not config.evaluation.tasks:
-        typer.echo(run(config, device=device).value, err=True)
-        return
     from saccade.cli.train_evaluation import CheckpointEvaluations
     from saccade.train.trainer import Ending
 
-    with CheckpointEvaluations(config, device) as evaluations:
-        ending = run(config, device=device, on_export=evaluations.start)
-        if ending is Ending.FINISHED:
-            evaluations.finish()
+    with _signals() as received:
+        if not config.evaluation.tasks:
+            ending = run(config, device=device)
+        else:
+            with CheckpointEvaluations(config, device) as evaluations:
+                ending = run(config, device=device, on_export=evaluations.start)
+                if ending is Ending.FINISHED:
+                    evaluations.finish()
+        is_interrupted = ending is not Ending.FINISHED and signal.SIGINT in received()
     typer.echo(ending.value, err=True)
+    if is_interrupted:
+        raise typer.Exit(130)
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], bytes]]:
+    """The numbers of the signals since the beginning of the block, whoever handles them. For the main thread."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def received() -> bytes:
+        try:
+            return os.read(reading, 4096)
+        except BlockingIOError:
+            return b""
+
+    try:
+        yield received
+    finally:
+        signal.set_wakeup_fd(previous)
+        os.close(reading)
+        os.close(writing)

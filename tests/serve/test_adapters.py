@@ -2,16 +2,19 @@
 
 import itertools
 import os
+import runpy
 import shutil
 import signal
+import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import httpx
 import pytest
 from engine.making_adapters import write_adapters
-from model.hugging_face import SHAPES, make_checkpoint
+from model.hugging_face import SHAPES, make_checkpoint, picture
 from serve.running import TIMEOUT_S, RunningServer
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
@@ -66,6 +69,15 @@ def models(server):
 def text(response):
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["message"]["content"]
+
+
+def test_the_example_of_a_client_asks_the_base_model_or_an_adapter(server, tmp_path, monkeypatch, capsys):
+    picture(84, 84, 1).save(tmp_path / "photo.png")
+    monkeypatch.setenv("OPENAI_API_KEY", server.key)
+    for model in ([], ["mlp"]):
+        monkeypatch.setattr(sys, "argv", ["x", server.url, str(tmp_path / "photo.png"), "What is it?", *model])
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "openai_client.py"), run_name="__main__")
+        assert capsys.readouterr().out.endswith("\n")
 
 
 def test_an_adapter_is_a_model(server, expected):
