@@ -788,3 +788,22 @@ def test_a_run_folder_given_as_an_adapter_is_answered_with_the_path_of_its_adapt
         assert "--adapter" in ended.err
         assert ended.err.endswith(f"The adapter is {adapter}\n")
     assert "no such folder" in command(*(word.format(tiny=checkpoint, run=tmp_path / "nowhere") for word in words)).err
+
+
+# ------------------------------------------------------------------ help
+
+
+def test_help_cuts_no_word_at_80_columns_and_the_main_commands_have_examples(command, monkeypatch):
+    from typer.main import get_command
+
+    monkeypatch.setenv("COLUMNS", "80")
+    words = [[]]
+    for name, one in get_command(app).commands.items():
+        words += [[name], *([name, inner] for inner in getattr(one, "commands", {}))]
+    for each in words:
+        shown = command(*each, "--help").out
+        assert "\u2026" not in shown
+        assert not re.search(r"\w\.\.\.$", shown, re.M), shown
+        assert max(map(len, shown.partition("Examples:")[0].splitlines())) <= 80, "examples are lines to copy"
+    for each in (["train"], ["serve"], ["chat"], ["evaluate"], ["init"], ["data", "prepare"], ["data", "split"]):
+        assert "Examples:\n    saccade" in command(*each, "--help").out

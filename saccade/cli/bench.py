@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade.cli.options import JsonOption, check_modules
+from saccade.cli.options import CommandGroup, JsonOption, check_modules
 from saccade.errors import ConfigError
 
 
@@ -22,7 +22,9 @@ class ImagesOfLoad(StrEnum):
 
 
 _WORKLOADS = ("first", "latency", "images", "shared", "text", "long")
-app = typer.Typer(help="Measure: speed beside peers and beside this device's ceilings.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure: speed beside peers and beside this device's ceilings.", no_args_is_help=True, cls=CommandGroup
+)
 
 
 def _checkout() -> Path:

@@ -8,22 +8,32 @@ import typer
 
 from saccade import __version__
 from saccade.cli import bench, chat, compress, data, evaluate, merge, model, plan, prune, recipes, serve, train
+from saccade.cli.options import CommandGroup, examples
 from saccade.errors import UserError
 from saccade.extras import missing_extra
 
 app = typer.Typer(
     name="saccade",
+    cls=CommandGroup,
     help="From image-text pairs to a vision-language model in production.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # tables of options cut words at 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS = (
     model.quickstart, model.models, model.init, train.train, plan.plan, evaluate.evaluate, compress.compress, prune.prune, merge.merge, chat.chat, serve.serve,
 )  # fmt: skip
+_EXAMPLES = {
+    train.train: ("saccade train recipe.toml --check", "saccade train recipe.toml --set stages.learn.steps=100"),
+    evaluate.evaluate: ("saccade evaluate checkpoint --tasks vqa --data shards/test -o results/mine",),
+    model.init: ("saccade init tiny --size tiny --dtype fp32",),
+    chat.chat: ('saccade chat checkpoint cat.jpg "What is in the picture?"',),
+    serve.serve: ("saccade serve checkpoint", "saccade serve checkpoint --adapter mine=runs/a/checkpoints/step-00000500/adapter"),
+}  # fmt: skip
 for command in _COMMANDS:
-    app.command()(command)
+    app.command(epilog=examples(*_EXAMPLES[command]) if command in _EXAMPLES else None)(command)
 app.add_typer(data.app, name="data")
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(serve.keys, name="keys")

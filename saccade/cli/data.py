@@ -8,10 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade.cli.options import JsonOption, SetOption, WorkersOption, progress, shard_progress
+from saccade.cli.options import CommandGroup, JsonOption, SetOption, WorkersOption, examples, progress, shard_progress
 from saccade.errors import ConfigError, DataError
 
-app = typer.Typer(help="Prepare, index, measure, curate and inspect shard folders.", no_args_is_help=True)
+app = typer.Typer(
+    help="Prepare, index, measure, curate and inspect shard folders.", no_args_is_help=True, cls=CommandGroup
+)
 
 ShardsArgument = Annotated[str, typer.Argument(help="Shard folder, glob, braces or one tar; a path or an fsspec URL.")]
 SettingsOption = Annotated[
@@ -22,7 +24,12 @@ _NUM_NAMED = 3
 RayOption = Annotated[str | None, typer.Option("--ray", help="Address of a Ray cluster that measures the samples.")]
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "saccade data prepare photos/ -o shards/mine",
+        "saccade data prepare coco:captions.json --images photos/ -o shards/coco",
+    )
+)
 def prepare(
     inputs: Annotated[
         list[str], typer.Argument(help="Inputs: PATH or KIND:PATH; an unknown kind lists the known ones.")
@@ -127,7 +134,7 @@ def prepare(
     typer.echo(f"next: saccade data inspect {shlex.quote(str(out))}")
 
 
-@app.command()
+@app.command(epilog=examples("saccade data split shards/mine -o shards"))
 def split(
     shards: ShardsArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; its train/ and test/ must not exist yet.")],

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from saccade.errors import ConfigError
 
@@ -31,6 +32,20 @@ WorkersOption = Annotated[
     int | None,
     typer.Option("--workers", min=1, help="Worker processes; one per core for large inputs if not given."),
 ]
+
+
+class CommandGroup(TyperGroup):
+    """A group whose help has the first sentence of every command, however long."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands; click itself cuts each after one line."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(limit=400)) for name, one in self.commands.items()])
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help: command lines to copy."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def check_modules(command: str, modules: Sequence[str]) -> None:

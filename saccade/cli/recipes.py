@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from saccade.cli.options import JsonOption
+from saccade.cli.options import CommandGroup, JsonOption
 from saccade.errors import ConfigError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
-app = typer.Typer(help="Training recipes that come with the package.", no_args_is_help=True)
+app = typer.Typer(help="Training recipes that come with the package.", no_args_is_help=True, cls=CommandGroup)
 
 
 @app.command("list")

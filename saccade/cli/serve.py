@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from saccade.cli.hub import checkpoint_folder
-from saccade.cli.options import DeviceOption, DtypeOption, JsonOption, check_adapter
+from saccade.cli.options import CommandGroup, DeviceOption, DtypeOption, JsonOption, check_adapter
 from saccade.errors import ConfigError
 from saccade.startup import exit_on_interrupt
 
-keys = typer.Typer(help="API keys of a server.", no_args_is_help=True)
+keys = typer.Typer(help="API keys of a server.", no_args_is_help=True, cls=CommandGroup)
 
 
 def serve(
