@@ -61,7 +61,7 @@ def test_prepare_names_the_first_files_that_it_skips_and_where_the_others_are_li
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_prepare_fails_where_curation_drops_every_sample(loose, tmp_path, flags):
-    with pytest.raises(DataError, match="dropped all 4 samples, 4 for: .*saccade data curate"):
+    with pytest.raises(DataError, match=r"dropped all 4 samples, 4 for: .*saccade data curate"):
         saccade("prepare", loose, "-o", tmp_path / "shards", "--workers", 1, "--set", "min_side=5000", *flags)
 
 

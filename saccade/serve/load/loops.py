@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import numpy as np
@@ -57,7 +57,8 @@ _WORDS = (
 )
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """Part `index` of `count` equal ones."""
 
     index: int
