@@ -1,10 +1,12 @@
 """Take the pictures of the page in docs/images from a running server.
 
     saccade quickstart --no-serve && saccade serve quickstart/run/checkpoints/step-00001000 --model-name quickstart
-    python -m bench.page_screenshots http://127.0.0.1:8000 quickstart/held-out-*.png --question 'What shape is purple?'
+    SCENES=quickstart/raw/held-out
+    python -m bench.page_screenshots http://127.0.0.1:8000 $SCENES/000001.png $SCENES/000007.png $SCENES/000015.png \\
+        --question 'What shape is purple?'
 
-`held-out-*.png` are scenes of the held-out set. The answers are the server's own, except the one that shows Markdown, which no model of
-this size writes. Before the status view is opened, a few clients ask at random times.
+The answers are the server's own, except the one that shows Markdown, which no model of this size writes. Before the status view is
+opened, a few clients ask at random times.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import httpx
 from PIL import Image
 
-QUESTIONS = ("What shape is it?", "What colour is it?")
+QUESTIONS = ("What colour is the square?", "What colour is the bar?")
 MARKDOWN = r"""The receipt has **two items**:
 
 | item | price | number |
