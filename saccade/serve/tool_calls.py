@@ -19,7 +19,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from saccade.processor.conversation import ChatTemplate
@@ -51,6 +51,15 @@ class ToolCallDelta:
 
 
 Delta = ContentDelta | ToolCallDelta
+
+
+def merged(deltas: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    """The same with one delta per call: clients do not expect two of one call in a chunk."""
+    found: dict[int, ToolCallDelta] = {}
+    for delta in deltas:
+        before = found.get(delta.index)
+        found[delta.index] = delta if before is None else replace(before, arguments=before.arguments + delta.arguments)
+    return list(found.values())
 
 
 @dataclass

@@ -10,9 +10,11 @@ from saccade.processor.conversation import ChatTemplate
 from saccade.serve.tool_calls import (
     ContentDelta,
     ParsedOutput,
+    ToolCallDelta,
     ToolCallParser,
     has_known_format,
     knows_tools,
+    merged,
     parse_tool_calls,
 )
 
@@ -141,6 +143,16 @@ def test_the_format_is_known_from_the_template():
     assert has_known_format("... <tool_call>\n{{ ... }}")
     assert not has_known_format("no tools")
     assert not has_known_format("<tool_call>\n<function=name>")
+
+
+def test_deltas_of_a_call_that_arrive_together_are_one():
+    first, more, second = ToolCallDelta(0, "{", "a", "f"), ToolCallDelta(0, "}"), ToolCallDelta(1, "", "b", "g")
+    assert merged([first, more, second, ToolCallDelta(1, "{"), ToolCallDelta(1, "}")]) == [
+        ToolCallDelta(0, "{}", "a", "f"),
+        ToolCallDelta(1, "{}", "b", "g"),
+    ]
+    assert merged([more, more]) == [ToolCallDelta(0, "}}")]
+    assert merged([]) == []
 
 
 def test_the_operator_may_say_how_the_model_calls_tools():

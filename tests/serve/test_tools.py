@@ -70,6 +70,14 @@ def test_the_name_of_a_streamed_call_comes_first_and_once(client):
     assert set(json.loads("".join(delta.function.arguments for delta in deltas))) == {"x"}
 
 
+def test_a_chunk_has_each_call_once(client):
+    """Clients keep the last of two entries with one index, or the first."""
+    for fields in ({"parallel_tool_calls": False}, {"max_tokens": 300}):
+        for chunk in ask(client, tool_choice="required", stream=True, **fields):
+            indices = [delta.index for delta in chunk.choices[0].delta.tool_calls or ()]
+            assert len(set(indices)) == len(indices)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

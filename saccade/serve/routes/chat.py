@@ -31,6 +31,7 @@ from saccade.serve.tool_calls import (
     ToolCallDelta,
     ToolCallParser,
     knows_tools,
+    merged,
     parse_tool_calls,
 )
 from saccade.serve.tool_choice import ToolChoice, choose_tools
@@ -224,7 +225,7 @@ class _ChoiceStream:
         if self._parser is not None:
             parsed = self._parser.push(text) + (self._parser.finish() if completion is not None else [])
             text = "".join([part.text for part in parsed if isinstance(part, ContentDelta)])
-            calls = [part for part in parsed if isinstance(part, ToolCallDelta)]
+            calls = merged(part for part in parsed if isinstance(part, ToolCallDelta))
         logprobs = self._answer.delta_logprobs(deltas)
         may_be_empty = self._parser is None and completion is None  # tokens whose text is incomplete, or that have none
         if text or logprobs is not None or may_be_empty:
