@@ -694,6 +694,32 @@ def test_plan_names_the_checkpoint_folder_that_a_recipe_lacks(command, tiny_reci
     assert_refused(ended, "nowhere: no such folder")
 
 
+def test_a_recipe_is_planned_before_its_published_checkpoint_is_downloaded(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Path(__file__).parents[1] / "recipes" / "qwen2.5-vl-3b-lora.toml"
+    folder, small = "checkpoints/Qwen2.5-VL-3B-Instruct", ("--set", "stages.0.data.max_seq_len=256", "--set", "stages.0.data.max_patches=64")  # fmt: skip
+    ended = command("plan", recipe, "--json", *small)
+    assert ended.status == 0, ended.err
+    [planned] = json.loads(ended.out).values()
+    assert 7 < planned["plan"]["parts_gib"]["parameters"] < 8, "3.75 billion weights in bf16"
+    download = f"hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir {folder}"
+    assert ended.err == f"{folder} is not here: planned with its published sizes. Download it: {download}\n"
+    assert_refused(command("train", recipe, "--check", "--device", "cpu"), f"{folder}: no such folder. Download it: {download}")  # fmt: skip
+    ended = command("plan", "Qwen/Qwen2.5-VL-3B-Instruct", "--tokens", 256, "--patches", 64, "--json")
+    assert ended.status == 0, ended.err
+
+
+def test_every_published_checkpoint_has_a_named_size():
+    from saccade.model.families import VISION_LANGUAGE, published_as
+
+    for family in VISION_LANGUAGE.values():
+        assert set(family.published.values()) == set(family.sizes) - {"tiny"}
+        for hub_name in family.published:
+            known = published_as(f"somewhere/{hub_name.partition('/')[2]}")
+            assert known[0] == hub_name
+            assert named_size(known[1]).family == family.model_type
+
+
 # ------------------------------------------------------------------ recipes
 
 

@@ -16,7 +16,9 @@ _TRAINING, _SERVING, _SIZES = "Training", "Serving", "Serving a model of which o
 def plan(
     model: Annotated[
         str | None,
-        typer.Argument(help="Checkpoint folder, size by name (3b, 7b, ...; see saccade models), or a training recipe."),
+        typer.Argument(
+            help="Checkpoint folder, published checkpoint (ORG/NAME), size by name (3b, ...; see saccade models), or a recipe."
+        ),
     ] = None,
     gpu: Annotated[str, typer.Option(help="H200, H100, A100, ..., or its memory in GiB.")] = "H200",
     gpus: Annotated[int, typer.Option("--gpus", "--ranks", min=1, help="Number of GPUs.")] = 1,
@@ -147,7 +149,7 @@ def _served_model(
     """(model, (tokens, patches) of the images)."""
     from saccade.engine.config import EngineConfig
     from saccade.engine.served_model import configured_model, described_model, image_cost, named_image_cost
-    from saccade.model.families import load_model_config, named_size
+    from saccade.model.families import load_model_config, named_size, published_as
     from saccade.model.weights import meta_model
 
     if any(value is not None for value in (*sizes.values(), kv_heads)):
@@ -164,7 +166,8 @@ def _served_model(
     folder = Path(model)
     _check_model(model)
     if not folder.is_dir():
-        config = named_size(model)
+        known = published_as(model)
+        config = named_size(model if known is None else known[1])
         return configured_model(model, config, EngineConfig(), context), named_image_cost(config, images)
     stored, quantization = meta_model(folder)
     compressed = None if quantization is None else stored
@@ -225,11 +228,17 @@ def _plan_training(
 def _plans_of_recipe(recipe: Path, overrides: list[str], ranks: int) -> list[tuple[str, Any, Any]]:
     """(name, planner, size of a micro-batch) of each stage."""
     from saccade.config import load_config
+    from saccade.model.families import download_advice
     from saccade.train.config import TrainConfig
-    from saccade.train.memory_planner import folder_config, stage_planner
+    from saccade.train.memory_planner import folder_config, model_config, stage_planner
 
     config = load_config(TrainConfig, recipe, overrides)
-    start = folder_config(config.model.folder)
+    folder = config.model.folder
+    if not folder.exists() and (advice := download_advice(folder)):
+        typer.echo(f"{folder} is not here: planned with its published sizes. {advice}", err=True)
+        start = model_config(str(folder))
+    else:
+        start = folder_config(folder)
     return [(f"stage {stage.name}", *stage_planner(config, stage, start, ranks)) for stage in config.stages]
 
 
@@ -247,9 +256,9 @@ def _plan_of_model(
 
 
 def _check_model(model: str) -> None:
-    from saccade.model.families import named_sizes
+    from saccade.model.families import named_sizes, published_as
 
-    if not Path(model).is_dir() and model not in named_sizes():
+    if not Path(model).is_dir() and model not in named_sizes() and published_as(model) is None:
         raise ConfigError(
             f"{model}: neither a checkpoint folder, nor a recipe (.toml), nor a size that saccade models lists. Check the name"
         )

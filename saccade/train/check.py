@@ -48,6 +48,7 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
     if not stages:
         return
     strategy = choose_strategy(config.parallel, world)
+    folder_config(config.model.folder)
     Processor.load(config.model.folder)
     for stage in stages:
         try:

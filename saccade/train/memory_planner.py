@@ -23,12 +23,13 @@ import torch
 from saccade.errors import ConfigError
 from saccade.gpus import gpu_named
 from saccade.model.config import ModelConfig
-from saccade.model.families import load_model_config
+from saccade.model.families import load_model_config, published_as
 from saccade.model.initialize import named_size
-from saccade.train.config import Recompute, StageConfig, TrainConfig
+from saccade.train.config import LoraConfig, Recompute, StageConfig, TrainConfig
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.memory import GIB, Extents, MemoryPlan, Planner
 from saccade.train.objectives.build import build_objective
+from saccade.train.parameter_groups import OptimizerConfig
 from saccade.world import World
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,11 @@ def gpu_gib(name: str) -> float:
 
 
 def model_config(model: str) -> ModelConfig:
-    """The model config of a checkpoint folder or of a named size."""
-    return folder_config(Path(model)) if Path(model).is_dir() else named_size(model)
+    """The model config of a checkpoint folder, of a published checkpoint that is not downloaded yet, or of a named size."""
+    if Path(model).exists():
+        return folder_config(Path(model))
+    known = published_as(model)
+    return named_size(model if known is None else known[1])
 
 
 def folder_config(folder: Path) -> ModelConfig:
@@ -214,9 +218,26 @@ def advice(planner: Planner, size: MicroBatchSize, gib: float, choices: list[Cho
     thrifty = replace(planner, optimizer=replace(planner.optimizer, kind="adamw8bit"))
     if planner.optimizer.kind != "adamw8bit" and _fits_somehow(thrifty, size, gib):
         found.append("8-bit moments: optimizer.kind = 'adamw8bit'")
+    found += _adapters_that_fit(planner, size, gib)
     if ranks := _ranks_needed(planner, size, gib):
         found.append(f"more GPUs: {ranks} with parallel.strategy = 'fsdp'")
-    return [f"to make it fit, {line}" for line in found] or ["no setting makes it fit: use a smaller model, or LoRA"]
+    return [f"to make it fit, {line}" for line in found] or ["no setting makes it fit: use a smaller model"]
+
+
+def _adapters_that_fit(planner: Planner, size: MicroBatchSize, gib: float) -> list[str]:
+    """LoRA and QLoRA with full activation checkpointing, as far as they are less than what is planned."""
+    own = planner.lora or LoraConfig()
+    settings = {"LoRA": own, "QLoRA": replace(own, quantize_base="int4")}
+    found = []
+    for name, lora in settings.items():
+        if lora == planner.lora:
+            continue
+        optimizer = planner.optimizer if planner.lora else OptimizerConfig(kind=planner.optimizer.kind)
+        total = replace(planner, lora=lora, qat=None, optimizer=optimizer).plan(size, ("full", "full")).total_gib
+        if total <= gib:
+            line = "lora = {}" if name == "LoRA" else "lora.quantize_base = 'int4'"
+            found.append(f"{name}: {line} in the stage, {total:.1f} GiB with full activation checkpointing")
+    return found
 
 
 def _fits_somehow(planner: Planner, size: MicroBatchSize, gib: float) -> bool:

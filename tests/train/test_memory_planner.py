@@ -335,3 +335,22 @@ def test_a_stage_of_a_recipe_is_planned_with_its_own_settings(tmp_path):
     planner, row = stage_planner(config, config.stages[0], model_config(str(folder)), world_size=1)
     assert (row.tokens, row.patches, planner.micro_batches_per_rank, planner.dtype) == (240, 512, 2, "fp32")
     assert "recompute_vision full" in planner.plan(row).lines()[0]
+
+
+def test_what_does_not_fit_whole_is_offered_as_lora_and_lora_as_qlora():
+    size = MicroBatchSize(tokens=256, patches=64)
+    planner = Planner(config=THIN)
+    whole, lora, qlora = (
+        replace(planner, lora=lora).plan(size, ("full", "full")).total_gib
+        for lora in (None, LoraConfig(), LoraConfig(quantize_base="int4"))
+    )
+    assert whole > lora > qlora
+    lines = report(planner, size, str(qlora / 2)).advice
+    assert not [line for line in lines if "LoRA" in line], "half of it is too little for any"
+    between = report(planner, size, str(lora + 0.1)).advice
+    assert (
+        f"to make it fit, LoRA: lora = {{}} in the stage, {lora:.1f} GiB with full activation checkpointing" in between
+    )
+    assert any(line.startswith("to make it fit, QLoRA: lora.quantize_base = 'int4'") for line in between)
+    [only] = [line for line in report(replace(planner, lora=LoraConfig()), size, str(qlora + 0.1)).advice if "LoRA" in line]  # fmt: skip
+    assert "QLoRA" in only

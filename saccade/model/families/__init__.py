@@ -44,6 +44,8 @@ def family_of(folder: str | Path) -> Family:
 
 def load_model_config(folder: str | Path) -> ModelConfig:
     """The sizes of a checkpoint folder's model."""
+    if not Path(folder).exists() and (advice := download_advice(folder)):
+        raise CheckpointError(f"{folder}: no such folder. {advice}")
     try:
         return family_of(folder).parse_config(read_config(Path(folder)))
     except (CheckpointError, ConfigError) as error:
@@ -74,3 +76,18 @@ def text_family(model_type: object) -> ModuleType:
     if model_type in TEXT:
         return TEXT[str(model_type)]
     raise CheckpointError(f"text models of model_type {model_type!r} are not supported. Supported: {', '.join(TEXT)}")
+
+
+def published_as(path: str | Path) -> tuple[str, str] | None:
+    """(ORG/NAME on the Hugging Face Hub, named size) of a published checkpoint, by ORG/NAME or a folder named NAME; None if unknown."""
+    for family in VISION_LANGUAGE.values():
+        for hub_name, size in family.published.items():
+            if Path(path).name.lower() == hub_name.partition("/")[2].lower():
+                return hub_name, size_name(family, size)
+    return None
+
+
+def download_advice(folder: str | Path) -> str | None:
+    """How to download a published checkpoint to a folder that is named like it; None for other folders."""
+    known = published_as(folder)
+    return None if known is None else f"Download it: hf download {known[0]} --local-dir {folder}"

@@ -62,6 +62,8 @@ class Family:
     """Prefix in `transformers`, by prefix in the model; longer ones come first. Adapters have these names, and they are read too."""
     sizes: Mapping[str, ModelConfig]
     """Models by name; tiny is for tests and laptops, the others are the published shapes."""
+    published: Mapping[str, str]
+    """Names of sizes by ORG/NAME of checkpoints on the Hugging Face Hub."""
     towers: Mapping[str, VisionConfig]
     """Vision towers for text models, by name."""
     vision_tokens: Mapping[str, str]

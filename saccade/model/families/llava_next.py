@@ -218,6 +218,7 @@ FAMILY = Family(
         "7b-mistral": _size("300m", 32064, 4096, 32, 32, 8, 14336, 32768, 1e6, window=4096),
         "7b-vicuna": _size("300m", 32064, 4096, 32, 32, 32, 11008, 4096, 1e4),
     },
+    published={f"llava-hf/llava-v1.6-{text}-7b-hf": f"7b-{text}" for text in ("mistral", "vicuna")},
     towers=_TOWERS,
     vision_tokens={"image": "<image>"},
     image_text="<image>",

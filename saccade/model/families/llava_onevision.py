@@ -248,6 +248,7 @@ FAMILY = Family(
         "0.5b": _size("400m", 152000, 896, 24, 14, 2, 4864, tied=True),
         "7b": _size("400m", 152128, 3584, 28, 28, 4, 18944, tied=False),
     },
+    published={f"llava-hf/llava-onevision-qwen2-{size}-ov-hf": size for size in ("0.5b", "7b")},
     towers=_TOWERS,
     vision_tokens=VISION_TOKENS,
     image_text="<image>",

@@ -115,6 +115,7 @@ FAMILY = Family(
         "32b": _size(_LARGE_TOWER, decoder(152064, 5120, 64, 40, 8, 27648, 128000), tied=False),
         "72b": _size(_LARGE_TOWER, decoder(152064, 8192, 80, 64, 8, 29568, 128000), tied=False),
     },
+    published={f"Qwen/Qwen2.5-VL-{size.upper()}-Instruct": size for size in ("3b", "7b", "32b", "72b")},
     towers=_TOWERS,
     vision_tokens=CHATML_VISION_TOKENS,
 )

@@ -266,6 +266,7 @@ FAMILY = Family(
         "7b": _size("670m", decoder(152064, 3584, 28, 28, 4, 18944, 32768), tied=False),
         "72b": _size("670m", decoder(152064, 8192, 80, 64, 8, 29568, 32768), tied=False),
     },
+    published={f"Qwen/Qwen2-VL-{size.upper()}-Instruct": size for size in ("2b", "7b", "72b")},
     towers=_TOWERS,
     vision_tokens=CHATML_VISION_TOKENS,
 )

@@ -284,6 +284,7 @@ FAMILY = Family(
         "8b": _size("400m", 151936, 4096, 36, 32, 8, 12288, tied=False),
         "32b": _size("400m", 151936, 5120, 64, 64, 8, 25600, tied=False),
     },
+    published={f"Qwen/Qwen3-VL-{size.upper()}-Instruct": size for size in ("2b", "4b", "8b", "32b")},
     towers=_TOWERS,
     vision_tokens=CHATML_VISION_TOKENS,
 )
