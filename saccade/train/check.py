@@ -38,7 +38,7 @@ def check_run(config: TrainConfig, *, device: str = "auto") -> list[str]:
             length = f"{stage.known_steps} steps" if stage.known_steps is not None else f"{stage.epochs} epochs"
             lines.append(
                 f'stage "{stage.name}": {length}, {len(stage.data.sources)} sources, {plan.total_gib:.1f} GiB planned, '
-                f"{fits} in {gib:.1f} GiB ({world.device.type})"
+                f"{fits} in {gib:.1f} GiB ({world.device.type}{'' if world.device.type == 'cuda' else ', available now'})"
             )
         return lines
 

@@ -297,7 +297,22 @@ def _explanation(planner: Planner, size: MicroBatchSize, stage: StageConfig, wor
 
 
 def device_gib(device: torch.device) -> float:
-    """Total memory of the GPU, or of the host."""
+    """Total memory of the GPU, or memory of the host that a new process can use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / GIB
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    return available_host_bytes() / GIB
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Memory that a new process can use without swapping: what Linux counts as available, within the limit of the container (cgroup v2)."""
+    try:
+        meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cgroup = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no container, or "max": no limit
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used = int((cgroup / "memory.current").read_text()) - int(statistics["inactive_file"])
+        available = min(available, int((cgroup / "memory.max").read_text()) - used)
+    return max(0, available)

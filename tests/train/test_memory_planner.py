@@ -1,5 +1,6 @@
 """The dry run counts what autograd really keeps, for every family, and plans meet what was measured on a GPU."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -24,7 +25,16 @@ from saccade.train.dry_run import DryBatch, MicroBatchSize, combined, dry_batch,
 from saccade.train.lora import add_lora, lora_parameters
 from saccade.train.loss import count_labels, next_token_labels
 from saccade.train.memory import Planner
-from saccade.train.memory_planner import gpu_gib, model_config, plan, report, stage_planner, suggest
+from saccade.train.memory_planner import (
+    available_host_bytes,
+    device_gib,
+    gpu_gib,
+    model_config,
+    plan,
+    report,
+    stage_planner,
+    suggest,
+)
 from saccade.train.objectives.build import build_objective
 from saccade.train.objectives.config import DistillationConfig, ObjectiveConfig, PreferenceConfig
 from saccade.train.objectives.cross_entropy import CrossEntropy
@@ -354,3 +364,25 @@ def test_what_does_not_fit_whole_is_offered_as_lora_and_lora_as_qlora():
     assert any(line.startswith("to make it fit, QLoRA: lora.quantize_base = 'int4'") for line in between)
     [only] = [line for line in report(replace(planner, lora=LoraConfig()), size, str(qlora + 0.1)).advice if "LoRA" in line]  # fmt: skip
     assert "QLoRA" in only
+
+
+def test_memory_of_the_host_is_what_is_available_within_the_limit_of_the_container(tmp_path):
+    def write(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    write(
+        "proc/meminfo", "MemTotal:  24000000 kB\nMemFree: 1000000 kB\nMemAvailable:  19000000 kB\nHugePages_Total: 0\n"
+    )
+    assert available_host_bytes(tmp_path) == 19000000 * 1024
+    write("sys/fs/cgroup/memory.current", "3000\n")
+    write("sys/fs/cgroup/memory.stat", "anon 500\ninactive_file 2000\n")
+    write("sys/fs/cgroup/memory.max", "max\n")
+    assert available_host_bytes(tmp_path) == 19000000 * 1024
+    write("sys/fs/cgroup/memory.max", "8000\n")
+    assert available_host_bytes(tmp_path) == 8000 - (3000 - 2000), "cached files are freed when memory is needed"
+
+
+def test_a_cpu_has_less_memory_than_the_machine():
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    assert 0 < device_gib(torch.device("cpu")) < total
