@@ -58,7 +58,7 @@ def chat(
     """Ask a model about images and videos, or talk to it: without a question, line by line. Answers are streamed."""
     import asyncio
 
-    *files, question = words or [None]
+    files, question = (words[:-1], words[-1]) if words else ([], None)
     if question is not None and os.path.isfile(question):  # noqa: PTH113  Path.is_file raises for a question longer than a file name
         raise ConfigError(f"the last argument is the question, but {question} is a file. Ask something about it")
     adapters = {} if adapter is None else _adapter(adapter)
@@ -77,8 +77,8 @@ def chat(
         asyncio.Runner() as runner,
         Engine.load(folder, device=device, dtype=dtype, config=config, adapters=adapters) as engine,
     ):
-        for refusal in engine.refused_adapters.values():
-            raise CheckpointError(refusal)
+        if engine.refused_adapters:
+            raise CheckpointError("; ".join(engine.refused_adapters.values()))
         answers = _Answers(engine, runner, sampling, next(iter(adapters), None), as_json)
         if question is None:
             _converse(_Conversation(answers, start, fps))

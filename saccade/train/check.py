@@ -14,7 +14,7 @@ from saccade.processor import Processor
 from saccade.train.batches import data_sources, log_indexing, open_validation_stream
 from saccade.train.config import SourceConfig, StageConfig, TrainConfig
 from saccade.train.lora import base_shapes
-from saccade.train.memory_planner import device_gib, folder_config, stage_planner
+from saccade.train.memory_planner import device_gib, device_type, folder_config, stage_planner
 from saccade.train.objectives.build import check_objective, check_stored_logits
 from saccade.train.parallelize import build_model, choose_strategy
 from saccade.train.weights import checkpoint_names, checkpoint_tensors, meta_model
@@ -32,7 +32,7 @@ def check_run(config: TrainConfig, *, device: str = "auto") -> list[str]:
         model = folder_config(config.model.folder)
         lines = [f"checkpoint {config.model.folder}: {model.family}, all weights are finite"]
         for stage in config.stages:
-            planner, size = stage_planner(config, stage, model, world.size)
+            planner, size = stage_planner(config, stage, model, world.size, device_type(world))
             plan, gib = planner.plan(size), device_gib(world.device)
             fits = "fits" if plan.total_gib <= gib else "may not fit"
             length = f"{stage.known_steps} steps" if stage.known_steps is not None else f"{stage.epochs} epochs"

@@ -1,4 +1,4 @@
-"""Peak GPU memory of a training step, by component.
+"""Peak memory of a training step on a GPU or a CPU, by component.
 
 Nothing is derived by hand. Persistent memory (parameters, masters, optimizer state) is that of the real model and optimizer, built on
 the meta device; activations, gradients, workspace and the loss are measured in a dry run of a step (`dry_run.py`). What the ranks of
@@ -39,6 +39,8 @@ from saccade.world import World
 GIB = 2**30
 CONTEXT_BYTES = GIB
 """Per process outside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and cuDNN."""
+CPU_CONTEXT_BYTES = 5 * GIB // 8
+"""Per process on a CPU: Python and its modules (0.4 GiB), threads, and what the allocator of the C library keeps."""
 NCCL_BYTES = GIB
 """NCCL buffers, if there is more than one rank."""
 FRAGMENTATION = 0.05
@@ -48,7 +50,7 @@ STREAMED_BYTES = GIB
 ACCUMULATED_BYTES = 4
 """Bytes per element of an accumulated gradient; see `train_state.py`."""
 
-PERSISTENT = ("parameters", "masters", "moments", "averages", "frozen models")
+PERSISTENT = ("parameters", "masters", "moments", "averages", "copy of the saved state", "frozen models")
 COMPONENTS = (
     *PERSISTENT, "gradients", "gathered parameters", "activations of the vision tower", "activations of the decoder", "loss",
     "workspace", "micro-batch", "context and fragmentation",
@@ -145,6 +147,8 @@ class Planner:
     """LoRA, if the stage uses it."""
     qat: QuantizationAwareConfig | None = None
     """Quantization-aware training, if the stage uses it."""
+    device_type: Literal["cuda", "cpu"] = "cuda"
+    """Where the model is trained. On a CPU the copy of the state that is saved in the background takes the same memory."""
     has_average: bool = False
     """Whether an average of the trained weights is kept."""
     make_objective: Callable[[], Objective] = CrossEntropy
@@ -270,6 +274,9 @@ class Planner:
             "moments": [x for state in optimizer.state().values() for x in state.values()],
             "averages": list(optimizer.masters.values()) if self.has_average else [],
         }
+        if self.device_type == "cpu":
+            masters = list(optimizer.masters.values())
+            persistent["copy of the saved state"] = [*masters, *persistent["moments"], *persistent["averages"]]
         num_bytes = {part: sum(x.nbytes for x in tensors) // self._num_shards for part, tensors in persistent.items()}
         blocks = {name: _elements(list(block.parameters())) for name, block in model_blocks(self._model).items()}
         whole = _elements(list(named.values()))
@@ -305,7 +312,8 @@ class Planner:
 
     def _allowance(self, temporary: float) -> int:
         """For context and fragmentation."""
-        outside = CONTEXT_BYTES + (NCCL_BYTES if self.world_size > 1 else 0)
+        on_gpu = CONTEXT_BYTES + (NCCL_BYTES if self.world_size > 1 else 0)
+        outside = on_gpu if self.device_type == "cuda" else CPU_CONTEXT_BYTES
         return outside + int(FRAGMENTATION * temporary)
 
     def _moments(self, step: Phases) -> Iterator[tuple[str, Bytes]]:

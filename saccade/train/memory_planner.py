@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -68,7 +68,11 @@ def folder_config(folder: Path) -> ModelConfig:
 
 
 def stage_planner(
-    config: TrainConfig, stage: StageConfig, model: ModelConfig, world_size: int
+    config: TrainConfig,
+    stage: StageConfig,
+    model: ModelConfig,
+    world_size: int,
+    device_type: Literal["cuda", "cpu"] = "cuda",
 ) -> tuple[Planner, MicroBatchSize]:
     """The planner of a stage, and its largest micro-batch."""
     planner = Planner(
@@ -89,6 +93,7 @@ def stage_planner(
             device="meta",
         ),
         has_average=stage.ema_decay is not None,
+        device_type=device_type,
     )
     return planner, MicroBatchSize(tokens=stage.data.max_seq_len, patches=stage.data.max_patches)
 
@@ -261,7 +266,7 @@ def _ranks_needed(planner: Planner, size: MicroBatchSize, gib: float) -> int | N
 @contextlib.contextmanager
 def explain_out_of_memory(config: TrainConfig, stage: StageConfig, world: World) -> Iterator[None]:
     """Log the plan of a stage (on a GPU), and turn an out-of-memory error into a `ConfigError` with plan and advice."""
-    planner, size = stage_planner(config, stage, folder_config(config.model.folder), world.size)
+    planner, size = stage_planner(config, stage, folder_config(config.model.folder), world.size, device_type(world))
     if world.device.type == "cuda":
         _announce(planner, size, device_gib(world.device))
     try:
@@ -294,6 +299,11 @@ def _explanation(planner: Planner, size: MicroBatchSize, stage: StageConfig, wor
         )
     # Actual use exceeded the memory whatever the plan says: advise settings below both.
     return "\n".join([*lines, *advice(planner, size, min(gib, 0.95 * plan.total_gib))])
+
+
+def device_type(world: World) -> Literal["cuda", "cpu"]:
+    """The kind of device that a process trains on."""
+    return "cuda" if world.device.type == "cuda" else "cpu"
 
 
 def device_gib(device: torch.device) -> float:

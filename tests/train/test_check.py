@@ -1,6 +1,9 @@
 """Everything that any stage needs is checked before the first step, and by `check_run` without training."""
 
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 
 import fsspec
 import pytest
@@ -10,8 +13,11 @@ from train.running import RECIPE, losses, make_checkpoint, read_recipe, write_re
 from typer.testing import CliRunner
 
 from saccade.cli import app
+from saccade.config import write_config
 from saccade.errors import CheckpointError, ConfigError, DataError
+from saccade.model.initialize import initialize_random, named_size
 from saccade.train.check import check_run
+from saccade.train.memory_planner import folder_config, stage_planner
 from saccade.train.stages import train
 
 TWO_STAGES = RECIPE + RECIPE[RECIPE.index("[[stages]]") :].replace("learn", "more")
@@ -97,3 +103,35 @@ def test_the_command_line_checks_a_recipe_and_prints_its_keys(recipe):
     keys = CliRunner().invoke(app, ["train", "--keys"])
     assert keys.exit_code == 0
     assert "| `max_seq_len` | integer | `16384` |" in keys.output
+
+
+MEASURED_RUN = """
+import resource, sys
+from pathlib import Path
+from saccade.config import load_config
+from saccade.train import TrainConfig, train
+train(load_config(TrainConfig, Path(sys.argv[1])), device="cpu")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="libraries of CUDA take memory that a plan for a CPU does not count"
+)
+def test_the_memory_planned_on_a_cpu_is_what_a_run_that_saves_takes(tmp_path, parts):
+    tiny = named_size("tiny")
+    wide = replace(
+        tiny.language, hidden_size=1024, num_heads=32, num_kv_heads=16, intermediate_size=4096, vocab_size=4000
+    )
+    initialize_random(tmp_path / "wide", replace(tiny, language=wide), dtype=torch.float32)
+    path = tmp_path / "recipe.toml"
+    write_recipe(path, run=tmp_path / "run", checkpoint=tmp_path / "wide", shards=parts[1])
+    config = read_recipe(path, "stages.learn.steps=2", "stages.learn.schedule.warmup_steps=1", "checkpoint.every=1")
+    write_config(config, path)
+    _, line = check_run(config, device="cpu")
+    planner, size = stage_planner(config, config.stages[0], folder_config(tmp_path / "wide"), 1, "cpu")
+    planned = planner.plan(size).total_gib
+    assert f"{planned:.1f} GiB planned" in line
+    run = subprocess.run([sys.executable, "-c", MEASURED_RUN, path], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert planned == pytest.approx(int(run.stdout.split()[-1]) / 2**30, rel=0.1)
