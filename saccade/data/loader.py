@@ -157,9 +157,10 @@ def open_stream(
     processes collate sequences, 0 does it in this process; `prefetch` batches are kept ready. On first use the index and the lengths of a
     folder are built by `num_workers` processes: open the stream on one rank before the others, or run `saccade data measure` before the job.
 
-    Bad samples (damaged, over a limit) are skipped and written to `bad_log` as JSON lines. The stream stops when there are at least
-    10 of them and their share exceeds `max_bad_share`, counted by each rank since it opened the stream. Storage that fails
-    is not a bad sample: workers retry for `storage.max_wait_s`, then the stream raises `StorageError`; resume from its state.
+    Bad samples (damaged, over a limit) are skipped and written to `bad_log` as JSON lines, each once. The stream stops
+    when there are at least 10 of them and their share exceeds `max_bad_share`, counted by each rank since it opened the
+    stream. Storage that fails is not a bad sample: workers retry for `storage.max_wait_s`, then the stream raises
+    `StorageError`; resume from its state.
     """
     _refuse_unknown(unknown)
     _check_settings(rank, num_ranks, global_batch_size, num_workers, prefetch, max_bad_share, resize)
@@ -425,10 +426,12 @@ class _BadSampleLog:
     """Writes bad samples to a file, counts them, and stops the stream when there are too many."""
 
     def __init__(self, max_share: float, path: Path | None) -> None:
-        """All are appended to `path` as JSON lines; ranks may share it."""
+        """All are appended to `path` as JSON lines, each once; ranks may share it."""
         self._max_share, self._path = max_share, path
         self._num_bad, self._num_good = 0, 0
         self._first: list[BadSample] = []
+        self._listed: set[bytes] = set()
+        self._num_read = 0
 
     def add(self, bad: Sequence[BadSample], num_good: int) -> None:
         """Add one batch. Raises `DataError` when there are too many bad samples."""
@@ -440,15 +443,27 @@ class _BadSampleLog:
         self._num_bad += len(bad)
         self._first += bad[: _NUM_NAMED - len(self._first)]
         if self._path:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(asdict(sample)) + "\n" for sample in bad))
+            self._append(bad, self._path)
         if self._num_bad >= MIN_BAD and self._num_bad > self._max_share * (self._num_bad + self._num_good):
             named = "; ".join(f"{sample.sample_id} ({sample.reason})" for sample in self._first)
             raise DataError(
                 f"{self._num_bad} of {self._num_bad + self._num_good} samples are bad, over max_bad_share {self._max_share}. "
                 f"Repair or remove the shards, or raise the share. {self._where} The first: {named}"
             )
+
+    def _append(self, bad: Sequence[BadSample], path: Path) -> None:
+        """Write the lines that the file does not have yet, from an earlier epoch, another rank or an earlier stream."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            file.seek(self._num_read)
+            read = file.read()
+            self._num_read += len(read)
+            self._listed.update(read.splitlines())
+            lines = dict.fromkeys(json.dumps(asdict(sample)).encode() for sample in bad)
+            new = [line for line in lines if line not in self._listed]
+            if new:
+                is_cut = read and not read.endswith(b"\n")
+                file.write(b"\n" * bool(is_cut) + b"".join(line + b"\n" for line in new))
 
     @property
     def _where(self) -> str:

@@ -128,6 +128,25 @@ def test_samples_that_cannot_be_measured_or_packed_are_named_once_over_all_ranks
     assert "over max_seq_len 1024 or max_patches" in reasons["s9"]
 
 
+def test_a_bad_sample_is_listed_once_in_all_epochs_ranks_and_resumed_streams(tmp_path, opened):
+    samples = [
+        spoiled(make_sample(f"s{n}", seed=n)) if n in (3, 8) else make_sample(f"s{n}", seed=n) for n in range(12)
+    ]
+    write_samples(tmp_path / "photos" / "00000.tar", samples)
+    log = tmp_path / "bad.jsonl"
+    settings = {"num_epochs": 4, "num_ranks": 2, "global_batch_size": 2, "bad_log": log, "max_bad_share": 1.0}
+    for _ in range(2):
+        ranks = [opened(tmp_path / "photos", rank=rank, **settings) for rank in range(2)]
+        assert len(list(zip(*ranks, strict=True))) == 4
+    assert sorted(entry["sample_id"] for entry in listed(log)) == ["photos/00000/s3", "photos/00000/s8"]
+    whole = log.read_text()
+    log.write_text(whole[:-20])  # cut off by a crash
+    list(opened(tmp_path / "photos", num_epochs=1, bad_log=log, max_bad_share=1.0))
+    first, cut, again = log.read_text().splitlines()
+    assert f"{first}\n{again}\n" == whole
+    assert again.startswith(cut)
+
+
 # ------------------------------------------------------------------ storage
 
 
