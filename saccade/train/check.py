@@ -75,7 +75,10 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
 def _check_logits(config: TrainConfig, stage: StageConfig) -> None:
     """Stored logits of the data of a stage and of validation, where its objective reads them."""
     sources = data_sources((*stage.data.sources, *config.validation.sources))
-    check_stored_logits(stage.objective, config.model.folder, config.model.dtype, sources, stage.data.resize)
+    data = stage.data
+    check_stored_logits(
+        stage.objective, config.model.folder, config.model.dtype, sources, data.resize, data.max_seq_len
+    )
 
 
 def _check_data(config: TrainConfig, stage: StageConfig, sources: Sequence[SourceConfig]) -> None:

@@ -126,6 +126,37 @@ def test_every_caption_of_a_sample_has_its_own_logits(root):
     assert len(losses(config.run)) == 4
 
 
+def test_samples_in_folders_of_their_shard_have_their_logits(root):
+    """The key of a sample is its path in the tar up to the first dot of the file's name."""
+    with ShardWriter(root / "nested", max_samples=4) as writer:
+        for number in range(6):
+            sample = toy_sample(number, side=56)
+            writer.write(dataclasses.replace(sample, key=f"photos/{number % 2}/{number}"))
+    settings = [f'stages.0.data.sources=[{{path="{root / "nested"}"}}]', "stages.0.steps=3"]
+    config = recipe(root, "nested-run", *settings, top_k=4)
+    compute_teacher_logits(config, device="cpu")
+    train(config, device="cpu")
+    assert len(losses(config.run)) == 3
+
+
+def test_a_longer_maximum_length_computes_what_was_too_long_and_a_shorter_one_nothing(root):
+    shards = write_shards(root / "lengths", 12, text_every=3)
+
+    def of(max_seq_len):
+        settings = [f'stages.0.data.sources=[{{path="{shards}"}}]', f"stages.0.data.max_seq_len={max_seq_len}"]
+        return recipe(root, "lengths-run", *settings, "stages.0.steps=3", "stages.0.data.max_bad_share=1", top_k=4)
+
+    [line] = compute_teacher_logits(of(100), device="cpu")
+    assert int(line.split(" loss tokens")[0].split()[-1]) > 0
+    with pytest.raises(DataError, match=r"1 of 1 shards have no logits.*--teacher-logits"):
+        check_run(of(240), device="cpu")
+    assert "1 shards" in compute_teacher_logits(of(240), device="cpu")[0]
+    for max_seq_len in (240, 100, 4000):
+        check_run(of(max_seq_len), device="cpu")
+    train(of(240), device="cpu")
+    assert len(losses(root / "lengths-run")) == 3
+
+
 def logits_files(root, folder="shards"):
     return sorted((root / folder / "index").glob("logits-*/*.safetensors"))
 

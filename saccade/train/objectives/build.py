@@ -97,7 +97,7 @@ def check_objective(config: ObjectiveConfig, folder: Path) -> None:
 
 
 def check_stored_logits(
-    config: ObjectiveConfig, folder: Path, dtype: str, sources: Sequence[Source], resize: str
+    config: ObjectiveConfig, folder: Path, dtype: str, sources: Sequence[Source], resize: str, max_seq_len: int
 ) -> None:
     """Refuse a source whose shards have no stored logits, if the objective reads them."""
     if config.distillation is None or config.distillation.top_k is None:
@@ -105,10 +105,11 @@ def check_stored_logits(
     wanted = stored_logits_of(config.distillation, folder, dtype)
     for source in sources:
         index = open_index(source.path)
-        if missing := missing_shards(wanted, index, source.rules, resize):
+        if missing := missing_shards(wanted, index, source.rules, resize, max_seq_len):
             raise DataError(
                 f"{source.path}: {len(missing)} of {len(index.shards)} shards have no logits of the teacher {config.distillation.teacher} "
-                f"with top_k {config.distillation.top_k}. Compute them first: saccade train RECIPE --teacher-logits"
+                f"with top_k {config.distillation.top_k} and max_seq_len {max_seq_len}. Compute them first: "
+                "saccade train RECIPE --teacher-logits"
             )
 
 

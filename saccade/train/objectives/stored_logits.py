@@ -6,7 +6,8 @@ Legend: S loss tokens, K stored tokens of each, V vocabulary.
         token_ids  int32 [S, K]   tokens with the largest probability, in descending order
         log_probs  fp32  [S, K]   log p of each, of the softmax over V at the temperature of the recipe
         log_rest   fp32  [S]      log of the probability of all other tokens together; -inf where there are none
-        metadata   size and kept rows of the shard, and for every conversation: key of its sample, digest of its tokens, its rows
+        metadata   size and kept rows of the shard; for every conversation: key of its sample, digest of its tokens, its
+                   rows; length of the shortest conversation that was too long to be computed
 
 The fingerprint names the teacher's weights, the tokenizer, template and image settings, the rules that make conversations, k and the
 temperature: logits of another teacher or another tokenizer are never read. A sample with several captions has a conversation for each; the digest
@@ -103,9 +104,14 @@ class Conversation(NamedTuple):
 
 
 def write_shard(
-    file: Path, index: ShardIndex, shard: int, conversations: Sequence[Conversation], num_stored: int
+    file: Path,
+    index: ShardIndex,
+    shard: int,
+    conversations: Sequence[Conversation],
+    num_stored: int,
+    too_long: int | None = None,
 ) -> None:
-    """Write the logits of a shard."""
+    """Write the logits of a shard. `too_long`: tokens of the shortest conversation that was left out."""
     empty = {
         "token_ids": torch.zeros(0, num_stored, dtype=torch.int32),
         "log_probs": torch.zeros(0, num_stored),
@@ -118,17 +124,20 @@ def write_shard(
     for one in conversations:
         starts.append(starts[-1] + len(one.targets["log_rest"]))
     found = {f"{one.key} {one.digest}": bounds for one, bounds in zip(conversations, pairwise(starts), strict=True)}
+    metadata = {"contents": _contents(index, shard), "rows": json.dumps(found), "too_long": json.dumps(too_long)}
     with atomic_write(file) as path:
-        save_file(tensors, path, metadata={"contents": _contents(index, shard), "rows": json.dumps(found)})
+        save_file(tensors, path, metadata=metadata)
 
 
-def has_shard(file: Path, index: ShardIndex, shard: int) -> bool:
-    """Whether the logits of a shard are there, and of the samples that it has now."""
+def has_shard(file: Path, index: ShardIndex, shard: int, max_seq_len: int = 0) -> bool:
+    """Whether the logits of a shard are there, of the samples it has now and of conversations up to `max_seq_len`."""
     try:
         with safe_open(file, framework="pt") as opened:
-            return bool((opened.metadata() or {}).get("contents") == _contents(index, shard))
+            metadata = opened.metadata() or {}
     except (OSError, SafetensorError):
         return False
+    too_long = json.loads(metadata.get("too_long", "1"))
+    return metadata.get("contents") == _contents(index, shard) and (too_long is None or too_long > max_seq_len)
 
 
 def _contents(index: ShardIndex, shard: int) -> str:
@@ -146,7 +155,7 @@ class LogitsReader:
     def __init__(self, wanted: LogitsOf, stream: CollatorConfig) -> None:
         self._wanted, self._stream = wanted, stream
         self._sources = {source.name: source for source in stream.sources}
-        self._index = functools.lru_cache(maxsize=None)(self._open_index)
+        self._source = functools.lru_cache(maxsize=None)(self._open_source)
         self._shard = functools.lru_cache(maxsize=64)(self._open_shard)
 
     def __call__(self, sample_ids: Sequence[str], inputs: ModelInputs, labels_T: Tensor) -> dict[str, Tensor]:
@@ -162,23 +171,27 @@ class LogitsReader:
         return {name: torch.cat([part[name] for part in parts]) for name in TARGETS}
 
     def _rows(self, sample_id: str, digest: str) -> dict[str, Tensor]:
-        source, _, rest = sample_id.partition("/")
-        shard, _, key = rest.rpartition("/")
-        rows, read = self._shard(source, f"{shard}.tar")
-        bounds = rows.get(f"{key} {digest}")
-        if bounds is None:
-            raise DataError(f"{sample_id}: no stored logits of this conversation. {_REMEDY}")
-        return read(*bounds)
+        """An id is source/shard/key; shard and key may have folders."""
+        source, *parts = sample_id.split("/")
+        _, numbers = self._source(source)
+        for end in range(1, len(parts)):
+            shard, key = "/".join(parts[:end]), "/".join(parts[end:])
+            if shard in numbers:
+                rows, read = self._shard(source, numbers[shard])
+                if (bounds := rows.get(f"{key} {digest}")) is not None:
+                    return read(*bounds)
+        raise DataError(f"{sample_id}: no stored logits of this conversation. {_REMEDY}")
 
-    def _open_index(self, source: str) -> ShardIndex:
-        return open_index(self._sources[source].path, build=False, check_files=False, config=self._stream.storage)
+    def _open_source(self, source: str) -> tuple[ShardIndex, dict[str, int]]:
+        """The index of a source, and the number of each shard by its name in sample ids."""
+        index = open_index(self._sources[source].path, build=False, check_files=False, config=self._stream.storage)
+        return index, {name.removesuffix(".tar"): number for number, name in enumerate(index.shards)}
 
     def _open_shard(
-        self, source: str, shard: str
+        self, source: str, number: int
     ) -> tuple[dict[str, list[int]], Callable[[int, int], dict[str, Tensor]]]:
         """Rows of the conversations of a shard, and a function that reads some."""
-        index = self._index(source)
-        number = index.shards.index(shard)
+        index, _ = self._source(source)
         file = self._wanted.file(index, number, self._sources[source].rules, self._stream.resize)
         if not has_shard(file, index, number):
             raise DataError(f"{file}: no logits of the teacher for this shard. {_REMEDY}")
@@ -187,10 +200,10 @@ class LogitsReader:
         return json.loads(opened.metadata()["rows"]), lambda begin, end: {n: s[begin:end] for n, s in slices.items()}
 
 
-def missing_shards(wanted: LogitsOf, index: ShardIndex, rules: TextRules, resize: str) -> list[int]:
-    """Shards of a source without stored logits."""
+def missing_shards(wanted: LogitsOf, index: ShardIndex, rules: TextRules, resize: str, max_seq_len: int) -> list[int]:
+    """Shards of a source without stored logits of every conversation up to `max_seq_len`."""
     files = [wanted.file(index, shard, rules, resize) for shard in range(len(index.shards))]
-    return [shard for shard, file in enumerate(files) if not has_shard(file, index, shard)]
+    return [shard for shard, file in enumerate(files) if not has_shard(file, index, shard, max_seq_len)]
 
 
 _REMEDY = "Compute them first: saccade train RECIPE --teacher-logits"

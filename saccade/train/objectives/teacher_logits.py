@@ -98,27 +98,33 @@ class _Writer:
     def write(self, source: SourceConfig) -> tuple[int, int]:
         """Compute the missing shards of a source; returns this rank's number of shards and loss tokens."""
         index = open_index(source.path, config=self.stage.data.storage)
-        missing = missing_shards(self.wanted, index, source.rules, self.stage.data.resize)
+        data = self.stage.data
+        missing = missing_shards(self.wanted, index, source.rules, data.resize, data.max_seq_len)
         num_shards = num_tokens = 0
         for shard in missing[self.world.rank :: self.world.size]:
-            conversations = [
-                one for packed in self._packed(self._items(index, shard, source)) for one in self._compute(packed)
-            ]
-            file = self.wanted.file(index, shard, source.rules, self.stage.data.resize)
-            write_shard(file, index, shard, conversations, self.num_stored)
+            too_long: list[int] = []
+            items = self._items(index, shard, source, too_long)
+            conversations = [one for packed in self._packed(items) for one in self._compute(packed)]
+            file = self.wanted.file(index, shard, source.rules, data.resize)
+            write_shard(file, index, shard, conversations, self.num_stored, min(too_long, default=None))
             num_shards, num_tokens = num_shards + 1, num_tokens + sum(len(c.targets["log_rest"]) for c in conversations)
             logger.info("logits of %s: shard %d of %d", source.path, num_shards, len(missing))
         self.world.barrier(timeout_s=_TIMEOUT_S)
         return num_shards, num_tokens
 
-    def _items(self, index: ShardIndex, shard: int, source: SourceConfig) -> Iterator[_Item]:
-        """The conversations of a shard that training will see. What is bad there is bad here."""
+    def _items(self, index: ShardIndex, shard: int, source: SourceConfig, too_long: list[int]) -> Iterator[_Item]:
+        """The conversations of a shard that training will see. What is bad there is bad here.
+
+        `too_long` gets the lengths of conversations that exceed the maximum length.
+        """
         keys = index.read(shard, ["key"])["key"].to_pylist()
         for row in index.kept(shard).tolist():
             try:
                 for [messages] in training_conversations(index.read_sample(shard, row), source.rules, pairs=False):
                     inputs = self.processor.preprocess(messages)
-                    if inputs.num_tokens <= self.stage.data.max_seq_len:
+                    if inputs.num_tokens > self.stage.data.max_seq_len:
+                        too_long.append(inputs.num_tokens)
+                    else:
                         yield _Item(keys[row], inputs)
             except StorageError:
                 raise
