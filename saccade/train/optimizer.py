@@ -59,14 +59,20 @@ def freeze(named_parameters: NamedParameters, config: OptimizerConfig) -> None:
         )
 
 
-def build_optimizer(named_parameters: NamedParameters, config: OptimizerConfig) -> "Optimizer":
-    """An optimizer for every parameter that requires gradients."""
+def build_optimizer(
+    named_parameters: NamedParameters, config: OptimizerConfig, masters: dict[str, Tensor] | None = None
+) -> "Optimizer":
+    """An optimizer for every parameter that requires gradients.
+
+    `masters`: initial fp32 values by name, which it takes out of the dict; default: those of the parameters.
+    """
     parameters = dict(named_parameters)
     groups = parameter_groups({name: parameter.ndim for name, parameter in parameters.items()}, config)
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     unplanned = trained.keys() - {name for group in groups for name in group.parameter_names}
     assert not unplanned, f"call freeze first: {sorted(unplanned)[:3]} have a learning rate of 0 but require gradients"
-    return Optimizer(trained, [kept for group in groups if (kept := _only(group, trained)).parameter_names], config)
+    kept = [own for group in groups if (own := _only(group, trained)).parameter_names]
+    return Optimizer(trained, kept, config, masters or {})
 
 
 def _only(group: ParameterGroup, names: Mapping[str, Tensor]) -> ParameterGroup:
@@ -91,14 +97,18 @@ class Optimizer:
     """Trained parameters with their masters and optimizer state."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], groups: Sequence[ParameterGroup], config: OptimizerConfig
+        self,
+        parameters: Mapping[str, Tensor],
+        groups: Sequence[ParameterGroup],
+        config: OptimizerConfig,
+        masters: dict[str, Tensor],
     ) -> None:
         self.groups = list(groups)
         self.num_steps = 0
         """Total number of steps. Bias correction uses the count of each parameter, which is part of its state."""
         self._config = config
         self._slots = {
-            name: _open_slot(index, name, parameter, config)
+            name: _open_slot(index, name, parameter, config, masters.pop(name, None))
             for index, (name, parameter) in enumerate(parameters.items())
         }
         self._ages = torch.zeros(len(self._slots), dtype=torch.int64)
@@ -188,10 +198,10 @@ class Optimizer:
                 _to_host(tensors, slot.held)
 
 
-def _open_slot(index: int, name: str, parameter: Tensor, config: OptimizerConfig) -> _Slot:
+def _open_slot(index: int, name: str, parameter: Tensor, config: OptimizerConfig, master: Tensor | None) -> _Slot:
     """Zero state, and the master."""
     local, method = local_tensor(parameter.detach()), _method(name, parameter, config)
-    held = {} if local.dtype == torch.float32 else {"master": local.float()}
+    held = {} if local.dtype == torch.float32 else {"master": local.float() if master is None else master}
     if method == "adamw8bit":
         first, second = (zero_moment(local, dtype) for dtype in (torch.int8, torch.uint8))
         held |= {"first": first.codes, "first_scale": first.scales}

@@ -26,19 +26,19 @@ FSDP units: each decoder layer and each vision block, prefetched while the previ
 a unit; embedding, head, final norm and projector form the root, which is needed first and last.
 
 Precision: FSDP stores parameters in fp32, gathers them in the compute dtype and reduces gradients in `reduce_dtype`. Without
-sharding, parameters are in the compute dtype and the optimizer holds fp32 masters: no casts, fastest on one GPU. Gradients accumulate
-in fp32 either way; see `train_state.py`.
+sharding, parameters are in the compute dtype and the optimizer holds fp32 masters: no casts, fastest on one GPU. Both
+start from the checkpoint's own precision. Gradients accumulate in fp32 either way; see `train_state.py`.
 """
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -87,6 +87,8 @@ class ParallelModel:
     compression: PowerSGDState | None = None
     """Error feedback of PowerSGD."""
 
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    """For the optimizer: fp32 values of trained parameters whose precision is lower than the checkpoint folder's."""
     @property
     def model(self) -> VLM:
         """The model without its loss."""
@@ -127,8 +129,10 @@ def parallelize(
     if is_sharded:
         _shard(module, _mesh(config, strategy, world), config, DTYPES[dtype])
     _allocate(module, "cpu" if is_sharded and config.offload else world.device)
-    load_weights(model, folder, seed=seed)
-    return _data_parallel(module, config, world) if strategy == "ddp" else ParallelModel(module, module, strategy)
+    masters_device = "cpu" if stage.optimizer.offload else world.device
+    masters = load_weights(model, folder, seed=seed, masters_device=masters_device)
+    parallel = _data_parallel(module, config, world) if strategy == "ddp" else ParallelModel(module, module, strategy)
+    return replace(parallel, masters=masters)
 
 
 def build_model(folder: Path, stage: StageConfig, strategy: Strategy, dtype: str) -> VLM:

@@ -220,7 +220,7 @@ def _run_stage(
     parallel = parallelize(
         config.model.folder, stage, config.parallel, world, dtype=config.model.dtype, seed=config.seed
     )
-    optimizer = build_optimizer(parallel.model.named_parameters(), stage.optimizer)
+    optimizer = build_optimizer(parallel.model.named_parameters(), stage.optimizer, parallel.masters)
     state = TrainState(
         parallel,
         optimizer,

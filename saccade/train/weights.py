@@ -53,20 +53,35 @@ def meta_model(folder: Path, dtype: torch.dtype) -> VLM:
         return VLM(load_model_config(folder)).to(dtype)
 
 
-def load_weights(model: VLM, folder: Path, *, seed: int = 0) -> None:
-    """Load a checkpoint folder into a plain or sharded model. LoRA adapters, which no folder holds, are initialized from `seed`."""
+def load_weights(
+    model: VLM, folder: Path, *, seed: int = 0, masters_device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Load a checkpoint folder into a plain or sharded model; LoRA adapters, which no folder holds, start from `seed`.
+
+    Returns the values, in fp32 and on `masters_device`, of trained parameters that have lower precision than the
+    folder. The optimizer's masters start from them, so that they equal the fp32 parameters of a sharded model.
+    """
     parameters, layers = dict(model.named_parameters()), lora_layers(model)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+    masters: dict[str, Tensor] = {}
+
+    def load(parameter: Tensor, full: Tensor) -> None:
+        copy_full_tensor(parameter, full)
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, full.dtype):
+            masters[names[parameter]] = full.to(masters_device, torch.float32)
+
     with torch.no_grad():
         for name, tensor in checkpoint_tensors(folder, base_shapes(model)):
             layer = layers.get(name.removesuffix(".weight"))
             if layer is None:
-                copy_full_tensor(parameters[name], _pad_to(tensor, parameters[name].shape))
+                load(parameters[name], _pad_to(tensor, parameters[name].shape))
                 continue
             weight = _pad_to(tensor, (layer.out_features, layer.in_features)).to(layer.lora_A.device)
             for part_name, part in layer.stored_weight(weight).items():
-                copy_full_tensor(layer.get_parameter(part_name), part)
+                load(layer.get_parameter(part_name), part)
         for adapter, value in initial_adapters(model, seed):
-            copy_full_tensor(adapter, value)
+            load(adapter, value)
+    return masters
 
 
 def _pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from model.hugging_face import SHAPES, Oracle
 from model.hugging_face import make_checkpoint as make_hugging_face_checkpoint
+from safetensors.torch import load_file
 from train.running import losses, make_checkpoint, read_recipe, records, skipped, write_recipe, write_shards
 
 from saccade.data import open_stream
@@ -254,6 +255,33 @@ def test_a_packed_sequence_of_bad_samples_becomes_an_empty_micro_batch(tmp_path,
     assert 0 in samples, "a step in which nothing was left"
     assert 1 in samples, "a step with an empty micro-batch beside a full one"
     assert [loss == 0.0 for loss in losses(tmp_path / "run")] == [count == 0 for count in samples]
+
+# ------------------------------------------------------------------ precision
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_training_in_bf16_starts_from_the_fp32_weights_of_the_folder_sharded_or_not(tmp_path, checkpoint, shards, lora):
+    """With a learning rate of next to nothing, what is exported is what training started from."""
+    common = ["model.dtype=bf16", "stages.0.steps=3", "stages.0.optimizer.lr=1e-20"]
+    common += ["stages.0.lora={rank=4, export='adapter'}"] if lora else []
+    found = {}
+    for strategy in ("none", "fsdp"):
+        recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / strategy, checkpoint=checkpoint, shards=shards)
+        train(read_recipe(recipe, f"parallel.strategy={strategy}", *common), device="cpu")
+        name = "adapter_model.safetensors" if lora else "model.safetensors"
+        found[strategy] = load_file(tmp_path / strategy / "checkpoints/step-00000003" / name)
+    start = found["fsdp"] if lora else load_file(checkpoint / "model.safetensors")
+    for exported in found.values():
+        assert all(torch.allclose(exported[name], start[name], rtol=0.0, atol=1e-15) for name in start)
+
+
+def test_bf16_losses_are_those_of_a_sharded_run(tmp_path, checkpoint, shards):
+    common = ["model.dtype=bf16", "stages.0.steps=5", "stages.0.data.global_batch_size=1"]
+    for strategy in ("none", "fsdp"):
+        recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / strategy, checkpoint=checkpoint, shards=shards)
+        train(read_recipe(recipe, f"parallel.strategy={strategy}", *common), device="cpu")
+    assert losses(tmp_path / "none") == losses(tmp_path / "fsdp"), "bit for bit: the same masters, the same gradients"
+
 
 
 def test_a_stage_of_epochs_ends_with_its_data_and_its_learning_rate_decays_to_the_end(tmp_path, checkpoint):
