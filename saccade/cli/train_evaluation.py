@@ -3,7 +3,8 @@
     RUN/checkpoints/step-00000100  ->  RUN/evaluations/step-00000100 (a results folder)  ->  RUN/report.html
 
 On a device of its own the evaluation runs beside training, one checkpoint at a time; on the device of training, training waits for
-it. What an interrupted run left out is evaluated when it resumes. A failed evaluation is a warning: training continues.
+it. What an interrupted run left out is evaluated when it resumes, once: the resumed run names its last checkpoint again
+if it did not see the end of the evaluation. A failed evaluation is a warning: training continues.
 """
 
 from __future__ import annotations
@@ -83,9 +84,13 @@ class CheckpointEvaluations:
     def _resume(self) -> None:
         """Start what an earlier start of the run did not complete."""
         for checkpoint in sorted((self._config.run / "checkpoints").glob("step-*")):
-            is_done = (self._folder / checkpoint.name / "report.html").is_file()
-            if not is_done and (checkpoint / "config.json").is_file():
+            if (checkpoint / "config.json").is_file() and not self._is_evaluated(checkpoint):
                 self.start(checkpoint, int(checkpoint.name.removeprefix("step-")))
+
+    def _is_evaluated(self, checkpoint: Path) -> bool:
+        """Whether it has a report, made after it was exported."""
+        report = self._folder / checkpoint.name / "report.html"
+        return report.is_file() and report.stat().st_mtime_ns >= (checkpoint / "config.json").stat().st_mtime_ns
 
     def _advance(self) -> None:
         """Log an evaluation that has ended, and start the next one."""
@@ -95,6 +100,8 @@ class CheckpointEvaluations:
                 return
             self._running = None
             _log_scores(out) if process.returncode == 0 else _log_failure(out, process.returncode)
+        while self._pending and self._is_evaluated(self._pending[0][0]):
+            self._pending.popleft()
         if self._pending:
             checkpoint, step = self._pending.popleft()
             out = self._folder / checkpoint.name

@@ -7,7 +7,10 @@
 
     save:  copy to host memory -> (in the background) write to a hidden folder -> checksums -> fsync -> rename -> delete old states
 
-Training waits only for the copy. A failed save is reported and leaves earlier states untouched. On start, the newest state is
+Training waits only for the copy. A state is saved before validation, export and evaluation of its step. As each ends,
+progress.json is replaced (`Saver.update`); a run that resumes from the state does what is missing.
+
+A failed save is reported and leaves earlier states untouched. On start, the newest state is
 verified; a damaged one is announced, renamed to rejected-step-..., and the previous one is used. Tensors are stored under their
 parameter's name and loaded into whatever sharding the resumed run has.
 
@@ -37,7 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from saccade.errors import CheckpointError
-from saccade.files import sync_to_disk
+from saccade.files import atomic_write, sync_to_disk
 from saccade.train.config import CheckpointConfig
 from saccade.world import World
 
@@ -57,6 +60,11 @@ class SavedState:
     def step(self) -> int:
         """The step it was saved after."""
         return int(self.path.name.removeprefix("step-"))
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the validation after its step was done."""
+        return bool(self.progress["is_stage_done"]) or "validation" in self.progress.get("done", ())
 
 
 # ------------------------------------------------------------------ find and verify
@@ -91,6 +99,29 @@ def newest_state(folder: Path, world: World, *, verify: bool = False) -> SavedSt
                 "%s is damaged: %s. It is kept as %s; using the state before it", path, defects[0], rejected.name
             )
     return None
+
+
+def state_before(folder: Path, world: World, *, stage: int, optimizer_steps: int) -> SavedState | None:
+    """The state of a stage to roll back to, the same on every rank: the newest one with fewer optimizer steps.
+
+    A state with as many has the weights that led to the bad steps. It is used if there is no older one, because the
+    weights in memory may be damaged, unless it was saved between bad steps.
+    """
+    found = [state for state in states(folder) if state.progress["stage"] == stage] if world.is_main else []
+    older = [state for state in found if state.progress["optimizer_steps"] < optimizer_steps]
+    equal = [state for state in found if not state.progress["guard"]["num_skips"]]
+    name = world.broadcast(next((chosen[-1].path.name for chosen in (older, equal) if chosen), None))
+    return None if name is None else _read(folder / name)
+
+
+def state_of_step(folder: Path, step: int) -> SavedState | None:
+    """The complete state of a step; None if there is none."""
+    path = folder / _folder_name(step)
+    return _read(path) if _defect(path) is None else None
+
+
+def _folder_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _read(path: Path) -> SavedState:
@@ -132,6 +163,8 @@ class Saver:
         self.folder, self._config, self._world = folder, config, world
         self.failure: str | None = None
         """Why the last save failed; the trainer resets it to None once it has reacted."""
+        self.kept_step: int | None = None
+        """A state that is not deleted however old it is: what the stage started from, if the objective needs it."""
         self._group = world.new_cpu_group()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saccade save")
         self._running: Future[None] | None = None
@@ -145,13 +178,23 @@ class Saver:
     def save(self, step: int, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
         """Copy the state to host memory and write the copy, in the background if configured."""
         self.finish()
-        name = f"step-{step:08d}"
+        name = _folder_name(step)
         if self._lacks_space(tensors, name):
             return
         content = {PROGRESS: dict(progress), RANDOM: self._world.gather(random_state(self._world.device))}
         self._running = self._thread.submit(self._write, name, self._copy_to_host(tensors), content)
         if not self._config.background:
             self.finish()
+
+    def has(self, step: int) -> bool:
+        """Whether the state of a step is on disk, the same on every rank. Waits for the running save."""
+        self.finish()
+        return bool(self._world.broadcast((self.folder / _folder_name(step) / COMPLETE).is_file()))
+
+    def update(self, step: int, progress: Mapping[str, Any]) -> None:
+        """Replace the progress in the state of a step once its save is complete; without such a state, do nothing."""
+        if self._world.is_main:
+            self._running = self._thread.submit(self._write_progress, _folder_name(step), dict(progress), self._running)
 
     def finish(self) -> None:
         """Wait for the running save."""
@@ -210,6 +253,15 @@ class Saver:
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
 
+    def _write_progress(self, name: str, progress: dict[str, Any], before: Future[None] | None) -> None:
+        if before is not None:
+            before.result()
+        try:
+            if (self.folder / name / COMPLETE).is_file():
+                _replace_progress(self.folder / name, progress)
+        except OSError as error:
+            self._fail(name, _cause(error))
+
     def _checksums(self, partial: Path) -> dict[str, int]:
         """Checksums of DCP's files, each rank reading the ones it wrote; .metadata by the main rank."""
         rank = self._world.rank
@@ -241,7 +293,7 @@ class Saver:
         """Delete the states that are not kept."""
         found, every = states(self.folder), self._config.keep_every
         for state in found[: -self._config.keep_last]:
-            if every is None or state.step % every:
+            if state.step != self.kept_step and (every is None or state.step % every):
                 _remove(state.path)
 
 
@@ -263,6 +315,22 @@ def _complete(partial: Path, final: Path, content: Mapping[str, Any], checksums:
         _remove(final)
     partial.rename(final)
     sync_to_disk(final.parent)
+
+
+def _replace_progress(path: Path, progress: dict[str, Any]) -> None:
+    """Replace progress.json of a state. Meanwhile complete.json does not list it, so the state is always complete."""
+    files = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
+    files.pop(PROGRESS, None)
+    _replace_json(path / COMPLETE, files)
+    checksum = _replace_json(path / PROGRESS, progress)
+    files[PROGRESS] = ((path / PROGRESS).stat().st_size, checksum)
+    _replace_json(path / COMPLETE, files)
+
+
+def _replace_json(path: Path, value: Any) -> int:
+    """Replace a file at once; returns the checksum."""
+    with atomic_write(path, sync=True) as temporary:
+        return _write_json(temporary, value)
 
 
 def _remove(path: Path) -> None:
@@ -297,6 +365,14 @@ def _cause(error: BaseException) -> str:
 def stored_names(state: SavedState) -> set[str]:
     """Names of the tensors in a state."""
     return set(_reader(state).read_metadata().state_dict_metadata)
+
+
+def weight_names(state: SavedState, *, averaged: bool) -> dict[str, str]:
+    """Name in the state of every parameter that it holds; `averaged`: that of its average, where there is one."""
+    names = stored_names(state)
+    parameters = [name.removeprefix("parameter/") for name in names if name.startswith("parameter/")]
+    kinds = {name: "average" if averaged and f"average/{name}" in names else "parameter" for name in parameters}
+    return {name: f"{kind}/{name}" for name, kind in kinds.items()}
 
 
 def load_tensors(state: SavedState, tensors: Mapping[str, Tensor], world: World) -> None:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -193,7 +193,7 @@ class LoraConfig:
     parts: tuple[Literal["language", "vision", "projector"], ...] = ("language",)
     """Parts of the model searched for targets; the vision tower's attention layers are qkv and proj, the projector's mlp.0 and mlp.2."""
     dropout: float = 0.0
-    """Dropout probability of the adapter inputs."""
+    """Dropout probability of the adapter inputs; may differ between stages."""
     quantize_base: Quantization = "none"
     """QLoRA: store the frozen weights of adapted layers in 4 or 8 bits; a quarter or half of the memory, slower steps."""
     export: Literal["merged", "adapter"] = "merged"
@@ -299,6 +299,11 @@ class StageConfig:
                 raise ConfigError(f"stage {self.name}: stored logits are of tokens that are not replaced. Remove data.token_dropout, or top_k")  # fmt: skip
         if self.objective.reads_pairs and (self.drop_path or self.data.token_dropout):
             raise ConfigError(f"stage {self.name}: preference pairs are compared with a reference that drops nothing. Remove drop_path and data.token_dropout")  # fmt: skip
+        if self.objective.reads_pairs and self.lora is not None and self.lora.dropout:
+            raise ConfigError(
+                f"stage {self.name}: preference pairs are compared with a reference that drops nothing. "
+                "Remove lora.dropout"
+            )
 
     def _check_schedule(self) -> None:
         """Refuse a schedule longer than the stage, or one that needs a number of steps that is not known in advance."""
@@ -326,9 +331,9 @@ class CheckpointConfig:
     """When the training state is saved and a checkpoint folder is exported."""
 
     every: int = 500
-    """Steps between saves of the training state, from which a run resumes."""
+    """Steps between saves of the training state, from which a run resumes. A save between skipped steps is delayed."""
     keep_last: int = 2
-    """Number of newest states that are kept."""
+    """Number of newest states that are kept. A stage with DPO also keeps the state it started from, its reference."""
     keep_every: int | None = None
     """States at multiples of this many steps are kept as well."""
     background: bool = True
@@ -361,7 +366,7 @@ class GuardConfig:
     max_grad_norm: float = math.inf
     """A step with a larger gradient norm is skipped (clipping only scales it down)."""
     max_skips: int = 5
-    """Consecutive skipped steps before weights and optimizer roll back to the last saved state; the data position does not."""
+    """Consecutive skipped steps before weights and optimizer roll back to an earlier state; the data continues."""
     max_rollbacks: int = 3
     """Rollbacks per stage before the run stops."""
     hang_timeout_s: float = 900.0
@@ -489,6 +494,17 @@ class TrainConfig:
             raise ConfigError(f"seed is {self.seed}; give 0 or more")
         _check_positive(self, "gc_every")
 
+    def needs_start(self, number: int) -> bool:
+        """Whether the objective of a stage needs a copy of the model that the stage starts from.
+
+        Not for the first stage, whose start is `model.folder`, nor for the first one with lora, whose start is the
+        model without its adapters.
+        """
+        stage = self.stages[number]
+        if number == 0 or not stage.objective.compares_with_start:
+            return False
+        return stage.lora is None or self.stages[number - 1].lora is not None
+
     @property
     def fingerprint(self) -> str:
         """Hash of the settings that determine the result; run folder, parallelism, saving and logging are excluded."""
@@ -497,9 +513,10 @@ class TrainConfig:
 
 
 def _check_lora_follows(before: StageConfig, stage: StageConfig) -> None:
-    """Refuse changes that would require merging adapters or quantizing weights between two stages of a run."""
+    """Refuse changes that would require merging adapters or quantizing weights between stages; dropout may differ."""
     is_quantized = stage.lora is not None and stage.lora.quantize_base != "none"
-    if stage.lora != before.lora and (before.lora is not None or is_quantized):
+    old, new = (None if one is None else replace(one, dropout=0.0) for one in (before.lora, stage.lora))
+    if new != old and (old is not None or is_quantized):
         raise ConfigError(
             f"the lora sections of stages {before.name} and {stage.name} differ. Make them equal, or end this run with "
             f"{before.name} and start another run from the folder it exports"

@@ -2,7 +2,7 @@
 
     accept     run the optimizer
     skip       drop the gradients, log the samples, continue with the next batch
-    roll back  too many consecutive skips: load weights and optimizer of the last saved state, continue with the next batch
+    roll back  too many consecutive skips: load weights and optimizer of an earlier state, continue with the next batch
     give up    too many rollbacks
 
 Every rank gets the same numbers (they are summed over the ranks), so every rank makes the same decision.
@@ -71,6 +71,11 @@ class Guard:
         if loss > self.limit:
             return f"the loss {loss:.4g} is a spike: above {self.limit:.4g}, after a mean of {self._mean:.4g}"
         return None
+
+    @property
+    def is_in_streak(self) -> bool:
+        """Whether the last step was skipped."""
+        return self._num_skips > 0
 
     @property
     def limit(self) -> float:

@@ -29,6 +29,7 @@ from saccade.train.config import LoraConfig, Recompute, StageConfig, TrainConfig
 from saccade.train.dry_run import MicroBatchSize
 from saccade.train.memory import GIB, Extents, MemoryPlan, Planner
 from saccade.train.objectives.build import build_objective
+from saccade.train.parallelize import build_model
 from saccade.train.parameter_groups import OptimizerConfig
 from saccade.world import World
 
@@ -75,6 +76,8 @@ def stage_planner(
     device_type: Literal["cuda", "cpu"] = "cuda",
 ) -> tuple[Planner, MicroBatchSize]:
     """The planner of a stage, and its largest micro-batch."""
+    number = [one.name for one in config.stages].index(stage.name)
+    make_start = functools.partial(build_model, config.model.folder, stage, "none", config.model.dtype)
     planner = Planner(
         config=model,
         world_size=world_size,
@@ -91,6 +94,7 @@ def stage_planner(
             has_lora=stage.lora is not None,
             dtype=config.model.dtype,
             device="meta",
+            make_start=make_start if config.needs_start(number) else None,
         ),
         has_average=stage.ema_decay is not None,
         device_type=device_type,

@@ -56,6 +56,7 @@ from torch.utils.checkpoint import checkpoint
 from saccade.device import DTYPES
 from saccade.errors import ConfigError
 from saccade.model.vlm import VLM
+from saccade.train.checkpoint import SavedState, load_tensors, weight_names
 from saccade.train.config import (
     LoraConfig,
     ParallelConfig,
@@ -86,9 +87,9 @@ class ParallelModel:
     """How it is parallelized."""
     compression: PowerSGDState | None = None
     """Error feedback of PowerSGD."""
-
     masters: dict[str, Tensor] = field(default_factory=dict)
     """For the optimizer: fp32 values of trained parameters whose precision is lower than the checkpoint folder's."""
+
     @property
     def model(self) -> VLM:
         """The model without its loss."""
@@ -102,6 +103,12 @@ class ParallelModel:
             self.wrapped.set_requires_gradient_sync(is_last_micro_batch or each_micro_batch)
             self.wrapped.set_is_last_backward(is_last_micro_batch)
 
+    def reshard(self) -> None:
+        """Free gathered parameters: FSDP keeps them after a forward pass without backward, even if shards change."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def reset_compression(self) -> None:
         """Clear the error feedback of PowerSGD, which may contain NaN after a bad step."""
         if self.compression is not None:
@@ -110,14 +117,30 @@ class ParallelModel:
 
 
 def parallelize(
-    folder: Path, stage: StageConfig, config: ParallelConfig, world: World, *, dtype: str = "bf16", seed: int = 0
+    folder: Path,
+    stage: StageConfig,
+    config: ParallelConfig,
+    world: World,
+    *,
+    dtype: str = "bf16",
+    seed: int = 0,
+    start: SavedState | None = None,
 ) -> ParallelModel:
-    """Build the model of a checkpoint folder for a stage and load its weights. `seed`: initialization of LoRA adapters."""
+    """Build the model of a checkpoint folder for a stage and load its weights.
+
+    `seed`: initialization of LoRA adapters. `start`: the state that the stage starts from, if the objective needs a
+    frozen copy of its model.
+    """
     strategy = choose_strategy(config, world)
     is_sharded = strategy in ("fsdp", "hsdp")
     model = build_model(folder, stage, strategy, dtype)
     objective = build_objective(
-        stage.objective, folder=folder, has_lora=stage.lora is not None, dtype=dtype, device=world.device
+        stage.objective,
+        folder=folder,
+        has_lora=stage.lora is not None,
+        dtype=dtype,
+        device=world.device,
+        make_start=None if start is None else lambda: _frozen_start(folder, stage, start, world, dtype, seed),
     )
     module = ModelWithLoss(model, objective)
     module.encode_dummy_image = is_sharded or _is_trained(model.vision) or _is_trained(model.projector)
@@ -159,6 +182,17 @@ def _allocate(module: ModelWithLoss, device: torch.device | str) -> None:
     """Allocate every parameter, and tie the head to the embedding again."""
     module.to_empty(device=device)
     module.model.tie_head()
+
+
+def _frozen_start(folder: Path, stage: StageConfig, start: SavedState, world: World, dtype: str, seed: int) -> VLM:
+    """The model that a stage starts from: the checkpoint folder with what earlier stages trained. Not sharded."""
+    model = build_model(folder, stage, "none", dtype).eval().requires_grad_(False)
+    _allocate(ModelWithLoss(model), world.device)
+    load_weights(model, folder, seed=seed)
+    parameters = dict(model.named_parameters())
+    names = weight_names(start, averaged=True)
+    load_tensors(start, {on_disk: parameters[name] for name, on_disk in names.items()}, world)
+    return model
 
 
 def choose_strategy(config: ParallelConfig, world: World) -> Strategy:

@@ -29,10 +29,17 @@ from saccade import __version__, errors
 from saccade.config import encode, load_config, write_config
 from saccade.data.index import open_index
 from saccade.data.loader import Stream
-from saccade.errors import ConfigError, UserError
+from saccade.errors import CheckpointError, ConfigError, UserError
 from saccade.train.batches import BatchIterator, open_stage_stream
 from saccade.train.check import check_stages
-from saccade.train.checkpoint import SavedState, Saver, newest_state, restore_random_state, seed_everything
+from saccade.train.checkpoint import (
+    SavedState,
+    Saver,
+    newest_state,
+    restore_random_state,
+    seed_everything,
+    state_of_step,
+)
 from saccade.train.config import StageConfig, TrainConfig, changed_keys
 from saccade.train.guard import Guard
 from saccade.train.lora import lora_parameters
@@ -170,7 +177,8 @@ def _open_trackers(config: TrainConfig, state: SavedState | None, world: World) 
     """The trackers of the main rank; other ranks have none."""
     if not world.is_main:
         return Trackers({})
-    return open_trackers(config.log.trackers, config.run, step=state.step if state else 0, settings=encode(config))
+    step, is_validated = (state.step, state.is_validated) if state else (0, False)
+    return open_trackers(config.log.trackers, config.run, step=step, settings=encode(config), is_validated=is_validated)
 
 
 def _first_stage(config: TrainConfig, state: SavedState | None) -> int:
@@ -216,9 +224,10 @@ def _run_stage(
     stop_requested: threading.Event,
 ) -> Ending:
     """Build the stage, load the saved state, train."""
-    stage = config.stages[number]
+    stage, saved = config.stages[number], newest_state(saver.folder, world)
+    start = _start_of_stage(config, number, saved, saver)
     parallel = parallelize(
-        config.model.folder, stage, config.parallel, world, dtype=config.model.dtype, seed=config.seed
+        config.model.folder, stage, config.parallel, world, dtype=config.model.dtype, seed=config.seed, start=start
     )
     optimizer = build_optimizer(parallel.model.named_parameters(), stage.optimizer, parallel.masters)
     state = TrainState(
@@ -229,14 +238,15 @@ def _run_stage(
         ema_decay=stage.ema_decay,
     )
     guard = Guard(config.guard)
-    progress = _load_state(newest_state(saver.folder, world), number, stage, state, guard, world, config.seed)
+    progress = _load_state(saved, number, stage, state, guard, world, config.seed)
     strategy = "single device" if parallel.strategy == "none" else f"{parallel.strategy} on {world.size} ranks"
     logger.info('stage "%s": step %d, %s\n%s', stage.name, progress.step, strategy, trainable_table(parallel.model))
     with _open_data(config, stage, progress, world) as stream:
         _write_settings(config, world)
         if _must_stop(stop_requested, stage, world):
             return Ending.STOPPED
-        held_out = held_out_validation(config, stage, world, step=progress.step, stop_requested=stop_requested)
+        last_validated = progress.step - ("validation" not in progress.done and progress.stage_step > 0)
+        held_out = held_out_validation(config, stage, world, step=last_validated, stop_requested=stop_requested)
         return Trainer(
             config=config,
             stage=stage,
@@ -251,9 +261,28 @@ def _run_stage(
             world=world,
             stop_requested=stop_requested,
             num_samples=_num_samples(stage),
-            validate=combine(validate, held_out),
+            validate=combine(validate, held_out, device=world.device),
             on_export=on_export,
         ).run()
+
+
+def _start_of_stage(config: TrainConfig, number: int, saved: SavedState | None, saver: Saver) -> SavedState | None:
+    """The state that a stage started from, if its objective needs it; it is kept until the next stage."""
+    saver.kept_step = None
+    if saved is None or not config.needs_start(number):
+        return None
+    is_started = saved.progress["stage"] == number
+    step = saved.progress["step"] - saved.progress["stage_step"] if is_started else saved.step
+    start = state_of_step(saver.folder, step)
+    if start is None:
+        name, stage = f"step-{step:08d}", config.stages[number].name
+        raise CheckpointError(
+            f"{saver.folder / name}: the state that stage {stage} started from is gone or damaged, and its model is "
+            "the reference of the stage. Name a folder with its weights: "
+            f"--set stages.{stage}.objective.dpo.reference={config.run / 'checkpoints' / name}"
+        )
+    saver.kept_step = step
+    return start
 
 
 def _load_state(

@@ -3,8 +3,9 @@
     with open_trackers(config, run, step=resumed_step, settings=encode(train_config)) as trackers:
         trackers.log(record)                                                # a dict with `step`, on the main rank only
 
-A record is nested JSON; flat trackers get names such as `source_loss/captions`. A run that resumes at step n drops records beyond n,
-which will be written again. A tracker that fails (network, disk) is reported in one warning, and training continues.
+A record is nested JSON; flat trackers get names such as `source_loss/captions`. A run that resumes at step n drops
+records beyond n, and that of the validation after step n if it has to be repeated: they will be written again. A
+tracker that fails (network, disk) is reported in one warning, and training continues.
 """
 
 import json
@@ -98,9 +99,16 @@ class Trackers:
         self.close()
 
 
-def open_trackers(config: TrackersConfig, run: Path, *, step: int, settings: Mapping[str, Any]) -> Trackers:
-    """The trackers of a run folder, continuing after `step` (0 for a new run). `settings`: the config of the run."""
-    makers: dict[str, Callable[[], Tracker]] = {"metrics.jsonl": lambda: JsonLines(run / "metrics.jsonl", step)}
+def open_trackers(
+    config: TrackersConfig, run: Path, *, step: int, settings: Mapping[str, Any], is_validated: bool = True
+) -> Trackers:
+    """The trackers of a run folder, continuing after `step` (0 for a new run) and, if `is_validated`, its validation.
+
+    `settings`: the config of the run.
+    """
+    makers: dict[str, Callable[[], Tracker]] = {
+        "metrics.jsonl": lambda: JsonLines(run / "metrics.jsonl", step, is_validated=is_validated)
+    }
     if config.tensorboard:
         makers["TensorBoard"] = lambda: TensorBoard(run / "tensorboard", step)
     if (wandb := config.wandb) is not None:
@@ -111,9 +119,14 @@ def open_trackers(config: TrackersConfig, run: Path, *, step: int, settings: Map
 class JsonLines:
     """One JSON object per line, on disk as soon as it is logged."""
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int, *, is_validated: bool = True) -> None:
+        """Keeps the records up to `step`, that of its validation only if `is_validated`."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read_records(path) if record["step"] <= step]
+        kept = [
+            record
+            for record in read_records(path)
+            if record["step"] < step or (record["step"] == step and (is_validated or "validation" not in record))
+        ]
         with atomic_write(path) as temporary:
             temporary.write_text("".join(f"{json.dumps(record)}\n" for record in kept), encoding="utf-8")
         self._path, self._before = path, ""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from saccade.errors import CheckpointError
 from saccade.train.batches import MicroBatch, StepBatch
-from saccade.train.checkpoint import SavedState, load_tensors, stored_names
+from saccade.train.checkpoint import SavedState, load_tensors, stored_names, weight_names
 from saccade.train.metrics import Work
 from saccade.train.optimizer import Optimizer, total_norm
 from saccade.train.parallelize import ParallelModel
@@ -57,6 +57,8 @@ class Progress:
     """Tokens seen in the run."""
     is_stage_done: bool = False
     """Whether the stage has finished."""
+    done: list[str] = field(default_factory=list)
+    """What is done of validation, export and evaluation after the last step; a resumed run does what else is due."""
     data: dict[str, int | str] | None = None
     """State of the data stream; None at its start."""
     best_loss: float | None = None
@@ -72,6 +74,7 @@ class Progress:
             self.warmup_samples = self.stage_samples
         self.tokens += int(work.text_tokens + work.image_tokens)
         self.data = data
+        self.done = []
 
 
 def local_step_counters(batch: StepBatch, *, save_failed: bool) -> NDArray[np.float64]:
@@ -236,17 +239,15 @@ class TrainState:
 
         An average that this stage keeps starts again from these weights.
         """
-        names = stored_names(state)
-        stored = {name.removeprefix("parameter/") for name in names if name.startswith("parameter/")}
-        if unknown := sorted(stored - self._parameters.keys()):
+        stored = weight_names(state, averaged=averaged)
+        if unknown := sorted(stored.keys() - self._parameters.keys()):
             raise CheckpointError(
                 f"{state.path}: {', '.join(unknown[:4])} are not in this model. Use another run folder: --set run=NAME"
             )
         weights = self.weights()
-        kinds = {name: "average" if averaged and f"average/{name}" in names else "parameter" for name in stored}
-        load_tensors(state, {f"{kinds[name]}/{name}": weights[name] for name in stored}, self._world)
+        load_tensors(state, {on_disk: weights[name] for name, on_disk in stored.items()}, self._world)
         self.optimizer.write_parameters()
-        self.trained |= stored
+        self.trained |= stored.keys()
         if self._average is not None:
             self._average.restart(self.optimizer.masters)
 

@@ -3,19 +3,22 @@
 The host runs ahead of the GPU. It enqueues forward and backward of all micro-batches, fetches the next batch while they compute, and
 then synchronizes once, for the metrics of the step: loss, gradient norm, stop requests. These are summed over the ranks, so
 every rank sees the same values and makes the same decisions.
+
+What is due after a step is done in this order: save, validate, export, evaluate. A stop request or a crash in between
+loses nothing: the saved state records what is done (`Progress.done`), and the resumed run begins with the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +27,14 @@ from torch import Tensor
 from saccade.device import DTYPES, to_device
 from saccade.errors import CheckpointError, DataError
 from saccade.train.batches import BatchIterator, StepBatch
-from saccade.train.checkpoint import Saver, newest_state
+from saccade.train.checkpoint import Saver, state_before
 from saccade.train.config import StageConfig, TrainConfig
 from saccade.train.guard import Action, Decision, Guard
 from saccade.train.loss import ModelWithLoss
 from saccade.train.metrics import MetricsLog, Step
 from saccade.train.process import Watchdog, manual_gc
 from saccade.train.profiling import StepProfiler
+from saccade.train.trackers import JsonLines
 from saccade.train.train_state import NORMALIZER, Progress, StepMetrics, TrainState, local_step_counters
 from saccade.train.weights import export_checkpoint
 from saccade.world import World
@@ -42,7 +46,8 @@ Validate = Callable[[ModelWithLoss, int], Mapping[str, float] | None]
 
 
 OnExport = Callable[[Path, int], None]
-"""Called on the main rank with an exported checkpoint folder and its step; the other ranks wait until it returns."""
+"""Called on the main rank with an exported checkpoint folder and its step; the other ranks wait until it returns. If
+the run ends before it returns, the resumed run calls it again."""
 EXPORT_TIMEOUT_S = 86400.0
 """How long they wait: an evaluation on the device of training may take a while."""
 
@@ -82,6 +87,10 @@ class Trainer:
         self._stop_requested, self._on_export = stop_requested, on_export
         self._watchdog = Watchdog(config.run / "hang", config.guard.hang_timeout_s, rank=world.rank)
         self._profiler = StepProfiler(config.log, config.run / "trace", world)
+        self._checkpoints = config.run / "checkpoints"
+        self._skipped_steps_file = config.run / "skipped_steps.jsonl"
+        self._skipped_steps = JsonLines(self._skipped_steps_file, progress.step) if world.is_main else None
+        self._is_save_due = False
         self._data_wait_s = 0.0
         self._first_stage_step = progress.stage_step
         self._lr_factor = 0.0
@@ -94,12 +103,15 @@ class Trainer:
             with self._watchdog, self._profiler:
                 ending = self._train()
             if ending is Ending.FINISHED:
-                self._finish()
-            else:
+                ending = self._finish()
+            if ending is Ending.STOPPED:
                 self._stop()
         return ending
 
     def _train(self) -> Ending:
+        with self._watchdog.paused():
+            if self._progress.stage_step and not self._validate_and_export():  # what the run was interrupted before
+                return Ending.STOPPED
         batch = self._next_batch(self._progress.stage_step)
         while batch is not None:
             self._profiler.start_step(self._progress.step + 1)
@@ -120,13 +132,13 @@ class Trainer:
             self._progress.advance(metrics.work, batch.state, is_warmup=is_warmup)
             self._log(metrics, decision)
             self._profiler.end_step(self._progress.step)
-            if upcoming is None:
-                break
             if metrics.must_stop:
                 return Ending.STOPPED
+            if upcoming is None:
+                break
             with self._watchdog.paused():
-                self._save_and_export(metrics)
-                if not self._run_validation():
+                self._save_if_due(metrics)
+                if not self._validate_and_export():
                     return Ending.STOPPED
             self._collect_garbage()
             self._watchdog.feed()
@@ -205,19 +217,19 @@ class Trainer:
     def _reject(self, decision: Decision, metrics: StepMetrics, batch: StepBatch, losses: list[Tensor]) -> None:
         """Drop the gradients and log the samples; then continue, roll back, or give up."""
         self._state.drop_gradients()
-        file = self._log_skipped_step(decision, metrics, batch, losses)
+        self._log_skipped_step(decision, metrics, batch, losses)
         if decision.action is Action.ROLL_BACK:
             with self._watchdog.paused():
                 self._roll_back()
         if decision.action is Action.GIVE_UP:
             raise DataError(
                 f"step {self._progress.step + 1}: {decision.reason}, after {self._config.guard.max_rollbacks} rollbacks "
-                f"already. Look at the samples in {file}; if they are fine, lower the learning rate"
+                f"already. Look at the samples in {self._skipped_steps_file}; if they are fine, lower the learning rate"
             )
 
     def _log_skipped_step(
         self, decision: Decision, metrics: StepMetrics, batch: StepBatch, losses: list[Tensor]
-    ) -> Path:
+    ) -> None:
         """Append the step to skipped_steps.jsonl: the samples of every micro-batch, and whether its own loss is finite."""
         local = [
             {"rank": self._world.rank, "is_finite": bool(torch.isfinite(loss)), "samples": sample_ids}
@@ -232,18 +244,19 @@ class Trainer:
             "grad_norm": str(metrics.grad_norm),
             "micro_batches": [one for of_rank in self._world.gather(local) for one in of_rank],
         }
-        file = self._config.run / "skipped_steps.jsonl"
-        if self._world.is_main:
-            with file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(record) + "\n")
+        if self._skipped_steps is not None:
+            self._skipped_steps.log(record)
+            file = self._skipped_steps_file
             logger.warning("step %d skipped: %s. Its samples are in %s", record["step"], decision.reason, file)
-        return file
 
     def _roll_back(self) -> None:
-        """Load weights and optimizer of the last saved state; data position, step and learning rate continue."""
+        """Load weights and optimizer of an earlier state; data position, step and learning rate continue."""
         self._saver.finish()
-        state = newest_state(self._saver.folder, self._world)
-        if state is None or state.progress["stage"] != self._progress.stage:
+        optimizer_steps = self._state.optimizer.num_steps
+        state = state_before(
+            self._saver.folder, self._world, stage=self._progress.stage, optimizer_steps=optimizer_steps
+        )
+        if state is None:
             logger.warning("this stage has no saved state to roll back to yet: the weights stay as they are")
             return
         self._state.load_weights(state)
@@ -279,24 +292,27 @@ class Trainer:
             steps_left = math.ceil(samples_left / max(1.0, metrics.work.samples))
         self._metrics_log.start(num_steps=progress.step + steps_left, tokens=progress.tokens, samples=progress.samples)
 
-    def _save_and_export(self, metrics: StepMetrics) -> None:
+    def _save_if_due(self, metrics: StepMetrics) -> None:
+        """Save at an interval, but not between bad steps: such a state would replace one that a rollback needs."""
         if metrics.save_failed:
             self._handle_failed_save()
-        if self._progress.step % self._config.checkpoint.every == 0:
+        self._is_save_due |= self._progress.step % self._config.checkpoint.every == 0
+        if self._is_save_due and not self._guard.is_in_streak:
             self._save()
-        every = self._config.checkpoint.export_every
-        if every is not None and self._progress.step % every == 0:
-            self._export()
+            self._is_save_due = False
 
     def _save(self) -> None:
         """Save the training state. Training waits only for the copy to host memory."""
-        progress = dataclasses.asdict(self._progress) | {
+        self._saver.save(self._progress.step, self._state.tensors(), self._saved_progress())
+
+    def _saved_progress(self) -> dict[str, Any]:
+        """Everything but tensors and random generators, as JSON."""
+        return dataclasses.asdict(self._progress) | {
             "guard": self._guard.state_dict(),
             "optimizer_steps": self._state.optimizer.num_steps,
             "fingerprint": self._config.fingerprint,
             "epochs": self._stage.epochs,
         }
-        self._saver.save(self._progress.step, self._state.tensors(), progress)
 
     def _handle_failed_save(self) -> None:
         """Stop or continue, as configured; runs on every rank."""
@@ -304,15 +320,35 @@ class Trainer:
         if self._config.checkpoint.on_failure == "stop":
             raise CheckpointError(failure or "another rank could not save the state; its log says why")
 
-    def _export(self) -> None:
-        out = self._write_checkpoint(f"step-{self._progress.step:08d}")
-        if self._on_export is not None:
+    def _validate_and_export(self, *, is_last: bool = False) -> bool:
+        """Do what is due after this step and not done yet; False if a stop request interrupted it."""
+        validation, export = self._config.validation.every, self._config.checkpoint.export_every
+        if self._validate is not None and validation is not None and self._is_due("validation", validation, is_last):
+            if not self._run_validation(self._validate):
+                return False
+            self._mark_done("validation")
+        name = f"step-{self._progress.step:08d}"
+        if self._is_due("export", export, is_last):
+            self._write_checkpoint(name)
+            self._mark_done("export")
+        if self._on_export is not None and self._is_due("evaluation", export, is_last):
             if self._world.is_main:
-                self._on_export(out, self._progress.step)
+                self._on_export(self._checkpoints / name, self._progress.step)
             self._world.barrier(timeout_s=EXPORT_TIMEOUT_S)
+            self._mark_done("evaluation")
+        return True
 
-    def _write_checkpoint(self, name: str) -> Path:
-        out = self._config.run / "checkpoints" / name
+    def _is_due(self, task: str, every: int | None, is_last: bool) -> bool:
+        is_its_step = is_last or (every is not None and self._progress.step % every == 0)
+        return is_its_step and task not in self._progress.done
+
+    def _mark_done(self, task: str) -> None:
+        """Record it in the saved state of this step, if there is one."""
+        self._progress.done.append(task)
+        self._saver.update(self._progress.step, self._saved_progress())
+
+    def _write_checkpoint(self, name: str) -> None:
+        out = self._checkpoints / name
         export_checkpoint(
             out,
             self._state.parallel.model,
@@ -323,23 +359,20 @@ class Trainer:
             only_adapter=self._stage.lora is not None and self._stage.lora.export == "adapter",
         )
         logger.info("exported %s", out)
-        return out
 
-    def _run_validation(self, *, is_last: bool = False) -> bool:
-        """Validate if it is due; False if a stop request interrupted it."""
-        every = self._config.validation.every
-        if self._validate is None or every is None or (self._progress.step % every and not is_last):
-            return True
+    def _run_validation(self, validate: Validate) -> bool:
+        """False if a stop request interrupted it."""
         logger.info("step %d: validation", self._progress.step)
         model = self._state.parallel.module.eval()
         with torch.no_grad(), self._state.averaged():
-            scores = self._validate(model, self._progress.step)
+            scores = validate(model, self._progress.step)
+        self._state.parallel.reshard()
         model.train()
         if scores is None:
             logger.info("step %d: validation interrupted, no scores", self._progress.step)
             return False
-        self._metrics_log.add_validation(self._progress.step, scores)
         self._keep_best(scores)
+        self._metrics_log.add_validation(self._progress.step, scores)
         self._metrics_log.seconds_since_last()  # validation does not count as time of a step
         return True
 
@@ -360,21 +393,28 @@ class Trainer:
     # -------------------------------------------------------------- end of a stage
 
     def _stop(self) -> None:
-        """Save, and wait until the state is on disk."""
-        self._save_and_wait()
+        """Wait until the state of this step is on disk."""
+        self._save_unless_saved()
+        self._saver.finish_or_raise()
         logger.info("stopped after step %d; the same command resumes", self._progress.step)
 
-    def _save_and_wait(self) -> None:
-        """The last save of a stage: an earlier failure does not matter if this one succeeds."""
-        self._saver.finish()
+    def _save_unless_saved(self) -> bool:
+        """Save the state of this step if it is not on disk; whether it was. Earlier failures do not matter any more."""
+        is_saved = self._saver.has(self._progress.step)
         self._saver.failure = None
-        self._save()
-        self._saver.finish_or_raise()
+        if not is_saved:
+            self._save()
+        return is_saved
 
-    def _finish(self) -> None:
-        """Export, then save the state that marks the stage as done, so that a crash in between repeats the export."""
-        self._run_validation(is_last=True)
-        self._export()
+    def _finish(self) -> Ending:
+        """Save, do what is due at the end of a stage, mark the stage as done. A crash in between loses no step."""
+        self._save_unless_saved()
+        self._saver.finish()
+        if not self._validate_and_export(is_last=True):
+            return Ending.STOPPED
         self._progress.is_stage_done = True
-        self._save_and_wait()
+        if self._save_unless_saved():
+            self._saver.update(self._progress.step, self._saved_progress())
+        self._saver.finish_or_raise()
         logger.info('stage "%s": done after %d steps', self._stage.name, self._progress.stage_step)
+        return Ending.FINISHED

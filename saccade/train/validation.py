@@ -47,16 +47,17 @@ THUMBNAIL_SIDE = 160
 """Longest side of an image in samples.jsonl, in pixels."""
 
 
-def combine(*validators: Validate | None) -> Validate | None:
-    """Several validation functions as one; None if there are none."""
+def combine(*validators: Validate | None, device: torch.device) -> Validate | None:
+    """Several validation functions as one, which changes no random state; None if there are none."""
     given = [one for one in validators if one is not None]
 
     def validate(model: ModelWithLoss, step: int) -> Mapping[str, float] | None:
         scores: dict[str, float] = {}
-        for one in given:
-            if (found := one(model, step)) is None:
-                return None
-            scores |= found
+        with preserve_random_state(device):
+            for one in given:
+                if (found := one(model, step)) is None:
+                    return None
+                scores |= found
         return scores
 
     return validate if given else None
@@ -65,7 +66,7 @@ def combine(*validators: Validate | None) -> Validate | None:
 def held_out_validation(
     config: TrainConfig, stage: StageConfig, world: World, *, step: int, stop_requested: threading.Event
 ) -> "HeldOutValidation | None":
-    """The validation of `config.validation`, continuing after `step`; None without sources. Every rank must call it."""
+    """The validation of `config.validation`; None without sources. Every rank must call it. `step`: the last validated."""
     return HeldOutValidation(config, stage, world, step, stop_requested) if config.validation.sources else None
 
 
@@ -85,14 +86,12 @@ class HeldOutValidation:
 
     def __call__(self, model: ModelWithLoss, step: int) -> dict[str, float] | None:
         """loss and accuracy, the same on every rank, and exact_match on the main rank; None if a stop was requested."""
-        with preserve_random_state(self._world.device):
-            scores = self._score(model)
-            if isinstance(model, FSDPModule):
-                model.reshard()  # without a backward pass the root's parameters would stay gathered
-                self._skip_generations()
-            elif scores is not None and self._world.is_main and self._num_generations:
-                scores |= self._generate(model, step)
-            return None if self._world.any(self._stop_requested.is_set()) else scores
+        scores = self._score(model)
+        if isinstance(model, FSDPModule):
+            self._skip_generations()
+        elif scores is not None and self._world.is_main and self._num_generations:
+            scores |= self._generate(model, step)
+        return None if self._world.any(self._stop_requested.is_set()) else scores
 
     # -------------------------------------------------------------- loss
 

@@ -1,6 +1,7 @@
 """Faults of real processes: killed, signalled, out of disk, hung. The run resumes as if nothing had happened."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -92,6 +93,18 @@ def test_a_process_killed_while_saving_leaves_the_previous_state(recipe, tmp_pat
     assert [path.name for path in sorted(folder.iterdir())] == ["step-00000010", "step-00000013"]
 
 
+def test_a_process_killed_in_the_last_validation_has_no_step_to_repeat(recipe, tmp_path, whole, caplog):
+    job = {"recipe": str(recipe), "set": SETTINGS, "validate": "die_in_the_last_validation"}
+    status, output = do([job], tmp_path)
+    assert status == -signal.SIGKILL, output
+    assert [state.step for state in states(tmp_path / "run/state")] == [10, 13]
+    caplog.set_level(logging.INFO, "saccade")
+    train(read_recipe(recipe, *SETTINGS), device="cpu")
+    assert 'stage "learn": step 13' in caplog.text
+    assert losses(tmp_path / "run") == whole
+    assert (tmp_path / "run/checkpoints/step-00000013").is_dir()
+
+
 def test_sigterm_saves_and_stops_and_a_full_disk_does_not_end_a_run(recipe, tmp_path, parts, whole):
     full = write_recipe(tmp_path / "full.toml", run=tmp_path / "full", checkpoint=parts[0], shards=parts[1])
     strict = write_recipe(tmp_path / "strict.toml", run=tmp_path / "strict", checkpoint=parts[0], shards=parts[1])
@@ -155,6 +168,19 @@ def test_sigterm_at_the_end_of_a_stage_starts_no_next_stage_and_a_locked_folder_
     assert len(losses(tmp_path / "closing-validation")) == 7
     train(read_recipe(recipes["closing-validation"], *in_validation["set"]), device="cpu")
     assert len(losses(tmp_path / "closing-validation")) == 10
+    # What was due after the last step is done by the run that resumes, here on one rank.
+    assert not (tmp_path / "last-step/checkpoints").exists()
+    validated = []
+    train(
+        read_recipe(recipes["last-step"], *in_last_step["set"]),
+        device="cpu",
+        validate=lambda model, step: validated.append(step) or {},
+    )
+    assert validated == [8, 9, 10, 11]
+    assert sorted(path.name for path in (tmp_path / "last-step/checkpoints").iterdir()) == [
+        "step-00000008",
+        "step-00000011",
+    ]
 
 
 def test_sigterm_during_start_up_stops_cleanly(recipe, tmp_path):

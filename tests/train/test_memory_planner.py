@@ -285,6 +285,25 @@ def test_frozen_models_of_an_objective_and_their_passes_are_planned(kind, tmp_pa
     assert planned.parts["loss"] > plain.parts["loss"]
 
 
+def test_the_model_that_a_preference_stage_starts_from_is_planned(tmp_path):
+    """Adapters that an earlier stage has trained belong to the reference: it cannot be the model without them."""
+    folder = tmp_path / "checkpoint"
+    initialize_random(folder, TINY, dtype=torch.float32)
+    path = write_recipe(tmp_path / "recipe.toml", run=tmp_path, checkpoint=folder, shards=tmp_path, text=RECIPE)
+    path.write_text(
+        path.read_text() + path.read_text()[path.read_text().index("[[stages]]") :].replace("learn", "prefer")
+    )
+    found = {}
+    for lora in ("none", "int4"):
+        settings = [f"stages.{stage}.lora={{rank=4, quantize_base='{lora}'}}" for stage in ("learn", "prefer")]
+        config = read_recipe(path, *settings, "stages.prefer.objective.dpo={}", "model.dtype=bf16")
+        planner, size = stage_planner(config, config.stages[1], TINY, world_size=1)
+        parts = planner.plan(size).parts
+        found[lora] = parts["frozen models"]
+        assert parts["frozen models"] == pytest.approx(parts["parameters"], rel=0.02)
+    assert found["int4"] < found["none"]
+
+
 def test_suggestions_are_ordered_by_cost_and_their_largest_sequences_just_fit():
     planner, gib = Planner(config=THIN), 60.0
     choices = suggest(planner, UNIFORM, gib)

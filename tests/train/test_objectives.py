@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -304,6 +305,55 @@ def test_a_run_learns_to_prefer_the_chosen_answers(root, pairs):
     assert "  accuracy " in format_line(found[-1], 8)
 
 
+def two_stages(root, name, *settings):
+    """Three steps of cross entropy on the chosen answers, then four of DPO."""
+    pairs, path = root / "pairs", root / f"{name}.toml"
+    write_recipe(path, run=root / name, checkpoint=root / "checkpoint", shards=pairs)
+    text = path.read_text().replace("steps = 20", "steps = 3")
+    stage = text[text.index("[[stages]]") :].replace("learn", "prefer").replace("\nsteps = 3", "\nsteps = 4")
+    path.write_text(f"{text}{stage}[stages.objective.dpo]\nbeta = 0.3\n")
+    return read_recipe(
+        path, "checkpoint.every=2", "checkpoint.keep_last=1", "stages.prefer.schedule.warmup_steps=1", *settings
+    )
+
+
+REFERENCES = {
+    "plain": [],
+    "averaged": ["stages.learn.ema_decay=0.5", "stages.prefer.ema_decay=0.5"],
+    "lora": ["stages.learn.lora.rank=4", "stages.prefer.lora.rank=4", "stages.learn.optimizer.lr=1e-2"],
+    "lora-after-all": ["stages.prefer.lora.rank=4"],
+}
+
+
+SLOW = {"lora-after-all": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in REFERENCES])
+def test_the_reference_is_the_model_at_the_start_of_the_stage_also_after_a_resume(root, pairs, name):
+    config = two_stages(root, f"two-{name}", *REFERENCES[name])
+    train(config, device="cpu")
+    found = [record for _, record in sorted(records(config.run).items())]
+    assert [record["stage"] for record in found] == ["learn"] * 3 + ["prefer"] * 4
+    assert found[0]["loss"] > found[2]["loss"] + 0.1, "the first stage has changed the model"
+    assert found[3]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert found[3]["objective"] == pytest.approx(
+        {"margin": 0.0, "chosen": 0.0, "rejected": 0.0, "accuracy": found[3]["objective"]["accuracy"]}, abs=1e-4
+    )
+    shorter = two_stages(root, f"two-{name}-resumed", *REFERENCES[name], "stages.prefer.steps=2")
+    train(shorter, device="cpu")
+    resumed = two_stages(root, f"two-{name}-resumed", *REFERENCES[name])
+    train(resumed, device="cpu")
+    assert losses(resumed.run) == losses(config.run)
+
+
+def test_a_resume_without_the_state_that_the_stage_started_from_says_what_to_do(root, pairs):
+    config = two_stages(root, "start-removed", "stages.prefer.steps=2")
+    train(config, device="cpu")
+    shutil.rmtree(config.run / "state/step-00000003")
+    with pytest.raises(UserError, match=r"step-00000003: .*gone.*--set stages\.prefer\.objective\.dpo\.reference="):
+        train(two_stages(root, "start-removed"), device="cpu")
+
+
 def test_validation_reports_the_objective_and_the_cross_entropy_of_chosen_answers(root, pairs):
     config = preference_recipe(
         root, "validated", "stages.0.steps=4", "stages.0.lora.rank=4", "stages.0.optimizer.lr=1e-2", "validation.every=4",
@@ -357,6 +407,16 @@ def test_objectives_on_two_sharded_ranks_have_the_losses_of_one(root, pairs):
         train(recipe(root, f"{name}-one", *common, *own), device="cpu")
         two = recipe(root, f"{name}-two")
         jobs.append({"recipe": str(two.run.with_suffix(".toml")), "set": [*common, *own]})
+    # A stage of DPO after another one, begun on one rank and resumed on two.
+    after = [
+        "stages.learn.lora.rank=4",
+        "stages.prefer.lora.rank=4",
+        "checkpoint.every=2",
+        "stages.prefer.schedule.warmup_steps=1",
+    ]
+    train(two_stages(root, "after-one", *after), device="cpu")
+    train(two_stages(root, "after-two", *after, "stages.prefer.steps=2"), device="cpu")
+    jobs.append({"recipe": str(root / "after-two.toml"), "set": after})
     run_together(jobs, root, num_ranks=2)
-    for name in settings:
+    for name in (*settings, "after"):
         assert losses(root / f"{name}-two") == pytest.approx(losses(root / f"{name}-one"), rel=2e-5), name

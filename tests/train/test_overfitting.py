@@ -14,6 +14,7 @@ from saccade.errors import ConfigError
 from saccade.model.config import ModelConfig
 from saccade.model.initialize import named_size
 from saccade.train.config import TrainConfig
+from saccade.train.loss import empty_micro_batch
 from saccade.train.memory_planner import MicroBatchSize, plan
 from saccade.train.stages import train
 
@@ -100,6 +101,25 @@ def test_sharded_averages_are_those_of_a_single_device(run_root):
     assert_same_weights(exported(run_root / "fsdp"), exported(run_root / "averaged"), atol=1e-5)
     for step, loss in validations(run_root / "averaged").items():
         assert validations(run_root / "fsdp")[step] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("reshard", ["true", "false"])
+@pytest.mark.parametrize("is_custom", [False, True])
+def test_validating_the_average_of_a_sharded_run_does_not_change_its_training(run_root, reshard, is_custom):
+    """Parameters that a forward pass without backward has gathered are gathered again for the next step."""
+    name = f"resharded-{reshard}-{is_custom}"
+    settings = averaging(run_root, "parallel.strategy=fsdp", f"parallel.reshard_after_forward={reshard}")
+
+    def validate(model, step):
+        inputs = empty_micro_batch(model.model.config.vision)
+        model.score(inputs, torch.zeros(inputs.num_tokens, dtype=torch.int64))
+        return {}
+
+    if is_custom:
+        train(read_recipe(recipe(run_root, name), *settings, "validation.sources=[]"), device="cpu", validate=validate)
+    else:
+        train(read_recipe(recipe(run_root, name), *settings), device="cpu")
+    assert losses(run_root / name) == pytest.approx(losses(run_root / "plain"), abs=1e-5)
 
 
 def test_the_next_stage_starts_from_the_average(run_root, tmp_path):
@@ -232,3 +252,17 @@ def test_settings_out_of_range_are_refused(run_root, override, words):
 def test_preference_pairs_are_not_compared_with_a_reference_that_drops_nothing(run_root, setting):
     with pytest.raises(ConfigError, match=r"Remove drop_path and data\.token_dropout"):
         load_config(TrainConfig, recipe(run_root, "refused"), ["stages.0.objective.dpo={}", setting])
+
+
+def test_dropout_of_adapters_is_refused_with_preference_pairs_and_may_differ_between_stages(run_root):
+    with pytest.raises(ConfigError, match=r"stage learn: preference pairs .* drops nothing\. Remove lora\.dropout"):
+        load_config(
+            TrainConfig, recipe(run_root, "refused"), ["stages.0.objective.dpo={}", "stages.0.lora.dropout=0.1"]
+        )
+    text = recipe(run_root, "two-dropouts").read_text()
+    stage = text[text.index("[[stages]]") :].replace("learn", "prefer")
+    (run_root / "two-dropouts.toml").write_text(text + stage)
+    lora = ["stages.learn.lora={rank=4, dropout=0.1}", "stages.prefer.lora={rank=4}", "stages.prefer.objective.dpo={}"]
+    assert load_config(TrainConfig, run_root / "two-dropouts.toml", lora).stages[1].lora.dropout == 0.0
+    with pytest.raises(ConfigError, match="the lora sections of stages learn and prefer differ"):
+        load_config(TrainConfig, run_root / "two-dropouts.toml", [*lora, "stages.prefer.lora.rank=8"])

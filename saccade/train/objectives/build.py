@@ -1,7 +1,7 @@
 """The objective that a recipe chooses, with the frozen models it needs, and its check before a run."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -34,9 +34,14 @@ def build_objective(
     has_lora: bool = False,
     dtype: str = "bf16",
     device: torch.device | str = "cpu",
+    make_start: Callable[[], VLM] | None = None,
 ) -> Objective:
-    """Make the objective of a stage. `folder`: what the run starts from; `dtype`: compute dtype of training; `device`: of frozen models,
-    which are not loaded on the meta device."""
+    """Make the objective of a stage.
+
+    `folder`: what the run starts from; `dtype`: compute dtype of training; `device`: of frozen models, which are not
+    loaded on the meta device; `make_start`: makes the frozen model that the stage starts from, if that is neither in
+    `folder` nor the trained model without its adapters.
+    """
     if (distillation := config.distillation) is not None and distillation.top_k is not None:
         stored = stored_logits_of(distillation, folder, dtype)
         vocab_size = shared_vocabulary(distillation.teacher, folder)
@@ -45,6 +50,8 @@ def build_objective(
         teacher = _frozen(distillation.teacher, distillation.teacher_dtype or dtype, device)
         return Distillation(distillation, teacher, label_smoothing=config.label_smoothing)
     if config.dpo is not None:
+        if config.compares_with_start and make_start is not None:
+            return PreferenceOptimization(config.dpo, frozen_reference(make_start()))
         return PreferenceOptimization(config.dpo, _reference(config, folder, has_lora, dtype, device))
     return CrossEntropy(label_smoothing=config.label_smoothing)
 

@@ -44,7 +44,7 @@ class PreferenceConfig:
     beta: float = 0.1
     """How strongly the model is held to the reference: the scale of the log-probability ratios."""
     reference: Path | None = None
-    """Checkpoint folder of the reference model; default: the model without its adapters in a stage with lora, else `model.folder`."""
+    """Checkpoint folder of the reference model; default: the model at the start of the stage."""
     label_smoothing: float = 0.0
     """Share of the pairs assumed to be labelled the wrong way round (conservative DPO), below 0.5."""
     cross_entropy_weight: float = 0.0
@@ -84,3 +84,8 @@ class ObjectiveConfig:
     def reads_pairs(self) -> bool:
         """Whether a sample is a pair of conversations, chosen and rejected."""
         return self.dpo is not None
+
+    @property
+    def compares_with_start(self) -> bool:
+        """Whether the trained model is compared with what it was at the start of the stage."""
+        return self.dpo is not None and self.dpo.reference is None

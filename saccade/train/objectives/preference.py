@@ -8,8 +8,9 @@ Legend: T tokens, S loss tokens, N conversations, P pairs.
 a mean over the pairs of the step; log p sums over the loss tokens of a conversation, and e is `label_smoothing`. A sample of the shards has
 both conversations (docs/formats.md); they stand next to each other in the packed sequence, so one forward pass computes both.
 
-The reference's log-probabilities are computed for each micro-batch without gradients: by the model itself with its LoRA adapters
-switched off, or by a frozen model, of which every rank holds all.
+The reference is the model at the start of the stage. Its log-probabilities are computed for each micro-batch without
+gradients: by the model itself with its LoRA adapters switched off, if they are new, or by a frozen model, of which
+every rank holds all.
 """
 
 from collections.abc import Callable
