@@ -87,7 +87,6 @@ class Attack:
 
 ATTACKS = {
     "turns": Attack("/v1/chat/completions", lambda: [_chat(messages=_turns())]),
-    "turns awaited": Attack("/v1/chat/completions", lambda: [_chat(messages=_turns())], is_abandoned=False),
     "tokenize messages": Attack(
         "/tokenize", lambda: [{"model": "tiny", "messages": [{"role": "user", "content": _words(20_000_000)}]}],
         num_clients=2, pause_s=0.5, is_abandoned=False,

@@ -6,12 +6,13 @@ Workers decode untrusted files. They are sealed (`sandbox.py`): no file, socket 
 trusts nothing they send: messages have a bounded size and are validated; inbox and outbox are read and written but never mapped, since
 a worker could truncate mapped memory or change it after the check; and image keys are hashes that the engine computes itself, over the
 image as it was sent, so that no worker can claim the key of another image and place its features in a cache.
-Conversations are tokenised by workers of their own, so that text never waits for images, and long ones by another than short ones, so
-that a question never waits for a book.
+Conversations are tokenised by workers of their own, so that text never waits for images: one worker for each of several sizes, so that a
+question never waits for a book.
 """
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import contextlib
 import dataclasses
@@ -78,8 +79,8 @@ _KEPT_HEAP_BYTES = 2**27
 """Freed memory a worker keeps."""
 _LARGE_IMAGE = 952, 1288
 """Height and width of the image that a worker preprocesses when it starts."""
-_LONG_TEXT_BYTES = 2**16
-"""Longer conversations, as JSON, are tokenised by a worker of their own: this takes about 50 ms, one of 10 MB seconds."""
+_TEXT_BYTES = (2**13, 2**17, math.inf)
+"""Largest text, as JSON, of each text worker. 8 KiB take up to 10 ms, 128 KiB 0.2 s, and one of 10 MB seconds."""
 _MAX_TOKENS = 2**24
 """Maximum tokens of a conversation."""
 _MAX_TEXT_TOKENS = 64
@@ -426,15 +427,17 @@ class LocalBackend:
 
 
 class ProcessBackend:
-    """Runs the work in worker processes: one for short texts, one for long ones, `num_workers` for images."""
+    """Runs the work in worker processes: one for texts of each size, `num_workers` for images."""
 
     def __init__(self, config: PreprocessingConfig, num_workers: int, timeout_s: float) -> None:
         """Starts the workers without waiting for them."""
         self._config, self._timeout_s = config, timeout_s
         fork_server = ForkServer(initialize, config.to_json())
-        self._text = WorkerPool(fork_server, 1, Mailbox, max_message_bytes=_MAX_MESSAGE_BYTES)
-        self._long_text = WorkerPool(fork_server, 1, Mailbox, max_message_bytes=_MAX_MESSAGE_BYTES)
-        self._images = WorkerPool(fork_server, num_workers, Mailbox, max_message_bytes=_MAX_MESSAGE_BYTES)
+        open_pool = functools.partial(
+            WorkerPool, fork_server, open_channel=Mailbox, max_message_bytes=_MAX_MESSAGE_BYTES
+        )
+        self._texts = [open_pool(1) for _ in _TEXT_BYTES]
+        self._images = open_pool(num_workers)
         self.metadata: Future[ProcessorMetadata] = Future()
         self._images.metadata.add_done_callback(self._set_metadata)
 
@@ -448,7 +451,7 @@ class ProcessBackend:
     @property
     def num_crashes(self) -> int:
         """Workers lost so far."""
-        return self._text.num_crashes + self._long_text.num_crashes + self._images.num_crashes
+        return sum(pool.num_crashes for pool in (*self._texts, self._images))
 
     @property
     def pids(self) -> list[int]:
@@ -458,7 +461,7 @@ class ProcessBackend:
     @property
     def text_pids(self) -> list[int]:
         """Process ids of the running text workers."""
-        return self._text.pids + self._long_text.pids
+        return [pid for pool in self._texts for pid in pool.pids]
 
     def tokenize(
         self, messages: Sequence[Message], continue_final_message: bool, tools: Sequence[Tool] | None
@@ -472,7 +475,7 @@ class ProcessBackend:
 
     def _submit_text(self, task: dict[str, Any]) -> Future[list[int]]:
         job = _TextJob(task, self.metadata, self._timeout_s)
-        return (self._text if job.num_bytes <= _LONG_TEXT_BYTES else self._long_text).submit(job)
+        return self._texts[bisect.bisect_left(_TEXT_BYTES, job.num_bytes)].submit(job)
 
     def patchify(self, task: ImageTask) -> Future[Patchified]:
         """As `PromptProcessor.patchify`."""
@@ -489,7 +492,7 @@ class ProcessBackend:
 
     def close(self) -> None:
         """Kill the workers."""
-        for pool in (self._text, self._long_text, self._images):
+        for pool in (*self._texts, self._images):
             pool.close()
 
     def _set_metadata(self, received: Future[Any]) -> None:

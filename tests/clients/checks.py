@@ -48,6 +48,8 @@ def run(checks):
             failed += 1
             print("FAILED ", name.removeprefix("check_").replace("_", " "), flush=True)
             where = traceback.extract_tb(error.__traceback__)
-            line = next((one.lineno for one in reversed(where) if Path(one.filename).parent == Path(__file__).parent), 0)
+            line = next(
+                (one.lineno for one in reversed(where) if Path(one.filename).parent == Path(__file__).parent), 0
+            )
             print(f"        line {line}: {type(error).__name__}: {error}"[:1500], flush=True)
     raise SystemExit(1 if failed else 0)

@@ -46,7 +46,9 @@ def check_structured_output_by_schema_and_by_call():
     for method in ("json_schema", "function_calling"):
         found = model().with_structured_output(Sum, method=method, include_raw=True).invoke("hello")
         assert isinstance(found["parsed"], Sum), found
-        model(max_tokens=4).invoke([HumanMessage("hello"), found["raw"], *results_of(found["raw"]), HumanMessage("more")])
+        model(max_tokens=4).invoke(
+            [HumanMessage("hello"), found["raw"], *results_of(found["raw"]), HumanMessage("more")]
+        )
 
 
 def results_of(message):
@@ -72,7 +74,9 @@ def check_a_named_tool_is_called():
 
 
 def check_reasoning_of_another_model_is_dropped():
-    said = AIMessage("yes", additional_kwargs={"reasoning_content": "hm"}, response_metadata={"x": 1}, id="a", name="bob")
+    said = AIMessage(
+        "yes", additional_kwargs={"reasoning_content": "hm"}, response_metadata={"x": 1}, id="a", name="bob"
+    )
     model(max_tokens=4).invoke([HumanMessage("hello"), said, HumanMessage("more")])
 
 

@@ -11,7 +11,14 @@ from llama_index.llms.openai_like import OpenAILike
 
 
 def model(**fields):
-    given = {"model": MODEL, "api_base": URL, "api_key": KEY, "is_chat_model": True, "context_window": 4096, "max_retries": 0}
+    given = {
+        "model": MODEL,
+        "api_base": URL,
+        "api_key": KEY,
+        "is_chat_model": True,
+        "context_window": 4096,
+        "max_retries": 0,
+    }
     return OpenAILike(**given | {"is_function_calling_model": True, "max_tokens": 200} | fields)
 
 

@@ -513,7 +513,7 @@ def test_time_spent_in_preprocessing_counts_and_a_request_that_waits_there_too_l
     with Engine.load(folder, device="cpu", config=config) as engine:
         conversation = [{"role": "user", "content": "hello"}]
         assert engine.generate(conversation, SamplingParams(max_tokens=1))
-        [pid, _] = engine._preprocessor._backend.text_pids
+        [pid, *_] = engine._preprocessor._backend.text_pids
         os.kill(pid, signal.SIGSTOP)
         try:
             first = engine.generate(conversation, SamplingParams(max_tokens=1), queue_timeout_s=0.2)

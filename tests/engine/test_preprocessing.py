@@ -744,7 +744,7 @@ def test_the_work_of_cancelled_prompts_is_not_done_unless_another_prompt_waits_f
 
 def test_a_long_text_does_not_hold_up_a_short_one(two_workers):
     text_pids = two_workers._backend.text_pids
-    assert len(text_pids) == 2
+    assert len(text_pids) == 3
     with stopped(text_pids[1:]):
         book = two_workers.submit(ask("word " * 20_000))
         assert two_workers.submit(ask("hello")).result(TIMEOUT_S)
