@@ -113,7 +113,8 @@ def _escaped(part: NDArray[np.uint8], is_first_escaped: bool) -> NDArray[np.int6
     number = np.arange(len(backslashes))
     starts_run = np.diff(backslashes, prepend=-2) > 1
     in_run = number - np.maximum.accumulate(np.where(starts_run, number, 0))
-    return backslashes[in_run % 2 == 0] + 1
+    escaping: NDArray[np.int64] = backslashes[in_run % 2 == 0]
+    return escaping + 1
 
 
 def _children(node: Any) -> Any:

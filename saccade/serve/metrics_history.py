@@ -62,7 +62,9 @@ class _Sample:
     at: float
     """Unix time."""
     values: dict[str, float | None]
+    """Gauges at that time."""
     increases: dict[str, float | None]
+    """What counters gained since the sample before."""
     observations: dict[str, list[tuple[int, int]]]
     """By histogram: buckets that gained observations, and how many."""
 
