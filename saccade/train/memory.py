@@ -39,12 +39,14 @@ from saccade.world import World
 GIB = 2**30
 CONTEXT_BYTES = GIB
 """Per process outside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and cuDNN."""
-CPU_CONTEXT_BYTES = 5 * GIB // 8
-"""Per process on a CPU: Python and its modules (0.4 GiB), threads, and what the allocator of the C library keeps."""
+CPU_CONTEXT_BYTES = int(0.45 * GIB)
+"""Per process on a CPU: Python and its modules."""
 NCCL_BYTES = GIB
 """NCCL buffers, if there is more than one rank."""
 FRAGMENTATION = 0.05
 """Fraction of temporary memory lost to fragmentation, as micro-batches differ in size. Persistent memory has none."""
+CPU_FRAGMENTATION = 0.6
+"""The same on a CPU: the allocator of the C library keeps freed blocks, and operations that are fused on a GPU have results in between."""
 STREAMED_BYTES = GIB
 """An offloaded optimizer's copies in flight, in both directions."""
 ACCUMULATED_BYTES = 4
@@ -312,8 +314,9 @@ class Planner:
 
     def _allowance(self, temporary: float) -> int:
         """For context and fragmentation."""
-        on_gpu = CONTEXT_BYTES + (NCCL_BYTES if self.world_size > 1 else 0)
-        outside = on_gpu if self.device_type == "cuda" else CPU_CONTEXT_BYTES
+        if self.device_type == "cpu":
+            return CPU_CONTEXT_BYTES + int(CPU_FRAGMENTATION * temporary)
+        outside = CONTEXT_BYTES + (NCCL_BYTES if self.world_size > 1 else 0)
         return outside + int(FRAGMENTATION * temporary)
 
     def _moments(self, step: Phases) -> Iterator[tuple[str, Bytes]]:

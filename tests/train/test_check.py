@@ -1,5 +1,6 @@
 """Everything that any stage needs is checked before the first step, and by `check_run` without training."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -106,32 +107,46 @@ def test_the_command_line_checks_a_recipe_and_prints_its_keys(recipe):
 
 
 MEASURED_RUN = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from saccade.config import load_config
 from saccade.train import TrainConfig, train
 train(load_config(TrainConfig, Path(sys.argv[1])), device="cpu")
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
 """
+
+
+WIDE = replace(
+    named_size("tiny").language,
+    hidden_size=1024,
+    num_heads=32,
+    num_kv_heads=16,
+    intermediate_size=4096,
+    vocab_size=4000,
+)
 
 
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="libraries of CUDA take memory that a plan for a CPU does not count"
 )
-def test_the_memory_planned_on_a_cpu_is_what_a_run_that_saves_takes(tmp_path, parts):
-    tiny = named_size("tiny")
-    wide = replace(
-        tiny.language, hidden_size=1024, num_heads=32, num_kv_heads=16, intermediate_size=4096, vocab_size=4000
-    )
-    initialize_random(tmp_path / "wide", replace(tiny, language=wide), dtype=torch.float32)
-    path = tmp_path / "recipe.toml"
-    write_recipe(path, run=tmp_path / "run", checkpoint=tmp_path / "wide", shards=parts[1])
-    config = read_recipe(path, "stages.learn.steps=2", "stages.learn.schedule.warmup_steps=1", "checkpoint.every=1")
+@pytest.mark.parametrize(
+    ("language", "tokens"),
+    [(WIDE, 240), (named_size("tiny").language, 240), (named_size("tiny").language, 8000)],
+    ids=["mostly parameters", "mostly Python", "mostly activations"],
+)
+def test_the_memory_planned_on_a_cpu_is_what_a_run_that_saves_takes(tmp_path, language, tokens):
+    initialize_random(tmp_path / "model", replace(named_size("tiny"), language=language), dtype=torch.float32)
+    path, shards = tmp_path / "recipe.toml", write_shards(tmp_path / "shards", count=max(12, tokens // 20))
+    write_recipe(path, run=tmp_path / "run", checkpoint=tmp_path / "model", shards=shards)
+    settings = ("steps=2", "schedule.warmup_steps=1", f"data.max_seq_len={tokens}", f"data.max_patches={tokens // 4}")
+    config = read_recipe(path, *(f"stages.learn.{setting}" for setting in settings), "checkpoint.every=1")
     write_config(config, path)
-    _, line = check_run(config, device="cpu")
-    planner, size = stage_planner(config, config.stages[0], folder_config(tmp_path / "wide"), 1, "cpu")
+    planner, size = stage_planner(config, config.stages[0], folder_config(tmp_path / "model"), 1, "cpu")
     planned = planner.plan(size).total_gib
-    assert f"{planned:.1f} GiB planned" in line
-    run = subprocess.run([sys.executable, "-c", MEASURED_RUN, path], capture_output=True, text=True, check=False)
+    assert f"{planned:.1f} GiB planned" in check_run(config, device="cpu")[-1]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # takes memory
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURED_RUN, path], env=environment, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert planned == pytest.approx(int(run.stdout.split()[-1]) / 2**30, rel=0.1)
