@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test test-all pytest test-gpu lint format docs clean chromium
+.PHONY: help quickstart test test-all test-clients pytest test-gpu lint format docs clean chromium
 
 help:
 	@echo "make quickstart   data, training, evaluation and a server, on this machine"
 	@echo "make test         format, lint, types and tests"
 	@echo "make test-all     all tests, with long variants of some (marked slow)"
+	@echo "make test-clients clients of other projects against a server; needs Node 20 and npm"
 	@echo "make test-gpu     all tests that need a GPU"
 	@echo "make lint         format check, lint and types"
 	@echo "make format       rewrite files in the project style"
@@ -73,6 +74,21 @@ pytest: $(READY)
 test-all: $(READY) chromium
 	$(PYTEST) -m ''
 
+# Clients of other projects have environments of their own: they pin packages that are also ours.
+CLIENTS_VENV := .venv-clients
+CLIENTS := tests/clients
+$(CLIENTS_VENV)/.ready: $(CLIENTS)/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --quiet --no-deps --disable-pip-version-check --requirement $<
+	@touch $@
+
+$(CLIENTS)/node_modules/.ready: $(CLIENTS)/package.json $(CLIENTS)/package-lock.json
+	npm ci --prefix $(CLIENTS) --no-audit --no-fund --loglevel=error
+	@touch $@
+
+test-clients: $(READY) $(CLIENTS_VENV)/.ready $(CLIENTS)/node_modules/.ready
+	$(BIN)/python $(CLIENTS)/run.py $(abspath $(CLIENTS_VENV)/bin/python)
+
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
 
@@ -93,4 +109,4 @@ docs: $(DOCS_VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache quickstart
+	rm -rf $(VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(CLIENTS)/node_modules site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache quickstart

@@ -10,7 +10,7 @@ const provider = createOpenAICompatible({
 });
 const model = provider(name);
 const Sum = z.object({ a: z.union([z.literal(1), z.literal(2)]), b: z.union([z.literal(3), z.literal(4)]) });
-const given = { model, maxRetries: 0 };
+const given = { model, maxRetries: 0, providerOptions: { saccade: { parallel_tool_calls: false } } };
 
 function tools() {
   const calls = [];
@@ -38,9 +38,9 @@ await run({
     assert(Sum.safeParse(object).success, JSON.stringify(object));
   },
   "a required tool is run and its result sent back": async () => {
-    const { calls, tools: given_tools } = tools();
+    const { calls, tools: functions } = tools();
     const said = await generateText({
-      ...given, prompt: "hello", tools: given_tools, maxOutputTokens: 200, stopWhen: stepCountIs(2),
+      ...given, prompt: "hello", tools: functions, maxOutputTokens: 200, stopWhen: stepCountIs(2),
       prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
     });
     assert(calls.length > 0 && said.steps.length === 2, `${calls.length} calls, ${said.steps.length} steps`);
@@ -50,9 +50,9 @@ await run({
     });
   },
   "a named tool is run in a stream": async () => {
-    const { calls, tools: given_tools } = tools();
+    const { calls, tools: functions } = tools();
     const stream = streamText({
-      ...given, prompt: "hello", tools: given_tools, toolChoice: { type: "tool", toolName: "add" }, maxOutputTokens: 200,
+      ...given, prompt: "hello", tools: functions, toolChoice: { type: "tool", toolName: "add" }, maxOutputTokens: 200,
     });
     await stream.consumeStream();
     assert(calls.length === 1, `${calls.length} calls`);

@@ -13,7 +13,7 @@ def model(**fields):
     return ChatOpenAI(model=MODEL, base_url=URL, api_key=KEY, max_retries=0, **{"max_tokens": 200} | fields)
 
 
-class Sum(pydantic.BaseModel):
+class Sum(pydantic.BaseModel, extra="forbid"):
     """Two numbers."""
 
     a: Literal[1, 2]
@@ -56,7 +56,7 @@ def results_of(message):
 
 
 def check_tool_calls_are_sent_back():
-    required = model().bind_tools([add], tool_choice="required")
+    required = model().bind_tools([add], tool_choice="required", strict=True, parallel_tool_calls=False)
     streamed = None
     for chunk in required.stream("hello"):
         streamed = chunk if streamed is None else streamed + chunk

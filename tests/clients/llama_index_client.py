@@ -22,7 +22,7 @@ def model(**fields):
     return OpenAILike(**given | {"is_function_calling_model": True, "max_tokens": 200} | fields)
 
 
-class Sum(pydantic.BaseModel):
+class Sum(pydantic.BaseModel, extra="forbid"):
     """Two numbers."""
 
     a: Literal[1, 2]
@@ -34,7 +34,7 @@ def add(a: Literal[1, 2], b: Literal[3, 4]) -> int:
     return a + b
 
 
-ADD = FunctionTool.from_defaults(add)
+ADD = FunctionTool.from_defaults(add, fn_schema=Sum)
 HELLO = ChatMessage(role="user", content="hello")
 
 

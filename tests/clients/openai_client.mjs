@@ -41,7 +41,7 @@ await run({
   },
   "parsed tool calls are sent back, streamed or not": async () => {
     const tool = zodFunction({ name: "add", parameters: Sum, description: "Adds two numbers." });
-    const fields = { model, messages: [hello], tools: [tool], tool_choice: "required" };
+    const fields = { model, messages: [hello], tools: [tool], tool_choice: "required", parallel_tool_calls: false };
     const whole = (await client.chat.completions.parse(fields)).choices[0].message;
     const streamed = await client.chat.completions.stream(fields).finalMessage();
     for (const message of [whole, streamed]) {

@@ -1,11 +1,13 @@
 """OpenAI's Python client: what it returns is sent back as it is."""
 
+import warnings
 from typing import Literal
 
 import openai
 import pydantic
 from checks import ADD, IMAGE, KEY, MODEL, URL, run
 
+warnings.filterwarnings("ignore", "Pydantic serializer warnings")  # its own, of messages that it has parsed
 client = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
 HELLO = {"role": "user", "content": "hello"}
 
@@ -32,9 +34,10 @@ def check_an_image_at_low_detail():
 
 def check_a_stream_is_the_whole_answer():
     whole = ask(temperature=0, max_tokens=12).choices[0].message.content
-    with client.chat.completions.stream(model=MODEL, messages=[HELLO], temperature=0, max_tokens=12) as stream:
-        assert "".join(event.delta for event in stream if event.type == "content.delta") == whole
-        ask(stream.get_final_completion().choices[0].message, HELLO)
+    chunks = list(ask(temperature=0, max_tokens=12, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+    assert chunks[-1].usage.completion_tokens == 12
+    ask({"role": "assistant", "content": whole}, HELLO)
 
 
 def check_a_parsed_answer_is_sent_back():
@@ -48,7 +51,7 @@ def check_a_parsed_answer_is_sent_back():
 
 
 def check_parsed_tool_calls_are_sent_back():
-    tools = {"tools": [openai.pydantic_function_tool(Sum)], "tool_choice": "required"}
+    tools = {"tools": [openai.pydantic_function_tool(Sum)], "tool_choice": "required", "parallel_tool_calls": False}
     with client.chat.completions.stream(model=MODEL, messages=[HELLO], **tools) as stream:
         streamed = stream.get_final_completion().choices[0].message
     for message in (client.chat.completions.parse(model=MODEL, messages=[HELLO], **tools).choices[0].message, streamed):
