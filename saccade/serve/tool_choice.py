@@ -7,7 +7,8 @@
 | `required` | yes | one or more calls, arguments by their schemas |
 | a function | yes | one call of this function, arguments by its schema |
 
-`parallel_tool_calls` false: at most one call. Plain Python; `tool_calls.py` has the format.
+`parallel_tool_calls` false: at most one call. Plain Python; `tool_calls.py` has the format, `tool_prompt.py` the prompt where the chat
+template renders no tools.
 """
 
 from __future__ import annotations
