@@ -91,7 +91,9 @@ def test_images_of_requests_that_arrive_while_a_step_runs_are_encoded_at_once(fo
     monkeypatch.setattr("saccade.engine.core._POLLED", 1e6)
     plans: list[StepPlan] = []
     plan_encodings = core.scheduler.plan_encodings
-    monkeypatch.setattr(core.scheduler, "plan_encodings", lambda most: plans.append(plan_encodings(most)) or plans[-1])
+    monkeypatch.setattr(
+        core.scheduler, "plan_encodings", lambda *args: plans.append(plan_encodings(*args)) or plans[-1]
+    )
 
     def handle_one() -> None:
         if waiting:

@@ -109,6 +109,14 @@ def test_every_path_needs_a_key_unless_it_is_listed(guarded, keys):
     assert code_of(guarded.http.get("/v1/chat/completions")) == (405, "method_not_allowed")
 
 
+def test_a_revoked_key_stops_working_while_the_server_runs(guarded, keys, command):
+    secret = command("keys", "create", keys["path"], "--name", "leaving").out.strip()
+    wait_until(lambda: as_key(guarded, secret, max_tokens=1).status_code == 200, "a new key does not work")
+    assert command("keys", "revoke", keys["path"], "leaving").status == 0
+    wait_until(lambda: as_key(guarded, secret, max_tokens=1).status_code == 401, "a revoked key works")
+    assert as_key(guarded, keys["alice"], max_tokens=1).status_code == 200
+
+
 def test_admin_routes_have_a_port_and_a_key_of_their_own(guarded, admin, keys):
     assert code_of(httpx.get(f"{guarded.admin_url}/admin/status")) == (401, "invalid_api_key")
     alice = {"authorization": f"Bearer {keys['alice']}"}
@@ -488,11 +496,3 @@ def test_a_terminated_server_finishes_what_runs_and_refuses_the_rest(guarded, ad
         *_, last = events(lines)
     assert last["choices"][0]["finish_reason"] == "length"
     assert guarded.process.wait(TIMEOUT_S) == 0
-
-
-def test_a_revoked_key_stops_working_while_the_server_runs(guarded, keys, command):
-    secret = command("keys", "create", keys["path"], "--name", "leaving").out.strip()
-    wait_until(lambda: as_key(guarded, secret, max_tokens=1).status_code == 200, "a new key does not work")
-    assert command("keys", "revoke", keys["path"], "leaving").status == 0
-    wait_until(lambda: as_key(guarded, secret, max_tokens=1).status_code == 401, "a revoked key works")
-    assert as_key(guarded, keys["alice"], max_tokens=1).status_code == 200

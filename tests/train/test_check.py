@@ -126,6 +126,7 @@ WIDE = replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="libraries of CUDA take memory that a plan for a CPU does not count"
 )

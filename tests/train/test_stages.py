@@ -172,7 +172,6 @@ def test_changed_settings_are_logged_on_resume(whole, parts, tmp_path, caplog):
         (["stages=[]"], "stages is empty"),
         (["stages.align.name=pretrain"], "each must be unique"),
         (["stages.align.name=a b"], "use letters, digits"),
-        (["stages.align.epochs=1"], "give exactly one of steps, epochs and tokens"),
         (["stages.align.steps=0"], "steps is 0; it must be above 0"),
         (["stages.align.clip_norm=-1"], "clip_norm is -1.0"),
         (["stages.align.data.sources=[]"], "sources is empty"),
@@ -197,6 +196,13 @@ def test_invalid_settings_are_refused(tmp_path, overrides, words):
     with pytest.raises(ConfigError) as caught:
         read_recipe(recipe, *overrides)
     assert words in str(caught.value)
+
+
+def test_a_recipe_with_two_lengths_of_a_stage_is_refused(tmp_path):
+    text = RECIPE.replace('name = "align"', 'name = "align"\nepochs = 1', 1)
+    recipe = write_recipe(tmp_path / "recipe.toml", run=tmp_path, checkpoint=tmp_path, shards=tmp_path, text=text)
+    with pytest.raises(ConfigError, match="give exactly one of steps, epochs and tokens"):
+        read_recipe(recipe)
 
 
 def test_a_run_folder_with_more_stages_than_the_recipe_is_refused(whole, parts, tmp_path):
