@@ -164,6 +164,8 @@ def _small(recipe):
         recipe = re.sub(rf"^{key} = \d+", f"{key} = {value}", recipe, flags=re.M)
     recipe = re.sub(r"^(epochs|steps) = \d+", "steps = 1", recipe, flags=re.M)
     recipe = re.sub(r"^max_seq_len", "num_workers = 0\nmax_seq_len", recipe, flags=re.M)
+    if re.search(r'^dtype = "fp32"$', recipe, flags=re.M):
+        return recipe
     return re.sub(r"^\[model\]$", '[model]\ndtype = "fp32"', recipe, flags=re.M)
 
 

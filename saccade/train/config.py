@@ -478,9 +478,9 @@ class TrainConfig:
     """Steps between manual garbage collections; automatic ones would pause ranks at different times."""
 
     RENAMED: ClassVar[dict[str, str]] = {"probe": "validation"}
+    """Former keys."""
     ALTERNATIVES: ClassVar[tuple[str, ...]] = ("steps", "epochs", "tokens")
     """Keys of which a stage has one: setting one on the command line replaces the others."""
-    """Former keys."""
 
     def __post_init__(self) -> None:
         if not self.stages:
