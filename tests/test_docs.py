@@ -163,10 +163,11 @@ def _small(recipe):
     for key, value in {"max_seq_len": 1024, "max_patches": 4096, "warmup_steps": 1, "global_batch_size": 1}.items():
         recipe = re.sub(rf"^{key} = \d+", f"{key} = {value}", recipe, flags=re.M)
     recipe = re.sub(r"^(epochs|steps) = \d+", "steps = 1", recipe, flags=re.M)
-    recipe = re.sub(r"^max_seq_len", "num_workers = 0\nmax_seq_len", recipe, flags=re.M)
-    if re.search(r'^dtype = "fp32"$', recipe, flags=re.M):
-        return recipe
-    return re.sub(r"^\[model\]$", '[model]\ndtype = "fp32"', recipe, flags=re.M)
+    for line, header in (("num_workers = 0", r"^(?=max_seq_len)"), ('dtype = "fp32"', r"(?<=^\[model\]\n)")):
+        key = line.split(" = ")[0]
+        recipe = re.sub(rf"^{key} = .*\n", "", recipe, flags=re.M)
+        recipe = re.sub(header, f"{line}\n", recipe, flags=re.M)
+    return recipe
 
 
 @pytest.fixture
