@@ -193,7 +193,7 @@ def test_models_of_the_same_name_go_by_their_folder(command, walls, tmp_path):
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--training-data", "nowhere"], "nowhere"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--model", "served"], "no URL was given"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--load-rate", "2"], "--efficiency, which was not given"),
-        (["--tasks", "vqa", "--data", "x", "-o", "y", "--adapter", "nowhere"], "no adapter_config.json"),
+        (["--tasks", "vqa", "--data", "x", "-o", "y", "--adapter", "nowhere"], "--adapter nowhere: no such folder"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--limit", "pope=3"], "--limit pope=3: write N, or TASK=N"),
         (["--tasks", "vqa", "--data", "x", "-o", "y", "--limit", "0"], "--limit 0: write N"),
         (
