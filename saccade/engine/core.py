@@ -563,7 +563,7 @@ class EngineCore:
     def _process(self, step: _InFlight) -> list[RequestOutput]:
         assert step.handle is not None, "a step is sampled before the next one is launched"
         result = step.handle.read()
-        outputs = self.scheduler.update(step.plan, result)
+        outputs = [self._with_grammar_failure(output) for output in self.scheduler.update(step.plan, result)]
         self._observe_encodings(result.images)
         self._observe(step, result)
         return outputs
@@ -658,6 +658,13 @@ class EngineCore:
         states = [self.scheduler.find(request_id) for request_id in self._grammar_states]
         num_decoding = sum([state is not None and state.is_decoding for state in states])
         return self._grammar_states.keys() if self.scheduler.num_decoding() > num_decoding else ()
+
+    def _with_grammar_failure(self, output: RequestOutput) -> RequestOutput:
+        """A grammar that failed allows the end of the sequence alone: an output that ends so has failed, not stopped."""
+        state = self._grammar_states.get(output.request_id) if output.finish_reason == "stop" else None
+        if state is None or state.error is None:
+            return output
+        return output._replace(finish_reason="failed", failure=Failure("running", state.error, "invalid_request"))
 
     def _fail_grammars(self) -> list[RequestOutput]:
         """End requests whose grammar cannot continue because it exceeded a limit."""
