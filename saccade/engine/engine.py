@@ -180,7 +180,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | Sequence[RequestOutput] | None] = queue.SimpleQueue()
         """Commands, outputs of the core, and None at the end."""
         self._deadlines = Deadlines()
-        """Of requests that are being preprocessed, used by the front end's thread; the core has those of the others."""
+        """Deadlines of requests in preprocessing, used by the front end's thread; the core has those of the others."""
         self._has_stopped = threading.Event()
         self._connect = partial(
             connect,

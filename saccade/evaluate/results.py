@@ -20,7 +20,7 @@ from saccade.errors import ConfigError, DataError
 from saccade.files import atomic_write
 
 VERSION = 2
-"""Of the folder, raised when images are identified or answers scored in another way: results of two versions are not mixed."""
+"""Version of the folder, raised when images are identified or answers scored in another way: two versions are not mixed."""
 _CHANGED = {
     1: "images were identified by their file name alone, and multiple choice, ANLS, VQA accuracy and POPE were scored otherwise"
 }

@@ -104,7 +104,7 @@ def prompt_input(
     """The prompt of a conversation, with what admission needs to know of it. `remote_media` fetches what it names by URL."""
     num_characters = count_characters(tools)
     urls: list[list[str]] = []
-    """Of each image and video."""
+    """URLs of each image and video."""
     for message in conversation:
         content = message["content"]
         num_characters += count_characters({name: value for name, value in message.items() if name != "content"})

@@ -66,7 +66,7 @@ class Gate:
         self.num_open = 0
         """Recorded requests in progress."""
         self._num_body_bytes = 0
-        """Of all requests in progress."""
+        """Bytes that the bodies of all requests in progress have so far."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; anything but HTTP is for the application (its lifespan) or refused."""

@@ -74,7 +74,7 @@ def echoed_logprobs(
 
 
 def completion_logprobs(logprobs: Sequence[TokenLogprobs], *, processor: Processor, offset: int) -> dict[str, Any]:
-    """Of a text completion or one of its chunks, whose first token begins at character `offset`."""
+    """Log-probabilities of a text completion or a chunk of it, whose first token begins at character `offset`."""
     tokens = [token_text(one.token_id, processor) for one in logprobs]
     offsets = []
     for token in tokens:

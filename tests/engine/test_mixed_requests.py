@@ -1,4 +1,4 @@
-"""Of many mixed requests at once each gets the answer that it gets alone, in every family: see `mixed_requests.py`."""
+"""Many mixed requests at once each get the answer that they get alone, in every family: see `mixed_requests.py`."""
 
 import pytest
 from engine.mixed_requests import FAMILIES, run

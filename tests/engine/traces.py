@@ -229,7 +229,7 @@ class Slot:
     num_start_tokens: int
     """Tokens known when it got the slot."""
     counted: int
-    """Of its output tokens, if it has penalties."""
+    """Counts of its output tokens, if it has penalties."""
     pages: list[int] = field(default_factory=list)
     last_sampled: int | None = None
     """Index of the token sampled last."""

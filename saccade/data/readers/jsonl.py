@@ -50,7 +50,7 @@ class Entry:
     """What one row says, or several rows that caption the same image."""
 
     number: int
-    """Of its first row, from 0; blank lines and the header are not counted."""
+    """Number of its first row, from 0; blank lines and the header are not counted."""
     num_rows: int
     images: tuple[str, ...]
     """Paths or data URLs."""

@@ -54,7 +54,7 @@ class Row:
 
     def __init__(self, where: str, values: Mapping[str, Any], images: Mapping[str, ExampleImage]) -> None:
         self.number = 0
-        """Of the row in the benchmark, from 0."""
+        """Number of the row in the benchmark, from 0."""
         self._where, self._values, self._images = where, values, images
 
     def __getitem__(self, name: str) -> Any:

@@ -11,7 +11,7 @@ class RecordedHistogram(Wire):
     bounds: list[float]
     """Upper bounds of its buckets; a last bucket has none."""
     observations: list[list[tuple[int, int]]]
-    """Of each sample: the buckets that gained observations, and how many."""
+    """For each sample, the buckets that gained observations, and how many."""
 
 
 class HistoryOfMetrics(Wire):
