@@ -174,7 +174,7 @@ class Chaos:
     async def kill_core(self) -> None:
         """Kill the engine core and wait until the server is ready again."""
         killed_at = time.perf_counter()
-        for pid in self._server.find("saccade.engine.core_process"):
+        for pid in self._server.find("saccade.engine.transport.process"):
             kill(pid)
         while await asyncio.to_thread(self._server.is_ready):
             await asyncio.sleep(0.01)

@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import EngineCore, Message
-from saccade.engine.core_process import Connection, decode_outputs
-from saccade.engine.cuda_graphs import StepSize
-from saccade.engine.engine import CompletionDelta, Engine
-from saccade.engine.loading import load_runner
-from saccade.engine.preprocessing import Preprocessor
+from saccade.engine.core.loop import EngineCore, Message
+from saccade.engine.device.cuda_graphs import StepSize
+from saccade.engine.device.loading import load_runner
+from saccade.engine.device.runner import PixelScale, Runner, StepHandle
+from saccade.engine.frontend.api import CompletionDelta, Engine
+from saccade.engine.frontend.preprocessing import Preprocessor
 from saccade.engine.request import RequestOutput, SamplingParams
-from saccade.engine.runner import PixelScale, Runner, StepHandle
+from saccade.engine.transport.process import Connection, decode_outputs
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.initialize import initialize_random
 from saccade.processor import Processor

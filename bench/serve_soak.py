@@ -24,7 +24,7 @@ from PIL import Image
 
 from bench.serve import make_checkpoint
 from saccade.engine import Engine, EngineConfig, SamplingParams
-from saccade.engine.core_thread import CoreThread
+from saccade.engine.transport.thread import CoreThread
 
 
 def descendants(pid: int) -> list[int]:

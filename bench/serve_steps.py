@@ -16,11 +16,11 @@ import torch
 
 from bench.train_step import random_model
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import AddRequest, EngineCore
-from saccade.engine.loading import make_runner
+from saccade.engine.core.loop import AddRequest, EngineCore
+from saccade.engine.device.loading import make_runner
+from saccade.engine.device.runner import PixelScale
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan, Request, SamplingParams
-from saccade.engine.runner import PixelScale
 from saccade.model.initialize import named_size
 from saccade.model.linear import merge_storage
 from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions

@@ -22,7 +22,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from saccade.engine.grammar import GrammarCompiler, GrammarState, MaskPool
+from saccade.engine.core.grammar import GrammarCompiler, GrammarState, MaskPool
 from saccade.engine.structured import StructuredOutput
 from saccade.processor.tokenizer import Tokenizer
 

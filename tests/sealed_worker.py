@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from saccade.engine import preprocessing_worker
+from saccade.engine.frontend import preprocessing_worker
 from saccade.fork_server import receive, send
 from saccade.sandbox import ResourceLimits, _restrict_by_landlock, seal
 

@@ -67,7 +67,12 @@ def hub(tmp_path_factory):
 
 
 _CHAT = "import sys; sys.argv = ['saccade', 'chat', '{}', 'hi', '--max-tokens', '2', '--device', 'cpu']; from saccade.cli.entry import run; run()"
-_MODULES = ("huggingface_hub", "saccade.engine.engine", "saccade.engine.loading", "saccade.engine.runner")
+_MODULES = (
+    "huggingface_hub",
+    "saccade.engine.frontend.api",
+    "saccade.engine.device.loading",
+    "saccade.engine.device.runner",
+)
 _WITHOUT_EXTRA = "import sys; sys.modules['huggingface_hub'] = None\n"
 
 

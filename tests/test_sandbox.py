@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from saccade.engine import Engine, EngineConfig, SamplingParams, preprocessing_worker
-from saccade.engine.preprocessing import Preprocessor
+from saccade.engine.frontend.preprocessing import Preprocessor
 from saccade.errors import ImageError
 from saccade.fork_server import ForkServer, receive, send
 from saccade.model.initialize import initialize_random, named_size

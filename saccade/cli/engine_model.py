@@ -17,7 +17,7 @@ from saccade.errors import CheckpointError, RequestError
 from saccade.evaluate.model import Answer, Conversation, Decoding, Likelihood
 
 if TYPE_CHECKING:
-    from saccade.engine.engine import CompletionDelta, Engine
+    from saccade.engine.frontend.api import CompletionDelta, Engine
     from saccade.engine.prompt import TokenPrompt
     from saccade.engine.request import Completion, SamplingParams
 
@@ -124,7 +124,7 @@ class EngineModel:
     def _score(self, prompt: TokenPrompt) -> Future[Completion]:
         """Submit a prompt for its log-probabilities; waits while too many are being scored."""
         from saccade.engine import SamplingParams
-        from saccade.engine.engine import RequestOptions
+        from saccade.engine.frontend.api import RequestOptions
 
         given: Future[TokenPrompt] = Future()
         given.set_result(prompt)

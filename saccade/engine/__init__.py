@@ -12,7 +12,7 @@ from saccade.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig as EngineConfig
-    from saccade.engine.engine import Engine as Engine
+    from saccade.engine.frontend.api import Engine as Engine
     from saccade.engine.request import Completion as Completion
     from saccade.engine.request import SamplingParams as SamplingParams
     from saccade.engine.structured import StructuredOutput as StructuredOutput
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        "Engine": "engine",
+        "Engine": "frontend.api",
         "EngineConfig": "config",
         "SamplingParams": "request",
         "Completion": "request",

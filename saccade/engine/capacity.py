@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade.engine.config import EngineConfig, KVFormat
-from saccade.engine.kv_cache import bytes_per_page, pages_for
-from saccade.engine.loading import gpu_pages
+from saccade.engine.device.kv_cache import bytes_per_page, pages_for
+from saccade.engine.device.loading import gpu_pages
 from saccade.engine.served_model import ServedModel
 from saccade.errors import ConfigError
 from saccade.gpus import Gpu

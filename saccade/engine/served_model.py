@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.kv_cache import KVShape
-from saccade.engine.runner import PixelScale, Runner
+from saccade.engine.device.kv_cache import KVShape
+from saccade.engine.device.runner import PixelScale, Runner
 from saccade.kernels import launch
 from saccade.model.config import ModelConfig
 from saccade.model.families import family_named

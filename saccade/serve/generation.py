@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from starlette.types import Receive
 
-from saccade.engine.engine import CompletionDelta, Engine, RequestOptions
+from saccade.engine.frontend.api import CompletionDelta, Engine, RequestOptions
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Completion, SamplingParams
 from saccade.serve.errors import ApiError, error_of_failure

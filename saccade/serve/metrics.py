@@ -27,12 +27,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from saccade.engine.time_histogram import TimeHistogram
+from saccade.engine.core.time_histogram import TimeHistogram
 
 if TYPE_CHECKING:
-    from saccade.engine.core import Statistics
-    from saccade.engine.engine import Engine
-    from saccade.engine.preprocessing import PreprocessingStatistics
+    from saccade.engine.core.loop import Statistics
+    from saccade.engine.frontend.api import Engine
+    from saccade.engine.frontend.preprocessing import PreprocessingStatistics
     from saccade.serve.admission import Admission
     from saccade.serve.record import RequestRecord
 

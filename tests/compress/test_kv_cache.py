@@ -15,9 +15,9 @@ from saccade.compress.calibration import CalibrationConfig, load_batches
 from saccade.compress.scheme import Rule, Scheme, load_scheme
 from saccade.engine import Engine
 from saccade.engine.config import EngineConfig
-from saccade.engine.loading import load_runner
+from saccade.engine.device.loading import load_runner
+from saccade.engine.device.runner import PixelScale
 from saccade.engine.request import SamplingParams
-from saccade.engine.runner import PixelScale
 from saccade.errors import CheckpointError, ConfigError
 from saccade.model import attention, load_model
 from saccade.model.quantization import parse_quantization

@@ -31,9 +31,9 @@ from model import llava_onevision
 from model.hugging_face import OTHER_SHAPES, SHAPES, make_checkpoint
 
 from saccade.engine import Engine, EngineConfig, SamplingParams, core
-from saccade.engine.engine import CompletionDelta
+from saccade.engine.core.step_budget import StepBudget
+from saccade.engine.frontend.api import CompletionDelta
 from saccade.engine.request import Completion, TokenLogprobs
-from saccade.engine.step_budget import StepBudget
 
 FAMILIES = {"qwen2_5_vl": SHAPES[0], "qwen3_vl": OTHER_SHAPES[4], "llava_onevision": llava_onevision.SHAPES[0]}
 ADAPTERS: dict[str, Any] = {

@@ -16,9 +16,9 @@ from model.hugging_face import SHAPES, make_checkpoint, picture
 from safetensors.torch import load_file, save_file
 
 from saccade.engine import Engine, SamplingParams, loading
-from saccade.engine.adapters import AdapterTable
 from saccade.engine.config import EngineConfig
-from saccade.engine.engine import RequestOptions
+from saccade.engine.core.adapters import AdapterTable
+from saccade.engine.frontend.api import RequestOptions
 from saccade.errors import RequestError
 from saccade.model import adapters as model_adapters
 

@@ -9,7 +9,7 @@ from model.hugging_face import CONVERSATIONS, OTHER_SHAPES, SHAPES, Oracle, ask,
 from model.llava_onevision import SHAPES as LLAVA_SHAPES
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
-from saccade.engine.beam_search import Beams, BeamSearchParams
+from saccade.engine.frontend.beam_search import Beams, BeamSearchParams
 from saccade.errors import ConfigError
 
 CONFIG = EngineConfig(num_pages=400, page_size=4, max_length=800, max_requests=4, max_step_tokens=128, num_workers=0)

@@ -11,8 +11,8 @@ from saccade.compress import compress
 from saccade.compress.scheme import BUILT_IN
 from saccade.engine import Engine, EngineConfig
 from saccade.engine.capacity import Load, plan_serving, steady_state
-from saccade.engine.loading import cpu_pages, make_runner
-from saccade.engine.runner import PixelScale
+from saccade.engine.device.loading import cpu_pages, make_runner
+from saccade.engine.device.runner import PixelScale
 from saccade.engine.served_model import (
     QUANTIZED_PARTS,
     STORED,

@@ -6,9 +6,9 @@ import pytest
 
 from bench.simulate_serving import Gpu, SimulatedRunner
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import AddRequest, EndRequest, EngineCore
+from saccade.engine.core.loop import AddRequest, EndRequest, EngineCore
+from saccade.engine.core.step import EncodeResult
 from saccade.engine.request import Failure, ImageSpan, Request, SamplingParams
-from saccade.engine.step import EncodeResult
 
 MANY = 10_000
 NAMES = itertools.count()

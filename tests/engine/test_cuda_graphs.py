@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from saccade.engine import cuda_graphs
-from saccade.engine.cuda_graphs import (
+from saccade.engine.device import cuda_graphs
+from saccade.engine.device.cuda_graphs import (
     MAX_CHUNKS,
     MAX_DRAFTING,
     STEP_TOKENS,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from saccade.engine.detokenizer import Detokenizer
+from saccade.engine.frontend.detokenizer import Detokenizer
 from saccade.engine.request import MAX_STOP_LENGTH, Failure, RequestOutput, SamplingParams, TokenLogprobs
 from saccade.processor import TextStream
 from saccade.processor.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import torch
 from closeness import assert_close
 from model.hugging_face import SHAPES, make_checkpoint
 
-from saccade.engine.encoder import Encoder, patch_budgets
+from saccade.engine.device.encoder import Encoder, patch_budgets
 from saccade.engine.prompt import PromptImage
 from saccade.engine.request import ImageSpan
 from saccade.kernels import launch

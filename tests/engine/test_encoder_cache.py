@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
+from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
 
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
 

@@ -18,7 +18,7 @@ from engine.tiny import PICTURES, conversation
 from model.hugging_face import SHAPES, make_checkpoint, picture
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
-from saccade.engine.step_budget import StepBudget
+from saccade.engine.core.step_budget import StepBudget
 from saccade.errors import ConfigError, RequestError
 from saccade.model import generate, load_model
 from saccade.processor import Processor

@@ -9,10 +9,10 @@ from engine.tiny import make_core, plain, request_of, run_all, training_inputs
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import AddRequest
+from saccade.engine.core.loop import AddRequest
+from saccade.engine.core.step import StepPlan
+from saccade.engine.device.runner import StepHandle
 from saccade.engine.request import SamplingParams
-from saccade.engine.runner import StepHandle
-from saccade.engine.step import StepPlan
 from saccade.model import load_model
 
 
@@ -88,7 +88,7 @@ def test_images_of_requests_that_arrive_while_a_step_runs_are_encoded_at_once(fo
     collected: dict[str, list[int]] = {request.id: [] for request, _ in waiting}
     polls, calls = iter(itertools.cycle([False, True])), itertools.count()
     monkeypatch.setattr(StepHandle, "is_done", property(lambda self: next(polls)))
-    monkeypatch.setattr("saccade.engine.core._POLLED", 1e6)
+    monkeypatch.setattr("saccade.engine.core.loop._POLLED", 1e6)
     plans: list[StepPlan] = []
     plan_encodings = core.scheduler.plan_encodings
     monkeypatch.setattr(

@@ -79,7 +79,7 @@ def test_padded_steps_and_encodings_give_the_same_tokens(folder):
     """As captured CUDA graphs run them."""
     from engine.test_engine_equals_generate import EagerGraphs
 
-    from saccade.engine.encoder import Encoder, patch_budgets
+    from saccade.engine.device.encoder import Encoder, patch_budgets
 
     prompts, expected = plain(folder, 1, 8, 8)
     core, processor = make_core(folder, SETTINGS), Processor.load(folder)

@@ -8,13 +8,13 @@ from engine.tiny import make_core, plain, request_of, run_all
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import AddRequest, EndRequest, EngineError
-from saccade.engine.core_thread import STOPPED
-from saccade.engine.encoder_cache import salted
+from saccade.engine.core.encoder_cache import salted
+from saccade.engine.core.loop import AddRequest, EndRequest, EngineError
+from saccade.engine.core.step import ENCODER_PARTS, EncodeResult, ImageToEncode, StepPlan
+from saccade.engine.device.runner import Runner
 from saccade.engine.request import SamplingParams
-from saccade.engine.runner import Runner
-from saccade.engine.step import ENCODER_PARTS, EncodeResult, ImageToEncode, StepPlan
 from saccade.engine.structured import StructuredOutput
+from saccade.engine.transport.thread import STOPPED
 
 
 @pytest.fixture(scope="module")

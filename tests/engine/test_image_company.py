@@ -6,7 +6,7 @@ from model import llava_onevision as family
 from model.hugging_face import Oracle, ask, picture
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
-from saccade.engine.preprocessing import Preprocessor
+from saccade.engine.frontend.preprocessing import Preprocessor
 from saccade.model import load_model
 from saccade.processor.inputs import normalize_patches
 

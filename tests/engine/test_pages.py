@@ -2,7 +2,7 @@
 
 import pytest
 
-from saccade.engine.pages import PagePool, page_key, root_key
+from saccade.engine.core.pages import PagePool, page_key, root_key
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 

@@ -21,9 +21,9 @@ import pytest
 import torch
 from PIL import Image
 
-from saccade.engine import preprocessing_worker
-from saccade.engine.preprocessing import Preprocessor, _ReadAhead
-from saccade.engine.preprocessing_worker import ImageTask, Mailbox, ProcessorMetadata, Source, VisualMetadata
+from saccade.engine.frontend import preprocessing_worker
+from saccade.engine.frontend.preprocessing import Preprocessor, _ReadAhead
+from saccade.engine.frontend.preprocessing_worker import ImageTask, Mailbox, ProcessorMetadata, Source, VisualMetadata
 from saccade.errors import CheckpointError, ImageError, RequestError, UserError
 from saccade.fork_server import receive, receive_with_fds, send
 from saccade.model import load_model
@@ -877,7 +877,7 @@ def test_closing_before_the_workers_are_ready_does_not_wait_for_them(checkpoint)
 
 def test_workers_end_with_the_process_that_started_them(checkpoint):
     script = (
-        "import sys, time; from pathlib import Path; from saccade.engine.preprocessing import Preprocessor\n"
+        "import sys, time; from pathlib import Path; from saccade.engine.frontend.preprocessing import Preprocessor\n"
         "p = Preprocessor(Path(sys.argv[1]), num_workers=2, processed_image_cache_bytes=0); p.wait_until_ready()\n"
         "print(*p.worker_pids, flush=True); time.sleep(600)"
     )

@@ -12,14 +12,14 @@ from engine.tiny import make_core, request_of, run_all
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.cuda_graphs import MAX_DRAFTING
+from saccade.engine.core.prompt_lookup import PromptLookup, min_rate
+from saccade.engine.core.request_state import RequestState
+from saccade.engine.core.step import Chunk
+from saccade.engine.core.step_budget import StepBudget
+from saccade.engine.device.cuda_graphs import MAX_DRAFTING
+from saccade.engine.device.step_inputs import InputBuilder, InputSizes, RequestInputs, split
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.prompt_lookup import PromptLookup, min_rate
 from saccade.engine.request import ImageSpan, Request, SamplingParams
-from saccade.engine.request_state import RequestState
-from saccade.engine.step import Chunk
-from saccade.engine.step_budget import StepBudget
-from saccade.engine.step_inputs import InputBuilder, InputSizes, RequestInputs, split
 from saccade.processor.positions import TextSpan, mrope_positions
 
 IMAGE = 999

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from saccade.engine.device.sampler import Sampler, check_sampling, penalty_bytes
 from saccade.engine.request import Request, SamplingParams
-from saccade.engine.sampler import Sampler, check_sampling, penalty_bytes
 from saccade.errors import RequestError
 from saccade.kernels.sampler import Destination, sample_reference
 

@@ -6,13 +6,12 @@ from collections import Counter
 import pytest
 from engine.traces import Trace
 
-from saccade.engine import scheduler as scheduler_module
-from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
-from saccade.engine.pages import PagePool
-from saccade.engine.request import Failure, ImageSpan, Request, SamplingParams
-from saccade.engine.request_state import AGEING
-from saccade.engine.scheduler import EncoderTurn, Limits, Scheduler
-from saccade.engine.step import (
+from saccade.engine.core import scheduler as scheduler_module
+from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
+from saccade.engine.core.pages import PagePool
+from saccade.engine.core.request_state import AGEING
+from saccade.engine.core.scheduler import EncoderTurn, Limits, Scheduler
+from saccade.engine.core.step import (
     ENCODER_PARTS,
     Chunk,
     ChunkResult,
@@ -23,6 +22,7 @@ from saccade.engine.step import (
     StepPlan,
     StepResult,
 )
+from saccade.engine.request import Failure, ImageSpan, Request, SamplingParams
 from saccade.errors import ImageError, RequestError
 
 STOP, WORD = 0, 9

@@ -5,11 +5,11 @@ import functools
 import pytest
 from engine.traces import Trace
 
-from saccade.engine import request_state, scheduler
-from saccade.engine.encoder_cache import EncoderCache
-from saccade.engine.pages import PagePool, page_key
-from saccade.engine.request_state import Queues, RequestState
-from saccade.engine.scheduler import Scheduler, _Planner
+from saccade.engine.core import request_state, scheduler
+from saccade.engine.core.encoder_cache import EncoderCache
+from saccade.engine.core.pages import PagePool, page_key
+from saccade.engine.core.request_state import Queues, RequestState
+from saccade.engine.core.scheduler import Scheduler, _Planner
 
 NUM_TRACES = 250
 FIRST_SEEDS = {

@@ -6,12 +6,12 @@ import pytest
 from engine.tiny import make_core, plain, request_of
 from model.hugging_face import SHAPES, make_checkpoint
 
-from saccade.engine import core as engine_core
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import AddRequest, EndRequest
-from saccade.engine.engine import grammars_of
+from saccade.engine.core import loop as engine_core
+from saccade.engine.core.loop import AddRequest, EndRequest
+from saccade.engine.core.step import Chunk, SlotStart, StepPlan
+from saccade.engine.frontend.api import grammars_of
 from saccade.engine.request import SamplingParams
-from saccade.engine.step import Chunk, SlotStart, StepPlan
 from saccade.processor import Processor
 
 CONFIG = EngineConfig(

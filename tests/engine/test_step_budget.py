@@ -5,7 +5,7 @@ from statistics import mean
 
 import pytest
 
-from saccade.engine.step_budget import MIN_TOKENS, StepBudget
+from saccade.engine.core.step_budget import MIN_TOKENS, StepBudget
 
 
 class Gpu:

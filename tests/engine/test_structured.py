@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from saccade.engine.grammar import GrammarCompiler, MaskPool
+from saccade.engine.core.grammar import GrammarCompiler, MaskPool
 from saccade.engine.structured import StructuredOutput
 from saccade.errors import ConfigError, RequestError, UserError
 from saccade.model.initialize import initialize_random, named_size
@@ -580,7 +580,5 @@ def test_a_missing_library_is_one_clear_error(monkeypatch, vocabulary):
 
 
 def test_the_modules_import_without_the_library_and_without_torch():
-    script = (
-        "import sys; sys.modules['llguidance'] = None; import saccade.engine.grammar; sys.exit('torch' in sys.modules)"
-    )
+    script = "import sys; sys.modules['llguidance'] = None; import saccade.engine.core.grammar; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,6 +1,6 @@
 """Histograms of durations as Prometheus reads them."""
 
-from saccade.engine.time_histogram import TimeHistogram
+from saccade.engine.core.time_histogram import TimeHistogram
 
 
 def test_a_duration_counts_for_every_bound_that_is_not_below_it():

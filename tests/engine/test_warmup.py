@@ -11,8 +11,8 @@ from PIL import Image
 
 from saccade.engine import Engine, SamplingParams, cuda_graphs
 from saccade.engine.config import EngineConfig
-from saccade.engine.runner import PixelScale, Runner
-from saccade.engine.warmup import _with_few_layers, small_runner
+from saccade.engine.device.runner import PixelScale, Runner
+from saccade.engine.device.warmup import _with_few_layers, small_runner
 from saccade.kernels import launch
 from saccade.kernels.rms_norm import rms_norm
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig

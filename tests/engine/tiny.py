@@ -7,11 +7,11 @@ import torch
 from model.hugging_face import picture
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import AddRequest, EngineCore
-from saccade.engine.loading import make_runner
+from saccade.engine.core.loop import AddRequest, EngineCore
+from saccade.engine.device.loading import make_runner
+from saccade.engine.device.runner import PixelScale
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan, Request, SamplingParams
-from saccade.engine.runner import PixelScale
 from saccade.model import load_model
 from saccade.model.generation import generate
 from saccade.processor import ModelInputs, Processor

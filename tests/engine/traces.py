@@ -22,12 +22,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
-from saccade.engine.pages import PagePool
+from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
+from saccade.engine.core.pages import PagePool
+from saccade.engine.core.request_state import RequestState
+from saccade.engine.core.scheduler import EncoderTurn, Limits, Scheduler
+from saccade.engine.core.step import (
+    ENCODER_PARTS,
+    Chunk,
+    ChunkResult,
+    EncodeResult,
+    ImageToEncode,
+    StepPlan,
+    StepResult,
+)
 from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, SamplingParams, TokenLogprobs
-from saccade.engine.request_state import RequestState
-from saccade.engine.scheduler import EncoderTurn, Limits, Scheduler
-from saccade.engine.step import ENCODER_PARTS, Chunk, ChunkResult, EncodeResult, ImageToEncode, StepPlan, StepResult
 from saccade.engine.structured import StructuredOutput
 from saccade.errors import ImageError
 

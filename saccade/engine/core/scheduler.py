@@ -38,11 +38,10 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache
-from saccade.engine.pages import PagePool
-from saccade.engine.request import Failure, FinishReason, ImageSpan, Request, RequestOutput, TokenLogprobs, new_output
-from saccade.engine.request_state import Queues, RequestState
-from saccade.engine.step import (
+from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache
+from saccade.engine.core.pages import PagePool
+from saccade.engine.core.request_state import Queues, RequestState
+from saccade.engine.core.step import (
     ENCODER_PARTS,
     Chunk,
     ChunkResult,
@@ -54,6 +53,7 @@ from saccade.engine.step import (
     StepResult,
     new_chunk,
 )
+from saccade.engine.request import Failure, FinishReason, ImageSpan, Request, RequestOutput, TokenLogprobs, new_output
 from saccade.errors import ConfigError, ImageError, RequestError
 
 _MAX_QUARANTINED = 4096

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from saccade.engine.encoder_cache import EncoderCache, salted
-from saccade.engine.pages import PagePool, page_key, root_key
+from saccade.engine.core.encoder_cache import EncoderCache, salted
+from saccade.engine.core.pages import PagePool, page_key, root_key
 from saccade.engine.request import ImageSpan, Request
 
 AGEING = 64

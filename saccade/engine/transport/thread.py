@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from saccade.engine.core import EngineCore, Message, OwnMessage, Statistics
+from saccade.engine.core.loop import EngineCore, Message, OwnMessage, Statistics
 from saccade.engine.request import Failure, RequestOutput
 
 logger = logging.getLogger(__name__)

@@ -35,9 +35,10 @@ from typing import Any, Protocol
 import torch
 
 from saccade.device import resolve_device
-from saccade.engine.beam_search import BeamSearch, BeamSearchParams
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import (
+from saccade.engine.core.deadlines import Deadlines
+from saccade.engine.core.grammar import GrammarCompiler, Grammars
+from saccade.engine.core.loop import (
     AddAdapter,
     AddRequest,
     CoreInfo,
@@ -50,12 +51,12 @@ from saccade.engine.core import (
     Statistics,
     StopProfile,
 )
-from saccade.engine.core_thread import CoreThread, OnOutputs, OnStop
-from saccade.engine.deadlines import Deadlines
-from saccade.engine.detokenizer import Detokenizer
-from saccade.engine.grammar import GrammarCompiler, Grammars
-from saccade.engine.loading import load_runner
-from saccade.engine.preprocessing import PreprocessingStatistics, Preprocessor
+from saccade.engine.device.loading import load_runner
+from saccade.engine.device.runner import PixelScale
+from saccade.engine.device.sampler import check_sampling
+from saccade.engine.frontend.beam_search import BeamSearch, BeamSearchParams
+from saccade.engine.frontend.detokenizer import Detokenizer
+from saccade.engine.frontend.preprocessing import PreprocessingStatistics, Preprocessor
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import (
     Completion,
@@ -68,8 +69,7 @@ from saccade.engine.request import (
     TokenLogprobs,
     merge_outputs,
 )
-from saccade.engine.runner import PixelScale
-from saccade.engine.sampler import check_sampling
+from saccade.engine.transport.thread import CoreThread, OnOutputs, OnStop
 from saccade.errors import ConfigError, RequestError, UserError
 from saccade.model.adapters import adapter_rank
 from saccade.model.families import family_of, load_model_config
@@ -244,7 +244,7 @@ class Engine:
         with contextlib.ExitStack() as opened:
             opened.callback(preprocessor.close)
             if config.core_process:
-                from saccade.engine.core_process import CoreProcess
+                from saccade.engine.transport.process import CoreProcess
 
                 name = None if dtype is None else str(dtype).removeprefix("torch.")
                 connect = partial(CoreProcess, folder, config, str(device), name)

@@ -21,22 +21,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from saccade.engine.adapters import AdapterEntry, AdapterTable
 from saccade.engine.config import EngineConfig
-from saccade.engine.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_PREFILL, prefill_beside_decode
-from saccade.engine.deadlines import Deadlines
-from saccade.engine.encoder_cache import EncoderCache
-from saccade.engine.grammar import Grammars, GrammarState, NextMasks
-from saccade.engine.pages import PagePool
-from saccade.engine.profiler import CoreProfiler
+from saccade.engine.core.adapters import AdapterEntry, AdapterTable
+from saccade.engine.core.deadlines import Deadlines
+from saccade.engine.core.encoder_cache import EncoderCache
+from saccade.engine.core.grammar import Grammars, GrammarState, NextMasks
+from saccade.engine.core.pages import PagePool
+from saccade.engine.core.prompt_lookup import WEIGHT, WEIGHT_ON_CPU, PromptLookup
+from saccade.engine.core.scheduler import EncoderTurn, Limits, NextPass, Scheduler
+from saccade.engine.core.step import ENCODER_PARTS, EncodeResult, StepPlan, StepResult
+from saccade.engine.core.step_budget import StepBudget, StepShare
+from saccade.engine.core.time_histogram import TimeHistogram
+from saccade.engine.device.cuda_graphs import MAX_CHUNKS, MAX_DRAFTING, MAX_PREFILL, prefill_beside_decode
+from saccade.engine.device.profiler import CoreProfiler
+from saccade.engine.device.runner import DeviceError, Runner, StepForward, StepHandle
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.prompt_lookup import WEIGHT, WEIGHT_ON_CPU, PromptLookup
 from saccade.engine.request import Failure, FailureKind, FinishReason, Request, RequestOutput
-from saccade.engine.runner import DeviceError, Runner, StepForward, StepHandle
-from saccade.engine.scheduler import EncoderTurn, Limits, NextPass, Scheduler
-from saccade.engine.step import ENCODER_PARTS, EncodeResult, StepPlan, StepResult
-from saccade.engine.step_budget import StepBudget, StepShare
-from saccade.engine.time_histogram import TimeHistogram
 from saccade.errors import RequestError, UserError
 from saccade.model.adapters import Adapter
 

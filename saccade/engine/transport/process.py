@@ -28,7 +28,7 @@ import numpy as np
 
 from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import (
+from saccade.engine.core.loop import (
     AddAdapter,
     AddRequest,
     CoreInfo,
@@ -40,7 +40,6 @@ from saccade.engine.core import (
     Statistics,
     StopProfile,
 )
-from saccade.engine.core_thread import Inbox, OnOutputs, OnStop, run_core
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import (
     Failure,
@@ -51,7 +50,8 @@ from saccade.engine.request import (
     TokenLogprobs,
     new_output,
 )
-from saccade.engine.shared_images import MAX_SEGMENTS, Place, SharedImages, map_patches
+from saccade.engine.transport.shared_images import MAX_SEGMENTS, Place, SharedImages, map_patches
+from saccade.engine.transport.thread import Inbox, OnOutputs, OnStop, run_core
 from saccade.fork_server import decode_error, encode_error, follow_parent
 from saccade.log import logs_json, set_up_logging
 from saccade.startup import QuickExit
@@ -63,7 +63,7 @@ _CLOSE_S = 10.0
 _CPU_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "GOMP_SPINCOUNT": "10000"}
 """Of a core that computes on the CPU, unless set by the user. Weights in huge pages: one decode step reads all of them, at 28 GB/s instead of
 19 (two cores, fp32). Idle OpenMP threads sleep after about 0.1 ms instead of 4: alone no slower, beside other work several times as fast."""
-_MAIN = "import gc; gc.disable(); from saccade.engine.core_process import main; main()"
+_MAIN = "import gc; gc.disable(); from saccade.engine.transport.process import main; main()"
 """Until the core is loaded nothing is collected: collections while torch is imported take a seventh of the time and find nothing."""
 _DIED = Failure("running", "the engine core's process died; restart the engine", "engine_stopped")
 _UNREADABLE = Failure("running", "the engine core's outputs cannot be read; restart the engine", "engine_stopped")
@@ -324,10 +324,10 @@ class CoreProcess:
 
 def serve(connection: Connection) -> None:
     """Load a core as the first frame specifies, then serve until the connection ends."""
-    from saccade.engine.core import EngineCore
-    from saccade.engine.engine import grammars_of
-    from saccade.engine.loading import load_runner
-    from saccade.engine.runner import PixelScale
+    from saccade.engine.core.loop import EngineCore
+    from saccade.engine.device.loading import load_runner
+    from saccade.engine.device.runner import PixelScale
+    from saccade.engine.frontend.api import grammars_of
     from saccade.processor import Processor
 
     setup, _ = connection.receive()

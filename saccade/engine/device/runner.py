@@ -35,21 +35,9 @@ from torch import Tensor
 
 from saccade.device import lazy_zeros, to_device
 from saccade.engine.config import EngineConfig
-from saccade.engine.cuda_graphs import (
-    CudaGraphs,
-    StepSize,
-    declared_sizes,
-    largest_step,
-    step_size,
-)
-from saccade.engine.encoder import Encoder, patch_budgets
-from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS
-from saccade.engine.grammar import GrammarMasks
-from saccade.engine.kv_cache import KVCache, PagedAttention
-from saccade.engine.prompt import PromptImage, TokenPrompt
-from saccade.engine.request import Failure, FailureKind, ImageSpan, Request, SamplingParams, Stage, TokenLogprobs
-from saccade.engine.sampler import Logprobs, Sampler, TokenMasks
-from saccade.engine.step import (
+from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS
+from saccade.engine.core.grammar import GrammarMasks
+from saccade.engine.core.step import (
     ENCODER_PARTS,
     Chunk,
     ChunkResult,
@@ -61,7 +49,17 @@ from saccade.engine.step import (
     StepResult,
     new_chunk_result,
 )
-from saccade.engine.step_inputs import (
+from saccade.engine.device.cuda_graphs import (
+    CudaGraphs,
+    StepSize,
+    declared_sizes,
+    largest_step,
+    step_size,
+)
+from saccade.engine.device.encoder import Encoder, patch_budgets
+from saccade.engine.device.kv_cache import KVCache, PagedAttention
+from saccade.engine.device.sampler import Logprobs, Sampler, TokenMasks
+from saccade.engine.device.step_inputs import (
     InputBuilder,
     InputSizes,
     Ints,
@@ -72,6 +70,8 @@ from saccade.engine.step_inputs import (
     split,
     table_width,
 )
+from saccade.engine.prompt import PromptImage, TokenPrompt
+from saccade.engine.request import Failure, FailureKind, ImageSpan, Request, SamplingParams, Stage, TokenLogprobs
 from saccade.errors import CheckpointError, RequestError
 from saccade.kernels import launch
 from saccade.kernels.embed import ImageRows, StepTokens, embed

@@ -23,8 +23,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from saccade.engine.core.request_state import RequestState
 from saccade.engine.request import ImageSpan
-from saccade.engine.request_state import RequestState
 
 START_RATE = 0.5
 """Fraction of recent tokens predicted at which a request starts drafting, unless costs are known."""

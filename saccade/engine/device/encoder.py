@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saccade.device import to_device
-from saccade.engine.cuda_graphs import CudaGraphs
+from saccade.engine.core.step import ENCODER_PARTS
+from saccade.engine.device.cuda_graphs import CudaGraphs
 from saccade.engine.prompt import PromptImage
-from saccade.engine.step import ENCODER_PARTS
 from saccade.kernels.normalize_pixels import normalize_pixels
 from saccade.model.vision import LayoutOnHost
 from saccade.model.vlm import VLM

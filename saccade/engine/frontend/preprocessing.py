@@ -30,8 +30,9 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from PIL import Image
 
-from saccade.engine.encoder_cache import salted
-from saccade.engine.preprocessing_worker import (
+from saccade.engine.core.encoder_cache import salted
+from saccade.engine.core.time_histogram import TimeHistogram
+from saccade.engine.frontend.preprocessing_worker import (
     MAX_WORKER_BYTES,
     ImageTask,
     LocalBackend,
@@ -42,10 +43,9 @@ from saccade.engine.preprocessing_worker import (
     Source,
     image_key,
 )
-from saccade.engine.processed_images import ProcessedImage, ProcessedImageCache
+from saccade.engine.frontend.processed_images import ProcessedImage, ProcessedImageCache
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan
-from saccade.engine.time_histogram import TimeHistogram
 from saccade.errors import RequestError
 from saccade.fork_server import keep_freed_memory
 from saccade.processor.conversation import ImageItem, Message, VideoFileItem, VisualItem

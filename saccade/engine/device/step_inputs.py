@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from saccade.engine.encoder_cache import ENCODER_SLOT_TOKENS
+from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS
+from saccade.engine.core.step import Chunk
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Request
-from saccade.engine.step import Chunk
 
 Ints = NDArray[np.int32]
 Array = TypeVar("Array", Ints, Tensor)

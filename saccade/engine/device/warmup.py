@@ -18,7 +18,7 @@ import torch
 
 from saccade.device import resolve_device, resolve_dtype
 from saccade.engine.config import EngineConfig
-from saccade.engine.runner import PixelScale, Runner
+from saccade.engine.device.runner import PixelScale, Runner
 from saccade.kernels import launch
 from saccade.model.config import ModelConfig
 from saccade.model.families import family_named, load_model_config

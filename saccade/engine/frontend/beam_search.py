@@ -23,7 +23,7 @@ from saccade.engine.request import MAX_LOGPROBS, Completion, SamplingParams, Tok
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from saccade.engine.engine import CompletionDelta, Engine, RequestOptions
+    from saccade.engine.frontend.api import CompletionDelta, Engine, RequestOptions
 
 _MAX_LENGTH_PENALTY = 100.0
 TopTokens = Sequence[tuple[int, float]]

@@ -11,10 +11,10 @@ import torch
 
 from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
-from saccade.engine.kv_cache import bytes_per_page, pages_for
-from saccade.engine.runner import PixelScale, Runner
-from saccade.engine.sampler import penalty_bytes
-from saccade.engine.warmup import compile_kernels
+from saccade.engine.device.kv_cache import bytes_per_page, pages_for
+from saccade.engine.device.runner import PixelScale, Runner
+from saccade.engine.device.sampler import penalty_bytes
+from saccade.engine.device.warmup import compile_kernels
 from saccade.errors import ConfigError
 from saccade.fork_server import keep_freed_memory
 from saccade.model.prepacked_linear import prepack_storage

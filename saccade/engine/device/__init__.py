@@ -1,0 +1,4 @@
+"""The device: runs the steps that the core plans. Only this package of the engine imports torch.
+
+Start with `runner.py`; `loading.py` makes a runner of a checkpoint folder.
+"""
