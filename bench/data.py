@@ -263,7 +263,7 @@ def worker_loader(reader: str, folder: Path) -> Iterable[list[int]]:
 
         return DataLoader(MosaicDataset(local=str(folder / "mds"), shuffle=True, batch_size=32), **options)
     if reader == "saccade":  # as our own workers start
-        from saccade.fork_server import keep_freed_memory
+        from saccade.workers.process import keep_freed_memory
 
         options["worker_init_fn"] = lambda number: keep_freed_memory()
     kind = type("Passes", (_Passes, IterableDataset), {})

@@ -17,7 +17,7 @@ import torch
 from commands import run_forked
 
 from saccade.data.toy import write_toy_shards
-from saccade.extras import missing_extra
+from saccade.imports import missing_extra
 from saccade.model.initialize import initialize_random, named_size
 
 ROOT = Path(__file__).parents[1]
@@ -207,9 +207,9 @@ def test_the_public_api_names_the_extra_it_lacks(without_extras):
 
 
 def test_every_extra_that_a_message_names_exists():
-    from saccade import extras
+    from saccade import imports
 
-    named = {*extras._EXTRA_OF_MODULE.values(), *extras._EXTRA_OF_COMMAND.values()}
+    named = {*imports._EXTRA_OF_MODULE.values(), *imports._EXTRA_OF_COMMAND.values()}
     assert named <= EXTRAS.keys()
     assert missing_extra("numpy") is None
     assert missing_extra("pyarrow.compute", "data").endswith("pip install 'saccade[data]'")

@@ -10,7 +10,7 @@ from saccade import __version__
 from saccade.cli import bench, chat, compress, data, evaluate, merge, model, plan, prune, recipes, serve, train
 from saccade.cli.options import CommandGroup, examples
 from saccade.errors import UserError
-from saccade.extras import missing_extra
+from saccade.imports import missing_extra
 
 app = typer.Typer(
     name="saccade",

@@ -6,7 +6,7 @@ import sys
 def run() -> None:
     """Run the command line in a process of its own; a Ctrl-C while its modules are imported ends it with 130, without a traceback."""
     try:
-        from saccade.startup import QuickExit, collect_rarely_while_importing
+        from saccade.workers.process import QuickExit, collect_rarely_while_importing
 
         quick_exit = QuickExit()
         collect_rarely_while_importing()

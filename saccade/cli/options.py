@@ -52,7 +52,7 @@ def check_modules(command: str, modules: Sequence[str]) -> None:
     """Refuse a command whose extra is not installed before it does anything."""
     from importlib.util import find_spec
 
-    from saccade.extras import missing_extra
+    from saccade.imports import missing_extra
 
     for name in modules:
         if find_spec(name) is None:

@@ -10,7 +10,7 @@ import typer
 from saccade.cli.hub import checkpoint_folder
 from saccade.cli.options import CommandGroup, DeviceOption, DtypeOption, JsonOption, check_adapter
 from saccade.errors import ConfigError
-from saccade.startup import exit_on_interrupt
+from saccade.workers.process import exit_on_interrupt
 
 keys = typer.Typer(help="API keys of a server.", no_args_is_help=True, cls=CommandGroup)
 

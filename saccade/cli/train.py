@@ -11,7 +11,7 @@ import typer
 
 from saccade.cli.options import DeviceOption
 from saccade.cli.recipes import check_recipe
-from saccade.startup import exit_on_interrupt
+from saccade.workers.process import exit_on_interrupt
 
 
 def _print_keys(requested: bool) -> None:

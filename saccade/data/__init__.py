@@ -11,7 +11,7 @@ from other formats, `curate/` decides which samples to keep without rewriting th
 
 from typing import TYPE_CHECKING
 
-from saccade.lazy import lazy_exports
+from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.data.loader import Source as Source

@@ -25,19 +25,13 @@ from torch import Tensor
 from saccade.data.batch_sampler import SampleRef
 from saccade.data.collate import BadSample, CollateResult, Collator, CollatorConfig, PackedSequence
 from saccade.errors import DataError, UserError
-from saccade.fork_server import (
-    ForkServer,
-    ForkServerError,
-    RunWorker,
-    encode_error,
-    keep_freed_memory,
-    receive_with_fds,
-    send,
-)
 from saccade.processor.image import Pixels
 from saccade.processor.inputs import ModelInputs
-from saccade.shared_memory import SharedMemory
-from saccade.worker_pool import Job, PoolClosedError, Worker, WorkerPool
+from saccade.workers.fork_server import ForkServer, ForkServerError, RunWorker
+from saccade.workers.messages import encode_error, receive_with_fds, send
+from saccade.workers.pool import Job, PoolClosedError, Worker, WorkerPool
+from saccade.workers.process import keep_freed_memory
+from saccade.workers.shared_memory import SharedMemory
 
 _QUEUE_DEPTH = 2
 """Sequences per worker, running and queued, so that a worker never waits for the trainer's process."""

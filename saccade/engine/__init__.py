@@ -8,7 +8,7 @@ integers; `runner.py` runs it on the device; `core.py` is the engine loop; `engi
 
 from typing import TYPE_CHECKING
 
-from saccade.lazy import lazy_exports
+from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig as EngineConfig

@@ -9,7 +9,7 @@ themselves, `model.py` what can be asked. `statistics.py` has the intervals, `co
 
 from typing import TYPE_CHECKING
 
-from saccade.lazy import lazy_exports
+from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.evaluate.comparison import compare as compare

@@ -11,7 +11,7 @@ the names and sizes of each model family, `weights.py` reads and writes checkpoi
 
 from typing import TYPE_CHECKING
 
-from saccade.lazy import lazy_exports
+from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.model.config import ModelConfig as ModelConfig

@@ -34,7 +34,7 @@ from saccade.model.quantization import QuantizationConfig, parse_quantization
 from saccade.model.quantized_linear import QuantizedLinear, quantize_storage
 from saccade.model.vlm import VLM
 from saccade.processor.folder import read_config, read_json
-from saccade.shared_memory import byte_view
+from saccade.workers.shared_memory import byte_view
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -10,7 +10,7 @@ Start with `processor.py` (the steps in order), then `conversation.py` (chat tem
 
 from typing import TYPE_CHECKING
 
-from saccade.lazy import lazy_exports
+from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.processor.image import MediaLimits as MediaLimits

@@ -9,7 +9,7 @@ engine and replaces a core that died.
 
 from typing import TYPE_CHECKING
 
-from saccade.lazy import lazy_exports
+from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.serve.app import create_app as create_app

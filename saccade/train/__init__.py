@@ -10,7 +10,7 @@ training state, `weights.py` loads and exports checkpoint folders. `guard.py`, `
 
 from typing import TYPE_CHECKING
 
-from saccade.lazy import lazy_exports
+from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.train.config import TrainConfig as TrainConfig

@@ -25,13 +25,13 @@ from saccade.engine.frontend import preprocessing_worker
 from saccade.engine.frontend.preprocessing import Preprocessor, _ReadAhead
 from saccade.engine.frontend.preprocessing_worker import ImageTask, Mailbox, ProcessorMetadata, Source, VisualMetadata
 from saccade.errors import CheckpointError, ImageError, RequestError, UserError
-from saccade.fork_server import receive, receive_with_fds, send
 from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import MediaLimits, Processor
 from saccade.processor.families import load_rules
-from saccade.shared_memory import SharedMemory
-from saccade.worker_pool import WorkerLostError
+from saccade.workers.messages import receive, receive_with_fds, send
+from saccade.workers.pool import WorkerLostError
+from saccade.workers.shared_memory import SharedMemory
 
 TIMEOUT_S = 300
 CACHE_BYTES = 2**28

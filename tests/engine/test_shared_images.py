@@ -12,7 +12,7 @@ from saccade.engine.prompt import PromptImage
 from saccade.engine.request import ImageSpan
 from saccade.engine.transport import shared_images
 from saccade.engine.transport.shared_images import MAX_SEGMENTS, SharedImages, map_patches
-from saccade.shared_memory import MappedMemory, SharedMemory
+from saccade.workers.shared_memory import MappedMemory, SharedMemory
 
 
 def image(number, num_patches=3):

@@ -16,7 +16,7 @@ The shards are never rewritten, unless a copy of the kept samples is requested.
 
 from typing import TYPE_CHECKING
 
-from saccade.lazy import lazy_exports
+from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.data.curate.contamination import find_contamination as find_contamination

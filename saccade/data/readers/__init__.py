@@ -7,7 +7,7 @@ Start in `inputs.py`; `reader.py` defines inputs and items; every other module r
 
 from typing import TYPE_CHECKING
 
-from saccade.lazy import lazy_exports
+from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.data.readers.inputs import open_input as open_input

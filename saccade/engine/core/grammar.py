@@ -42,10 +42,11 @@ from numpy.typing import NDArray
 
 from saccade.engine.structured import StructuredOutput
 from saccade.errors import CheckpointError, RequestError, UserError
-from saccade.fork_server import ForkServer, encode_error, receive, send
 from saccade.processor.tokenizer import Tokenizer
-from saccade.sandbox import ResourceLimits, seal
-from saccade.worker_pool import Job, Worker, WorkerPool
+from saccade.workers.fork_server import ForkServer
+from saccade.workers.messages import encode_error, receive, send
+from saccade.workers.pool import Job, Worker, WorkerPool
+from saccade.workers.sandbox import ResourceLimits, seal
 
 _JSON_WHITESPACE = r"[ \n\r\t]{1,32}"
 """White space between JSON tokens. Unbounded, a model may emit nothing else until `max_tokens`."""

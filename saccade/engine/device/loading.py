@@ -16,12 +16,12 @@ from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.device.sampler import penalty_bytes
 from saccade.engine.device.warmup import compile_kernels
 from saccade.errors import ConfigError
-from saccade.fork_server import keep_freed_memory
 from saccade.model.prepacked_linear import prepack_storage
 from saccade.model.quantization import kv_cache_form
 from saccade.model.vlm import VLM
 from saccade.model.weights import load_model
 from saccade.processor.folder import read_config
+from saccade.workers.process import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 

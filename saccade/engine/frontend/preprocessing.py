@@ -47,7 +47,6 @@ from saccade.engine.frontend.processed_images import ProcessedImage, ProcessedIm
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan
 from saccade.errors import RequestError
-from saccade.fork_server import keep_freed_memory
 from saccade.processor.conversation import ImageItem, Message, VideoFileItem, VisualItem
 from saccade.processor.image import (
     ImageSource,
@@ -66,6 +65,7 @@ from saccade.processor.processor import (
     visual_kind,
 )
 from saccade.processor.tools import Tool, check_tools
+from saccade.workers.process import keep_freed_memory
 
 _NUM_READERS = 2
 """Reader threads. They compete with the engine's thread for the interpreter: with 12, 256 requests at once delayed its first step by

@@ -37,7 +37,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from saccade.errors import ImageError, RequestError
-from saccade.fork_server import ForkServer, RunWorker, encode_error, keep_freed_memory, receive, send
 from saccade.processor.conversation import Message
 from saccade.processor.families import VisionRules, load_rules
 from saccade.processor.image import (
@@ -55,9 +54,12 @@ from saccade.processor.parts import Part, Visual, VisualKind, feature_spans
 from saccade.processor.processor import Processor, ResizeName, prefix_errors
 from saccade.processor.tools import Tool
 from saccade.processor.video import import_all_of_av, sampled_frames
-from saccade.sandbox import ResourceLimits, missing_features, seal
-from saccade.shared_memory import SharedMemory, byte_view
-from saccade.worker_pool import Job, Worker, WorkerLostError, WorkerPool
+from saccade.workers.fork_server import ForkServer, RunWorker
+from saccade.workers.messages import encode_error, receive, send
+from saccade.workers.pool import Job, Worker, WorkerLostError, WorkerPool
+from saccade.workers.process import keep_freed_memory
+from saccade.workers.sandbox import ResourceLimits, missing_features, seal
+from saccade.workers.shared_memory import SharedMemory, byte_view
 
 logger = logging.getLogger(__name__)
 

@@ -52,9 +52,9 @@ from saccade.engine.request import (
 )
 from saccade.engine.transport.shared_images import MAX_SEGMENTS, Place, SharedImages, map_patches
 from saccade.engine.transport.thread import Inbox, OnOutputs, OnStop, run_core
-from saccade.fork_server import decode_error, encode_error, follow_parent
 from saccade.log import logs_json, set_up_logging
-from saccade.startup import QuickExit
+from saccade.workers.messages import decode_error, encode_error
+from saccade.workers.process import QuickExit, follow_parent
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saccade.engine.prompt import PromptImage
-from saccade.shared_memory import MappedMemory, SharedMemory
+from saccade.workers.shared_memory import MappedMemory, SharedMemory
 
 MAX_SEGMENTS = 16
 """Segments of one request; images of more are copied into a new one. The kernel also bounds the descriptors of all messages that are not

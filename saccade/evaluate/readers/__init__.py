@@ -8,7 +8,7 @@ benchmarks by name, as their tasks describe them.
 
 from typing import TYPE_CHECKING
 
-from saccade.lazy import lazy_exports
+from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.evaluate.readers.detect import read_examples as read_examples

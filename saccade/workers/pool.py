@@ -26,7 +26,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from saccade.fork_server import HEADER_BYTES, ForkServer, decode_error
+from saccade.workers.fork_server import ForkServer
+from saccade.workers.messages import HEADER_BYTES, decode_error
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sealed_worker
 import torch
 from PIL import Image
+from workers import sealed_worker
 
-from saccade.engine import Engine, EngineConfig, SamplingParams, preprocessing_worker
+from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine.frontend import preprocessing_worker
 from saccade.engine.frontend.preprocessing import Preprocessor
 from saccade.errors import ImageError
-from saccade.fork_server import ForkServer, receive, send
 from saccade.model.initialize import initialize_random, named_size
-from saccade.sandbox import _filter_program, missing_features
-from saccade.shared_memory import SharedMemory
+from saccade.workers.fork_server import ForkServer
+from saccade.workers.messages import receive, send
+from saccade.workers.sandbox import _filter_program, missing_features
+from saccade.workers.shared_memory import SharedMemory
 
 TIMEOUT_S = 300
 is_supported = sys.platform == "linux" and platform.machine() == "x86_64" and not missing_features()

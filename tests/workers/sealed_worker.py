@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from saccade.engine.frontend import preprocessing_worker
-from saccade.fork_server import receive, send
-from saccade.sandbox import ResourceLimits, _restrict_by_landlock, seal
+from saccade.workers.messages import receive, send
+from saccade.workers.sandbox import ResourceLimits, _restrict_by_landlock, seal
 
 libc = ctypes.CDLL(None, use_errno=True)
 

@@ -9,7 +9,6 @@ kills the fork server, and with it the workers.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -23,7 +22,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from saccade.errors import CheckpointError, ConfigError, DataError, ImageError, RequestError, StorageError, UserError
+from saccade.errors import UserError
+from saccade.workers.messages import MAX_FDS, decode_error, encode_error, receive, send
+from saccade.workers.process import follow_parent
 
 RunWorker = Callable[..., None]
 """Main function of a worker: called with its socket and its file descriptors; returns when the socket is closed."""
@@ -37,18 +38,8 @@ _SINGLE_THREAD = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 """Stops OpenMP, OpenBLAS, tokenizers and Arrow's allocator from starting threads: a process with threads cannot fork safely."""
-HEADER_BYTES = 8
-"""Length prefix of a message."""
-_MAX_FDS = 4
-"""Maximum number of file descriptors passed at once, the socket of a new worker included."""
 _MAX_STARTS = 3
 """Attempts to start the fork server for one worker."""
-_MAX_ERROR_LENGTH = 10_000
-"""Maximum characters of an error message."""
-_ERRORS = {
-    kind.__name__: kind
-    for kind in (ConfigError, DataError, StorageError, CheckpointError, RequestError, ImageError, UserError)
-}
 
 
 # ------------------------------------------------------------------ owner's process
@@ -141,7 +132,10 @@ class ForkServer:
 
     def _command(self, control_fd: int) -> list[str]:
         # Passing sys.path lets the fork server import this package from where the owner imported it.
-        code = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from saccade.fork_server import serve; serve(*sys.argv[2:])"
+        code = (
+            "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+            "from saccade.workers.fork_server import serve; serve(*sys.argv[2:])"
+        )
         function = [self._initialize.__module__, self._initialize.__name__]
         return [sys.executable, "-c", code, json.dumps(sys.path), *function, str(control_fd), str(os.getpid())]
 
@@ -188,7 +182,7 @@ def serve(module: str, name: str, control_fd: str, owner_pid: str) -> None:
         own_pid = os.getpid()
         send(control, {"metadata": metadata})
         while True:
-            request, fds, _, _ = socket.recv_fds(control, 1, _MAX_FDS)
+            request, fds, _, _ = socket.recv_fds(control, 1, MAX_FDS)
             if not request:
                 return
             if (pid := os.fork()) == 0:
@@ -209,84 +203,3 @@ def _run_forked(fork_server_pid: int, run_worker: RunWorker, fds: Sequence[int])
         traceback.print_exc()
     finally:
         os._exit(0)
-
-
-def follow_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent exits (Linux; elsewhere it exits when its socket closes).
-
-    SIGINT and SIGTERM are left to the parent: terminals, Slurm and `timeout` send them to every process of a group, and a parent that
-    finishes what is in progress needs this process for it.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
-def keep_freed_memory(max_bytes: int = 2**30) -> None:
-    """Have malloc keep up to `max_bytes` of freed memory for the next allocation instead of returning it to the kernel.
-
-    By default image-sized allocations are mapped and unmapped each time, with a page fault per 4 KiB: reading a 90 KB sample
-    took a worker 0.115 ms of CPU time, and 0.046 ms with this.
-    """
-    if sys.platform == "linux":
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent in musl
-        if mallopt is not None:
-            mallopt(m_trim_threshold, max_bytes)
-            mallopt(m_mmap_threshold, 2**25)  # glibc's maximum: 32 MiB
-
-
-# ------------------------------------------------------------------ messages
-
-
-def send(connection: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
-    """Send a JSON message, prefixed with its length, and file descriptors."""
-    body = json.dumps(message).encode()
-    data = len(body).to_bytes(HEADER_BYTES, "little") + body
-    num_sent = socket.send_fds(connection, [data], fds) if fds else 0
-    connection.sendall(data[num_sent:])
-
-
-def receive(connection: socket.socket) -> Any:
-    """Receive a message; None when the peer has closed its end."""
-    message, _ = receive_with_fds(connection)
-    return message
-
-
-def receive_with_fds(connection: socket.socket) -> tuple[Any, list[int]]:
-    """Receive a message and its file descriptors; the message is None when the peer has closed its end."""
-    first, fds, _, _ = socket.recv_fds(connection, HEADER_BYTES, _MAX_FDS)
-    header = _receive_bytes(connection, HEADER_BYTES - len(first)) if first else None
-    if header is None:
-        return None, []
-    body = _receive_bytes(connection, int.from_bytes(first + header, "little"))
-    return None if body is None else json.loads(body), list(fds)
-
-
-def _receive_bytes(connection: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        chunk = connection.recv(size - len(data))
-        if not chunk:
-            return None
-        data += chunk
-    return bytes(data)
-
-
-def encode_error(error: Exception) -> dict[str, Any]:
-    """An exception as a message with the key `error`. `kind` is None for an internal error, whose text is the traceback."""
-    if isinstance(error, UserError):
-        return {"error": str(error)[:_MAX_ERROR_LENGTH], "kind": type(error).__name__}
-    return {"error": "".join(traceback.format_exception(error))[-_MAX_ERROR_LENGTH:], "kind": None}
-
-
-def decode_error(message: dict[str, Any], failure: str) -> UserError | RuntimeError:
-    """The exception another process sent. `failure` precedes the traceback of an internal error."""
-    kind, text = message.get("kind"), str(message["error"])
-    if kind is None:
-        return RuntimeError(f"{failure}:\n{text}")
-    return _ERRORS.get(str(kind), UserError)(text)

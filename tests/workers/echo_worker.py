@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from saccade.errors import ConfigError
-from saccade.fork_server import encode_error, receive, send
+from saccade.workers.messages import encode_error, receive, send
 
 
 def initialize(config):

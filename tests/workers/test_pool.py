@@ -9,12 +9,13 @@ import threading
 import time
 from pathlib import Path
 
-import echo_worker
 import pytest
+from workers import echo_worker
 
 from saccade.errors import ConfigError, RequestError
-from saccade.fork_server import ForkServer, ForkServerError, send
-from saccade.worker_pool import Job, PoolClosedError, WorkerLostError, WorkerPool
+from saccade.workers.fork_server import ForkServer, ForkServerError
+from saccade.workers.messages import send
+from saccade.workers.pool import Job, PoolClosedError, WorkerLostError, WorkerPool
 
 TIMEOUT_S = 300
 
@@ -294,8 +295,8 @@ def test_a_fork_server_whose_owner_has_gone_exits_without_a_word(has_config):
     if has_config:
         send(control, {"error": "no such folder"})
     control.close()
-    code = "import sys; from saccade.fork_server import serve; serve(*sys.argv[1:])"
-    arguments = ["echo_worker", "initialize", str(child_end.fileno()), str(os.getpid())]
+    code = "import sys; from saccade.workers.fork_server import serve; serve(*sys.argv[1:])"
+    arguments = ["workers.echo_worker", "initialize", str(child_end.fileno()), str(os.getpid())]
     with child_end:
         process = subprocess.run(
             [sys.executable, "-c", code, *arguments],

@@ -6,6 +6,7 @@ They took 2.0 of the 4.4 s of CPU time of a process that imports training and ex
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import signal
@@ -95,3 +96,32 @@ class QuickExit:
 def _has_used_gpu() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda.is_initialized()
+
+
+def follow_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent exits (Linux; elsewhere it exits when its socket closes).
+
+    SIGINT and SIGTERM are left to the parent: terminals, Slurm and `timeout` send them to every process of a group, and a parent that
+    finishes what is in progress needs this process for it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def keep_freed_memory(max_bytes: int = 2**30) -> None:
+    """Have malloc keep up to `max_bytes` of freed memory for the next allocation instead of returning it to the kernel.
+
+    By default image-sized allocations are mapped and unmapped each time, with a page fault per 4 KiB: reading a 90 KB sample
+    took a worker 0.115 ms of CPU time, and 0.046 ms with this.
+    """
+    if sys.platform == "linux":
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent in musl
+        if mallopt is not None:
+            mallopt(m_trim_threshold, max_bytes)
+            mallopt(m_mmap_threshold, 2**25)  # glibc's maximum: 32 MiB

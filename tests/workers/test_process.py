@@ -6,7 +6,7 @@ import sys
 
 ENDS = """
 import atexit, sys, threading, time
-from saccade.startup import QuickExit
+from saccade.workers.process import QuickExit
 quick_exit = QuickExit()
 class Kept:
     def __del__(self):
@@ -50,7 +50,7 @@ def test_output_that_cannot_be_written_is_reported():
 def test_collections_are_rare_until_nothing_more_is_imported():
     code = """
 import gc
-from saccade.startup import collect_rarely_while_importing
+from saccade.workers.process import collect_rarely_while_importing
 usual, callbacks = gc.get_threshold(), list(gc.callbacks)
 collect_rarely_while_importing()
 assert gc.get_threshold()[0] > 10 * usual[0]
@@ -66,7 +66,7 @@ assert gc.callbacks == callbacks
 def test_an_interrupt_during_a_collection_is_not_lost():
     code = """
 import ctypes, functools, gc, operator, signal, sys, time
-from saccade.startup import collect_rarely_while_importing
+from saccade.workers.process import collect_rarely_while_importing
 signal.signal(signal.SIGINT, signal.default_int_handler)
 hook = sys.unraisablehook
 collect_rarely_while_importing()
