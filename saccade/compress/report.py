@@ -1,12 +1,11 @@
-"""The report of a compression: the original beside the compressed model in one table, errors of layers, sensitivity. HTML, JSON, text.
+"""The report of a compression: original and compressed model in one table, errors of layers, sensitivity. HTML, JSON, text.
 
-Written to `compression/` in the compressed folder. The page has no scripts and loads nothing; charts are SVG.
+It is written to `compression/` in the compressed folder.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -20,6 +19,10 @@ from saccade.compress.sensitivity import Sensitivity
 from saccade.compress.verify import Fidelity
 from saccade.config import write_config
 from saccade.files import atomic_write
+from saccade.report.charts import LogBar, figure, log_bar_chart, svg_file
+from saccade.report.html import Html
+from saccade.report.page import details, paragraph, write_page
+from saccade.report.page import table as html_table
 
 FOLDER = "compression"
 
@@ -146,9 +149,10 @@ def write_report(
     write_config(scheme, folder / "scheme.toml")
     if choice is not None:
         _write(folder / "sensitivity.json", json.dumps(choice.to_json(), indent=2) + "\n")
-        _write(folder / "sensitivity.svg", sensitivity_chart(choice.sensitivity, is_alone=True))
-    _write(folder / "report.html", _page(report, scheme, rows, choice, verdict))
-    return folder / "report.html"
+        _write(folder / "sensitivity.svg", svg_file(sensitivity_chart(choice.sensitivity)))
+    page = folder / "report.html"
+    write_page(page, f"Compression: {report.scheme}", _sections(report, scheme, rows, choice, verdict))
+    return page
 
 
 def _write(path: Path, text: str) -> None:
@@ -159,110 +163,66 @@ def _write(path: Path, text: str) -> None:
 # ------------------------------------------------------------------ the page
 
 
-def _page(
+def _sections(
     report: CompressReport,
     scheme: Scheme,
     rows: Sequence[ModelRow],
     choice: Choice | None,
     verdict: str | None,
-) -> str:
+) -> list[str]:
     head, *body = table(rows)
-    title = escape(f"Compression: {report.scheme}")
-    sections = [f"<h1>{title}</h1>"]
-    sections += [f"<p class=warning>{escape(verdict)}</p>"] if verdict else []
-    sections += [f"<p>{escape(line)}</p>" for line in summary(report)]
-    sections.append(_html_table(head, body))
+    sections: list[str] = [paragraph(verdict, "warning")] if verdict else []
+    sections += [paragraph(line) for line in summary(report)]
+    sections.append(html_table(head, body))
     if choice is not None:
-        trials = [[one.scheme.name, f"{one.ratio:.4f}", _number(one.fidelity.kl)] for one in choice.trials]
-        sections += ["<h2>Sensitivity</h2>", sensitivity_chart(choice.sensitivity)]
-        sections += ["<h2>Trials on the calibration samples</h2>", _html_table(["scheme", "size", "KL"], trials)]
+        trials = [(one.scheme.name, f"{one.ratio:.4f}", _number(one.fidelity.kl)) for one in choice.trials]
+        sections += ["<h2>Sensitivity</h2>", figure(_SENSITIVITY, sensitivity_chart(choice.sensitivity))]
+        sections += ["<h2>Trials on the calibration samples</h2>", html_table(("scheme", "size", "KL"), trials)]
     if any(layer.error is not None for layer in report.layers):
-        sections += ["<h2>Layers</h2>", error_chart(report)]
+        sections += ["<h2>Layers</h2>", figure(_ERRORS, _error_chart(report))]
     layers = [
-        [layer.name, layer.form, layer.method, "per output" if layer.group_size is None else str(layer.group_size), _percent_fine(layer.error), _percent_fine(layer.rtn_error), layer.note]
+        (
+            layer.name,
+            layer.form,
+            layer.method,
+            "per output" if layer.group_size is None else layer.group_size,
+            _percent_fine(layer.error),
+            _percent_fine(layer.rtn_error),
+            layer.note,
+        )
         for layer in report.layers
-    ]  # fmt: skip
-    columns = ["projection", "form", "method", "group", "error", "to nearest", "note"]
-    sections += [f"<details><summary>Projections</summary>{_html_table(columns, layers)}</details>"]
-    sections += [
-        f"<details><summary>Scheme</summary><pre>{escape(json.dumps(asdict(scheme), indent=2))}</pre></details>"
     ]
-    return f"{_HEAD}<title>{title}</title>{''.join(sections)}</html>\n"
+    columns = ("projection", "form", "method", "group", "error", "to nearest", "note")
+    sections.append(details("Projections", html_table(columns, layers)))
+    sections.append(details("Scheme", f"<pre>{escape(json.dumps(asdict(scheme), indent=2))}</pre>"))
+    return sections
 
 
 def _percent_fine(value: float | None) -> str:
     return "" if value is None else f"{value:.2%}"
 
 
-def _html_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in body)
-    return f"<div class=wide><table><tr>{cells}</tr>{lines}</table></div>"
+_SENSITIVITY = "KL divergence of the output when only this group is compressed"
+_ERRORS = "Relative error of a projection's output"
 
 
-# ------------------------------------------------------------------ charts
-
-_LEFT, _RIGHT, _ROW = 300, 770, 14
-_COLOURS = ("#3b82c4", "#d9822b", "#b3261e", "#4f9d69")
-
-
-def sensitivity_chart(sensitivity: Sensitivity, *, is_alone: bool = False) -> str:
+def sensitivity_chart(sensitivity: Sensitivity) -> Html:
     """KL divergence of every form of every group, on a logarithmic axis."""
-    rows, labels = [], []
+    bars: list[LogBar] = []
+    forms: list[str] = []
     for group, options in sensitivity.candidates.items():
-        for one in options[1:]:
-            label = one.form if one.group_size is None else f"{one.form} g{one.group_size}"
-            labels.append(label)
-            rows.append((group if one is options[1] else "", label, one.kl))
-    order = list(dict.fromkeys(labels))
-    bars = [(name, f"{label}: {kl:.3g}", kl, order.index(label)) for name, label, kl in rows]
-    return _bars("KL divergence of the output when only this group is compressed", bars, order, is_alone=is_alone)
+        for number, one in enumerate(options[1:]):
+            form = one.form if one.group_size is None else f"{one.form} g{one.group_size}"
+            forms += [] if form in forms else [form]
+            bars.append(LogBar("" if number else group, f"{form}: {one.kl:.3g}", one.kl, forms.index(form)))
+    return log_bar_chart(_SENSITIVITY, bars, forms)
 
 
-def error_chart(report: CompressReport) -> str:
-    """Relative error of every projection's output, beside rounding to nearest."""
+def _error_chart(report: CompressReport) -> Html:
+    """Relative error of every projection's output, compared with rounding to nearest."""
     bars = []
     for layer in report.layers:
         if layer.error is not None and layer.rtn_error is not None:
-            bars.append((layer.name, f"{layer.method}: {layer.error:.2%}", layer.error, 0))
-            bars.append(("", f"to nearest: {layer.rtn_error:.2%}", layer.rtn_error, 1))
-    return _bars("Relative error of a projection's output", bars, ["this scheme", "to nearest"])
-
-
-def _bars(title: str, bars: Sequence[tuple[str, str, float, int]], legend: Sequence[str], *, is_alone: bool = False) -> str:  # fmt: skip
-    """Horizontal bars (label, tooltip, value, colour) on a logarithmic axis."""
-    positive = [value for _, _, value, _ in bars if value > 0] or [1.0]
-    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)) + 1e-9)
-    low = max(low, high - 8)
-
-    def x(value: float) -> float:
-        share = (math.log10(max(value, 10.0**low)) - low) / max(1, high - low)
-        return round(_LEFT + share * (_RIGHT - _LEFT), 1)
-
-    height = _ROW * len(bars) + 46
-    parts = [f'<line x1="{x(10.0**tick)}" x2="{x(10.0**tick)}" y1="18" y2="{height - 22}" stroke="#8884"/><text x="{x(10.0**tick)}" y="{height - 8}" text-anchor="middle">1e{tick}</text>' for tick in range(low, high + 1)]  # fmt: skip
-    for number, name in enumerate(legend):
-        parts.append(f'<rect x="{_LEFT + 150 * number}" y="2" width="10" height="10" fill="{_COLOURS[number % 4]}"/><text x="{_LEFT + 14 + 150 * number}" y="12">{escape(name)}</text>')  # fmt: skip
-    for number, (label, tooltip, value, colour) in enumerate(bars):
-        y = 20 + _ROW * number
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 10}" text-anchor="end">{escape(label)}</text>')
-        parts.append(f'<rect x="{_LEFT}" y="{y + 2}" width="{max(1.0, x(value) - _LEFT):.1f}" height="{_ROW - 4}" fill="{_COLOURS[colour % 4]}"><title>{escape(tooltip)}</title></rect>')  # fmt: skip
-    style = "<style>text { font: 11px sans-serif; fill: #5d656e }</style>" if is_alone else ""
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_RIGHT + 20} {height}" role="img" aria-label="{escape(title)}">'
-    drawn = f"{opening}{style}{''.join(parts)}</svg>"
-    return drawn if is_alone else f"<figure><figcaption>{escape(title)}</figcaption>{drawn}</figure>"
-
-
-_HEAD = """<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">
-<meta http-equiv=Content-Security-Policy content="default-src 'none'; style-src 'unsafe-inline'">
-<style>
-:root { color-scheme: light dark; --back: #fff; --text: #1c2126; --soft: #5d656e; --line: #e3e6ea; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e4e7ea; --soft: #9aa2ab; --line: #2d3238; --bad: #f2938c; } }
-body { background: var(--back); color: var(--text); font: 14px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } .warning { border-left: 3px solid var(--bad); padding-left: .7rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; } th { text-align: left; color: var(--soft); font-weight: 500; }
-th, td { border-bottom: 1px solid var(--line); padding: .25rem 1.2rem .25rem 0; white-space: nowrap; }
-figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .8rem; } figcaption { font-weight: 600; }
-svg { width: 100%; } svg text { fill: var(--soft); font-size: 11px; } summary { margin-top: 1.2rem; cursor: pointer; }
-</style>
-"""
+            bars.append(LogBar(layer.name, f"{layer.method}: {layer.error:.2%}", layer.error, 0))
+            bars.append(LogBar("", f"to nearest: {layer.rtn_error:.2%}", layer.rtn_error, 1))
+    return log_bar_chart(_ERRORS, bars, ("this scheme", "to nearest"))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from saccade.evaluate.comparison import Comparison, compare
-from saccade.evaluate.page import make_page
+from saccade.evaluate.page import write_results_page
 from saccade.evaluate.results import Results, write_json
 from saccade.evaluate.tables import LEGEND, Cell, beams_of, latex, markdown, score_rows
 from saccade.files import atomic_write
@@ -29,12 +29,8 @@ def compare_all(results: Sequence[Results], *, seed: int = 0) -> dict[str, Compa
 def write_reports(results: Sequence[Results], comparisons: Mapping[str, Comparison]) -> None:
     """Write all reports into the folder of the first results."""
     rows, names, folder = score_rows(results, comparisons), [one.name for one in results], results[0].folder
-    texts = {
-        "report.html": make_page(results, comparisons),
-        "report.md": markdown(rows, names),
-        "report.tex": latex(rows, names),
-    }
-    for name, text in texts.items():
+    write_results_page(folder / "report.html", results, comparisons)
+    for name, text in {"report.md": markdown(rows, names), "report.tex": latex(rows, names)}.items():
         with atomic_write(folder / name) as path:
             path.write_text(text, encoding="utf-8")
     if comparisons:

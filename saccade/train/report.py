@@ -1,14 +1,11 @@
-"""Report of a run as one self-contained HTML page: curves, sample generations, skipped steps, config.
+"""Report of a run as one HTML page: curves, scores of checkpoints, sample generations, skipped steps, config.
 
-    write_report(run)        # reads metrics.jsonl, evaluations/, samples.jsonl, skipped_steps.jsonl, config.toml; writes report.html
-
-No scripts and no requests: curves are SVG, images are data URLs, and a content security policy forbids the rest. All text is escaped.
-The section of a missing file is omitted. A line of samples.jsonl: step, prompt, output, and optionally reference and image (a
-data URL).
+`write_report(run)` reads metrics.jsonl, evaluations/, samples.jsonl, skipped_steps.jsonl and config.toml of the run folder and
+writes report.html. The section of a missing file is omitted. A line of samples.jsonl has step, prompt and output, and optionally
+reference and image (a data URL).
 """
 
 import json
-import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,19 +14,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from saccade.report.charts import Points, line_chart
+from saccade.report.html import Html
+from saccade.report.page import cards, image, table, write_page
 from saccade.train.metrics import duration, thousands
 from saccade.train.trackers import flat_numbers, read_records
 
-Points = list[tuple[float, float]]
-"""(step, value), ordered by step."""
-
-MAX_POINTS = 400
-"""Maximum points of a curve; more are averaged."""
 MAX_ROWS = 200
 """Maximum number of skipped steps and samples shown, newest last."""
-_WIDTH, _HEIGHT = 520, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 508, 12, 184
-"""Size of a chart, and the frame of its curves."""
 _DATA_URL = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+=*")
 
 
@@ -78,10 +70,8 @@ def write_report(run: Path) -> Path:
         _skipped(list(read_records(run / "skipped_steps.jsonl"))),
         _settings(run / "config.toml"),
     )
-    title = escape(run.resolve().name)
-    fresh = run / ".report.html.new"
-    fresh.write_text(f"{_HEAD}<title>{title}</title><h1>{title}</h1>\n" + "\n".join(sections), encoding="utf-8")
-    return fresh.replace(run / "report.html")
+    write_page(run / "report.html", run.resolve().name, sections)
+    return run / "report.html"
 
 
 # ------------------------------------------------------------------ sections
@@ -99,11 +89,8 @@ def _summary(records: Sequence[Mapping[str, Any]]) -> str:
         "last loss": _number(last["loss"]) if "loss" in last else "-",
         "time in steps": duration(_seconds(records)),
     }
-    return (
-        "<dl>"
-        + "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
-        + "</dl>"
-    )
+    shown = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
+    return f"<dl class=facts>{shown}</dl>"
 
 
 def _seconds(records: Sequence[Mapping[str, Any]]) -> float:
@@ -129,32 +116,38 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> str:
     drawn = [*CHARTS, *(Chart(family, rf"{re.escape(family)}(/.*)?") for family in others)]
     figures = []
     for chart in drawn:
-        curves = {name: _thinned(points) for name, points in series.items() if re.fullmatch(chart.names, name)}
+        curves = {name: points for name, points in series.items() if re.fullmatch(chart.names, name)}
         if curves:
-            figures.append(_figure(chart, curves, marks))
-    return f"<section class=charts>{''.join(figures)}</section>"
+            figures.append(line_chart(chart.title, curves, marks=marks, show=chart.show, show_step=_number))
+    return cards(figures, "charts")
 
 
 def _evaluations(run: Path) -> str:
-    """Scores of the exported checkpoints: a chart of each task's first metric, and all scores with links to their reports."""
+    """Scores of the exported checkpoints: a chart of each task's first metric, and all scores with links to their reports.
+
+    Scores of different versions of the results format are not comparable: each version has a curve of its own.
+    """
+    found = [
+        (int(path.parent.name.removeprefix("step-")), json.loads(path.read_text(encoding="utf-8")))
+        for path in sorted(run.glob("evaluations/step-*/scores.json"))
+    ]
+    newest = max((content.get("version", 0) for _, content in found), default=0)
     curves: dict[str, dict[str, Points]] = {}
     rows: list[Sequence[object]] = []
-    for path in sorted(run.glob("evaluations/step-*/scores.json")):
-        step = int(path.parent.name.removeprefix("step-"))
-        link = _Html(f'<a href="evaluations/{escape(path.parent.name)}/report.html">{step:,}</a>')
-        for task, scores in json.loads(path.read_text(encoding="utf-8")).get("tasks", {}).items():
+    for step, content in found:
+        version = content.get("version", 0)
+        older = "" if version == newest else f" (version {version} of results)"
+        link = Html(f'<a href="evaluations/step-{step:08d}/report.html">{step:,}</a>')
+        for task, scores in content.get("tasks", {}).items():
             for number, (metric, score) in enumerate(scores["metrics"].items()):
                 if number == 0:
-                    curves.setdefault(task, {}).setdefault(metric, []).append((step, score["value"]))
+                    title = f"Evaluation: {task}, {metric}"
+                    curves.setdefault(title, {}).setdefault(metric + older, []).append((step, score["value"]))
                 interval = f"{score['value']:.3f} [{score['low']:.3f}, {score['high']:.3f}]"
-                rows.append((link, task, metric, interval, scores["num_examples"]))
-    figures = [
-        _figure(Chart(f"Evaluation: {task}, {metric}", ""), {metric: points}, [])
-        for task, metrics in curves.items()
-        for metric, points in metrics.items()
-    ]
-    charts = f"<section class=charts>{''.join(figures)}</section>" if figures else ""
-    return charts + _table("Evaluations of exported checkpoints", ("step", "task", "metric", "score", "examples"), rows)
+                rows.append((link, task, metric + older, interval, scores["num_examples"]))
+    charts = [line_chart(title, versions, show=_number, show_step=_number) for title, versions in curves.items()]
+    names = ("step", "task", "metric", "score", "examples")
+    return cards(charts, "charts") + _section("Evaluations of exported checkpoints", names, rows)
 
 
 def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
@@ -168,7 +161,7 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
         )
         for sample in samples[-MAX_ROWS:]
     ]
-    return _table("Sample generations", ("step", "image", "prompt", "output", "reference"), rows)
+    return _section("Sample generations", ("step", "image", "prompt", "output", "reference"), rows)
 
 
 def _skipped(steps: Sequence[Mapping[str, Any]]) -> str:
@@ -183,7 +176,7 @@ def _skipped(steps: Sequence[Mapping[str, Any]]) -> str:
         )
         for step in steps[-MAX_ROWS:]
     ]
-    return _table("Skipped steps", ("step", "reason", "action", "loss", "gradient norm", "samples"), rows)
+    return _section("Skipped steps", ("step", "reason", "action", "loss", "gradient norm", "samples"), rows)
 
 
 def _settings(path: Path) -> str:
@@ -201,121 +194,14 @@ def _settings(path: Path) -> str:
         else:
             yield name, tree
 
-    return _table("Settings", ("key", "value"), list(flat(tomllib.loads(path.read_text(encoding="utf-8")), "")))
+    return _section("Settings", ("key", "value"), list(flat(tomllib.loads(path.read_text(encoding="utf-8")), "")))
 
 
-class _Html(str):
-    """Text that is already HTML."""
+def _section(title: str, names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table with a heading; empty without rows."""
+    return f"<h2>{title}</h2>{table(names, rows, wraps=True)}" if rows else ""
 
 
-def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table with a heading; empty without rows. Cells are escaped unless they are HTML."""
-    if not rows:
-        return ""
-
-    def cell(value: object) -> str:
-        return value if isinstance(value, _Html) else escape("" if value is None else str(value))
-
-    head = "".join(f"<th>{name}</th>" for name in names)
-    body = "".join("<tr>" + "".join(f"<td>{cell(value)}</td>" for value in row) + "</tr>" for row in rows)
-    return f"<h2>{title}</h2><div class=wide><table><tr>{head}</tr>{body}</table></div>"
-
-
-def _image(url: object) -> _Html | None:
+def _image(url: object) -> Html | None:
     """An image, if the value is a data URL."""
-    if isinstance(url, str) and _DATA_URL.fullmatch(url):
-        return _Html(f'<img alt="" src="{url}">')
-    return None
-
-
-# ------------------------------------------------------------------ drawing
-
-
-def _thinned(points: Points) -> Points:
-    """Average neighbours down to MAX_POINTS."""
-    size = -(-len(points) // MAX_POINTS)
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
-
-
-def _figure(chart: Chart, curves: Mapping[str, Points], marks: Sequence[tuple[float, str]]) -> str:
-    """One chart with its legend. `marks`: steps at which a stage starts."""
-    steps = [x for points in curves.values() for x, _ in points]
-    values = [y for points in curves.values() for _, y in points]
-    x_ticks, y_ticks = ticks(min(steps), max(steps)), ticks(min(values), max(values))
-    (x_low, x_high), (y_low, y_high) = _span(x_ticks, steps), _span(y_ticks, values)
-
-    def x(step: float) -> float:
-        return round(_LEFT + (step - x_low) / (x_high - x_low) * (_RIGHT - _LEFT), 1)
-
-    def y(value: float) -> float:
-        return round(_BOTTOM - (value - y_low) / (y_high - y_low) * (_BOTTOM - _TOP), 1)
-
-    parts = []
-    for tick in y_ticks:
-        parts.append(f'<line class=grid x1="{_LEFT}" x2="{_RIGHT}" y1="{y(tick)}" y2="{y(tick)}"/>')
-        parts.append(f'<text class=y x="{_LEFT - 6}" y="{y(tick) + 4}">{escape(chart.show(tick))}</text>')
-    parts += [f'<text class=x x="{x(tick)}" y="{_HEIGHT - 8}">{escape(_number(tick))}</text>' for tick in x_ticks]
-    for step, name in marks:
-        if x_low < step < x_high:
-            parts.append(f'<line class=mark x1="{x(step)}" x2="{x(step)}" y1="{_TOP}" y2="{_BOTTOM}"><title>{escape(name)}</title></line>')  # fmt: skip
-    for number, (name, points) in enumerate(curves.items()):
-        points_text = " ".join(f"{x(step)},{y(value)}" for step, value in points)
-        shape = "polyline" if len(points) > 1 else "circle"
-        where = (
-            f'points="{points_text}"' if len(points) > 1 else f'cx="{x(points[0][0])}" cy="{y(points[0][1])}" r="2.5"'
-        )
-        parts.append(f'<{shape} class="c{number % 8}" {where}><title>{escape(name)}</title></{shape}>')
-    legend = "".join(
-        f'<span><i class="c{number % 8}"></i>{escape(name.split("/", 1)[-1])} {escape(chart.show(points[-1][1]))}</span>'
-        for number, (name, points) in enumerate(curves.items())
-    )
-    return (
-        f"<figure><figcaption>{escape(chart.title)}</figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg><p>{legend}</p></figure>'
-    )
-
-
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers within [low, high]; one for an empty range."""
-    if not high > low:
-        return [low]
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1.0, 2.0, 5.0, 10.0) if power * factor >= rough * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
-
-
-def _span(marked: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
-    """A range that contains everything; never empty."""
-    low, high = min(*marked, *values, math.inf), max(*marked, *values, -math.inf)
-    margin = (high - low) * 0.04 or max(abs(low) * 0.1, 1e-12)
-    return low - margin, high + margin
-
-
-_COLOURS = ("#3568d4", "#d9622b", "#2d9d5c", "#a24bc4", "#c8a11c", "#d1446f", "#2aa3b8", "#7a7f87")
-_HEAD = """<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">
-<meta http-equiv=Content-Security-Policy content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<style>
-:root { color-scheme: light dark; --back: #fff; --text: #1c2126; --soft: #6a727b; --line: #e3e6ea; }
-@media (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e4e7ea; --soft: #969ea7; --line: #2d3238; } }
-body { background: var(--back); color: var(--text); font: 14px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-dl { display: flex; flex-wrap: wrap; gap: 2rem; } dt { color: var(--soft); } dd { margin: 0; font-size: 1.2rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 1rem; }
-figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .6rem .8rem; } figcaption { font-weight: 600; }
-figure p { margin: 0; color: var(--soft); } figure span { margin-right: 1rem; } i { display: inline-block; width: .7em; height: .7em; margin-right: .3em; border-radius: 2px; }
-svg { width: 100%; } svg text { fill: var(--soft); font-size: 11px; } .y { text-anchor: end; } .x { text-anchor: middle; }
-.grid { stroke: var(--line); } .mark { stroke: var(--soft); stroke-dasharray: 4 3; } polyline { fill: none; stroke-width: 1.6; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; } th { text-align: left; color: var(--soft); }
-th, td { border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0; vertical-align: top; white-space: pre-wrap; overflow-wrap: anywhere; } img { max-width: 160px; }
-COLOURS
-</style>
-""".replace(
-    "COLOURS",
-    "\n".join(
-        f"polyline.c{i} {{ stroke: {c} }} circle.c{i} {{ fill: {c} }} i.c{i} {{ background: {c} }}"
-        for i, c in enumerate(_COLOURS)
-    ),
-)
+    return image(url) if isinstance(url, str) and _DATA_URL.fullmatch(url) else None

@@ -8,9 +8,7 @@ fraction of generated outputs equal to the reference. Where something else is op
 second pass over the data; of preference pairs, loss and accuracy are those of the chosen conversations. Generation needs the full model on one rank: it is skipped for sharded models.
 """
 
-import base64
 import contextlib
-import io
 import logging
 import random
 import threading
@@ -20,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch.distributed.fsdp import FSDPModule
 
 from saccade.data.index import open_index
@@ -30,6 +27,7 @@ from saccade.errors import DataError, UserError
 from saccade.model.generation import stream as generate_stream
 from saccade.processor import Processor
 from saccade.processor.inputs import ModelInputs
+from saccade.report.page import thumbnail
 from saccade.train.batches import BatchIterator, open_validation_stream
 from saccade.train.config import StageConfig, TrainConfig
 from saccade.train.loss import ModelWithLoss
@@ -198,7 +196,7 @@ class _Prompt(NamedTuple):
     def record(self) -> dict[str, str]:
         """For samples.jsonl."""
         texts = {"prompt": self.prompt, "reference": self.reference}
-        return texts if self.image is None else texts | {"image": thumbnail(self.image)}
+        return texts if self.image is None else texts | {"image": thumbnail(self.image, THUMBNAIL_SIDE)}
 
 
 def _prompt(sample: Sample, rules: TextRules, processor: Processor) -> _Prompt:
@@ -212,16 +210,6 @@ def _text(message: Mapping[str, Any]) -> str:
     """The text of a message without its images."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-
-
-def thumbnail(image: bytes) -> str:
-    """A small version of the image as a data URL."""
-    file = io.BytesIO()
-    with Image.open(io.BytesIO(image)) as opened:
-        small = ImageOps.exif_transpose(opened).convert("RGB")
-        small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-        small.save(file, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from saccade.train.report import MAX_POINTS, ticks, write_report
+from saccade.report.charts import MAX_POINTS
+from saccade.train.report import write_report
 
 HOSTILE = "<script>alert('x')</script>\"&"
 
@@ -155,8 +156,18 @@ def test_long_runs_stay_small(run):
     assert len(text) < 200_000
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.2, 8.9), (1e-6, 3e-6), (1000.0, 123456.0), (5.0, 5.0)])
-def test_ticks_are_round_and_within_the_range(low, high):
-    marks = ticks(low, high)
-    assert 1 <= len(marks) <= 7
-    assert all(low - 1e-9 <= mark <= high + 1e-9 for mark in marks)
+def test_scores_of_two_versions_of_results_are_not_joined_into_one_curve(run):
+    for step, version, value in ((100, 1, 0.2), (200, 1, 0.3), (300, 2, 0.6), (400, 2, 0.7)):
+        folder = run / "evaluations" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        score = {"value": value, "low": value - 0.1, "high": value + 0.1, "higher_is_better": True}
+        content = {"version": version, "tasks": {"vqa": {"num_examples": 9, "metrics": {"accuracy": score}}}}
+        (folder / "scores.json").write_text(json.dumps(content))
+    text = write_report(run).read_text()
+    [figure] = re.findall(r"<figure><figcaption>Evaluation: vqa, accuracy</figcaption>.*?</figure>", text)
+    curves = re.findall(r'points="([^"]*)"><title>([^<]*)', figure)
+    assert [(points.count(","), name) for points, name in curves] == [
+        (2, "accuracy (version 1 of results)"),
+        (2, "accuracy"),
+    ]
+    assert text.count("<td>accuracy (version 1 of results)</td>") == 2

@@ -15,12 +15,13 @@ from saccade.data.toy import toy_sample
 from saccade.errors import ConfigError
 from saccade.model.weights import load_model
 from saccade.processor import Processor
+from saccade.report.page import thumbnail
 from saccade.train.checkpoint import states
 from saccade.train.config import TrainConfig
 from saccade.train.loss import ModelWithLoss, next_token_labels
 from saccade.train.stages import train
 from saccade.train.trainer import Ending
-from saccade.train.validation import preserve_random_state, thumbnail
+from saccade.train.validation import THUMBNAIL_SIDE, preserve_random_state
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_validation_preserves_the_random_state():
 
 def test_thumbnails_are_small():
     sample = toy_sample(1, side=640)
-    assert len(thumbnail(sample.members["png"])) < 8000
+    assert len(thumbnail(sample.members["png"], THUMBNAIL_SIDE)) < 8000
 
 
 @pytest.mark.parametrize(

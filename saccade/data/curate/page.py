@@ -1,16 +1,14 @@
-"""The curation report as one self-contained HTML page, with examples of what was kept and dropped.
+"""The curation report as one HTML page, with examples of what was kept and dropped.
 
-Captions and names are untrusted. The template escapes everything, the page has no script, and its Content-Security-Policy forbids
-whatever is not in the file. Images are decoded and re-encoded as small JPEGs; the original bytes are not embedded.
+Captions and names are untrusted and are escaped. Images are decoded with limits and written as small JPEGs; the page never
+contains their original bytes.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,21 @@ import pyarrow as pa
 from PIL import Image
 
 from saccade.data.curate.features import is_measured, read_features
-from saccade.data.curate.report import FolderReport, drop_reasons, inspect
+from saccade.data.curate.report import Distribution, FolderReport, drop_reasons, inspect
 from saccade.data.curate.settings import DECODE_LIMITS
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.sample import Sample, images, texts
 from saccade.errors import DataError, ImageError
-from saccade.files import atomic_write
 from saccade.processor.image import load_image
+from saccade.report.charts import share_bar, stacked_bars
+from saccade.report.html import Html
+from saccade.report.page import cards, details, image, paragraph, table, thumbnail
+from saccade.report.page import write_page as write_report_page
 
-_SIDE = 240  # of an image on the page
+_SIDE = 240
+"""Size of an image on the page, in pixels."""
+_MAX_NAMES = 20
+"""Sources and licences listed on the page."""
 _MAX_TEXT = 600
 _MAX_PICTURES = 4
 
@@ -54,17 +58,9 @@ class Group:
 
 def write_page(path: str | Path, out_html: str | Path, *, num_examples: int = 24) -> FolderReport:
     """Write the page, with `num_examples` of the kept samples and of those dropped for each reason, spread over the shards."""
-    from jinja2 import Environment, StrictUndefined
-
     report, index = inspect(path), open_index(path)
-    style_hash = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{style_hash}'; base-uri 'none'; form-action 'none'"
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    page = environment.from_string(_PAGE).render(
-        report=report, groups=_groups(index, report, num_examples), policy=policy, style=_STYLE
-    )
-    with atomic_write(Path(out_html)) as hidden:
-        hidden.write_text(page, encoding="utf-8", errors="replace")
+    sections = _sections(report, _groups(index, report, num_examples))
+    write_report_page(Path(out_html), str(report.path), sections)
     return report
 
 
@@ -145,10 +141,7 @@ def _pictures(sample: Sample) -> list[str]:
             picture = Image.fromarray(load_image(data, DECODE_LIMITS))
         except ImageError:
             continue
-        picture.thumbnail((_SIDE, _SIDE))
-        encoded = io.BytesIO()
-        picture.save(encoded, "JPEG", quality=75)
-        urls.append(f"data:image/jpeg;base64,{base64.b64encode(encoded.getvalue()).decode()}")
+        urls.append(thumbnail(picture, _SIDE))
     return urls
 
 
@@ -161,124 +154,60 @@ def _text(sample: Sample) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ... ({len(text)} characters)"
 
 
-# ------------------------------------------------------------------ style sheet and template
+# ------------------------------------------------------------------ sections
 
-_STYLE = """
-:root { color-scheme: light dark; --ground: #fcfcfb; --ink: #1d1d1f; --soft: #6b6b70; --line: #e3e3e1; --card: #ffffff; --kept: #2f6fab; --all: #c9d6e2; --drop: #b4532a; }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #17181a; --ink: #ececea; --soft: #a0a1a6; --line: #303236; --card: #1f2124; --kept: #6fa8dc; --all: #3a4652; --drop: #e08a5f; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: 2.5rem 1.5rem 4rem; background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 2.5rem 0 .75rem; }
-p { margin: .25rem 0; }
-.soft { color: var(--soft); }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-td, th { padding: .3rem .75rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; font-weight: normal; overflow-wrap: anywhere; }
-th { color: var(--soft); }
-td.number, th.number { text-align: right; white-space: nowrap; }
-td.bar { width: 40%; }
-svg { display: block; width: 100%; }
-.left { fill: var(--kept); } .gone { fill: var(--drop); } .all { fill: var(--all); } .kept { fill: var(--kept); }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(260px, 1fr)); gap: 1rem; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .75rem; overflow: hidden; }
-.card h3 { font-size: .9rem; margin: 0 0 .5rem; }
-.card .soft { font-size: .8rem; overflow-wrap: anywhere; }
-.ends { display: flex; justify-content: space-between; }
-.pictures { display: flex; gap: .5rem; align-items: center; min-height: 4rem; }
-.pictures img { max-width: 100%; max-height: 180px; min-width: 0; border-radius: 4px; background: var(--line); }
-.pair img { max-width: 48%; }
-.text { margin: .5rem 0 .25rem; max-height: 7.5em; overflow: auto; overflow-wrap: anywhere; white-space: pre-line; }
-details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; padding: .25rem 0; }
-details[open] summary { margin-bottom: .75rem; }
-"""
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{{ policy }}">
-<meta name="referrer" content="no-referrer">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ report.path }}</title>
-<style>{{ style | safe }}</style>
-</head>
-<body>
-<h1>{{ report.path }}</h1>
-<p>{{ "{:,}".format(report.num_kept) }} of {{ "{:,}".format(report.num_samples) }} samples
-{{ "kept" if report.is_curated else "readable; not curated yet" }}
-<span class="soft">in {{ report.size }}</span></p>
+def _sections(report: FolderReport, groups: Sequence[Group]) -> list[str]:
+    state = "kept" if report.is_curated else "readable; not curated yet"
+    sections: list[str] = [paragraph(f"{report.num_kept:,} of {report.num_samples:,} samples {state} in {report.size}")]
+    if report.damaged:
+        rows = [(_isolated(name), damage) for name, damage in report.damaged.items()]
+        sections += ["<h2>Damaged shards</h2>", table(("shard", "lost"), rows, wraps=True)]
+    sections += ["<h2>Dropped samples</h2>", _dropped(report)]
+    for title, counts in (("Sources", report.sources), ("Licences", report.licences)):
+        if counts:
+            most = list(counts.items())[:_MAX_NAMES]
+            lines = [(_isolated(name), f"{kept:,}", f"{total:,}") for name, (kept, total) in most]
+            sections += [f"<h2>{title}</h2>", table(("name", "kept", "all"), lines, numbers=(1, 2), wraps=True)]
+            if len(counts) > _MAX_NAMES:
+                sections.append(paragraph(f"and {len(counts) - _MAX_NAMES} more", "soft"))
+    sections += ["<h2>Distributions</h2>", paragraph("Pale: all samples. Strong: those kept.", "soft")]
+    sections.append(cards(map(_distribution, report.distributions)))
+    sections.append("<h2>Examples</h2>")
+    for number, group in enumerate(groups):
+        title = Html(f"{escape(group.title)} <span class=soft>({group.num_samples:,})</span>")
+        sections.append(details(title, cards(map(_card, group.examples)), is_open=number < 2))
+    return sections
 
-{% if report.damaged %}
-<h2>Damaged shards</h2>
-<table>
-<tr><th>shard</th><th>lost</th></tr>
-{% for name, damage in report.damaged.items() %}
-<tr><td><bdi>{{ name }}</bdi></td><td>{{ damage }}</td></tr>
-{% endfor %}
-</table>
-{% endif %}
 
-<h2>Dropped samples</h2>
-<table>
-<tr><th>reason</th><th class="number">dropped</th><th class="number">left</th><th></th></tr>
-<tr><td>all samples</td><td></td><td class="number">{{ "{:,}".format(report.num_samples) }}</td>
-<td class="bar"><svg viewBox="0 0 1000 16" height="16" preserveAspectRatio="none"><rect class="left" width="1000" height="16"/></svg></td></tr>
-{% for step in report.steps %}
-<tr><td>{{ step.reason }}</td><td class="number">{{ "{:,}".format(step.num_dropped) }}</td><td class="number">{{ "{:,}".format(step.num_left) }}</td>
-<td class="bar"><svg viewBox="0 0 1000 16" height="16" preserveAspectRatio="none">
-<rect class="left" width="{{ 1000 * step.num_left / report.num_samples }}" height="16"/>
-<rect class="gone" x="{{ 1000 * step.num_left / report.num_samples }}" width="{{ 1000 * step.num_dropped / report.num_samples }}" height="16"/>
-</svg></td></tr>
-{% endfor %}
-</table>
+def _dropped(report: FolderReport) -> Html:
+    """Number of samples that each rule dropped, and how many remain after it."""
+    total = max(1, report.num_samples)
+    rows: list[tuple[object, ...]] = [("all samples", "", f"{report.num_samples:,}", share_bar([(1.0, "c0")]))]
+    for step in report.steps:
+        bar = share_bar([(step.num_left / total, "c0"), (step.num_dropped / total, "c1")])
+        rows.append((step.reason, f"{step.num_dropped:,}", f"{step.num_left:,}", bar))
+    return table(("reason", "dropped", "left", ""), rows, numbers=(1, 2))
 
-{% for title, counts in (("Sources", report.sources), ("Licences", report.licences)) if counts %}
-<h2>{{ title }}</h2>
-<table>
-<tr><th>name</th><th class="number">kept</th><th class="number">all</th></tr>
-{% for name, (kept, total) in (counts.items() | list)[:20] %}
-<tr><td><bdi>{{ name }}</bdi></td><td class="number">{{ "{:,}".format(kept) }}</td><td class="number">{{ "{:,}".format(total) }}</td></tr>
-{% endfor %}
-</table>
-{% if counts | length > 20 %}<p class="soft">and {{ counts | length - 20 }} more</p>{% endif %}
-{% endfor %}
 
-<h2>Distributions</h2>
-<p class="soft">Pale: all samples. Strong: those kept.</p>
-<div class="cards">
-{% for each in report.distributions %}
-{% set top = [each.num_all | max, 1] | max %}
-<div class="card"><h3>{{ each.name }}</h3>
-<svg viewBox="0 0 {{ 10 * each.num_all | length }} 100" height="110" preserveAspectRatio="none">
-{% for count in each.num_all %}<rect class="all" x="{{ 10 * loop.index0 }}" y="{{ 100 - 100 * count / top }}" width="9" height="{{ 100 * count / top }}"/>{% endfor %}
-{% for count in each.num_kept %}<rect class="kept" x="{{ 10 * loop.index0 }}" y="{{ 100 - 100 * count / top }}" width="9" height="{{ 100 * count / top }}"/>{% endfor %}
-</svg>
-<div class="soft ends"><span>{{ "%.4g" | format(each.edges[0]) }}</span><span>{{ "%.4g" | format(each.edges[-1]) }}</span></div>
-<p class="soft">{% if each.quantiles %}median {{ "%.4g" | format(each.quantiles[3]) }}; 1 % below {{ "%.4g" | format(each.quantiles[1]) }}, 1 % above {{ "%.4g" | format(each.quantiles[5]) }}{% else %}none kept{% endif %}</p>
-</div>
-{% endfor %}
-</div>
+def _distribution(each: Distribution) -> str:
+    bars = stacked_bars([(each.num_all, "pale"), (each.num_kept, "c0")])
+    quantiles = "none kept"
+    if each.quantiles:
+        _, low, _, median, _, high, *_ = each.quantiles
+        quantiles = f"median {median:.4g}; 1 % below {low:.4g}, 1 % above {high:.4g}"
+    ends = f"{each.edges[0]:.4g} to {each.edges[-1]:.4g}"
+    heading = f"<h3>{escape(each.name)}</h3>"
+    return f"<div class=card>{heading}{bars}{paragraph(ends, 'soft')}{paragraph(quantiles, 'soft')}</div>"
 
-<h2>Examples</h2>
-{% for group in groups %}
-<details{{ " open" if loop.index <= 2 }}>
-<summary>{{ group.title }} <span class="soft">({{ "{:,}".format(group.num_samples) }})</span></summary>
-<div class="cards">
-{% for example in group.examples %}
-<div class="card">
-<div class="pictures{{ " pair" if example.pictures | length > 1 }}">
-{% for picture in example.pictures %}<img alt="" src="{{ picture }}">{% else %}<span class="soft">no image can be shown</span>{% endfor %}
-</div>
-<p class="text" dir="auto">{{ example.text }}</p>
-<p class="soft"><bdi>{{ example.name }}</bdi></p>
-{% for note in example.notes %}<p class="soft"><bdi>{{ note }}</bdi></p>{% endfor %}
-</div>
-{% endfor %}
-</div>
-</details>
-{% endfor %}
-</body>
-</html>
-"""
+
+def _card(example: Example) -> str:
+    shown = "".join(map(image, example.pictures)) or "<span class=soft>no image can be shown</span>"
+    kind = ' class="pair"' if len(example.pictures) > 1 else ""
+    lines = "".join(paragraph(_isolated(line), "soft") for line in (example.name, *example.notes))
+    return f'<div class=card><div{kind}>{shown}</div><p class=text dir="auto">{escape(example.text)}</p>{lines}</div>'
+
+
+def _isolated(text: str) -> Html:
+    """Text whose direction of writing does not change that of its surroundings."""
+    return Html(f"<bdi>{escape(text)}</bdi>")
