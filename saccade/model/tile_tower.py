@@ -25,7 +25,17 @@ from saccade.kernels.attention import attention
 from saccade.model.config import VisionConfig
 from saccade.model.layers import LayerNorm, PlainFeedForward, make_embedding
 from saccade.model.linear import Input, Linear, add_update, project
-from saccade.model.vision import Integers, Numbers, PatchEmbedding, Segments, Tower, aligned, drop_paths, split_aligned
+from saccade.model.vision import (
+    Integers,
+    Numbers,
+    PatchEmbedding,
+    Segments,
+    Tower,
+    TowerPass,
+    aligned,
+    drop_paths,
+    split_aligned,
+)
 from saccade.processor.image import Grid
 from saccade.processor.tiles import kept_features
 
@@ -335,24 +345,21 @@ class TileTower(Tower):
         self.blocks = nn.ModuleList(TileBlock(config, activation) for _ in range(config.num_layers))
         self.post_norm = LayerNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, pixels: Tensor, inputs: TileInputs) -> list[Tensor]:
-        """[P, patch_dim] normalised pixels to [S, D] features of each selected layer."""
+    @property
+    def output_blocks(self) -> tuple[int, ...]:
+        """See `Tower`: the selected layers."""
+        return self.config.selected_layers
+
+    def start(self, pixels: Tensor, inputs: TileInputs) -> TowerPass:
+        """See `Tower`: embed patches, with a class token before those of each tile if the tower has one."""
         x_SD = self.patch_embed(pixels)
         if self.class_embedding is not None:
             x_SD = torch.cat([x_SD, self.class_embedding[None].to(x_SD.dtype)])[inputs.rows.long()]
         x_SD = x_SD + self.pos_embed(inputs.positions.long()).to(x_SD.dtype)
         if self.pre_norm is not None:
             x_SD = self.pre_norm(x_SD)
-        update_SD: Tensor | None = None
-        outputs = {0: x_SD}
-        num_layers = self.config.num_run_layers
-        paths = drop_paths(self.drop_path if self.training else 0.0, num_layers, inputs.tiles, x_SD)
-        for layer, block, kept_2S1 in zip(range(1, num_layers + 1), self.blocks, paths, strict=False):
-            x_SD, update_SD = block(x_SD, update_SD, inputs.tiles, kept_2S1)
-            if layer in self.config.selected_layers:
-                x_SD, update_SD = x_SD if update_SD is None else x_SD + update_SD, None
-                outputs[layer] = x_SD
-        return [outputs[layer] for layer in self.config.selected_layers]
+        paths = drop_paths(self.drop_path if self.training else 0.0, self.config.num_run_layers, inputs.tiles, x_SD)
+        return TowerPass(x_SD, [(inputs.tiles, kept_2S1) for kept_2S1 in paths])
 
     def arrange(self, features: Tensor, inputs: TileInputs) -> Tensor:
         """See `Tower`: [S + 1, F] features of all rows and the newline to [M, F]."""

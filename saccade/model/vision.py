@@ -395,6 +395,18 @@ class BufferSizes(Protocol):
         ...
 
 
+class TowerPass:
+    """A forward pass of a tower between two blocks, so that a pass can run in parts."""
+
+    def __init__(self, x: Tensor, block_inputs: Sequence[tuple[Any, ...]]) -> None:
+        """`x`: input of the first block; `block_inputs`: what each block reads besides the residual stream."""
+        self.x = x
+        self.update: Tensor | None = None  # the residual stream is `x` plus `update`, see `add_update`
+        self.block_inputs = block_inputs
+        self.num_blocks_run = 0
+        self.outputs: dict[int, Tensor] = {}  # by the number of blocks run
+
+
 class Tower(nn.Module):
     """A vision tower: packed pixels and a layout to the outputs of its blocks. It alone knows what a grid means."""
 
@@ -402,6 +414,38 @@ class Tower(nn.Module):
     blocks: nn.ModuleList
     drop_path = 0.0
     """Stochastic depth in training: probability that an image skips the last block; see `drop_paths`."""
+
+    @property
+    def output_blocks(self) -> tuple[int, ...]:
+        """Numbers of blocks after which the residual stream is an output, in the order of the outputs; 0 is before the first."""
+        raise NotImplementedError
+
+    def forward(self, pixels: Tensor, inputs: Any) -> list[Tensor]:
+        """[P, patch_dim] normalised pixels to the outputs that the projector reads, [P, D] each."""
+        tower_pass = self.start(pixels, inputs)
+        self.run_blocks(tower_pass, len(tower_pass.block_inputs))
+        return self.outputs(tower_pass)
+
+    def start(self, pixels: Tensor, inputs: Any) -> TowerPass:
+        """Start a forward pass: everything before the first block."""
+        raise NotImplementedError
+
+    def run_blocks(self, tower_pass: TowerPass, num_blocks: int) -> None:
+        """Run the next blocks of a pass."""
+        first, outputs = tower_pass.num_blocks_run, tower_pass.outputs
+        if first == 0 and 0 in self.output_blocks:
+            outputs[0] = tower_pass.x
+        for index in range(first, first + num_blocks):
+            x, update = self.blocks[index](tower_pass.x, tower_pass.update, *tower_pass.block_inputs[index])
+            if index + 1 in self.output_blocks:
+                x, update = x if update is None else x + update, None
+                outputs[index + 1] = x
+            tower_pass.x, tower_pass.update = x, update
+        tower_pass.num_blocks_run = first + num_blocks
+
+    def outputs(self, tower_pass: TowerPass) -> list[Tensor]:
+        """The outputs of a pass whose blocks have all run."""
+        return [tower_pass.outputs[number] for number in self.output_blocks]
 
     def arrange(self, features: Tensor, inputs: Any) -> Tensor:
         """The projector's output to the features of all image tokens, in their order."""
@@ -459,25 +503,28 @@ class VisionTower(Tower):
             self.pos_embed = make_embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(block(config) for _ in range(config.num_layers))
 
-    def forward(self, pixels: Tensor, inputs: TowerInputs) -> list[Tensor]:
-        """[P, patch_dim] normalised pixels in reading order to [P, D] features in window order: of the last block and the feature layers."""
+    @property
+    def output_blocks(self) -> tuple[int, ...]:
+        """See `Tower`: the last block, then the feature layers. The features are in window order."""
+        return self.config.num_layers, *(layer + 1 for layer in self.config.feature_layers)
+
+    def start(self, pixels: Tensor, inputs: TowerInputs) -> TowerPass:
+        """See `Tower`: embed patches and permute them to window order."""
         config = self.config
         x_PD = self.patch_embed(pixels)
         if config.has_windows:
             x_PD = _reorder(x_PD, inputs.token_order, config.patches_per_token)
         if self.pos_embed is not None:
             x_PD = x_PD + self._position_embeddings(inputs).to(x_PD.dtype)
-        update_PD: Tensor | None = None
-        outputs: list[Tensor] = []
         cos_sin = vision_cos_sin(inputs.positions, config.head_dim)
+        full, windows = inputs.images, inputs.windows
+        is_full = [
+            layer in config.full_attention_layers or not config.has_windows for layer in range(config.num_layers)
+        ]
         paths = drop_paths(self.drop_path if self.training else 0.0, config.num_layers, inputs.images, x_PD)
-        for layer, (block, kept_2P1) in enumerate(zip(self.blocks, paths, strict=True)):
-            is_full = layer in config.full_attention_layers or not config.has_windows
-            x_PD, update_PD = block(x_PD, update_PD, cos_sin, inputs.images if is_full else inputs.windows, kept_2P1)
-            if layer in config.feature_layers:
-                x_PD, update_PD = x_PD if update_PD is None else x_PD + update_PD, None
-                outputs.append(x_PD)
-        return [x_PD if update_PD is None else x_PD + update_PD, *outputs]
+        return TowerPass(
+            x_PD, [(cos_sin, full if one else windows, kept) for one, kept in zip(is_full, paths, strict=True)]
+        )
 
     def _position_embeddings(self, inputs: TowerInputs) -> Tensor:
         """[P, D]: the square of learned embeddings, interpolated bilinearly to each image with the corners aligned."""

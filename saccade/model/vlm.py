@@ -3,6 +3,7 @@
 Legend: T tokens, P patches, M image tokens (merged patches), D decoder width, F features of an image token, L layers, V vocabulary.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -101,6 +102,18 @@ class VLM(nn.Module):
     def encode_patches(self, pixels: Tensor, inputs: Any) -> Tensor:
         """`encode_images` with the layout already on the device: no synchronisation, no copies, so a CUDA graph can capture it."""
         return self.vision.arrange(self.projector(self.vision(pixels, inputs)), inputs)
+
+    def encode_in_parts(self, pixels: Tensor, inputs: Any, num_parts: int) -> Iterator[Tensor | None]:
+        """`encode_patches` in `num_parts` parts, of about as many blocks each. Each part runs when its item is asked for: None, and the
+        features with the last one."""
+        tower = self.vision
+        tower_pass = tower.start(pixels, inputs)
+        num_blocks = len(tower_pass.block_inputs)
+        for part in range(1, num_parts):
+            tower.run_blocks(tower_pass, num_blocks * part // num_parts - tower_pass.num_blocks_run)
+            yield None
+        tower.run_blocks(tower_pass, num_blocks - tower_pass.num_blocks_run)
+        yield tower.arrange(self.projector(tower.outputs(tower_pass)), inputs)
 
     def cos_sin(self, positions_3T: Tensor) -> CosSin:
         """RoPE cos and sin of each token, shared by all layers."""
