@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core.loop import EngineCore, Message
+from saccade.engine.core.loop import EngineCore
+from saccade.engine.core.messages import Message
 from saccade.engine.device.cuda_graphs import StepSize
 from saccade.engine.device.loading import load_runner
 from saccade.engine.device.runner import PixelScale, Runner, StepHandle

@@ -21,7 +21,8 @@ import numpy as np
 
 from bench.open_loop import Arrival, percentiles, poisson
 from saccade.engine.config import EngineConfig
-from saccade.engine.core.loop import AddRequest, EngineCore
+from saccade.engine.core.loop import EngineCore
+from saccade.engine.core.messages import AddRequest
 from saccade.engine.core.step import ENCODER_PARTS, ChunkResult, EncodeResult, StepPlan, StepResult
 from saccade.engine.device.cuda_graphs import step_size
 from saccade.engine.request import ImageSpan, Request, SamplingParams

@@ -6,7 +6,8 @@ import pytest
 
 from bench.simulate_serving import Gpu, SimulatedRunner
 from saccade.engine.config import EngineConfig
-from saccade.engine.core.loop import AddRequest, EndRequest, EngineCore
+from saccade.engine.core.loop import EngineCore
+from saccade.engine.core.messages import AddRequest, EndRequest
 from saccade.engine.core.step import EncodeResult
 from saccade.engine.request import Failure, ImageSpan, Request, SamplingParams
 

@@ -9,7 +9,7 @@ from engine.tiny import make_core, plain, request_of, run_all, training_inputs
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core.loop import AddRequest
+from saccade.engine.core.messages import AddRequest
 from saccade.engine.core.step import StepPlan
 from saccade.engine.device.runner import StepHandle
 from saccade.engine.request import SamplingParams

@@ -9,7 +9,8 @@ from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.encoder_cache import salted
-from saccade.engine.core.loop import AddRequest, EndRequest, EngineError
+from saccade.engine.core.loop import EngineError
+from saccade.engine.core.messages import AddRequest, EndRequest
 from saccade.engine.core.step import ENCODER_PARTS, EncodeResult, ImageToEncode, StepPlan
 from saccade.engine.device.runner import Runner
 from saccade.engine.request import SamplingParams

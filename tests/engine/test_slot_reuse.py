@@ -8,7 +8,7 @@ from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core import loop as engine_core
-from saccade.engine.core.loop import AddRequest, EndRequest
+from saccade.engine.core.messages import AddRequest, EndRequest
 from saccade.engine.core.step import Chunk, SlotStart, StepPlan
 from saccade.engine.frontend.api import grammars_of
 from saccade.engine.request import SamplingParams

@@ -7,7 +7,8 @@ import torch
 from model.hugging_face import picture
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core.loop import AddRequest, EngineCore
+from saccade.engine.core.loop import EngineCore
+from saccade.engine.core.messages import AddRequest
 from saccade.engine.device.loading import make_runner
 from saccade.engine.device.runner import PixelScale
 from saccade.engine.prompt import PromptImage, TokenPrompt

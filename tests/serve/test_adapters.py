@@ -18,7 +18,7 @@ from model.hugging_face import SHAPES, make_checkpoint, picture
 from serve.running import TIMEOUT_S, RunningServer
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
-from saccade.engine.core.loop import AddAdapter
+from saccade.engine.core.messages import AddAdapter
 from saccade.errors import RequestError
 from saccade.serve.keys import create_key
 from saccade.serve.supervisor import Supervisor

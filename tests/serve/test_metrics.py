@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from serve.running import TIMEOUT_S, image_part
 from serve.scraping import scrape, wait_for_growth, wait_until_idle
 
-from saccade.engine.core.loop import Statistics
+from saccade.engine.core.statistics import Statistics
 from saccade.serve.metrics import _Totals
 from saccade.serve.metrics_history import MetricsHistory
 

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from saccade.engine.config import EngineConfig
@@ -26,9 +26,24 @@ from saccade.engine.core.adapters import AdapterEntry, AdapterTable
 from saccade.engine.core.deadlines import Deadlines
 from saccade.engine.core.encoder_cache import EncoderCache
 from saccade.engine.core.grammar import Grammars, GrammarState, NextMasks
+from saccade.engine.core.messages import (
+    AdapterRead,
+    AddAdapter,
+    AddRequest,
+    CoreInfo,
+    EndRequest,
+    FlushCaches,
+    GrammarCompiled,
+    Message,
+    OwnMessage,
+    RemoveAdapter,
+    StartProfile,
+    StopProfile,
+)
 from saccade.engine.core.pages import PagePool
 from saccade.engine.core.prompt_lookup import WEIGHT, WEIGHT_ON_CPU, PromptLookup
 from saccade.engine.core.scheduler import EncoderTurn, Limits, NextPass, Scheduler
+from saccade.engine.core.statistics import Statistics
 from saccade.engine.core.step import ENCODER_PARTS, EncodeResult, StepPlan, StepResult
 from saccade.engine.core.step_budget import StepBudget, StepShare
 from saccade.engine.core.time_histogram import TimeHistogram
@@ -63,143 +78,6 @@ _FULL = Failure("waiting", "the engine's queue is full; try again later", "overl
 
 class EngineError(Exception):
     """The device failed: every request has failed, and the process must be restarted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AddRequest:
-    """Message: serve a request."""
-
-    request: Request
-    """What is asked for."""
-    prompt: TokenPrompt
-    """Its tokens, positions and patches."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndRequest:
-    """Message: end a request, cancelled or stopped by its text. No effect if it has ended."""
-
-    request_id: str
-    """Which one."""
-    reason: FinishReason
-    """Cancelled, or stop for a stop string."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlushCaches:
-    """Message: forget cached prefixes and images that no request uses."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AddAdapter:
-    """Message: load a LoRA adapter under a name. Answered by an output with `reply_id`: `stop`, or `failed` with the reason."""
-
-    name: str
-    """What requests call it."""
-    folder: str
-    """In PEFT's layout."""
-    reply_id: str
-    """Id of the answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemoveAdapter:
-    """Message: take no new requests for an adapter; its slot is free when those that run have ended. Answered at once."""
-
-    name: str
-    """Which one."""
-    reply_id: str
-    """Id of the answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartProfile:
-    """Message: profile the core's thread and the device from now on."""
-
-    begun: str
-    """File that appears when the profile has begun: the first one imports what it needs, for seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopProfile:
-    """Message: end the profile and write it. No effect without one."""
-
-    path: str
-    """File for the trace, in Chrome's format; it appears complete."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrammarCompiled:
-    """Message of the core to itself: the grammar of a request is compiled, or is not possible."""
-
-    request_id: str
-    """Which one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterRead:
-    """Message of the core to itself: the folder of an adapter is read, or is broken."""
-
-    reply_id: str
-    """Of the message that asked for it."""
-
-
-Message = AddRequest | EndRequest | FlushCaches | StartProfile | StopProfile | AddAdapter | RemoveAdapter
-"""What a front end sends."""
-OwnMessage = GrammarCompiled | AdapterRead
-"""What the core sends itself from another thread."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoreInfo:
-    """What clients of a core need to know of it."""
-
-    max_length: int
-    """Maximum tokens of prompt and output together."""
-    vocab_size: int
-    """Tokens the model knows."""
-    num_pages: int
-    """Pages of the KV cache."""
-    page_size: int
-    """Tokens per page."""
-    max_requests: int
-    """Maximum number of running requests."""
-
-
-@dataclass
-class Statistics:
-    """Counters since the start."""
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    """Computed, without cached ones."""
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    num_images_encoded: int = 0
-    num_encoder_cache_queries: int = 0
-    """Images that requests asked the encoder cache for. One in a cached prefix is not asked for."""
-    num_encoder_cache_hits: int = 0
-    num_preemptions: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    num_failures: int = 0
-    num_late_captures: int = 0
-    """CUDA graphs captured while serving: each delays a step."""
-    num_late_compiles: int = 0
-    """Kernels compiled, or read from the cache, while serving: each delays a step."""
-    num_eager_steps: int = 0
-    """Steps that ran without a CUDA graph on a GPU that uses them."""
-    num_running: int = 0
-    num_waiting: int = 0
-    num_free_pages: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    """Requests by finish reason."""
-    encode_counts: Sequence[int] = ()
-    """Images by the seconds from the start of their encoding until it was seen to be complete, in buckets of `STAGE_SECONDS`."""
-    encode_total_s: float = 0.0
-    queue_counts: Sequence[int] = ()
-    """Requests by the seconds they waited for a slot, in the same buckets."""
-    queue_total_s: float = 0.0
 
 
 class _InFlight:

@@ -38,19 +38,19 @@ from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.deadlines import Deadlines
 from saccade.engine.core.grammar import GrammarCompiler, Grammars
-from saccade.engine.core.loop import (
+from saccade.engine.core.loop import EngineCore
+from saccade.engine.core.messages import (
     AddAdapter,
     AddRequest,
     CoreInfo,
     EndRequest,
-    EngineCore,
     FlushCaches,
     Message,
     RemoveAdapter,
     StartProfile,
-    Statistics,
     StopProfile,
 )
+from saccade.engine.core.statistics import Statistics
 from saccade.engine.device.loading import load_runner
 from saccade.engine.device.runner import PixelScale
 from saccade.engine.device.sampler import check_sampling

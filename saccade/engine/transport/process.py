@@ -28,7 +28,7 @@ import numpy as np
 
 from saccade.device import resolve_device
 from saccade.engine.config import EngineConfig
-from saccade.engine.core.loop import (
+from saccade.engine.core.messages import (
     AddAdapter,
     AddRequest,
     CoreInfo,
@@ -37,9 +37,9 @@ from saccade.engine.core.loop import (
     Message,
     RemoveAdapter,
     StartProfile,
-    Statistics,
     StopProfile,
 )
+from saccade.engine.core.statistics import Statistics
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import (
     Failure,

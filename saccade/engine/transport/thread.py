@@ -7,7 +7,9 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from saccade.engine.core.loop import EngineCore, Message, OwnMessage, Statistics
+from saccade.engine.core.loop import EngineCore
+from saccade.engine.core.messages import Message, OwnMessage
+from saccade.engine.core.statistics import Statistics
 from saccade.engine.request import Failure, RequestOutput
 
 logger = logging.getLogger(__name__)
