@@ -30,7 +30,8 @@ from engine.tiny import PICTURES, WORDS
 from model import llava_onevision
 from model.hugging_face import OTHER_SHAPES, SHAPES, make_checkpoint
 
-from saccade.engine import Engine, EngineConfig, SamplingParams, core
+from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine.core import loop
 from saccade.engine.core.step_budget import StepBudget
 from saccade.engine.frontend.api import CompletionDelta
 from saccade.engine.request import Completion, TokenLogprobs
@@ -269,7 +270,7 @@ def run_round(folder: Path, adapters: dict[str, Path], alone: Engine, *, seed: i
     report = Report()
     with (
         patch.object(StepBudget, "token_cost", lambda *_: 0.25),  # drafts pay, whatever the clock says
-        patch.object(core, "_LONG_MASKS", long_masks),
+        patch.object(loop, "_LONG_MASKS", long_masks),
         Engine.load(folder, device="cpu", dtype="fp32", config=config, adapters=adapters) as engine,
         ThreadPoolExecutor(NUM_THREADS) as threads,
     ):

@@ -15,9 +15,10 @@ from engine.test_engine_equals_generate import EagerGraphs
 from model.hugging_face import SHAPES, make_checkpoint, picture
 from safetensors.torch import load_file, save_file
 
-from saccade.engine import Engine, SamplingParams, loading
+from saccade.engine import Engine, SamplingParams
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.adapters import AdapterTable
+from saccade.engine.device import loading
 from saccade.engine.frontend.api import RequestOptions
 from saccade.errors import RequestError
 from saccade.model import adapters as model_adapters

@@ -18,7 +18,8 @@ import pytest
 import torch
 from model.hugging_face import SHAPES, make_checkpoint, picture
 
-from saccade.engine import Engine, EngineConfig, SamplingParams, core_process
+from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine.transport import process
 from saccade.errors import CheckpointError, RequestError
 from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size
@@ -291,7 +292,7 @@ def test_outputs_that_cannot_be_read_end_every_request_and_a_new_core_serves_aga
     assert engine.wait_until_stopped(30)
     started_at = time.monotonic()
     engine._core.close()
-    assert time.monotonic() - started_at < core_process._CLOSE_S / 2, "the core notices that nothing reads its outputs"
+    assert time.monotonic() - started_at < process._CLOSE_S / 2, "the core notices that nothing reads its outputs"
     engine.restart()
     assert engine.generate(CONVERSATIONS[1], SamplingParams(max_tokens=3, ignore_eos=True))[0].failure is None
 
@@ -325,7 +326,7 @@ def test_every_open_request_fails_when_the_process_is_killed_and_a_new_core_serv
 
 def test_an_engine_closes_although_its_core_reads_no_messages(engine, monkeypatch):
     """The last test with this engine."""
-    monkeypatch.setattr(core_process, "_CLOSE_S", 0.5)
+    monkeypatch.setattr(process, "_CLOSE_S", 0.5)
     os.kill(engine.core_pid, signal.SIGSTOP)
     prompt = engine.preprocess(ask("word " * 40))
     prompt.result(TIMEOUT_S)

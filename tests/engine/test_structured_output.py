@@ -9,7 +9,8 @@ from functools import partial
 import jsonschema
 import pytest
 
-from saccade.engine import Engine, EngineConfig, SamplingParams, StructuredOutput, core
+from saccade.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
+from saccade.engine.core import loop
 from saccade.errors import ConfigError
 from saccade.model.initialize import initialize_random, named_size
 
@@ -40,7 +41,7 @@ def schema_of(number):
 
 @pytest.mark.parametrize("long_masks", [1e9, 0.0], ids=["in every step", "skipping steps"])
 def test_outputs_with_and_without_a_grammar_share_a_batch(engine, monkeypatch, long_masks):
-    monkeypatch.setattr(core, "_LONG_MASKS", long_masks)  # of a step's time
+    monkeypatch.setattr(loop, "_LONG_MASKS", long_masks)  # of a step's time
     schemas = [schema_of(i) for i in range(8)]
     free = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, ignore_eos=True) for i in range(8)]
     bound = [

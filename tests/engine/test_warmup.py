@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from saccade.engine import Engine, SamplingParams, cuda_graphs
+from saccade.engine import Engine, SamplingParams
 from saccade.engine.config import EngineConfig
+from saccade.engine.device import cuda_graphs
 from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.device.warmup import _with_few_layers, small_runner
 from saccade.kernels import launch
