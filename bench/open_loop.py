@@ -3,7 +3,7 @@
     python -m bench.open_loop [--checkpoint FOLDER | --size 3b] [--rates 4 16 32 64] [--seconds 20 ...] [--once] [--trace FILE] [--plot FILE]
                               [--out FILE]
 
-The workload of docs/benchmarks.md. Arrivals are a Poisson process. Every prompt begins with the same 40 tokens; then 0, 1, 1 or 2 images
+The workload of docs/results/serving.md. Arrivals are a Poisson process. Every prompt begins with the same 40 tokens; then 0, 1, 1 or 2 images
 (equally likely), each new, of a size drawn from `SIZES`; then text of exp(N(5, 1)) tokens within 16..2048. Outputs have 16..256 tokens,
 greedy, end of turn ignored. Caches are on, drafts off. The first rate runs twice, unless `--once`: the first run starts when the engine is ready.
 `--seconds` may give each rate its own. Of more than 15 s, the TTFT of the requests of the first 15 is reported as well.

@@ -1,4 +1,4 @@
-"""Offline latency and throughput of the engine on the workloads of docs/benchmarks.md.
+"""Offline latency and throughput of the engine on the workloads of docs/results/serving.md.
 
     python -m bench.serve [--size 3b | --checkpoint FOLDER] [--workload first latency images shared text long structured drafts]
                           [--profile] [--out rows.json]

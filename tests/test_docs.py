@@ -114,6 +114,22 @@ def test_commands_in_documents_exist_with_their_options(block):
         assert not hasattr(command, "commands") or not rest or rest[0].startswith("-"), f"{line}: no such command"
 
 
+RESULTS = tomllib.loads((ROOT / "docs" / "results.toml").read_text())
+MEASURED_BY = sorted(
+    {row["command"].strip("`") for one in RESULTS.values() for row in one["rows"].values() if "command" in row}
+)
+
+
+@pytest.mark.parametrize("line", MEASURED_BY)
+def test_the_command_of_a_result_exists_with_its_options(line):
+    program, *words = line.removeprefix("python -m ").split()
+    if program == "saccade":
+        return  # like those of every document
+    file = ROOT / (words[0] if program == "pytest" else f"{program.replace('.', '/')}.py")
+    assert file.exists(), line
+    assert [word for word in words if word.startswith("--") and f'"{word}"' not in file.read_text()] == []
+
+
 def test_every_command_of_the_tutorials_runs_here_but_for_these():
     """Whatever a newcomer is asked to type is either run below or in this list, with the reason."""
     tutorials = [

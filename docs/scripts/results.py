@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/index.md", "docs/benchmarks.md")
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs" / "results").glob("*.md")))
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -45,7 +45,7 @@ def main(*, check: bool) -> int:
     """Write the tables, or name the documents whose tables are not current."""
     results = tomllib.loads((ROOT / "docs" / "results.toml").read_text())
     status = 0
-    for path in (ROOT / name for name in DOCUMENTS):
+    for path in DOCUMENTS:
         old = path.read_text()
         new = with_tables(old, results)
         if check and new != old:

@@ -139,7 +139,7 @@ def serve(
     ] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Latency and throughput of the engine, without a server, on the workloads of docs/benchmarks.md; or of a server, given its URL."""
+    """Latency and throughput of the engine, without a server, on the workloads of docs/results/serving.md; or of a server, given its URL."""
     import subprocess
     import tempfile
 

@@ -106,7 +106,7 @@ def test_estimated_times_obey_littles_law():
 
 
 def test_estimates_of_the_3b_shape_agree_with_an_h200():
-    """Requests per second of 256 requests with 62 tokens of text, an image of 672 x 672 and 128 output tokens (docs/benchmarks.md)."""
+    """Requests per second of 256 requests with 62 tokens of text, an image of 672 x 672 and 128 output tokens (docs/results/serving.md)."""
     model, gpu = configured_model("3b", named_size("3b"), EngineConfig()), gpu_named("H200")
 
     def most(load):

@@ -198,7 +198,7 @@ MEASURED_GIB = {
     UNIFORM: {("none", "none"): 133.0, ("selective", "none"): 118.0, ("selective", "selective"): 94.2},
     RAGGED: {("selective", "selective"): 101.7, ("selective", "none"): 122.6, ("none", "selective"): 121.8},
 }
-"""Peak memory allocated in training steps of the 3B shape on an H200 (`bench/train_step.py`, docs/benchmarks.md)."""
+"""Peak memory allocated in training steps of the 3B shape on an H200 (`bench/train_step.py`, docs/results/training.md)."""
 
 
 @pytest.mark.parametrize(("size", "measured"), MEASURED_GIB.items(), ids=["uniform", "ragged"])
