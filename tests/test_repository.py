@@ -12,7 +12,8 @@ import yaml
 from saccade import __version__
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
 
 def test_citation_and_changelog_name_the_version_of_the_package():
@@ -60,6 +61,21 @@ def test_tables_of_results_and_the_figure_are_current(script):
     command = [sys.executable, str(ROOT / "docs" / "scripts" / script), "--check"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
+
+
+def test_the_layers_in_the_guide_are_those_of_the_contract():
+    block = (ROOT / "CONTRIBUTING.md").read_text().split("## Layers")[1].split("```")[1]
+    documented = [re.split(r"\s{2,}", line)[0].split(" | ") for line in block.strip().splitlines()[1:]]
+    [contract] = [one for one in PYPROJECT["tool"]["importlinter"]["contracts"] if one["type"] == "layers"]
+    assert [set(line) for line in documented] == [set(re.findall(r"\w+", layer)) for layer in contract["layers"]]
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/engine.md", "docs/kernels.md"])
+def test_files_that_the_documents_name_exist(document):
+    paths = [path for path in ROOT.rglob("*.*") if not path.is_relative_to(ROOT / ".venv")]
+    files = {"/".join(path.parts[-number:]) for path in paths for number in range(1, len(path.parts))}
+    named = set(re.findall(r"`([\w./*-]+\.(?:py|md|toml))`", (ROOT / document).read_text()))
+    assert {name for name in named if not re.search(r"\*|NAME|FAMILY|recipe", name)} <= files
 
 
 def test_every_extra_is_on_the_page_about_installing():
