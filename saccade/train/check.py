@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from saccade.data.loader import measure_lengths
 from saccade.device import DTYPES
 from saccade.errors import CheckpointError, ConfigError, DataError, UserError
+from saccade.model.families import load_model_config
 from saccade.processor import Processor
 from saccade.train.batches import data_sources, log_indexing, open_validation_stream
 from saccade.train.config import SourceConfig, StageConfig, TrainConfig
 from saccade.train.lora import base_shapes
-from saccade.train.memory_planner import device_gib, device_type, folder_config, stage_planner
+from saccade.train.memory_check import device_gib, planner_here
 from saccade.train.objectives.build import check_objective, check_stored_logits
 from saccade.train.parallelize import build_model, choose_strategy
 from saccade.train.weights import checkpoint_names, checkpoint_tensors, meta_model
@@ -29,10 +30,10 @@ def check_run(config: TrainConfig, *, device: str = "auto") -> list[str]:
             config.model.folder, base_shapes(meta_model(config.model.folder, DTYPES[config.model.dtype]))
         ):
             pass  # reads every tensor: raises on NaN and inf
-        model = folder_config(config.model.folder)
+        model = load_model_config(config.model.folder)
         lines = [f"checkpoint {config.model.folder}: {model.family}, all weights are finite"]
         for stage in config.stages:
-            planner, size = stage_planner(config, stage, model, world.size, device_type(world))
+            planner, size = planner_here(config, stage, model, world)
             plan, gib = planner.plan(size), device_gib(world.device)
             fits = "fits" if plan.total_gib <= gib else "may not fit"
             length = f"{stage.known_steps} steps" if stage.known_steps is not None else f"{stage.epochs} epochs"
@@ -48,7 +49,7 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
     if not stages:
         return
     strategy = choose_strategy(config.parallel, world)
-    folder_config(config.model.folder)
+    load_model_config(config.model.folder)
     Processor.load(config.model.folder)
     for stage in stages:
         try:

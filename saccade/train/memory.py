@@ -1,10 +1,12 @@
 """Peak memory of a training step on a GPU or a CPU, by component.
 
-Nothing is derived by hand. Persistent memory (parameters, masters, optimizer state) is that of the real model and optimizer, built on
-the meta device; activations, gradients, workspace and the loss are measured in a dry run of a step (`dry_run.py`). What the ranks of
-a sharded or replicated model add (gathered parameters, shards, buckets) is counted from the parameters of each block.
+    size = MicroBatchSize(tokens=16384, patches=36864)
+    MemoryPlanner(config=config, world_size=8).plan(size).total_gib
 
-Not modelled: what `torch.compile` saves.
+Nothing is derived by hand. The real model and optimizer are built on the meta device: their tensors are the persistent
+memory (parameters, masters, optimizer state). Activations, gradients, workspace and the loss are measured in a dry run
+of a step (`dry_run.py`). What the ranks of a sharded or replicated model add (gathered parameters, shards, buckets) is
+counted from the parameters of each block. Memory that `torch.compile` saves is not modelled.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +31,7 @@ from saccade.train.dry_run import (
     dry_run,
     model_blocks,
 )
+from saccade.train.memory_plan import COMPONENTS, GIB, MemoryPlan
 from saccade.train.objectives.cross_entropy import CrossEntropy
 from saccade.train.objectives.objective import Objective
 from saccade.train.optimizer import Optimizer, build_optimizer
@@ -36,75 +39,24 @@ from saccade.train.parallelize import choose_strategy, prepare_model, recompute
 from saccade.train.parameter_groups import OptimizerConfig
 from saccade.world import World
 
-GIB = 2**30
 CONTEXT_BYTES = GIB
-"""Per process outside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and cuDNN."""
+"""Memory of a process outside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and cuDNN."""
 CPU_CONTEXT_BYTES = int(0.45 * GIB)
-"""Per process on a CPU: Python and its modules."""
+"""Memory of a process on a CPU for Python and its modules."""
 NCCL_BYTES = GIB
-"""NCCL buffers, if there is more than one rank."""
+"""Buffers of NCCL, if there is more than one rank."""
 FRAGMENTATION = 0.05
-"""Fraction of temporary memory lost to fragmentation, as micro-batches differ in size. Persistent memory has none."""
+"""Fraction of temporary memory lost to fragmentation, as micro-batches differ in size; none of persistent memory."""
 CPU_FRAGMENTATION = 0.6
-"""The same on a CPU: the allocator of the C library keeps freed blocks, and operations that are fused on a GPU have results in between."""
+"""The same fraction on a CPU: the C library's allocator keeps freed blocks, and operations that a GPU fuses have
+intermediate results."""
 STREAMED_BYTES = GIB
 """An offloaded optimizer's copies in flight, in both directions."""
 ACCUMULATED_BYTES = 4
 """Bytes per element of an accumulated gradient; see `train_state.py`."""
 
-PERSISTENT = ("parameters", "masters", "moments", "averages", "copy of the saved state", "frozen models")
-COMPONENTS = (
-    *PERSISTENT, "gradients", "gathered parameters", "activations of the vision tower", "activations of the decoder", "loss",
-    "workspace", "micro-batch", "context and fragmentation",
-)  # fmt: skip
-"""Components of a plan."""
-
 Extents = tuple[Recompute, Recompute]
 """Activation checkpointing of vision tower and decoder."""
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Peak memory of a GPU in a step."""
-
-    parts: Mapping[str, int]
-    """Bytes by component of `COMPONENTS`; empty ones are omitted."""
-    modules: Mapping[str, int]
-    """Temporary memory by component and module, such as `activations of the decoder: mlp`."""
-    moment: str
-    """When the peak occurs."""
-    setting: str
-    """The planned settings in one line."""
-
-    @property
-    def total_gib(self) -> float:
-        """Total memory the GPU must have."""
-        return sum(self.parts.values()) / GIB
-
-    @property
-    def allocated_gib(self) -> float:
-        """Without context and fragmentation: what torch reports as allocated, and a run logs as `memory_gib`."""
-        return self.total_gib - self.parts["context and fragmentation"] / GIB
-
-    def lines(self) -> list[str]:
-        """As a table."""
-        width = max(map(len, COMPONENTS))
-        lines = [f"memory per GPU, GiB: {self.setting}"]
-        for part, size in self.parts.items():
-            lines.append(f"  {part:<{width}}  {size / GIB:7.2f}  {self._largest(part)}".rstrip())
-        return [*lines, f"  {'total':<{width}}  {self.total_gib:7.2f}  peak in {self.moment}"]
-
-    def _largest(self, part: str) -> str:
-        """The modules of a component that hold most."""
-        inside = sorted(
-            (size, name.removeprefix(f"{part}: ")) for name, size in self.modules.items() if f"{part}:" in name
-        )
-        return ", ".join(f"{name} {size / GIB:.1f}" for size, name in inside[:-6:-1])
-
-    def record(self) -> dict[str, Any]:
-        """As JSON."""
-        sizes = {name: round(size / GIB, 3) for name, size in self.parts.items()}
-        return {"setting": self.setting, "moment": self.moment, "total_gib": round(self.total_gib, 3), "parts_gib": sizes}  # fmt: skip
 
 
 class _Elements(NamedTuple):
@@ -130,8 +82,8 @@ class _Weights(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planner:
-    """Plans the memory of one model and training configuration, for micro-batches of any size."""
+class MemoryPlanner:
+    """Plan the memory of one model and training configuration, for micro-batches of any size."""
 
     config: ModelConfig
     """The model."""
@@ -150,13 +102,13 @@ class Planner:
     qat: QuantizationAwareConfig | None = None
     """Quantization-aware training, if the stage uses it."""
     device_type: Literal["cuda", "cpu"] = "cuda"
-    """Where the model is trained. On a CPU the copy of the state that is saved in the background takes the same memory."""
+    """Where the model is trained. On a CPU the copy of the state for a save in the background takes the same memory."""
     has_average: bool = False
     """Whether an average of the trained weights is kept."""
     make_objective: Callable[[], Objective] = CrossEntropy
     """Makes the objective of a dry run, its frozen models on the meta device."""
     _steps: dict[str, Phases] = field(default_factory=dict, repr=False, compare=False)
-    """Dry runs made so far, shared by planners with other optimizers and ranks (`dataclasses.replace`)."""
+    """Earlier dry runs, shared by planners with other optimizers and ranks (`dataclasses.replace`)."""
 
     def plan(self, size: MicroBatchSize, extents: Extents | None = None) -> MemoryPlan:
         """Peak memory for a micro-batch. `extents`: activation checkpointing, overriding `parallel`."""
@@ -174,7 +126,7 @@ class Planner:
         )
 
     def gib_by_share(self, size: MicroBatchSize, extents: Extents) -> Callable[[float], float]:
-        """Total memory of micro-batches of a share of this size, interpolated between dry runs of it and of its half."""
+        """Total memory by a micro-batch's share of this size, interpolated between dry runs of two sizes."""
         half = MicroBatchSize(
             tokens=-(-size.tokens // 2), patches=size.patches // 2, loss_tokens=size.num_loss_tokens // 2
         )
@@ -215,8 +167,8 @@ class Planner:
     def _setting(self, size: MicroBatchSize, vision: Recompute, language: Recompute) -> str:
         ranks = f"{self.world_size} x {self.strategy}" if self.world_size > 1 else "1 rank"
         return (
-            f"{ranks}, {self.optimizer.kind}, {self.dtype}, a micro-batch of {size.tokens} tokens and {size.patches} patches, "
-            f"recompute_vision {vision}, recompute_language {language}"
+            f"{ranks}, {self.optimizer.kind}, {self.dtype}, a micro-batch of {size.tokens} tokens and "
+            f"{size.patches} patches, recompute_vision {vision}, recompute_language {language}"
         )
 
     # -------------------------------------------------------------- on the meta device
@@ -229,18 +181,8 @@ class Planner:
         return model
 
     def _dry_run(self, size: MicroBatchSize, extent: Recompute) -> Phases:
-        key = repr(
-            (
-                self.dtype,
-                self.lora,
-                self.qat,
-                self.make_objective,
-                self.optimizer.lrs,
-                self._kept_gradients,
-                size,
-                extent,
-            )
-        )
+        settings = (self.dtype, self.lora, self.qat, self.make_objective, self.optimizer.lrs)
+        key = repr((*settings, self._kept_gradients, size, extent))
         if key not in self._steps:
             model = self._build(DTYPES[self.dtype])
             has_dropout = self.lora is not None and self.lora.dropout > 0.0
@@ -261,7 +203,7 @@ class Planner:
 
     @cached_property
     def _model(self) -> VLM:
-        """With the parameters as they are stored."""
+        """The model with its parameters as they are stored."""
         return self._build(torch.float32 if self._is_sharded else DTYPES[self.dtype])
 
     # -------------------------------------------------------------- persistent memory
@@ -297,7 +239,7 @@ class Planner:
 
     @cached_property
     def _frozen_bytes(self) -> int:
-        """Models that the objective holds; every rank has all of them."""
+        """Bytes of models that the objective holds; every rank has all of them."""
         live = LiveBytes()
         with live:
             objective = self.make_objective()
@@ -309,11 +251,11 @@ class Planner:
 
     def _temporary(self, size: MicroBatchSize, extents: Extents) -> list[int]:
         """Temporary memory of each phase."""
-        beside = self._input_bytes(size) + self._gathered
-        return [sum(parts.values()) + beside for _, parts in self._moments(self.step(size, extents))]
+        throughout = self._input_bytes(size) + self._gathered
+        return [sum(parts.values()) + throughout for _, parts in self._moments(self.step(size, extents))]
 
     def _allowance(self, temporary: float) -> int:
-        """For context and fragmentation."""
+        """Bytes for context and fragmentation."""
         if self.device_type == "cpu":
             return CPU_CONTEXT_BYTES + int(CPU_FRAGMENTATION * temporary)
         outside = CONTEXT_BYTES + (NCCL_BYTES if self.world_size > 1 else 0)
@@ -333,7 +275,10 @@ class Planner:
                 gradients += self._reduced_gradients(self._weights.blocks[phase.block].trained)
 
     def _added_workspace(self, phase: Phase) -> int:
-        """Of the optimizer; with fsdp, of reducing gradients: unsharded, and reduce-scatter buffer, of this block and the previous one."""
+        """Workspace of the optimizer, and with fsdp of reducing gradients.
+
+        Reducing takes unsharded gradients and the reduce-scatter buffer, of this block and the previous one.
+        """
         buffers = 0
         if self._is_sharded and phase.block is not None:
             buffers = 2 * self._weights.blocks[phase.block].trained * (self._element + self._reduce_element)
@@ -353,7 +298,7 @@ class Planner:
 
     @property
     def _earlier_gradients(self) -> int:
-        """Gradients that exist when backward starts: of earlier micro-batches, and DDP's buckets."""
+        """Bytes of gradients when backward starts: those of earlier micro-batches, and DDP's buckets."""
         trained = self._weights.trained
         if not self._is_sharded:
             buckets = trained * self._element if self.strategy == "ddp" else 0
@@ -367,12 +312,12 @@ class Planner:
         )
 
     def _reduced_gradients(self, trained: int) -> int:
-        """fsdp: gradients as the optimizer sees them, fp32 shards."""
+        """Bytes of fsdp's gradients as the optimizer sees them, in fp32 shards."""
         return 0 if self.parallel.offload else trained * 4 // self._num_shards
 
     @property
     def _gathered(self) -> int:
-        """fsdp: unsharded parameters of the root, of this block and the next, and the all-gather buffer."""
+        """Bytes of fsdp's unsharded parameters: root, this block, the next one, and the all-gather buffer."""
         if not self._is_sharded:
             return 0
         inner = [block.total for block in self._weights.blocks.values()]
@@ -385,7 +330,7 @@ def _elements(parameters: list[Any]) -> _Elements:
 
 
 def _update_bytes(optimizer: Optimizer, named: Mapping[str, Tensor], held: list[Tensor]) -> int:
-    """Workspace of an update, in a dry run."""
+    """Measure the workspace of an update in a dry run."""
     gradients = {name: torch.empty_like(x) for name, x in named.items() if x.requires_grad}
     for name, gradient in gradients.items():
         named[name].grad = gradient

@@ -43,7 +43,7 @@ from saccade.train.checkpoint import (
 from saccade.train.config import StageConfig, TrainConfig, changed_keys
 from saccade.train.guard import Guard
 from saccade.train.lora import lora_parameters
-from saccade.train.memory_planner import explain_out_of_memory
+from saccade.train.memory_check import explain_out_of_memory
 from saccade.train.metrics import MetricsLog
 from saccade.train.optimizer import build_optimizer
 from saccade.train.parallelize import parallelize, trainable_table

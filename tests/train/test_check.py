@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from saccade.cli import app
 from saccade.config import write_config
 from saccade.errors import CheckpointError, ConfigError, DataError
+from saccade.model.families import load_model_config
 from saccade.model.initialize import initialize_random, named_size
 from saccade.train.check import check_run
-from saccade.train.memory_planner import folder_config, stage_planner
+from saccade.train.memory_check import stage_planner
 from saccade.train.stages import train
 
 TWO_STAGES = RECIPE + RECIPE[RECIPE.index("[[stages]]") :].replace("learn", "more")
@@ -142,7 +143,7 @@ def test_the_memory_planned_on_a_cpu_is_what_a_run_that_saves_takes(tmp_path, la
     settings = ("steps=2", "schedule.warmup_steps=1", f"data.max_seq_len={tokens}", f"data.max_patches={tokens // 4}")
     config = read_recipe(path, *(f"stages.learn.{setting}" for setting in settings), "checkpoint.every=1")
     write_config(config, path)
-    planner, size = stage_planner(config, config.stages[0], folder_config(tmp_path / "model"), 1, "cpu")
+    planner, size = stage_planner(config, config.stages[0], load_model_config(tmp_path / "model"), 1, "cpu")
     planned = planner.plan(size).total_gib
     assert f"{planned:.1f} GiB planned" in check_run(config, device="cpu")[-1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # takes memory

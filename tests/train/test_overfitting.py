@@ -14,8 +14,9 @@ from saccade.errors import ConfigError
 from saccade.model.config import ModelConfig
 from saccade.model.initialize import named_size
 from saccade.train.config import TrainConfig
+from saccade.train.dry_run import MicroBatchSize
 from saccade.train.loss import empty_micro_batch
-from saccade.train.memory_planner import MicroBatchSize, plan
+from saccade.train.memory import MemoryPlanner
 from saccade.train.stages import train
 
 DECAY = 0.6
@@ -139,7 +140,9 @@ def test_the_next_stage_starts_from_the_average(run_root, tmp_path):
 def test_an_average_takes_four_bytes_per_trained_parameter_in_the_plan():
     config: ModelConfig = named_size("tiny")
     size = MicroBatchSize(tokens=64, patches=64)
-    plain, averaged = (plan(config, size, has_average=has_average).parts for has_average in (False, True))
+    plain, averaged = (
+        MemoryPlanner(config=config, has_average=has_average).plan(size).parts for has_average in (False, True)
+    )
     assert averaged["averages"] == averaged["masters"] == plain["masters"]
     assert "averages" not in plain
 

@@ -7,8 +7,9 @@ import pytest
 from saccade.config import describe_keys, load_config
 from saccade.errors import ConfigError
 from saccade.model.initialize import named_size
+from saccade.plan.gpus import gpu_named
 from saccade.train.config import TrainConfig
-from saccade.train.memory_planner import gpu_gib, stage_planner
+from saccade.train.memory_check import stage_planner
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
@@ -58,7 +59,7 @@ def test_recipes_fit_their_gpu_and_state_what_the_planner_says(name, size, ranks
     for stage in config.stages:
         planner, row = stage_planner(config, stage, named_size(size), ranks)
         totals.append(planner.plan(row).total_gib)
-    assert max(totals) <= gpu_gib(gpu)
+    assert max(totals) <= gpu_named(gpu).gib
     assert max(totals) == pytest.approx(stated, abs=1.0)
     assert str(stated) in recipe.read_text()
 
@@ -74,6 +75,6 @@ def test_with_int4_or_activation_checkpointing_the_lora_recipe_fits_24_gb(settin
     [recipe] = [path for path in RECIPES if path.stem == "qwen2.5-vl-3b-lora"]
     config = load_config(TrainConfig, recipe, settings)
     planner, row = stage_planner(config, config.stages[0], named_size("3b"), 1)
-    assert planner.plan(row).total_gib <= gpu_gib("RTX4090")
+    assert planner.plan(row).total_gib <= gpu_named("RTX4090").gib
     assert planner.plan(row).total_gib == pytest.approx(stated, abs=1.0)
     assert str(stated) in recipe.read_text()

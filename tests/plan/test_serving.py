@@ -10,23 +10,17 @@ from PIL import Image
 from saccade.compress import compress
 from saccade.compress.scheme import BUILT_IN
 from saccade.engine import Engine, EngineConfig
-from saccade.engine.capacity import Load, plan_serving, steady_state
 from saccade.engine.device.loading import cpu_pages, make_runner
 from saccade.engine.device.runner import PixelScale
-from saccade.engine.served_model import (
-    QUANTIZED_PARTS,
-    STORED,
-    configured_model,
-    described_model,
-    image_cost,
-    named_image_cost,
-)
 from saccade.errors import ConfigError
-from saccade.gpus import GPUS, Gpu, gpu_named
 from saccade.model import load_model
-from saccade.model.families import VISION_LANGUAGE
+from saccade.model.families import VISION_LANGUAGE, size_name
 from saccade.model.initialize import initialize_random, named_size
 from saccade.model.weights import meta_model
+from saccade.plan.gpus import GPUS, Gpu, gpu_named
+from saccade.plan.served_model import QUANTIZED_PARTS, STORED, configured_model, described_model, image_cost
+from saccade.plan.serving import plan_serving
+from saccade.plan.throughput import RequestLoad, steady_state
 from saccade.processor import Processor
 
 GIB = 2**30
@@ -42,7 +36,7 @@ def test_13b_with_8_requests_of_576_image_and_512_text_tokens():
         parameters=13e9, num_layers=40, num_heads=40, head_dim=128, num_kv_heads=None, max_length=4096
     )
     plan = plan_serving(
-        model, gpu_named("A100-40GB"), Load(text_tokens=512, image_tokens=576, output_tokens=128, concurrency=8)
+        model, gpu_named("A100-40GB"), RequestLoad(text_tokens=512, image_tokens=576, output_tokens=128, concurrency=8)
     )
     assert plan.kv_bytes_per_request * 8 == 2 * 40 * 40 * 128 * (576 + 512) * 8 * 2 == 7_130_316_800
     assert plan.record()["kv_bytes"] == 7_130_316_800
@@ -60,7 +54,7 @@ def test_13b_with_8_requests_of_576_image_and_512_text_tokens():
 
 def test_34b_on_two_gpus_of_40_gb_at_50_requests_per_second():
     model = described_model(parameters=34e9, num_layers=60, num_heads=56, head_dim=128, num_kv_heads=8, max_length=4096)
-    load = Load(text_tokens=512, image_tokens=576, output_tokens=128, requests_per_s=50, latency_s=2.0)
+    load = RequestLoad(text_tokens=512, image_tokens=576, output_tokens=128, requests_per_s=50, latency_s=2.0)
     plan = plan_serving(model, gpu_named("A100-40GB"), load, num_gpus=2)
     by_scheme = {(fit.scheme, fit.kv_format): fit for fit in plan.fits}
     bf16, int8, int4 = (by_scheme[scheme, "model"] for scheme in ("bf16", "int8", "w4a16"))
@@ -79,7 +73,7 @@ def test_34b_on_two_gpus_of_40_gb_at_50_requests_per_second():
 
 def test_34b_at_50_requests_per_second_needs_more_gpus_than_memory_suggests():
     model = described_model(parameters=34e9, num_layers=60, num_heads=56, head_dim=128, num_kv_heads=8, max_length=4096)
-    load = Load(text_tokens=512, image_tokens=576, output_tokens=128, requests_per_s=50)
+    load = RequestLoad(text_tokens=512, image_tokens=576, output_tokens=128, requests_per_s=50)
     plan = plan_serving(model, gpu_named("A100-40GB"), load, num_gpus=2)
     assert plan.chosen.scheme == "w4a16"
     assert plan.chosen.times is None
@@ -98,7 +92,7 @@ def test_34b_at_50_requests_per_second_needs_more_gpus_than_memory_suggests():
 
 def test_estimated_times_obey_littles_law():
     model, gpu = configured_model("3b", named_size("3b"), EngineConfig()), gpu_named("H200")
-    load = Load(text_tokens=190, image_tokens=576, image_patches=2304, output_tokens=128)
+    load = RequestLoad(text_tokens=190, image_tokens=576, image_patches=2304, output_tokens=128)
     for rate in (1.0, 10.0, 40.0):
         times = steady_state(model, gpu, "bf16", 2**20, load, rate)
         assert times.in_progress == pytest.approx(rate * times.latency_s)
@@ -114,7 +108,7 @@ def test_estimates_of_the_3b_shape_agree_with_an_h200():
         rates = [rate for rate in range(1, 400) if (found := steady_state(model, gpu, "bf16", kv_bytes, load, rate)) and found.in_progress <= 256]  # fmt: skip
         return max(rates)
 
-    own_image = Load(text_tokens=190, image_tokens=576, image_patches=2304, output_tokens=128)
+    own_image = RequestLoad(text_tokens=190, image_tokens=576, image_patches=2304, output_tokens=128)
     assert most(own_image) == pytest.approx(56.4, rel=0.1)
     assert most(replace(own_image, image_patches=0)) == pytest.approx(102.7, rel=0.1), "one image shared by all"
     alone = steady_state(model, gpu, "bf16", 0, replace(own_image, text_tokens=189), 1e-6)
@@ -134,7 +128,7 @@ def folder(request, tmp_path_factory):
 def test_pages_and_bytes_are_those_of_the_engine(folder):
     config = load_model(folder, device="cpu").config
     model = configured_model("tiny", config, SETTINGS)
-    plan = plan_serving(model, gpu_named("24"), Load(text_tokens=100), config=SETTINGS)
+    plan = plan_serving(model, gpu_named("24"), RequestLoad(text_tokens=100), config=SETTINGS)
     for fit in plan.fits[:2]:
         engine_config = replace(SETTINGS, kv_format=fit.kv_format)
         loaded = load_model(folder, device="cpu")
@@ -164,7 +158,7 @@ def test_pages_on_a_gpu_are_those_of_the_engine(folder):
     settings = EngineConfig(gpu_memory_utilization=0.1, num_workers=0, cuda_graphs=False)
     total = torch.cuda.get_device_properties(0).total_memory
     model = configured_model("tiny", meta_model(folder)[0].config, settings)
-    plan = plan_serving(model, Gpu(name="this", gib=total / GIB), Load(text_tokens=100), config=settings)
+    plan = plan_serving(model, Gpu(name="this", gib=total / GIB), RequestLoad(text_tokens=100), config=settings)
     with Engine.load(folder, device="cuda", config=settings) as engine:
         assert engine.num_pages == pytest.approx(plan.fits[0].num_pages, rel=0.15)
 
@@ -194,9 +188,9 @@ def test_image_tokens_are_those_of_the_processor(folder):
     processor = Processor.load(folder)
     parts = [{"type": "image", "image": Image.new("RGB", size)} for size in sizes]
     inputs = processor([[{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]])
-    tokens, patches = image_cost(folder, sizes)
+    tokens, patches = image_cost(str(folder), sizes)
     assert (tokens, patches) == (len(inputs.image_token_index), len(inputs.patches))
-    assert named_image_cost(load_model(folder, device="cpu").config, sizes) == (tokens, patches)
+    assert image_cost(size_name(VISION_LANGUAGE[folder.name], "tiny"), sizes) == (tokens, patches)
 
 
 # ------------------------------------------------------------------ decisions
@@ -204,7 +198,7 @@ def test_image_tokens_are_those_of_the_processor(folder):
 
 def test_a_scheme_that_keeps_up_is_preferred_to_one_that_only_fits():
     model = configured_model("7b", named_size("7b"), EngineConfig())
-    load = Load(text_tokens=512, image_tokens=576, image_patches=2304, output_tokens=64, requests_per_s=30)
+    load = RequestLoad(text_tokens=512, image_tokens=576, image_patches=2304, output_tokens=64, requests_per_s=30)
     plan = plan_serving(model, gpu_named("H100"), load)
     slow, fast = plan.fits[0], plan.chosen
     assert slow.fits
@@ -215,22 +209,22 @@ def test_a_scheme_that_keeps_up_is_preferred_to_one_that_only_fits():
 
 def test_a_gpu_that_is_too_small_is_named_with_what_to_do():
     model = configured_model("72b", named_size("72b"), EngineConfig())
-    plan = plan_serving(model, gpu_named("24"), Load(text_tokens=100))
+    plan = plan_serving(model, gpu_named("24"), RequestLoad(text_tokens=100))
     assert plan.chosen is None
     assert "the engine does not split a model over GPUs" in plan.lines()[-1]
     crowded = plan_serving(
         configured_model("3b", named_size("3b"), EngineConfig()),
         gpu_named("24"),
-        Load(text_tokens=8192, concurrency=5000),
+        RequestLoad(text_tokens=8192, concurrency=5000),
     )
     assert "Use more GPUs, or shorter requests" in crowded.lines()[-1]
 
 
 def test_loads_that_contradict_themselves_are_refused():
     with pytest.raises(ConfigError, match="Little's law"):
-        Load(text_tokens=100, requests_per_s=1, concurrency=1)
+        RequestLoad(text_tokens=100, requests_per_s=1, concurrency=1)
     with pytest.raises(ConfigError, match="Raise --text-tokens"):
-        Load(text_tokens=100, output_tokens=200)
+        RequestLoad(text_tokens=100, output_tokens=200)
     model = described_model(parameters=1e9, num_layers=2, num_heads=2, head_dim=64, num_kv_heads=None, max_length=512)
     with pytest.raises(ConfigError, match="context length is 512"):
-        plan_serving(model, GPUS[0], Load(text_tokens=1024))
+        plan_serving(model, GPUS[0], RequestLoad(text_tokens=1024))

@@ -11,14 +11,14 @@ from saccade.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU. Peaks are of dense matrix products, in operations per second; None: unknown, or it has no such units."""
+    """One GPU. Peaks are of dense matrix products, in operations per second; None: unknown, or no such units."""
 
     name: str
-    """As in `--gpu`."""
+    """The name for `--gpu`."""
     gib: float
     """Memory in GiB."""
     bandwidth: float | None = None
-    """Of its memory, in bytes per second."""
+    """Bandwidth of the memory, in bytes per second."""
     bf16: float | None = None
     """Peak with bf16 operands."""
     fp8: float | None = None
@@ -44,7 +44,7 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu:
-    """A GPU by name, or one of which only the memory is known, by a number of GiB."""
+    """The GPU of a name; with a number of GiB, one of which only the memory is known."""
     known = {gpu.name.lower(): gpu for gpu in GPUS}
     if name.lower() in known:
         return known[name.lower()]

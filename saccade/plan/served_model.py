@@ -1,7 +1,7 @@
-"""What a capacity plan needs to know of a model: bytes of its weights in every storage scheme, and of a step of the engine.
+"""What a plan needs to know of a model: bytes of its weights in every storage scheme, and of the engine's largest step.
 
-Weights are counted on the model's modules, buffers and the largest step in a dry run of the engine's own profile, both on the meta
-device: no family is known here, and nothing is loaded.
+Weights are counted on the model's modules, buffers and the largest step in a dry run of the engine's own profile, both
+on the meta device: no family is known here, and nothing is loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,14 +20,16 @@ from torch import nn
 from saccade.engine.config import EngineConfig
 from saccade.engine.device.kv_cache import KVShape
 from saccade.engine.device.runner import PixelScale, Runner
+from saccade.errors import ConfigError
 from saccade.kernels import launch
 from saccade.model.config import ModelConfig
-from saccade.model.families import family_named
+from saccade.model.families import family_named, load_model_config, named_size, named_sizes, published_as
 from saccade.model.linear import Linear, projections
 from saccade.model.live_bytes import LiveBytes, MetaCache, peak_bytes
 from saccade.model.quantization import Scheme, fitting_group
 from saccade.model.quantized_linear import Linear8bit, quantized_form
 from saccade.model.vlm import VLM
+from saccade.model.weights import meta_model
 from saccade.processor.families import load_rules
 
 SCHEMES = ("bf16", "fp8", "int8", "w4a16")
@@ -45,23 +47,46 @@ class ServedModel:
     """What a plan needs to know of a model."""
 
     name: str
-    """In the report."""
+    """Name in the report."""
     shape: KVShape
-    """Of its KV cache."""
+    """Shape of the KV cache."""
     weight_bytes: Mapping[str, int]
-    """In memory, by scheme."""
+    """Bytes of the weights in memory, by scheme."""
     decode_bytes: Mapping[str, int]
-    """Of them, those that every step reads, by scheme."""
+    """Bytes of the weights that every decode step reads, by scheme."""
     step_bytes: int
     """Buffers of the engine, and its largest step."""
     num_decoder_parameters: int
-    """Multiplied with every token."""
+    """Parameters that are multiplied with every token."""
     num_tower_parameters: int = 0
-    """Multiplied with every patch."""
+    """Parameters that are multiplied with every patch."""
     max_length: int
     """Context length."""
     vocab_size: int = 0
-    """Tokens, whose counts a sampler with penalties keeps."""
+    """Tokens of the vocabulary, whose counts a sampler with penalties keeps."""
+
+
+def model_config(model: str) -> ModelConfig:
+    """The config of a checkpoint folder, of a published checkpoint that is not downloaded yet, or of a named size."""
+    if Path(model).is_dir():
+        return load_model_config(model)
+    published = published_as(model)
+    name = model if published is None else published[1]
+    if name not in named_sizes():
+        raise ConfigError(
+            f"{model}: neither a checkpoint folder, nor a recipe (.toml), nor a size that saccade models lists. "
+            "Check the name"
+        )
+    return named_size(name)
+
+
+def served_model(model: str, max_length: int | None = None) -> ServedModel:
+    """The model of a checkpoint folder, a published checkpoint or a named size."""
+    config, stored = model_config(model), None
+    if Path(model).is_dir():
+        on_meta, quantization = meta_model(Path(model))
+        stored = None if quantization is None else on_meta
+    return configured_model(model, config, EngineConfig(), max_length, stored)
 
 
 def described_model(
@@ -84,7 +109,7 @@ def described_model(
 def configured_model(
     name: str, config: ModelConfig, engine: EngineConfig, max_length: int | None = None, stored: VLM | None = None
 ) -> ServedModel:
-    """A model by its config. `stored`: the model of a folder on the meta device, if it is compressed already."""
+    """A model by its config. `stored`: the model of a compressed folder, on the meta device."""
     language = config.language
     max_length = max_length or language.max_positions
     with torch.device("meta"), MetaCache():  # type: ignore[no-untyped-call]
@@ -98,9 +123,8 @@ def configured_model(
         weight_bytes={scheme: sum(parts.values()) for scheme, parts in stored_by.items()},
         decode_bytes={scheme: _decode_bytes(parts) for scheme, parts in stored_by.items()},
         step_bytes=step_bytes(model, engine, max_length),
-        num_decoder_parameters=sum(x.numel() for x in model.language.layers.parameters())
-        + language.vocab_size * language.hidden_size,
-        num_tower_parameters=sum(x.numel() for x in model.vision.parameters()),
+        num_decoder_parameters=_num_elements(model.language.layers) + language.vocab_size * language.hidden_size,
+        num_tower_parameters=_num_elements(model.vision),
         max_length=max_length,
         vocab_size=language.vocab_size,
     )
@@ -115,7 +139,7 @@ QUANTIZED_PARTS: dict[str, tuple[Literal["fp8", "int8", "int4"], tuple[str, ...]
 
 
 def stored_bytes(model: VLM, scheme: str) -> dict[str, int]:
-    """Bytes of each part of a model on the meta device with its projections stored by a scheme; `embedding` apart."""
+    """Bytes of each part of a model on the meta device with its projections stored by a scheme, and of `embedding`."""
     stated, quantized_parts = QUANTIZED_PARTS.get(scheme, ("fp8", ()))
     packs_tower = family_named(model.config.family).packs_tower
     parts = {name: _num_bytes(child) for name, child in model.named_children()}
@@ -134,19 +158,23 @@ def stored_bytes(model: VLM, scheme: str) -> dict[str, int]:
     return parts | {"embedding": embedding}
 
 
+def _num_elements(module: nn.Module) -> int:
+    return sum(x.numel() for x in module.parameters())
+
+
 def _decode_bytes(parts: Mapping[str, int]) -> int:
     """Bytes that a step of decode reads: layers and head, which may be the embedding."""
     return parts["language"] + (parts["head"] or parts["embedding"])
 
 
 def _num_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters, floating-point ones in 16 bits, but for the scales of 8-bit weights, which are fp32."""
+    """Bytes of the parameters: floating-point ones in 16 bits, except the scales of 8-bit weights, which are fp32."""
     plain = sum(x.numel() * (2 if x.is_floating_point() else x.itemsize) for x in module.parameters())
     return plain + sum(2 * layer.out_features for layer in module.modules() if isinstance(layer, Linear8bit))
 
 
 def step_bytes(model: VLM, config: EngineConfig, max_length: int) -> int:
-    """Buffers and largest step of the engine, in a dry run of its profile."""
+    """Bytes of the engine's buffers and largest step, in a dry run of its profile."""
     grey = PixelScale(mean=(0.5,) * model.config.vision.in_channels, std=(0.5,) * model.config.vision.in_channels)
     eager = dataclasses.replace(config, cuda_graphs=False)
     live = LiveBytes(*model.parameters(), *model.buffers())
@@ -158,22 +186,28 @@ def step_bytes(model: VLM, config: EngineConfig, max_length: int) -> int:
 # ------------------------------------------------------------------ images
 
 
-def image_cost(folder: str | Path, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """(tokens, patches) of a request's images of these widths and heights, by the settings of a checkpoint folder."""
+def image_cost(model: str, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(tokens, patches) of a request's images of these widths and heights.
+
+    The settings are those of the checkpoint folder, or those that `saccade init` writes for a named size.
+    """
+    if Path(model).is_dir():
+        return _image_cost(model, sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in _processor_files(model_config(model)).items():
+            (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
+        return _image_cost(folder, sizes)
+
+
+def _image_cost(folder: str, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     rules = load_rules(folder)
     grids = [rules.image_grid(height, width, len(sizes)) for width, height in sizes]
     parts = [part for grid in grids for part in rules.parts("image", grid, 1.0, ())]
     return sum(part.length for part in parts), sum(map(rules.num_patches, grids))
 
 
-def named_image_cost(config: ModelConfig, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The same for a named size, with the settings that `saccade init` writes."""
+def _processor_files(config: ModelConfig) -> dict[str, Any]:
     family = family_named(config.family)
     ids = {name: number for number, name in enumerate(family.vision_tokens)}
-    files = family.describe_processor(config) | {
-        "config.json": {"model_type": family.model_type} | family.describe_config(config, ids)
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in files.items():
-            (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
-        return image_cost(folder, sizes)
+    settings = {"model_type": family.model_type} | family.describe_config(config, ids)
+    return family.describe_processor(config) | {"config.json": settings}

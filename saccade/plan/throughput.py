@@ -1,0 +1,102 @@
+"""Times of serving in a steady state, estimated from bandwidth and peak throughput.
+
+Little's law: requests in progress = requests per second x seconds that one takes.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from saccade.errors import ConfigError
+from saccade.plan.gpus import Gpu
+from saccade.plan.served_model import ServedModel
+
+_BANDWIDTH_SHARE = 0.6
+"""Share of the published bandwidth that decode reaches: measured with 3B on an H200, for 1 and for 256 requests."""
+_COMPUTE_SHARE = 0.5
+"""Share of the peak that prefill reaches: 540 of 989 TFLOP/s on an H200."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLoad:
+    """Requests to be served, all alike."""
+
+    text_tokens: int
+    """Text tokens of a request, prompt and output together."""
+    image_tokens: int = 0
+    """Image tokens of a request."""
+    image_patches: int = 0
+    """Patches of a request's images, for the time of the vision encoder."""
+    output_tokens: int | None = None
+    """Text tokens that are generated; a quarter if not given."""
+    requests_per_s: float | None = None
+    """Requests that arrive per second, over all GPUs."""
+    concurrency: int | None = None
+    """Requests in progress at once, over all GPUs."""
+    latency_s: float | None = None
+    """Seconds that a request takes; estimated if not given."""
+
+    def __post_init__(self) -> None:
+        if self.requests_per_s is not None and self.concurrency is not None:
+            raise ConfigError(
+                "requests per second and concurrency depend on each other (Little's law). Give one of them"
+            )
+        if not 0 <= self.num_output <= self.text_tokens:
+            raise ConfigError(f"{self.num_output} output tokens of {self.text_tokens} text tokens. Raise --text-tokens")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a request in the KV cache at its end."""
+        return self.text_tokens + self.image_tokens
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens."""
+        return self.text_tokens // 4 if self.output_tokens is None else self.output_tokens
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens, text and image."""
+        return self.tokens - self.num_output
+
+
+class Times(NamedTuple):
+    """Estimated times of one GPU in a steady state."""
+
+    prefill_s: float
+    """Vision encoder and prefill of one request."""
+    step_s: float
+    """Time per output token."""
+    latency_s: float
+    """Time of a request."""
+    in_progress: float
+    """Requests in progress on the GPU."""
+
+
+def steady_state(
+    model: ServedModel, gpu: Gpu, scheme: str, kv_bytes: int, load: RequestLoad, rate: float
+) -> Times | None:
+    """Times when `rate` requests per second arrive at a GPU. None: it does not keep up, or its speed is not known.
+
+    Requests in progress and latency depend on each other: a step reads the weights once and every request's KV cache.
+    """
+    peak = gpu.peak(scheme)
+    if peak is None or gpu.bandwidth is None:
+        return None
+    flops, bandwidth = peak * _COMPUTE_SHARE, gpu.bandwidth * _BANDWIDTH_SHARE
+    products = model.num_decoder_parameters * load.num_prompt + model.num_tower_parameters * load.image_patches
+    prefill_s = 2.0 * products / flops
+    decoding = 1.0 - rate * prefill_s
+    if decoding <= 0.0:
+        return None
+    weights = model.decode_bytes[scheme]
+    # step = (weights + n kv) / bandwidth and n = rate * (prefill + output * step / decoding): linear in n.
+    per_request = rate * load.num_output * kv_bytes / bandwidth / decoding
+    if per_request >= 1.0:
+        return None
+    fixed = rate * (prefill_s + load.num_output * weights / bandwidth / decoding)
+    in_progress = fixed / (1.0 - per_request)
+    reading_s = (weights + in_progress * kv_bytes) / bandwidth
+    computing_s = 2.0 * model.num_decoder_parameters * in_progress / flops
+    step_s = max(reading_s, computing_s) / decoding
+    latency_s = prefill_s + load.num_output * step_s
+    return Times(prefill_s, step_s, latency_s, max(in_progress, rate * latency_s))
