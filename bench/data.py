@@ -76,7 +76,7 @@ def items(count: int) -> Iterator[tuple[str, Item]]:
 
 def write_tars(folder: Path, count: int) -> None:
     """WebDataset tars of 500 samples, and their index."""
-    from saccade.data.index import build_index
+    from saccade.data.index_builder import build_index
     from saccade.data.sample import Sample
     from saccade.data.shards import ShardWriter
 

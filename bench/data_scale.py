@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from saccade.data.batch_sampler import BatchSampler, Position
 from saccade.data.index import open_index
+from saccade.data.lengths import Lengths
 from saccade.data.loader import IndexedSource
 from saccade.data.order import EpochOrder
 from saccade.data.sample import TextRules
@@ -75,7 +76,7 @@ def first_batch() -> None:
         begin = time.perf_counter()
         index = open_index(scratch, check_files=False)
         opened = time.perf_counter() - begin
-        source = IndexedSource("laion", None, TextRules(), index, "synthetic", num_measured=0)
+        source = IndexedSource("laion", None, TextRules(), index, Lengths(index, "synthetic"), num_measured=0)
         sampler = BatchSampler([source], seed=0, max_seq_len=16384, max_patches=65536, global_batch_size=8)
         first = next(sampler.batches())
         sampled = time.perf_counter() - begin

@@ -165,7 +165,7 @@ def split(
 @app.command()
 def index(shards: ShardsArgument, workers: WorkersOption = None, as_json: JsonOption = False) -> None:
     """Index new and changed shards: offset and size of every sample."""
-    from saccade.data.index import build_index
+    from saccade.data.index_builder import build_index
 
     with shard_progress("indexing") as advance:
         report = build_index(shards, num_workers=workers, on_progress=advance)

@@ -79,7 +79,7 @@ def progress(unit: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def shard_progress(title: str) -> Iterator[Callable[[Any], None]]:
-    """A bar on standard error, updated with `saccade.data.index.Progress`; disabled without a terminal."""
+    """A bar on standard error, updated with `saccade.data.index_files.ShardProgress`; disabled without a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,10 +1,10 @@
-"""From image-text pairs to packed training batches: tar shards with an index, curation beside it, an order that is pure arithmetic.
+"""From image-text pairs to packed training batches: tar shards with an index, curation next to it, an order that is pure arithmetic.
 
     from saccade.data import Source, open_stream
     for batch in open_stream("shards/", checkpoint="model/", max_seq_len=16384): ...
 
 Start reading at `loader.py`. `sample.py` defines a sample; `shards.py`, `tar.py` and `storage.py` read and write tars, local or remote;
-`index.py` and `indexing.py` know where each sample is. `order.py`, `packing.py` and `batch_sampler.py` decide what comes next, as plain
+`index.py` knows where each sample is (`index_builder.py` builds it), `lengths.py` how long. `order.py`, `packing.py` and `batch_sampler.py` decide what comes next, as plain
 arithmetic on integers; `collate.py` and `workers.py` build the packed sequences. `readers/`, `download.py` and `prepare.py` make shards
 from other formats, `curate/` decides which samples to keep without rewriting them.
 """

@@ -10,8 +10,6 @@ beforehand from text and image headers, and must be met exactly: a sample of ano
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import logging
 import random
 import time
@@ -25,21 +23,17 @@ from PIL import Image
 
 from saccade.data.augment import AugmentConfig, augment, generator, has_sides
 from saccade.data.batch_sampler import SampleRef
-from saccade.data.header import upright_size
 from saccade.data.index import ShardIndex, open_index
-from saccade.data.sample import Sample, TextRules, images, training_conversations
+from saccade.data.sample import Sample, TextRules, training_conversations
 from saccade.data.storage import StorageConfig
 from saccade.data.token_dropout import TokenDropout
 from saccade.errors import DataError, StorageError, UserError
 from saccade.processor.conversation import Message
-from saccade.processor.image import MediaLimits, Pixels, load_image
+from saccade.processor.image import Pixels, load_image
 from saccade.processor.inputs import ModelInputs
 from saccade.processor.processor import Processor, ResizeName
 
 logger = logging.getLogger(__name__)
-
-_LENGTHS_VERSION = 1
-"""Raised when the same sample is measured differently: lengths of an older version are then measured again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,48 +273,3 @@ def _open(source: CollatorSource, storage: StorageConfig) -> ShardIndex:
     if index.fingerprint != source.fingerprint:
         raise DataError(f"{source.path}: the index was rewritten while it was in use. Resume from the last state")
     return index
-
-
-# ------------------------------------------------------------------ lengths
-
-
-def measure_sample(
-    sample: Sample, processor: Processor, rules: TextRules, *, pairs: bool = False
-) -> tuple[list[int], int]:
-    """Tokens of each text variant, and patches, as `Collator` will find them. Text is tokenised, no pixel is decoded."""
-    sizes = [upright_size(data) for data in images(sample)]
-    lengths = [
-        [processor.measure(messages, sizes) for messages in together]
-        for together in training_conversations(sample, rules, pairs=pairs)
-    ]
-    return [sum(tokens for tokens, _ in together) for together in lengths], sum(patches for _, patches in lengths[0])
-
-
-@dataclass(frozen=True)
-class Measurer:
-    """`measure_sample` for one checkpoint and one set of rules. Picklable."""
-
-    checkpoint: str
-    rules: TextRules
-    pairs: bool = False
-
-    def __call__(self, sample: Sample) -> tuple[list[int], int]:
-        """Tokens of each text variant, and patches."""
-        return measure_sample(sample, _processor(self.checkpoint), self.rules, pairs=self.pairs)
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Names the lengths: equal for equal tokenizer, template, image settings and rules."""
-        settings: tuple[object, ...] = (
-            _LENGTHS_VERSION,
-            Processor.fingerprint(self.checkpoint),
-            self.rules,
-            MediaLimits(),
-            *(["pairs"] if self.pairs else []),
-        )
-        return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
-
-
-@functools.lru_cache(maxsize=1)
-def _processor(checkpoint: str) -> Processor:
-    return Processor.load(checkpoint)

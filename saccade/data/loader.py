@@ -33,11 +33,12 @@ from saccade.data.collate import (
     Collator,
     CollatorConfig,
     CollatorSource,
-    Measurer,
     PackedSequence,
     sample_id,
 )
-from saccade.data.index import Progress, ShardIndex, build_lengths, open_index
+from saccade.data.index import ShardIndex, open_index
+from saccade.data.index_files import ShardProgress
+from saccade.data.lengths import Lengths, Measurer
 from saccade.data.order import Ints
 from saccade.data.sample import TextRules
 from saccade.data.storage import StorageConfig
@@ -47,7 +48,7 @@ from saccade.processor.processor import ResizeName
 
 logger = logging.getLogger(__name__)
 
-OnProgress = Callable[[str, Progress], None]
+OnProgress = Callable[[str, ShardProgress], None]
 """Called while something is built: what ("index of coco", "lengths of coco"), and how far it is."""
 
 MIN_BAD = 10
@@ -352,7 +353,7 @@ class IndexedSource:
     weight: float | None
     rules: TextRules
     index: ShardIndex
-    lengths_fingerprint: str
+    measured: Lengths
     num_measured: int
     """Shards that were measured when it was opened."""
     pairs: bool = False
@@ -367,23 +368,17 @@ class IndexedSource:
     ) -> IndexedSource:
         """Open the index and the lengths; missing ones are built."""
 
-        def report(what: str) -> Callable[[Progress], None] | None:
+        def report(what: str) -> Callable[[ShardProgress], None] | None:
             return on_progress and (lambda progress: on_progress(f"{what} of {source.name or source.path}", progress))
 
         index = open_index(source.path, num_workers=num_workers, on_progress=report("index"), config=storage)
         measurer = Measurer(checkpoint, source.rules, source.pairs)
-        # Checking the lengths files of 10,000 shards takes a second; this file marks that they were all there.
-        mark = index.folder / f"lengths-{measurer.fingerprint}" / f".complete-{index.fingerprint}"
-        num_measured = 0
-        if not mark.exists():
-            num_measured = build_lengths(
-                index, measurer, measurer.fingerprint, num_workers=num_workers, on_progress=report("lengths")
-            )
-            mark.touch()
+        measured = Lengths(index, measurer.fingerprint)
+        num_measured = measured.build(measurer, num_workers=num_workers, on_progress=report("lengths"))
         name = source.name or index.source
         if "/" in name or not name:
             raise ConfigError(f"{name!r} cannot be a source's name: sample ids are source/shard/key")
-        return IndexedSource(name, source.weight, source.rules, index, measurer.fingerprint, num_measured, source.pairs)
+        return IndexedSource(name, source.weight, source.rules, index, measured, num_measured, source.pairs)
 
     @property
     def sizes(self) -> Ints:
@@ -394,12 +389,12 @@ class IndexedSource:
     def fingerprint(self) -> str:
         """Changes with the shards, the curation decisions, and the lengths."""
         decisions = hashlib.sha256(json.dumps(self.index.summary(), sort_keys=True).encode()).hexdigest()
-        return f"{self.index.fingerprint}-{decisions}-{self.lengths_fingerprint}"
+        return f"{self.index.fingerprint}-{decisions}-{self.measured.fingerprint}"
 
     def lengths(self, shard: int, kept_rows: Ints, epochs: Ints) -> tuple[Ints, Ints]:
         """Tokens and patches; 0 for samples that could not be measured, which the collator reports as bad."""
         rows = self.index.kept(shard)[kept_rows]
-        tokens, patches = self.index.lengths(shard, self.lengths_fingerprint)
+        tokens, patches = self.measured.of_shard(shard)
         return tokens.select(rows, epochs), patches[rows].astype("int64")
 
     def log_contents(self) -> None:

@@ -21,15 +21,16 @@ from types import TracebackType
 from typing import BinaryIO, Self, TypeVar
 
 from saccade.data import storage
+from saccade.data.lru_cache import LRUCache, OpenFile
 from saccade.data.sample import Sample, split_name
-from saccade.data.storage import OpenFiles, StorageConfig, is_remote, shown
+from saccade.data.storage import StorageConfig, is_remote, shown
 from saccade.data.tar import RECORD, Gap, Member, Window, members
 from saccade.errors import ConfigError, DataError, StorageError
 
 T = TypeVar("T")
 
 _REMOTE = StorageConfig()
-_OPEN_FILES = OpenFiles(256)
+_OPEN_FILES: LRUCache[OpenFile] = LRUCache(256)
 _ALL = "*.tar"
 
 
@@ -154,7 +155,7 @@ def read_range(file: ShardFile, offset: int, size: int, config: StorageConfig = 
     if file.is_remote:
         return storage.storage(config).read_range(file.url, file.num_bytes, offset, size)
     try:
-        opened = _OPEN_FILES.get(file.url, file.num_bytes)
+        opened = _OPEN_FILES.get((file.url, file.num_bytes), lambda: OpenFile.open(file.url))
         data = opened.read(offset, size)
         if len(data) == size:
             return data

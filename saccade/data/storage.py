@@ -2,9 +2,7 @@
 
     range -> chunks of a fixed size -> cached chunk | ranged request with retries -> cache, least recently used chunks are evicted
 
-The cache is a flat folder of chunk files on this machine, each written atomically, so that any number of processes share it: a chunk
-is complete or absent, and one that disappears is downloaded again. It is bounded by bytes. Where it cannot be written (a full disk),
-nothing is cached and a warning says so once. Transient faults are retried with exponential backoff; any other fault is one
+`chunk_cache.py` holds the chunks. Transient faults are retried with exponential backoff; any other fault is one
 `StorageError` that says what to do.
 """
 
@@ -14,22 +12,19 @@ import asyncio
 import errno
 import functools
 import hashlib
-import logging
 import os
 import random
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from saccade.data.chunk_cache import ChunkCache
 from saccade.errors import ConfigError, DataError, StorageError
-from saccade.files import atomic_write
-from saccade.log import log_once
 
 T = TypeVar("T")
 
@@ -103,7 +98,7 @@ class Storage:
 
     def __init__(self, config: StorageConfig) -> None:
         self._config = config
-        self._cache = _ChunkCache(config.folder / "blocks", config.max_cache_bytes)
+        self._cache = ChunkCache(config.folder / "blocks", config.max_cache_bytes)
         self._filesystems: dict[str, Any] = {}
         self._locks = [threading.Lock() for _ in range(256)]
 
@@ -320,130 +315,3 @@ def _reason(error: BaseException) -> str:
     """One line, without URLs: they may hold secrets."""
     text = re.sub(r"(,? url=)?'?\w+://\S+", "", " ".join(str(error).split()))[:200].strip(" .,:")
     return f"{type(error).__name__} {text}".strip()
-
-
-# ------------------------------------------------------------------ open files and the chunk cache
-
-
-class OpenFile:
-    """A file open for reading; closed with the last reference, so that eviction from a cache is safe at any time."""
-
-    __slots__ = ("_fd",)
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Read a range; shorter only at the end of the file."""
-        data = os.pread(self._fd, size, offset)
-        if len(data) < size and data:  # one call reads at most 2 GiB
-            return data + self.read(offset + len(data), size - len(data))
-        return data
-
-    def num_bytes(self) -> int:
-        """Current size of the file."""
-        return os.fstat(self._fd).st_size
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-
-class OpenFiles:
-    """An LRU cache of open files. Safe with threads and after a fork. With `touch`, opening a file updates its modification time."""
-
-    def __init__(self, max_files: int, *, touch: bool = False) -> None:
-        self._max_files, self._touch = max_files, touch
-        self._reset()
-        os.register_at_fork(after_in_child=self._reset)
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()  # another thread may have held it when the process was forked
-        self._files: OrderedDict[tuple[str, int], OpenFile] = OrderedDict()
-
-    def get(self, path: str, version: int) -> OpenFile:
-        """The open file; another `version` (its size when it was listed) opens it again. Raises OSError as `open` does."""
-        key = (path, version)
-        with self._lock:
-            file = self._files.get(key)
-            if file is not None:
-                self._files.move_to_end(key)
-                return file
-        file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        if self._touch:
-            os.utime(path)
-        with self._lock:
-            self._files[key] = file
-            if len(self._files) > self._max_files:
-                self._files.popitem(last=False)
-        return file
-
-
-class _ChunkCache:
-    """Chunk files in one folder, bounded by bytes, shared by any number of processes."""
-
-    _PAUSE_S = 60.0
-    """After a failed write nothing is cached for this long: space may be freed."""
-
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
-        self._files = OpenFiles(64, touch=True)
-        self._paused_until = 0.0
-        self._bytes_since_scan: int | None = None  # written since the folder was last scanned; None: never
-
-    def is_usable(self) -> bool:
-        """Whether chunks are cached at present."""
-        return self._max_bytes > 0 and time.monotonic() >= self._paused_until
-
-    def open(self, name: str, size: int) -> OpenFile | None:
-        """A cached chunk; opening it marks it as used."""
-        path = self._folder / name
-        try:
-            file = self._files.get(str(path), size)
-            return file if file.num_bytes() == size else None
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            self._pause(error)
-            return None
-
-    def put(self, name: str, data: bytes) -> None:
-        """Cache a chunk if it can be written."""
-        try:
-            with atomic_write(self._folder / name) as temporary:
-                self._evict(len(data))
-                temporary.write_bytes(data)
-        except OSError as error:
-            self._pause(error)
-
-    def _pause(self, error: OSError) -> None:
-        self._paused_until = time.monotonic() + self._PAUSE_S
-        log_once(
-            "data",
-            f"{self._folder}: {error.strerror}; remote shards are read without a cache, with more requests. "
-            "Free space there, or set SACCADE_CACHE to another folder",
-            logging.WARNING,
-        )
-
-    def _evict(self, incoming: int) -> None:
-        """Remove the least recently used chunks until `incoming` bytes fit. The folder is scanned now and then, not for every chunk."""
-        if self._bytes_since_scan is not None and self._bytes_since_scan + incoming <= self._max_bytes // 64:
-            self._bytes_since_scan += incoming
-            return
-        chunks = []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                try:
-                    status = entry.stat()
-                except FileNotFoundError:
-                    continue
-                if (
-                    not entry.name.startswith(".") or status.st_mtime < time.time() - 3600
-                ):  # newer temporary files are being written
-                    chunks.append((status.st_mtime, status.st_size, entry.path))
-        total = sum(size for _, size, _ in chunks) + incoming
-        for _, size, path in sorted(chunks) if total > self._max_bytes else []:
-            Path(path).unlink(missing_ok=True)
-            total -= size
-            if total <= 0.9 * self._max_bytes:
-                break
-        self._bytes_since_scan = incoming

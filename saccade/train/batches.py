@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from saccade.data.collate import PackedSequence
-from saccade.data.index import Progress as IndexProgress
 from saccade.data.index import open_index
+from saccade.data.index_files import ShardProgress
 from saccade.data.loader import Source, Stream, open_stream
 from saccade.model.config import ModelConfig
 from saccade.processor.inputs import ModelInputs
@@ -99,7 +99,7 @@ def data_sources(sources: Sequence[SourceConfig], *, pairs: bool = False) -> lis
     return [Source(path=one.path, weight=one.weight, rules=one.rules, name=one.name, pairs=pairs) for one in sources]
 
 
-def log_indexing(what: str, done: IndexProgress) -> None:
+def log_indexing(what: str, done: ShardProgress) -> None:
     """Log how far an index or lengths file is."""
     logger.info("%s: %d of %d shards", what, done.num_done, done.num_shards)
 

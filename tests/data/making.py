@@ -115,7 +115,7 @@ def write_synthetic_index(folder, num_shards=10_000, samples_per_shard=10_000, n
     """
     import pyarrow.parquet as pq
 
-    from saccade.data.index import build_index
+    from saccade.data.index_builder import build_index
 
     folder = Path(folder)
     small = make_shards(folder / "small", num_distinct, 8)

@@ -8,7 +8,7 @@ from data.test_loader import assert_same_batches
 from PIL import Image, ImageOps
 
 from saccade.data.augment import AugmentConfig, augment, generator, has_sides
-from saccade.data.index import build_index
+from saccade.data.index_builder import build_index
 from saccade.errors import ConfigError
 
 STRONG = AugmentConfig(

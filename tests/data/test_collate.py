@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.data.batch_sampler import SampleRef
-from saccade.data.collate import Collator, CollatorConfig, CollatorSource, Measurer, measure_sample
-from saccade.data.index import build_index, open_index
+from saccade.data.collate import Collator, CollatorConfig, CollatorSource
+from saccade.data.index import open_index
+from saccade.data.index_builder import build_index
+from saccade.data.lengths import Measurer, measure_sample
 from saccade.data.sample import Sample, TextRules, conversations
 from saccade.data.storage import StorageConfig
 from saccade.errors import DataError, UserError

@@ -38,16 +38,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
+from saccade.data.decisions import decided, finish_decisions, write_decisions
 from saccade.data.header import upright_size
-from saccade.data.index import (
-    build_index,
-    build_lengths,
-    decided,
-    finish_decisions,
-    open_index,
-    write_decisions,
-)
-from saccade.data.indexing import SCHEMA
+from saccade.data.index import open_index
+from saccade.data.index_builder import SCHEMA, build_index
+from saccade.data.lengths import Lengths
 from saccade.data.sample import Sample
 from saccade.errors import ConfigError, DataError, ImageError
 from saccade.processor.image import MediaLimits, load_image
@@ -242,7 +237,7 @@ def test_a_build_that_was_killed_resumes_and_scans_no_shard_twice(tmp_path):
     make_shards(tmp_path, 4, 3)
     script = """
 import os, sys
-from saccade.data.index import build_index
+from saccade.data.index_builder import build_index
 build_index(sys.argv[1], num_workers=1, on_progress=lambda done: os.kill(os.getpid(), 9) if done.num_done == 2 else None)
 """
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
@@ -267,9 +262,10 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path):
     script = """
 import sys
 from data.making import slow_measure
-from saccade.data.index import build_lengths, open_index
+from saccade.data.index import open_index
+from saccade.data.lengths import Lengths
 if __name__ == "__main__":
-    build_lengths(open_index(sys.argv[1], num_workers=1), slow_measure, "f", num_workers=2, on_progress=lambda done: print(flush=True))
+    Lengths(open_index(sys.argv[1], num_workers=1), "f").build(slow_measure, num_workers=2, on_progress=lambda done: print(flush=True))
 """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", script, str(tmp_path)]
@@ -453,7 +449,7 @@ def test_a_full_disk_while_indexing_is_one_clear_error(tmp_path):
     make_shards(tmp_path, 2, 30)
     script = """
 import resource, sys
-from saccade.data.index import build_index
+from saccade.data.index_builder import build_index
 from saccade.errors import DataError
 sys.dont_write_bytecode = True  # it would be cut off, and stay
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, 1_000))  # a write beyond fails, as on a full disk
@@ -597,13 +593,13 @@ def shards_with_lines(folder):
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_lengths_are_measured_for_every_row_and_refusals_are_kept_as_errors(tmp_path, num_workers):
     index = shards_with_lines(tmp_path)
-    with pytest.raises(DataError, match="build_lengths"):
-        index.lengths(0, "abc")
+    with pytest.raises(DataError, match="saccade data measure"):
+        Lengths(index, "abc").of_shard(0)
     seen = []
-    assert build_lengths(index, measure_words, "abc", num_workers=num_workers, on_progress=seen.append) == 2
+    assert Lengths(index, "abc").build(measure_words, num_workers=num_workers, on_progress=seen.append) == 2
     assert [progress.num_done for progress in seen] == [1, 2]
     assert seen[-1].num_samples == 12
-    tokens, patches = index.lengths(1, "abc")
+    tokens, patches = Lengths(index, "abc").of_shard(1)
     assert [tokens[row].tolist() for row in range(len(tokens))] == [[2], [2, 2], [2, 2, 2], [], [2, 2], []]
     jpegs = [len(index.read_sample(1, row).members["jpg"]) // 100 for row in range(5)]
     assert patches.tolist() == [*jpegs[:3], 0, jpegs[4], 0]
@@ -622,17 +618,17 @@ def test_measuring_resumes_where_it_stopped_and_detects_changed_tars(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_lengths(index, measure_words, "abc", num_workers=1, on_progress=stop)
-    assert len(index.missing_lengths("abc")) == 1
-    assert build_lengths(index, measure_words, "abc", num_workers=1) == 1
-    assert build_lengths(index, measure_words, "abc", num_workers=1) == 0
+        Lengths(index, "abc").build(measure_words, num_workers=1, on_progress=stop)
+    assert len(Lengths(index, "abc").missing()) == 1
+    assert Lengths(index, "abc").build(measure_words, num_workers=1) == 1
+    assert Lengths(index, "abc").build(measure_words, num_workers=1) == 0
     write_samples(tmp_path / "00000.tar", [make_sample(f"{n}", width=200, height=200) for n in range(9)])
     changed = open_index(tmp_path, num_workers=1)
-    assert changed.missing_lengths("abc") == [0]
+    assert Lengths(changed, "abc").missing() == [0]
     with pytest.raises(DataError, match=r"made for another 00000\.tar"):
-        changed.lengths(0, "abc")
-    assert build_lengths(changed, measure_words, "abc", num_workers=1) == 1
-    assert len(changed.lengths(0, "abc")[0]) == 9
+        Lengths(changed, "abc").of_shard(0)
+    assert Lengths(changed, "abc").build(measure_words, num_workers=1) == 1
+    assert len(Lengths(changed, "abc").of_shard(0)[0]) == 9
 
 
 def test_machines_that_measure_one_folder_at_once_share_the_work(tmp_path):
@@ -641,25 +637,25 @@ def test_machines_that_measure_one_folder_at_once_share_the_work(tmp_path):
 
     def another_machine(progress):
         if not others:
-            others.append(build_lengths(open_index(tmp_path), measure_words, "abc", num_workers=1))
+            others.append(Lengths(open_index(tmp_path), "abc").build(measure_words, num_workers=1))
 
-    assert build_lengths(index, measure_words, "abc", num_workers=1, on_progress=another_machine) == 1
+    assert Lengths(index, "abc").build(measure_words, num_workers=1, on_progress=another_machine) == 1
     assert others == [3]
-    assert index.missing_lengths("abc") == []
+    assert Lengths(index, "abc").missing() == []
 
 
 def test_a_bug_in_a_measure_is_not_reported_as_a_bad_sample(tmp_path):
     index = shards_with_lines(tmp_path)
     with pytest.raises(ZeroDivisionError):
-        build_lengths(index, lambda sample: ([1], 1 // 0), "abc", num_workers=1)
+        Lengths(index, "abc").build(lambda sample: ([1], 1 // 0), num_workers=1)
     with pytest.raises(ConfigError, match="cannot be a fingerprint"):
-        build_lengths(index, measure_words, "../x", num_workers=1)
+        Lengths(index, "../x").build(measure_words, num_workers=1)
 
 
 def test_a_worker_that_dies_is_one_clear_error(tmp_path):
     index = shards_with_lines(tmp_path)
     with pytest.raises(DataError, match="worker process exited unexpectedly"):
-        build_lengths(index, fatal_measure, "abc", num_workers=2)
+        Lengths(index, "abc").build(fatal_measure, num_workers=2)
 
 
 def test_parts_of_a_folder_are_curated_by_themselves(tmp_path):

@@ -11,7 +11,8 @@ from data.making import encode, make_jpeg, make_picture, make_sample, make_shard
 
 from saccade.data.curate import CurationSettings, ScoreRange, curate, inspect, write_page
 from saccade.data.curate.report import distribution
-from saccade.data.index import build_lengths, open_index
+from saccade.data.index import open_index
+from saccade.data.lengths import Lengths
 
 
 def count_words(sample):
@@ -72,7 +73,7 @@ def test_the_report_counts_reasons_sources_and_sizes(folder):
 
 
 def test_tokens_are_shown_where_they_are_known(folder):
-    build_lengths(open_index(folder), count_words, "abc", num_workers=1)
+    Lengths(open_index(folder), "abc").build(count_words, num_workers=1)
     by_name = {each.name: each for each in inspect(folder).distributions}
     assert by_name["tokens of the first text"].quantiles[-1] == 12
     assert by_name["image patches"].quantiles[0] == 16

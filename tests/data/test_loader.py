@@ -13,7 +13,7 @@ from data.making import make_sample, make_shards, write_samples
 from data.test_collate import assert_same_inputs
 
 from saccade.data import open_stream
-from saccade.data.index import build_index
+from saccade.data.index_builder import build_index
 from saccade.data.loader import Source, measure_lengths
 from saccade.data.sample import TextRules
 from saccade.errors import ConfigError, DataError

@@ -17,7 +17,8 @@ import pytest
 from data.making import make_sample, make_shards, write_samples
 from data.test_loader import assert_gone, assert_same_batches, ids_of, is_alive
 
-from saccade.data.index import build_index, open_index
+from saccade.data.index import open_index
+from saccade.data.index_builder import build_index
 from saccade.data.sample import Sample
 from saccade.data.storage import StorageConfig
 from saccade.errors import DataError, StorageError

@@ -14,9 +14,9 @@ from data.making import make_jpeg, make_sample, make_shards, write_tar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from saccade.data.lru_cache import LRUCache, OpenFile
 from saccade.data.sample import Sample
 from saccade.data.shards import ShardFile, ShardWriter, list_shards, read_range, samples, window
-from saccade.data.storage import OpenFiles
 from saccade.data.tar import Gap, Member, Window, members
 from saccade.errors import ConfigError, DataError
 
@@ -247,13 +247,14 @@ def test_few_files_stay_open_and_threads_never_read_from_a_closed_one(tmp_path):
     paths = [tmp_path / f"{number}.tar" for number in range(40)]
     for number, path in enumerate(paths):
         path.write_bytes(bytes([number]) * 100)
-    files, wrong = OpenFiles(4), []
+    files, wrong = LRUCache(4), []
 
     def read(seed):
         chosen = random.Random(seed)
         for _ in range(500):
             number = chosen.randrange(len(paths))
-            if files.get(str(paths[number]), 100).read(10, 20) != bytes([number]) * 20:
+            path = str(paths[number])
+            if files.get(path, lambda path=path: OpenFile.open(path)).read(10, 20) != bytes([number]) * 20:
                 wrong.append(number)
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]

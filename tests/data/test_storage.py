@@ -13,7 +13,10 @@ import pytest
 from data.making import make_shards, measure_words, read_samples
 from data.serving import proxy_to, serve_folder
 
-from saccade.data.index import build_index, build_lengths, finish_decisions, open_index, write_decisions
+from saccade.data.decisions import finish_decisions, write_decisions
+from saccade.data.index import open_index
+from saccade.data.index_builder import build_index
+from saccade.data.lengths import Lengths
 from saccade.data.shards import list_shards, read_range
 from saccade.data.storage import Storage, StorageConfig, is_remote, shown
 from saccade.errors import ConfigError, DataError
@@ -252,16 +255,16 @@ def test_an_index_shipped_with_a_remote_folder_is_used(tmp_path):
 def test_lengths_and_decisions_shipped_with_a_remote_folder_count_until_there_are_own_ones(tmp_path):
     make_shards(tmp_path / "set", 2, 4)
     local = open_index(tmp_path / "set", num_workers=1)
-    build_lengths(local, measure_words, "abc", num_workers=1)
+    Lengths(local, "abc").build(measure_words, num_workers=1)
     table = pa.table({"keep": [True, False, True, False], "reason": pa.array([None, "dark", None, "dark"])})
     for shard in (0, 1):
         write_decisions(local, shard, table)
     finish_decisions(local, settings={}, counts={"dark": 4})
     with serve_folder(tmp_path) as (url, _):
         index = open_index(f"{url}/set", build=False, config=config(tmp_path))
-        assert index.missing_lengths("abc") == []
-        assert index.missing_lengths("other") == [0, 1]
-        assert index.lengths(1, "abc")[1].tolist() == local.lengths(1, "abc")[1].tolist()
+        assert Lengths(index, "abc").missing() == []
+        assert Lengths(index, "other").missing() == [0, 1]
+        assert Lengths(index, "abc").of_shard(1)[1].tolist() == Lengths(local, "abc").of_shard(1)[1].tolist()
         assert index.kept_sizes.tolist() == [2, 2]
         assert index.kept(1).tolist() == [0, 2]
         write_decisions(index, 0, table)

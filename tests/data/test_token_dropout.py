@@ -5,7 +5,7 @@ import torch
 from data.making import make_shards
 from data.test_loader import assert_same_batches
 
-from saccade.data.index import build_index
+from saccade.data.index_builder import build_index
 from saccade.processor import Processor
 from saccade.processor.inputs import next_token_labels
 

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 from evaluate.making import COLOURS, picture, write_shards
 
-from saccade.data.index import finish_decisions, open_index, write_decisions
+from saccade.data.decisions import finish_decisions, write_decisions
+from saccade.data.index import open_index
 from saccade.data.readers import parse_input, read_input
 from saccade.data.sample import Sample
 from saccade.data.shards import ShardWriter

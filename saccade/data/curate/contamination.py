@@ -20,7 +20,8 @@ from saccade.data.curate.features import measure_features
 from saccade.data.curate.image_hash import descriptors, split_thumbnails
 from saccade.data.curate.image_match import SHOWN, same_picture
 from saccade.data.curate.sample_table import Ints, SampleTable, by_shard, load_samples
-from saccade.data.index import Progress, open_index
+from saccade.data.index import open_index
+from saccade.data.index_files import ShardProgress
 
 _MIN_COSINE = 0.85  # copies: 99 % are above but for logos (95 %) and crops of 5 % of each side (98 %); other photos: 3 of 10,000 pairs
 _CENTRE = 0.92  # share of each side in the cropped views of evaluation images
@@ -59,7 +60,7 @@ def find_contamination(
     *,
     num_workers: int | None = None,
     ray_address: str | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[ShardProgress], None] | None = None,
 ) -> ContaminationReport:
     """Compare all images of two shard folders, curated or not. Curation drops the matches by `evaluation_sets`."""
     training, evaluation = (
@@ -79,7 +80,7 @@ def load_all_samples(
     *,
     num_workers: int | None,
     ray_address: str | None,
-    on_progress: Callable[[Progress], None] | None,
+    on_progress: Callable[[ShardProgress], None] | None,
 ) -> SampleTable:
     """All samples of a folder; those that cannot be decoded have no images to compare."""
     index = open_index(path, num_workers=num_workers)

@@ -39,8 +39,8 @@ from saccade.data.curate.image_hash import (
 )
 from saccade.data.curate.settings import DECODE_LIMITS
 from saccade.data.curate.text_features import NUM_BANDS, minhash_bands, text_hash, text_statistics
-from saccade.data.index import Progress, ShardIndex
-from saccade.data.indexing import parquet_name, read_note, write_table
+from saccade.data.index import ShardIndex
+from saccade.data.index_files import ShardProgress, parquet_name, read_note, write_table
 from saccade.data.sample import Sample, TextRules, conversations, description, images
 from saccade.errors import ConfigError, DataError, ImageError
 
@@ -209,7 +209,7 @@ def measure_features(
     *,
     num_workers: int | None = None,
     ray_address: str | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[ShardProgress], None] | None = None,
 ) -> int:
     """Measure the shards that have no features yet; returns the number of shards measured.
 
@@ -221,8 +221,8 @@ def measure_features(
     if not missing:
         return 0
     _LOG.info("%s: measuring %d of %d shards", index.path, len(missing), len(index.shards))
-    done = [entry for shard, entry in enumerate(index.entries) if shard not in set(missing)]
-    num_done, num_samples, num_bytes = len(done), sum(e.num_samples for e in done), sum(e.num_bytes for e in done)
+    absent = set(missing)
+    done = ShardProgress.of([e for shard, e in enumerate(index.entries) if shard not in absent], len(index.shards))
     has_daft = num_workers is not None or find_spec("daft") is not None
     is_local = not ray_address and (num_workers == 1 or len(missing) == 1 or not has_daft)
     results = _measure_here(index, missing) if is_local else _measure_by_daft(index, missing, num_workers, ray_address)
@@ -231,11 +231,9 @@ def measure_features(
         if error:
             errors.append(error)
             continue
-        num_done += 1
-        num_samples += index.entries[shard].num_samples
-        num_bytes += index.entries[shard].num_bytes
+        done = done.plus(index.entries[shard])
         if on_progress:
-            on_progress(Progress(num_done, len(index.shards), num_samples, num_bytes))
+            on_progress(done)
     if errors:
         others = f" ({len(errors) - 1} more shards failed)" if len(errors) > 1 else ""
         raise DataError(errors[0] + others)

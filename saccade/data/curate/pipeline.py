@@ -28,7 +28,9 @@ from saccade.data.curate.features import measure_features, read_features
 from saccade.data.curate.rules import SCORE_COLUMNS, Reasons, apply_rules, in_order, scores_of
 from saccade.data.curate.sample_table import Ints, SampleTable, by_shard, load_samples
 from saccade.data.curate.settings import CurationSettings
-from saccade.data.index import Progress, ShardIndex, finish_decisions, open_index, write_decisions
+from saccade.data.decisions import finish_decisions, write_decisions
+from saccade.data.index import ShardIndex, open_index
+from saccade.data.index_files import ShardProgress
 from saccade.data.shards import ShardWriter
 from saccade.data.storage import is_remote
 from saccade.errors import DataError
@@ -60,7 +62,7 @@ def curate(
     *,
     num_workers: int | None = None,
     ray_address: str | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[ShardProgress], None] | None = None,
     write_to: str | Path | None = None,
 ) -> CurationReport:
     """Decide which samples of a shard folder are kept; the decisions apply wherever the folder is read.

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from saccade.data.curate.features import flat, is_measured, read_features
 from saccade.data.curate.rules import SCORE_COLUMNS, in_order, scores_of
 from saccade.data.index import ShardIndex, open_index
+from saccade.data.lengths import Lengths
 
 QUANTILES = (0.0, 0.01, 0.25, 0.5, 0.75, 0.99, 1.0)
 _NUM_BINS = 32
@@ -164,8 +165,8 @@ def _quantities(index: ShardIndex, shard: int) -> Iterator[tuple[str, NDArray[np
     yield "image width", width, rows[has_size]
     yield "image height", height, rows[has_size]
     yield "aspect ratio (width / height)", width / height, rows[has_size]
-    for fingerprint in _finished_lengths(index):
-        tokens, patches = index.lengths(shard, fingerprint)
+    for lengths in _finished_lengths(index):
+        tokens, patches = lengths.of_shard(shard)
         every = np.arange(len(tokens))
         is_measured_row = tokens.counts(every) > 0
         yield "tokens of the first text", tokens.select(every, 0)[is_measured_row], every[is_measured_row]
@@ -182,11 +183,11 @@ def _quantities(index: ShardIndex, shard: int) -> Iterator[tuple[str, NDArray[np
             yield f"score {name}", scores[rows], rows
 
 
-def _finished_lengths(index: ShardIndex) -> list[str]:
-    """The fingerprint of a processor whose lengths are known for every shard, if there is one."""
+def _finished_lengths(index: ShardIndex) -> list[Lengths]:
+    """The lengths of one processor that measured every shard; empty if none did."""
     folders = sorted(path.name for path in index.folder.glob("lengths-*"))
-    fingerprints = [name.removeprefix("lengths-") for name in folders]
-    return [fingerprint for fingerprint in fingerprints if not index.missing_lengths(fingerprint)][:1]
+    found = [Lengths(index, name.removeprefix("lengths-")) for name in folders]
+    return [lengths for lengths in found if not lengths.missing()][:1]
 
 
 def distribution(name: str, values: NDArray[np.float64], is_kept: NDArray[np.bool_]) -> Distribution:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from saccade.data.collate import CollatorConfig
 from saccade.data.index import ShardIndex, open_index
-from saccade.data.indexing import parquet_name
+from saccade.data.index_files import parquet_name
 from saccade.data.sample import TextRules
 from saccade.errors import DataError
 from saccade.files import atomic_write

@@ -1,10 +1,8 @@
-"""The files of an index: where they are, and how one is built from a shard.
+"""The files of an index: where they are, which shard each describes, and how they are read and written.
 
-    members of the tar -> samples (adjacent members of one key) -> checksum, image sizes, text, errors -> rows -> Parquet file
-
-An index is the folder `index/` beside the shards, or a folder of the cache where the shards are remote or read-only (docs/formats.md).
-Nothing is decoded; one core indexes some thousands of samples per second, mostly the time to read the tar. Each file records in its
-metadata which tar it describes, so that building resumes where it stopped and a changed tar is detected.
+An index is the folder `index/` next to the shards, or a folder of the cache if the shards are remote or read-only (docs/formats.md).
+Each Parquet file records in its metadata which tar it describes, so that building resumes where it stopped and a changed tar is
+detected.
 """
 
 from __future__ import annotations
@@ -20,35 +18,16 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from saccade.data import storage
-from saccade.data.header import upright_size
-from saccade.data.sample import Sample, description, image_names, texts
-from saccade.data.shards import ShardFile, samples, window
+from saccade.data.shards import ShardFile
 from saccade.data.storage import StorageConfig, is_remote, shown
-from saccade.data.tar import Gap, Member
-from saccade.errors import DataError, ImageError
+from saccade.errors import DataError
 from saccade.files import atomic_write
 
 VERSION = 1
-"""Of the shard folder's layout (docs/formats.md)."""
+"""Version of the shard folder's layout (docs/formats.md)."""
 
-SCHEMA = pa.schema(
-    [
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("names", pa.list_(pa.string()), nullable=False),
-        pa.field("offsets", pa.list_(pa.int64()), nullable=False),
-        pa.field("sizes", pa.list_(pa.int64()), nullable=False),
-        pa.field("checksum", pa.binary(16), nullable=False),
-        pa.field("widths", pa.list_(pa.int32()), nullable=False),
-        pa.field("heights", pa.list_(pa.int32()), nullable=False),
-        pa.field("text_bytes", pa.int32(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
-        pa.field("licence", pa.string()),
-        pa.field("error", pa.string()),
-    ]
-)
 _NOTE_KEY = b"saccade"
 """Key of our note in a Parquet file's metadata."""
 
@@ -80,9 +59,34 @@ class ShardEntry:
         return ShardEntry(entry["name"], num_bytes, num_samples, num_errors, damage, lost_bytes)
 
 
-def _is_outdated(entry: Mapping[str, Any]) -> bool:
-    """Whether it was made before a damaged tar was read beyond the damage."""
+def is_outdated(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry was made by a version that read a damaged tar only up to the damage."""
     return "damage" in entry and "lost_bytes" not in entry
+
+
+@dataclass(frozen=True)
+class ShardProgress:
+    """The shards of a folder that a build has finished."""
+
+    num_done: int
+    """Shards finished."""
+    num_shards: int
+    num_samples: int
+    """Samples in the finished shards."""
+    num_bytes: int
+    """Bytes of the finished shards."""
+
+    @staticmethod
+    def of(finished: Sequence[ShardEntry], num_shards: int) -> ShardProgress:
+        """The progress with these shards finished."""
+        num_samples, num_bytes = sum(e.num_samples for e in finished), sum(e.num_bytes for e in finished)
+        return ShardProgress(len(finished), num_shards, num_samples, num_bytes)
+
+    def plus(self, entry: ShardEntry) -> ShardProgress:
+        """The progress with one more shard finished."""
+        return ShardProgress(
+            self.num_done + 1, self.num_shards, self.num_samples + entry.num_samples, self.num_bytes + entry.num_bytes
+        )
 
 
 # ------------------------------------------------------------------ location
@@ -193,7 +197,7 @@ def _entries(content: bytes | None, where: str) -> list[ShardEntry]:
     try:
         listed = json.loads(content)
         if listed["version"] == VERSION:
-            return [ShardEntry.from_json(entry) for entry in listed["shards"] if not _is_outdated(entry)]
+            return [ShardEntry.from_json(entry) for entry in listed["shards"] if not is_outdated(entry)]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{where}: damaged ({error!r}). Remove it and run saccade data index again") from error
     raise DataError(f"{where}: version {listed['version']}, only {VERSION} is read. Use the saccade that wrote it")
@@ -252,106 +256,3 @@ def read_note(path: Path) -> dict[str, Any] | None:
         return None
     note: dict[str, Any] = json.loads((metadata.metadata or {}).get(_NOTE_KEY, b"{}"))
     return note | {"num_rows": metadata.num_rows}
-
-
-# ------------------------------------------------------------------ one shard
-
-
-@dataclass(frozen=True)
-class IndexJob:
-    """One shard to index, and the file to write."""
-
-    file: ShardFile
-    target: Path
-
-
-def index_shard(shared: tuple[str, StorageConfig], job: IndexJob) -> tuple[ShardEntry, bool]:
-    """Index one shard, unless its file exists already; returns whether it was scanned."""
-    source, config = shared
-    note = read_note(job.target)
-    if note and note.get("bytes") == job.file.num_bytes and "num_errors" in note and not _is_outdated(note):
-        return ShardEntry.from_json(note | {"name": job.file.name}), False
-    rows, gaps = _scan(job.file, source, config)
-    num_errors = sum(row["error"] is not None for row in rows)
-    num_bytes, lost_bytes = job.file.num_bytes, sum(gap.end - gap.begin for gap in gaps)
-    entry = ShardEntry(job.file.name, num_bytes, len(rows), num_errors, _damage(gaps, num_bytes), lost_bytes)
-    write_table(job.target, pa.Table.from_pylist(rows, SCHEMA), entry.to_json())
-    return entry, True
-
-
-def checksum(datas: list[bytes]) -> bytes:
-    """xxh3_128 over the members' bytes in the order of the tar."""
-    digest = xxhash.xxh3_128()
-    for data in datas:
-        digest.update(data)
-    return digest.digest()
-
-
-def _scan(file: ShardFile, source: str, config: StorageConfig) -> tuple[list[dict[str, Any]], list[Gap]]:
-    """One row per complete sample, and the damage."""
-    rows: list[dict[str, Any]] = []
-    gaps: list[Gap] = []
-    seen: set[str] = set()
-    tar = window(file, config)
-    for item in samples(tar, lambda _, member: tar.get(member.offset, member.size)):
-        if isinstance(item, Gap):
-            gaps.append(item)
-            continue
-        key, parts = item
-        row = _row(key, parts, source)
-        if key in seen:
-            row["error"] = "key appears twice, not adjacent"
-        seen.add(key)
-        rows.append(row)
-    return rows, gaps
-
-
-def _damage(gaps: Sequence[Gap], num_bytes: int) -> str | None:
-    described = [gap.reason + (f", resumed at byte {gap.end}" if gap.end < num_bytes else "") for gap in gaps[:3]]
-    return "; ".join(described + ([f"{len(gaps) - 3} more"] if len(gaps) > 3 else [])) or None
-
-
-def _row(key: str, parts: list[tuple[str, Member, bytes]], source: str) -> dict[str, Any]:
-    names = [name for name, _, _ in parts]
-    sample = Sample(key, source, {name: data for name, _, data in parts})
-    row: dict[str, Any] = {
-        "key": key,
-        "names": names,
-        "offsets": [member.offset for _, member, _ in parts],
-        "sizes": [member.size for _, member, _ in parts],
-        "checksum": checksum([data for _, _, data in parts]),
-        "text_bytes": 0,
-        "source": source,
-        "licence": None,
-        "error": None,
-    }
-    sizes, image_error = _image_sizes(sample)
-    row["widths"], row["heights"] = [width for width, _ in sizes], [height for _, height in sizes]
-    try:
-        fields = description(sample)
-        row["source"] = _text(fields.get("source")) or source
-        row["licence"] = _text(fields.get("license")) or _text(fields.get("licence"))
-        row["text_bytes"] = sum(len(text.encode()) for text in texts(sample))
-    except DataError as error:
-        row["error"] = str(error).removeprefix(f"sample {key} of {source}: ")
-    if len(sample.members) < len(names):
-        row["error"] = f"member {max(names, key=names.count)} appears twice"
-    row["error"] = image_error or row["error"]
-    return row
-
-
-def _image_sizes(sample: Sample) -> tuple[list[tuple[int | None, int | None]], str | None]:
-    """Upright sizes in the order of the images, None where the header is bad; and the first error."""
-    sizes: list[tuple[int | None, int | None]] = []
-    first_error = None
-    for name in image_names(sample.members):
-        try:
-            sizes.append(upright_size(sample.members[name]))
-        except ImageError as error:
-            sizes.append((None, None))
-            first_error = first_error or f"{name}: {error}"
-    return sizes, first_error
-
-
-def _text(value: object) -> str | None:
-    return value.strip() or None if isinstance(value, str) else None

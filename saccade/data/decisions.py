@@ -1,0 +1,68 @@
+"""Write the decisions of a curation: which samples of each shard are kept, and the summary that makes the decisions valid.
+
+The summary is written last, so that an interrupted curation is detected and never read as "keep all". `ShardIndex` reads both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from saccade.data.index import SUMMARY, ShardIndex
+from saccade.data.index_files import VERSION, parquet_name, read_note, write_json, write_table
+from saccade.errors import DataError
+
+
+def write_decisions(index: ShardIndex, shard: int, table: pa.Table) -> int:
+    """Write the decisions on one shard; returns the number of samples kept. Invalidates the summary.
+
+    `table` has one row per sample: keep (bool), reason (string, null where kept), and any scores.
+    """
+    entry = index.entries[shard]
+    columns = dict(zip(table.schema.names, table.schema.types, strict=True))
+    if columns.get("keep") != pa.bool_() or columns.get("reason") != pa.string() or len(table) != entry.num_samples:
+        raise DataError(
+            f"{entry.name}: decisions are {entry.num_samples} rows with keep (bool) and reason (string), "
+            f"not {len(table)} rows with {', '.join(f'{name} ({kind})' for name, kind in columns.items())}"
+        )
+    (index.folder / SUMMARY).unlink(missing_ok=True)
+    is_usable = index.read(shard, ["error"])["error"].is_null()
+    num_kept: int = pc.sum(pc.and_(table["keep"], is_usable)).as_py() or 0
+    note = {"name": entry.name, "bytes": entry.num_bytes, "kept": num_kept}
+    write_table(index.folder / "decisions" / parquet_name(entry.name), table, note)
+    index.forget()
+    return num_kept
+
+
+def decided(index: ShardIndex) -> dict[str, int]:
+    """The number of samples kept of each shard that has decisions, also of an unfinished curation.
+
+    Shards that changed after they were decided are left out.
+    """
+    kept = {}
+    for entry in index.entries:
+        note = read_note(index.folder / "decisions" / parquet_name(entry.name)) or {}
+        if (note.get("bytes"), note.get("num_rows")) == (entry.num_bytes, entry.num_samples) and "kept" in note:
+            kept[entry.name] = int(note["kept"])
+    return kept
+
+
+def finish_decisions(index: ShardIndex, *, settings: Mapping[str, Any], counts: Mapping[str, int]) -> None:
+    """Write the summary that makes the decisions valid. Every shard must have decisions.
+
+    Decisions on other shards of the folder stay valid; settings and counts are those of the last curation.
+    """
+    kept = decided(index)
+    if missing := [entry.name for entry in index.entries if entry.name not in kept]:
+        raise DataError(f"{len(missing)} shards have no decisions: {', '.join(missing[:3])}. Write them first")
+    sizes = {entry.name: entry.num_bytes for entry in index.entries}
+    for path in sorted((index.folder / "decisions").glob("*.parquet")):
+        note = read_note(path) or {}
+        if "kept" in note and note["name"] not in sizes:
+            kept[note["name"]], sizes[note["name"]] = int(note["kept"]), int(note["bytes"])
+    summary = {"version": VERSION, "settings": dict(settings), "kept": kept, "bytes": sizes, "counts": dict(counts)}
+    write_json(index.folder / SUMMARY, summary)
+    index.forget()
