@@ -107,7 +107,7 @@ def run(engine: Engine, prompts: Prompts, arrivals: Sequence[Arrival], name: str
                 ended.release()
 
         sampling = SamplingParams(max_tokens=arrivals[index].num_output, ignore_eos=True)
-        engine.submit_tokens(*made[index], sampling, on_delta)
+        engine.submit(engine.preprocess_tokens(*made[index]), sampling, on_delta)
 
     before = dataclasses.replace(engine.statistics)
     start = time.perf_counter()

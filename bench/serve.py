@@ -207,7 +207,7 @@ def _seconds_of_first(
             if delta.completion is not None:
                 ended.put((number, time.perf_counter(), delta.completion))
 
-        engine.submit_tokens(*prompts.text(64, 512), sampling, on_delta)
+        engine.submit(engine.preprocess_tokens(*prompts.text(64, 512)), sampling, on_delta)
 
     begin = time.perf_counter()
     for index, sampling in enumerate(others):

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.serve import NUM_OUTPUT, NUM_REQUESTS, Prompt, Prompts, greedy, run_with_checkpoint, workloads
-from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine import Engine, EngineConfig, RequestOptions, SamplingParams
 from saccade.model.families import family_of
 from saccade.model.linear import projections
 from saccade.model.weights import meta_model
@@ -56,7 +56,8 @@ def timed(engine: Engine, prompts: list[Prompt], samplings: list[SamplingParams]
                 done.set()
 
     for number, ((ids, images), sampling) in enumerate(zip(prompts, samplings, strict=True)):
-        engine.submit_tokens(ids, images, sampling, on_delta, adapter=names[number % len(names)])
+        options = RequestOptions(adapter=names[number % len(names)])
+        engine.submit(engine.preprocess_tokens(ids, images), sampling, on_delta, options=options)
     done.wait()
     assert not failures, failures[0]
     return time.perf_counter() - begin

@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from saccade.engine import CompletionDelta, Engine
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.loop import EngineCore
 from saccade.engine.core.messages import Message
 from saccade.engine.device.cuda_graphs import StepSize
 from saccade.engine.device.loading import load_runner
 from saccade.engine.device.runner import PixelScale, Runner, StepHandle
-from saccade.engine.frontend.api import CompletionDelta, Engine
 from saccade.engine.frontend.preprocessing import Preprocessor
 from saccade.engine.request import RequestOutput, SamplingParams
 from saccade.engine.transport.process import Connection, decode_outputs
@@ -129,11 +129,11 @@ def measure(folder: Path, num_requests: int, num_steps: int, *, streams: bool, p
     while core.scheduler.num_decoding() < num_requests:
         core.step() if core.has_work else time.sleep(0.01)
     for _ in range(WARM_UP):
-        engine._deliver(core.step())
+        engine._front_end.deliver(core.step())
     for values in times.values():
         values.clear()
     near, far = map(Connection, socket.socketpair())
-    step, deliver = timed(times["step"], core.step), timed(times["deliver"], engine._deliver)
+    step, deliver = timed(times["step"], core.step), timed(times["deliver"], engine._front_end.deliver)
 
     def send(outputs: list[RequestOutput]) -> None:
         near.send({"outputs": outputs, "statistics": vars(core.statistics)})

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from bench.serve import make_checkpoint
-from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine import Engine, EngineConfig, RequestOptions, SamplingParams
 from saccade.engine.transport.thread import CoreThread
 
 
@@ -91,7 +91,8 @@ async def client(engine: Engine, load: Load, until: float, endings: dict[str, in
     """A client that sends one request after another."""
     while time.monotonic() < until:
         leaves_after = load.rng.randint(1, 30) if load.rng.random() < 0.1 else None
-        stream = engine.stream(load.conversation(), load.sampling(), priority=load.rng.randint(-1, 1))
+        options = RequestOptions(priority=load.rng.randint(-1, 1))
+        stream = engine.stream(load.conversation(), load.sampling(), options=options)
         reason = "left"
         async for delta in stream:
             if delta.completion is not None:
@@ -144,9 +145,10 @@ def main() -> None:
             samples = asyncio.run(run(engine, options))
             time.sleep(2)  # the engine checks its invariants when it has been idle for a second
             gc.collect()
-            assert engine._failure is None, engine._failure
-            assert isinstance(engine._core, CoreThread)
-            assert not engine._core._core.wants_check, "the invariants were not checked"
+            assert not engine.has_failed
+            client = engine._front_end.core
+            assert isinstance(client, CoreThread)
+            assert not client._core.wants_check, "the invariants were not checked"
             print(f"invariants hold; {engine.statistics}")
     half = np.array(samples[len(samples) // 2 :])
     for name, column in (("host", 1), ("device", 2)):

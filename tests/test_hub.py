@@ -69,7 +69,7 @@ def hub(tmp_path_factory):
 _CHAT = "import sys; sys.argv = ['saccade', 'chat', '{}', 'hi', '--max-tokens', '2', '--device', 'cpu']; from saccade.cli.entry import run; run()"
 _MODULES = (
     "huggingface_hub",
-    "saccade.engine.frontend.api",
+    "saccade.engine.engine",
     "saccade.engine.device.loading",
     "saccade.engine.device.runner",
 )

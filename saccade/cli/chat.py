@@ -18,7 +18,7 @@ from saccade.errors import ConfigError, RequestError, UserError
 if TYPE_CHECKING:
     import asyncio
 
-    from saccade.engine import Completion, Engine, SamplingParams
+    from saccade.engine import Completion, Engine, RequestOptions, SamplingParams
 
 _IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 _VIDEO_SUFFIXES = {".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi"}
@@ -64,7 +64,7 @@ def chat(
     adapters = {} if adapter is None else _adapter(adapter)
     folder = checkpoint_folder(checkpoint)
 
-    from saccade.engine import Engine, EngineConfig, SamplingParams
+    from saccade.engine import Engine, EngineConfig, RequestOptions, SamplingParams
     from saccade.errors import CheckpointError
 
     sampling = SamplingParams(
@@ -79,7 +79,8 @@ def chat(
     ):
         if engine.refused_adapters:
             raise CheckpointError("; ".join(engine.refused_adapters.values()))
-        answers = _Answers(engine, runner, sampling, next(iter(adapters), None), as_json)
+        options = RequestOptions(adapter=next(iter(adapters), None))
+        answers = _Answers(engine, runner, sampling, options, as_json)
         if question is None:
             _converse(_Conversation(answers, start, fps))
             return
@@ -99,9 +100,9 @@ class _Answers:
     """Prints answers while they are generated."""
 
     def __init__(
-        self, engine: Engine, runner: asyncio.Runner, sampling: SamplingParams, adapter: str | None, as_json: bool
+        self, engine: Engine, runner: asyncio.Runner, sampling: SamplingParams, options: RequestOptions, as_json: bool
     ) -> None:
-        self._engine, self._runner, self._sampling, self._adapter = engine, runner, sampling, adapter
+        self._engine, self._runner, self._sampling, self._options = engine, runner, sampling, options
         self._as_json = as_json
         self.text = ""
         """The last answer, as far as it was generated."""
@@ -112,7 +113,7 @@ class _Answers:
         self._runner.run(self._answer(conversation))
 
     async def _answer(self, conversation: list[dict[str, Any]]) -> None:
-        async for part in self._engine.stream(conversation, self._sampling, adapter=self._adapter):
+        async for part in self._engine.stream(conversation, self._sampling, options=self._options):
             self.text += part.text
             if not self._as_json:
                 typer.echo(part.text, nl=False)

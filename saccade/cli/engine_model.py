@@ -17,7 +17,7 @@ from saccade.errors import CheckpointError, RequestError
 from saccade.evaluate.model import Answer, Conversation, Decoding, Likelihood
 
 if TYPE_CHECKING:
-    from saccade.engine.frontend.api import CompletionDelta, Engine
+    from saccade.engine import CompletionDelta, Engine, RequestOptions
     from saccade.engine.prompt import TokenPrompt
     from saccade.engine.request import Completion, SamplingParams
 
@@ -81,14 +81,20 @@ class EngineModel:
         with self._lock:
             return self._loaded
 
+    @property
+    def _options(self) -> RequestOptions:
+        from saccade.engine import RequestOptions
+
+        return RequestOptions(adapter=self._adapter)
+
     def generate(self, conversation: Conversation, decoding: Decoding) -> Answer:
         """Generate one answer."""
         if decoding.num_beams > 1:
             [completion] = self._engine.beam_search(
-                [conversation], num_beams=decoding.num_beams, max_tokens=decoding.max_tokens, adapter=self._adapter
+                [conversation], num_beams=decoding.num_beams, max_tokens=decoding.max_tokens, options=self._options
             )
         else:
-            [completion] = self._engine.generate([conversation], _sampling(decoding), adapter=self._adapter)
+            [completion] = self._engine.generate([conversation], _sampling(decoding), options=self._options)
         _check(completion)
         return Answer(
             text=completion.text,
@@ -124,7 +130,6 @@ class EngineModel:
     def _score(self, prompt: TokenPrompt) -> Future[Completion]:
         """Submit a prompt for its log-probabilities; waits while too many are being scored."""
         from saccade.engine import SamplingParams
-        from saccade.engine.frontend.api import RequestOptions
 
         given: Future[TokenPrompt] = Future()
         given.set_result(prompt)
@@ -135,10 +140,10 @@ class EngineModel:
                 self._scoring.release()
                 scored.set_result(delta.completion)
 
-        sampling, options = SamplingParams(max_tokens=1, prompt_logprobs=0), RequestOptions(adapter=self._adapter)
+        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
         self._scoring.acquire()
         try:
-            self._engine.submit(given, sampling, on_delta, options, streams=False)
+            self._engine.submit(given, sampling, on_delta, options=self._options, streams=False)
         except BaseException:
             self._scoring.release()
             raise
@@ -153,7 +158,8 @@ class EngineModel:
         deltas: queue.SimpleQueue[CompletionDelta] = queue.SimpleQueue()
         token_ids = self._engine.processor.tokenize(conversation, add_generation_prompt=True)
         images, sampling = _images(conversation), _sampling(decoding)
-        request_id = self._engine.submit_tokens(token_ids, images, sampling, deltas.put, adapter=self._adapter)
+        prompt = self._engine.preprocess_tokens(token_ids, images)
+        request_id = self._engine.submit(prompt, sampling, deltas.put, options=self._options)
         try:
             while True:
                 delta = deltas.get()

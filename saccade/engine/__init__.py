@@ -2,8 +2,8 @@
 
     conversation -> preprocess -> request -> schedule -> run -> sample -> detokenize -> completion
 
-Where to start reading: `step.py` has the plan and the result of a step; `scheduler.py` decides what a step computes, in plain Python over
-integers; `runner.py` runs it on the device; `core.py` is the engine loop; `engine.py` is the public API.
+Four packages: `frontend` turns conversations into tokens and tokens into text; `core` decides what each step computes, in plain Python
+over integers; `device` runs the steps; `transport` carries messages between front end and core. `engine.py` is the public API.
 """
 
 from typing import TYPE_CHECKING
@@ -12,18 +12,22 @@ from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig as EngineConfig
-    from saccade.engine.frontend.api import Engine as Engine
+    from saccade.engine.engine import Engine as Engine
     from saccade.engine.request import Completion as Completion
+    from saccade.engine.request import CompletionDelta as CompletionDelta
+    from saccade.engine.request import RequestOptions as RequestOptions
     from saccade.engine.request import SamplingParams as SamplingParams
     from saccade.engine.structured import StructuredOutput as StructuredOutput
 
 __getattr__ = lazy_exports(
     __name__,
     {
-        "Engine": "frontend.api",
+        "Engine": "engine",
         "EngineConfig": "config",
         "SamplingParams": "request",
+        "RequestOptions": "request",
         "Completion": "request",
+        "CompletionDelta": "request",
         "StructuredOutput": "structured",
     },
 )

@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 from saccade.engine.structured import StructuredOutput
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
 Stage = Literal["preprocessing", "waiting", "encoding", "running"]
@@ -29,6 +29,7 @@ FailureKind = Literal[
     "internal_error",
     "engine_stopped",
 ]
+MAX_PRIORITY = 1000
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -142,6 +143,15 @@ class SamplingParams:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids outside a model's vocabulary."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            unknown = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
+            if unknown:
+                raise RequestError(
+                    f"{name} names token {unknown[0]}, but the model has tokens 0 to {vocab_size - 1}. Use ids of its tokenizer"
+                )
+
     @property
     def has_penalties(self) -> bool:
         """Whether the logits depend on which tokens came before."""
@@ -168,6 +178,37 @@ def _is_within(value: object, least: float, most: float) -> bool:
 def _check(name: str, value: object, is_fine: bool, expected: str) -> None:
     if not is_fine:
         raise ConfigError(f"{name} is {reprlib.repr(value)}; use {expected}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """How a request is scheduled."""
+
+    priority: int = 0
+    """Lower is scheduled earlier; waiting makes up for it."""
+    salt: bytes = b""
+    """Caches are shared only with requests of equal salt."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that serves the request. None: the base model."""
+    queue_timeout_s: float | None = None
+    """Fail the request (`timeout`) if it has not started this long after it was submitted, preprocessing included."""
+    timeout_s: float | None = None
+    """Fail the request (`timeout`) if it has not ended this long after it was submitted."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.adapter, str | None):
+            raise RequestError(f"adapter is {self.adapter!r}; use the name of one")
+        priority: Any = self.priority
+        if not isinstance(priority, Integral) or abs(int(priority)) > MAX_PRIORITY:
+            raise RequestError(f"priority is {priority!r}; use a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        object.__setattr__(self, "priority", int(priority))
+        salt: Any = self.salt
+        if not isinstance(salt, bytes):
+            raise RequestError(f"salt is {type(salt).__name__}; use bytes")
+        for name in ("queue_timeout_s", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+                raise RequestError(f"{name} is {value!r}; use a positive number of seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,3 +348,17 @@ class Completion:
     """Set if `finish_reason` is `failed`."""
     timings: Timings = field(default_factory=Timings, compare=False)
     """When it passed its stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionDelta:
+    """New output of a request. The last delta has the whole `completion`."""
+
+    text: str
+    """New text that is final: no partial character, no beginning of a stop string."""
+    token_ids: Sequence[int]
+    """New tokens; their text may come with a later delta."""
+    logprobs: Sequence[TokenLogprobs] = ()
+    """Log-probabilities of these tokens, if requested."""
+    completion: Completion | None = None
+    """The whole output, in the last delta."""

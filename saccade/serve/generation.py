@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from starlette.types import Receive
 
-from saccade.engine.frontend.api import CompletionDelta, Engine, RequestOptions
+from saccade.engine import CompletionDelta, Engine, RequestOptions
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Completion, SamplingParams
 from saccade.serve.errors import ApiError, error_of_failure
@@ -114,7 +114,7 @@ class Generation:
             for prompt in prompts:
                 for sampling in samplings:
                     on_delta = partial(self._on_delta, len(self._ids))
-                    self._ids.append(self._engine.submit(prompt, sampling, on_delta, options, streams=streams))
+                    self._ids.append(self._engine.submit(prompt, sampling, on_delta, options=options, streams=streams))
         except BaseException:
             for prompt in prompts:
                 prompt.cancel()

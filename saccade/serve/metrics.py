@@ -30,8 +30,8 @@ from prometheus_client.registry import Collector
 from saccade.engine.core.time_histogram import TimeHistogram
 
 if TYPE_CHECKING:
+    from saccade.engine import Engine
     from saccade.engine.core.statistics import Statistics
-    from saccade.engine.frontend.api import Engine
     from saccade.engine.frontend.preprocessing import PreprocessingStatistics
     from saccade.serve.admission import Admission
     from saccade.serve.record import RequestRecord

@@ -21,7 +21,8 @@ from pathlib import Path
 import uvicorn
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.frontend.api import Engine, default_num_workers, with_slots
+from saccade.engine.engine import Engine, with_slots
+from saccade.engine.frontend.preprocessing import default_num_workers
 from saccade.errors import ConfigError, UserError
 from saccade.model.families import family_of
 from saccade.processor import MediaLimits

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from saccade import __version__
+from saccade.engine import Engine, RequestOptions
 from saccade.engine.config import EngineConfig
-from saccade.engine.frontend.api import Engine, RequestOptions
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import SamplingParams
 from saccade.errors import UserError

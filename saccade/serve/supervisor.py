@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from saccade.engine.frontend.api import Engine
+from saccade.engine import Engine
 from saccade.serve.errors import ApiError
 
 logger = logging.getLogger(__name__)

@@ -30,10 +30,9 @@ from engine.tiny import PICTURES, WORDS
 from model import llava_onevision
 from model.hugging_face import OTHER_SHAPES, SHAPES, make_checkpoint
 
-from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine import CompletionDelta, Engine, EngineConfig, RequestOptions, SamplingParams
 from saccade.engine.core import loop
 from saccade.engine.core.step_budget import StepBudget
-from saccade.engine.frontend.api import CompletionDelta
 from saccade.engine.request import Completion, TokenLogprobs
 
 FAMILIES = {"qwen2_5_vl": SHAPES[0], "qwen3_vl": OTHER_SHAPES[4], "llava_onevision": llava_onevision.SHAPES[0]}
@@ -187,13 +186,13 @@ class Answer:
 
 def ask(engine: Engine, request: MixedRequest) -> Answer:
     """Ask as the request says, and wait."""
-    options: dict[str, Any] = {"priority": request.priority, "salt": request.salt, "adapter": request.adapter}
+    options = RequestOptions(priority=request.priority, salt=request.salt, adapter=request.adapter)
     if not request.streams:
-        return Answer(engine.generate([request.messages], request.sampling, **options))
+        return Answer(engine.generate([request.messages], request.sampling, options=options))
 
     async def read() -> list[CompletionDelta]:
         deltas: list[CompletionDelta] = []
-        async with contextlib.aclosing(engine.stream(request.messages, request.sampling, **options)) as stream:
+        async with contextlib.aclosing(engine.stream(request.messages, request.sampling, options=options)) as stream:
             async for delta in stream:
                 deltas.append(delta)
                 if request.left_after is not None and sum(len(one.token_ids) for one in deltas) >= request.left_after:
@@ -266,7 +265,9 @@ def run_round(folder: Path, adapters: dict[str, Path], alone: Engine, *, seed: i
     letters = [alone.processor.tokenizer.encode_text(letter)[0] for letter in "abc"]
     requests, config = draw_requests(rng, letters, num_requests), draw_config(rng)
     long_masks = rng.choice([0.0, 1e9])  # requests with a grammar are left out of steps, or steps wait for their masks
-    expected = [alone.generate([one.messages], one.sampling, adapter=one.adapter) for one in requests]
+    expected = [
+        alone.generate([one.messages], one.sampling, options=RequestOptions(adapter=one.adapter)) for one in requests
+    ]
     report = Report()
     with (
         patch.object(StepBudget, "token_cost", lambda *_: 0.25),  # drafts pay, whatever the clock says

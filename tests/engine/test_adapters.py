@@ -12,14 +12,14 @@ import pytest
 import torch
 from engine.making_adapters import write_adapters
 from engine.test_engine_equals_generate import EagerGraphs
+from engine.tiny import core_of
 from model.hugging_face import SHAPES, make_checkpoint, picture
 from safetensors.torch import load_file, save_file
 
-from saccade.engine import Engine, SamplingParams
+from saccade.engine import Engine, RequestOptions, SamplingParams
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.adapters import AdapterTable
 from saccade.engine.device import loading
-from saccade.engine.frontend.api import RequestOptions
 from saccade.errors import RequestError
 from saccade.model import adapters as model_adapters
 
@@ -67,7 +67,9 @@ def expected(base, folders):
 def submit(engine, conversation, adapter, sampling=GREEDY):
     """A thread that generates one completion; `result()` is it."""
     done = []
-    thread = threading.Thread(target=lambda: done.extend(engine.generate([conversation], sampling, adapter=adapter)))
+    thread = threading.Thread(
+        target=lambda: done.extend(engine.generate([conversation], sampling, options=RequestOptions(adapter=adapter)))
+    )
     thread.start()
     return lambda: (thread.join(), done[0])[1]
 
@@ -104,7 +106,7 @@ def test_three_adapters_and_the_base_in_one_batch_are_the_merged_models(engine, 
 
 def test_steps_padded_to_a_captured_size_have_the_same_adapters(base, folders, expected):
     with Engine.load(base, device="cpu", config=CONFIG, adapters=folders) as engine:
-        runner = engine._core._core._runner
+        runner = core_of(engine)._runner
         runner._graphs = EagerGraphs(runner)
         running = [(name, submit(engine, CONVERSATIONS[0], name)) for name in expected]
         for name, result in running:
@@ -116,14 +118,17 @@ def test_matrices_stored_below_plain_weights_give_the_merged_models(base, folder
     monkeypatch.setattr(loading, "prepack_storage", lambda _: None)
     monkeypatch.setattr(model_adapters, "_MAX_LOW_SHARE", 100)
     with Engine.load(base, device="cpu", config=CONFIG, adapters=folders) as engine:
-        bank = engine._core._core._runner.adapters
+        bank = core_of(engine)._runner.adapters
         for stack, _ in bank._stacks.values():
             assert stack.low is not None
             stack.add = None  # it would compute A x apart
         assert_one_batch_equals(engine, expected)
         engine.remove_adapter("mlp")
         engine.add_adapter("again", folders["attention"])
-        assert_equal(engine.generate(CONVERSATIONS[0], GREEDY, adapter="again")[0], expected["attention"][0])
+        assert_equal(
+            engine.generate(CONVERSATIONS[0], GREEDY, options=RequestOptions(adapter="again"))[0],
+            expected["attention"][0],
+        )
 
 
 def test_adapters_are_served_by_a_core_in_a_process_of_its_own(base, folders, expected):
@@ -133,12 +138,16 @@ def test_adapters_are_served_by_a_core_in_a_process_of_its_own(base, folders, ex
         with pytest.raises(RequestError, match="already"):
             engine.add_adapter("attention", folders["attention"])
         for name in (None, "mlp", "attention"):
-            assert_equal(engine.generate(CONVERSATIONS[0], GREEDY, adapter=name)[0], expected[name][0])
+            assert_equal(
+                engine.generate(CONVERSATIONS[0], GREEDY, options=RequestOptions(adapter=name))[0], expected[name][0]
+            )
         os.kill(engine.core_pid, signal.SIGKILL)
         assert engine.wait_until_stopped(300)
         engine.restart()
         assert engine.adapters.keys() == {"mlp", "attention"}
-        assert_equal(engine.generate(CONVERSATIONS[0], GREEDY, adapter="mlp")[0], expected["mlp"][0])
+        assert_equal(
+            engine.generate(CONVERSATIONS[0], GREEDY, options=RequestOptions(adapter="mlp"))[0], expected["mlp"][0]
+        )
 
 
 @pytest.mark.gpu
@@ -159,7 +168,9 @@ def test_cuda_graphs_follow_the_adapters_of_their_requests(base, folders, expect
 def test_cached_prefixes_are_never_shared_between_adapters(base, folders):
     with Engine.load(base, device="cpu", config=CONFIG, adapters=folders) as engine:
         for name in (None, *folders):
-            first, second = (engine.generate(CONVERSATIONS[1], GREEDY, adapter=name)[0] for _ in range(2))
+            first, second = (
+                engine.generate(CONVERSATIONS[1], GREEDY, options=RequestOptions(adapter=name))[0] for _ in range(2)
+            )
             assert first.num_cached_tokens == 0, name
             assert second.num_cached_tokens > 0, name
 
@@ -179,20 +190,24 @@ def test_an_adapter_is_removed_and_another_added_while_requests_run(base, folder
     config = EngineConfig(num_workers=0, num_pages=200, page_size=8, max_length=400, max_adapters=2, max_draft_tokens=0)
     long = SamplingParams(max_tokens=200, ignore_eos=True)
     with Engine.load(base, device="cpu", config=config, adapters={"a": folders["mlp"]}) as engine:
-        alone = engine.generate(CONVERSATIONS[0], long, adapter="a")[0]
+        alone = engine.generate(CONVERSATIONS[0], long, options=RequestOptions(adapter="a"))[0]
         running = submit(engine, CONVERSATIONS[0], "a", long)
         wait_until_running(engine)
         engine.remove_adapter("a")
         with pytest.raises(RequestError, match="'a' is not loaded"):
             engine.remove_adapter("a")
-        refused = engine.generate(CONVERSATIONS[0], GREEDY, adapter="a")[0]
+        refused = engine.generate(CONVERSATIONS[0], GREEDY, options=RequestOptions(adapter="a"))[0]
         assert refused.failure.kind == "invalid_request"
         assert "adapter 'a' is not loaded" in refused.failure.message
         engine.add_adapter("a", folders["attention"])  # the name again, another slot
-        assert_equal(engine.generate(CONVERSATIONS[0], GREEDY, adapter="a")[0], expected["attention"][0])
+        assert_equal(
+            engine.generate(CONVERSATIONS[0], GREEDY, options=RequestOptions(adapter="a"))[0], expected["attention"][0]
+        )
         assert running().token_ids == alone.token_ids, "a running request keeps the adapter it began with"
         engine.add_adapter("b", folders["everything"])  # into the slot that is free now
-        assert_equal(engine.generate(CONVERSATIONS[0], GREEDY, adapter="b")[0], expected["everything"][0])
+        assert_equal(
+            engine.generate(CONVERSATIONS[0], GREEDY, options=RequestOptions(adapter="b"))[0], expected["everything"][0]
+        )
         assert engine.adapters.keys() == {"a", "b"}
         with pytest.raises(RequestError, match="all 2 slots"):
             engine.add_adapter("c", folders["mlp"])
@@ -205,14 +220,16 @@ def test_cancelled_requests_give_their_adapters_back(base, folders, expected):
         ended = threading.Event()
         request_id = engine.submit(
             prompt, SamplingParams(max_tokens=300, ignore_eos=True),
-            lambda delta: ended.set() if delta.completion else None, RequestOptions(adapter="a"),
+            lambda delta: ended.set() if delta.completion else None, options=RequestOptions(adapter="a"),
         )  # fmt: skip
         wait_until_running(engine)
         engine.remove_adapter("a")
         engine.cancel(request_id)
         assert ended.wait(300)
         engine.add_adapter("b", folders["everything"])  # the only slot
-        assert_equal(engine.generate(CONVERSATIONS[0], GREEDY, adapter="b")[0], expected["everything"][0])
+        assert_equal(
+            engine.generate(CONVERSATIONS[0], GREEDY, options=RequestOptions(adapter="b"))[0], expected["everything"][0]
+        )
 
 
 def broken(folders, tmp_path, **changes):
@@ -240,7 +257,9 @@ def test_a_broken_adapter_is_refused_alone(engine, folders, tmp_path, expected, 
     with pytest.raises(RequestError, match=message):
         engine.add_adapter("broken", broken(folders, tmp_path, **changes))
     assert "broken" not in engine.adapters
-    assert_equal(engine.generate(CONVERSATIONS[0], GREEDY, adapter="mlp")[0], expected["mlp"][0])
+    assert_equal(
+        engine.generate(CONVERSATIONS[0], GREEDY, options=RequestOptions(adapter="mlp"))[0], expected["mlp"][0]
+    )
 
 
 def test_weights_that_do_not_fit_are_refused(engine, folders, tmp_path):
@@ -269,7 +288,9 @@ def test_a_broken_adapter_at_the_start_leaves_the_others(base, folders, tmp_path
     with Engine.load(base, device="cpu", config=CONFIG, adapters=adapters) as engine:
         assert engine.adapters.keys() == {"mlp"}
         assert "use_dora" in engine.refused_adapters["broken"]
-        assert_equal(engine.generate(CONVERSATIONS[0], GREEDY, adapter="mlp")[0], expected["mlp"][0])
+        assert_equal(
+            engine.generate(CONVERSATIONS[0], GREEDY, options=RequestOptions(adapter="mlp"))[0], expected["mlp"][0]
+        )
 
 
 def test_an_engine_without_slots_says_how_to_get_some(base, folders):
@@ -277,7 +298,10 @@ def test_an_engine_without_slots_says_how_to_get_some(base, folders):
     with Engine.load(base, device="cpu", config=config) as engine:
         with pytest.raises(RequestError, match="max_adapters"):
             engine.add_adapter("mlp", folders["mlp"])
-        assert engine.generate(CONVERSATIONS[0], GREEDY, adapter="x")[0].failure.kind == "invalid_request"
+        assert (
+            engine.generate(CONVERSATIONS[0], GREEDY, options=RequestOptions(adapter="x"))[0].failure.kind
+            == "invalid_request"
+        )
 
 
 def test_slots_are_never_lost_or_owned_twice():

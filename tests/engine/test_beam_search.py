@@ -122,9 +122,9 @@ def test_an_interrupted_search_leaves_nothing_behind(engine, monkeypatch):
         with pytest.raises(StoppedError):
             engine.beam_search([CONVERSATIONS[name] for name in NAMES], num_beams=2, max_tokens=300)
     deadline = time.monotonic() + 60
-    while engine._open and time.monotonic() < deadline:
+    while engine._front_end.num_open and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not engine._open
+    assert not engine._front_end.num_open
     [found] = engine.beam_search(CONVERSATIONS["text-only"], num_beams=2, max_tokens=3)
     assert found.failure is None
 

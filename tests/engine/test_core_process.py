@@ -18,7 +18,7 @@ import pytest
 import torch
 from model.hugging_face import SHAPES, make_checkpoint, picture
 
-from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine import Engine, EngineConfig, RequestOptions, SamplingParams
 from saccade.engine.transport import process
 from saccade.errors import CheckpointError, RequestError
 from saccade.model import load_model
@@ -43,7 +43,7 @@ def engine_of(folder, **settings):
 def engine(folder):
     with engine_of(folder) as engine:
         yield engine
-        pid = engine._core.pid
+        pid = engine._front_end.core.pid
     assert not Path(f"/proc/{pid}").exists(), "the process ends with the engine"
 
 
@@ -104,7 +104,7 @@ def test_statistics_of_an_idle_core_count_no_request_and_every_page_as_free(engi
     completions = engine.generate(CONVERSATIONS[1], sampling) + engine.generate(later, sampling)
     after = engine.statistics
     assert (after.num_running, after.num_waiting) == (0, 0)
-    assert after.num_free_pages == engine._core.info.num_pages == 200
+    assert after.num_free_pages == engine._front_end.core.info.num_pages == 200
     assert after.num_output_tokens - before.num_output_tokens == 8
     computed, cached = (
         getattr(after, name) - getattr(before, name) for name in ("num_prompt_tokens", "num_cached_tokens")
@@ -210,7 +210,9 @@ def test_open_requests_with_images_hold_no_file_descriptors_of_the_core(engine):
     before = resource.prlimit(engine.core_pid, resource.RLIMIT_NOFILE, (num_fds(engine.core_pid) + 24, hard))
     try:
         conversations = [ask(str(seed), picture(28, 28, seed), picture(28, 28, 500 + seed)) for seed in range(64)]
-        completions = engine.generate(conversations, SamplingParams(max_tokens=2, ignore_eos=True), timeout_s=60.0)
+        completions = engine.generate(
+            conversations, SamplingParams(max_tokens=2, ignore_eos=True), options=RequestOptions(timeout_s=60.0)
+        )
     finally:
         resource.prlimit(engine.core_pid, resource.RLIMIT_NOFILE, before)
     assert {(one.finish_reason, one.failure) for one in completions} == {("length", None)}
@@ -234,7 +236,7 @@ def test_a_request_that_the_kernel_does_not_pass_on_fails_alone(engine, monkeypa
     assert "engine core" in lost.failure.message
     assert last_delta(engine, prompt, sampling).result(TIMEOUT_S).finish_reason == "length"
     assert running.result(TIMEOUT_S).finish_reason == "length"
-    assert not engine._open
+    assert not engine._front_end.num_open
 
 
 def test_a_front_end_without_free_file_descriptors_fails_a_request_alone(engine):
@@ -286,12 +288,12 @@ def test_outputs_that_cannot_be_read_end_every_request_and_a_new_core_serves_aga
         raise ValueError("not an output")
 
     running = last_delta(engine, engine.preprocess(CONVERSATIONS[1]), SamplingParams(max_tokens=150, ignore_eos=True))
-    engine._core._on_outputs = fail
+    engine._front_end.core._on_outputs = fail
     lost = running.result(30)
     assert (lost.finish_reason, lost.failure.kind) == ("failed", "engine_stopped")
     assert engine.wait_until_stopped(30)
     started_at = time.monotonic()
-    engine._core.close()
+    engine._front_end.core.close()
     assert time.monotonic() - started_at < process._CLOSE_S / 2, "the core notices that nothing reads its outputs"
     engine.restart()
     assert engine.generate(CONVERSATIONS[1], SamplingParams(max_tokens=3, ignore_eos=True))[0].failure is None
@@ -305,7 +307,7 @@ def test_every_open_request_fails_when_the_process_is_killed_and_a_new_core_serv
             completions.append(delta.completion)
             ended.release()
 
-    prompts, pid = [engine.preprocess(CONVERSATIONS[1]) for _ in range(3)], engine._core.pid
+    prompts, pid = [engine.preprocess(CONVERSATIONS[1]) for _ in range(3)], engine._front_end.core.pid
     for prompt in prompts:
         prompt.result(TIMEOUT_S)
     for prompt in prompts:

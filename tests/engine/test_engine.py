@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.tiny import PICTURES, conversation
+from engine.tiny import PICTURES, conversation, core_of
 from model.hugging_face import SHAPES, make_checkpoint, picture
 
-from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine import Engine, EngineConfig, RequestOptions, SamplingParams
 from saccade.engine.core.step_budget import StepBudget
 from saccade.errors import ConfigError, RequestError
 from saccade.model import generate, load_model
@@ -209,7 +209,7 @@ def test_a_repeated_prompt_hits_the_prefix_cache(engine, conversations):
 def test_closing_ends_every_open_request(folder, conversations):
     engine = Engine.load(folder, device="cpu", config=CONFIG)
     endings = []
-    prompt = engine._preprocessor.submit(conversations[0])
+    prompt = engine.preprocess(conversations[0])
     sampling = SamplingParams(max_tokens=500, ignore_eos=True)
     engine.submit(prompt, sampling, lambda delta: endings.append(delta.completion) if delta.completion else None)
     engine.close()
@@ -221,7 +221,7 @@ def test_closing_ends_every_open_request(folder, conversations):
 
 def test_when_the_device_fails_every_open_request_ends_with_a_typed_failure(folder, conversations, caplog):
     with Engine.load(folder, device="cpu", config=CONFIG) as engine:
-        runner = engine._core._core._runner
+        runner = core_of(engine)._runner
 
         def dies(chunks):
             runner.is_alive = lambda: False
@@ -242,10 +242,10 @@ def test_a_callback_that_raises_ends_only_its_own_request(engine, conversations,
     def fails(delta):
         raise error("callback failed")
 
-    engine.submit(engine._preprocessor.submit(conversations[0]), SamplingParams(max_tokens=50, ignore_eos=True), fails)
+    engine.submit(engine.preprocess(conversations[0]), SamplingParams(max_tokens=50, ignore_eos=True), fails)
     [completion] = engine.generate(conversations[1:2], SamplingParams(max_tokens=4, ignore_eos=True))
     assert completion.finish_reason == "length"
-    engine.submit(engine._preprocessor.submit(conversations[0]), SamplingParams(max_tokens=1), fails, streams=False)
+    engine.submit(engine.preprocess(conversations[0]), SamplingParams(max_tokens=1), fails, streams=False)
     [completion] = engine.generate(conversations[1:2], SamplingParams(max_tokens=4, ignore_eos=True))
     assert completion.finish_reason == "length"
 
@@ -332,8 +332,10 @@ def test_invalid_settings_are_refused_by_name(wrong):
 
 
 def test_priority_and_salt_are_checked(engine, conversations):
+    sampling = SamplingParams(max_tokens=1)
+
     async def ask(**more):
-        return [delta async for delta in engine.stream(conversations[0], SamplingParams(max_tokens=1), **more)]
+        return [delta async for delta in engine.stream(conversations[0], sampling, options=RequestOptions(**more))]
 
     for more in ({"salt": "tenant"}, {"priority": float("nan")}, {"priority": 10**9}):
         with pytest.raises(RequestError, match=next(iter(more))):
@@ -401,13 +403,13 @@ def test_sampling_parameters_are_normalized(given, expected):
 
 def test_priority_and_salt_of_generate_are_those_of_its_requests(engine, conversations):
     sampling = SamplingParams(max_tokens=1)
-    engine.generate(conversations[5], sampling, salt=b"a")
-    [cached] = engine.generate(conversations[5], sampling, salt=b"a", priority=np.int64(-1))
-    [other] = engine.generate(conversations[5], sampling, salt=b"b")
+    engine.generate(conversations[5], sampling, options=RequestOptions(salt=b"a"))
+    [cached] = engine.generate(conversations[5], sampling, options=RequestOptions(salt=b"a", priority=np.int64(-1)))
+    [other] = engine.generate(conversations[5], sampling, options=RequestOptions(salt=b"b"))
     assert cached.num_cached_tokens > 0
     assert other.num_cached_tokens == 0
     with pytest.raises(RequestError, match="salt"):
-        engine.generate(conversations[5], sampling, salt="a")
+        engine.generate(conversations[5], sampling, options=RequestOptions(salt="a"))
 
 
 def test_n_gives_consecutive_completions_that_differ_by_seed(engine, conversations):
@@ -456,10 +458,10 @@ def test_renamed_settings_are_refused_with_the_new_name():
 
 def test_a_default_engine_on_a_cpu_has_a_small_cache_that_is_freed_when_it_closes(folder):
     engine = Engine.load(folder, device="cpu", dtype="auto", config=EngineConfig(num_workers=0))
-    assert engine._core._core.scheduler.pages.num_pages <= 65536 // 16
+    assert core_of(engine).scheduler.pages.num_pages <= 65536 // 16
     assert engine.processor.decode([5]) == Processor.load(folder).decode([5])
     engine.generate([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=2))
-    runner = engine._core._core._runner
+    runner = core_of(engine)._runner
     tensors = [runner.cache.entries, runner.model.head.weight, runner._features, runner._logits]
     alive = [weakref.ref(tensor) for tensor in tensors]
     del runner, tensors
@@ -501,28 +503,29 @@ def test_generate_after_a_fork_raises(engine, conversations):
 
 def test_a_request_that_takes_longer_than_its_time_limit_fails(engine, conversations):
     sampling = SamplingParams(max_tokens=400, ignore_eos=True)
-    [completion] = engine.generate(conversations[0], sampling, timeout_s=0.001)
+    [completion] = engine.generate(conversations[0], sampling, options=RequestOptions(timeout_s=0.001))
     assert (completion.finish_reason, completion.failure.kind) == ("failed", "timeout")
     for limits in ({"timeout_s": 0}, {"queue_timeout_s": float("nan")}, {"timeout_s": "a"}):
         with pytest.raises(RequestError, match="use a positive number of seconds"):
-            engine.generate(conversations[0], sampling, **limits)
+            engine.generate(conversations[0], sampling, options=RequestOptions(**limits))
 
 
 def test_time_spent_in_preprocessing_counts_and_a_request_that_waits_there_too_long_is_dropped(folder):
     config = EngineConfig(num_workers=1, num_pages=200, max_requests=2)
     with Engine.load(folder, device="cpu", config=config) as engine:
-        conversation = [{"role": "user", "content": "hello"}]
-        assert engine.generate(conversation, SamplingParams(max_tokens=1))
+        conversation, sampling = [{"role": "user", "content": "hello"}], SamplingParams(max_tokens=1)
+        assert engine.generate(conversation, sampling)
         [pid, *_] = engine._preprocessor._backend.text_pids
         os.kill(pid, signal.SIGSTOP)
         try:
-            first = engine.generate(conversation, SamplingParams(max_tokens=1), queue_timeout_s=0.2)
-            second = engine.generate(conversation, SamplingParams(max_tokens=1), timeout_s=0.2)
+            first = engine.generate(conversation, sampling, options=RequestOptions(queue_timeout_s=0.2))
+            second = engine.generate(conversation, sampling, options=RequestOptions(timeout_s=0.2))
         finally:
             os.kill(pid, signal.SIGCONT)
         for [completion] in (first, second):
             assert (completion.failure.kind, completion.failure.stage) == ("timeout", "preprocessing")
-        assert engine.generate(conversation, SamplingParams(max_tokens=1), queue_timeout_s=60)[0].failure is None
+        [completion] = engine.generate(conversation, sampling, options=RequestOptions(queue_timeout_s=60))
+        assert completion.failure is None
         assert engine.preprocessing_statistics.num_unfinished == 0
 
 
@@ -587,7 +590,7 @@ def test_a_stream_has_no_token_after_a_stop_string_within_an_output_of_several(d
 def test_a_stream_that_fails_has_the_text_and_log_probabilities_of_its_completion(folder):
     """Text that may begin a stop string is held back, and comes with the last delta."""
     with Engine.load(folder, device="cpu", config=CONFIG) as engine:
-        runner = engine._core._core._runner
+        runner = core_of(engine)._runner
         forward_chunks = runner._forward_chunks
 
         def dies_after_five_tokens(chunks):

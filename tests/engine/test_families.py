@@ -9,7 +9,7 @@ from engine.making_adapters import write_adapters
 from engine.tiny import make_core, plain, request_of, run_all
 from model.hugging_face import CONVERSATIONS, ONE_PER_FAMILY, SHAPES, Oracle, make_checkpoint, picture
 
-from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine import Engine, EngineConfig, RequestOptions, SamplingParams
 from saccade.model import generate, load_model
 from saccade.processor import Processor
 
@@ -67,7 +67,7 @@ def test_an_adapter_that_is_served_is_the_adapter_merged(folder, tmp_path):
         expected = engine.generate(conversations, sampling)
     config = dataclasses.replace(SETTINGS, max_adapters=1)
     with Engine.load(folder, device="cpu", config=config, adapters=adapters) as engine:
-        served = engine.generate(conversations, sampling, adapter="everything")
+        served = engine.generate(conversations, sampling, options=RequestOptions(adapter="everything"))
     for ours, theirs in zip(served, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert [one.logprob for one in ours.logprobs] == pytest.approx(

@@ -7,7 +7,7 @@ from engine.tiny import make_core, plain, request_of, run_all
 from model.compressed import write_quantized
 from model.hugging_face import SHAPES, make_checkpoint
 
-from saccade.engine import Engine
+from saccade.engine import Engine, RequestOptions
 from saccade.engine.config import EngineConfig
 from saccade.engine.device.warmup import small_runner
 from saccade.engine.request import SamplingParams
@@ -78,7 +78,9 @@ def test_adapters_are_served_on_quantized_weights(source, tmp_path):
         with Engine.load(base, device="cpu", config=config, adapters={"one": adapter}) as engine:
             sampling = SamplingParams(max_tokens=6, logprobs=1, ignore_eos=True)
             for name in ("one", None):
-                found += engine.generate([{"role": "user", "content": "hello"}], sampling, adapter=name)
+                found += engine.generate(
+                    [{"role": "user", "content": "hello"}], sampling, options=RequestOptions(adapter=name)
+                )
     for actual, expected in zip(found[:2], found[2:], strict=True):
         assert actual.token_ids == expected.token_ids
         assert all(abs(a.logprob - e.logprob) < 1e-4 for a, e in zip(actual.logprobs, expected.logprobs, strict=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from saccade.engine.device.sampler import Sampler, check_sampling, penalty_bytes
+from saccade.engine.device.sampler import Sampler, penalty_bytes
 from saccade.engine.request import Request, SamplingParams
 from saccade.errors import RequestError
 from saccade.kernels.sampler import Destination, sample_reference
@@ -321,11 +321,11 @@ def test_penalty_counts_are_allocated_on_first_use():
 )
 def test_token_ids_outside_the_vocabulary_are_refused_by_name(field, params):
     with pytest.raises(RequestError, match=f"^{field} names token"):
-        check_sampling(SamplingParams(**params), VOCAB)
+        SamplingParams(**params).check_vocabulary(VOCAB)
 
 
 def test_token_ids_of_the_vocabulary_are_accepted():
-    check_sampling(SamplingParams(logit_bias={0: 1.0, VOCAB - 1: 1.0}, stop_token_ids=(0, VOCAB - 1)), VOCAB)
+    SamplingParams(logit_bias={0: 1.0, VOCAB - 1: 1.0}, stop_token_ids=(0, VOCAB - 1)).check_vocabulary(VOCAB)
 
 
 @pytest.mark.gpu

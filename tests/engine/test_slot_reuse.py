@@ -10,7 +10,7 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.core import loop as engine_core
 from saccade.engine.core.messages import AddRequest, EndRequest
 from saccade.engine.core.step import Chunk, SlotStart, StepPlan
-from saccade.engine.frontend.api import grammars_of
+from saccade.engine.load_core import load_grammars
 from saccade.engine.request import SamplingParams
 from saccade.processor import Processor
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def core(folder, monkeypatch):
     monkeypatch.setattr(engine_core, "_LONG_MASKS", 1e9)  # requests with a grammar are in every step
-    core = make_core(folder, CONFIG, grammars=grammars_of(folder, Processor.load(folder)))
+    core = make_core(folder, CONFIG, grammars=load_grammars(folder, Processor.load(folder)))
     yield core
     core.close()
 

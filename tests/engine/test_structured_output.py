@@ -8,6 +8,7 @@ from functools import partial
 
 import jsonschema
 import pytest
+from engine.tiny import core_of
 
 from saccade.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
 from saccade.engine.core import loop
@@ -93,7 +94,7 @@ def test_a_mask_that_cannot_be_computed_fails_its_request_alone(engine):
     """The library refuses the matcher of one of two requests after some tokens."""
     grammar = {"structured": {"regex": "[0-9]{200}"}, "max_tokens": 250, "temperature": 1.0, "seed": 1}
     ended, ids = [Future(), Future()], []
-    states = engine._core._core._grammar_states
+    states = core_of(engine)._grammar_states
 
     def on_delta(number, delta):
         if number == 0 and len(ids) == 2 and ids[0] in states:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine.tiny import core_of
 from PIL import Image
 
 from saccade.engine import Engine, SamplingParams
@@ -70,7 +71,7 @@ def test_the_first_request_compiles_nothing(tmp_path):
         )  # of another thread: not counted
         engine.generate_tokens(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
         assert engine.statistics.num_late_compiles == 0
-        runner = engine._core._core._runner
+        runner = core_of(engine)._runner
         forward = runner.forward
 
         def forward_with_a_new_kernel(plan):

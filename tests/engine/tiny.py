@@ -6,6 +6,7 @@ import random
 import torch
 from model.hugging_face import picture
 
+from saccade.engine import Engine
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.loop import EngineCore
 from saccade.engine.core.messages import AddRequest
@@ -52,6 +53,11 @@ def make_core(folder, config: EngineConfig, runner_class=None, device="cpu", dty
     if runner_class is not None:
         runner.__class__ = runner_class
     return EngineCore(runner, grammars=grammars)
+
+
+def core_of(engine: Engine) -> EngineCore:
+    """The core of an engine that runs it in a thread."""
+    return engine._front_end.core._core
 
 
 class Collected:

@@ -9,7 +9,7 @@ from engine.making_adapters import SETTINGS, write_adapters
 from model.hugging_face import SHAPES, make_checkpoint, picture
 from safetensors.torch import load_file
 
-from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine import Engine, EngineConfig, RequestOptions, SamplingParams
 from saccade.model import load_model
 from saccade.model.weights import PROCESSOR_FILES
 
@@ -57,7 +57,7 @@ def test_a_merged_checkpoint_answers_as_the_served_adapter(command, base, adapte
     command("merge", adapters["everything"], "-o", tmp_path / "merged", "--base", base)
     greedy = SamplingParams(max_tokens=8, logprobs=1, ignore_eos=True)
     with Engine.load(base, device="cpu", config=CONFIG, adapters={"one": adapters["everything"]}) as engine:
-        served = engine.generate(CONVERSATIONS, greedy, adapter="one")
+        served = engine.generate(CONVERSATIONS, greedy, options=RequestOptions(adapter="one"))
         plain = engine.generate(CONVERSATIONS, greedy)
     with Engine.load(tmp_path / "merged", device="cpu", config=CONFIG) as engine:
         merged = engine.generate(CONVERSATIONS, greedy)

@@ -17,7 +17,7 @@ from engine.making_adapters import write_adapters
 from model.hugging_face import SHAPES, make_checkpoint, picture
 from serve.running import TIMEOUT_S, RunningServer
 
-from saccade.engine import Engine, EngineConfig, SamplingParams
+from saccade.engine import Engine, EngineConfig, RequestOptions, SamplingParams
 from saccade.engine.core.messages import AddAdapter
 from saccade.errors import RequestError
 from saccade.serve.keys import create_key
@@ -43,7 +43,9 @@ def expected(base, folders):
     with Engine.load(base, device="cpu", config=config, adapters=folders) as engine:
         names = {"tiny": None} | {name: name for name in folders}
         return {
-            name: engine.generate(CONVERSATION, SamplingParams(max_tokens=8), adapter=adapter)[0].text
+            name: engine.generate(CONVERSATION, SamplingParams(max_tokens=8), options=RequestOptions(adapter=adapter))[
+                0
+            ].text
             for name, adapter in names.items()
         }
 
@@ -161,7 +163,7 @@ def test_adapters_come_back_when_the_core_dies_again_while_they_are_loaded(base,
         engine.remove_adapter("removed")
         assert engine.adapters.keys() == {"mlp", "everything"}
         assert "adapter_config.json" in engine.refused_adapters["late"]
-        connect, num_cores = engine._connect, itertools.count()
+        connect, num_cores = engine._front_end._connect, itertools.count()
 
         def connect_twice():
             """The first of the new cores dies when the second adapter is sent to it."""
@@ -178,14 +180,16 @@ def test_adapters_come_back_when_the_core_dies_again_while_they_are_loaded(base,
                 core.send = send_or_kill
             return core
 
-        engine._connect = connect_twice
+        engine._front_end._connect = connect_twice
         shutil.copytree(folders["attention"], late, dirs_exist_ok=True)  # it is complete now
         os.kill(engine.core_pid, signal.SIGKILL)
         wait_for_state(supervisor, "ready", num_restarts=2)
         assert engine.adapters.keys() == {"mlp", "everything", "late"}
         assert engine.refused_adapters == {}
         for name, adapter in (("everything", "everything"), ("attention", "late")):
-            [completion] = engine.generate(CONVERSATION, SamplingParams(max_tokens=8), adapter=adapter)
+            [completion] = engine.generate(
+                CONVERSATION, SamplingParams(max_tokens=8), options=RequestOptions(adapter=adapter)
+            )
             assert completion.text == expected[name]
     finally:
         supervisor.stop()

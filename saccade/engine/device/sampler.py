@@ -34,7 +34,6 @@ from torch import Tensor
 
 from saccade.device import to_device
 from saccade.engine.request import Request, SamplingParams
-from saccade.errors import RequestError
 from saccade.kernels import sampler as kernel
 from saccade.kernels.token_mask import apply_token_mask
 
@@ -121,16 +120,6 @@ class _Step(NamedTuple):
 def penalty_bytes(num_slots: int, vocab_size: int) -> int:
     """Device memory allocated by the first request with penalties."""
     return num_slots * vocab_size * (torch.int32.itemsize + torch.bool.itemsize)
-
-
-def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse token ids outside the vocabulary."""
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        unknown = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
-        if unknown:
-            raise RequestError(
-                f"{name} names token {unknown[0]}, but the model has tokens 0 to {vocab_size - 1}. Use ids of its tokenizer"
-            )
 
 
 class Sampler:

@@ -12,20 +12,29 @@ are finished and the best live one, at its present length, scores no better than
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from saccade.engine.frontend.batch import Preprocess, progress_bar
+from saccade.engine.frontend.front_end import FrontEnd
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.request import MAX_LOGPROBS, Completion, SamplingParams, TokenLogprobs
+from saccade.engine.request import (
+    MAX_LOGPROBS,
+    Completion,
+    CompletionDelta,
+    RequestOptions,
+    SamplingParams,
+    TokenLogprobs,
+)
 from saccade.errors import ConfigError
 
-if TYPE_CHECKING:
-    from saccade.engine.frontend.api import CompletionDelta, Engine, RequestOptions
-
 _MAX_LENGTH_PENALTY = 100.0
+_LIVE_BEAMS = 2
+"""Live beams per running request: one computes while the host extends the other."""
 TopTokens = Sequence[tuple[int, float]]
 """The most likely next tokens with their log-probabilities, best first."""
 
@@ -124,17 +133,43 @@ class Beams:
 # ------------------------------------------------------------------ the requests of one prompt
 
 
+def search_all(
+    front_end: FrontEnd,
+    prompts: Sequence[Preprocess],
+    params: BeamSearchParams,
+    options: RequestOptions,
+    *,
+    progress: bool,
+) -> list[Completion]:
+    """Search all prompts and wait for their completions, the best ones of each in order; any interruption cancels all."""
+    live = threading.Semaphore(max(1, _LIVE_BEAMS * front_end.info.max_requests // params.num_beams))
+    searches: list[BeamSearch] = []
+    try:
+        with progress_bar(len(prompts), is_shown=progress) as advance:
+            for preprocess in prompts:
+                live.acquire()
+                searches.append(BeamSearch(front_end, preprocess(), params, options))
+                searches[-1].result.add_done_callback(advance)
+                searches[-1].result.add_done_callback(lambda _: live.release())
+            return [completion for search in searches for completion in search.result.result()]
+    except BaseException:
+        for search in searches:
+            search.cancel()
+        raise
+
+
 class BeamSearch:
     """The search of one prompt. It continues by itself, in the callbacks of its requests."""
 
     def __init__(
-        self, engine: Engine, prompt: Future[TokenPrompt], params: BeamSearchParams, options: RequestOptions
+        self, front_end: FrontEnd, prompt: Future[TokenPrompt], params: BeamSearchParams, options: RequestOptions
     ) -> None:
         """Submit the first request."""
         self.result: Future[list[Completion]] = Future()
         """The completions, best first; one with its failure if a request failed."""
-        self._engine, self._prompt, self._params, self._options = engine, prompt, params, options
-        self._eos_ids = frozenset(token_id for token_id in engine.processor.eos_ids if token_id < engine.vocab_size)
+        self._front_end, self._prompt, self._params, self._options = front_end, prompt, params, options
+        vocab_size = front_end.info.vocab_size
+        self._eos_ids = frozenset(token_id for token_id in front_end.processor.eos_ids if token_id < vocab_size)
         num_top = params.num_beams + len(self._eos_ids)
         if num_top > MAX_LOGPROBS:
             raise ConfigError(
@@ -152,7 +187,7 @@ class BeamSearch:
         """End the search; its completion has the finish reason `cancelled`."""
         self._is_cancelled = True
         for request_id in self._request_ids:
-            self._engine.cancel(request_id)
+            self._front_end.cancel(request_id)
 
     def _submit(self, prompts: Sequence[Future[TokenPrompt]]) -> None:
         """Submit a request for each live beam."""
@@ -162,7 +197,7 @@ class BeamSearch:
         for index, prompt in enumerate(prompts):
             on_delta = partial(self._on_delta, index)
             self._request_ids.append(
-                self._engine.submit(prompt, self._sampling, on_delta, self._options, streams=False)
+                self._front_end.submit(prompt, self._sampling, on_delta, self._options, streams=False)
             )
 
     def _on_delta(self, index: int, delta: CompletionDelta) -> None:
@@ -183,7 +218,7 @@ class BeamSearch:
             return
         prompt = self._prompt.result()
         if self._beams is None or self._first is None:
-            room = self._engine.max_length - len(prompt.token_ids)
+            room = self._front_end.info.max_length - len(prompt.token_ids)
             self._beams = Beams(self._params, self._eos_ids, min(self._params.max_tokens, room))
             self._first = completions[0]
         self._beams.extend([one.logprobs[0].top if one.logprobs else () for one in completions])
@@ -196,7 +231,7 @@ class BeamSearch:
     def _completion(self, beam: Beam, first: Completion) -> Completion:
         return replace(
             first,
-            text=self._engine.processor.decode(beam.token_ids),
+            text=self._front_end.processor.decode(beam.token_ids),
             token_ids=list(beam.token_ids),
             finish_reason="stop" if beam.token_ids[-1] in self._eos_ids else "length",
             logprobs=[TokenLogprobs(*token) for token in zip(beam.token_ids, beam.logprobs, strict=True)],

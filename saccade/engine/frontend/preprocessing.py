@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,6 +84,11 @@ _NUM_IMAGE_LOCKS = 61
 _Value = TypeVar("_Value")
 _BegunImage = tuple[ImageTask, Future[Patchified] | None] | Exception
 """An image with its job, if it was not sent recently, or why it could not be read."""
+
+
+def default_num_workers() -> int:
+    """Preprocessing workers by the number of cores. Two are left for the engine loop and its clients."""
+    return max(0, min(12, len(os.sched_getaffinity(0)) - 2))
 
 
 @dataclass(frozen=True, kw_only=True)

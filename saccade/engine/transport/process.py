@@ -324,10 +324,7 @@ class CoreProcess:
 
 def serve(connection: Connection) -> None:
     """Load a core as the first frame specifies, then serve until the connection ends."""
-    from saccade.engine.core.loop import EngineCore
-    from saccade.engine.device.loading import load_runner
-    from saccade.engine.device.runner import PixelScale
-    from saccade.engine.frontend.api import grammars_of
+    from saccade.engine.load_core import load_core
     from saccade.processor import Processor
 
     setup, _ = connection.receive()
@@ -338,19 +335,10 @@ def serve(connection: Connection) -> None:
     try:
         config = EngineConfig(**setup["config"])
         processor = Processor.load(setup["folder"], chat_template=config.chat_template)
-        images = processor.images
-        grammars = grammars_of(Path(setup["folder"]), processor)
-        runner = load_runner(
-            setup["folder"],
-            config,
-            pixels=PixelScale(mean=images.mean, std=images.std),
-            device=setup["device"],
-            dtype=setup["dtype"],
-        )
+        core = load_core(Path(setup["folder"]), config, processor, device=setup["device"], dtype=setup["dtype"])
     except Exception as error:
         connection.send(encode_error(error))
         return
-    core = EngineCore(runner, grammars=grammars)
     gc.collect()
     gc.enable()
     gc.freeze()  # a full collection over all that torch has imported would take 0.1 s between two steps

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from saccade.engine.frontend.api import CompletionDelta
+from saccade.engine import CompletionDelta
 from saccade.engine.request import Completion, TokenLogprobs
 from saccade.errors import UserError
 from saccade.processor.tools import check_tools

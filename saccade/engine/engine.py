@@ -1,0 +1,403 @@
+"""Public API of the engine: conversations in, completions out.
+
+    engine = Engine.load("checkpoint")
+    [completion] = engine.generate(conversation, SamplingParams(max_tokens=64))
+    async for delta in engine.stream(conversation): ...
+
+The front end and the core exchange messages. The front end (`frontend`) preprocesses conversations into tokens and patches in worker
+processes, and detokenizes the output in a thread of its own. The core (`core`), in a thread or in a process of its own (`transport`),
+plans the steps that a runner (`device`) computes. This module joins them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import gc
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from saccade.device import resolve_device
+from saccade.engine.config import EngineConfig
+from saccade.engine.core.messages import FlushCaches
+from saccade.engine.core.statistics import Statistics
+from saccade.engine.frontend.adapters import Adapters
+from saccade.engine.frontend.batch import Conversation, Sampling, complete_all, conversations_of, sampling_of
+from saccade.engine.frontend.beam_search import BeamSearchParams, search_all
+from saccade.engine.frontend.core_client import Connect
+from saccade.engine.frontend.front_end import FrontEnd
+from saccade.engine.frontend.open_request import OnDelta
+from saccade.engine.frontend.preprocessing import PreprocessingStatistics, Preprocessor, default_num_workers
+from saccade.engine.frontend.profile import write_profile
+from saccade.engine.load_core import load_core
+from saccade.engine.prompt import TokenPrompt
+from saccade.engine.request import Completion, CompletionDelta, RequestOptions, SamplingParams
+from saccade.engine.transport.thread import CoreThread
+from saccade.errors import RequestError, UserError
+from saccade.model.adapters import adapter_rank
+from saccade.model.families import family_of
+from saccade.processor import Processor
+from saccade.processor.image import MediaLimits
+from saccade.processor.tools import Tool
+
+
+class Engine:
+    """Serves many requests at once. Thread-safe. Close it to end its threads and processes and to free its memory."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        processor: Processor,
+        preprocessor: Preprocessor,
+        adapters: Mapping[str, str | Path] | None = None,
+    ) -> None:
+        """`connect` starts the core, `adapters` are PEFT folders by name: see `load`."""
+        self.processor = processor
+        """The checkpoint's tokenizer, chat template and image processor."""
+        self._preprocessor = preprocessor
+        self._front_end = FrontEnd(connect, processor)
+        self._adapters = Adapters(
+            self._front_end, {name: Path(folder).absolute() for name, folder in (adapters or {}).items()}
+        )
+
+    @staticmethod
+    def load(
+        folder: str | Path,
+        *,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype | None = "auto",
+        config: EngineConfig | None = None,
+        limits: MediaLimits | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+    ) -> Engine:
+        """Load a checkpoint folder. `dtype` auto or None: as stored. `limits` bound the images of a request.
+
+        `adapters`: PEFT folders by the name that requests use. A broken one is refused alone, see `refused_adapters`; slots for more are in
+        `config`.
+        """
+        folder, config = Path(folder), with_slots(config or EngineConfig(), adapters or {})
+        dtype = None if dtype == "auto" else dtype
+        family_of(folder)  # a model of another kind is refused before anything starts
+        processor = Processor.load(folder, limits=limits, chat_template=config.chat_template)
+        with contextlib.ExitStack() as opened:
+            preprocessor = opened.enter_context(_preprocessor(folder, config, limits, device))
+            connect = _connect(folder, config, processor, device, dtype)
+            engine = Engine(connect, processor, preprocessor, adapters)
+            opened.pop_all()  # the engine closes it
+            opened.enter_context(engine)
+            engine._adapters.load_wanted()
+            preprocessor.wait_until_ready()  # its workers started while the weights were loaded
+            opened.pop_all()
+        gc.freeze()  # until it is closed: a full collection over all that torch has imported would hold up outputs for 0.1 s
+        atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
+        return engine
+
+    # -------------------------------------------------------------- completions
+
+    def generate(
+        self,
+        conversations: Sequence[Conversation] | Conversation,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        options: RequestOptions | None = None,
+        progress: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+    ) -> list[Completion]:
+        """Generate completions of one or several conversations, in order; with `n` above 1, n consecutive ones for each.
+
+        `sampling`: parameters (or a dict of them) for all conversations, or one for each. `options` apply to all. A request that cannot be
+        served has the finish reason `failed` and says why in `failure`; the others are not affected. `progress` shows a progress bar.
+        `continue_final_message` continues a final assistant message instead of starting a new one. `tools` are functions that the model
+        may call, in OpenAI's format; its calls are part of the text.
+        """
+        options = options or RequestOptions()
+        more: dict[str, Any] = {"continue_final_message": continue_final_message, "tools": tools, "salt": options.salt}
+        prompts = [partial(self.preprocess, messages, **more) for messages in conversations_of(conversations)]
+        return complete_all(self._front_end, prompts, sampling, options, progress=progress)
+
+    def generate_tokens(
+        self,
+        prompts: Sequence[tuple[Sequence[int], Sequence[Any]]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        options: RequestOptions | None = None,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Generate completions of (token ids, images), as `generate` does; the ids contain one placeholder per image."""
+        pairs = list(prompts) if isinstance(prompts, Iterable) else [prompts]
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            raise RequestError("prompts is a list of pairs (token ids, images), such as [([1, 2, 3], [])]")
+        options = options or RequestOptions()
+        starts = [partial(self.preprocess_tokens, *pair, salt=options.salt) for pair in pairs]
+        return complete_all(self._front_end, starts, sampling, options, progress=progress)
+
+    def beam_search(
+        self,
+        conversations: Sequence[Conversation] | Conversation,
+        *,
+        num_beams: int,
+        max_tokens: int = 256,
+        length_penalty: float = 1.0,
+        num_return_sequences: int = 1,
+        options: RequestOptions | None = None,
+        progress: bool = False,
+        continue_final_message: bool = False,
+    ) -> list[Completion]:
+        """The best completions of one or several conversations by beam search, `num_return_sequences` consecutive ones for each.
+
+        Tokens are those of `transformers` with `early_stopping=False` (`beam_search.py`). `logprobs` of a completion has one entry per
+        token, without the most likely others. Beams share the prompt through the prefix cache: without it every token computes the prompt
+        again. A conversation that cannot be served has one completion, with its failure.
+        """
+        params = BeamSearchParams(
+            num_beams=num_beams,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            num_return_sequences=num_return_sequences,
+        )
+        options = options or RequestOptions()
+        more: dict[str, Any] = {"continue_final_message": continue_final_message, "salt": options.salt}
+        prompts = [partial(self.preprocess, messages, **more) for messages in conversations_of(conversations)]
+        return search_all(self._front_end, prompts, params, options, progress=progress)
+
+    async def stream(
+        self,
+        messages: Conversation,
+        sampling: Sampling | None = None,
+        *,
+        options: RequestOptions | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+    ) -> AsyncIterator[CompletionDelta]:
+        """Stream one completion. Leaving the iteration early cancels the request."""
+        loop = asyncio.get_running_loop()
+        deltas: asyncio.Queue[CompletionDelta] = asyncio.Queue()
+        params, options = sampling_of(sampling), options or RequestOptions()
+        self._front_end.check(params)  # before anything is preprocessed
+        prompt = self.preprocess(
+            messages, continue_final_message=continue_final_message, tools=tools, salt=options.salt
+        )
+
+        def post(delta: CompletionDelta) -> None:
+            """Raises when the asyncio loop has ended, which cancels the request."""
+            loop.call_soon_threadsafe(deltas.put_nowait, delta)
+
+        request_id = self.submit(prompt, params, post, options=options)
+        try:
+            while True:
+                delta = await deltas.get()
+                yield delta
+                if delta.completion is not None:
+                    return
+        finally:
+            self.cancel(request_id)
+
+    # -------------------------------------------------------------- the parts of a completion
+
+    def preprocess(
+        self,
+        messages: Conversation,
+        *,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+        salt: bytes = b"",
+    ) -> Future[TokenPrompt]:
+        """Preprocess a conversation, for one or several calls of `submit`. Cancelling the future ends it.
+
+        `tools` are functions that the model may call. Processed images are shared only with requests of equal `salt`.
+        """
+        return self._preprocessor.submit(
+            messages, continue_final_message=continue_final_message, tools=tools, salt=salt
+        )
+
+    def preprocess_tokens(
+        self, token_ids: Sequence[int], images: Sequence[Any] = (), *, salt: bytes = b""
+    ) -> Future[TokenPrompt]:
+        """Preprocess token ids with one placeholder per image."""
+        return self._preprocessor.submit_tokens(token_ids, images, salt=salt)
+
+    def encode_text(self, text: str) -> Future[list[int]]:
+        """Token ids of a text that is no conversation, with those that the tokenizer puts before a prompt."""
+        return self._preprocessor.encode(text)
+
+    def submit(
+        self,
+        prompt: Future[TokenPrompt],
+        sampling: SamplingParams,
+        on_delta: OnDelta,
+        *,
+        options: RequestOptions | None = None,
+        streams: bool = True,
+    ) -> str:
+        """Submit a request that starts when its prompt is preprocessed; returns its id.
+
+        `on_delta` gets every delta if it `streams`, else the last one only. If it raises, the request is cancelled and it is not
+        called again.
+        """
+        return self._front_end.submit(prompt, sampling, on_delta, options or RequestOptions(), streams=streams)
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request in any state; its last delta has the finish reason `cancelled`. No effect if it has ended."""
+        self._front_end.cancel(request_id)
+
+    # -------------------------------------------------------------- adapters
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Folders of the adapters that requests can name."""
+        return self._adapters.loaded
+
+    @property
+    def refused_adapters(self) -> dict[str, str]:
+        """Adapters that the core refused when it started, and why. The next core tries again."""
+        return self._adapters.refused
+
+    def add_adapter(self, name: str, folder: str | Path, *, timeout_s: float | None = None) -> None:
+        """Load a LoRA adapter from a PEFT folder while requests are served. RequestError: it is refused, and says why."""
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"the name of an adapter is {name!r}; use a text")
+        self._adapters.add(name, Path(folder).absolute(), timeout_s)
+
+    def remove_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Accept no new requests for an adapter. Requests that run with it continue; then its slot is free."""
+        self._adapters.remove(name, timeout_s)
+
+    # -------------------------------------------------------------- administration
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of prompt and output together."""
+        return self._front_end.info.max_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the model knows."""
+        return self._front_end.info.vocab_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache."""
+        return self._front_end.info.num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self._front_end.info.page_size
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counters since the start of the core."""
+        return self._front_end.core.statistics
+
+    @property
+    def preprocessing_statistics(self) -> PreprocessingStatistics:
+        """Counters since the start of the preprocessing workers."""
+        return self._preprocessor.statistics
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the image workers."""
+        return self._preprocessor.worker_pids
+
+    @property
+    def core_pid(self) -> int | None:
+        """Process id of the core; None if it runs in a thread."""
+        return getattr(self._front_end.core, "pid", None)
+
+    def flush_caches(self) -> None:
+        """Forget cached prefixes, encoded and processed images. What running requests use stays until they end."""
+        self._preprocessor.flush()
+        self._front_end.send(FlushCaches())
+
+    def profile(self, path: Path, seconds: float) -> bool:
+        """Profile the core for this long and write a Chrome trace; whether the file is there. Waits until it is written."""
+        return write_profile(self._front_end, path, seconds)
+
+    # -------------------------------------------------------------- restart, close
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the core has died or the engine is closed. True before the first open request is failed for it."""
+        return self._front_end.has_failed
+
+    def wait_until_stopped(self, timeout_s: float | None = None) -> bool:
+        """Wait until the core has died or the engine is closed, and every request has ended; whether it has."""
+        return self._front_end.wait_until_stopped(timeout_s)
+
+    def restart(self) -> None:
+        """Start a new core in place of one that died, with the same adapters; preprocessing workers and their caches stay.
+
+        For a core in a process of its own (`core_process`). Call it from a thread that outlives the engine: the kernel kills the
+        core process when the thread that started it exits.
+        """
+        self._front_end.restart()
+        self._adapters.load_wanted()
+        if self.has_failed:
+            self._front_end.wait_until_stopped()
+            raise RuntimeError("the engine core died while it loaded the adapters")
+
+    def close(self) -> None:
+        """Stop the engine and free its memory; open requests fail. No effect in a forked child."""
+        if self._front_end.close():
+            self._preprocessor.close()
+            gc.unfreeze()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# ------------------------------------------------------------------ the parts of an engine
+
+
+def _preprocessor(
+    folder: Path, config: EngineConfig, limits: MediaLimits | None, device: str | torch.device
+) -> Preprocessor:
+    return Preprocessor(
+        folder,
+        num_workers=default_num_workers() if config.num_workers is None else config.num_workers,
+        processed_image_cache_bytes=config.processed_image_cache_bytes,
+        timeout_s=config.preprocess_timeout_s,
+        max_images=config.max_images_per_request,
+        limits=limits,
+        chat_template=config.chat_template,
+        patchifies_on_device=resolve_device(device).type == "cuda",
+    )
+
+
+def _connect(
+    folder: Path,
+    config: EngineConfig,
+    processor: Processor,
+    device: str | torch.device,
+    dtype: str | torch.dtype | None,
+) -> Connect:
+    """Starts a core in a process, or loads one and runs it in a thread."""
+    if not config.core_process:
+        return partial(CoreThread, load_core(folder, config, processor, device=device, dtype=dtype))
+    from saccade.engine.transport.process import CoreProcess
+
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    return partial(CoreProcess, folder, config, str(device), name)
+
+
+def with_slots(config: EngineConfig, adapters: Mapping[str, str | Path]) -> EngineConfig:
+    """The configuration with a slot for each of these adapters."""
+    ranks = [config.max_adapter_rank]
+    for folder in adapters.values():
+        with contextlib.suppress(UserError):  # a broken one is refused later, alone
+            ranks.append(adapter_rank(folder))
+    return replace(config, max_adapters=max(config.max_adapters, len(adapters)), max_adapter_rank=max(ranks))

@@ -1,0 +1,63 @@
+"""LoRA adapters of an engine. They outlive the core: a new one loads them again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from saccade.engine.core.messages import AddAdapter, RemoveAdapter
+from saccade.engine.frontend.front_end import FrontEnd
+from saccade.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class Adapters:
+    """Adapters by name: wanted, and loaded or refused by the core. Thread-safe."""
+
+    def __init__(self, front_end: FrontEnd, wanted: Mapping[str, Path]) -> None:
+        """`wanted` adapters are loaded by `load_wanted`."""
+        self._front_end = front_end
+        self._lock = threading.Lock()
+        self._wanted, self._loaded = dict(wanted), dict[str, Path]()
+        self.refused: dict[str, str] = {}
+        """Adapters that the core refused when it started, and why. The next core tries again."""
+
+    @property
+    def loaded(self) -> dict[str, Path]:
+        """Folders of the adapters that requests can name."""
+        with self._lock:
+            return dict(self._loaded)
+
+    def add(self, name: str, folder: Path, timeout_s: float | None = None) -> None:
+        """Load an adapter. RequestError: it is refused, and says why."""
+        reply = self._front_end.ask(lambda reply_id: AddAdapter(name=name, folder=str(folder), reply_id=reply_id))
+        reply.result(timeout_s)
+        with self._lock:
+            self._loaded[name] = self._wanted[name] = folder
+            self.refused.pop(name, None)
+
+    def remove(self, name: str, timeout_s: float | None = None) -> None:
+        """Remove an adapter. Requests that run with it continue."""
+        if name not in self.refused:
+            reply = self._front_end.ask(lambda reply_id: RemoveAdapter(name=name, reply_id=reply_id))
+            reply.result(timeout_s)
+        with self._lock:
+            for adapters in (self._loaded, self._wanted, self.refused):
+                adapters.pop(name, None)
+
+    def load_wanted(self) -> None:
+        """Load the wanted adapters into a new core. Those that are broken are named in the log, and the others are served."""
+        with self._lock:
+            self._loaded.clear()
+            wanted = dict(self._wanted)
+        for name, folder in wanted.items():
+            try:
+                self.add(name, folder)
+            except RequestError as error:
+                if self._front_end.has_failed:  # the next core loads them
+                    return
+                self.refused[name] = str(error)
+                logger.error("adapter %s is refused: %s", name, error)

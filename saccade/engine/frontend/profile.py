@@ -1,0 +1,32 @@
+"""Profile a running core."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from saccade.engine.core.messages import StartProfile, StopProfile
+from saccade.engine.frontend.front_end import FrontEnd
+
+_WAIT_S = 60.0
+"""Time to start a profile, and to write it."""
+
+
+def write_profile(front_end: FrontEnd, path: Path, seconds: float) -> bool:
+    """Profile the core for this long and write a Chrome trace; whether the file is there. Waits until it is written."""
+    path = path.absolute()
+    begun = path.with_name(f".{path.name}.begun")
+    front_end.send(StartProfile(begun=str(begun)))
+    if _wait_for(front_end, begun):
+        front_end.wait_until_stopped(seconds)
+        begun.unlink(missing_ok=True)
+    front_end.send(StopProfile(path=str(path)))
+    return _wait_for(front_end, path)
+
+
+def _wait_for(front_end: FrontEnd, file: Path) -> bool:
+    """Wait for a file that the core writes; whether it is there."""
+    deadline = time.monotonic() + _WAIT_S
+    while not file.exists() and time.monotonic() < deadline and not front_end.wait_until_stopped(0.02):
+        pass
+    return file.exists()
