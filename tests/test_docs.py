@@ -64,6 +64,12 @@ def test_code_is_fenced_and_names_its_language(path):
         assert not is_command, f"{block}: commands are bash"
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_of_prose_end_at_140_characters(path):
+    outside = re.sub(r"^(```+).*?^\1$", "", path.read_text(), flags=re.M | re.S)
+    assert [line for line in outside.splitlines() if len(line) > 140 and line[0] not in "|<!"] == []
+
+
 def test_every_page_of_the_site_is_in_its_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = [str(path.relative_to(ROOT / "docs")) for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")]

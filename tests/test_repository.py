@@ -56,8 +56,8 @@ def test_commands_of_workflow_and_hooks_are_targets_of_the_makefile_or_files():
     assert all((ROOT / script).exists() for script in scripts)
 
 
-@pytest.mark.parametrize("script", ["results.py", "architecture.py"])
-def test_tables_of_results_and_the_figure_are_current(script):
+@pytest.mark.parametrize("script", ["results.py", "figures.py"])
+def test_tables_of_results_and_figures_are_current(script):
     command = [sys.executable, str(ROOT / "docs" / "scripts" / script), "--check"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
