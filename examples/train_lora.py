@@ -1,6 +1,6 @@
 """Fine-tune a checkpoint with LoRA on your own images with captions.
 
-python examples/train_lora.py CHECKPOINT photos/ work/                 # photos/: NAME.jpg beside NAME.txt
+python examples/train_lora.py CHECKPOINT photos/ work/                 # photos/: NAME.jpg with NAME.txt
 python examples/train_lora.py CHECKPOINT photos/ work/ stages.instruct.lora.rank=64
 """
 
