@@ -1,8 +1,6 @@
 """`saccade compress`."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +10,7 @@ import typer
 
 from saccade.cli.hub import checkpoint_folder
 from saccade.cli.options import DeviceOption, JsonOption
+from saccade.cli.progress import bar_progress
 from saccade.errors import ConfigError, QualityError
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def compress(
     chosen, choice = _scheme(folder, out, scheme, group_size, target_size, bound, samples, device)
     if kv_cache is not None:
         chosen = replace(chosen, kv_cache=kv_cache.value)
-    with _progress("blocks") as advance:
+    with bar_progress("blocks") as advance:
         report = run(folder, out, scheme=chosen, calibration=samples, device=device, on_block=advance)
     fidelity, memory = None, None
     if held_out is not None:
@@ -226,7 +225,7 @@ def _scheme(
     from saccade.compress.mixed_scheme import choose_scheme
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _progress("steps") as advance:
+    with bar_progress("steps") as advance:
         choice = choose_scheme(
             folder, samples, out.parent, target_size=target_size, max_loss=None if target_size is not None else max_loss, device=device, on_step=advance
         )  # fmt: skip
@@ -252,7 +251,7 @@ def _evaluations(
     tasks: str | None, data: list[str] | None, limit: int | None, seed: int, out: Path
 ) -> "list[EvaluationConfig]":
     """How both models are evaluated; nothing without tasks."""
-    from saccade.cli.evaluate import evaluation_config
+    from saccade.cli.joins.evaluation import evaluation_config
 
     if tasks is None and data is None:
         return []
@@ -269,7 +268,7 @@ def _evaluations(
 
 def _scores(folder: Path, config: "EvaluationConfig", device: str) -> dict[str, dict[str, float]]:
     """Scores of a checkpoint by `saccade evaluate`, with their intervals."""
-    from saccade.cli.evaluate import run_evaluation
+    from saccade.cli.joins.evaluation import run_evaluation
 
     scores = run_evaluation(folder, config, device).scores["tasks"]
     return {
@@ -296,36 +295,10 @@ _SHOWN = (
 
 def _speed(folder: Path, device: str, seed: int) -> dict[str, float]:
     """Latency and throughput of a checkpoint under the load of `saccade evaluate --efficiency`."""
-    from saccade.cli.engine_model import EngineModel
+    from saccade.cli.joins.engine_model import EngineModel
     from saccade.evaluate.efficiency import Load, measure_efficiency
 
     with EngineModel(folder, device=device) as model:
         found = measure_efficiency(model, Load(seed=seed))
     medians = {name: found[name]["p50"] for name in ("ttft_ms", "tpot_ms") if found[name]}
     return medians | {"output_tokens_per_s": found["output_tokens_per_s"]}
-
-
-@contextmanager
-def _progress(unit: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error; disabled without a terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit + " {task.description}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda name, done, total: bar.update(task, completed=done, total=total, description=name)

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade.cli.options import CommandGroup, JsonOption, SetOption, WorkersOption, examples, progress, shard_progress
+from saccade.cli.options import CommandGroup, JsonOption, SetOption, WorkersOption, examples
+from saccade.cli.progress import count_progress, shard_progress
 from saccade.errors import ConfigError, DataError
 
 app = typer.Typer(
@@ -102,7 +103,7 @@ def prepare(
         allow_hosts=frozenset(allow_host or ()),
     )
     options = PrepareOptions(samples_per_shard=samples_per_shard, resize_longest=resize_longest, download=download)
-    with progress("samples") as advance:
+    with count_progress("samples") as advance:
         report = run(
             specs,
             out,
@@ -148,7 +149,7 @@ def split(
     """Divide the kept samples into OUT/train and OUT/test; no image file is in both. An image stays on its side when more are added."""
     from saccade.data.split import split_shards
 
-    with progress("samples read and written") as advance:
+    with count_progress("samples read and written") as advance:
         num_training, num_held_out = split_shards(
             shards, out / "train", out / "test", share=share, max_held_out=max_held_out, seed=seed, on_progress=advance
         )

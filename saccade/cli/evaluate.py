@@ -1,29 +1,23 @@
 """`saccade evaluate`."""
 
 import json
-import logging
-import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saccade.cli.options import DeviceOption, DtypeOption, JsonOption, check_adapter
+from saccade.cli.joins.evaluation import evaluation_config, is_url, open_model, run_on, training_data
+from saccade.cli.options import DeviceOption, DtypeOption, JsonOption
+from saccade.cli.progress import task_progress
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
     from saccade.evaluate.model import Model
-    from saccade.evaluate.readers.published import Published
     from saccade.evaluate.results import Results
     from saccade.evaluate.run import EvaluationConfig
 
-logger = logging.getLogger("saccade.evaluate")
 SHUFFLED = "image-shuffled"
-_LOG_EVERY_S = 15.0
-"""Seconds between lines of progress without a terminal."""
 
 
 def evaluate(
@@ -115,16 +109,16 @@ def evaluate(
     )
     if load != Load(seed=seed) and not efficiency:
         raise ConfigError("options --load-... set the load of --efficiency, which was not given. Add it")
-    if served_model is not None and not any(map(_is_url, [model, *(compare or [])])):
+    if served_model is not None and not any(map(is_url, [model, *(compare or [])])):
         raise ConfigError("--model is the name of a model on a server, but no URL was given. Remove it")
-    if num_beams > 1 and (url := next(filter(_is_url, [model, *(compare or [])]), None)):
+    if num_beams > 1 and (url := next(filter(is_url, [model, *(compare or [])]), None)):
         raise ConfigError(
             f"--num-beams {num_beams}: {url} is a server, whose API has no beam search. Give a checkpoint folder"
         )
 
-    def open_model(target: str, *, is_compared: bool = False) -> Any:
+    def open_target(target: str, *, is_compared: bool = False) -> Any:
         own = None if is_compared else adapter
-        return _open_model(target, served_model, api_key, str(device), dtype, own)
+        return open_model(target, served_model, api_key, str(device), dtype, own)
 
     if Results.is_results(Path(model)):
         results = [_results_folder(model)]
@@ -142,7 +136,7 @@ def evaluate(
             tasks, data, out, limits=limit or [], images=images, prompts=prompt, max_tokens=max_tokens, temperature=temperature,
             num_beams=num_beams, seed=seed, concurrency=concurrency, meteor_jar=meteor_jar, name=name or _name(str(adapter or model)),
         )  # fmt: skip
-        results = _evaluate_all(model, config, compare or [], shuffle_images, open_model, load if efficiency else None)
+        results = _evaluate_all(model, config, compare or [], shuffle_images, open_target, load if efficiency else None)
         _note_contamination(results, model, training_data or [], is_on=contamination)
     _make_names_distinct(results)
     comparisons = compare_all(results, seed=seed)
@@ -162,7 +156,7 @@ def _evaluate_all(
     config: "EvaluationConfig",
     others: list[str],
     shuffle_images: bool,
-    open_model: "Callable[..., Any]",
+    open_target: "Callable[..., Any]",
     load: Any,
 ) -> "list[Results]":
     """Results of the model, of itself with other images, and of the models it is compared with."""
@@ -172,23 +166,23 @@ def _evaluate_all(
 
     baselines = config.out / "baselines"
     compared = [
-        _results_folder(other) if Results.is_results(Path(other)) else open_model(other, is_compared=True)
+        _results_folder(other) if Results.is_results(Path(other)) else open_target(other, is_compared=True)
         for other in others
     ]
-    with open_model(target) as model, _progress() as advance:
-        results = [_run(model, config, advance)]
+    with open_target(target) as model, task_progress() as advance:
+        results = [run_on(model, config, advance)]
         if load is not None:
             _measure(model, results[0], load)
         if shuffle_images:
             shuffled = replace(config, out=baselines / SHUFFLED, name=SHUFFLED, shuffle_images=True)
-            results.append(_run(model, shuffled, advance))
+            results.append(run_on(model, shuffled, advance))
     for other, found in zip(others, compared, strict=True):
         if isinstance(found, Results):
             results.append(found)
             continue
         name = _name(other)
-        with found as model, _progress() as advance:
-            results.append(_run(model, replace(config, out=baselines / name.replace("/", "-"), name=name), advance))
+        with found as model, task_progress() as advance:
+            results.append(run_on(model, replace(config, out=baselines / name.replace("/", "-"), name=name), advance))
     return results
 
 
@@ -198,20 +192,6 @@ def _make_names_distinct(results: "list[Results]") -> None:
     for one in results:
         if names.count(one.name) > 1:
             one.settings["name"] = str(one.folder)
-
-
-def _run(model: "Model", config: "EvaluationConfig", advance: Callable[[str, int, int], None]) -> "Results":
-    from saccade.evaluate.run import evaluate as run
-
-    return run(model, config, on_progress=lambda task, done, total: advance(f"{config.name}: {task}", done, total))
-
-
-def run_evaluation(checkpoint: Path, config: "EvaluationConfig", device: str) -> "Results":
-    """Evaluate one checkpoint folder."""
-    from saccade.cli.engine_model import EngineModel
-
-    with EngineModel(checkpoint, device=device) as model, _progress() as advance:
-        return _run(model, config, advance)
 
 
 def _measure(model: "Model", results: "Results", load: Any) -> None:
@@ -230,111 +210,11 @@ def _note_contamination(results: "list[Results]", target: str, named: list[str],
     """Look for evaluation images in the training data that is named, or that the checkpoint's run names."""
     if not is_on:
         return
-    training = named or _training_data(Path(target))
+    training = named or training_data(Path(target))
     if training:
         from saccade.evaluate.contamination import check_contamination
 
         check_contamination(results[0], training, is_asked=bool(named))
-
-
-def _training_data(checkpoint: Path) -> list[str]:
-    """Shards of the run that exported a checkpoint: RUN/checkpoints/step-00000100 beside RUN/config.toml."""
-    from saccade.config import load_config
-    from saccade.train.config import TrainConfig
-
-    recipe = checkpoint.resolve().parent.parent / "config.toml"
-    if checkpoint.resolve().parent.name != "checkpoints" or not recipe.is_file():
-        return []
-    try:
-        config = load_config(TrainConfig, recipe)
-    except ConfigError:
-        return []
-    return list(dict.fromkeys(source.path for stage in config.stages for source in stage.data.sources))
-
-
-def evaluation_config(
-    tasks: str | None,
-    data: list[str] | None,
-    out: Path | None,
-    *,
-    limits: list[str],
-    images: Path | None,
-    prompts: list[str] | None,
-    max_tokens: int | None,
-    **fields: Any,
-) -> "EvaluationConfig":
-    """The configuration that the options describe."""
-    from saccade.evaluate.readers.detect import parse_spec
-    from saccade.evaluate.run import EvaluationConfig, TaskConfig
-    from saccade.evaluate.tasks import task_named
-
-    names = [task.strip() for task in (tasks or "").split(",") if task.strip()]
-    known = {name: task_named(name) for name in names}
-    required = [name for name, task in known.items() if task.published is None or (data and task.takes_other_data)]
-    if not names or out is None or (required and not data):
-        raise ConfigError(
-            "evaluating a model takes --tasks NAME,NAME --data PATH -o RESULTS. See saccade evaluate --help"
-        )
-    paths = _by_task(data or [], names, "--data", required=required)
-    texts = _by_task(prompts or [], names, "--prompt", is_for_all=False)
-    counts = _limits(limits, names)
-    configs = []
-    for name in names:
-        published = known[name].published
-        path = paths[name] if published is None else _benchmark(name, paths.get(name), published)
-        configs.append(
-            TaskConfig(
-                task=name,
-                data=parse_spec(path, images),
-                prompt=texts.get(name),
-                max_tokens=max_tokens,
-                limit=counts.get(name),
-            )
-        )
-    return EvaluationConfig(out=out, tasks=tuple(configs), **fields)
-
-
-def _benchmark(name: str, path: str | None, published: "Published") -> str:
-    """Where a benchmark is: a path, the folder of its name in a folder of several, or the hub's cache."""
-    from saccade.cli.hub import dataset_folder, is_hub_name
-
-    if path is not None and (Path(path) / name).is_dir():
-        return str(Path(path) / name)
-    if path is None or is_hub_name(path):
-        return str(dataset_folder(path or published.hub, published.files))
-    return path
-
-
-def _limits(values: list[str], names: list[str]) -> dict[str, int]:
-    """`N` for all tasks, `TASK=N` for one, which counts where both are given."""
-    shared, own = {}, {}
-    for value in values:
-        task, equals, count = value.rpartition("=")
-        if (equals and task not in names) or not re.fullmatch("[1-9][0-9]{0,8}", count):
-            raise ConfigError(f"--limit {value}: write N, or TASK=N with one of the tasks {', '.join(names)}")
-        if equals:
-            own[task] = int(count)
-        else:
-            shared = dict.fromkeys(names, int(count))
-    return shared | own
-
-
-def _by_task(
-    values: list[str], names: list[str], option: str, *, is_for_all: bool = True, required: Sequence[str] = ()
-) -> dict[str, str]:
-    """`TASK=VALUE`, or one value for all tasks; `required` tasks must have one."""
-    found: dict[str, str] = {}
-    for value in values:
-        task, equals, rest = value.partition("=")
-        if equals and task in names:
-            found[task] = rest
-        elif is_for_all and len(values) == 1:
-            found = dict.fromkeys(names, value)
-        else:
-            raise ConfigError(f"{option} {value}: write TASK=... with one of the tasks {', '.join(names)}")
-    if missing := [name for name in required if name not in found]:
-        raise ConfigError(f"{option} is missing for {', '.join(missing)}: {option} {missing[0]}=...")
-    return found
 
 
 def _results_folder(path: str) -> "Results":
@@ -347,54 +227,9 @@ def _results_folder(path: str) -> "Results":
     return results
 
 
-def _is_url(target: str) -> bool:
-    return target.startswith(("http://", "https://"))
-
-
 def _name(target: str) -> str:
     """The name of a model from its path: run/step-00000100 for an exported checkpoint."""
-    if _is_url(target):
+    if is_url(target):
         return target.partition("://")[2].strip("/").removesuffix("/v1")
     path = Path(target).resolve()
     return f"{path.parent.parent.name}/{path.name}" if path.parent.name == "checkpoints" else path.name
-
-
-def _open_model(
-    target: str, served_model: str | None, api_key: str | None, device: str, dtype: str | None, adapter: Path | None
-) -> Any:
-    """A context manager that gives the model of a URL or of a checkpoint folder."""
-    if _is_url(target):
-        from saccade.evaluate.openai_client import OpenAIModel
-
-        if adapter is not None:
-            raise ConfigError("--adapter is for a checkpoint folder. Of a server, name the adapter with --model")
-        return OpenAIModel(target, model=served_model, api_key=api_key)
-    from saccade.cli.engine_model import EngineModel
-
-    if adapter is not None:
-        check_adapter(adapter, f"--adapter {adapter}")
-    return EngineModel(Path(target), device=device, dtype=dtype, adapter=adapter)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error for each task; without a terminal, a line in the log now and then."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        known: dict[str, TaskID] = {}
-        last_logged = time.monotonic()
-
-        def advance(title: str, done: int, total: int) -> None:
-            nonlocal last_logged
-            if title not in known:
-                known[title] = bar.add_task(title, total=total)
-            bar.update(known[title], completed=done)
-            if bar.disable and time.monotonic() - last_logged >= _LOG_EVERY_S:
-                last_logged = time.monotonic()
-                logger.info("%s: %d of %d examples", title, done, total)
-
-        yield advance

@@ -7,11 +7,11 @@ from pathlib import Path
 from saccade.errors import CheckpointError, DataError, UserError
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-"""What a checkpoint folder consists of. No code and no pickled weights."""
+"""Files of a checkpoint folder: no code and no pickled weights."""
 
 
 def checkpoint_folder(name: str | Path) -> Path:
-    """The folder of a checkpoint; `org/name` is downloaded into the cache of `huggingface_hub` unless such a folder exists."""
+    """The folder of a checkpoint; `org/name` without a folder of that name is downloaded into `huggingface_hub`'s cache."""
     return _download(name, _FILES, "model", CheckpointError)
 
 
@@ -21,7 +21,7 @@ def is_hub_name(name: str | Path) -> bool:
 
 
 def dataset_folder(name: str | Path, files: Sequence[str]) -> Path:
-    """The folder of a data set; of `org/name` the files that match are downloaded into the cache unless such a folder exists."""
+    """The folder of a data set; `org/name` without a folder of that name is downloaded, the `files` that match."""
     return _download(name, files, "dataset", DataError)
 
 

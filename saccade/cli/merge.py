@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from saccade.cli.hub import checkpoint_folder
-from saccade.cli.options import JsonOption, progress
+from saccade.cli.options import JsonOption
+from saccade.cli.progress import count_progress
 from saccade.errors import CheckpointError
 
 
@@ -32,7 +33,7 @@ def merge(
     folder = checkpoint_folder(named)
     if base is None and not folder.exists():
         raise CheckpointError(f"{adapter}: its base model {named} is not here. Give its checkpoint folder with --base")
-    with progress("tensors") as advance:
+    with count_progress("tensors") as advance:
         layers = merge_adapter(adapter, folder, out, on_tensor=advance)
     if as_json:
         typer.echo(json.dumps({"checkpoint": str(out), "base": str(folder), "layers": len(layers)}))

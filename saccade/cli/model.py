@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade.cli.options import DeviceOption, Dtype, JsonOption, check_modules, progress
+from saccade.cli.options import DeviceOption, Dtype, JsonOption, check_modules
+from saccade.cli.progress import count_progress
 from saccade.errors import ConfigError
 
 
@@ -166,7 +167,7 @@ def init(
     elif config is not None:
         chosen = load_config(ModelConfig, config, set_ or [])
     storage = DTYPES[dtype]
-    with progress("tensors") as advance:
+    with count_progress("tensors") as advance:
         if text is not None:
             made = initialize_from_text(out, text, tower or "90m", dtype=storage, seed=seed, on_tensor=advance)
         else:

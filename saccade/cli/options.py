@@ -1,7 +1,6 @@
-"""Options and progress bars shared by several commands."""
+"""Options shared by several commands, and checks of them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,64 +58,14 @@ def check_modules(command: str, modules: Sequence[str]) -> None:
             raise ConfigError(missing_extra(name, command))
 
 
-@contextmanager
-def progress(unit: str) -> Iterator[Callable[[str], None]]:
-    """A counter on standard error with a description; disabled without a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.completed} " + unit),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda name: bar.update(task, advance=1, description=name)
-
-
-@contextmanager
-def shard_progress(title: str) -> Iterator[Callable[[Any], None]]:
-    """A bar on standard error, updated with `saccade.data.index_files.ShardProgress`; disabled without a terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn(title),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("shards {task.description}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done: bar.update(
-            task, completed=done.num_done, total=done.num_shards, description=f"{done.num_samples:,} samples"
-        )
-
-
 def check_adapter(folder: Path, option: str) -> None:
     """Refuse a folder that is no adapter before a model is loaded."""
     if (folder / _ADAPTER_FILE).is_file():
         return
     if not folder.is_dir():
         raise ConfigError(f"{option}: no such folder. Check the path")
-    below = (
-        "adapter",
-        "step-*/adapter",
-        "checkpoints/step-*/adapter",
-    )  # of a checkpoint, of checkpoints/, of a run folder
+    # The folder may be a checkpoint, the checkpoints of a run, or the run.
+    below = ("adapter", "step-*/adapter", "checkpoints/step-*/adapter")
     found = sorted(path.parent for pattern in below for path in folder.glob(f"{pattern}/{_ADAPTER_FILE}"))
     remedy = f"The adapter is {found[-1]}" if found else "An adapter is a folder that PEFT or saccade train wrote"
     raise ConfigError(f"{option}: no {_ADAPTER_FILE}. {remedy}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from saccade.cli.hub import checkpoint_folder
-from saccade.cli.options import CommandGroup, DeviceOption, DtypeOption, JsonOption, check_adapter
+from saccade.cli.options import CommandGroup, DeviceOption, DtypeOption, JsonOption, check_adapter, check_modules
 from saccade.errors import ConfigError
 from saccade.workers.process import exit_on_interrupt
 
@@ -58,7 +58,7 @@ def serve(
     dtype: DtypeOption = None,
 ) -> None:
     """Serve a checkpoint over HTTP with OpenAI's API. Listens on loopback only, unless --host says otherwise."""
-    _check_extra()
+    check_modules("serve", ("fastapi", "uvicorn", "orjson", "prometheus_client"))
     with exit_on_interrupt():
         from saccade.config import override_config
         from saccade.engine import EngineConfig
@@ -175,14 +175,3 @@ def revoke(
 
     revoke_key(file, name)
     typer.echo(f"{file}: the key {name} is revoked")
-
-
-def _check_extra() -> None:
-    """The server's packages are an extra."""
-    from importlib.util import find_spec
-
-    missing = [name for name in ("fastapi", "uvicorn", "orjson", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"saccade serve needs {', '.join(missing)}, which is not installed. Install it: pip install 'saccade[serve]'"
-        )

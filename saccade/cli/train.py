@@ -63,7 +63,7 @@ def train(
         for line in compute_teacher_logits(config, device=device):
             typer.echo(line)
         return
-    from saccade.cli.train_evaluation import CheckpointEvaluations
+    from saccade.cli.joins.checkpoint_evaluations import CheckpointEvaluations
     from saccade.train.trainer import Ending
 
     with _signals() as received:

@@ -9,7 +9,7 @@ import torch
 from engine.making_adapters import write_adapters
 from model.hugging_face import SHAPES, make_checkpoint
 
-from saccade.cli.engine_model import EngineModel
+from saccade.cli.joins.engine_model import EngineModel
 from saccade.data.toy import toy_sample
 from saccade.engine import Engine
 from saccade.errors import CheckpointError, RequestError

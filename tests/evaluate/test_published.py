@@ -478,7 +478,7 @@ def test_a_benchmark_without_data_comes_from_the_hub_and_only_its_files_do(tmp_p
             pass
 
     script = (
-        "from saccade.cli.evaluate import evaluation_config; from saccade.evaluate.run import prepare_task\n"
+        "from saccade.cli.joins.evaluation import evaluation_config; from saccade.evaluate.run import prepare_task\n"
         "config = evaluation_config({!r}, None, 'out', limits=[], images=None, prompts=None, max_tokens=None)\n"
         "print([example.id for example in prepare_task(config.tasks[0], config).examples])"
     )

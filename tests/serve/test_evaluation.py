@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from saccade.cli.engine_model import EngineModel
+from saccade.cli.joins.engine_model import EngineModel
 from saccade.data.toy import write_toy_shards
 from saccade.evaluate import EvaluationConfig, OpenAIModel, TaskConfig, evaluate
 from saccade.evaluate.readers import DataSpec, read_examples

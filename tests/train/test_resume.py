@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from train.running import losses, make_checkpoint, read_recipe, skipped, write_recipe, write_shards
 from train.test_trainer import damage
 
-from saccade.cli.train_evaluation import CheckpointEvaluations
+from saccade.cli.joins.checkpoint_evaluations import CheckpointEvaluations
 from saccade.errors import CheckpointError
 from saccade.train.checkpoint import states
 from saccade.train.loss import ModelWithLoss

@@ -2,9 +2,10 @@
 
     RUN/checkpoints/step-00000100  ->  RUN/evaluations/step-00000100 (a results folder)  ->  RUN/report.html
 
-On a device of its own the evaluation runs beside training, one checkpoint at a time; on the device of training, training waits for
-it. What an interrupted run left out is evaluated when it resumes, once: the resumed run names its last checkpoint again
-if it did not see the end of the evaluation. A failed evaluation is a warning: training continues.
+On a device of its own an evaluation runs while training continues, one checkpoint at a time; on the device of training,
+training waits for it. Checkpoints that an interrupted run did not evaluate are evaluated once when it resumes: the
+resumed run names its last checkpoint again if it did not see the end of the evaluation. A failed evaluation is a
+warning: training continues.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class CheckpointEvaluations:
     """The evaluations of one run. Only the main rank starts any."""
 
     def __init__(self, config: TrainConfig, device: str) -> None:
-        """Checks the tasks and their data before training starts. `device`: of training."""
+        """Check the tasks and their data before training starts. `device`: the device of training."""
         from saccade.evaluate.readers.detect import parse_spec, read_examples
         from saccade.evaluate.tasks import task_named
 
@@ -44,7 +45,7 @@ class CheckpointEvaluations:
             self._resume()
 
     def start(self, checkpoint: Path, step: int) -> None:
-        """Evaluate a checkpoint: now if training waits for it, else when the one before is done."""
+        """Evaluate a checkpoint: now if training waits for it, else after the previous one."""
         if not (checkpoint / "config.json").is_file():
             logger.warning("%s is an adapter and is not evaluated. Set lora.export = 'merged'", checkpoint)
             return
@@ -114,17 +115,8 @@ class CheckpointEvaluations:
     def _command(self, checkpoint: Path, out: Path) -> list[str]:
         evaluation = self._config.evaluation
         names = [task.partition("=")[0] for task in evaluation.tasks]
-        words = [
-            sys.executable,
-            "-m",
-            "saccade",
-            "evaluate",
-            str(checkpoint),
-            "--tasks",
-            ",".join(names),
-            "-o",
-            str(out),
-        ]
+        words = [sys.executable, "-m", "saccade", "evaluate", str(checkpoint)]
+        words += ["--tasks", ",".join(names), "-o", str(out)]
         for task in evaluation.tasks:
             words += ["--data", task]
         if evaluation.limit is not None:

@@ -1,4 +1,4 @@
-"""The engine as a model of `saccade evaluate`. It is loaded when it is first asked: finished results need none."""
+"""The engine as a model of `saccade evaluate`. It is loaded at the first question: finished results need none."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 _HASHED_BYTES = 2**20
 _MAX_SCORING = 1024
-"""Continuations scored at once, over all threads: enough for full steps, and far fewer than the engine's queue holds."""
+"""Continuations scored at once, over all threads: enough for full steps, far fewer than the engine's queue holds."""
 _MAX_TOKENIZED = 2**15
 """Continuations whose tokens are kept: those of a retrieval pool are scored for every image."""
 
 
 class EngineModel:
-    """A checkpoint folder, served in this process. Any thread may ask; what is asked at once is batched."""
+    """A checkpoint folder, served in this process. Any thread may ask; concurrent requests are batched."""
 
     can_score = True
     can_embed = False
@@ -38,7 +38,7 @@ class EngineModel:
     def __init__(
         self, folder: Path, *, device: str = "auto", dtype: str | None = None, adapter: Path | None = None
     ) -> None:
-        """`adapter`: a LoRA adapter that it is evaluated with."""
+        """`adapter`: the LoRA adapter to evaluate with."""
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"{folder}: no checkpoint folder (config.json), no results folder and no URL. Check the path"
@@ -107,7 +107,7 @@ class EngineModel:
         """Score all continuations as requests of their own: each is the assistant's turn, without its end."""
         texts, images = _texts(conversation), _images(conversation)
         tokenized = [self._tokens(conversation, texts, continuation.strip()) for continuation in continuations]
-        prompts = {  # one, unless the template writes something else where a turn follows
+        prompts = {  # one, unless the template writes a turn differently if another follows
             prompt_ids: self._engine.preprocess_tokens(prompt_ids, images).result()
             for prompt_ids in dict.fromkeys(prompt_ids for prompt_ids, _ in tokenized)
         }
@@ -116,7 +116,7 @@ class EngineModel:
         return [_likelihood(one.result(), len(ids)) for one, (_, ids) in zip(scoring, tokenized, strict=True)]
 
     def _tokens(self, conversation: Conversation, texts: str, continuation: str) -> tuple[tuple[int, ...], list[int]]:
-        """Tokens of the prompt and of the continuation. They do not depend on the pixels of images, so pools are tokenized once."""
+        """Tokens of the prompt and of the continuation; they do not depend on pixels, so pools are tokenized once."""
         found = self._tokenized.get((texts, continuation))
         if found is None:
             processor, answer = self._engine.processor, {"role": "assistant", "content": continuation}
@@ -150,7 +150,7 @@ class EngineModel:
         return scored
 
     def embed(self, conversation: Conversation) -> list[float]:
-        """Not available."""
+        """Refuse: a generative checkpoint has no embeddings."""
         raise RequestError("a generative checkpoint has no embeddings. Use the task retrieval, by likelihood")
 
     def stream(self, conversation: Conversation, decoding: Decoding) -> Iterator[int]:
@@ -172,7 +172,7 @@ class EngineModel:
             self._engine.cancel(request_id)
 
     def peak_memory_bytes(self) -> int | None:
-        """Of the GPU since the engine was loaded; of this process on a CPU."""
+        """Peak memory of the GPU since the engine was loaded; on a CPU, of this process."""
         import resource
 
         import torch
@@ -220,7 +220,7 @@ def _images(conversation: Conversation) -> list[bytes]:
 
 
 def _check(completion: Completion) -> None:
-    """Raise what is wrong with a request; a broken engine ends the evaluation."""
+    """Raise the failure of a request; a broken engine ends the evaluation."""
     failure = completion.failure
     if failure is None:
         return
