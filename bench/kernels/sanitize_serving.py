@@ -2,7 +2,8 @@
 
     compute-sanitizer --tool memcheck python -m bench.kernels.sanitize_serving
 
-Memory is allocated exactly (no caching allocator rounding), so that a step past the end of a tensor is a step into nothing.
+Memory is allocated exactly (no caching allocator rounding), so that a step past the end of a tensor is a step into
+nothing.
 """
 
 import os
@@ -11,8 +12,11 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import torch
 
-from saccade.kernels import launch, quant_linear, sampler
+from saccade.kernels import launch, sampler
+from saccade.kernels.dequantize_int4 import interleave_int4
 from saccade.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from saccade.kernels.linear_w4a16 import linear_w4a16, linear_w4a16_reference
+from saccade.kernels.linear_w8a8 import linear_w8a8, linear_w8a8_reference
 from saccade.kernels.paged_attention import (
     QUANTIZED_MAX,
     paged_attention,
@@ -20,6 +24,7 @@ from saccade.kernels.paged_attention import (
     write_pages,
     write_pages_reference,
 )
+from saccade.model.weight_rounding import quantize_weight, quantize_weight_int4
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
@@ -84,17 +89,17 @@ def linears() -> None:
         for bits in (torch.int8, torch.float8_e4m3fn):
             x = torch.randn(num_tokens, 304, device=DEVICE).to(DTYPE)
             weight = torch.randn(131, 304, device=DEVICE).to(DTYPE)
-            arguments = (x, *quant_linear.quantize_weight(weight, bits))
+            arguments = (x, *quantize_weight(weight, bits))
             name = f"linear_w8a8 {str(bits)[6:]} {num_tokens} tokens"
-            check(name, quant_linear.linear_w8a8(*arguments), quant_linear.linear_w8a8_reference(*arguments))
+            check(name, linear_w8a8(*arguments), linear_w8a8_reference(*arguments))
         x = torch.randn(num_tokens, 640, device=DEVICE).to(DTYPE)
         weight = torch.randn(131, 640, device=DEVICE).to(DTYPE)
-        packed, scale, zero = quant_linear.quantize_weight_int4(weight, 64, symmetric=False)
-        arguments = (x, quant_linear.interleave_int4(packed), scale, zero)
-        expected = quant_linear.linear_w4a16_reference(*arguments)
+        packed, scale, zero = quantize_weight_int4(weight, 64, symmetric=False)
+        arguments = (x, interleave_int4(packed), scale, zero)
+        expected = linear_w4a16_reference(*arguments)
         for path in ("triton", "library"):
             with launch.forced(path):
-                check(f"linear_w4a16 {path} {num_tokens} tokens", quant_linear.linear_w4a16(*arguments), expected)
+                check(f"linear_w4a16 {path} {num_tokens} tokens", linear_w4a16(*arguments), expected)
 
 
 def tokens() -> None:

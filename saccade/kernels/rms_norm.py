@@ -7,7 +7,7 @@ x [..., D] and weight [D] in any float dtype, y like x. The mean and the divisio
 before the product with the weight (as Hugging Face does, so that bf16 logits agree).
 
 `add_rms_norm` returns (y, s) with s = x + residual in x's dtype and y of s: the two halves of a pre-norm block in one pass.
-`rms_norm_quant` returns y in 8 bits with one fp32 scale per row, as `quant_linear.quantize_activation` would make it of y;
+`rms_norm_quant` returns y in 8 bits with one fp32 scale per row, as `quantize_activation` would make it of y;
 `add_rms_norm_quant` does so after a residual sum.
 
 Saved for backward: x (or s) and 1 / sqrt(...) per row. With g = weight * dy, h = x * rstd and means over D:
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
-from saccade.kernels.quant_linear import LARGEST, quantize_activation_reference, quantize_values
+from saccade.kernels.quantize_activation import LARGEST, quantize_activation_reference, quantize_values
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,7 +13,7 @@ Bytes per element in bf16: 6 forward, 10 backward.
 `swiglu_linear` is the same followed by the down projection, out = y W' + bias. A separate linear layer would save y for its
 backward; this saves only gate and up, and recomputes y in the pass that computes dgate and dup (12 bytes).
 
-`swiglu_quant` returns y in 8 bits with one fp32 scale per row, as `quant_linear.quantize_activation` would make it of y: 5 bytes, no backward.
+`swiglu_quant` returns y in 8 bits with one fp32 scale per row, as `quantize_activation` would make it of y: 5 bytes, no backward.
 """
 
 import math
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from saccade.kernels import launch
 from saccade.kernels.launch import tl, triton
-from saccade.kernels.quant_linear import LARGEST, quantize_activation_reference, quantize_values
+from saccade.kernels.quantize_activation import LARGEST, quantize_activation_reference, quantize_values
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:

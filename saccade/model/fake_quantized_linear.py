@@ -4,7 +4,7 @@ Legend: T tokens, D inputs, N outputs.
 
     y_TN = q(x)_TD q(W)_ND' + bias_N
 
-q rounds to the grid that `kernels/quant_linear.py` defines: int4 weights in groups of inputs with 16-bit activations (W4A16), or
+q rounds to the grid that `weight_rounding.py` defines: int4 weights in groups of inputs with 16-bit activations (W4A16), or
 int8 weights per output with int8 activations per token (W8A8). Scales follow the weights: they are computed again for each product.
 
 Gradients pass the rounding as if it were the identity (straight-through estimator): d W = d y' q(x), d x = d y q(W). Saved for backward
@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from saccade.kernels.quant_linear import quantize_activation_reference, round_to_grid
+from saccade.kernels.quantize_activation import quantize_activation_reference
 from saccade.model.linear import Linear, Projection
 from saccade.model.quantization import fitting_group
+from saccade.model.weight_rounding import round_to_grid
 
 Form = Literal["int4", "int8"]
 

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from saccade.kernels.quant_linear import dequantize_int4, interleave_int4, quantize_weight, quantize_weight_int4
+from saccade.kernels.dequantize_int4 import dequantize_int4, interleave_int4
 from saccade.model.linear import Linear, Projection
+from saccade.model.weight_rounding import quantize_weight, quantize_weight_int4
 
 Quantization = Literal["none", "int8", "int4"]
 GROUP_SIZE = 64

@@ -1,10 +1,11 @@
-"""Projections on quantized weights (`kernels/quant_linear.py`), as a checkpoint folder stores them: for inference.
+"""Projections on quantized weights, as a checkpoint folder stores them: for inference.
 
 Legend: T tokens, D inputs, N outputs, Z scales per output.
 
-    Linear8bit   int8 or float8_e4m3fn weights; activations in the same 8 bits, quantized by the kernel of the norm or the gated activation before
-                 where there is one
-    Linear4bit   int4 weights in groups; 16-bit activations; for one or two tokens norm and activation run in the kernel of the product
+    Linear8bit   int8 or float8_e4m3fn weights; activations in the same 8 bits, quantized by the kernel of the norm or the
+                 gated activation before the product, if there is one (`kernels/linear_w8a8.py`)
+    Linear4bit   int4 weights in groups; 16-bit activations; for one or two tokens norm and activation run in the kernel
+                 of the product (`kernels/linear_w4a16.py`)
 
 There is no dequantized copy: a weight takes the bytes of its tensors on disk. Layers that read the same input are merged like plain ones.
 """
@@ -19,21 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from saccade.errors import CheckpointError
-from saccade.kernels.quant_linear import (
-    interleave_int4,
-    pack_int4,
-    quantize_activation,
-    round_to,
-    unpack_int4,
-)
+from saccade.kernels.dequantize_int4 import interleave_int4, pack_int4, unpack_int4
+from saccade.kernels.quantize_activation import quantize_activation, round_to
 from saccade.kernels.rms_norm import add_rms_norm_quant, rms_norm_quant
-from saccade.kernels.small_quant_linear import (
+from saccade.kernels.small_linear_w4a16 import (
     Weight4bit,
     norm_gated_linear_w4a16,
     norm_linear_w4a16,
     small_linear_w4a16,
-    small_matmul_w8a8,
 )
+from saccade.kernels.small_matmul_w8a8 import small_matmul_w8a8
 from saccade.kernels.swiglu import swiglu, swiglu_quant
 from saccade.model.linear import Input, Linear, NormedSum, Projection, share_rows
 from saccade.model.quantization import QuantizationConfig, Scheme

@@ -2,7 +2,7 @@
 
 from safetensors.torch import load_file
 
-from saccade.kernels.quant_linear import unpack_int4
+from saccade.kernels.dequantize_int4 import unpack_int4
 
 
 def dequantized(folder):

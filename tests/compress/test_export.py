@@ -14,7 +14,7 @@ from saccade.compress import compress
 from saccade.compress.calibration import CalibrationConfig
 from saccade.compress.quantizers import QuantizedWeight
 from saccade.compress.scheme import Rule, Scheme
-from saccade.kernels.quant_linear import unpack_int4
+from saccade.kernels.dequantize_int4 import unpack_int4
 from saccade.model import load_model, save_model
 from saccade.model.quantized_linear import QuantizedLinear
 from saccade.processor import Processor

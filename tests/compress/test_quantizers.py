@@ -6,10 +6,11 @@ import torch
 from saccade.compress.quantizers import Grid, Statistics, awq_scale, gptq, quantize, relative_error, stored_scheme
 from saccade.compress.scaling import fold_scales
 from saccade.compress.scheme import Rule
-from saccade.kernels.quant_linear import quantize_weight, quantize_weight_int4, unpack_int4
+from saccade.kernels.dequantize_int4 import unpack_int4
 from saccade.model.attention import PackedAttention
 from saccade.model.initialize import named_size
 from saccade.model.language import DecoderLayer
+from saccade.model.weight_rounding import quantize_weight, quantize_weight_int4
 
 INT4 = Rule(part="language", form="int4", group_size=64)
 CORRELATED = torch.randn(96, 192, generator=torch.Generator().manual_seed(1))

@@ -17,7 +17,7 @@ from saccade.compress.calibration import CalibrationConfig
 from saccade.compress.quantizers import Statistics, asymmetric_range, quantize
 from saccade.compress.scheme import Rule, Scheme
 from saccade.errors import ConfigError
-from saccade.kernels.quant_linear import matmul_w8a8_reference
+from saccade.kernels.linear_w8a8 import matmul_w8a8_reference
 from saccade.model import load_model
 from saccade.model.linear import merge_storage
 from saccade.model.quantization import Scheme as StoredScheme

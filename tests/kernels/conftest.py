@@ -1,7 +1,8 @@
 """Where kernels are tested: on the GPU if there is one, else on the CPU under Triton's interpreter.
 
-A test takes `device` and `dtype`; each is run in every dtype of its device. The interpreter's bf16 matrix product is wrong, so
-bf16 is for the GPU. Fresh memory is poisoned: an output a kernel forgets to write is NaN, not yesterday's right answer.
+A test takes `device` and `dtype`; each is run in every dtype of its device. The interpreter's bf16 matrix product is
+wrong, so bf16 is for the GPU. Fresh memory is poisoned: an output a kernel forgets to write is NaN, not yesterday's
+right answer.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,12 @@ def device() -> str:
 @pytest.fixture(params=_GPU_DTYPES if HAS_GPU else _CPU_DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
+
+
+@pytest.fixture
+def one_dtype(device: str) -> torch.dtype:
+    """The dtype of a test that does not depend on it: every further one costs a minute of compiling."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from closeness import BOUNDS, assert_close, perturbed
 
 from saccade.kernels import launch
 from saccade.kernels import swiglu as module
-from saccade.kernels.quant_linear import quantize_activation
+from saccade.kernels.quantize_activation import quantize_activation
 from saccade.kernels.swiglu import (
     swiglu,
     swiglu_linear,

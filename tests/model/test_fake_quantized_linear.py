@@ -8,19 +8,15 @@ from safetensors.torch import load_file
 from train.running import losses, make_checkpoint, read_recipe, run_together, write_recipe, write_shards
 
 from saccade.errors import ConfigError
-from saccade.kernels.quant_linear import (
-    dequantize_int4_reference,
-    interleave_int4,
-    linear_w4a16_reference,
-    matmul_w8a8_reference,
-    quantize_activation_reference,
-    quantize_weight,
-    quantize_weight_int4,
-)
+from saccade.kernels.dequantize_int4 import dequantize_int4_reference, interleave_int4
+from saccade.kernels.linear_w4a16 import linear_w4a16_reference
+from saccade.kernels.linear_w8a8 import matmul_w8a8_reference
+from saccade.kernels.quantize_activation import quantize_activation_reference
 from saccade.model import load_model
 from saccade.model.fake_quantized_linear import FakeQuantizedLinear, round_weight
 from saccade.model.linear import Linear
 from saccade.model.quantization import fitting_group
+from saccade.model.weight_rounding import quantize_weight, quantize_weight_int4
 from saccade.train.quantization_aware import add_fake_quantization, fake_quantized_layers
 from saccade.train.stages import train
 

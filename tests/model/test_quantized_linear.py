@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from saccade.kernels import launch
-from saccade.kernels.quant_linear import quantize_weight, quantize_weight_int4
 from saccade.kernels.swiglu import swiglu
 from saccade.model.layers import RMSNorm
 from saccade.model.linear import Linear
 from saccade.model.quantization import Scheme
 from saccade.model.quantized_linear import quantized_form
+from saccade.model.weight_rounding import quantize_weight, quantize_weight_int4
 
 IS_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if IS_GPU else ("cpu", torch.float32)

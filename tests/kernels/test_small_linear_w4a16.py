@@ -3,18 +3,12 @@ import torch
 from closeness import BOUNDS, assert_close, perturbed
 
 from saccade.kernels import launch
-from saccade.kernels import small_quant_linear as module
-from saccade.kernels.quant_linear import (
-    interleave_int4,
-    linear_w4a16,
-    matmul_w8a8_reference,
-    quantize_activation_reference,
-    quantize_weight,
-    quantize_weight_int4,
-)
+from saccade.kernels import small_linear_w4a16 as module
+from saccade.kernels._few_tokens import MAX_TOKENS, VectorTiles, max_tokens
+from saccade.kernels.dequantize_int4 import interleave_int4
+from saccade.kernels.linear_w4a16 import linear_w4a16
 from saccade.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
-from saccade.kernels.small_quant_linear import (
-    MAX_TOKENS,
+from saccade.kernels.small_linear_w4a16 import (
     Weight4bit,
     norm_gated_linear_w4a16,
     norm_gated_linear_w4a16_reference,
@@ -22,14 +16,13 @@ from saccade.kernels.small_quant_linear import (
     norm_linear_w4a16_reference,
     small_linear_w4a16,
     small_linear_w4a16_reference,
-    small_matmul_w8a8,
 )
 from saccade.kernels.swiglu import swiglu_reference
+from saccade.model.weight_rounding import quantize_weight_int4
 
 EPS = 1e-6
 FOUR_BITS = {**BOUNDS, torch.float32: 5e-4}
-"""A nibble in the mantissa of 2^11 costs fp32 sums 9 bits or more; fp32 tokens are not given to this kernel but by tests."""
-EIGHT_BITS = pytest.mark.parametrize("bits", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+"""A nibble in the mantissa of 2^11 costs fp32 sums 9 bits or more; only tests give fp32 tokens to this kernel."""
 # Outputs, inputs: one of everything, odd outputs, several tiles the last of which is partly empty.
 SHAPES = [(1, 128), (37, 256), (9, 2176)]
 
@@ -49,9 +42,7 @@ def rows(num_tokens, num_inputs, device, dtype):
 @pytest.fixture
 def tiles(monkeypatch):
     """One warp a program, so that small shapes have several tiles."""
-    for name in ("_W4A16_TILES", "_W8A8_TILES"):
-        small = {key: module.Tiles(block_n=4, num_warps=1) for key in getattr(module, name)}
-        monkeypatch.setattr(module, name, small)
+    monkeypatch.setattr(module, "_TILES", {key: VectorTiles(block_n=4, num_warps=1) for key in module._TILES})
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "with zero points"])
@@ -81,7 +72,7 @@ def test_a_norm_in_the_four_bit_product_equals_one_before_it(shape, num_tokens, 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
 @pytest.mark.parametrize("shape", [(2, 128), (38, 256), (10, 2176)], ids=str)
-def test_a_gated_activation_in_the_four_bit_product_equals_one_behind_it(shape, num_tokens, device, dtype, tiles):
+def test_a_gated_activation_in_the_four_bit_product_equals_one_after_it(shape, num_tokens, device, dtype, tiles):
     x, residual = (rows(num_tokens, shape[1], device, dtype) for _ in range(2))
     norm_weight = (1 + 0.2 * torch.randn(shape[1], device=device)).to(dtype)
     weight = four_bit_weight(shape, device, dtype)
@@ -91,23 +82,6 @@ def test_a_gated_activation_in_the_four_bit_product_equals_one_behind_it(shape, 
     gate_up = small_linear_w4a16_reference(rms_norm_reference(total, norm_weight, EPS).float(), weight)
     expected = swiglu_reference(*gate_up.to(dtype).float().chunk(2, dim=1))  # gate and up are rounded as outputs are
     assert_close("out", actual, expected, 3 * FOUR_BITS[dtype])
-
-
-@EIGHT_BITS
-@pytest.mark.parametrize("num_tokens", [1, 2])
-@pytest.mark.parametrize("shape", [(1, 16), (37, 256), (9, 1072)], ids=str)
-def test_eight_bit_products_of_few_tokens_equal_the_reference(shape, num_tokens, bits, device, dtype, tiles):
-    weight = (torch.randn(shape, device=device) / shape[1] ** 0.5).to(dtype)
-    bias = torch.randn(shape[0], device=device).to(dtype)
-    case = (
-        *quantize_activation_reference(rows(num_tokens, shape[1], device, dtype), bits),
-        *quantize_weight(weight, bits),
-    )
-    for arguments in ((*case, bias), case):
-        with launch.forced("triton"):
-            actual = small_matmul_w8a8(*arguments, out_dtype=dtype)
-        expected = matmul_w8a8_reference(*arguments, out_dtype=torch.float32)
-        assert_close("out", actual, expected, BOUNDS[dtype])
 
 
 def test_what_the_kernels_do_not_support_runs_in_parts(device):
@@ -129,10 +103,8 @@ def test_what_the_kernels_do_not_support_runs_in_parts(device):
 
 @pytest.mark.parametrize("shape", [(2560, 2048), (22016, 2048), (2048, 11008)], ids=str)
 def test_every_layer_of_one_token_in_4_bits_is_for_the_fused_kernel_and_none_of_three(shape):
-    assert module._max_tokens(torch.int32, *shape, is_fused=True) == 1
-    assert all(
-        module._max_tokens(bits, *shape) <= MAX_TOKENS for bits in (torch.int32, torch.int8, torch.float8_e4m3fn)
-    )
+    assert max_tokens(torch.int32, *shape, is_fused=True) == 1
+    assert max_tokens(torch.int32, *shape) <= MAX_TOKENS
 
 
 def test_what_does_not_fit_is_refused(device):
@@ -166,7 +138,6 @@ def test_real_sizes_equal_the_references(shape, num_tokens):
     x, residual = (rows(num_tokens, shape[1], "cuda", dtype) for _ in range(2))
     weight = four_bit_weight(shape, "cuda", dtype)
     norm_weight = torch.rand(shape[1], device="cuda").to(dtype)
-    plain = (torch.randn(shape, device="cuda") / shape[1] ** 0.5).to(dtype)
     with launch.forced("triton"):
         assert_close(
             "plain", small_linear_w4a16(x, weight), small_linear_w4a16_reference(x.float(), weight), BOUNDS[dtype]
@@ -179,11 +150,6 @@ def test_real_sizes_equal_the_references(shape, num_tokens):
     assert_close("normed", normed, gate_up, BOUNDS[dtype])
     expected = swiglu_reference(*gate_up.to(dtype).float().chunk(2, dim=1))
     assert_close("gated", gated, expected, 3 * BOUNDS[dtype])
-    for bits in (torch.int8, torch.float8_e4m3fn):
-        case = *quantize_activation_reference(x, bits), *quantize_weight(plain, bits)
-        with launch.forced("triton"):
-            actual = small_matmul_w8a8(*case, out_dtype=dtype)
-        assert_close(str(bits), actual, matmul_w8a8_reference(*case, out_dtype=torch.float32), BOUNDS[dtype])
 
 
 @pytest.mark.gpu
