@@ -103,7 +103,9 @@ def test_every_kernel_has_a_reference_a_test_and_a_bench():
     for path in sorted((ROOT / "saccade" / "kernels").glob("*.py")):
         if path.stem.startswith("_") or path.stem == "launch":
             continue
-        assert re.search(r"^(def \w+_reference\(|\w+_reference = )", path.read_text(), re.M), f"{path.stem} has no reference"
+        assert re.search(r"^(def \w+_reference\(|\w+_reference = )", path.read_text(), re.M), (
+            f"{path.stem} has no reference"
+        )
         assert (ROOT / "tests" / "kernels" / f"test_{path.stem}.py").exists(), f"{path.stem} has no test"
         assert (ROOT / "bench" / "kernels" / f"{path.stem}.py").exists(), f"{path.stem} has no bench"
 
