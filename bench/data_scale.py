@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from saccade.data.batch_sampler import BatchSampler, Position
+from saccade.data.config import Source, StreamConfig
 from saccade.data.index import open_index
 from saccade.data.lengths import Lengths
-from saccade.data.loader import IndexedSource
 from saccade.data.order import EpochOrder
-from saccade.data.sample import TextRules
+from saccade.data.sources import IndexedSource
 
 NUM_SHARDS, SAMPLES = 10_000, 10_000
 
@@ -76,14 +76,15 @@ def first_batch() -> None:
         begin = time.perf_counter()
         index = open_index(scratch, check_files=False)
         opened = time.perf_counter() - begin
-        source = IndexedSource("laion", None, TextRules(), index, Lengths(index, "synthetic"), num_measured=0)
-        sampler = BatchSampler([source], seed=0, max_seq_len=16384, max_patches=65536, global_batch_size=8)
+        source = IndexedSource(Source(path=scratch, name="laion"), index, Lengths(index, "synthetic"))
+        config = StreamConfig(checkpoint="", max_seq_len=16384, max_patches=65536, global_batch_size=8)
+        sampler = BatchSampler([source], config)
         first = next(sampler.batches())
         sampled = time.perf_counter() - begin
         print(
             f"{len(index):.2e} samples: opened in {opened:.2f} s, first batch at {sampled:.2f} s ({len(first.sequences)} sequences)"
         )
-        late = Position(buffer=int(0.9 * len(index) / sampler.packing_buffer_size), sequence=5, batch=10**6)
+        late = Position(buffer=int(0.9 * len(index) / config.packing_buffer_size), sequence=5, batch=10**6)
         state = sampler.save(late)
         times = []
         for _ in range(5):

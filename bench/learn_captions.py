@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from saccade.data.config import Source
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.sample import TextRules, description, images
 from saccade.log import set_up_logging
@@ -32,7 +33,6 @@ from saccade.train.config import (
     DataConfig,
     InitialModelConfig,
     LogConfig,
-    SourceConfig,
     StageConfig,
     TrainConfig,
 )
@@ -53,7 +53,7 @@ def recipe(run: Path, start: Path, photos: Path, steps: int, workers: int) -> Tr
             StageConfig(
                 name="captions",
                 data=DataConfig(
-                    sources=(SourceConfig(path=str(photos / "train-*.tar"), name="photos"),),
+                    sources=(Source(path=str(photos / "train-*.tar"), name="photos"),),
                     max_seq_len=16384, max_patches=65536, packing_buffer_size=6000, num_workers=workers,
                 ),
                 steps=steps,

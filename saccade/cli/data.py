@@ -195,17 +195,15 @@ def measure(
     as_json: JsonOption = False,
 ) -> None:
     """Index shards and measure their samples in tokens and patches ahead of a training job. Several machines may share the work."""
-    from saccade.data.loader import measure_lengths
+    from saccade.data.sources import open_sources
 
     report = []
-    for sources, checkpoint, storage in _sources_to_measure(shards, model, set_ or []):
+    for options in _sources_to_measure(shards, model, set_ or []):
         with shard_progress("measuring") as advance:
-            measured = measure_lengths(
-                sources,
-                checkpoint=checkpoint,
+            measured = open_sources(
+                **options,
                 num_workers=workers,
                 on_progress=lambda _, progress, advance=advance: advance(progress),  # type: ignore[misc]
-                storage=storage,
             )
         report += [
             {
@@ -229,28 +227,32 @@ def measure(
         )
 
 
-def _sources_to_measure(shards: list[str], model: Path | None, overrides: list[str]) -> list[tuple[Any, Path, Any]]:
-    """Sources, checkpoint and storage config of every stage of a recipe, or of the shard folders given."""
+def _sources_to_measure(shards: list[str], model: Path | None, overrides: list[str]) -> list[dict[str, Any]]:
+    """Arguments of `open_sources` for every stage of a recipe, or for the shard folders given."""
     if not shards[0].endswith(".toml"):
         if model is None or overrides:
             raise ConfigError("shard folders are measured for a checkpoint: give --model FOLDER, and no --set")
-        return [(shards, model, None)]
+        return [{"shards": shards, "checkpoint": model}]
     if len(shards) > 1 or model is not None:
         raise ConfigError("a recipe names its shards and its model: give the recipe alone")
     from saccade.cli.recipes import check_recipe
     from saccade.config import load_config
     from saccade.train import TrainConfig
-    from saccade.train.batches import data_sources
 
     check_recipe(Path(shards[0]))
     config = load_config(TrainConfig, Path(shards[0]), overrides)
-    measured: list[tuple[Any, Any, Any]] = []
+    measured: dict[tuple[Any, bool], dict[str, Any]] = {}
     for stage in config.stages:
-        for sources in (stage.data.sources, config.validation.sources):
-            found = data_sources(sources, pairs=stage.objective.reads_pairs)
-            if found and all(found != known for known, *_ in measured):
-                measured.append((found, config.model.folder, stage.data.storage))
-    return measured
+        for sources in filter(None, (stage.data.sources, config.validation.sources)):
+            pairs = stage.objective.reads_pairs
+            options = {
+                "shards": sources,
+                "checkpoint": config.model.folder,
+                "pairs": pairs,
+                "storage": stage.data.storage,
+            }
+            measured.setdefault((sources, pairs), options)
+    return list(measured.values())
 
 
 @app.command()

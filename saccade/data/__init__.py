@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from saccade.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from saccade.data.loader import Source as Source
+    from saccade.data.config import Source as Source
+    from saccade.data.config import StreamConfig as StreamConfig
     from saccade.data.loader import open_stream as open_stream
 
-__getattr__ = lazy_exports(__name__, {"Source": "loader", "open_stream": "loader"})
+__getattr__ = lazy_exports(__name__, {"Source": "config", "StreamConfig": "config", "open_stream": "loader"})

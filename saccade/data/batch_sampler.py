@@ -16,14 +16,15 @@ of a buffer hold all of its samples, so r sequences lose about 1/(2r) of their f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from saccade.data.order import MAX_DRAWS, EpochOrder, Ints, Mixture, Permutation, key_of
+from saccade.data.config import StreamConfig
+from saccade.data.order import EpochOrder, Ints, Mixture, Permutation, key_of
 from saccade.data.packing import assign, pack
 from saccade.errors import ConfigError, DataError
 
@@ -110,53 +111,30 @@ class BatchSpec:
     after: Position
     """The position of the next batch."""
 
-    def per_rank(self, num_ranks: int, *, patch_cost: float = 1.0, token_cost: float = 1.0) -> list[list[SequenceSpec]]:
+    def per_rank(self, num_ranks: int) -> list[list[SequenceSpec]]:
         """The batch's sequences by rank: balanced work, and numbers of sequences that differ by one at most."""
-        costs = [patch_cost * sequence.patches + token_cost * sequence.tokens for sequence in self.sequences]
+        costs = [sequence.patches + sequence.tokens for sequence in self.sequences]
         return [[self.sequences[number] for number in numbers] for numbers in assign(costs, num_ranks)]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class BatchSampler:
     """Every batch of the stream, by position. An epoch of a source costs O(shards) to open, nothing per sample."""
 
-    sources: Sequence[SamplerSource] = field(kw_only=False)
-    """The sources of the mixture."""
-    seed: int
-    """Determines the order of samples and of packed sequences."""
-    max_seq_len: int
-    """Maximum tokens of a packed sequence."""
-    max_patches: int
-    """Maximum vision patches of a packed sequence."""
-    global_batch_size: int
-    """Packed sequences of a batch, over all ranks."""
-    packing_buffer_size: int = 4096
-    """Maximum samples packed together: more fill the sequences better, and take longer to pack, also on a resume."""
-    window_shards: int = 16
-    """Shards of a source whose samples are shuffled together: more mix better, and are in use at a time."""
-    num_epochs: int | None = None
-    """Passes over all samples; None repeats forever. Only without weights."""
-    num_samples: int | None = None
-    """Samples after which the stream ends; None repeats forever."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_seq_len", "max_patches", "global_batch_size", *self._order_settings, "num_epochs"):
-            value, least = getattr(self, name), 0 if name == "seed" else 1
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        if self.packing_buffer_size > MAX_DRAWS:
-            raise ConfigError(f"packing_buffer_size is {self.packing_buffer_size}; use at most {MAX_DRAWS}")
-        if self.num_epochs is not None and self.num_samples is not None:
-            raise ConfigError("num_epochs and num_samples both end the stream; give one of them")
-        names = [source.name for source in self.sources]
+    def __init__(self, sources: Sequence[SamplerSource], config: StreamConfig) -> None:
+        self.sources, self.config = sources, config
+        names = [source.name for source in sources]
         if len(set(names)) < len(names):
             raise ConfigError(
                 f"two sources have one name: {', '.join(sorted(names))}; give them different names, or list a folder once"
             )
+        self._sizes = [np.array(source.sizes, np.int64) for source in sources]
+        self._totals = [int(sizes.sum()) for sizes in self._sizes]
         for name, size in zip(names, self._totals, strict=True):
             if not size:
                 raise DataError(f"source {name} has no samples; remove it, or check what its curation keeps")
-        self._mixture  # noqa: B018 - checks the weights
+        self._weights = _weights(sources, config.num_epochs)
+        self._mixture = Mixture(self._weights or self._totals)
+        self._orders: dict[tuple[int, int], EpochOrder] = {}
 
     # ---------------------------------------------------------------- batches
 
@@ -172,11 +150,11 @@ class BatchSampler:
             if skip == 0:
                 too_large += packed.too_large
             num_unfit = 0 if packed.sequences or consumed else num_unfit + len(packed.too_large)
-            if 2 * num_unfit >= min(self.packing_buffer_size, sum(self._totals)):
+            if 2 * num_unfit >= min(self.config.packing_buffer_size, sum(self._totals)):
                 raise self._nothing_fits(too_large)
             for at in range(skip, len(packed.sequences)):
                 sequences.append(packed.sequences[at])
-                if len(sequences) == self.global_batch_size:
+                if len(sequences) == self.config.global_batch_size:
                     is_last = at + 1 == len(packed.sequences)
                     after = (
                         Position(buffer + 1, 0, number + 1)
@@ -199,7 +177,7 @@ class BatchSampler:
         for max_seq_len, max_patches, num_sequences in consumed:
             sequences, _ = self._pack(table, number, max_seq_len, max_patches)
             table = table[:, sorted(i for sequence in sequences[num_sequences:] for i in sequence)]
-        sequences, too_large = self._pack(table, number, self.max_seq_len, self.max_patches)
+        sequences, too_large = self._pack(table, number, self.config.max_seq_len, self.config.patch_limit)
         refs = [SampleRef(*column) for column in table.T.tolist()]
         return PackingBuffer(
             [SequenceSpec([refs[i] for i in sequence]) for sequence in sequences], [refs[i] for i in too_large]
@@ -208,13 +186,13 @@ class BatchSampler:
     def _pack(self, table: Ints, number: int, max_seq_len: int, max_patches: int) -> tuple[list[list[int]], list[int]]:
         """Columns of the table packed into sequences, in pseudo-random order, and those that are too large."""
         packing = pack(table[4], table[5], max_seq_len=max_seq_len, max_patches=max_patches)
-        order = Permutation(len(packing.sequences), key_of("sequences", self.seed, number))
+        order = Permutation(len(packing.sequences), key_of("sequences", self.config.seed, number))
         return [packing.sequences[i] for i in order(np.arange(len(order)))], packing.too_large
 
     def _nothing_fits(self, samples: Sequence[SampleRef]) -> DataError:
         return DataError(
-            f"none of {len(samples)} consecutive samples fits a packed sequence of max_seq_len {self.max_seq_len} and max_patches "
-            f"{self.max_patches}; the first has {samples[0].tokens} tokens and {samples[0].patches} patches. Raise the limits, or "
+            f"none of {len(samples)} consecutive samples fits a packed sequence of max_seq_len {self.config.max_seq_len} and max_patches "
+            f"{self.config.patch_limit}; the first has {samples[0].tokens} tokens and {samples[0].patches} patches. Raise the limits, or "
             "shorten texts and shrink images"
         )
 
@@ -225,7 +203,7 @@ class BatchSampler:
         """Equal for samplers with the same samples in the same packing buffers: one half for settings, one for sources."""
         sources = [(source.name, source.fingerprint) for source in self.sources]
         sizes = [_digest(sizes.tobytes()) for sizes in self._sizes]
-        settings = repr(self._order_settings).encode()
+        settings = repr(self.config.order_settings).encode()
         return f"{_digest(settings)}-{_digest(repr((sources, sizes, self._mixture.weights)).encode())}"
 
     def save(self, position: Position) -> dict[str, Any]:
@@ -235,8 +213,8 @@ class BatchSampler:
             "buffer": position.buffer,
             "sequence": position.sequence,
             "batch": position.batch,
-            "max_seq_len": self.max_seq_len,
-            "max_patches": self.max_patches,
+            "max_seq_len": self.config.max_seq_len,
+            "max_patches": self.config.patch_limit,
         }
         return state | ({"consumed": [list(entry) for entry in position.consumed]} if position.consumed else {})
 
@@ -259,35 +237,30 @@ class BatchSampler:
                 f"the saved state belongs to another data stream: {self._difference(fingerprint)}. Its samples are not the ones read "
                 "next here. Undo the change, leave the state out to start the data from the beginning, or use another run folder"
             )
-        if limits == (self.max_seq_len, self.max_patches) or not position.sequence:
+        if limits == (self.config.max_seq_len, self.config.patch_limit) or not position.sequence:
             return position
         return Position(position.buffer, 0, position.batch, (*consumed, (*limits, position.sequence)))
 
     def _difference(self, fingerprint: str) -> str:
         if fingerprint.split("-")[0] != self.fingerprint.split("-")[0]:
             return "settings differ, now " + ", ".join(
-                f"{name} {value}" for name, value in self._order_settings.items()
+                f"{name} {value}" for name, value in self.config.order_settings.items()
             )
         names = ", ".join(source.name for source in self.sources)
         return f"shards, kept samples, weights or lengths differ in sources {names}"
-
-    @property
-    def _order_settings(self) -> dict[str, int | None]:
-        """Settings that determine which samples a packing buffer holds."""
-        return {name: getattr(self, name) for name in ("seed", "packing_buffer_size", "window_shards", "num_samples")}
 
     # ---------------------------------------------------------------- samples
 
     def _draw_range(self, buffer: int) -> tuple[int, int] | None:
         """First draw of a packing buffer, and the one after its last; None behind the end of the stream."""
-        size, total = self.packing_buffer_size, sum(self._totals)
+        size, total = self.config.packing_buffer_size, sum(self._totals)
         if self._weights:
             begin, end = buffer * size, (buffer + 1) * size
         else:  # an epoch in equal parts
             per_epoch = -(-total // size)
             epoch, part = divmod(buffer, per_epoch)
             begin, end = epoch * total + part * total // per_epoch, epoch * total + (part + 1) * total // per_epoch
-        num_draws = self.num_samples if self.num_epochs is None else self.num_epochs * total
+        num_draws = self.config.num_samples if self.config.num_epochs is None else self.config.num_epochs * total
         if num_draws is None:
             return begin, end
         return (begin, min(end, num_draws)) if begin < num_draws else None
@@ -313,41 +286,25 @@ class BatchSampler:
             for key in [key for key in self._orders if key[0] == source and abs(key[1] - epoch) > 1]:
                 del self._orders[key]
             name, sizes = self.sources[source].name, self._sizes[source]
-            order = EpochOrder(sizes, seed=self.seed, epoch=epoch, window_shards=self.window_shards, source=name)
+            order = EpochOrder(
+                sizes, seed=self.config.seed, epoch=epoch, window_shards=self.config.window_shards, source=name
+            )
             self._orders[source, epoch] = order
         return self._orders[source, epoch]
 
-    @cached_property
-    def _orders(self) -> dict[tuple[int, int], EpochOrder]:
-        return {}
 
-    @cached_property
-    def _sizes(self) -> list[Ints]:
-        return [np.array(source.sizes, np.int64) for source in self.sources]
-
-    @cached_property
-    def _totals(self) -> list[int]:
-        return [int(sizes.sum()) for sizes in self._sizes]
-
-    @cached_property
-    def _weights(self) -> list[float]:
-        """Empty where the sources are mixed by their numbers of samples, as a single one always is."""
-        weights = [source.weight for source in self.sources if source.weight is not None]
-        if len(weights) not in (0, len(self.sources)):
-            missing = ", ".join(source.name for source in self.sources if source.weight is None)
-            raise ConfigError(
-                f"no weight for {missing}; give every source a weight, or none to mix by number of samples"
-            )
-        if len(weights) > 1 and self.num_epochs is not None:
-            raise ConfigError(
-                f"num_epochs is {self.num_epochs}, but sources with weights end their epochs at different times; "
-                "set num_samples instead, or remove the weights"
-            )
-        return weights if len(weights) > 1 else []
-
-    @cached_property
-    def _mixture(self) -> Mixture:
-        return Mixture(self._weights or self._totals)
+def _weights(sources: Sequence[SamplerSource], num_epochs: int | None) -> list[float]:
+    """The weights of the sources; empty if they are mixed by their numbers of samples, as a single one always is."""
+    weights = [source.weight for source in sources if source.weight is not None]
+    if len(weights) not in (0, len(sources)):
+        missing = ", ".join(source.name for source in sources if source.weight is None)
+        raise ConfigError(f"no weight for {missing}; give every source a weight, or none to mix by number of samples")
+    if len(weights) > 1 and num_epochs is not None:
+        raise ConfigError(
+            f"num_epochs is {num_epochs}, but sources with weights end their epochs at different times; "
+            "set num_samples instead, or remove the weights"
+        )
+    return weights if len(weights) > 1 else []
 
 
 def _groups(values: Ints) -> Iterator[tuple[int, Ints]]:

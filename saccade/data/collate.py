@@ -22,16 +22,17 @@ import torch
 from PIL import Image
 
 from saccade.data.augment import AugmentConfig, augment, generator, has_sides
+from saccade.data.bad_samples import BadSample
 from saccade.data.batch_sampler import SampleRef
-from saccade.data.index import ShardIndex, open_index
-from saccade.data.sample import Sample, TextRules, training_conversations
-from saccade.data.storage import StorageConfig
+from saccade.data.config import StreamConfig
+from saccade.data.sample import Sample, training_conversations
+from saccade.data.sources import IndexedSource
 from saccade.data.token_dropout import TokenDropout
 from saccade.errors import DataError, StorageError, UserError
 from saccade.processor.conversation import Message
 from saccade.processor.image import Pixels, load_image
 from saccade.processor.inputs import ModelInputs
-from saccade.processor.processor import Processor, ResizeName
+from saccade.processor.processor import Processor
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +65,6 @@ class PackedSequence:
 
 
 @dataclass(frozen=True)
-class BadSample:
-    """A sample that was skipped, and why."""
-
-    sample_id: str
-    """source/shard/key, as in `PackedSequence.sample_ids`."""
-    reason: str
-
-
-@dataclass(frozen=True)
 class CollateResult:
     """A packed sequence, the samples skipped, and the bytes of samples read."""
 
@@ -81,69 +73,12 @@ class CollateResult:
     num_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class CollatorSource:
-    """A source as the collator sees it."""
-
-    name: str
-    """In sample ids."""
-    path: str
-    """Its shards."""
-    fingerprint: str
-    """Of its index: shard numbers mean the same in all processes."""
-    rules: TextRules
-    """How its text becomes conversations."""
-    pairs: bool = False
-    """Whether a sample is a chosen and a rejected conversation, next to each other in the sequence."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollatorConfig:
-    """All that a collator needs, in plain values, so that it can be sent to another process."""
-
-    checkpoint: str
-    """The folder the processor is loaded from."""
-    resize: ResizeName
-    """How images are resized."""
-    sources: tuple[CollatorSource, ...]
-    """In the order of `SampleRef.source`."""
-    storage: StorageConfig
-    """How shards are read."""
-    augment: AugmentConfig | None = None
-    """How images are changed; None: not at all."""
-    token_dropout: float = 0.0
-    """Probability that a token of an answer is replaced."""
-    seed: int = 0
-    """Of the random numbers of augmentation and token dropout."""
-
-    def to_json(self) -> dict[str, Any]:
-        """For a message to another process."""
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_json(content: dict[str, Any]) -> CollatorConfig:
-        """The config in the other process."""
-        sources = [source | {"rules": TextRules(**source["rules"])} for source in content["sources"]]
-        changes = content["augment"]
-        return CollatorConfig(
-            checkpoint=content["checkpoint"],
-            resize=content["resize"],
-            sources=tuple(CollatorSource(**source) for source in sources),
-            storage=StorageConfig(**content["storage"]),
-            augment=None if changes is None else AugmentConfig(**changes),
-            token_dropout=content["token_dropout"],
-            seed=content["seed"],
-        )
-
-
 class Collator:
     """Makes packed sequences from sample references."""
 
-    def __init__(self, config: CollatorConfig) -> None:
+    def __init__(self, sources: Sequence[IndexedSource], config: StreamConfig) -> None:
+        self._sources, self._config = sources, config
         self._processor = Processor.load(config.checkpoint, resize=config.resize)
-        self._sources, self._storage = config.sources, config.storage
-        self._indexes = [_open(source, config.storage) for source in config.sources]
-        self._augment_config, self._seed = config.augment, config.seed
         self._token_dropout = (
             TokenDropout(config.token_dropout, self._processor.tokenizer) if config.token_dropout else None
         )
@@ -163,18 +98,18 @@ class Collator:
         num_patches, num_tokens, num_bytes = 0, 0, 0
         replaced: dict[int, int] = {}
         for ref in refs:
-            source, index = self._sources[ref.source], self._indexes[ref.source]
+            source = self._sources[ref.source]
             try:
-                sample = self._read(index, ref)
+                sample = self._read(source, ref)
                 inputs = self._preprocess(sample, ref, source, into[num_patches:])
             except StorageError:
                 raise
             except Exception as error:  # bad content must not end the run; past max_bad_share the stream does
                 reason = str(error) if isinstance(error, UserError) else repr(error)
-                bad.append(BadSample(sample_id(source.name, index, ref), reason))
+                bad.append(BadSample(source.sample_id(ref.shard, ref.kept_row), reason))
                 continue
             packed.append(dataclasses.replace(inputs, patches=self._empty.patches))
-            sample_ids.append(sample_id(source.name, index, ref))
+            sample_ids.append(source.sample_id(ref.shard, ref.kept_row))
             sources += [ref.source] * inputs.num_conversations
             drawn = self._draw_dropped(inputs, sample_ids[-1], ref.epoch)
             replaced |= {num_tokens + position: token_id for position, token_id in drawn.items()}
@@ -196,24 +131,25 @@ class Collator:
         """The tokens of a sample that token dropout replaces."""
         if self._token_dropout is None:
             return {}
-        return self._token_dropout.draw(inputs, generator(self._seed, f"tokens of {name}", epoch))
+        return self._token_dropout.draw(inputs, generator(self._config.seed, f"tokens of {name}", epoch))
 
-    def _read(self, index: ShardIndex, ref: SampleRef) -> Sample:
+    def _read(self, source: IndexedSource, ref: SampleRef) -> Sample:
         """Read and verify a sample. Storage that fails is retried for `max_wait_s`."""
-        began, wait_s = time.monotonic(), self._storage.first_wait_s
+        storage = self._config.storage
+        began, wait_s = time.monotonic(), storage.first_wait_s
         while True:
             try:
-                return index.read_sample(ref.shard, _row(index, ref), verify=True)
+                return source.read(ref.shard, ref.kept_row)
             except StorageError as error:
                 waited_s = time.monotonic() - began
-                if waited_s >= self._storage.max_wait_s:
+                if waited_s >= storage.max_wait_s:
                     raise StorageError(f"{error}. Waited {waited_s:.0f} s; resume when the storage is back") from error
-                logger.warning("%s. Retrying for up to %.0f s", error, self._storage.max_wait_s - waited_s)
+                logger.warning("%s. Retrying for up to %.0f s", error, storage.max_wait_s - waited_s)
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 16.0)
 
-    def _preprocess(self, sample: Sample, ref: SampleRef, source: CollatorSource, into: Pixels) -> ModelInputs:
-        variants = training_conversations(sample, source.rules, pairs=source.pairs)
+    def _preprocess(self, sample: Sample, ref: SampleRef, source: IndexedSource, into: Pixels) -> ModelInputs:
+        variants = training_conversations(sample, source.config.rules, pairs=self._config.pairs)
         parts, num_patches = [], 0
         for messages in variants[ref.epoch % len(variants)]:
             parts.append(self._preprocess_one(messages, ref, source, into[num_patches:]))
@@ -230,12 +166,12 @@ class Collator:
         return inputs
 
     def _preprocess_one(
-        self, messages: list[Message], ref: SampleRef, source: CollatorSource, into: Pixels
+        self, messages: list[Message], ref: SampleRef, source: IndexedSource, into: Pixels
     ) -> ModelInputs:
         """One conversation. Both of a pair are augmented alike: they have the same images."""
-        if self._augment_config is not None:
-            name = sample_id(source.name, self._indexes[ref.source], ref)
-            messages = self._augmented(messages, self._augment_config, generator(self._seed, name, ref.epoch))
+        if self._config.augment is not None:
+            rng = generator(self._config.seed, source.sample_id(ref.shard, ref.kept_row), ref.epoch)
+            messages = self._augmented(messages, self._config.augment, rng)
         return self._processor.preprocess(messages, into=into)
 
     def _augmented(self, messages: list[Message], config: AugmentConfig, rng: random.Random) -> list[Message]:
@@ -256,20 +192,3 @@ class Collator:
             else {**message, "content": [*map(changed, message["content"])]}
             for message in messages
         ]
-
-
-def sample_id(source: str, index: ShardIndex, ref: SampleRef) -> str:
-    """source/shard/key of a sample."""
-    key = index.read(ref.shard, ["key"])["key"][_row(index, ref)].as_py()
-    return f"{source}/{index.shards[ref.shard].removesuffix('.tar')}/{key}"
-
-
-def _row(index: ShardIndex, ref: SampleRef) -> int:
-    return int(index.kept(ref.shard)[ref.kept_row])
-
-
-def _open(source: CollatorSource, storage: StorageConfig) -> ShardIndex:
-    index = open_index(source.path, build=False, check_files=False, config=storage)
-    if index.fingerprint != source.fingerprint:
-        raise DataError(f"{source.path}: the index was rewritten while it was in use. Resume from the last state")
-    return index

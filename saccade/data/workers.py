@@ -22,8 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.config import decode, encode
+from saccade.data.bad_samples import BadSample
 from saccade.data.batch_sampler import SampleRef
-from saccade.data.collate import BadSample, CollateResult, Collator, CollatorConfig, PackedSequence
+from saccade.data.collate import CollateResult, Collator, PackedSequence
+from saccade.data.config import StreamConfig
+from saccade.data.sources import IndexedSource
 from saccade.errors import DataError, UserError
 from saccade.processor.image import Pixels
 from saccade.processor.inputs import ModelInputs
@@ -116,9 +120,9 @@ class _Buffers:
 class _CollateJob(Job[_Buffers, CollateResult]):
     """One packed sequence."""
 
-    def __init__(self, refs: Sequence[SampleRef], name_of: Callable[[SampleRef], str]) -> None:
+    def __init__(self, refs: Sequence[SampleRef], sources: Sequence[IndexedSource]) -> None:
         super().__init__()
-        self._refs, self._name_of = refs, name_of
+        self._refs, self._sources = refs, sources
         self._buffer = 0
 
     def send(self, worker: Worker[_Buffers]) -> None:
@@ -143,15 +147,14 @@ class _CollateJob(Job[_Buffers, CollateResult]):
         )
 
     def __str__(self) -> str:
-        return ", ".join(map(self._name_of, self._refs))
+        return ", ".join(self._sources[ref.source].sample_id(ref.shard, ref.kept_row) for ref in self._refs)
 
 
 class CollatorPool:
     """Collates packed sequences in `num_workers` processes, which start with the first `collate`."""
 
-    def __init__(self, config: CollatorConfig, num_workers: int, name_of: Callable[[SampleRef], str]) -> None:
-        """`name_of` names a sample in messages."""
-        self._config, self._num_workers, self._name_of = config, num_workers, name_of
+    def __init__(self, sources: Sequence[IndexedSource], config: StreamConfig) -> None:
+        self._sources, self._config = sources, config
         self._pool: WorkerPool[_Buffers] | None = None
 
     @property
@@ -161,13 +164,14 @@ class CollatorPool:
 
     def collate(self, sequences: Iterable[Sequence[SampleRef]]) -> Generator[CollateResult]:
         """The packed sequences in order. At most two per worker are running or waiting to be taken."""
-        fork_server = ForkServer(initialize, self._config.to_json())
-        self._pool = WorkerPool(fork_server, self._num_workers, _Buffers, queue_depth=_QUEUE_DEPTH)
+        num_workers = self._config.num_workers
+        content = {"config": encode(self._config), "sources": [source.to_json() for source in self._sources]}
+        self._pool = WorkerPool(ForkServer(initialize, content), num_workers, _Buffers, queue_depth=_QUEUE_DEPTH)
         pending: deque[Future[CollateResult]] = deque()
         try:
             for refs in sequences:
-                pending.append(self._pool.submit(_CollateJob(refs, self._name_of)))
-                if len(pending) == _QUEUE_DEPTH * self._num_workers:
+                pending.append(self._pool.submit(_CollateJob(refs, self._sources)))
+                if len(pending) == _QUEUE_DEPTH * num_workers:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
@@ -189,11 +193,13 @@ class CollatorPool:
 # ------------------------------------------------------------------ worker processes
 
 
-def initialize(config: Any) -> tuple[RunWorker, None]:
+def initialize(content: Any) -> tuple[RunWorker, None]:
     """Load what all workers share."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    return functools.partial(_run_worker, Collator(CollatorConfig.from_json(config))), None
+    config = decode(StreamConfig, content["config"])
+    sources = [IndexedSource.from_json(source, config.storage) for source in content["sources"]]
+    return functools.partial(_run_worker, Collator(sources, config)), None
 
 
 def _run_worker(collator: Collator, connection: socket.socket) -> None:

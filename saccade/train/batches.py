@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from saccade.data.collate import PackedSequence
+from saccade.data.config import Source
 from saccade.data.index import open_index
 from saccade.data.index_files import ShardProgress
-from saccade.data.loader import Source, Stream, open_stream
+from saccade.data.loader import Stream, open_stream
 from saccade.model.config import ModelConfig
 from saccade.processor.inputs import ModelInputs
-from saccade.train.config import SourceConfig, StageConfig, TrainConfig
+from saccade.train.config import StageConfig, TrainConfig
 from saccade.train.loss import count_labels, empty_micro_batch, labels_by_source, next_token_labels
 from saccade.train.metrics import Work, micro_batch_work
 from saccade.train.objectives.objective import Objective
@@ -42,8 +43,9 @@ def open_stage_stream(
     """This rank's data stream of a stage, from `state` on."""
     data = stage.data
     return open_stream(
-        data_sources(data.sources, pairs=stage.objective.reads_pairs),
+        data.sources,
         checkpoint=config.model.folder,
+        pairs=stage.objective.reads_pairs,
         max_seq_len=data.max_seq_len,
         max_patches=data.max_patches,
         global_batch_size=data.global_batch_size,
@@ -69,7 +71,7 @@ def open_validation_stream(
     config: TrainConfig,
     stage: StageConfig,
     *,
-    sources: Sequence[SourceConfig],
+    sources: Sequence[Source],
     num_samples: int,
     rank: int = 0,
     num_ranks: int = 1,
@@ -78,8 +80,9 @@ def open_validation_stream(
     data = stage.data
     indexes = [open_index(source.path, config=data.storage) for source in sources]
     return open_stream(
-        data_sources(sources, pairs=stage.objective.reads_pairs),
+        sources,
         checkpoint=config.model.folder,
+        pairs=stage.objective.reads_pairs,
         max_seq_len=data.max_seq_len,
         max_patches=data.max_patches,
         global_batch_size=num_ranks,
@@ -92,11 +95,6 @@ def open_validation_stream(
         on_progress=log_indexing,
         storage=data.storage,
     )
-
-
-def data_sources(sources: Sequence[SourceConfig], *, pairs: bool = False) -> list[Source]:
-    """The sources of a recipe as the data package takes them. `pairs`: their samples are preference pairs."""
-    return [Source(path=one.path, weight=one.weight, rules=one.rules, name=one.name, pairs=pairs) for one in sources]
 
 
 def log_indexing(what: str, done: ShardProgress) -> None:
@@ -149,7 +147,7 @@ class BatchIterator:
         objective: Objective,
     ) -> None:
         """`trained_parts`: trainable parts of the model, for counting FLOPs."""
-        self._objective, self._read_targets = objective, objective.target_reader(stream.config)
+        self._objective, self._read_targets = objective, objective.target_reader(stream)
         self.source_names = stream.source_names
         self.wait_s = 0.0
         """Time the host waited for the last batch."""

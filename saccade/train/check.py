@@ -7,13 +7,14 @@ sequence of each stage and of the validation data. So a typo in the last stage d
 import dataclasses
 from collections.abc import Sequence
 
-from saccade.data.loader import measure_lengths
+from saccade.data.config import Source
+from saccade.data.sources import open_sources
 from saccade.device import DTYPES
 from saccade.errors import CheckpointError, ConfigError, DataError, UserError
 from saccade.model.families import load_model_config
 from saccade.processor import Processor
-from saccade.train.batches import data_sources, log_indexing, open_validation_stream
-from saccade.train.config import SourceConfig, StageConfig, TrainConfig
+from saccade.train.batches import log_indexing, open_validation_stream
+from saccade.train.config import StageConfig, TrainConfig
 from saccade.train.lora import base_shapes
 from saccade.train.memory_check import device_gib, planner_here
 from saccade.train.objectives.build import check_objective, check_stored_logits
@@ -75,19 +76,20 @@ def check_stages(config: TrainConfig, stages: Sequence[StageConfig], world: Worl
 
 def _check_logits(config: TrainConfig, stage: StageConfig) -> None:
     """Stored logits of the data of a stage and of validation, where its objective reads them."""
-    sources = data_sources((*stage.data.sources, *config.validation.sources))
+    sources = (*stage.data.sources, *config.validation.sources)
     data = stage.data
     check_stored_logits(
         stage.objective, config.model.folder, config.model.dtype, sources, data.resize, data.max_seq_len
     )
 
 
-def _check_data(config: TrainConfig, stage: StageConfig, sources: Sequence[SourceConfig]) -> None:
+def _check_data(config: TrainConfig, stage: StageConfig, sources: Sequence[Source]) -> None:
     """Index and measure with all workers what is not yet, then pack and decode one sequence in this process."""
     data = dataclasses.replace(stage.data, max_bad_share=1.0)
-    measure_lengths(
-        data_sources(sources, pairs=stage.objective.reads_pairs),
+    open_sources(
+        sources,
         checkpoint=config.model.folder,
+        pairs=stage.objective.reads_pairs,
         num_workers=data.num_workers,
         on_progress=log_indexing,
         storage=data.storage,

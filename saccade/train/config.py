@@ -26,7 +26,7 @@ from typing import ClassVar, Literal
 
 from saccade.config import encode
 from saccade.data.augment import AugmentConfig
-from saccade.data.sample import TextRules
+from saccade.data.config import Source
 from saccade.data.storage import StorageConfig
 from saccade.errors import ConfigError
 from saccade.train.objectives.config import ObjectiveConfig
@@ -112,27 +112,10 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceConfig:
-    """One weighted shard folder of a data mixture."""
-
-    path: str
-    """Shards: a folder, a glob, or a URL."""
-    name: str | None = None
-    """Name in sample ids and logs; default: the folder's name."""
-    weight: float | None = None
-    """Sampling weight relative to the other sources; without any weights, sources are sampled in proportion to their sizes."""
-    rules: TextRules = field(default_factory=TextRules)
-    """How its text becomes conversations: prompt before a caption, system message."""
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "weight")
-
-
-@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The data of a stage and how it is packed."""
 
-    sources: tuple[SourceConfig, ...]
+    sources: tuple[Source, ...]
     """Shard folders, with weights for a mixture."""
     max_seq_len: int = 16384
     """Maximum length of a packed sequence, in tokens. One packed sequence is one micro-batch."""
@@ -404,7 +387,7 @@ class ValidationConfig:
 
     every: int | None = None
     """Steps between validations, plus one at the end of each stage; default: none."""
-    sources: tuple[SourceConfig, ...] = ()
+    sources: tuple[Source, ...] = ()
     """Held-out shard folders; packed like the data of the stage."""
     num_samples: int = 512
     """Held-out samples the loss is computed on, the same ones every time."""

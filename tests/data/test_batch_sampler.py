@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.data.batch_sampler import BatchSampler, Position
+from saccade.data.config import StreamConfig
 from saccade.errors import ConfigError, DataError
 
 
@@ -41,7 +42,7 @@ def sampler_of(sources, **changes):
         "packing_buffer_size": 256,
         "window_shards": 3,
     }
-    return BatchSampler(sources, **{**settings, **changes})
+    return BatchSampler(sources, StreamConfig(checkpoint="", **{**settings, **changes}))
 
 
 def three_sources(rng, weighted=True):

@@ -11,12 +11,16 @@ from data.making import make_jpeg, make_png, make_sample, make_shards, make_webp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from saccade.config import decode, encode
+from saccade.data.augment import AugmentConfig
 from saccade.data.batch_sampler import SampleRef
-from saccade.data.collate import Collator, CollatorConfig, CollatorSource
+from saccade.data.collate import Collator
+from saccade.data.config import Source, StreamConfig
 from saccade.data.index import open_index
 from saccade.data.index_builder import build_index
 from saccade.data.lengths import Measurer, measure_sample
 from saccade.data.sample import Sample, TextRules, conversations
+from saccade.data.sources import IndexedSource, open_sources
 from saccade.data.storage import StorageConfig
 from saccade.errors import DataError, UserError
 from saccade.processor import ModelInputs, Processor
@@ -29,12 +33,9 @@ def processor(checkpoint):
     return Processor.load(checkpoint)
 
 
-def config_of(checkpoint, *folders, rules=RULES, resize="pillow"):
-    sources = [
-        CollatorSource(name=folder.name, path=str(folder), fingerprint=open_index(folder).fingerprint, rules=rules)
-        for folder in folders
-    ]
-    return CollatorConfig(checkpoint=str(checkpoint), resize=resize, sources=tuple(sources), storage=StorageConfig())
+def collator_of(checkpoint, *folders):
+    sources = open_sources(folders, checkpoint=checkpoint, num_workers=1)
+    return Collator(sources, StreamConfig(checkpoint=checkpoint, max_seq_len=1, resize="pillow"))
 
 
 def refs_of(folder, processor, *, source=0, epoch=0, rules=RULES):
@@ -114,10 +115,9 @@ def test_the_fingerprint_is_of_the_processor_and_the_rules(checkpoint, tmp_path)
 def test_a_packed_sequence_is_its_samples_one_by_one(checkpoint, processor, tmp_path):
     folders = [make_shards(tmp_path / name, 1, 4, seed=seed) for seed, name in enumerate(("first", "second"))]
     write_samples(folders[1] / "00001.tar", [make_sample("two", num_images=2), make_sample("text", num_images=0)])
-    config = config_of(checkpoint, *folders)
     samples = refs_of(folders[0], processor) + refs_of(folders[1], processor, source=1)
     samples = [samples[number] for number in (5, 0, 8, 9, 2)]
-    made = Collator(config).make(samples)
+    made = collator_of(checkpoint, *folders).make(samples)
     indexes = [open_index(folder) for folder in folders]
     samples = [indexes[sample.source].read_sample(sample.shard, sample.kept_row) for sample in samples]
     expected = processor([conversations(sample, RULES)[0] for sample in samples])
@@ -134,26 +134,35 @@ def test_a_packed_sequence_is_its_samples_one_by_one(checkpoint, processor, tmp_
 def test_each_epoch_shows_the_next_caption(checkpoint, processor, tmp_path):
     captions = ["one", "two two", "three three three"]
     write_samples(tmp_path / "shards" / "00000.tar", [make_sample("a", fields={"captions": captions})])
-    collator = Collator(config_of(checkpoint, tmp_path / "shards"))
+    collator = collator_of(checkpoint, tmp_path / "shards")
     for epoch in range(4):
         row = collator.make(refs_of(tmp_path / "shards", processor, epoch=epoch)).sequence
         learned = row.inputs.token_ids[row.inputs.loss_mask].tolist()
         assert processor.decode(learned) == captions[epoch % 3]
 
 
-def test_the_config_survives_the_way_to_another_process(checkpoint, tmp_path):
+def test_config_and_sources_survive_the_way_to_another_process(checkpoint, tmp_path):
     folder = make_shards(tmp_path / "shards", 1, 1)
-    config = config_of(checkpoint, folder, rules=TextRules(system_prompt="Be brief."), resize="torch")
-    assert CollatorConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    config = StreamConfig(
+        checkpoint=str(checkpoint),
+        max_seq_len=64,
+        augment=AugmentConfig(flip=0.5),
+        storage=StorageConfig(timeout_s=3.0),
+    )
+    assert decode(StreamConfig, json.loads(json.dumps(encode(config)))) == config
+    wanted = Source(path=str(folder), weight=2.0, rules=TextRules(system_prompt="Be brief."))
+    [source] = open_sources(wanted, checkpoint=checkpoint)
+    again = IndexedSource.from_json(json.loads(json.dumps(source.to_json())), config.storage)
+    assert (again.config, again.name, again.fingerprint) == (wanted, "shards", source.fingerprint)
 
 
 def test_an_index_rewritten_in_the_meantime_is_detected(checkpoint, tmp_path):
     folder = make_shards(tmp_path / "shards", 1, 2)
-    config = config_of(checkpoint, folder)
+    [source] = open_sources(folder, checkpoint=checkpoint)
     make_shards(folder, 2, 2)
     build_index(folder)
     with pytest.raises(DataError, match="rewritten while it was in use"):
-        Collator(config)
+        IndexedSource.from_json(source.to_json(), StorageConfig())
 
 
 # ------------------------------------------------------------------ bad samples
@@ -177,7 +186,7 @@ def folder(tmp_path):
 
 def test_a_damaged_sample_is_skipped_and_named(checkpoint, processor, folder):
     samples = refs_of(folder, processor)
-    collator = Collator(config_of(checkpoint, folder))
+    collator = collator_of(checkpoint, folder)
     photo = open_index(folder).read_sample(0, 2).members["jpg"]
     damage(folder / "00000.tar", photo, photo[:-50] + bytes(50))
     made = collator.make(samples)
@@ -194,7 +203,7 @@ def test_a_picture_that_does_not_decode_is_skipped_and_named(checkpoint, process
     whole = make_sample("whole")
     cut = Sample("cut", "made", whole.members | {"jpg": whole.members["jpg"][:-900]})
     write_samples(tmp_path / "shards" / "00000.tar", [cut, whole])
-    made = Collator(config_of(checkpoint, tmp_path / "shards")).make(refs_of(tmp_path / "shards", processor))
+    made = collator_of(checkpoint, tmp_path / "shards").make(refs_of(tmp_path / "shards", processor))
     assert made.sequence.sample_ids == ["shards/00000/whole"]
     assert [bad.sample_id for bad in made.bad] == ["shards/00000/cut"]
     assert "truncated or corrupt" in made.bad[0].reason
@@ -202,7 +211,7 @@ def test_a_picture_that_does_not_decode_is_skipped_and_named(checkpoint, process
 
 def test_samples_behind_the_end_of_a_cut_shard_are_bad(checkpoint, processor, folder):
     samples = refs_of(folder, processor)
-    collator = Collator(config_of(checkpoint, folder))
+    collator = collator_of(checkpoint, folder)
     with (folder / "00000.tar").open("r+b") as tar:
         tar.truncate(open_index(folder).spans(0, [3]).begins[0] + 10)
     made = collator.make(samples)
@@ -214,7 +223,7 @@ def test_samples_behind_the_end_of_a_cut_shard_are_bad(checkpoint, processor, fo
 def test_a_length_that_differs_from_its_file_is_bad_and_has_a_remedy(checkpoint, processor, folder, wrong):
     samples = refs_of(folder, processor)
     samples[1] = samples[1]._replace(**wrong)
-    made = Collator(config_of(checkpoint, folder)).make(samples)
+    made = collator_of(checkpoint, folder).make(samples)
     assert [bad.sample_id for bad in made.bad] == ["shards/00000/s1"]
     assert "remove the folder's index/lengths-*" in made.bad[0].reason
     assert len(made.sequence.sample_ids) == 4
@@ -223,7 +232,7 @@ def test_a_length_that_differs_from_its_file_is_bad_and_has_a_remedy(checkpoint,
 
 def test_a_packed_sequence_without_a_good_sample_is_empty(checkpoint, processor, folder):
     samples = refs_of(folder, processor)
-    collator = Collator(config_of(checkpoint, folder))
+    collator = collator_of(checkpoint, folder)
     (folder / "00000.tar").write_bytes(b"")
     made = collator.make(samples)
     assert len(made.bad) == 5
@@ -235,7 +244,7 @@ def test_a_packed_sequence_without_a_good_sample_is_empty(checkpoint, processor,
 
 def test_patches_are_written_where_they_are_wanted(checkpoint, processor, folder):
     samples = refs_of(folder, processor)
-    collator = Collator(config_of(checkpoint, folder))
+    collator = collator_of(checkpoint, folder)
     memory = np.zeros((sum(sample.patches for sample in samples), collator.patch_dim), dtype=np.uint8)
     made = collator.make(samples, into=memory)
     assert made.sequence.inputs.patches.data_ptr() == memory.ctypes.data

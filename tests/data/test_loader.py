@@ -12,10 +12,10 @@ import torch
 from data.making import make_sample, make_shards, write_samples
 from data.test_collate import assert_same_inputs
 
-from saccade.data import open_stream
+from saccade.data import Source, StreamConfig, open_stream
 from saccade.data.index_builder import build_index
-from saccade.data.loader import Source, measure_lengths
 from saccade.data.sample import TextRules
+from saccade.data.sources import open_sources
 from saccade.errors import ConfigError, DataError
 from saccade.processor import Processor
 
@@ -140,9 +140,9 @@ def test_lengths_measured_ahead_are_those_the_stream_uses(tmp_path, checkpoint, 
     folder, seen = make_shards(tmp_path / "new", 3, 4), []
     rules = TextRules(caption_prompt="What is it?")
     source = Source(path=folder, rules=rules)
-    (measured,) = measure_lengths(source, checkpoint=checkpoint, num_workers=1)
+    (measured,) = open_sources(source, checkpoint=checkpoint, num_workers=1)
     assert (measured.num_measured, measured.name) == (3, "new")
-    assert measure_lengths([source], checkpoint=checkpoint)[0].num_measured == 0
+    assert open_sources([source], checkpoint=checkpoint)[0].num_measured == 0
     stream = opened(source, num_epochs=1, on_progress=lambda what, progress: seen.append(what))
     assert len(ids_of(stream)) == 12
     assert seen == []
@@ -341,10 +341,11 @@ def test_two_sources_of_one_name_are_refused(folder, opened):
     assert len(ids_of(opened([folder, Source(path=folder, name="again")], num_epochs=1))) == 120
 
 
-def test_old_names_of_options_are_refused_with_the_new_ones():
-    renamed = {"token_budget": "max_seq_len", "patch_budget": "max_patches", "rows_per_batch": "global_batch_size"}
-    for old, new in renamed.items():
-        with pytest.raises(ConfigError, match=f"{old} is now called {new}"):
-            open_stream("shards", checkpoint="model", max_seq_len=64, **{old: 1})
+def test_options_are_fields_of_the_config(folder, checkpoint, opened):
     with pytest.raises(TypeError, match="'max_len'"):
         open_stream("shards", checkpoint="model", max_seq_len=64, max_len=1)
+    config = StreamConfig(checkpoint=checkpoint, max_seq_len=1024, packing_buffer_size=64, num_workers=0, seed=1)
+    with open_stream(folder, config) as stream, open_stream(folder, config, seed=0) as other:
+        first, other_first = next(stream), next(other)
+    assert_same_batches([first], [next(opened(folder, seed=1))])
+    assert_same_batches([other_first], [next(opened(folder))])

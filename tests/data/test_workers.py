@@ -7,7 +7,8 @@ import pytest
 from data.making import make_picture
 from data.test_collate import assert_same_inputs
 
-from saccade.data.collate import BadSample, CollateResult, PackedSequence
+from saccade.data.bad_samples import BadSample
+from saccade.data.collate import CollateResult, PackedSequence
 from saccade.data.workers import SequenceBuffer
 from saccade.processor import Processor
 

@@ -153,4 +153,4 @@ def training_data(checkpoint: Path) -> list[str]:
         config = load_config(TrainConfig, recipe)
     except ConfigError:
         return []
-    return list(dict.fromkeys(source.path for stage in config.stages for source in stage.data.sources))
+    return list(dict.fromkeys(str(source.path) for stage in config.stages for source in stage.data.sources))

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from saccade.data.config import Source
 from saccade.data.index import open_index
-from saccade.data.loader import Source
 from saccade.device import DTYPES
 from saccade.errors import ConfigError, DataError
 from saccade.model import load_model

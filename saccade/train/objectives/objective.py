@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from saccade.data.collate import CollatorConfig
+from saccade.data.loader import Stream
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
 
@@ -68,7 +68,7 @@ class Objective:
         del inputs
         return num_labels
 
-    def target_reader(self, stream: CollatorConfig) -> ReadTargets | None:
+    def target_reader(self, stream: Stream) -> ReadTargets | None:
         """What reads further targets of a stream's packed sequences, on the host; None: there are none."""
         del stream
         return None

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.data.collate import CollatorConfig
+from saccade.data.loader import Stream
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import IGNORED
 from saccade.train.objectives.chunks import loss_rows, map_chunks
@@ -34,7 +34,7 @@ class StoredDistillation(Objective):
         """`vocab_size`: entries that both vocabularies have."""
         self._stored, self._vocab_size, self._label_smoothing = stored, vocab_size, label_smoothing
 
-    def target_reader(self, stream: CollatorConfig) -> ReadTargets:
+    def target_reader(self, stream: Stream) -> ReadTargets:
         """See `Objective`."""
         return LogitsReader(self._stored, stream)
 

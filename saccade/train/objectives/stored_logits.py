@@ -30,9 +30,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from saccade.data.collate import CollatorConfig
-from saccade.data.index import ShardIndex, open_index
+from saccade.data.index import ShardIndex
 from saccade.data.index_files import parquet_name
+from saccade.data.loader import Stream
 from saccade.data.sample import TextRules
 from saccade.errors import DataError
 from saccade.files import atomic_write
@@ -152,10 +152,10 @@ def _contents(index: ShardIndex, shard: int) -> str:
 class LogitsReader:
     """Finds the stored logits of the samples of a stream."""
 
-    def __init__(self, wanted: LogitsOf, stream: CollatorConfig) -> None:
-        self._wanted, self._stream = wanted, stream
+    def __init__(self, wanted: LogitsOf, stream: Stream) -> None:
+        self._wanted, self._resize = wanted, stream.config.resize
         self._sources = {source.name: source for source in stream.sources}
-        self._source = functools.lru_cache(maxsize=None)(self._open_source)
+        self._numbers = {name: _shard_numbers(source.index) for name, source in self._sources.items()}
         self._shard = functools.lru_cache(maxsize=64)(self._open_shard)
 
     def __call__(self, sample_ids: Sequence[str], inputs: ModelInputs, labels_T: Tensor) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ class LogitsReader:
     def _rows(self, sample_id: str, digest: str) -> dict[str, Tensor]:
         """An id is source/shard/key; shard and key may have folders."""
         source, *parts = sample_id.split("/")
-        _, numbers = self._source(source)
+        numbers = self._numbers[source]
         for end in range(1, len(parts)):
             shard, key = "/".join(parts[:end]), "/".join(parts[end:])
             if shard in numbers:
@@ -182,22 +182,22 @@ class LogitsReader:
                     return read(*bounds)
         raise DataError(f"{sample_id}: no stored logits of this conversation. {_REMEDY}")
 
-    def _open_source(self, source: str) -> tuple[ShardIndex, dict[str, int]]:
-        """The index of a source, and the number of each shard by its name in sample ids."""
-        index = open_index(self._sources[source].path, build=False, check_files=False, config=self._stream.storage)
-        return index, {name.removesuffix(".tar"): number for number, name in enumerate(index.shards)}
-
     def _open_shard(
         self, source: str, number: int
     ) -> tuple[dict[str, list[int]], Callable[[int, int], dict[str, Tensor]]]:
         """Rows of the conversations of a shard, and a function that reads some."""
-        index, _ = self._source(source)
-        file = self._wanted.file(index, number, self._sources[source].rules, self._stream.resize)
+        index, rules = self._sources[source].index, self._sources[source].config.rules
+        file = self._wanted.file(index, number, rules, self._resize)
         if not has_shard(file, index, number):
             raise DataError(f"{file}: no logits of the teacher for this shard. {_REMEDY}")
         opened: Any = safe_open(file, framework="pt")
         slices = {name: opened.get_slice(name) for name in TARGETS}
         return json.loads(opened.metadata()["rows"]), lambda begin, end: {n: s[begin:end] for n, s in slices.items()}
+
+
+def _shard_numbers(index: ShardIndex) -> dict[str, int]:
+    """The number of each shard by its name in sample ids."""
+    return {name.removesuffix(".tar"): number for number, name in enumerate(index.shards)}
 
 
 def missing_shards(wanted: LogitsOf, index: ShardIndex, rules: TextRules, resize: str, max_seq_len: int) -> list[int]:

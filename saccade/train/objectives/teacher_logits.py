@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import torch
 
+from saccade.data.config import Source
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.sample import training_conversations
 from saccade.device import DTYPES
@@ -23,7 +24,7 @@ from saccade.model import load_model
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
 from saccade.processor.inputs import IGNORED, ModelInputs, count_labels, next_token_labels
-from saccade.train.config import SourceConfig, StageConfig, TrainConfig
+from saccade.train.config import StageConfig, TrainConfig
 from saccade.train.objectives.build import check_objective, shared_vocabulary, stored_logits_of
 from saccade.train.objectives.chunks import loss_rows, row_chunks
 from saccade.train.objectives.stored_distillation import top_log_probs
@@ -95,7 +96,7 @@ class _Writer:
         """Tokens of each loss token."""
         return min(self.wanted.config.top_k or 0, self.vocab_size)
 
-    def write(self, source: SourceConfig) -> tuple[int, int]:
+    def write(self, source: Source) -> tuple[int, int]:
         """Compute the missing shards of a source; returns this rank's number of shards and loss tokens."""
         index = open_index(source.path, config=self.stage.data.storage)
         data = self.stage.data
@@ -112,7 +113,7 @@ class _Writer:
         self.world.barrier(timeout_s=_TIMEOUT_S)
         return num_shards, num_tokens
 
-    def _items(self, index: ShardIndex, shard: int, source: SourceConfig, too_long: list[int]) -> Iterator[_Item]:
+    def _items(self, index: ShardIndex, shard: int, source: Source, too_long: list[int]) -> Iterator[_Item]:
         """The conversations of a shard that training will see. What is bad there is bad here.
 
         `too_long` gets the lengths of conversations that exceed the maximum length.
