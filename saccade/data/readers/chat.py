@@ -4,21 +4,18 @@ A record has `conversations` (from, value) or `messages` (role, content), and `i
 data URLs. OpenAI messages may name the images in their parts instead. A record without images is a text-only sample.
 """
 
-import json
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from saccade.data.readers.json_files import read_values
 from saccade.data.readers.reader import (
     InputSpec,
     Item,
     Part,
     UnusableError,
-    broken_line,
     file_part,
     image_folder,
-    load_json,
     make_sample,
     read_image,
     read_item,
@@ -35,24 +32,9 @@ def list_parts(spec: InputSpec) -> list[Part]:
 
 def read_part(spec: InputSpec, part: Part, begin: int) -> Iterator[Item]:
     """Read the records in order, from number `begin`."""
-    for number, record in enumerate(_records(Path(part.path), begin), begin):
+    for number, record in enumerate(read_values(Path(part.path), begin), begin):
         key = str(record["id"]) if isinstance(record, dict) and "id" in record else str(number)
         yield read_item(key, _sample, spec, key, record)
-
-
-def _records(path: Path, begin: int) -> Iterator[Any]:
-    """The elements of a JSON array, or one record per line; for a line that is not JSON the error, which has its number."""
-    with path.open("rb") as file:
-        if file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-            content = load_json(path)
-            yield from content[begin:]
-            return
-        file.seek(0)
-        for number, line in islice(((n, line) for n, line in enumerate(file, 1) if line.strip()), begin, None):
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield broken_line(number, error)
 
 
 def _sample(spec: InputSpec, key: str, record: Any) -> Sample:

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from saccade.data.readers.json_files import read_values
 from saccade.data.readers.reader import (
     InputSpec,
     Item,
@@ -26,9 +27,7 @@ from saccade.data.readers.reader import (
     Part,
     Skipped,
     UnusableError,
-    broken_line,
     file_part,
-    load_json,
     make_sample,
     read_image,
     read_item,
@@ -133,7 +132,7 @@ def _sample(spec: InputSpec, key: str, entry: Entry, folder: Path) -> Sample:
 def read_entries(path: Path, begin: int = 0) -> Iterator[Entry | Skipped]:
     """The entries from row number `begin`; rows that are none are skipped, with their number as key."""
     group: Entry | None = None
-    for number, row in enumerate(islice(read_rows(path), begin, None), begin):
+    for number, row in enumerate(_read_rows(path, begin), begin):
         try:
             entry = _entry(number, row)
         except UnusableError as error:
@@ -184,13 +183,13 @@ def _listed(row: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
     return ()
 
 
-def read_rows(path: Path) -> Iterator[Any]:
-    """The rows of a table as dicts, from its beginning; for a line that is not JSON the error, which has its number."""
+def _read_rows(path: Path, begin: int) -> Iterator[Any]:
+    """The rows of a table as dicts, from number `begin`; for a line that is not JSON the error, which has its number."""
     try:
         if path.suffix in (".csv", ".tsv"):
-            yield from _read_cells(path)
+            yield from islice(_read_cells(path), begin, None)
         else:
-            yield from _read_objects(path)
+            yield from read_values(path, begin)
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read as a table: {error}. Check the file") from error
     except OSError as error:
@@ -206,18 +205,3 @@ def _read_cells(path: Path) -> Iterator[dict[str, Any]]:
         rows = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
         rows.fieldnames = [name.strip().lower() for name in rows.fieldnames or []]
         yield from ({name: value or None for name, value in row.items()} for row in rows)
-
-
-def _read_objects(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8-sig") as file:
-        is_array = file.read(64).lstrip().startswith("[")
-        file.seek(0)
-        if is_array:
-            yield from load_json(path)
-            return
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    yield broken_line(number, error)

@@ -247,26 +247,3 @@ def file_part(path: str) -> Part:
 def image_folder(spec: InputSpec) -> Path:
     """The folder that image paths of an input are relative to."""
     return spec.images if spec.images is not None else Path(spec.path).parent
-
-
-def broken_line(number: int, error: Exception) -> UnusableError:
-    """The error of a line that is not JSON; `number` counts all lines of the file, from 1."""
-    what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-    return UnusableError("not a JSON object", f"line {number}: {what}")
-
-
-def load_json(path: Path | str) -> Any:
-    """Load a JSON file."""
-    try:
-        with Path(path).open(encoding="utf-8-sig") as file:
-            return json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as JSON: {error}. Check the file") from error
-
-
-def records(content: Any, field_name: str, path: Path | str) -> list[dict[str, Any]]:
-    """The list of objects under a field of a JSON file."""
-    found = content.get(field_name) if isinstance(content, dict) else None
-    if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
-        raise DataError(f"{path}: no list of objects called {field_name!r}. Name the kind of the input: KIND:{path}")
-    return found

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saccade.data.readers.json_files import read_values
+from saccade.data.readers.reader import UnusableError
 from saccade.errors import DataError
 from saccade.evaluate.example import ImageFile
-
-IMAGE_SUFFIXES = (".jpg", ".png", ".jpeg", ".webp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,38 +26,24 @@ class DataSpec:
     """Folder of the image files; found beside the annotations if None."""
 
 
-def load_json(path: Path) -> Any:
-    """The content of a JSON file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as JSON: {error}. Check the file") from error
+def load_records(path: Path) -> list[dict[str, Any]]:
+    """Objects of a JSON array, or of a file with one object per line."""
+    return [_object(record, path, number) for number, record in enumerate(_values(path), 1)]
 
 
-def load_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbered objects of a file with one JSON object per line."""
+def _values(path: Path) -> Iterator[Any]:
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, _object(json.loads(line), path, number)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as one JSON object per line: {error}. Check the file") from error
+        yield from read_values(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}. Check the file") from error
 
 
 def _object(value: Any, path: Path, number: int) -> dict[str, Any]:
+    if isinstance(value, UnusableError):
+        raise DataError(f"{path}: cannot be read as one JSON object per line: {value.detail}. Check the file")
     if not isinstance(value, dict):
-        raise DataError(f"{path}, line {number}: a {type(value).__name__}, not a JSON object")
+        raise DataError(f"{path}, record {number}: a {type(value).__name__}, not a JSON object")
     return value
-
-
-def load_records(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON array, or of a file with one object per line."""
-    with path.open("rb") as file:
-        is_array = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    if not is_array:
-        return [record for _, record in load_lines(path)]
-    return [_object(record, path, number) for number, record in enumerate(load_json(path), 1)]
 
 
 def text_of(record: dict[str, Any], name: str, path: Path) -> str:
