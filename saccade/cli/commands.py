@@ -7,7 +7,21 @@ from typing import Annotated
 import typer
 
 from saccade import __version__
-from saccade.cli import bench, chat, compress, data, evaluate, merge, model, plan, prune, recipes, serve, train
+from saccade.cli import (
+    bench,
+    chat,
+    compress,
+    data,
+    evaluate,
+    merge,
+    model,
+    plan,
+    prune,
+    quickstart,
+    recipes,
+    serve,
+    train,
+)
 from saccade.cli.options import CommandGroup, examples
 from saccade.errors import UserError
 from saccade.imports import missing_extra
@@ -23,7 +37,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS = (
-    model.quickstart, model.models, model.init, train.train, plan.plan, evaluate.evaluate, compress.compress, prune.prune, merge.merge, chat.chat, serve.serve,
+    quickstart.quickstart, model.models, model.init, train.train, plan.plan, evaluate.evaluate, compress.compress,
+    prune.prune, merge.merge, chat.chat, serve.serve,
 )  # fmt: skip
 _EXAMPLES = {
     train.train: ("saccade train recipe.toml --check", "saccade train recipe.toml --set stages.learn.steps=100"),

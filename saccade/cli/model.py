@@ -1,4 +1,4 @@
-"""`saccade quickstart`, `models` and `init`."""
+"""`saccade models` and `saccade init`."""
 
 import json
 from pathlib import Path
@@ -6,85 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade.cli.options import DeviceOption, Dtype, JsonOption, check_modules
+from saccade.cli.options import Dtype, JsonOption
 from saccade.cli.progress import count_progress
 from saccade.errors import ConfigError
-
-
-def quickstart(
-    folder: Annotated[
-        Path, typer.Option("--dir", help="Folder of everything it makes; a second run continues there.")
-    ] = Path("quickstart"),
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Your data: shards, or a folder of images with captions.", show_default="scenes drawn here"),
-    ] = None,
-    text_model: Annotated[
-        Path | None,
-        typer.Option(help="With a GPU: a text model (SmolLM2) to train the SmolLM2 recipe instead of the tiny one."),
-    ] = None,
-    steps: Annotated[
-        int, typer.Option(min=1, help="Training steps of the tiny recipe; with fewer the answers are worse.")
-    ] = 1000,
-    scenes: Annotated[int, typer.Option(min=20, help="Scenes to draw.")] = 6000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of scenes, weights and order.")] = 0,
-    no_serve: Annotated[bool, typer.Option("--no-serve", help="End after the evaluation.")] = False,
-    device: DeviceOption = "auto",
-    as_json: JsonOption = False,
-) -> None:
-    """Run the whole flow on this machine: make data, prepare it, train, evaluate, serve. Takes a few minutes; resumes."""
-    import sys
-
-    from saccade.cli.recipes import RECIPES
-    from saccade.quickstart.flow import held_out_image, trained_checkpoint
-    from saccade.quickstart.flow import quickstart as run
-    from saccade.quickstart.plan import QuickstartConfig
-    from saccade.quickstart.serving import GPU_HINT, next_steps, serve
-
-    def say(line: str) -> None:
-        typer.echo(line, err=as_json)
-
-    check_modules("quickstart", ("pyarrow", "daft", "aiohttp", "fastapi", "uvicorn", "orjson", "prometheus_client"))
-    config = QuickstartConfig(
-        folder=folder,
-        recipes=RECIPES,
-        data=data,
-        scenes=scenes,
-        text_model=text_model,
-        steps=steps,
-        seed=seed,
-        device=device,
-    )
-    has_gpu = _has_gpu()
-    if text_model is not None and not has_gpu:
-        raise ConfigError(
-            "--text-model trains the SmolLM2 recipe, which needs a GPU. Leave it out: the tiny recipe trains on a CPU"
-        )
-    if device not in ("auto", "cpu"):
-        from saccade.device import resolve_device
-
-        resolve_device(device)  # refuse it before anything is made
-    made = run(config, say)
-    image, question = held_out_image(config)
-    checkpoint = trained_checkpoint(made)
-    served = None
-    if not no_serve:
-        stay = sys.stdout.isatty() and not as_json
-        served = serve(config, checkpoint, image, question, say, stay=stay)
-    for line in next_steps(checkpoint, image, question):
-        say(line)
-    if has_gpu and text_model is None:
-        say(GPU_HINT)
-    if as_json:
-        values = {
-            step: {key: value for key, value in report.items() if key != "lines"} for step, report in made.items()
-        }
-        typer.echo(json.dumps({"dir": str(folder), "steps": values, "served": served}))
-
-
-def _has_gpu() -> bool:
-    """Whether there is an NVIDIA or AMD GPU; without loading torch."""
-    return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd"))
 
 
 def models(as_json: JsonOption = False) -> None:

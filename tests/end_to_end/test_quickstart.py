@@ -12,15 +12,12 @@ from venv import create as make_environment
 
 import pytest
 
+from saccade.cli.quickstart import HELD_OUT, TRAINING, Quickstart, finished_steps, record_steps, tasks_of
+from saccade.cli.quickstart_server import next_steps
 from saccade.data.index import open_index
 from saccade.data.scenes import scene_sample
 from saccade.errors import ConfigError, DataError
-from saccade.quickstart.flow import make_data, prepare, tasks_of
-from saccade.quickstart.plan import QuickstartConfig, train_command
-from saccade.quickstart.progress import Progress
-from saccade.quickstart.serving import next_steps
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = ["--scenes", "40", "--steps", "12", "--device", "cpu"]
 STEPS = ["data", "prepare", "init", "train", "evaluate"]
 
@@ -77,21 +74,20 @@ def test_real_images_with_captions_are_prepared_and_split(tmp_path):
         sample = scene_sample(number)
         (data / f"{sample.key}.png").write_bytes(sample.members["png"])
         (data / f"{sample.key}.txt").write_bytes(sample.members["txt"])
-    config = QuickstartConfig(folder=tmp_path / "out", recipes=RECIPES, data=data)
-    assert str(data) in make_data(config, print)["lines"][0]
-    report = prepare(config, print)
-    sizes = len(open_index(str(config.training))), len(open_index(str(config.held_out)))
+    script = Quickstart(tmp_path / "out", data)
+    assert str(data) in script.make_data(print)["lines"][0]
+    report = script.prepare(print)
+    sizes = [len(open_index(str(script.folder / name))) for name in (TRAINING, HELD_OUT)]
     assert sum(sizes) == report["kept"] <= report["samples"] == 80
     assert min(sizes) > 0
-    assert tasks_of(config.held_out) == ["captioning"]
-    missing = QuickstartConfig(folder=tmp_path / "out", recipes=RECIPES, data=tmp_path / "nowhere")
+    assert tasks_of(script.folder / HELD_OUT) == ["captioning"]
     with pytest.raises(DataError, match="no such folder"):
-        make_data(missing, print)
+        Quickstart(tmp_path / "out", tmp_path / "nowhere").make_data(print)
 
 
 def test_the_recipe_is_the_tiny_one_and_with_a_text_model_that_of_smollm2(tmp_path):
-    tiny = train_command(QuickstartConfig(folder=tmp_path, recipes=RECIPES))
-    smol = train_command(QuickstartConfig(folder=tmp_path, recipes=RECIPES, text_model=tmp_path / "smol.gguf"))
+    tiny = Quickstart(tmp_path).train_command()
+    smol = Quickstart(tmp_path, text_model=tmp_path / "smol.gguf").train_command()
     assert Path(tiny[1]).name == "tiny.toml"
     assert Path(smol[1]).name == "smollm2-vlm.toml"
     from saccade.config import load_config
@@ -108,13 +104,13 @@ def test_the_recipe_is_the_tiny_one_and_with_a_text_model_that_of_smollm2(tmp_pa
 def test_a_folder_of_something_else_or_of_other_options_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("chapter 1")
     with pytest.raises(ConfigError, match=r"is not empty.*saccade quickstart --dir"):
-        Progress.open(tmp_path, {})
+        finished_steps(tmp_path, {})
     with pytest.raises(ConfigError, match="is not empty"):
-        Progress.open(tmp_path / "thesis.txt", {})
-    Progress.open(tmp_path / "mine", {"steps": 5}).finish("data", {"lines": ["x"]})
-    assert Progress.open(tmp_path / "mine", {"steps": 5}).steps == {"data": {"lines": ["x"]}}
+        finished_steps(tmp_path / "thesis.txt", {})
+    record_steps(tmp_path / "mine", {"steps": 5}, {"data": {"lines": ["x"]}})
+    assert finished_steps(tmp_path / "mine", {"steps": 5}) == {"data": {"lines": ["x"]}}
     with pytest.raises(ConfigError, match=r"other options.*steps 5"):
-        Progress.open(tmp_path / "mine", {"steps": 6})
+        finished_steps(tmp_path / "mine", {"steps": 6})
 
 
 def test_the_next_commands_can_be_pasted_into_a_shell(monkeypatch, tmp_path):

