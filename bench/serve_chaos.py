@@ -44,7 +44,7 @@ _SURPLUS = {"num_processes": 0, "num_fds": 8, "num_threads": 8, "num_memory_file
 """What a server may hold more at the end: the engine keeps the shared memory of up to 256 images."""
 _ANSWER_S = 180.0
 """Within this time a request must have ended."""
-_WORKERS = "preprocessing_worker initialize"
+_WORKERS = "preprocessing.worker initialize"
 """In the command line of media workers and of the process that forks them."""
 _RETRY_S = 1.0
 """Pause of a client that was refused."""

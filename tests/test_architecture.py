@@ -26,7 +26,7 @@ def test_imports_point_down():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("module", ["saccade", "saccade.errors", "saccade.config", "saccade.log", "saccade.cli", "saccade.model", "saccade.processor", "saccade.processor.positions", "saccade.processor.image", "saccade.engine.frontend.preprocessing_worker", "saccade.data", "saccade.data.batch_sampler", "saccade.data.index", "saccade.train.config", "saccade.evaluate.report"])  # fmt: skip
+@pytest.mark.parametrize("module", ["saccade", "saccade.errors", "saccade.config", "saccade.log", "saccade.cli", "saccade.model", "saccade.processor", "saccade.processor.positions", "saccade.processor.image", "saccade.engine.frontend.front_end", "saccade.engine.frontend.preprocessing.preprocessor", "saccade.data", "saccade.data.batch_sampler", "saccade.data.index", "saccade.train.config", "saccade.evaluate.report"])  # fmt: skip
 def test_importing_a_light_module_loads_no_torch(module):
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0, f"{module} loads torch"

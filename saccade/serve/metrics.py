@@ -32,7 +32,7 @@ from saccade.engine.core.time_histogram import TimeHistogram
 if TYPE_CHECKING:
     from saccade.engine import Engine
     from saccade.engine.core.statistics import Statistics
-    from saccade.engine.frontend.preprocessing import PreprocessingStatistics
+    from saccade.engine.frontend.preprocessing.preprocessor import PreprocessingStatistics
     from saccade.serve.admission import Admission
     from saccade.serve.record import RequestRecord
 

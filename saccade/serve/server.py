@@ -22,7 +22,7 @@ import uvicorn
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.engine import Engine, with_slots
-from saccade.engine.frontend.preprocessing import default_num_workers
+from saccade.engine.frontend.preprocessing.preprocessor import default_num_workers
 from saccade.errors import ConfigError, UserError
 from saccade.model.families import family_of
 from saccade.processor import MediaLimits

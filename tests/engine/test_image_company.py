@@ -6,7 +6,7 @@ from model import llava_onevision as family
 from model.hugging_face import Oracle, ask, picture
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
-from saccade.engine.frontend.preprocessing import Preprocessor
+from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.model import load_model
 from saccade.processor.inputs import normalize_patches
 
@@ -50,7 +50,7 @@ def test_the_key_of_an_image_has_its_company_as_far_as_it_matters(folder):
         assert preprocessor.statistics.num_processed == 4, "the image in two forms, and the two others once"
 
 
-def test_a_cache_keyed_by_the_image_alone_would_give_it_other_tokens_and_features(folder):
+def test_a_cache_keyed_by_the_image_alone_would_give_it_other_tokens_and_features(folder, monkeypatch):
     model = load_model(folder, device="cpu")
     with open_preprocessor(folder) as preprocessor:
         alone, among = (preprocessor.submit(messages).result().images[0] for messages in (ALONE, AMONG))
@@ -68,7 +68,8 @@ def test_a_cache_keyed_by_the_image_alone_would_give_it_other_tokens_and_feature
             ]
         assert not torch.allclose(features[0][:16], features[1][:16], atol=1e-2)
     with open_preprocessor(folder) as preprocessor:
-        preprocessor._backend.counted_images = lambda num_images: 1  # as if its company did not matter
+        rules = type(preprocessor._backend.rules)
+        monkeypatch.setattr(rules, "counted_images", lambda self, num_images: 1)  # as if its company did not matter
         prompts = [preprocessor.submit(messages).result() for messages in (ALONE, AMONG)]
         assert prompts[1].images[0].grid == alone.grid, "the cached tiles"
         theirs = Oracle(folder).inputs(AMONG, add_generation_prompt=True)["input_ids"][0].tolist()

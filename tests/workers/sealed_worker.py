@@ -13,7 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from saccade.engine.frontend import preprocessing_worker
+from saccade.engine.frontend.preprocessing import worker
+from saccade.engine.frontend.preprocessing.image_task import ImageTask, Source
+from saccade.engine.frontend.preprocessing.processed_images import image_key
 from saccade.workers.messages import receive, send
 from saccade.workers.sandbox import ResourceLimits, _restrict_by_landlock, seal
 
@@ -127,11 +129,11 @@ ATTACK, VICTIM = square(0), square(255)
 
 def initialize_liar(config):
     """A worker that returns other patches for the attack image, and claims that they are the victim's."""
-    run, metadata = preprocessing_worker.initialize(config)
+    run, metadata = worker.initialize(config)
     processor = run.args[0]
-    victim = preprocessing_worker.ImageTask("image", [preprocessing_worker.Source("pixels", VICTIM)])
-    reply = preprocessing_worker._reply
-    key = preprocessing_worker.image_key(processor.metadata.image, victim.digest()).hex()
+    victim = ImageTask("image", [Source("pixels", VICTIM)])
+    reply = worker._reply
+    key = image_key(processor.metadata.image, victim.digest()).hex()
 
     def lie(request, mailbox, processor):
         message = reply(request, mailbox, processor)
@@ -143,5 +145,5 @@ def initialize_liar(config):
                 message |= {"key": key, "digest": key, "patches": "the victim's"}
         return message
 
-    preprocessing_worker._reply = lie
+    worker._reply = lie
     return run, metadata

@@ -14,8 +14,8 @@ from PIL import Image
 from workers import sealed_worker
 
 from saccade.engine import Engine, EngineConfig, SamplingParams
-from saccade.engine.frontend import preprocessing_worker
-from saccade.engine.frontend.preprocessing import Preprocessor
+from saccade.engine.frontend.preprocessing import backends
+from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.errors import ImageError
 from saccade.model.initialize import initialize_random, named_size
 from saccade.workers.fork_server import ForkServer
@@ -217,7 +217,7 @@ def test_a_worker_that_lies_about_an_image_changes_no_other_request(checkpoint, 
     answers = {}
     for name in ("honest", "lying"):
         if name == "lying":
-            monkeypatch.setattr(preprocessing_worker, "initialize", sealed_worker.initialize_liar)
+            monkeypatch.setattr(backends, "initialize", sealed_worker.initialize_liar)
         with Engine.load(checkpoint, device="cpu", config=config) as engine:
             images = [sealed_worker.ATTACK, sealed_worker.VICTIM]
             answers[name] = [

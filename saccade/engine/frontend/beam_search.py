@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from saccade.engine.frontend.batch import Preprocess, progress_bar
 from saccade.engine.frontend.front_end import FrontEnd
+from saccade.engine.frontend.futures import done
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import (
     MAX_LOGPROBS,
@@ -226,7 +227,7 @@ class BeamSearch:
             best = self._beams.finished[: self._params.num_return_sequences]
             self.result.set_result([self._completion(beam, self._first) for beam in best])
         else:
-            self._submit([_done(prompt.continued(beam.token_ids)) for beam in self._beams.live])
+            self._submit([done(prompt.continued(beam.token_ids)) for beam in self._beams.live])
 
     def _completion(self, beam: Beam, first: Completion) -> Completion:
         return replace(
@@ -242,9 +243,3 @@ class BeamSearch:
         if self._first is not None:
             completion = replace(completion, num_prompt_tokens=self._first.num_prompt_tokens)
         self.result.set_result([replace(completion, text="", token_ids=[], logprobs=None)])
-
-
-def _done(prompt: TokenPrompt) -> Future[TokenPrompt]:
-    future: Future[TokenPrompt] = Future()
-    future.set_result(prompt)
-    return future

@@ -50,9 +50,9 @@ class ProcessedImageCache:
         return self._images.get(digest)
 
     def put(self, digest: bytes, image: ProcessedImage) -> None:
-        """Add an image that is not cached, unless it is larger than the cache."""
-        assert digest not in self._images, "an image that is cached is not processed again"
-        if _size(image) > self._max_bytes:
+        """Add an image, unless it is larger than the cache. No effect on an image that is cached: two jobs can process one image, if
+        the prompt of the first is cancelled while a worker processes it."""
+        if digest in self._images or _size(image) > self._max_bytes:
             return
         self._images[digest] = image
         self.num_bytes += _size(image)

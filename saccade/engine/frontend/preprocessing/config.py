@@ -1,0 +1,94 @@
+"""Configuration of the preprocessing workers, and what they say about a checkpoint's processor. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saccade.processor.image import MediaLimits
+from saccade.processor.parts import VisualKind
+from saccade.processor.processor import ResizeName
+
+MAX_WORKER_BYTES = 8 * 2**30
+"""Memory a worker may allocate beyond what it was forked with; more is an error of the request."""
+MAX_TOKENS = 2**24
+"""Maximum tokens of a conversation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessingConfig:
+    """Configuration of the workers."""
+
+    folder: Path
+    """The checkpoint folder."""
+    limits: MediaLimits
+    """Limits on images and videos."""
+    resize: ResizeName
+    """Implementation of the resize."""
+    chat_template: str | None = None
+    """Source of a template that replaces the checkpoint's."""
+    max_worker_bytes: int = MAX_WORKER_BYTES
+    """Memory a worker may allocate."""
+    patchifies_on_device: bool = False
+    """Leave it to the vision tower to resize and patchify images, where the family allows it; workers decode them."""
+
+    @property
+    def sends_whole_images(self) -> bool:
+        """Whether images may be patchified on the device, which resizes as Pillow does."""
+        return self.patchifies_on_device and self.resize == "pillow"
+
+    def to_json(self) -> dict[str, Any]:
+        """For a message to another process."""
+        return dataclasses.asdict(self) | {"folder": str(self.folder)}
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> PreprocessingConfig:
+        """Inverse of `to_json`."""
+        return PreprocessingConfig(
+            folder=Path(content["folder"]),
+            limits=MediaLimits(**content["limits"]),
+            resize=content["resize"],
+            chat_template=content["chat_template"],
+            max_worker_bytes=content["max_worker_bytes"],
+            patchifies_on_device=content["patchifies_on_device"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisualMetadata:
+    """What the engine needs to know about images, or about videos, of a checkpoint."""
+
+    token_id: int | None
+    """Their placeholder; None if the model takes none of them."""
+    patch_bytes: int
+    """Bytes of a patch: all its frames of a video, the one frame of an image."""
+    max_bytes: int
+    """Maximum size of the patches of one image or video."""
+    settings: str
+    """What else the patches depend on; part of the image key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorMetadata:
+    """What the engine needs to know about a checkpoint's processor to assemble prompts."""
+
+    image: VisualMetadata
+    """Of images."""
+    video: VisualMetadata
+    """Of videos."""
+    vocab_size: int
+    """Number of token ids."""
+    control_ids: list[int]
+    """Token ids that no text has."""
+
+    def of(self, kind: VisualKind) -> VisualMetadata:
+        """Of images or of videos."""
+        return self.image if kind == "image" else self.video
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> ProcessorMetadata:
+        """Inverse of `dataclasses.asdict`."""
+        image, video = VisualMetadata(**content["image"]), VisualMetadata(**content["video"])
+        return ProcessorMetadata(**content | {"image": image, "video": video})

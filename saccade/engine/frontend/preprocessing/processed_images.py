@@ -1,0 +1,167 @@
+"""Processed images for prompts: from the cache, from a job for another prompt, or from a job of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from saccade.engine.core.encoder_cache import salted
+from saccade.engine.core.time_histogram import TimeHistogram
+from saccade.engine.frontend.futures import done, failed
+from saccade.engine.frontend.preprocessing.backends import LocalBackend, ProcessBackend
+from saccade.engine.frontend.preprocessing.config import PreprocessingConfig, VisualMetadata
+from saccade.engine.frontend.preprocessing.image_cache import ProcessedImage, ProcessedImageCache
+from saccade.engine.frontend.preprocessing.image_task import ImageTask
+from saccade.engine.frontend.preprocessing.prompt_processor import Patchified, as_pixels
+from saccade.processor.parts import VisualKind
+
+_READ_AHEAD_BYTES = 512 * 2**20
+"""Bytes of images that are read before a worker is free for them."""
+
+
+class ProcessedImages:
+    """Preprocesses each image once, whichever prompts it is in. Any thread may use it."""
+
+    def __init__(
+        self, backend: LocalBackend | ProcessBackend, config: PreprocessingConfig, cache_bytes: int, max_read_ahead: int
+    ) -> None:
+        """`max_read_ahead` images wait for a worker; who adds another one waits."""
+        self._backend, self._config = backend, config
+        self._read_ahead = ReadAhead(_READ_AHEAD_BYTES, max_read_ahead)
+        self._lock = threading.Lock()
+        """Guards the fields below."""
+        self.cache = ProcessedImageCache(cache_bytes)
+        self._in_progress: dict[bytes, _ImageInProgress] = {}
+        """Images that are being preprocessed, by salted digest."""
+        self.num_processed = self.num_cache_hits = self.num_shared = 0
+        self.decode_times, self.preprocess_times = TimeHistogram(), TimeHistogram()
+
+    def get(self, task: ImageTask, salt: bytes) -> Future[ProcessedImage]:
+        """The processed image of a task. The prompt that it is for ends with `leave`."""
+        digest = task.digest()
+        cache_key = salted(salt, digest)
+        with self._lock:
+            if processed := self.cache.get(cache_key):
+                self.num_cache_hits += 1
+                return done(processed)
+            if (shared := self._in_progress.get(cache_key)) is not None:
+                self.num_shared += 1
+                shared.num_waiting += 1
+                return shared
+            image = self._in_progress[cache_key] = _ImageInProgress(cache_key)
+        image.job = self._start(task)
+        image.job.add_done_callback(partial(self._finish, task.kind, digest, image))
+        return image
+
+    def leave(self, images: Sequence[Future[ProcessedImage]]) -> None:
+        """A prompt has ended: cancel the jobs of its images that no other prompt waits for. No effect on images that are ready."""
+        for image in images:
+            if not isinstance(image, _ImageInProgress):
+                continue
+            with self._lock:
+                image.num_waiting -= 1
+                is_unused = image.num_waiting == 0
+                if is_unused:
+                    self._forget(image)  # before the next prompt joins
+            if is_unused and image.job is not None:
+                image.job.cancel()
+
+    def flush(self) -> None:
+        """Forget all processed images."""
+        with self._lock:
+            self.cache.clear()
+
+    def _start(self, task: ImageTask) -> Future[Patchified]:
+        """Have a worker preprocess an image, unless it came as the pixels that the device patchifies.
+
+        Never raises: what keeps the job from starting is its failure, which all prompts with this image get.
+        """
+        try:
+            ready = as_pixels(task, self._backend.rules, self._config)
+            return done(ready) if ready is not None else self._start_job(task)
+        except Exception as error:
+            return failed(error)
+
+    def _start_job(self, task: ImageTask) -> Future[Patchified]:
+        cost = self._read_ahead.acquire(task.num_bytes)
+        try:
+            job = self._backend.patchify(task)
+        except BaseException:
+            self._read_ahead.release(cost)
+            raise
+        job.add_done_callback(lambda _: self._read_ahead.release(cost))
+        return job
+
+    def _finish(self, kind: VisualKind, digest: bytes, image: _ImageInProgress, job: Future[Patchified]) -> None:
+        try:
+            patchified = job.result()
+            key = image_key(self._backend.metadata.result().of(kind), digest)
+            visual = patchified.visual
+            processed = ProcessedImage(key, visual.parts, visual.patches, patchified.num_pixels)
+        except BaseException as error:
+            with self._lock:
+                self._forget(image)
+            image.set_exception(error)
+            return
+        with self._lock:
+            self._observe(patchified)
+            self.cache.put(image.cache_key, processed)
+            self._forget(image)
+        image.set_result(processed)
+
+    def _observe(self, patchified: Patchified) -> None:
+        self.num_processed += 1
+        if patchified.decode_s is not None:
+            self.decode_times.observe(patchified.decode_s)
+        if patchified.preprocess_s is not None:
+            self.preprocess_times.observe(patchified.preprocess_s)
+
+    def _forget(self, image: _ImageInProgress) -> None:
+        """A later prompt starts a job of its own, unless the image is in the cache."""
+        if self._in_progress.get(image.cache_key) is image:
+            del self._in_progress[image.cache_key]
+
+
+class _ImageInProgress(Future[ProcessedImage]):
+    """An image that is being preprocessed, for one or several prompts."""
+
+    def __init__(self, cache_key: bytes) -> None:
+        super().__init__()
+        self.cache_key = cache_key
+        self.num_waiting = 1
+        """Prompts that wait for it."""
+        self.job: Future[Patchified] | None = None
+
+
+class ReadAhead:
+    """Bounds the bytes and the number of images that are read but not processed yet."""
+
+    def __init__(self, max_bytes: int, max_images: int) -> None:
+        self._max_bytes, self._min_cost = max_bytes, max_bytes // max_images
+        self._used = 0
+        self._changed = threading.Condition()
+
+    def acquire(self, num_bytes: int) -> int:
+        """Wait for space; return what to release. An image above the bound waits until it is alone."""
+        cost = min(max(num_bytes, self._min_cost), self._max_bytes)
+        with self._changed:
+            self._changed.wait_for(lambda: self._used + cost <= self._max_bytes)
+            self._used += cost
+        return cost
+
+    def release(self, cost: int) -> None:
+        """Give space back."""
+        with self._changed:
+            self._used -= cost
+            self._changed.notify_all()
+
+
+def image_key(metadata: VisualMetadata, digest: bytes) -> bytes:
+    """sha256 of an image as sent (`ImageTask.digest`) and of the settings it is preprocessed with: equal keys have equal features.
+
+    Computed in the engine's process, never by a worker.
+    """
+    return hashlib.sha256(metadata.settings.encode() + digest).digest()
