@@ -23,7 +23,7 @@ from saccade.engine.device.runner import PixelScale
 from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import ImageSpan, Request, SamplingParams
 from saccade.model.initialize import named_size
-from saccade.model.linear import merge_storage
+from saccade.model.merged_projections import merge_storage
 from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions
 
 

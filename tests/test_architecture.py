@@ -135,7 +135,7 @@ def test_files_named_in_the_documents_exist():
 
 
 STORAGE = {
-    "model/linear.py", "model/lora_linear.py", "model/prepacked_linear.py", "model/quantized_linear.py",
+    "model/linear.py", "model/merged_projections.py", "model/lora_linear.py", "model/prepacked_linear.py", "model/quantized_linear.py",
     "model/fake_quantized_linear.py",  # the storage forms
     "model/weights.py", "train/weights.py",  # loading and export
     "train/optimizer.py",

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from saccade.errors import CheckpointError
 from saccade.kernels.grouped_lora import add_lora, grouped_lora, lora_swiglu
-from saccade.model.linear import Projection, RowAdapters, merge_with_rows, projections
+from saccade.model.linear import Projection, projections
+from saccade.model.merged_projections import RowAdapters, merge_with_rows
 from saccade.model.weights import check_finite, read_tensors, tensor_names
 from saccade.processor.folder import read_json
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from saccade.model.attention import AttentionContext
 from saccade.model.config import LanguageConfig
 from saccade.model.layers import FeedForward, RMSNorm, make_embedding
-from saccade.model.linear import Input, Linear, NormedSum, RowAdapters, add_update, project
+from saccade.model.linear import Linear
+from saccade.model.merged_projections import RowAdapters, project
+from saccade.model.normed_sum import Input, NormedSum, add_update
 
 
 class SelfAttention(nn.Module):

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from saccade.kernels.rms_norm import rms_norm
-from saccade.model.linear import Input, Linear, NormedSum, RowAdapters, project, project_gated
+from saccade.model.linear import Linear
+from saccade.model.merged_projections import RowAdapters, project, project_gated
+from saccade.model.normed_sum import Input, NormedSum
 
 
 class RMSNorm(nn.Module):

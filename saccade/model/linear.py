@@ -4,17 +4,15 @@ Legend: T tokens, D inputs, N outputs.
 
 A caller says what is computed. The module owns the storage of its weight and chooses the kernel:
 
-    linear(x)                                x W' + bias
+    linear(x)                                  x W' + bias
     linear(norm.add_norm(x, residual).input)   rms_norm(x + residual) W' + bias
-    linear.gated(gate, up)                   (silu(gate) * up) W' + bias
-    project(x, q_proj, k_proj, v_proj)       several outputs of one input
-    linear.cross_entropy(x, labels, ...)     the loss of a head, without its logits
+    linear.gated(gate, up)                     (silu(gate) * up) W' + bias
+    linear.cross_entropy(x, labels, ...)       the loss of a head, without its logits
 
-Storage forms are subclasses of `Projection`: `Linear` (plain, here), `PrepackedLinear` (inference on a CPU, `prepacked_linear.py`) and
-`LoraLinear` (training, `lora_linear.py`), `FakeQuantizedLinear` (`fake_quantized_linear.py`), `Linear8bit` and `Linear4bit` (`quantized_linear.py`). A form implements `linear`; everything else then works unfused, and a form overrides what it has a fused kernel for.
-
-Projections that read the same input can be stored as one matrix (`merge_storage`): one larger product computes all of their outputs
-where no gradients are needed. The parts keep their names and are views of it, so that loading, saving and training do not change.
+Storage forms are subclasses of `Projection`: `Linear` (plain, here), `PrepackedLinear` (inference on a CPU),
+`LoraLinear` and `FakeQuantizedLinear` (training), `Linear8bit` and `Linear4bit` (`quantized_linear.py`). A form
+implements `linear`; everything else then works unfused, and a form overrides what it has a fused kernel for.
+Projections of one input can be stored as one matrix: `merged_projections.py`.
 
 Nothing else in the package reads a projection's weight, except loading, export and the optimizer.
 """
@@ -23,118 +21,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from saccade.kernels.grouped_lora import group_tokens
 from saccade.kernels.launch import is_differentiable
 from saccade.kernels.linear_cross_entropy import linear_cross_entropy
-from saccade.kernels.rms_norm import add_rms_norm, rms_norm
 from saccade.kernels.small_linear import norm_gated_linear, norm_linear, norm_linear_into, small_linear
 from saccade.kernels.swiglu import swiglu, swiglu_linear
+from saccade.model.normed_sum import Input, NormedSum
+
+if TYPE_CHECKING:
+    from saccade.model.merged_projections import Adapters, MergedStorage
 
 ALIGNMENT = 8
-"""Rows of half-precision matrices must start at multiples of 16 bytes, or cuBLAS chooses pre-Hopper kernels: 36864 x 1280 x 3420
-runs at 258 TFLOP/s, with 3424 at 731 (H200)."""
-
-
-# ------------------------------------------------------------------ inputs
-
-
-class NormedSum:
-    """rms_norm(x + residual) as the input of projections, and the sum itself.
-
-    With gradients both are computed at once. Without, they are left to the kernel of the first projection that reads them.
-    """
-
-    def __init__(self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> None:
-        self.x_TD, self.residual_TD, self.weight_D, self.eps = x_TD, residual_TD, weight_D, eps
-        self._normed_TD: Tensor | None = None
-        self._total_TD: Tensor | None = x_TD if residual_TD is None else None
-        if is_differentiable():
-            self._compute()
-
-    def _compute(self) -> Tensor:
-        if self._normed_TD is None:
-            if self.residual_TD is None:
-                self._normed_TD = rms_norm(self.x_TD, self.weight_D, self.eps)
-            else:
-                self._normed_TD, self._total_TD = add_rms_norm(self.x_TD, self.residual_TD, self.weight_D, self.eps)
-        return self._normed_TD
-
-    @property
-    def input(self) -> Tensor | NormedSum:
-        """What projections take: the norm if it is computed, else this object."""
-        return self if self._normed_TD is None else self._normed_TD
-
-    @property
-    def normed(self) -> Tensor:
-        """The norm."""
-        return self._compute()
-
-    @property
-    def total(self) -> Tensor:
-        """x + residual. After a projection has read the norm, it costs nothing."""
-        if self._total_TD is None:
-            self._compute()
-        assert self._total_TD is not None, "the sum is computed with the norm"
-        return self._total_TD
-
-    @total.setter
-    def total(self, total_TD: Tensor) -> None:
-        self._total_TD = total_TD
-
-    @property
-    def is_cpu(self) -> bool:
-        """Whether it is on the CPU."""
-        return self.x_TD.is_cpu
-
-    def __len__(self) -> int:
-        return len(self.x_TD)
-
-    def split(self, num_rows: int) -> list[NormedSum]:
-        """Parts of up to `num_rows` rows."""
-        xs = torch.split(self.x_TD, num_rows)
-        residuals = [None] * len(xs) if self.residual_TD is None else torch.split(self.residual_TD, num_rows)
-        return [NormedSum(x, residual, self.weight_D, self.eps) for x, residual in zip(xs, residuals, strict=True)]
-
-
-Input = Tensor | NormedSum
-"""What a projection multiplies: rows, or the norm of a sum of rows."""
-
-
-# ------------------------------------------------------------------ the seam
-
-
-class RowAdapters:
-    """The adapter of each row of an input: slots from 1, 0 for the base model."""
-
-    def __init__(self, slot_T: Tensor, num_slots: int) -> None:
-        self._slot_T, self._num_slots = slot_T, num_slots
-        self.groups = group_tokens(slot_T, num_slots)
-
-    def select(self, index_S: Tensor) -> RowAdapters:
-        """Of some of the rows."""
-        return RowAdapters(self._slot_T.index_select(0, index_S), self._num_slots)
-
-
-class Adapters(Protocol):
-    """LoRA adapters beside the projections of one input: B A x is added to their outputs."""
-
-    low: Projection | None
-    """A x of all adapters, stored with the projections as one matrix; None: `add` computes it."""
-
-    def add(self, y_TN: Tensor, x_TD: Tensor, chosen: RowAdapters) -> Tensor:
-        """Add each row's adapter to the outputs, in place."""
-
-    def add_low(self, y_TN: Tensor, low_TM: Tensor, chosen: RowAdapters) -> Tensor:
-        """The same with the outputs of `low` given."""
-
-    def gated_low(self, y_TN: Tensor, low_TM: Tensor, chosen: RowAdapters) -> Tensor:
-        """silu(gate) * up of outputs [gate, up] with each row's adapter added."""
+"""Rows of half-precision matrices must start at multiples of 16 bytes, or cuBLAS chooses pre-Hopper kernels: 36864 x
+1280 x 3420 runs at 258 TFLOP/s, with 3424 at 731 (H200)."""
+_INPUT_PARAMETERS = ("input_scale", "input_zero_point", "weight_g_idx")
+"""Parameters that describe the inputs of a projection, not its outputs."""
 
 
 class Projection(nn.Module):
@@ -148,8 +54,8 @@ class Projection(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.adapters: Adapters | None = None
         """LoRA adapters chosen per row (`adapters.py`); one object for all projections of an input."""
-        self._whole: tuple[Projection] | None = None
-        """The projection whose storage this one is a part of. In a tuple: it is no submodule, and its weight no further parameter."""
+        self.merged: MergedStorage | None = None
+        """The matrix that stores this projection with others of its input; None: it has its own storage."""
 
     @property
     def stored_shape(self) -> tuple[int, int]:
@@ -165,15 +71,15 @@ class Projection(nn.Module):
         return self.linear(x.normed if isinstance(x, NormedSum) else x)
 
     def forward_into(self, x: Input, out: Tensor) -> Tensor:
-        """The outputs, in the memory of `out` where that costs nothing: CUDA graphs of all sizes then share one."""
+        """The outputs, in the memory of `out` if that costs nothing: CUDA graphs of all sizes then share one."""
         return out.copy_(self(x))
 
     def forward_gated(self, x: Input) -> Tensor | None:
-        """silu(gate) * up of outputs [gate, up], without gradients. None: this form leaves it to the next projection, see `gated`."""
+        """silu(gate) * up of outputs [gate, up], without gradients. None: the next projection computes it, see `gated`."""
         return None
 
     def gated(self, gate: Tensor, up: Tensor, *, saves_activation: bool = False) -> Tensor:
-        """(silu(gate) * up) W' + bias. `saves_activation`: keep silu(gate) * up for backward instead of computing it again."""
+        """(silu(gate) * up) W' + bias. `saves_activation`: silu(gate) * up is saved for backward, not computed again."""
         return self.linear(swiglu(gate, up))
 
     def cross_entropy(
@@ -199,100 +105,58 @@ class Projection(nn.Module):
 
     @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self | None:
-        """One projection with the outputs of all parts, whose storage becomes theirs. None: this form cannot be merged."""
+        """One projection with the outputs of all parts, which become views of it. None: this form cannot be merged."""
         return None
 
-    # A part whose storage is replaced is no view any more; its whole would be out of date.
+    @torch.no_grad()
+    def take_rows(self, parts: Sequence[Projection]) -> None:
+        """Hold the concatenated parameters of all parts and make theirs views of them.
+
+        Parameters that concern the inputs are the same in all parts, and taken from the first.
+        """
+        for name, _ in list(self.named_parameters()):
+            if name in _INPUT_PARAMETERS:
+                setattr(self, name, parts[0].get_parameter(name))
+                continue
+            rows = [part.get_parameter(name) for part in parts]
+            merged = torch.cat([row.detach() for row in rows])
+            setattr(self, name, nn.Parameter(merged, requires_grad=False))
+            for part, own, view in zip(parts, rows, torch.split(merged, [len(row) for row in rows]), strict=True):
+                setattr(part, name, nn.Parameter(view, requires_grad=own.requires_grad))
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether its storage is a view of a merged matrix."""
+        return self.merged is not None and self.merged.whole is not None
+
+    def _leave_merged(self) -> None:
+        """Free the merged matrix: the storage of this part of it is replaced."""
+        merged = self.__dict__.get("merged")
+        if merged is not None:
+            merged.whole = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter):
-            self.__dict__["_whole"] = None
+            self._leave_merged()
         super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self._whole = None
+        self._leave_merged()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_whole": None}
+        return self.__dict__ | {"merged": None}  # a copy has its own storage
 
     def extra_repr(self) -> str:
         """Sizes, for the printed model."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-def project(x: Input, *parts: Projection, chosen: RowAdapters | None = None) -> tuple[Tensor, ...]:
-    """The outputs of one or several projections of one input: one product where they are stored as one matrix and no gradients are needed.
-
-    `chosen`: the adapter of each row.
-    """
-    if chosen is not None and parts[0].adapters is not None:
-        return _project_adapted(x, parts, parts[0].adapters, chosen)
-    whole = _whole_of(parts)
-    if whole is not None:
-        out: Tensor = whole(x)
-        return torch.split(out, [part.out_features for part in parts], dim=-1)
-    if len(parts) == 1:
-        return (parts[0](x),)
-    rows = x.normed if isinstance(x, NormedSum) else x
-    return tuple(part(rows) for part in parts)
-
-
-def _whole_of(parts: Sequence[Projection]) -> Projection | None:
-    """The projection that computes all parts, where gradients are not needed."""
-    shared = parts[0]._whole
-    if shared is None or is_differentiable() or any(part._whole is not shared for part in parts):
-        return None
-    return shared[0] if sum(part.out_features for part in parts) == shared[0].out_features else None
-
-
-def _project_adapted(
-    x: Input, parts: Sequence[Projection], adapters: Adapters, chosen: RowAdapters
-) -> tuple[Tensor, ...]:
-    found = _with_low(x, parts, adapters)
-    if found is not None:
-        out = adapters.add_low(*found, chosen)
-    else:
-        rows, whole = x.normed if isinstance(x, NormedSum) else x, _whole_of(parts)
-        out = torch.cat([part.linear(rows) for part in parts], dim=-1) if whole is None else whole.linear(rows)
-        out = adapters.add(out, rows, chosen)
-    return torch.split(out, [part.out_features for part in parts], dim=-1)
-
-
-def _with_low(x: Input, parts: Sequence[Projection], adapters: Adapters) -> tuple[Tensor, Tensor] | None:
-    """The outputs of projections and those of the adapters' `low`, of one product; None: they are not stored as one matrix."""
-    whole = None if adapters.low is None else _whole_of((*parts, adapters.low))
-    if whole is None:
-        return None
-    out: Tensor = whole(x)
-    num_outputs = sum(part.out_features for part in parts)
-    return out[:, :num_outputs], out[:, num_outputs:]
-
-
-def project_gated(x: Input, gate: Projection, up: Projection, chosen: RowAdapters | None = None) -> Tensor | None:
-    """silu(gate(x)) * up(x), where the form of the projections computes it: always with the adapter of each row, never with gradients."""
-    if chosen is None:
-        whole = _whole_of((gate, up))
-        return None if whole is None else whole.forward_gated(x)
-    found = None if gate.adapters is None else _with_low(x, (gate, up), gate.adapters)
-    if found is None or gate.adapters is None:
-        return swiglu(*project(x, gate, up, chosen=chosen))
-    return gate.adapters.gated_low(*found, chosen)
-
-
-def add_update(x_TD: Tensor, update_TD: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The residual stream x + update. Without gradients it stays a pair: the next norm adds it up in its own kernel."""
-    return (x_TD + update_TD, None) if is_differentiable() else (x_TD, update_TD)
-
-
-# ------------------------------------------------------------------ the plain form
-
-
 class Linear(Projection):
     """The plain form: a weight [N, D] in the compute dtype.
 
-    In memory an aligned size is padded to a multiple of `ALIGNMENT`; checkpoints hold it as configured. The padding channels are zero
-    and have zero gradients, so they stay zero under any optimizer.
+    In memory an aligned size is padded to a multiple of `ALIGNMENT`; checkpoints hold it as configured. The padding
+    channels are zero and have zero gradients, so they stay zero under any optimizer.
     """
 
     def __init__(
@@ -372,7 +236,7 @@ class Linear(Projection):
         return self.linear(x)
 
     def forward_gated(self, x: Input) -> Tensor | None:
-        """See `Projection`. Norm and activation run in the kernel of the product for one token, the activation also for very many."""
+        """See `Projection`. Norm and activation run in the kernel of the product for one token, the activation for many."""
         if not isinstance(x, NormedSum):
             return swiglu(*self.linear(x).chunk(2, dim=-1))
         out, x.total = norm_gated_linear(x.x_TD, x.residual_TD, x.weight_D, x.eps, self.weight, self.bias)
@@ -415,7 +279,7 @@ class Linear(Projection):
             return None
         with torch.device("meta"):
             whole = cls(parts[0].in_features, sum(p.out_features for p in parts), bias=parts[0].bias is not None)
-        share_rows(whole, parts)
+        whole.take_rows(parts)
         return whole
 
 
@@ -435,64 +299,9 @@ class PatchLinear(Linear):
         return F.linear(x.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
-# ------------------------------------------------------------------ the projections of a model
-
-
-@torch.no_grad()
-def share_rows(whole: Projection, parts: Sequence[Projection]) -> None:
-    """Give `whole` the concatenated parameters of all parts, and make theirs views of it. What concerns their inputs is common to all."""
-    for name, _ in list(whole.named_parameters()):
-        if name in ("input_scale", "input_zero_point", "weight_g_idx"):
-            setattr(whole, name, parts[0].get_parameter(name))
-            continue
-        rows = [part.get_parameter(name) for part in parts]
-        merged = torch.cat([row.detach() for row in rows])
-        setattr(whole, name, nn.Parameter(merged, requires_grad=False))
-        for part, own, view in zip(parts, rows, torch.split(merged, [len(row) for row in rows]), strict=True):
-            setattr(part, name, nn.Parameter(view, requires_grad=own.requires_grad))
-
-
 def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
     """All projections, by name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Projection))
-
-
-def merge_storage(model: nn.Module) -> None:
-    """Store projections of one input as one matrix each, which takes fewer and larger products where no gradients are needed.
-
-    Which ones read the same input is said by the `merged_projections` of the module that owns them. At most one group is held twice
-    meanwhile. Nothing depends on it but speed.
-    """
-    for module in model.modules():
-        for names in getattr(module, "merged_projections", ()):
-            parts: list[Projection] = [module.get_submodule(name) for name in names]  # type: ignore[misc]
-            form = type(parts[0])
-            if parts[0]._whole is None and all(type(part) is form for part in parts):
-                whole = form.merge(parts)
-                shared = None if whole is None else (whole,)
-                for part in parts:
-                    part._whole = shared
-
-
-def merge_with_rows(parts: Sequence[Projection], rows_MD: Tensor) -> tuple[Projection, Tensor] | None:
-    """Store projections of one input and a further one, of weight `rows_MD` without bias, as one matrix: the further projection, and its weight
-    there. None: this form cannot be merged; nothing has changed."""
-    if not all(type(part) is Linear for part in parts):
-        return None
-    has_bias = cast(Linear, parts[0]).bias is not None
-    with torch.device("meta"):
-        further = Linear(rows_MD.shape[1], len(rows_MD), bias=has_bias)
-    further.weight = nn.Parameter(rows_MD, requires_grad=False)
-    if has_bias:
-        further.bias = nn.Parameter(rows_MD.new_zeros(len(rows_MD)), requires_grad=False)
-    together = [*(cast(Linear, part) for part in parts), further]
-    whole = Linear.merge(together)
-    if whole is None:
-        return None
-    shared = (whole,)
-    for part in together:
-        part._whole = shared
-    return further, further.weight.detach()
 
 
 def checkpoint_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

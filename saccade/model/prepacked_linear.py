@@ -1,14 +1,17 @@
-"""Projections whose weights are prepacked for a CPU (`kernels/linear.py`): inference alone, without gradients, export or other devices."""
+"""Projections whose weights are prepacked for a CPU: for inference, without gradients, export or other devices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
 from saccade.kernels.linear import can_prepack, linear, prepack
-from saccade.model.linear import Input, Linear, Projection
+from saccade.model.linear import Linear, Projection
+from saccade.model.merged_projections import MergedStorage
+from saccade.model.normed_sum import Input
 
 
 class PrepackedLinear(Projection):
@@ -37,9 +40,10 @@ class PrepackedLinear(Projection):
 class PrepackedPart(Projection):
     """Some outputs of a prepacked weight. Alone it costs a product of all of them; `project` computes them together."""
 
-    def __init__(self, whole: tuple[PrepackedLinear], layer: Linear, first: int) -> None:
+    def __init__(self, layer: Linear, first: int) -> None:
+        """`first`: where its outputs begin in those of the whole."""
         super().__init__(layer.in_features, layer.out_features)
-        self._whole, self._first, self._stored_shape = whole, first, layer.stored_shape
+        self._first, self._stored_shape = first, layer.stored_shape
 
     @property
     def stored_shape(self) -> tuple[int, int]:
@@ -48,14 +52,16 @@ class PrepackedPart(Projection):
 
     def linear(self, x: Tensor) -> Tensor:
         """See `Projection`."""
-        assert self._whole is not None, "a prepacked model stays where it is"
-        return self._whole[0].linear(x)[..., self._first : self._first + self.out_features]
+        assert self.merged is not None, "the parts are merged as soon as they are made"
+        assert self.merged.whole is not None, "a prepacked model stays where it is"
+        return self.merged.whole.linear(x)[..., self._first : self._first + self.out_features]
 
 
 def prepack_storage(model: nn.Module) -> None:
-    """Replace plain projections by prepacked ones where this CPU has kernels for them; no effect elsewhere.
+    """Replace plain projections by prepacked ones if this CPU has kernels for them; no effect elsewhere.
 
-    A tied head becomes a copy of the embedding, which is looked up by row. Each weight is freed as soon as it is packed.
+    A tied head becomes a copy of the embedding, which is looked up by row. Each weight is freed as soon as it is
+    packed.
     """
     for module in model.modules():
         for names in getattr(module, "merged_projections", ()):
@@ -66,11 +72,12 @@ def prepack_storage(model: nn.Module) -> None:
 
 
 def _prepack_merged(module: nn.Module, names: Sequence[str]) -> None:
-    shared = module.get_submodule(names[0])._whole
-    if not isinstance(shared, tuple) or type(shared[0]) is not Linear or not can_prepack(shared[0].weight):
+    layers: list[Any] = [module.get_submodule(name) for name in names]
+    merged: MergedStorage | None = layers[0].merged
+    if merged is None or type(merged.whole) is not Linear or not can_prepack(merged.whole.weight):
         return
-    whole, first = (PrepackedLinear(shared[0]),), 0
-    for name in names:
-        layer: Any = module.get_submodule(name)
-        setattr(module, name, PrepackedPart(whole, layer, first))
-        first += layer.out_features
+    starts = accumulate((layer.out_features for layer in layers[:-1]), initial=0)
+    parts = [PrepackedPart(layer, first) for layer, first in zip(layers, starts, strict=True)]
+    MergedStorage(parts, PrepackedLinear(merged.whole))
+    for name, part in zip(names, parts, strict=True):
+        setattr(module, name, part)

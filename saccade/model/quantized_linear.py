@@ -31,7 +31,8 @@ from saccade.kernels.small_linear_w4a16 import (
 )
 from saccade.kernels.small_matmul_w8a8 import small_matmul_w8a8
 from saccade.kernels.swiglu import swiglu, swiglu_quant
-from saccade.model.linear import Input, Linear, NormedSum, Projection, share_rows
+from saccade.model.linear import Linear, Projection
+from saccade.model.normed_sum import Input, NormedSum
 from saccade.model.quantization import QuantizationConfig, Scheme
 
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -83,7 +84,7 @@ class QuantizedLinear(Projection):
             return None
         whole = cls._like(parts)
         if whole is not None:
-            share_rows(whole, parts)
+            whole.take_rows(parts)
         return whole
 
     @classmethod

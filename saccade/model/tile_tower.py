@@ -24,7 +24,9 @@ from saccade.device import to_device
 from saccade.kernels.attention import attention
 from saccade.model.config import VisionConfig
 from saccade.model.layers import LayerNorm, PlainFeedForward, make_embedding
-from saccade.model.linear import Input, Linear, add_update, project
+from saccade.model.linear import Linear
+from saccade.model.merged_projections import project
+from saccade.model.normed_sum import Input, add_update
 from saccade.model.vision import (
     Integers,
     Numbers,

@@ -28,7 +28,8 @@ from saccade.kernels.resize import resize
 from saccade.kernels.rope import CosSin, vision_cos_sin
 from saccade.model.config import VisionConfig
 from saccade.model.layers import LayerNorm, RMSNorm, make_embedding
-from saccade.model.linear import Input, Linear, PatchLinear, add_update
+from saccade.model.linear import Linear, PatchLinear
+from saccade.model.normed_sum import Input, add_update
 from saccade.processor.image import Grid
 from saccade.processor.pillow_resize import rows_first
 

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from saccade.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from saccade.errors import CheckpointError
 from saccade.model.families import family_of, load_model_config
-from saccade.model.linear import Projection, checkpoint_shapes, merge_storage
+from saccade.model.linear import Projection, checkpoint_shapes
+from saccade.model.merged_projections import merge_storage
 from saccade.model.quantization import QuantizationConfig, parse_quantization
 from saccade.model.quantized_linear import QuantizedLinear, quantize_storage
 from saccade.model.vlm import VLM

@@ -19,7 +19,7 @@ from saccade.compress.scheme import Rule, Scheme
 from saccade.errors import ConfigError
 from saccade.kernels.linear_w8a8 import matmul_w8a8_reference
 from saccade.model import load_model
-from saccade.model.linear import merge_storage
+from saccade.model.merged_projections import merge_storage
 from saccade.model.quantization import Scheme as StoredScheme
 from saccade.model.quantized_linear import Linear8bit
 from saccade.processor import Processor
@@ -87,10 +87,12 @@ def test_transformers_computes_our_logits(folder, checkpoint):
 def test_layers_that_read_the_same_input_are_one_product(folder):
     model = load_model(folder, device="cpu")
     attention = model.language.layers[0].self_attn
-    [whole] = {id(part._whole[0]): part._whole[0] for part in (attention.q_proj, attention.k_proj, attention.v_proj)}.values()  # fmt: skip
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    merged = projections[0].merged
+    assert all(part.merged is merged for part in projections)
     x = torch.randn(5, attention.q_proj.in_features)
-    parts = [part.linear(x) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
-    torch.testing.assert_close(whole.linear(x), torch.cat(parts, 1), rtol=1e-6, atol=1e-6)
+    parts = [part.linear(x) for part in projections]
+    torch.testing.assert_close(merged.whole.linear(x), torch.cat(parts, 1), rtol=1e-6, atol=1e-6)
     merge_storage(model)
     assert len(layers_of(model)) >= 20
 

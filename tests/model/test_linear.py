@@ -9,7 +9,8 @@ from torch import nn
 from saccade.model import adapters, load_model
 from saccade.model.initialize import initialize_random, named_size
 from saccade.model.layers import FeedForward, RMSNorm
-from saccade.model.linear import Linear, RowAdapters, checkpoint_shapes, merge_storage, project, projections
+from saccade.model.linear import Linear, checkpoint_shapes, projections
+from saccade.model.merged_projections import RowAdapters, merge_storage, project
 from saccade.model.prepacked_linear import prepack_storage
 
 

@@ -80,7 +80,7 @@ from saccade.kernels.sampler import NON_FINITE, Destination
 from saccade.model.adapters import Adapter, AdapterBank, load_adapter
 from saccade.model.families import family_named
 from saccade.model.language import LayerFeatures
-from saccade.model.linear import Input, NormedSum
+from saccade.model.normed_sum import Input, NormedSum
 from saccade.model.vlm import VLM
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from saccade.engine.device.runner import PixelScale, Runner
 from saccade.kernels import launch
 from saccade.model.config import ModelConfig
 from saccade.model.families import family_named, load_model_config
-from saccade.model.linear import merge_storage
+from saccade.model.merged_projections import merge_storage
 from saccade.model.quantization import QuantizationConfig, parse_quantization
 from saccade.model.quantized_linear import QuantizedLinear, quantize_storage
 from saccade.model.vlm import VLM
