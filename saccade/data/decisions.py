@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saccade.data.index import SUMMARY, ShardIndex
-from saccade.data.index_files import VERSION, parquet_name, read_note, write_json, write_table
+from saccade.data.index_files import VERSION, note_for, parquet_name, read_note, write_json, write_table
 from saccade.errors import DataError
 
 
@@ -44,8 +44,8 @@ def decided(index: ShardIndex) -> dict[str, int]:
     """
     kept = {}
     for entry in index.entries:
-        note = read_note(index.folder / "decisions" / parquet_name(entry.name)) or {}
-        if (note.get("bytes"), note.get("num_rows")) == (entry.num_bytes, entry.num_samples) and "kept" in note:
+        note = note_for(index.folder / "decisions" / parquet_name(entry.name), entry)
+        if note is not None and "kept" in note:
             kept[entry.name] = int(note["kept"])
     return kept
 

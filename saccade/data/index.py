@@ -82,17 +82,6 @@ def _trusted(where: ShardPath, location: IndexLocation) -> list[tuple[ShardFile,
     ]
 
 
-class Spans(NamedTuple):
-    """Byte ranges of samples in their shard: `begins[i]` to `ends[i]`, members `starts[i]` to `starts[i + 1]` of the lists."""
-
-    begins: Ints
-    ends: Ints
-    starts: Ints
-    names: list[str]
-    offsets: Ints
-    sizes: Ints
-
-
 class ShardIndex:
     """An open index. Cheap to pickle, safe with threads; tables are kept in small LRU caches."""
 
@@ -205,22 +194,6 @@ class ShardIndex:
         return np.flatnonzero(is_kept).astype(np.int64)
 
     # ---------------------------------------------------------------- samples
-
-    def spans(self, shard: int, rows: Sequence[int] | Ints) -> Spans:
-        """Byte ranges of the members of these rows."""
-        layout = self._layout(shard)
-        rows = np.asarray(rows, dtype=np.int64)
-        first, last = layout.starts[rows], layout.starts[rows + 1]
-        starts = np.concatenate([[0], np.cumsum(last - first)])
-        picked = np.repeat(first - starts[:-1], last - first) + np.arange(starts[-1])
-        return Spans(
-            begins=layout.offsets[first],
-            ends=layout.offsets[last - 1] + layout.sizes[last - 1],
-            starts=starts,
-            names=[layout.names[code] for code in layout.codes[picked].tolist()],
-            offsets=layout.offsets[picked],
-            sizes=layout.sizes[picked],
-        )
 
     def read_sample(self, shard: int, row: int, *, verify: bool = False) -> Sample:
         """Read one sample, with one request. With `verify` its bytes are compared with the checksum."""

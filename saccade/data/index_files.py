@@ -184,11 +184,8 @@ class IndexLocation:
 
 
 def _describes(path: Path, entry: ShardEntry | None) -> bool:
-    """Whether a Parquet file was made for this shard and has a row for each of its samples."""
-    if entry is None:
-        return path.is_file()
-    note = read_note(path)
-    return note is not None and (note.get("bytes"), note["num_rows"]) == (entry.num_bytes, entry.num_samples)
+    """Whether a Parquet file was made for this shard; `entry` None: whether it exists."""
+    return path.is_file() if entry is None else note_for(path, entry) is not None
 
 
 def _entries(content: bytes | None, where: str) -> list[ShardEntry]:
@@ -256,3 +253,10 @@ def read_note(path: Path) -> dict[str, Any] | None:
         return None
     note: dict[str, Any] = json.loads((metadata.metadata or {}).get(_NOTE_KEY, b"{}"))
     return note | {"num_rows": metadata.num_rows}
+
+
+def note_for(path: Path, entry: ShardEntry) -> dict[str, Any] | None:
+    """The note of a Parquet file that was made for this shard as it is and has a row for each of its samples, else None."""
+    note = read_note(path)
+    is_current = note is not None and (note.get("bytes"), note["num_rows"]) == (entry.num_bytes, entry.num_samples)
+    return note if is_current else None

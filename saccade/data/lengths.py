@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from saccade.data.header import upright_size
 from saccade.data.index import ShardIndex
-from saccade.data.index_files import ShardProgress, parquet_name, read_note, write_table
+from saccade.data.index_files import ShardProgress, note_for, parquet_name, write_table
 from saccade.data.lru_cache import LRUCache
 from saccade.data.order import Ints
 from saccade.data.parallel import in_processes, workers_for
@@ -190,8 +190,7 @@ def _measure_shard(shared: tuple[ShardIndex, Measure, str], shard: int) -> tuple
     index, measure, folder = shared
     entry = index.entries[shard]
     target = index.folder / folder / parquet_name(entry.name)
-    note = read_note(target) or {}
-    if (note.get("bytes"), note.get("num_rows")) == (entry.num_bytes, entry.num_samples):
+    if note_for(target, entry) is not None:
         return shard, False
     errors = index.read(shard, ["error"])["error"].to_pylist()
     rows = [_measure_row(index, measure, shard, row, error) for row, error in enumerate(errors)]

@@ -133,6 +133,11 @@ def write_synthetic_index(folder, num_shards=10_000, samples_per_shard=10_000, n
     return folder
 
 
+def begin_of(index, shard, row):
+    """Offset of a sample's first member in its shard."""
+    return index.read(shard, ["offsets"])["offsets"][row][0].as_py()
+
+
 def read_samples(index, shard, rows, *, verify=False):
     """Several samples of one shard, in the order of `rows`."""
     return [index.read_sample(shard, row, verify=verify) for row in rows]

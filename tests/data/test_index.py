@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 from data.making import (
+    begin_of,
     encode,
     fatal_measure,
     make_jpeg,
@@ -332,7 +333,7 @@ def test_a_truncated_shard_gives_its_complete_samples_and_says_where_it_was_cut(
 def test_a_damaged_shard_resynchronises_and_the_index_says_what_was_lost(tmp_path, caplog):
     make_shards(tmp_path, 1, 8)
     path = tmp_path / "00000.tar"
-    fourth = int(open_index(tmp_path, num_workers=1).spans(0, [3]).begins[0]) - 512
+    fourth = begin_of(open_index(tmp_path, num_workers=1), 0, 3) - 512
     data = bytearray(path.read_bytes())
     data[fourth : fourth + 512] = b"\xff" * 512
     path.write_bytes(bytes(data) + bytes(512))  # another size, so that it is indexed again
@@ -384,7 +385,7 @@ def test_garbage_behind_samples_is_damage_too(tmp_path):
     make_shards(tmp_path, 1, 3)
     path = tmp_path / "00000.tar"
     data = path.read_bytes()
-    third = open_index(tmp_path, num_workers=1).spans(0, [2]).begins[0] - 512
+    third = begin_of(open_index(tmp_path, num_workers=1), 0, 2) - 512
     path.write_bytes(data[:third] + random.Random(0).randbytes(5000))
     assert build_index(tmp_path, num_workers=1).damaged == {"00000.tar": f"no tar header at byte {third}"}
     assert open_index(tmp_path).sizes.tolist() == [1]  # the second may have gone on in the garbage
@@ -483,14 +484,10 @@ def test_samples_come_back_byte_for_byte_in_any_order(tmp_path):
     index = one_shard(tmp_path, samples)
     assert read_samples(index, 0, range(12), verify=True) == samples
     assert read_samples(index, 0, [7, 2, 11]) == [samples[7], samples[2], samples[11]]
-    spans = index.spans(0, [7, 2])
     data = (tmp_path / "00000.tar").read_bytes()
-    for number, sample in enumerate([samples[7], samples[2]]):
-        assert data[spans.begins[number] : spans.ends[number]].startswith(next(iter(sample.members.values())))
-        parts = range(spans.starts[number], spans.starts[number + 1])
-        found = {spans.names[p]: data[spans.offsets[p] : spans.offsets[p] + spans.sizes[p]] for p in parts}
-        assert found == sample.members
-    assert len(index.spans(0, []).begins) == 0
+    for row, sample in zip(index.read(0, ["names", "offsets", "sizes"]).to_pylist(), samples, strict=True):
+        members = zip(row["names"], row["offsets"], row["sizes"], strict=True)
+        assert {name: data[offset : offset + size] for name, offset, size in members} == sample.members
 
 
 def test_a_pickled_index_reads_the_same(tmp_path):
@@ -504,7 +501,7 @@ def test_a_pickled_index_reads_the_same(tmp_path):
 
 def test_bytes_that_changed_are_found_by_their_checksum(tmp_path):
     index = one_shard(tmp_path, [make_sample("a"), make_sample("b")])
-    path, place = tmp_path / "00000.tar", int(index.spans(0, [1]).begins[0]) + 100
+    path, place = tmp_path / "00000.tar", begin_of(index, 0, 1) + 100
     with path.open("r+b") as file:
         file.seek(place)
         byte = file.read(1)
@@ -518,10 +515,10 @@ def test_bytes_that_changed_are_found_by_their_checksum(tmp_path):
 
 def test_a_shard_cut_after_it_was_indexed_is_an_error_with_all_the_numbers(tmp_path):
     index = one_shard(tmp_path, [make_sample("a"), make_sample("b")])
-    spans = index.spans(0, [1])
-    os.truncate(tmp_path / "00000.tar", int(spans.begins[0]) + 10)
+    row = index.read(0, ["offsets", "sizes"]).slice(1, 1).to_pylist()[0]
+    size = row["offsets"][-1] + row["sizes"][-1] - row["offsets"][0]
+    os.truncate(tmp_path / "00000.tar", row["offsets"][0] + 10)
     assert index.read_sample(0, 0, verify=True)
-    size = int(spans.ends[0] - spans.begins[0])
     with pytest.raises(DataError, match=rf"sample b: .*00000\.tar: expected {size} bytes at \d+, the file has \d+"):
         index.read_sample(0, 1)
 

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from data.making import make_sample, make_shards, write_samples
+from data.making import begin_of, make_sample, make_shards, write_samples
 from data.test_loader import assert_gone, assert_same_batches, ids_of, is_alive
 
 from saccade.data.index import open_index
@@ -51,7 +51,7 @@ def cut_shards(folder):
     index = open_index(folder)
     for shard, first_lost in ((2, 47), (3, 45)):
         with (folder / f"{shard:05d}.tar").open("r+b") as tar:
-            tar.truncate(index.spans(shard, [first_lost]).begins[0] + 100)
+            tar.truncate(begin_of(index, shard, first_lost) + 100)
 
 
 # ------------------------------------------------------------------ bad samples

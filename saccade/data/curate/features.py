@@ -40,7 +40,7 @@ from saccade.data.curate.image_hash import (
 from saccade.data.curate.settings import DECODE_LIMITS
 from saccade.data.curate.text_features import NUM_BANDS, minhash_bands, text_hash, text_statistics
 from saccade.data.index import ShardIndex
-from saccade.data.index_files import ShardProgress, parquet_name, read_note, write_table
+from saccade.data.index_files import ShardProgress, note_for, parquet_name, write_table
 from saccade.data.sample import Sample, TextRules, conversations, description, images
 from saccade.errors import ConfigError, DataError, ImageError
 
@@ -169,8 +169,8 @@ def write_features(index: ShardIndex, shard: int) -> None:
 
 def is_measured(index: ShardIndex, shard: int) -> bool:
     """Whether the shard as indexed has features of this version."""
-    note, entry = read_note(_path(index, shard)) or {}, index.entries[shard]
-    return note.get("features") == VERSION and (note["bytes"], note["num_rows"]) == (entry.num_bytes, entry.num_samples)
+    note = note_for(_path(index, shard), index.entries[shard])
+    return note is not None and note.get("features") == VERSION
 
 
 def _path(index: ShardIndex, shard: int) -> Path:

@@ -84,8 +84,7 @@ def curate(
     if write_to is not None:
         _write_kept(index, Path(write_to))
     num_shared = duplicates.num_shared_images(samples)
-    damaged = {entry.name: entry.damage for entry in index.entries if entry.damage}
-    return CurationReport(len(index), len(samples), dropped, absent_scores, num_measured, num_shared, damaged)
+    return CurationReport(len(index), len(samples), dropped, absent_scores, num_measured, num_shared, index.damaged)
 
 
 class _Decisions:

@@ -123,7 +123,7 @@ def inspect(path: str | Path) -> FolderReport:
         num_samples=len(index),
         num_kept=len(index) - reasons.total(),
         is_curated=index.summary() is not None,
-        damaged={entry.name: entry.damage for entry in index.entries if entry.damage},
+        damaged=index.damaged,
         steps=_steps(len(index), reasons),
         sources=_kept_and_all(sources),
         licences=_kept_and_all(licences) if {name for name, _ in licences} != {_UNKNOWN} else {},
