@@ -17,7 +17,7 @@ from saccade.engine.request import ImageSpan
 from saccade.kernels import launch
 from saccade.model import load_model
 from saccade.model.config import VisionConfig
-from saccade.model.vision import budget_sizes, padded_layout
+from saccade.model.vision.patch_layout import budget_sizes, padded_layout
 from saccade.model.vlm import VLM
 from saccade.processor.families import load_rules
 from saccade.processor.image import video_patches

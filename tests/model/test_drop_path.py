@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from saccade.model.families import VISION_LANGUAGE, named_size
-from saccade.model.vision import Segments, drop_paths
+from saccade.model.vision.layout import Segments
+from saccade.model.vision.tower import drop_paths
 from saccade.model.vlm import VLM
 
 

@@ -203,7 +203,7 @@ def test_a_run_that_never_recovers_gives_up(recipe, tmp_path):
 
 
 def test_a_parameter_that_the_loss_does_not_reach_is_named_in_the_first_step(recipe, monkeypatch):
-    from saccade.model.vision import PatchMerger
+    from saccade.model.vision.patch_tower import PatchMerger
 
     def cut(self, outputs):
         return self.mlp(self.ln_q(outputs[0].detach()).view(-1, self.merged_size))

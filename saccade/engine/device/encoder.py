@@ -27,7 +27,7 @@ from saccade.engine.core.step import ENCODER_PARTS
 from saccade.engine.device.cuda_graphs import CudaGraphs
 from saccade.engine.prompt import PromptImage
 from saccade.kernels.normalize_pixels import normalize_pixels
-from saccade.model.vision import LayoutOnHost
+from saccade.model.vision.layout import Layout
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import normalize_patches
 
@@ -193,7 +193,7 @@ class Encoder:
         pixels = normalize_patches(patches, self._pixel_mean, self._pixel_std)
         return self._model.encode_images(pixels, torch.tensor([image.grid for image in images]))
 
-    def _upload(self, images: Sequence[PromptImage], num_patches: int, layout: LayoutOnHost, budget: int) -> None:
+    def _upload(self, images: Sequence[PromptImage], num_patches: int, layout: Layout, budget: int) -> None:
         """Write pixels and layout into the buffers that `_forward` reads. Padding pixels are zero."""
         sizes = self._tower.budget_sizes(budget)
         staging = self._staging[0]

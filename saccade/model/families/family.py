@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch import nn
 
 from saccade.model.config import ModelConfig, VisionConfig
-from saccade.model.vision import Tower
+from saccade.model.vision.tower import Tower
 
 CHATML_VISION_TOKENS = {
     "image": "<|image_pad|>",

@@ -22,7 +22,8 @@ from saccade.model.families.tile_fields import (
     selected_layers,
     tile_fields,
 )
-from saccade.model.tile_tower import TileProjector, TileTower, gather_tiles
+from saccade.model.vision.tile_layout import gather_tiles
+from saccade.model.vision.tile_tower import TileProjector, TileTower
 from saccade.processor.families.llava_next import DEFAULTS, MODEL_TYPE
 from saccade.processor.families.tile_settings import tower_tiling
 from saccade.processor.image import ImageSettings

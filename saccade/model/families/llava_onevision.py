@@ -26,7 +26,8 @@ from saccade.model.families.tile_fields import (
     selected_layers,
     tile_fields,
 )
-from saccade.model.tile_tower import NUM_TAPS, Gathered, TileProjector, TileTower, gather_tiles, interpolated
+from saccade.model.vision.tile_layout import NUM_TAPS, Gathered, gather_tiles, interpolated
+from saccade.model.vision.tile_tower import TileProjector, TileTower
 from saccade.processor.families.llava_onevision import (
     DEFAULT_ASPECT_RATIO,
     DEFAULTS,

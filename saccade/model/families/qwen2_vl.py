@@ -25,7 +25,7 @@ from saccade.model.families.config_fields import (
 )
 from saccade.model.families.family import CHATML_VISION_TOKENS, Family
 from saccade.model.layers import LayerNorm, PlainFeedForward
-from saccade.model.vision import PatchMerger, VisionBlock, VisionTower
+from saccade.model.vision.patch_tower import PatchMerger, VisionBlock, VisionTower
 from saccade.processor.image import ImageSettings
 
 MODEL_TYPE = "qwen2_vl"

@@ -25,7 +25,7 @@ from saccade.model.families.family import CHATML_VISION_TOKENS, Family
 from saccade.model.families.qwen2_vl import describe_images, describe_patches, patch_fields, token_ids_of, vision_heads
 from saccade.model.layers import LayerNorm, PlainFeedForward
 from saccade.model.linear import Linear
-from saccade.model.vision import NORM_EPS, VisionBlock, VisionTower
+from saccade.model.vision.patch_tower import NORM_EPS, VisionBlock, VisionTower
 from saccade.processor.image import ImageSettings
 
 MODEL_TYPE = "qwen3_vl"
