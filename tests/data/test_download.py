@@ -11,7 +11,8 @@ import pytest
 from data.loopback import Site
 from data.making import make_jpeg, make_png
 
-from saccade.data.download import Downloaded, Downloader, DownloadOptions, Failed, download_as_completed, has_opted_out
+from saccade.data.download import Downloaded, Downloader, DownloadOptions, Failed, has_opted_out
+from saccade.data.download_queue import download_as_completed
 from saccade.data.url_policy import is_public
 from saccade.errors import ConfigError
 

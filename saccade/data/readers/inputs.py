@@ -132,7 +132,8 @@ def download_links(
     items: Iterable[tuple[T, Input, Item]], options: DownloadOptions | None = None
 ) -> Iterator[tuple[T, Sample | Skipped | Merged]]:
     """Replace links by samples; items keep their tag, links are yielded as their downloads complete."""
-    from saccade.data.download import Downloaded, DownloadOptions, download_as_completed
+    from saccade.data.download import Downloaded, DownloadOptions
+    from saccade.data.download_queue import download_as_completed
 
     for (tag, entry, item), outcome in download_as_completed(items, _url, options or DownloadOptions()):
         if not isinstance(item, Link):
