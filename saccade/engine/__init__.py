@@ -2,8 +2,9 @@
 
     conversation -> preprocess -> request -> schedule -> run -> sample -> detokenize -> completion
 
-Four packages: `frontend` turns conversations into tokens and tokens into text; `core` decides what each step computes, in plain Python
-over integers; `device` runs the steps; `transport` carries messages between front end and core. `engine.py` is the public API.
+Start with `engine.py`, the public API, which joins four packages: `frontend` turns conversations into tokens and output
+tokens into text; `core` decides what each step computes, in plain Python over integers; `device` runs the steps;
+`transport` carries messages between front end and core.
 """
 
 from typing import TYPE_CHECKING

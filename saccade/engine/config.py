@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from saccade.errors import ConfigError
 
 KVFormat = Literal["model", "fp8", "int8"]
-
-_RENAMED = {
-    "max_step_patches": "max_encoder_patches",
-    "memory_share": "gpu_memory_utilization",
-    "image_pool_tokens": "encoder_cache_tokens",
-    "image_cache": "encoder_cache",
-    "host_image_bytes": "processed_image_cache_bytes",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,81 +18,87 @@ class EngineConfig:
     page_size: int = 16
     """Tokens per KV-cache page: a power of two, 1 to 128."""
     num_pages: int | None = None
-    """Pages of the KV cache. None: what fits into `gpu_memory_utilization` beside the largest step, which is profiled."""
+    """Pages of the KV cache. None: as many as fit into `gpu_memory_utilization` with the largest step."""
     gpu_memory_utilization: float = 0.9
-    """Fraction of the GPU's memory the engine may use in total."""
+    """Fraction of the GPU's memory that the engine may use in total."""
     kv_format: KVFormat | Literal["auto"] = "auto"
-    """Storage of keys and values: the model's dtype, or fp8 or int8 with a scale per token and head. auto: what the checkpoint's
-    `kv_cache_scheme` says, else model."""
+    """Storage of keys and values: the model's dtype, or fp8 or int8 with a scale per token and head. auto: the format
+    that the checkpoint's `kv_cache_scheme` names, else model."""
     max_length: int | None = None
-    """Maximum tokens of prompt and output together. None: the model's context length, or what the KV cache holds."""
+    """Maximum tokens of prompt and output together. None: the model's context length, or the size of the KV cache."""
     max_requests: int = 256
     """Maximum number of running requests."""
     max_step_tokens: int = 4352
-    """Maximum tokens per step: 4096 of prompts, which is the largest CUDA graph, and one of each decoding request. Prompts are
-    computed in chunks that fit."""
+    """Maximum tokens per step: 4096 of prompts, the size of the largest CUDA graph, and one of each decoding request.
+    Longer prompts are computed in chunks."""
     max_encoder_patches: int = 8192
     """Maximum patches per pass of the vision encoder; a larger image is encoded alone."""
     encoder_cache_tokens: int = 65536
     """Tokens of image features kept on the device."""
     encoder_cache: bool = True
-    """Keep features of images that no request uses until their slots are needed."""
+    """Keep the features of images that no request uses, until their memory is needed."""
     prefix_cache: bool = True
-    """Keep pages of ended requests for requests with the same prefix."""
+    """Keep the pages of ended requests for requests with the same prefix."""
     target_step_ms: float | None = 13.0
-    """Limit the prompt tokens of a step and what the vision encoder does before it, while requests decode, so that both take about this long, or
-    three times as long as a step without prompts if that is more. None: any number of prompt tokens, and a quarter of a pass of the encoder."""
+    """Time of a step while requests decode: bounds its prompt tokens and the part of the vision encoder that runs
+    before it. A step may always take three times as long as one without prompts. None: any number of prompt tokens, and
+    a quarter of a pass of the encoder."""
     max_draft_tokens: int | None = None
-    """Prompt-lookup drafts per request and step, 0 to 16 (0: off). Output tokens do not change, steps may become fewer. None: 4 on a CPU,
-    where requests draft as far as it pays, and off on a GPU, where drafts take CUDA graphs and time to start."""
+    """Prompt-lookup drafts per request and step, 0 to 16 (0: off). Output tokens do not change; fewer steps may be
+    needed. None: 4 on a CPU, where requests draft while it pays; off on a GPU, where drafts need more CUDA graphs at
+    the start."""
     cuda_graphs: bool = True
-    """Run steps and the vision encoder as CUDA graphs, captured by size before the engine is ready."""
+    """Run steps and the vision encoder as CUDA graphs, which are captured by size before the engine is ready."""
     core_process: bool = False
-    """Run the engine core in a process of its own, whose interpreter is not shared with the caller's."""
+    """Run the engine core in a process of its own, so that it does not share the caller's interpreter."""
     max_waiting_requests: int = 4096
-    """Requests that may wait for a slot; more are refused at once."""
+    """Maximum number of waiting requests; more are refused at once."""
     num_workers: int | None = None
     """Preprocessing worker processes. 0: preprocess in this process. None: by the number of cores."""
     processed_image_cache_bytes: int = 2 << 30
-    """Preprocessed images kept in host memory, or decoded ones where the device patchifies them."""
+    """Host memory for preprocessed images, or for decoded ones where the device patchifies them."""
     preprocess_timeout_s: float = 10.0
-    """Seconds a worker may take for one image, text, 32 video frames or 8 MiB of a video file; then it is killed and replaced."""
+    """Seconds a worker may take for one image, one text, 32 video frames or 8 MiB of a video file, before it is killed
+    and replaced."""
     max_images_per_request: int = 64
     """Maximum images and videos of a request."""
     chat_template: str | None = None
     """Jinja source of a chat template that is used instead of the checkpoint's."""
     max_adapters: int = 0
-    """LoRA adapters that can be loaded at once, each in a slot of device memory. 0: none."""
+    """Maximum number of loaded LoRA adapters, each in a slot of device memory."""
     max_adapter_rank: int = 16
     """Maximum rank of an adapter. A slot of rank 16 takes 60 MB for a 3B model."""
 
-    def __new__(cls, **settings: Any) -> EngineConfig:
-        """Refuse renamed settings with a message that names the new one."""
-        for old, new in _RENAMED.items():
-            if old in settings:
-                raise ConfigError(f"{old} was renamed; use {new}")
-        return super().__new__(cls)
+    RENAMED: ClassVar[dict[str, str]] = {
+        "max_step_patches": "max_encoder_patches",
+        "memory_share": "gpu_memory_utilization",
+        "image_pool_tokens": "encoder_cache_tokens",
+        "image_cache": "encoder_cache",
+        "host_image_bytes": "processed_image_cache_bytes",
+    }
+    """Former keys."""
 
     def __post_init__(self) -> None:
         for name in (
             "page_size",
+            "num_pages",
+            "max_length",
             "max_requests",
             "max_step_tokens",
             "max_encoder_patches",
             "encoder_cache_tokens",
             "max_waiting_requests",
+            "max_adapter_rank",
         ):
             self._check_whole(name, least=1)
-        for name in ("num_pages", "max_length"):
-            if getattr(self, name) is not None:
-                self._check_whole(name, least=1)
-        self._check_whole("processed_image_cache_bytes", least=0)
-        self._check_whole("max_images_per_request", least=0)
-        self._check_whole("max_adapters", least=0)
-        self._check_whole("max_adapter_rank", least=1)
-        for name in ("num_workers", "max_draft_tokens"):
-            if getattr(self, name) is not None:
-                self._check_whole(name, least=0)
+        for name in (
+            "max_draft_tokens",
+            "num_workers",
+            "processed_image_cache_bytes",
+            "max_images_per_request",
+            "max_adapters",
+        ):
+            self._check_whole(name, least=0)
         if self.page_size not in (1, 2, 4, 8, 16, 32, 64, 128):
             raise ConfigError(f"page_size is {self.page_size}; use a power of two from 1 to 128")
         if self.kv_format not in ("auto", *get_args(KVFormat)):
@@ -116,7 +114,7 @@ class EngineConfig:
 
     @property
     def cache_format(self) -> KVFormat:
-        """`kv_format` of a model whose folder says nothing."""
+        """`kv_format` of a model whose folder names none."""
         return "model" if self.kv_format == "auto" else self.kv_format
 
     def draft_tokens(self, device_type: str) -> int:
@@ -126,7 +124,10 @@ class EngineConfig:
         return 4 if device_type == "cpu" else 0
 
     def _check_whole(self, name: str, *, least: int) -> None:
+        """Refuse all but whole numbers, and None unless it is the default."""
         value = getattr(self, name)
+        if value is None and getattr(type(self), name) is None:
+            return
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name} is {value!r}; use a whole number from {least}")
 

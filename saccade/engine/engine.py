@@ -4,9 +4,9 @@
     [completion] = engine.generate(conversation, SamplingParams(max_tokens=64))
     async for delta in engine.stream(conversation): ...
 
-The front end and the core exchange messages. The front end (`frontend`) preprocesses conversations into tokens and patches in worker
-processes, and detokenizes the output in a thread of its own. The core (`core`), in a thread or in a process of its own (`transport`),
-plans the steps that a runner (`device`) computes. This module joins them.
+The front end (`frontend`) preprocesses conversations into tokens and patches in worker processes, and detokenizes the
+output in a thread. The core (`core`), in a thread or a process of its own (`transport`), plans the steps that a runner
+(`device`) computes. Front end and core exchange messages. This module joins the four.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import contextlib
 import gc
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -41,12 +39,11 @@ from saccade.engine.frontend.preprocessing.preprocessor import (
     default_num_workers,
 )
 from saccade.engine.frontend.profile import write_profile
-from saccade.engine.load_core import load_core
+from saccade.engine.load_core import load_core, with_slots
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import Completion, CompletionDelta, RequestOptions, SamplingParams
 from saccade.engine.transport.thread import CoreThread
-from saccade.errors import RequestError, UserError
-from saccade.model.adapters import adapter_rank
+from saccade.errors import RequestError
 from saccade.model.families import family_of
 from saccade.processor import Processor
 from saccade.processor.image import MediaLimits
@@ -63,7 +60,7 @@ class Engine:
         preprocessor: Preprocessor,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
-        """`connect` starts the core, `adapters` are PEFT folders by name: see `load`."""
+        """Start the core with `connect`. `load` makes the arguments."""
         self.processor = processor
         """The checkpoint's tokenizer, chat template and image processor."""
         self._preprocessor = preprocessor
@@ -84,8 +81,8 @@ class Engine:
     ) -> Engine:
         """Load a checkpoint folder. `dtype` auto or None: as stored. `limits` bound the images of a request.
 
-        `adapters`: PEFT folders by the name that requests use. A broken one is refused alone, see `refused_adapters`; slots for more are in
-        `config`.
+        `adapters` are PEFT folders by the name that requests use. A broken one is refused alone, see
+        `refused_adapters`. `config` can have slots for more.
         """
         folder, config = Path(folder), with_slots(config or EngineConfig(), adapters or {})
         dtype = None if dtype == "auto" else dtype
@@ -100,7 +97,7 @@ class Engine:
             engine._adapters.load_wanted()
             preprocessor.wait_until_ready()  # its workers started while the weights were loaded
             opened.pop_all()
-        gc.freeze()  # until it is closed: a full collection over all that torch has imported would hold up outputs for 0.1 s
+        gc.freeze()  # until `close`: a full collection of all that torch has imported delays outputs by 0.1 s
         atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
         return engine
 
@@ -116,12 +113,13 @@ class Engine:
         continue_final_message: bool = False,
         tools: Sequence[Tool] | None = None,
     ) -> list[Completion]:
-        """Generate completions of one or several conversations, in order; with `n` above 1, n consecutive ones for each.
+        """Generate completions of one or several conversations, in order; with `n` above 1, n consecutive ones for
+        each.
 
-        `sampling`: parameters (or a dict of them) for all conversations, or one for each. `options` apply to all. A request that cannot be
-        served has the finish reason `failed` and says why in `failure`; the others are not affected. `progress` shows a progress bar.
-        `continue_final_message` continues a final assistant message instead of starting a new one. `tools` are functions that the model
-        may call, in OpenAI's format; its calls are part of the text.
+        `sampling` is for all conversations, or a list with one for each; `options` are for all. A request that cannot
+        be served has the finish reason `failed` and says why in `failure`; the others are not affected. `progress`
+        shows a progress bar. `continue_final_message` continues a final assistant message instead of starting a new
+        one. `tools` are functions that the model may call, in OpenAI's format; its calls are part of the text.
         """
         options = options or RequestOptions()
         more: dict[str, Any] = {"continue_final_message": continue_final_message, "tools": tools, "salt": options.salt}
@@ -136,7 +134,7 @@ class Engine:
         options: RequestOptions | None = None,
         progress: bool = False,
     ) -> list[Completion]:
-        """Generate completions of (token ids, images), as `generate` does; the ids contain one placeholder per image."""
+        """Generate completions of pairs of token ids and images. The ids contain one placeholder per image."""
         pairs = list(prompts) if isinstance(prompts, Iterable) else [prompts]
         if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
             raise RequestError("prompts is a list of pairs (token ids, images), such as [([1, 2, 3], [])]")
@@ -156,11 +154,13 @@ class Engine:
         progress: bool = False,
         continue_final_message: bool = False,
     ) -> list[Completion]:
-        """The best completions of one or several conversations by beam search, `num_return_sequences` consecutive ones for each.
+        """Search the best completions of one or several conversations, `num_return_sequences` consecutive ones for
+        each.
 
-        Tokens are those of `transformers` with `early_stopping=False` (`beam_search.py`). `logprobs` of a completion has one entry per
-        token, without the most likely others. Beams share the prompt through the prefix cache: without it every token computes the prompt
-        again. A conversation that cannot be served has one completion, with its failure.
+        The tokens are those of `transformers` with `early_stopping=False` (`beam_search.py`). `logprobs` has one entry
+        per token, without the most likely others. Beams share the prompt through the prefix cache; without this cache
+        every token computes the prompt again. A conversation that cannot be served has one completion, with its
+        failure.
         """
         params = BeamSearchParams(
             num_beams=num_beams,
@@ -230,7 +230,7 @@ class Engine:
         return self._preprocessor.submit_tokens(token_ids, images, salt=salt)
 
     def encode_text(self, text: str) -> Future[list[int]]:
-        """Token ids of a text that is no conversation, with those that the tokenizer puts before a prompt."""
+        """Token ids of plain text, after the ids that the tokenizer puts before a prompt."""
         return self._preprocessor.encode(text)
 
     def submit(
@@ -244,13 +244,13 @@ class Engine:
     ) -> str:
         """Submit a request that starts when its prompt is preprocessed; returns its id.
 
-        `on_delta` gets every delta if it `streams`, else the last one only. If it raises, the request is cancelled and it is not
-        called again.
+        `on_delta` gets every delta if the request `streams`, else the last one only. If it raises, the request is
+        cancelled and `on_delta` is not called again.
         """
         return self._front_end.submit(prompt, sampling, on_delta, options or RequestOptions(), streams=streams)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request in any state; its last delta has the finish reason `cancelled`. No effect if it has ended."""
+        """Cancel a request; its last delta has the finish reason `cancelled`. No effect on a request that has ended."""
         self._front_end.cancel(request_id)
 
     # -------------------------------------------------------------- adapters
@@ -266,13 +266,13 @@ class Engine:
         return self._adapters.refused
 
     def add_adapter(self, name: str, folder: str | Path, *, timeout_s: float | None = None) -> None:
-        """Load a LoRA adapter from a PEFT folder while requests are served. RequestError: it is refused, and says why."""
+        """Load a LoRA adapter from a PEFT folder while requests are served. RequestError: it is refused."""
         if not isinstance(name, str) or not name:
             raise RequestError(f"the name of an adapter is {name!r}; use a text")
         self._adapters.add(name, Path(folder).absolute(), timeout_s)
 
     def remove_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
-        """Accept no new requests for an adapter. Requests that run with it continue; then its slot is free."""
+        """Refuse new requests for an adapter. Its slot is free when the requests that run with it have ended."""
         self._adapters.remove(name, timeout_s)
 
     # -------------------------------------------------------------- administration
@@ -318,12 +318,12 @@ class Engine:
         return getattr(self._front_end.core, "pid", None)
 
     def flush_caches(self) -> None:
-        """Forget cached prefixes, encoded and processed images. What running requests use stays until they end."""
+        """Empty the caches of prefixes, encoded and processed images, except for entries of running requests."""
         self._preprocessor.flush()
         self._front_end.send(FlushCaches())
 
     def profile(self, path: Path, seconds: float) -> bool:
-        """Profile the core for this long and write a Chrome trace; whether the file is there. Waits until it is written."""
+        """Profile the core and write a Chrome trace. Waits for the file, and returns whether it exists."""
         return write_profile(self._front_end, path, seconds)
 
     # -------------------------------------------------------------- restart, close
@@ -334,14 +334,14 @@ class Engine:
         return self._front_end.has_failed
 
     def wait_until_stopped(self, timeout_s: float | None = None) -> bool:
-        """Wait until the core has died or the engine is closed, and every request has ended; whether it has."""
+        """Wait until the core has died or the engine is closed, and every request has ended. False: timeout."""
         return self._front_end.wait_until_stopped(timeout_s)
 
     def restart(self) -> None:
-        """Start a new core in place of one that died, with the same adapters; preprocessing workers and their caches stay.
+        """Replace a core that has died, with the same adapters. Preprocessing workers and their caches stay.
 
-        For a core in a process of its own (`core_process`). Call it from a thread that outlives the engine: the kernel kills the
-        core process when the thread that started it exits.
+        The core must be in a process of its own (`core_process`). Call this from a thread that outlives the engine: the
+        kernel kills the core process when the thread that started it exits.
         """
         self._front_end.restart()
         self._adapters.load_wanted()
@@ -358,9 +358,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -389,19 +387,10 @@ def _connect(
     device: str | torch.device,
     dtype: str | torch.dtype | None,
 ) -> Connect:
-    """Starts a core in a process, or loads one and runs it in a thread."""
+    """How to start the core: in a process, or in a thread, for which the model is loaded here."""
     if not config.core_process:
         return partial(CoreThread, load_core(folder, config, processor, device=device, dtype=dtype))
     from saccade.engine.transport.process import CoreProcess
 
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     return partial(CoreProcess, folder, config, str(device), name)
-
-
-def with_slots(config: EngineConfig, adapters: Mapping[str, str | Path]) -> EngineConfig:
-    """The configuration with a slot for each of these adapters."""
-    ranks = [config.max_adapter_rank]
-    for folder in adapters.values():
-        with contextlib.suppress(UserError):  # a broken one is refused later, alone
-            ranks.append(adapter_rank(folder))
-    return replace(config, max_adapters=max(config.max_adapters, len(adapters)), max_adapter_rank=max(ranks))

@@ -1,4 +1,4 @@
-"""The engine's input: tokens, positions and image patches, made from conversations by `preprocessing.py`."""
+"""The engine's input: tokens, positions and image patches. `frontend.preprocessing` makes it from conversations."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from saccade.processor.image import Grid
 
 @dataclass(frozen=True, kw_only=True)
 class PromptImage:
-    """An image of one prompt, or a part of a video that is encoded apart from the rest."""
+    """An image of a prompt, or a part of a video that is encoded by itself."""
 
     span: ImageSpan
-    """Its key and its tokens in this prompt."""
+    """Key of the image, and its tokens in this prompt."""
     grid: Grid
     """How its patches are arranged, for the vision tower."""
     patches: NDArray[np.uint8]
-    """[patches, patch_dim], read-only: prompts with the same image share it. Of a still image [patches, frame_dim]: each patch holds its one
-    frame once, and the encoder repeats it; or the image as it is, which the encoder patchifies (`is_whole`)."""
+    """[patches, patch_dim], read-only: prompts with the same image share the array. A still image has [patches,
+    frame_dim], each frame once, which the encoder repeats; or its pixels, [height, width, 3], which the encoder
+    patchifies (`is_whole`)."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether `patches` is an image, [height, width, 3]."""
+        """Whether `patches` is the image itself, [height, width, 3]."""
         return self.patches.ndim == 3
 
 
@@ -35,11 +36,11 @@ class TokenPrompt:
     """A tokenised prompt with its images."""
 
     token_ids: list[int]
-    """Each image is repeated placeholders."""
+    """Token ids, with a placeholder for each token of an image."""
     positions: NDArray[np.int64]
-    """[3, tokens]: time, height, width. Generated tokens continue after the largest position of the last token."""
+    """[3, tokens]: time, height, width. Output tokens continue after the largest position of the last token."""
     images: tuple[PromptImage, ...] = ()
-    """In order of their tokens."""
+    """Images in the order of their tokens."""
 
     def continued(self, token_ids: Sequence[int]) -> TokenPrompt:
         """The prompt followed by more text tokens, with the same images."""

@@ -1,8 +1,9 @@
 """Requests, sampling parameters and completions. Plain Python, no torch.
 
-A request has *known* tokens (its prompt, then the output tokens read back from the device) and *computed* ones (their keys and values
-are in its pages, or will be once the steps in flight have run). Every step computes some known tokens, so prefill and decode are the
-same arithmetic. A token that was sampled but not read back yet is *pending*: its value exists on the GPU only.
+A request has *known* tokens, which are its prompt and the output tokens read back from the device, and *computed*
+tokens, whose keys and values are in its pages or will be when the steps in flight have run. Every step computes some
+known tokens, so prefill and decode are the same arithmetic. A token that was sampled but not read back is *pending*:
+its value is on the device only.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ class SamplingParams:
     ignore_eos: bool = False
     """Continue after the checkpoint's end-of-turn tokens."""
     seed: int | None = None
-    """Same seed and prompt, same tokens, whatever else is in the batch. None: a random seed."""
+    """The same seed and prompt give the same tokens in any batch. None: a random seed."""
     logprobs: int | None = None
-    """Return the log-probability of each output token and of this many most likely tokens; 0: of the output token only."""
+    """Return the log-probability of each output token and of this many most likely tokens. 0: no others."""
     structured: StructuredOutput | None = None
-    """The form that the output must have: JSON, a regular expression, choices or a grammar (or a dict of its fields). The output then
-    ends only where it is complete, or at `max_tokens`."""
+    """Form of the output: JSON, a regular expression, choices or a grammar (or a dict of the fields). The output ends
+    when it is complete, or at `max_tokens`."""
     prompt_logprobs: int | None = None
-    """The same for prompt tokens. Such a request does not use the prefix cache."""
+    """As `logprobs`, for each prompt token. The request does not use the prefix cache."""
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -149,7 +150,8 @@ class SamplingParams:
             unknown = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
             if unknown:
                 raise RequestError(
-                    f"{name} names token {unknown[0]}, but the model has tokens 0 to {vocab_size - 1}. Use ids of its tokenizer"
+                    f"{name} names token {unknown[0]}, but the model has tokens 0 to {vocab_size - 1}. "
+                    "Use ids of its tokenizer"
                 )
 
     @property
@@ -185,7 +187,7 @@ class RequestOptions:
     """How a request is scheduled."""
 
     priority: int = 0
-    """Lower is scheduled earlier; waiting makes up for it."""
+    """A lower number is scheduled earlier. Waiting compensates for a higher one."""
     salt: bytes = b""
     """Caches are shared only with requests of equal salt."""
     adapter: str | None = None
@@ -216,13 +218,13 @@ class ImageSpan:
     """The placeholder tokens of one image or video in a request."""
 
     key: bytes
-    """sha256 of its pixels, size and preprocessing; equal keys mean equal features."""
+    """sha256 of the image as sent and of its preprocessing. Equal keys mean equal features."""
     start: int
     """Index of its first token."""
     num_tokens: int
-    """Tokens it has."""
+    """Number of its tokens."""
     num_patches: int
-    """Patches the vision encoder reads for it."""
+    """Patches that the vision encoder reads for it."""
 
     @property
     def end(self) -> int:
@@ -236,38 +238,38 @@ class Failure:
 
     stage: Stage
     message: str
-    """One line for the user; exception text stays in the log."""
+    """One line for the user. The text of exceptions is in the log."""
     kind: FailureKind = "internal_error"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request to the engine core. Its state is the scheduler's `RequestState` and the runner's slot."""
+    """A request to the engine core. Its state is the scheduler's `RequestState` and the runner's slot."""
 
     id: str
     """Unique among open requests."""
     token_ids: Sequence[int]
     """The prompt."""
     images: tuple[ImageSpan, ...] = ()
-    """In token order, not overlapping."""
+    """Images in token order, not overlapping."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Its sampling parameters."""
+    """How its tokens are sampled."""
     stop_ids: frozenset[int] = frozenset()
-    """Every token that ends generation: the checkpoint's, unless ignored, and the request's own."""
+    """Tokens that end generation: the checkpoint's, unless they are ignored, and the request's own."""
     seed: int = 0
-    """Of its samples."""
+    """Seed of its samples."""
     priority: int = 0
-    """Lower is scheduled earlier; waiting makes up for it."""
+    """A lower number is scheduled earlier. Waiting compensates for a higher one."""
     adapter: str | None = None
-    """Name of the LoRA adapter it is served with; None: the base model."""
+    """Name of the LoRA adapter that serves the request. None: the base model."""
     salt: bytes = b""
-    """Requests share cached prefixes and images only with those of equal salt: tenant, adapter and weights."""
+    """Caches are shared only with requests of equal salt, which names tenant, adapter and weights."""
     queue_timeout_s: float | None = None
-    """Fail the request if it has not started by then."""
+    """Fail the request if it has not started after this time in the core."""
     timeout_s: float | None = None
-    """Fail the request if it has not ended by then."""
+    """Fail the request if it has not ended after this time in the core."""
     stream_interval: int = 1
-    """Tokens per output. The first token is sent at once, and the end with all tokens before it."""
+    """Tokens per output. The first token is sent at once; the last output has all remaining tokens."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -277,7 +279,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probability of one token, and of the most likely ones as (token, log-probability), best first."""
+    """Log-probability of a token, and the most likely tokens with theirs, best first."""
 
     token_id: int
     logprob: float
@@ -285,15 +287,15 @@ class TokenLogprobs:
 
 
 class RequestOutput(NamedTuple):
-    """What is new of a request after a step. The last one has the finish reason."""
+    """New output of a request after a step. The last output has the finish reason."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     """New output tokens."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of these, if requested."""
+    """Log-probabilities of these tokens, if requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of prompt tokens computed in the step, if requested."""
+    """Log-probabilities of prompt tokens computed in the step, if requested."""
     finish_reason: FinishReason | None = None
     failure: Failure | None = None
     num_cached_tokens: int = 0
@@ -302,11 +304,11 @@ class RequestOutput(NamedTuple):
 
 
 new_output = partial(tuple.__new__, RequestOutput)
-"""Make an output of a tuple with all its fields, in half the time of `RequestOutput(...)`."""
+"""Make an output from a tuple of all fields, in half the time of `RequestOutput(...)`."""
 
 
 def merge_outputs(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Two outputs of a request as one. An earlier one that was the last stays the last."""
+    """Merge two outputs of a request. An earlier output with a finish reason stays the last."""
     if earlier.finish_reason is not None:
         return earlier
     return later._replace(
@@ -321,9 +323,9 @@ class Timings:
     """When a request passed its stages, in seconds since it was submitted."""
 
     preprocessed_s: float | None = None
-    """Its prompt was ready."""
+    """When its prompt was ready."""
     first_token_s: float | None = None
-    """Its first token arrived at the front end."""
+    """When its first token arrived at the front end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,23 +333,23 @@ class Completion:
     """The output of one request."""
 
     text: str
-    """Up to a stop string, if one ended it."""
+    """Text of the output, up to a stop string."""
     token_ids: list[int]
-    """Output tokens, including the one that ended generation."""
+    """Output tokens, with the stop token that ended generation."""
     finish_reason: FinishReason
     """`stop`: a stop token or stop string; `length`: `max_tokens` or the maximum length."""
     num_prompt_tokens: int
-    """Including image tokens."""
+    """Prompt tokens, with those of images."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     logprobs: list[TokenLogprobs] | None = None
-    """Of each output token, if requested."""
+    """Log-probability of each output token, if requested."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Of each prompt token, if requested; None for the first."""
+    """Log-probability of each prompt token, if requested; None for the first token."""
     failure: Failure | None = None
-    """Set if `finish_reason` is `failed`."""
+    """Why the request failed, if `finish_reason` is `failed`."""
     timings: Timings = field(default_factory=Timings, compare=False)
-    """When it passed its stages."""
+    """When the request passed its stages."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The form a request may demand of its output: JSON, a regular expression, choices or a grammar. Plain data; `grammar.py` enforces it."""
+"""Structured output: JSON, a regular expression, choices or a grammar. Plain data; `core/grammar.py` enforces it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class StructuredOutput:
     """The form of an output. Exactly one field is set."""
 
     json_schema: Mapping[str, Any] | str | None = None
-    """JSON that is valid by this schema, given as an object or as text; kept as text. Properties come in the schema's order."""
+    """JSON that is valid under this schema, given as an object or as text, and kept as text. Properties come in the
+    schema's order."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
@@ -68,7 +69,7 @@ class StructuredOutput:
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> StructuredOutput:
-        """From a message or a request body."""
+        """Read the fields of a message or of a request body."""
         if not isinstance(fields, Mapping) or (unknown := sorted(map(str, fields.keys() - set(_KINDS)))):
             named = reprlib.repr(fields) if not isinstance(fields, Mapping) else ", ".join(unknown)
             raise ConfigError(f"structured has {named}; its fields are {', '.join(_KINDS)}")
@@ -95,13 +96,13 @@ def _check_text(name: str, value: object, max_bytes: int) -> None:
 
 
 def _check_regex(name: str, regex: str) -> None:
-    """Refuse what the library would take for another regular expression. It refuses other errors itself."""
+    """Refuse an expression that the grammar library would misread. It refuses other errors itself."""
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
         raise ConfigError(f"{name} ends with a backslash that escapes nothing. Write it twice, or remove it")
 
 
 def _checked_schema(schema: object) -> str:
-    """A JSON schema as compact text in its own order."""
+    """A JSON schema as compact text, in the order of its keys."""
     if isinstance(schema, str):
         _check_text("json_schema", schema, MAX_SCHEMA_BYTES)
     try:
@@ -136,7 +137,7 @@ def _children(node: object) -> Iterable[Any]:
 
 
 def _patterns(schema: object) -> Iterator[str]:
-    """The regular expressions of a schema: of texts, and of names of properties."""
+    """The regular expressions of a schema, for texts and for names of properties."""
     if not isinstance(schema, Mapping):
         for child in _children(schema):
             yield from _patterns(child)

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import uvicorn
 
+from saccade.engine import Engine
 from saccade.engine.config import EngineConfig
-from saccade.engine.engine import Engine, with_slots
 from saccade.engine.frontend.preprocessing.preprocessor import default_num_workers
+from saccade.engine.load_core import with_slots
 from saccade.errors import ConfigError, UserError
 from saccade.model.families import family_of
 from saccade.processor import MediaLimits

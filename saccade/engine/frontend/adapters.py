@@ -49,7 +49,7 @@ class Adapters:
                 adapters.pop(name, None)
 
     def load_wanted(self) -> None:
-        """Load the wanted adapters into a new core. Those that are broken are named in the log, and the others are served."""
+        """Load the wanted adapters into a new core. The log names those that are broken; the others are served."""
         with self._lock:
             self._loaded.clear()
             wanted = dict(self._wanted)

@@ -29,7 +29,7 @@ def complete_all(
     *,
     progress: bool,
 ) -> list[Completion]:
-    """Submit all prompts and wait for their completions, `n` consecutive ones for each; any interruption cancels all."""
+    """Submit all prompts and wait for their completions, `n` consecutive ones for each. An interruption cancels all."""
     samplings = [_each_completion(one) for one in samplings_of(sampling, len(prompts))]
     for each in samplings:
         front_end.check(each[0])  # all prompts, before the first is preprocessed

@@ -1,13 +1,15 @@
 """Beam search on top of the engine's requests. Plain Python, no torch.
 
-Each live beam is a request for one token with the log-probabilities of the most likely ones. Its prompt is the original prompt followed by
-the tokens of the beam: preprocessed once, and in the prefix cache up to its last page. So beams are batched like any other requests.
+Each live beam is a request for one token with the log-probabilities of the most likely ones. Its prompt is the original
+prompt followed by the tokens of the beam. The original is preprocessed once, and the prefix cache has all pages but the
+last. Beams are batched like all other requests.
 
     prompt -> one request -> most likely tokens -> num_beams requests -> ... -> the best finished beam
 
-The result is that of `transformers` with `do_sample=False, early_stopping=False`. A beam's score is the sum of its log-probabilities; when
-it ends, at an end-of-turn token or at `max_tokens`, the sum is divided by `length ** length_penalty`. The search ends when `num_beams` beams
-are finished and the best live one, at its present length, scores no better than the worst of them.
+The result is that of `transformers` with `do_sample=False, early_stopping=False`. The score of a live beam is the sum
+of its log-probabilities. A beam finishes at an end-of-turn token or at `max_tokens`; its score is then divided by
+`length ** length_penalty`. The search ends when `num_beams` beams are finished and the best live one, at its present
+length, scores no better than the worst finished one.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class BeamSearchParams:
     max_tokens: int = 256
     """Maximum number of output tokens."""
     length_penalty: float = 1.0
-    """Exponent of the length that a finished beam's score is divided by: above 0 favours long outputs, below 0 short ones."""
+    """Exponent of the length by which a finished beam's score is divided: above 0 favours long outputs."""
     num_return_sequences: int = 1
     """Completions of each prompt, best first; `num_beams` at most."""
 
@@ -64,7 +66,8 @@ class BeamSearchParams:
         is_number = isinstance(self.length_penalty, int | float) and not isinstance(self.length_penalty, bool)
         if not is_number or not abs(self.length_penalty) <= _MAX_LENGTH_PENALTY:
             raise ConfigError(
-                f"length_penalty is {self.length_penalty!r}; use a number from -{_MAX_LENGTH_PENALTY:g} to {_MAX_LENGTH_PENALTY:g}"
+                f"length_penalty is {self.length_penalty!r}; use a number from -{_MAX_LENGTH_PENALTY:g} to "
+                f"{_MAX_LENGTH_PENALTY:g}"
             )
 
 
@@ -97,7 +100,7 @@ class Beams:
         self.finished: list[Beam] = []
         """Best first, `num_beams` at most."""
         self.is_done = False
-        """Whether no live beam can become one of the best any more, as far as is known."""
+        """Whether no live beam, at its present length, can become one of the best."""
         self._params, self._eos_ids, self._max_tokens = params, eos_ids, max_tokens
 
     def extend(self, top_tokens: Sequence[TopTokens]) -> None:
@@ -142,7 +145,7 @@ def search_all(
     *,
     progress: bool,
 ) -> list[Completion]:
-    """Search all prompts and wait for their completions, the best ones of each in order; any interruption cancels all."""
+    """Search all prompts and wait for their completions, best first for each. An interruption cancels all."""
     live = threading.Semaphore(max(1, _LIVE_BEAMS * front_end.info.max_requests // params.num_beams))
     searches: list[BeamSearch] = []
     try:
@@ -174,8 +177,8 @@ class BeamSearch:
         num_top = params.num_beams + len(self._eos_ids)
         if num_top > MAX_LOGPROBS:
             raise ConfigError(
-                f"num_beams is {params.num_beams}; use up to {MAX_LOGPROBS - len(self._eos_ids)} with the {len(self._eos_ids)} end-of-turn "
-                "tokens of this checkpoint"
+                f"num_beams is {params.num_beams}; use up to {MAX_LOGPROBS - len(self._eos_ids)} with the "
+                f"{len(self._eos_ids)} end-of-turn tokens of this checkpoint"
             )
         self._sampling = SamplingParams(max_tokens=1, logprobs=num_top, ignore_eos=True, seed=0)
         self._beams: Beams | None = None
@@ -202,7 +205,8 @@ class BeamSearch:
             )
 
     def _on_delta(self, index: int, delta: CompletionDelta) -> None:
-        """Continue when the last request of the step has ended. Runs in the front end's thread, which logs exceptions and drops them."""
+        """Continue when the last request of the step has ended. An exception is the search's result: the front end's
+        thread would only log it."""
         self._completions[index] = delta.completion
         self._num_open -= 1
         if self._num_open == 0:

@@ -1,10 +1,12 @@
 """Incremental detokenization of one request, with stop strings. Plain Python, no torch.
 
-A stop string may span several tokens, so text that may be the beginning of one is held back. The stop string that is complete first
-ends the text, however it is split into tokens; of those complete at the same character, the longest. It and everything after it is
-not part of the text. One that is complete within the first `min_tokens` tokens is plain text, as stop tokens are banned there.
+A stop string may span several tokens, so text that may begin one is held back. The stop string that is complete first
+ends the text, however it is split into tokens. If several are complete at the same character, the longest counts. The
+stop string and everything after it are not part of the text. A stop string within the first `min_tokens` tokens is
+plain text.
 
-Each character is visited once per stop string (Knuth-Morris-Pratt), so the cost per token does not grow with the output.
+Each character is visited once per stop string (Knuth-Morris-Pratt), so the cost per token does not grow with the
+output.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Add tokens; return the text that is final now."""
-        # One by one where it matters which token completes a stop string.
+        # One by one if it matters which token completes a stop string.
         pushes = [(token_id,) for token_id in token_ids] if self._matchers else [token_ids]
         text = "".join([self._push(ids) for ids in pushes])
         self._emitted.append(text)
         return TextDelta(text, self.is_stopped)
 
     def finish(self) -> str:
-        """End the text; return what was held back. A second call returns nothing."""
+        """End the text and return the text that was held back. A second call returns nothing."""
         if self.is_stopped:
             return ""
         text = self._match(self._stream.finish()) + "".join(self._held)
@@ -72,7 +74,7 @@ class Detokenizer:
         prompt_logprobs: list[TokenLogprobs | None] | None = None,
         timings: Timings | None = None,
     ) -> Completion:
-        """The completion of a request whose last output this is. Log-probabilities of dropped tokens are cut off."""
+        """The completion of a request that ends with this output, without log-probabilities of dropped tokens."""
         self.finish()
         reason = "stop" if self.is_stopped else last.finish_reason
         assert reason is not None, f"request {last.request_id} has not ended"
@@ -95,10 +97,11 @@ class Detokenizer:
         return self._match(self._new_text(token_ids))
 
     def _new_text(self, token_ids: Sequence[int]) -> str:
-        """New text of the stream, which buffers tokens until they decode to text and decodes the whole buffer for each new one.
+        """New text of the stream, which buffers tokens until they decode to text.
 
-        So of a long run of tokens without text (ignored end-of-turn tokens, unused ids) it gets only the first. Such a token
-        decodes to nothing even twice in a row, unlike a space that a decoder strips from the beginning.
+        The stream decodes its whole buffer for each token. A long run of tokens without text (ignored end-of-turn
+        tokens, unused ids) would fill it, so the stream gets the first of them only. Such a token decodes to nothing
+        even twice in a row, unlike a space, which decoders strip from the beginning.
         """
         if self._is_silent:
             token_ids = [token_id for token_id in token_ids if self._decode((token_id, token_id))]
@@ -109,7 +112,7 @@ class Detokenizer:
         return text
 
     def _match(self, text: str) -> str:
-        """The part of held and new text that cannot begin a stop string. Sets `is_stopped` at the first complete one."""
+        """The part of held and new text that cannot begin a stop string. Sets `is_stopped` if one is complete."""
         if not self._matchers:
             return text
         can_stop = len(self.token_ids) > self._min_tokens

@@ -60,7 +60,7 @@ class FrontEnd:
 
     @property
     def info(self) -> CoreInfo:
-        """Sizes of the core."""
+        """Limits and sizes of the core."""
         return self.core.info
 
     @property
@@ -122,7 +122,7 @@ class FrontEnd:
         self.core.send(message)
 
     def ask(self, message_of: Callable[[str], Message]) -> Future[None]:
-        """Send a message, made with a reply id; the future has the core's answer, or its refusal as RequestError."""
+        """Send a message with a reply id. The future gets the core's answer; a refusal is a RequestError."""
         reply: Future[None] = Future()
         reply_id = f"reply-{next(self._ids)}"
         with self._lock:
@@ -195,7 +195,7 @@ class FrontEnd:
         return self._failure is not None
 
     def wait_until_stopped(self, timeout_s: float | None = None) -> bool:
-        """Wait until the core has died or the engine is closed, and every request has ended; whether it has."""
+        """Wait until the core has died or the engine is closed, and every request has ended. False: timeout."""
         return self._has_stopped.wait(timeout_s)
 
     def restart(self) -> None:
@@ -209,7 +209,7 @@ class FrontEnd:
             self._has_stopped.clear()
 
     def close(self) -> bool:
-        """Stop the core and the thread; open requests fail. Whether they were running: no effect in a forked child."""
+        """Stop the core and the thread; open requests fail. False: closed already, or in a forked child."""
         if self._is_closed or os.getpid() != self._pid:
             return False
         if threading.current_thread() is self._thread:

@@ -12,7 +12,7 @@ Outputs = Sequence[RequestOutput]
 
 
 class Inbox:
-    """Items in the order in which they came. Any thread may put, one thread gets."""
+    """A queue of commands and outputs. Any thread may put, one thread gets."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Command | Outputs] = queue.SimpleQueue()
@@ -21,7 +21,7 @@ class Inbox:
         self.put = self._queue.put
 
     def get(self, timeout_s: float | None = None) -> Command | Iterable[RequestOutput] | None:
-        """Wait for a command or for outputs. None: neither came in time."""
+        """Wait for the next command or outputs. None: neither arrived in time."""
         if self._next is not None:
             command, self._next = self._next, None
             return command
@@ -34,7 +34,7 @@ class Inbox:
     def _merged(self, outputs: Outputs) -> Iterable[RequestOutput]:
         """These outputs and all later ones up to the next command, merged by request.
 
-        When the thread is slower than the core, it detokenizes and calls back once for several steps, and so catches up.
+        A thread that is slower than the core detokenizes and calls back once for several steps, and so catches up.
         """
         merged = {output.request_id: output for output in outputs}
         while True:

@@ -33,7 +33,7 @@ from saccade.processor import Processor
 logger = logging.getLogger(__name__)
 
 _UNSTREAMED_INTERVAL = 32
-"""Tokens per output of a request that needs no text before its end: an output costs the host as much as scheduling the token."""
+"""Tokens per output of a request that needs no text before its end. An output costs as much as scheduling a token."""
 
 OnDelta = Callable[[CompletionDelta], None]
 """Called from the front end's thread; it must return at once."""
@@ -82,7 +82,7 @@ class OpenRequest:
     # -------------------------------------------------------------- to the core
 
     def start(self) -> None:
-        """Send the request to the core: its prompt is preprocessed, or cannot be."""
+        """Send the request to the core, or end it if its prompt could not be preprocessed."""
         self._preprocessed_at = time.perf_counter()
         if self._has_ended:  # failed with the core
             return
@@ -125,7 +125,7 @@ class OpenRequest:
         )
 
     def _remaining(self, timeout_s: float | None) -> float | None:
-        """The rest of a time limit that began when the request was submitted."""
+        """Remaining time of a limit that began when the request was submitted."""
         return None if timeout_s is None else max(0.0, timeout_s - (time.perf_counter() - self.submitted_at))
 
     # -------------------------------------------------------------- from the core
@@ -162,7 +162,7 @@ class OpenRequest:
             self._on_delta(CompletionDelta(text=text, token_ids=output.token_ids, logprobs=output.logprobs))
 
     def _detokenize(self, output: RequestOutput) -> tuple[str, bool]:
-        """New text, and whether a stop string is complete. Text that is needed only at the end is decoded once, there."""
+        """New text, and whether a stop string is complete. Text that is needed only at the end is decoded there."""
         if not self._reads_text:
             self._undecoded += output.token_ids
             return "", False
@@ -172,11 +172,10 @@ class OpenRequest:
     # -------------------------------------------------------------- the end
 
     def expire(self) -> None:
-        """Fail the request if it is still being preprocessed: its deadline has passed. After that the core has the deadline."""
+        """Fail the request if it is still being preprocessed when its deadline passes."""
         if self._preprocessed_at is None:
-            self.end_early(
-                "failed", Failure("preprocessing", "the request did not start within its time limit", "timeout")
-            )
+            message = "the request did not start within its time limit"
+            self.end_early("failed", Failure("preprocessing", message, "timeout"))
             self._prompt.cancel()
 
     def end_early(self, reason: FinishReason, failure: Failure | None = None) -> None:
@@ -215,15 +214,15 @@ class OpenRequest:
 
 
 def _refusal(token_ids: list[int], info: CoreInfo) -> Failure | None:
-    """Why a prompt cannot be served, if it cannot. An id without an embedding would crash the device, and all requests with it."""
+    """Why a prompt cannot be served, or None. A token id without an embedding would crash the device."""
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < info.vocab_size:
             message = f"token {token_id} is not in the model's vocabulary of {info.vocab_size}. Use its own tokenizer"
             return Failure("preprocessing", message, "invalid_request")
     if len(token_ids) >= info.max_length:
         message = (
-            f"This model's maximum context length is {info.max_length} tokens, prompt and output together; the prompt has "
-            f"{len(token_ids)}. Shorten it, or use smaller or fewer images"
+            f"This model's maximum context length is {info.max_length} tokens, prompt and output together; the prompt "
+            f"has {len(token_ids)}. Shorten it, or use smaller or fewer images"
         )
         return Failure("preprocessing", message, "context_length_exceeded")
     return None

@@ -13,7 +13,7 @@ _WAIT_S = 60.0
 
 
 def write_profile(front_end: FrontEnd, path: Path, seconds: float) -> bool:
-    """Profile the core for this long and write a Chrome trace; whether the file is there. Waits until it is written."""
+    """Profile the core and write a Chrome trace. Waits for the file, and returns whether it exists."""
     path = path.absolute()
     begun = path.with_name(f".{path.name}.begun")
     front_end.send(StartProfile(begun=str(begun)))
@@ -25,7 +25,7 @@ def write_profile(front_end: FrontEnd, path: Path, seconds: float) -> bool:
 
 
 def _wait_for(front_end: FrontEnd, file: Path) -> bool:
-    """Wait for a file that the core writes; whether it is there."""
+    """Wait for a file that the core writes, and return whether it exists."""
     deadline = time.monotonic() + _WAIT_S
     while not file.exists() and time.monotonic() < deadline and not front_end.wait_until_stopped(0.02):
         pass

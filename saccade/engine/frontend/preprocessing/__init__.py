@@ -1,8 +1,8 @@
 """Preprocess conversations into prompts, outside the engine's thread.
 
-    submit -> tokenise (text worker) -----------------------------------------------------------> assemble -> TokenPrompt
+    submit -> tokenise (text worker) -------------------------------------------------------> assemble -> TokenPrompt
           \\-> read, hash, look up (reader thread) -> decode, resize, patchify (image workers) -/
 
-Start with `preprocessor.py`. `processed_images.py` preprocesses each image once; `backends.py` runs the jobs in worker processes, whose
-side is `worker.py` and whose work is `prompt_processor.py`.
+Start with `preprocessor.py`. `processed_images.py` preprocesses each image once, through `backends.py`, which runs
+`jobs.py` in worker processes. `worker.py` is the loop of such a process, and `prompt_processor.py` is the work it does.
 """

@@ -2,7 +2,7 @@
 
     engine  --JSON on a socket, bytes in the worker's inbox-->  worker  --JSON, bytes in its outbox-->  engine
 
-Conversations are tokenised by workers of their own, so that text never waits for images: one worker for each of several sizes, so that a
+Text has workers of its own, so that it never waits for images. There is one for each of several sizes, so that a
 question never waits for a book.
 """
 
@@ -70,7 +70,7 @@ class LocalBackend:
         return self._images.submit(self._processor.patchify, task)
 
     def close(self) -> None:
-        """Cancel what has not started."""
+        """Cancel the work that has not started."""
         self._text.shutdown(cancel_futures=True)
         self._images.shutdown(cancel_futures=True)
 
@@ -144,8 +144,8 @@ class ProcessBackend:
             return
         if missing := received.result()["no_sandbox"]:
             logger.warning(
-                "media workers decode untrusted files without %s, which this system lacks: a flaw in a decoder may reach files and the "
-                "network. Use Linux 5.13 or newer on x86-64 or arm64",
+                "media workers decode untrusted files without %s, which this system lacks: a flaw in a decoder may "
+                "reach files and the network. Use Linux 5.13 or newer on x86-64 or arm64",
                 " and ".join(missing),
             )
         self.metadata.set_result(ProcessorMetadata.from_json(received.result()["processor"]))

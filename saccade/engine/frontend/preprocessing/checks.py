@@ -1,4 +1,4 @@
-"""Checks of what workers say: they decode untrusted files, and a file may take one over."""
+"""Checks of the messages of workers, which decode untrusted files: a file may take a worker over."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_seconds(value: object) -> float:
 
 
 class ImageChecks(NamedTuple):
-    """Checks of what workers say about images."""
+    """Checks of the results of image workers."""
 
     rules: VisionRules
     limits: MediaLimits
@@ -57,7 +57,7 @@ class ImageChecks(NamedTuple):
         return self.rules.parts(task.kind, grid, task.fps, [self._text(text) for text in texts])
 
     def whole_shape(self, size: object, grid: Grid, task: ImageTask) -> tuple[int, int, int]:
-        """The shape of an image that is patchified on the device. Raises `WorkerLostError` unless it may be, and has this grid."""
+        """The shape of an image that is sent as pixels. Raises `WorkerLostError` unless the task can have it."""
         if not isinstance(size, list) or len(size) != 2:
             raise WorkerLostError("it sent something else than the size of an image")
         height, width = (check_count(side, self.limits.max_side) for side in size)

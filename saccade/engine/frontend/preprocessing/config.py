@@ -1,4 +1,4 @@
-"""Configuration of the preprocessing workers, and what they say about a checkpoint's processor. Plain data."""
+"""Configuration of the preprocessing workers, and metadata of a checkpoint's processor. Plain data."""
 
 from __future__ import annotations
 
@@ -58,33 +58,33 @@ class PreprocessingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VisualMetadata:
-    """What the engine needs to know about images, or about videos, of a checkpoint."""
+    """How a checkpoint preprocesses images, or videos."""
 
     token_id: int | None
-    """Their placeholder; None if the model takes none of them."""
+    """Id of the placeholder token; None if the model accepts none."""
     patch_bytes: int
-    """Bytes of a patch: all its frames of a video, the one frame of an image."""
+    """Bytes of a patch: all frames of a video's patch, the one frame of an image's."""
     max_bytes: int
     """Maximum size of the patches of one image or video."""
     settings: str
-    """What else the patches depend on; part of the image key."""
+    """All other settings that the patches depend on; part of the image key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorMetadata:
-    """What the engine needs to know about a checkpoint's processor to assemble prompts."""
+    """Metadata of a checkpoint's processor, from which prompts are assembled."""
 
     image: VisualMetadata
-    """Of images."""
+    """Metadata of images."""
     video: VisualMetadata
-    """Of videos."""
+    """Metadata of videos."""
     vocab_size: int
     """Number of token ids."""
     control_ids: list[int]
-    """Token ids that no text has."""
+    """Ids of control tokens, which plain text never has."""
 
     def of(self, kind: VisualKind) -> VisualMetadata:
-        """Of images or of videos."""
+        """Metadata of images or of videos."""
         return self.image if kind == "image" else self.video
 
     @staticmethod

@@ -14,7 +14,7 @@ from saccade.processor.image import Pixels
 from saccade.processor.parts import Part
 
 _ENTRY_BYTES = 2048
-"""Size of an entry besides its patches."""
+"""Size of an entry without its patches."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,12 @@ class ProcessedImage:
     """An image or video as model input, independent of its position in a prompt."""
 
     key: bytes
-    """sha256 of the image as sent and of the preprocessing settings: equal keys have equal features."""
+    """sha256 of the image as sent and of the preprocessing settings. Equal keys have equal features."""
     parts: tuple[Part, ...]
     """The tokens that replace its placeholder."""
     patches: Pixels
-    """[patches, patch_dim], or [patches, frame_dim] or [height, width, 3] of a still image, read-only: those of its spans, in order."""
+    """The patches of its spans in order, read-only: [patches, patch_dim]. A still image may have [patches, frame_dim],
+    or its pixels, [height, width, 3]."""
     num_pixels: int = 0
     """Decoded pixels of all frames, before resizing."""
 
@@ -50,8 +51,8 @@ class ProcessedImageCache:
         return self._images.get(digest)
 
     def put(self, digest: bytes, image: ProcessedImage) -> None:
-        """Add an image, unless it is larger than the cache. No effect on an image that is cached: two jobs can process one image, if
-        the prompt of the first is cancelled while a worker processes it."""
+        """Add an image, unless it is larger than the cache. An image that is cached stays: two jobs may process one
+        image, if the prompt of the first was cancelled while a worker processed it."""
         if digest in self._images or _size(image) > self._max_bytes:
             return
         self._images[digest] = image

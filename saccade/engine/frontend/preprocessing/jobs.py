@@ -21,7 +21,7 @@ from saccade.workers.messages import send
 from saccade.workers.pool import Job, Worker, WorkerLostError
 
 _FREE_BYTES = 4 * 2**20
-"""Free memory that is ready for the next patches; those of larger images are partly written to fresh memory."""
+"""Free memory that is ready for the next patches. Larger patches are partly written to fresh memory."""
 
 
 class TextJob(Job[Mailbox, list[int]]):
@@ -110,8 +110,8 @@ class ImageJob(Job[Mailbox, Patchified]):
 def _touch_free_memory() -> None:
     """Have the system provide memory for the next result that this thread reads.
 
-    A page fault takes 2 us on a virtual machine, 0.7 ms for the patches of 672 x 672 pixels. What is freed here is not returned to the system
-    (`keep_freed_memory`), so that the next allocation of this thread has it.
+    A page fault takes 2 us on a virtual machine, 0.7 ms for the patches of 672 x 672 pixels. Memory that is freed here
+    is kept (`keep_freed_memory`) for the next allocation of this thread.
     """
     with contextlib.suppress(MemoryError):  # the job is sent
         np.empty(_FREE_BYTES, np.uint8)[:: mmap.PAGESIZE] = 0

@@ -1,11 +1,11 @@
 """The preprocessor: conversations in, prompts out.
 
-Each image is a job of its own: images of one prompt are preprocessed in parallel, an image that several prompts use is preprocessed
-once, and a slow one occupies a single worker. A request without images touches neither readers nor image workers. Cancelling a prompt
-cancels those of its jobs that no worker has started, except for images that other prompts wait for.
+Each image is a job of its own: images of one prompt are preprocessed in parallel, an image of several prompts is
+preprocessed once, and a slow image occupies a single worker. A request without images uses neither readers nor image
+workers. Cancelling a prompt cancels its jobs that no worker has started, except for images that other prompts wait for.
 
-On a GPU the vision tower resizes and patchifies the still images of some families. Workers only decode those; one that comes as pixels
-needs no worker.
+On a GPU the vision tower resizes and patchifies the still images of some families. Workers only decode these, and an
+image that is sent as pixels needs no worker.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from saccade.processor.tools import Tool, check_tools
 from saccade.workers.process import keep_freed_memory
 
 _NUM_READERS = 2
-"""Reader threads. They compete with the engine's thread for the interpreter: with 12, 256 requests at once delayed its first step by
-0.26 s, with two 0.18; two read and hash about 1000 images of 672 x 672 per second."""
+"""Reader threads. They compete with the engine's thread for the interpreter; two read and hash about 1000 images of 672
+x 672 per second."""
 _READ_AHEAD_PER_WORKER = 2
-"""Images that are read for each worker before it is free; more would only take memory."""
+"""Images that are read for each worker before the worker is free; more would only take memory."""
 _KEPT_HEAP_BYTES = 2**28
 """Freed memory that this process keeps: images are read into it, and fresh memory is slow."""
 
@@ -78,7 +78,7 @@ class PreprocessingStatistics:
 class Preprocessor:
     """Turns conversations into prompts. Any thread may submit.
 
-    A submitted conversation must not change before its prompt is ready. PIL images and arrays are decoded in this process.
+    A submitted conversation must not change before its prompt is ready. PIL images and arrays are read in this process.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Preprocessor:
         max_worker_bytes: int = MAX_WORKER_BYTES,
         patchifies_on_device: bool = False,
     ) -> None:
-        """Starts the workers without waiting for them. With none, two threads of this process do their work.
+        """Start the workers without waiting for them. With `num_workers` 0, two threads of this process do the work.
 
-        A worker that takes longer than `timeout_s` for one image, text or 32 frames of a video is killed and replaced. `max_images`
-        bounds the images and videos of a request, `limits` what each of them may be, `max_worker_bytes` the memory that a worker may
-        allocate. `chat_template` replaces the checkpoint's. `patchifies_on_device`: images are decoded only, and the vision tower does
-        the rest, where the family allows it.
+        A worker that takes longer than `timeout_s` for one image, text or 32 frames of a video is killed and replaced.
+        `max_images` bounds the images and videos of a request, `limits` the size of each, `max_worker_bytes` the memory
+        of a worker. `chat_template` replaces the checkpoint's. `patchifies_on_device`: images are only decoded here,
+        and patchified by the vision tower, if the family allows it.
         """
         keep_freed_memory(_KEPT_HEAP_BYTES)
         self._limits, self._max_images = limits or MediaLimits(), max_images
@@ -135,7 +135,8 @@ class Preprocessor:
     ) -> Future[TokenPrompt]:
         """The prompt of a conversation, up to the start of the assistant's turn, or open after its final message.
 
-        `tools` are functions that the model may call. Processed images are shared only between submissions of equal `salt`.
+        `tools` are functions that the model may call. Processed images are shared only between submissions of equal
+        `salt`.
         """
         future = self._open()
         try:
@@ -153,7 +154,7 @@ class Preprocessor:
     def submit_tokens(
         self, token_ids: Sequence[int], images: Sequence[Any], *, salt: bytes = b""
     ) -> Future[TokenPrompt]:
-        """The prompt of token ids that contain the placeholder of each image once. A video is a part of a message."""
+        """The prompt of token ids that have one placeholder per image. A video is given as a part of a message."""
         future = self._open()
         try:
             ids = plain_ids(token_ids)
@@ -167,7 +168,7 @@ class Preprocessor:
         return future
 
     def encode(self, text: str) -> Future[list[int]]:
-        """Token ids of a text that is no conversation, with those that the tokenizer puts before a prompt."""
+        """Token ids of plain text, after the ids that the tokenizer puts before a prompt."""
         return self._backend.encode(text)
 
     def flush(self) -> None:
@@ -175,7 +176,7 @@ class Preprocessor:
         self._images.flush()
 
     def wait_until_ready(self) -> None:
-        """Wait until the workers have loaded the processor; raises what is wrong with the checkpoint folder."""
+        """Wait until the workers have loaded the processor. Raises if the checkpoint folder cannot be used."""
         self._backend.metadata.result()
 
     @property
@@ -230,8 +231,8 @@ class Preprocessor:
     def _check_num_images(self, num_images: int) -> None:
         if num_images > self._max_images:
             raise RequestError(
-                f"{num_images} images and videos, over the limit of {self._max_images} per request. Send fewer, or raise "
-                "max_images_per_request"
+                f"{num_images} images and videos, over the limit of {self._max_images} per request. Send fewer, or "
+                "raise max_images_per_request"
             )
 
     def _start(
@@ -274,7 +275,7 @@ class Preprocessor:
         """Read an image and have it preprocessed."""
         try:
             task = self._reader.read(item, num_images, budget)
-        except Exception as error:  # reported when all are done, so that of two bad images the first is named
+        except Exception as error:  # reported when all images are done: the first of two bad ones is named
             return failed(error)
         return self._images.get(task, salt)
 
@@ -303,7 +304,7 @@ class Preprocessor:
         when_all_done([self._backend.metadata, token_ids, *images], assemble)
 
     def _finish(self, future: Future[TokenPrompt], outcome: TokenPrompt | BaseException | None) -> None:
-        """Resolve a prompt, once. A cancelled future needs no outcome."""
+        """Resolve a prompt, once. A cancelled prompt has no outcome."""
         with self._lock:
             if future not in self._unfinished:
                 return

@@ -28,7 +28,7 @@ class ProcessedImages:
     def __init__(
         self, backend: LocalBackend | ProcessBackend, config: PreprocessingConfig, cache_bytes: int, max_read_ahead: int
     ) -> None:
-        """`max_read_ahead` images wait for a worker; who adds another one waits."""
+        """At most `max_read_ahead` images wait for a worker; `get` waits while there are more."""
         self._backend, self._config = backend, config
         self._read_ahead = ReadAhead(_READ_AHEAD_BYTES, max_read_ahead)
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class ProcessedImages:
         self.decode_times, self.preprocess_times = TimeHistogram(), TimeHistogram()
 
     def get(self, task: ImageTask, salt: bytes) -> Future[ProcessedImage]:
-        """The processed image of a task. The prompt that it is for ends with `leave`."""
+        """The processed image of a task, for a prompt that calls `leave` when it ends."""
         digest = task.digest()
         cache_key = salted(salt, digest)
         with self._lock:
@@ -57,7 +57,7 @@ class ProcessedImages:
         return image
 
     def leave(self, images: Sequence[Future[ProcessedImage]]) -> None:
-        """A prompt has ended: cancel the jobs of its images that no other prompt waits for. No effect on images that are ready."""
+        """End a prompt with these images: cancel the jobs of those that no other prompt waits for."""
         for image in images:
             if not isinstance(image, _ImageInProgress):
                 continue
@@ -75,9 +75,9 @@ class ProcessedImages:
             self.cache.clear()
 
     def _start(self, task: ImageTask) -> Future[Patchified]:
-        """Have a worker preprocess an image, unless it came as the pixels that the device patchifies.
+        """Have a worker preprocess an image, unless it was sent as pixels that the device patchifies.
 
-        Never raises: what keeps the job from starting is its failure, which all prompts with this image get.
+        Never raises: a job that cannot start has failed, for all prompts with this image.
         """
         try:
             ready = as_pixels(task, self._backend.rules, self._config)
@@ -120,7 +120,7 @@ class ProcessedImages:
             self.preprocess_times.observe(patchified.preprocess_s)
 
     def _forget(self, image: _ImageInProgress) -> None:
-        """A later prompt starts a job of its own, unless the image is in the cache."""
+        """Let a later prompt start a job of its own, unless the image is cached. The lock is held."""
         if self._in_progress.get(image.cache_key) is image:
             del self._in_progress[image.cache_key]
 
@@ -145,7 +145,7 @@ class ReadAhead:
         self._changed = threading.Condition()
 
     def acquire(self, num_bytes: int) -> int:
-        """Wait for space; return what to release. An image above the bound waits until it is alone."""
+        """Wait for space and return the bytes to release. An image above the bound waits until it is alone."""
         cost = min(max(num_bytes, self._min_cost), self._max_bytes)
         with self._changed:
             self._changed.wait_for(lambda: self._used + cost <= self._max_bytes)
@@ -160,8 +160,8 @@ class ReadAhead:
 
 
 def image_key(metadata: VisualMetadata, digest: bytes) -> bytes:
-    """sha256 of an image as sent (`ImageTask.digest`) and of the settings it is preprocessed with: equal keys have equal features.
+    """sha256 of the digest of an image as sent and of its preprocessing settings: equal keys have equal features.
 
-    Computed in the engine's process, never by a worker.
+    It is computed in the engine's process, never by a worker.
     """
     return hashlib.sha256(metadata.settings.encode() + digest).digest()

@@ -39,16 +39,16 @@ _ENCODINGS = ("ascii", "latin-1", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "
 
 
 class Patchified(NamedTuple):
-    """Patches of an image or video, and what they cost."""
+    """Patches of an image or video, and the time they took."""
 
     visual: Visual
-    """Its patches are read-only. Of an image that is patchified on the device they are its pixels, [height, width, 3]."""
+    """Grid and patches, read-only; or pixels, [height, width, 3], if the device patchifies the image."""
     num_pixels: int
     """Decoded pixels of all frames, before resizing."""
     decode_s: float | None
-    """Time to decode it. None: it came as pixels."""
+    """Time to decode. None: it was sent as pixels."""
     preprocess_s: float | None
-    """Time to resize it and to cut it into patches. None: left to the device."""
+    """Time to resize and to cut into patches. None: the device does that."""
 
 
 class PromptProcessor:
@@ -78,7 +78,7 @@ class PromptProcessor:
         return self._processor.tokenize(messages, not continue_final_message, continue_final_message, tools)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text that is no conversation, with those that the tokenizer puts before a prompt."""
+        """Token ids of plain text, after the ids that the tokenizer puts before a prompt."""
         tokenizer = self._processor.tokenizer
         return [*tokenizer.prefix_ids, *tokenizer.encode_text(text)]
 
@@ -97,7 +97,8 @@ class PromptProcessor:
         visual.patches.flags.writeable = False
         if not is_possible(visual.grid, task, self.rules, self._config.limits):
             raise ImageError(
-                f"a {task.kind} of grid {visual.grid} at {task.fps:g} frames per second cannot be computed. Use another fps"
+                f"a {task.kind} of grid {visual.grid} at {task.fps:g} frames per second cannot be computed. "
+                "Use another fps"
             )
         num_pixels = sum(frame.shape[0] * frame.shape[1] for frame in frames)
         preprocess_s = None if whole is not None else time.perf_counter() - decoded_at
@@ -111,7 +112,7 @@ class PromptProcessor:
         return self._processor.patchify_image(pixels, into, num_images)
 
     def warm_up(self) -> None:
-        """Run once what is slow the first time, and load what a sealed worker can no longer load."""
+        """Do the work once that is slow the first time, and import what a sealed worker can no longer import."""
         Image.init()
         self.patchify(ImageTask("image", [Source("pixels", np.zeros((60, 90, 3), dtype=np.uint8))]))
         for name in FORMATS:
@@ -152,7 +153,7 @@ class PromptProcessor:
 
 
 def whole_image(task: ImageTask, pixels: Pixels, rules: VisionRules, config: PreprocessingConfig) -> Visual | None:
-    """The image as it is, if the vision tower resizes and patchifies it. None: a worker has to."""
+    """The pixels of an image that the vision tower resizes and patchifies. None: it is patchified here."""
     height, width = pixels.shape[:2]
     if task.kind != "image" or not config.sends_whole_images or not rules.can_patchify_on_device(height, width):
         return None
@@ -161,7 +162,7 @@ def whole_image(task: ImageTask, pixels: Pixels, rules: VisionRules, config: Pre
 
 
 def as_pixels(task: ImageTask, rules: VisionRules, config: PreprocessingConfig) -> Patchified | None:
-    """An image that came as pixels and is patchified on the device, which leaves a worker nothing to do. None: another one."""
+    """An image that was sent as pixels and is patchified on the device. None: a worker has to process it."""
     pixels = task.sources[0].data
     if not isinstance(pixels, np.ndarray) or (visual := whole_image(task, pixels, rules, config)) is None:
         return None
@@ -175,7 +176,7 @@ def _encoded(source: Source) -> str | bytes:
 
 
 def is_possible(grid: Grid, task: ImageTask, rules: VisionRules, limits: MediaLimits) -> bool:
-    """Whether preprocessing the task can have this result."""
+    """Whether the task can have this grid."""
     num_frames = len(task.sources)
     frames = range(1, limits.max_frames + 1) if task.is_video_file else range(num_frames, num_frames + 1)
     return rules.is_possible(task.kind, grid, task.fps, frames, limits, task.num_images)

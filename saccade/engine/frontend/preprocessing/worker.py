@@ -1,9 +1,12 @@
-"""A preprocessing worker process: tokenises texts, or decodes and patchifies images, one request after the other.
+"""A preprocessing worker process: it tokenises texts, or decodes and patchifies images, one after the other.
 
-Workers decode untrusted files. They are sealed (`saccade.workers.sandbox`): no file, socket or other process can be reached from one. The
-engine trusts nothing they send: messages have a bounded size and are validated; inbox and outbox are read and written but never mapped,
-since a worker could truncate mapped memory or change it after the check; and image keys are hashes that the engine computes itself, over
-the image as it was sent, so that no worker can claim the key of another image and place its features in a cache.
+Workers decode untrusted files. They are sealed (`saccade.workers.sandbox`): a worker can reach no file, socket or other
+process. The engine trusts nothing that a worker sends:
+- Messages have a bounded size and are validated (`checks.py`).
+- Inbox and outbox are read and written but never mapped: a worker could truncate mapped memory, or change it after the
+  check.
+- Image keys are hashes that the engine computes itself over the image as it was sent. No worker can claim the key of
+  another image and place its features in a cache.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ from saccade.workers.sandbox import ResourceLimits, missing_features, seal
 from saccade.workers.shared_memory import SharedMemory
 
 _MAX_CPU_S = 3600
-"""CPU time of one worker; then it is replaced. What a single job may take is its timeout."""
+"""CPU time of one worker, which is then replaced. A single job is bounded by its timeout."""
 _KEPT_HEAP_BYTES = 2**27
 """Freed memory a worker keeps."""
 
 
 def initialize(config: Any) -> tuple[RunWorker, dict[str, Any]]:
-    """Load what all workers share; return the processor's metadata and what their sandbox lacks."""
+    """Load what all workers share. Returns their loop, and metadata of the processor and of the sandbox."""
     keep_freed_memory(_KEPT_HEAP_BYTES)
     settings = PreprocessingConfig.from_json(config)
     if settings.resize == "torch":
@@ -69,7 +72,7 @@ def _run_worker(processor: PromptProcessor, limits: ResourceLimits, connection: 
 
 
 def _reply(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcessor) -> dict[str, Any]:
-    """Do what is asked for; the result is in the outbox."""
+    """Do the work of a request and write the result to the outbox."""
     if "text_bytes" in request:
         text = np.empty(request["text_bytes"], np.uint8)
         mailbox.inbox.read_into(text)
@@ -94,7 +97,7 @@ def _reply(request: dict[str, Any], mailbox: Mailbox, processor: PromptProcessor
 
 
 def _sources(descriptions: Sequence[Sequence[Any]], inbox: SharedMemory) -> list[Source]:
-    """Read the sources, which follow one another in the inbox."""
+    """Read the sources, which are one after the other in the inbox."""
     sources, offset = [], 0
     for form, *shape in descriptions:
         data = np.empty(shape, dtype=np.uint8)
