@@ -10,11 +10,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from saccade import __version__
 from saccade.serve.errors import ApiError, validation_error
 from saccade.serve.gate import Gate
+from saccade.serve.json_route import with_body_limits
 from saccade.serve.keys import KeyRing
 from saccade.serve.openapi import describe
 from saccade.serve.protocol.chat import CHAT_UNSUPPORTED
@@ -49,7 +50,7 @@ def create_app(service: Service, keys: KeyRing | None) -> Gate:
     served = {route.path for route in app.routes if isinstance(route, Route)}
 
     return Gate(
-        _with_json_depth(app, service.config.max_json_depth),
+        with_body_limits(app, service.body_limits),
         service.config,
         keys=keys,
         scope="api",
@@ -72,7 +73,7 @@ def create_admin_app(service: Service, keys: KeyRing | None) -> Gate:
     document = functools.cache(partial(describe, app, model_name=None, has_keys=True))
     app.openapi = document  # type: ignore[method-assign]
     return Gate(
-        _with_json_depth(app, service.config.max_json_depth),
+        with_body_limits(app, service.body_limits),
         service.config,
         keys=keys,
         scope="admin",
@@ -83,17 +84,6 @@ def create_admin_app(service: Service, keys: KeyRing | None) -> Gate:
         on_response=lambda method, scope, status: None,
         rates=service.rates,
     )
-
-
-def _with_json_depth(app: FastAPI, max_depth: int) -> ASGIApp:
-    """Tell the parser of bodies how deep they may be."""
-
-    async def with_state(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope["state"]["max_json_depth"] = max_depth
-        await app(scope, receive, send)
-
-    return with_state
 
 
 def _route(scope: Scope, served: Container[str]) -> str:

@@ -43,6 +43,10 @@ _STATUS_OF_FAILURE: dict[FailureKind, int] = {
 }
 
 
+CLOSE = {"connection": "close"}
+"""Headers of an answer after which the rest of the body is not read."""
+
+
 class ApiError(HTTPException):
     """A request that is refused or has failed."""
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saccade.serve.config import ServeConfig
 from saccade.serve.cors import cors_headers, preflight_headers
-from saccade.serve.errors import ApiError
+from saccade.serve.errors import CLOSE, ApiError
 from saccade.serve.keys import ApiKey, KeyRing
 from saccade.serve.keys import Scope as KeyScope
 from saccade.serve.rate_limit import RateLimiter
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 Headers = dict[bytes, bytes]
 _MAX_LENGTH_DIGITS = 15
-_CLOSE = {"connection": "close"}
-"""The rest of the body is not read."""
 
 _HEADERS = [
     (b"x-content-type-options", b"nosniff"),
@@ -153,7 +151,7 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         limit = self._config.max_body_bytes
-        return ApiError(413, f"the body has more than {limit} bytes", code="body_too_large", headers=_CLOSE)
+        return ApiError(413, f"the body has more than {limit} bytes", code="body_too_large", headers=CLOSE)
 
     @contextlib.contextmanager
     def _body(self, receive: Receive) -> Iterator[Receive]:
@@ -173,7 +171,7 @@ class Gate:
                     408,
                     f"the body did not arrive within {config.body_timeout_s:g} s",
                     code="body_timeout",
-                    headers=_CLOSE,
+                    headers=CLOSE,
                 ) from error
             is_complete = not message.get("more_body", False)
             num_new = len(message.get("body", b""))
@@ -187,7 +185,7 @@ class Gate:
                     "the server holds too many large requests; try again later",
                     code="overloaded",
                     retry_after_s=2.0,
-                    headers=_CLOSE,
+                    headers=CLOSE,
                 )
             return message
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import orjson
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from numpy.typing import NDArray
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from saccade.serve.body_limits import BodyLimits, TextCounter
 from saccade.serve.errors import ApiError, bad_request
 
 _MAX_VALUES = 2**19
@@ -21,8 +24,22 @@ _MARKS = b",[{"
 """Each stands before a value."""
 _STEP = 2**20
 """Bytes that are counted at once."""
+_LARGE_BYTES = 2**14
+"""Larger bodies may take milliseconds to parse, check and hand on."""
 _MAX_FIELDS = 10_000
 """Fields of one object: an error is made for each that is unknown."""
+
+
+def with_body_limits(app: ASGIApp, limits_of: Callable[[str], BodyLimits]) -> ASGIApp:
+    """Tell the JSON routes of an application what the body of a request for a path may hold."""
+    large_bodies = asyncio.Lock()
+
+    async def with_state(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["state"].update(body_limits=limits_of(scope["path"]), large_bodies=large_bodies)
+        await app(scope, receive, send)
+
+    return with_state
 
 
 class JsonRoute(APIRoute):
@@ -40,15 +57,31 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def body(self) -> bytes:
-        """The body, if it says that it is JSON."""
+        """The body, if it says that it is JSON and its text may fit."""
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if self.method == "POST" and kind != "application/json":
             raise ApiError(415, "send the body as content-type application/json", code="unsupported_media_type")
-        return await super().body()
+        if not hasattr(self, "_body"):
+            text, parts = TextCounter(), []
+            async with aclosing(self.stream()) as stream:
+                async for part in stream:
+                    self._limits.check_text(text.add(part))
+                    parts.append(part)
+            self._body = b"".join(parts)
+        return self._body
+
+    @property
+    def _limits(self) -> BodyLimits:
+        limits: BodyLimits = self.scope["state"]["body_limits"]
+        return limits
 
     async def json(self) -> Any:
         """The parsed body."""
-        return await parse_json(await self.body(), max_depth=self.scope["state"]["max_json_depth"])
+        body = await self.body()
+        if len(body) > _LARGE_BYTES:
+            async with self.scope["state"]["large_bodies"]:
+                await asyncio.sleep(0)  # between any two, the event loop serves other requests
+        return await parse_json(body, max_depth=self._limits.max_depth)
 
 
 async def parse_json(body: bytes, *, max_depth: int) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from saccade.engine.request import SamplingParams
 from saccade.errors import UserError
 from saccade.processor import Processor
 from saccade.serve.admission import Admission, AdmissionLimits, AdmittedRequest, Demand, Refusal
+from saccade.serve.body_limits import MAX_CHARACTERS_PER_TOKEN, BodyLimits, too_long
 from saccade.serve.config import ServeConfig
 from saccade.serve.errors import ApiError, bad_request
 from saccade.serve.generation import DeltaHub, Generation, unless_disconnected
@@ -36,8 +38,6 @@ _Result = TypeVar("_Result")
 _CHARACTERS_PER_TOKEN = 4
 """Of text, to estimate its tokens."""
 _MIN_TIMEOUT_S = 1e-3
-_MAX_CHARACTERS_PER_TOKEN = 64
-"""Longer tokens are runs of white space."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,8 @@ class PromptInput:
 
     def check_length(self, max_length: int) -> None:
         """Refuse a text that cannot fit before time is spent on its tokens."""
-        if self.num_characters > max_length * _MAX_CHARACTERS_PER_TOKEN:
-            raise bad_request(
-                f"This model's maximum context length is {max_length} tokens; the prompt has about {self.num_characters} characters. "
-                "Shorten it",
-                code="context_length_exceeded",
-            )
+        if self.num_characters > max_length * MAX_CHARACTERS_PER_TOKEN:
+            raise too_long(max_length, f"the prompt has about {self.num_characters} characters")
 
 
 def text_input(engine: Engine, text: str) -> PromptInput:
@@ -78,6 +74,8 @@ def text_input(engine: Engine, text: str) -> PromptInput:
 
     async def encode(_: Callable[[int], None]) -> None:
         encoded = await asyncio.wrap_future(engine.encode_text(text))
+        if len(encoded) >= engine.max_length:
+            raise too_long(engine.max_length, f"the prompt has {len(encoded)}")
         token_ids.extend(encoded)
 
     return PromptInput(
@@ -177,6 +175,15 @@ class Service:
         if self.remote_media is not None:
             await self.remote_media.close()
 
+    def body_limits(self, path: str) -> BodyLimits:
+        """What the body of a request for this path may hold."""
+        engine = self.supervisor.loaded_engine
+        return BodyLimits(
+            max_depth=self.config.max_json_depth,
+            max_length=None if engine is None else engine.max_length,
+            max_prompts=self.config.max_completions if path == "/v1/completions" else 1,
+        )
+
     def check_room(self) -> None:
         """Refuse a request before its body is read, if no request could be served now."""
         _ = self.supervisor.engine
@@ -251,9 +258,22 @@ class Service:
         self.generations.add(generation)
         return generation
 
+    async def encode(self, request: Request, text: str) -> list[int]:
+        """The tokens of a plain text, for a request that generates nothing."""
+        engine = self.supervisor.engine
+        with self._opened(request, text_input(engine, text)):
+            return await self._in_time(request, asyncio.wrap_future(engine.encode_text(text)))
+
     async def preprocess(self, request: Request, prompt: PromptInput) -> TokenPrompt:
-        """The tokens of a prompt, for a request that generates nothing."""
-        engine, key = self.supervisor.engine, request.state.key
+        """A prompt, for a request that generates nothing."""
+        engine, salt = self.supervisor.engine, _salt(request.state.key, None)
+        with self._opened(request, prompt) as opened:
+            [future] = await self._preprocess(request, opened, engine, [prompt], salt)
+            return await self._in_time(request, asyncio.wrap_future(future))
+
+    @contextlib.contextmanager
+    def _opened(self, request: Request, prompt: PromptInput) -> Iterator[_OpenRequest]:
+        """Admit a request that generates nothing, until the block ends."""
         demand = Demand(
             num_completions=1,
             num_prompt_tokens=0,
@@ -263,8 +283,7 @@ class Service:
         )
         opened = self._open(request, [prompt], demand)
         try:
-            [future] = await self._preprocess(request, opened, engine, [prompt], _salt(key, None))
-            return await self._in_time(request, asyncio.wrap_future(future))
+            yield opened
         except UserError as error:
             raise bad_request(str(error)) from error
         finally:

@@ -4,9 +4,12 @@ import asyncio
 import json
 import random
 
+import httpx
 import pytest
+from fastapi import APIRouter, FastAPI
 
 from saccade.serve import json_route
+from saccade.serve.body_limits import BodyLimits
 from saccade.serve.errors import ApiError
 from saccade.serve.json_route import count_values, parse_json
 
@@ -72,3 +75,26 @@ def test_the_event_loop_runs_while_the_values_of_a_large_body_are_counted():
         return turns
 
     assert asyncio.run(count_turns()) > 10
+
+
+def test_between_large_bodies_that_arrive_together_others_are_served():
+    routes, app, order = APIRouter(route_class=json_route.JsonRoute), FastAPI(), []
+
+    @routes.post("/")
+    async def serve(body: list[str]) -> None:
+        order.append(len(body[0]))
+
+    app.include_router(routes)
+    limits = BodyLimits(max_depth=8, max_length=None)
+
+    async def send_all():
+        async def with_state(scope, receive, send):  # as the server's gate does
+            await limited({**scope, "state": {}}, receive, send)
+
+        limited = json_route.with_body_limits(app, lambda path: limits)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(with_state), base_url="http://a") as client:
+            await asyncio.gather(*[client.post("/", json=["x" * size]) for size in (*[100_000] * 16, 1)])
+
+    asyncio.run(send_all())
+    assert len(order) == 17
+    assert 1 in order[:4], "the small one came last"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -19,7 +20,7 @@ from saccade.serve.protocol.tokenize import (
     TokenizeResponse,
     TokenizeTextRequest,
 )
-from saccade.serve.service import Service, text_input
+from saccade.serve.service import Service
 
 
 def router(service: Service) -> APIRouter:
@@ -30,11 +31,11 @@ def router(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         if body.model is not None:
             service.check_model(body.model)
+        tokens: Sequence[int]
         if isinstance(body, TokenizeTextRequest):
-            prompt = text_input(service.supervisor.engine, body.prompt)
+            tokens = await service.encode(request, body.prompt)
         else:  # images are preprocessed, since their size decides
-            prompt = prompt_input(_conversation(service, body))
-        tokens = (await service.preprocess(request, prompt)).token_ids
+            tokens = (await service.preprocess(request, prompt_input(_conversation(service, body)))).token_ids
         answer = {"count": len(tokens), "max_model_len": service.supervisor.engine.max_length, "tokens": tokens}
         return Response(orjson.dumps(answer), media_type="application/json")
 
