@@ -6,7 +6,7 @@ python examples/evaluate_and_compare.py BEFORE AFTER test/ results/
 import sys
 from pathlib import Path
 
-from saccade.cli.engine_model import EngineModel
+from saccade.cli.joins.engine_model import EngineModel
 from saccade.evaluate import EvaluationConfig, Results, TaskConfig, compare, evaluate
 from saccade.evaluate.readers import DataSpec
 
