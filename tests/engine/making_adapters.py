@@ -1,4 +1,4 @@
-"""Adapters written by PEFT, and checkpoints with them merged in: what adapters that are served are compared with."""
+"""Adapters written by PEFT, and checkpoints with merged adapters, with which served ones are compared."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def write_adapters(base: Path, folder: Path, *, merges: bool = True, **settings: dict[str, Any]) -> dict[str, Path]:
-    """Folders of adapters by name. If it `merges`, NAME-merged next to each is the checkpoint it makes of `base`."""
+    """Write adapters and return their folders by name. With `merges`, NAME-merged is `base` with an adapter merged."""
     found = {}
     for seed, (name, options) in enumerate((settings or SETTINGS).items()):
         torch.manual_seed(seed)

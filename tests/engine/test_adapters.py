@@ -1,4 +1,4 @@
-"""LoRA adapters served beside the base model: served = merged, whatever else is in the batch and happens to it."""
+"""LoRA adapters served with the base model: an adapter that is served equals the merged one in any batch."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def engine(base, folders):
 
 @pytest.fixture(scope="module")
 def expected(base, folders):
-    """By adapter: completions of engines of the merged checkpoints."""
+    """Completions of engines of the merged checkpoints, by adapter."""
     found = {}
     for name, folder in {None: base, **{n: f.with_name(f"{n}-merged") for n, f in folders.items()}}.items():
         with Engine.load(folder, device="cpu", config=CONFIG) as merged:
@@ -65,7 +65,7 @@ def expected(base, folders):
 
 
 def submit(engine, conversation, adapter, sampling=GREEDY):
-    """A thread that generates one completion; `result()` is it."""
+    """A thread that generates one completion, which `result()` returns."""
     done = []
     thread = threading.Thread(
         target=lambda: done.extend(engine.generate([conversation], sampling, options=RequestOptions(adapter=adapter)))
@@ -114,14 +114,14 @@ def test_steps_padded_to_a_captured_size_have_the_same_adapters(base, folders, e
 
 
 def test_matrices_stored_below_plain_weights_give_the_merged_models(base, folders, expected, monkeypatch):
-    """As on a GPU, where weights are not prepacked: one product computes outputs and A x of all adapters."""
+    """Weights are not prepacked, as on a GPU: one product computes the outputs and A x of all adapters."""
     monkeypatch.setattr(loading, "prepack_storage", lambda _: None)
     monkeypatch.setattr(model_adapters, "_MAX_LOW_SHARE", 100)
     with Engine.load(base, device="cpu", config=CONFIG, adapters=folders) as engine:
         bank = core_of(engine)._runner.adapters
         for stack, _ in bank._stacks.values():
             assert stack.low is not None
-            stack.add = None  # it would compute A x apart
+            stack.add = None  # the prepacked form computes A x separately
         assert_one_batch_equals(engine, expected)
         engine.remove_adapter("mlp")
         engine.add_adapter("again", folders["attention"])

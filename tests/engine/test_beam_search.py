@@ -27,7 +27,10 @@ def end_often(folder):
     return folder
 
 
-@pytest.fixture(scope="module", params=[SHAPES[0], LLAVA_SHAPES[0], pytest.param(OTHER_SHAPES[4], marks=pytest.mark.slow)], ids=lambda shape: shape.family)  # fmt: skip
+SHAPE_PARAMS = [SHAPES[0], LLAVA_SHAPES[0], pytest.param(OTHER_SHAPES[4], marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=SHAPE_PARAMS, ids=lambda shape: shape.family)
 def folder(request, tmp_path_factory):
     return end_often(make_checkpoint(tmp_path_factory.mktemp("beams") / "checkpoint", request.param))
 
@@ -145,7 +148,7 @@ def test_what_cannot_be_searched_is_refused(engine, fields, message):
 
 
 def test_an_end_less_likely_than_enough_continuations_is_not_kept():
-    """Token 0 ends the turn. It ranks third among candidates of two beams, so the second beam is not finished by it."""
+    """Token 0 ends the turn. It ranks third among the candidates of two beams, so it finishes neither."""
     beams = Beams(BeamSearchParams(num_beams=2), frozenset({0}), max_tokens=5)
     beams.extend([[(7, -0.1), (8, -0.2), (0, -0.3)]])
     assert [beam.token_ids for beam in beams.live] == [(7,), (8,)]

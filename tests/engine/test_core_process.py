@@ -1,4 +1,4 @@
-"""The core in a process of its own: the same tokens, and every request ends whatever happens to that process."""
+"""The core in a process of its own: the same tokens, and every request ends even if that process dies."""
 
 import dataclasses
 import errno
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def engine_of(folder, **settings):
-    settings = {"max_draft_tokens": 0} | settings  # a step gives one token: long outputs take long
+    settings = {"max_draft_tokens": 0} | settings  # one token per step: long outputs take many steps
     config = EngineConfig(core_process=True, num_workers=1, max_length=300, num_pages=200, **settings)
     return Engine.load(folder, device="cpu", config=config)
 
@@ -53,7 +53,7 @@ def ask(words, *images):
 
 
 def last_delta(engine, prompt, sampling):
-    """Submit a preprocessed prompt; the completion of its last delta."""
+    """Submit a preprocessed prompt. The future has the completion of its last delta."""
     ended = Future()
     engine.submit(prompt, sampling, lambda delta: delta.completion and ended.set_result(delta.completion))
     return ended
@@ -99,7 +99,7 @@ def test_completions_equal_those_of_a_core_in_a_thread(folder, engine):
 def test_statistics_of_an_idle_core_count_no_request_and_every_page_as_free(engine):
     before = engine.statistics
     image = {"type": "image", "image": picture(56, 84, 1)}
-    later = [{"role": "user", "content": [{"type": "text", "text": "the same image behind a text"}, image]}]
+    later = [{"role": "user", "content": [{"type": "text", "text": "the same image after a text"}, image]}]
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
     completions = engine.generate(CONVERSATIONS[1], sampling) + engine.generate(later, sampling)
     after = engine.statistics
@@ -187,7 +187,7 @@ def num_fds(process):
 
 
 def test_a_video_of_as_many_frames_as_a_request_may_have_crosses_the_process(tmp_path):
-    """Each frame pair is an image of its own: 384 of them, more than the kernel passes descriptors with a message."""
+    """Each frame pair is an image of its own: 384 images, more than the descriptors that the kernel passes at once."""
     initialize_random(tmp_path / "checkpoint", named_size("qwen3_vl/tiny"), dtype=torch.float32)
     config = EngineConfig(core_process=True, num_workers=1, max_length=8000, num_pages=1000)
     num_frames = MediaLimits().max_frames

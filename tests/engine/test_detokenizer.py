@@ -35,7 +35,7 @@ def tokenizer():
 
 
 def cut_reference(text, stops, start_at=0):
-    """`text` up to the stop string that ends first (the longest of these) after `start_at` characters."""
+    """`text` up to the stop string that ends first after `start_at` characters; the longest, if several do."""
     ends = [
         (end, -len(stop)) for stop in stops for end in range(start_at + 1, len(text) + 1) if text[:end].endswith(stop)
     ]
@@ -176,7 +176,7 @@ def test_a_request_that_has_not_ended_has_no_completion(tokenizer):
 
 @pytest.mark.parametrize("case", ["words", "control tokens", "nearly a long stop string"])
 def test_the_cost_per_token_does_not_grow_with_the_output(tokenizer, case):
-    """Counted in decoded tokens and seconds: a quadratic cost would be hundreds of times as much."""
+    """A quadratic cost, in decoded tokens or in seconds, would be hundreds of times as high."""
     num_tokens, num_decoded = 4000, 0
 
     def decode(ids):
@@ -184,7 +184,10 @@ def test_the_cost_per_token_does_not_grow_with_the_output(tokenizer, case):
         num_decoded += len(ids)
         return tokenizer.decode(ids)
 
-    unit = [tokenizer.control_id("<|im_end|>")] if case == "control tokens" else tokenizer.encode_text("aab"[: 3 if case == "words" else 1])  # fmt: skip
+    if case == "control tokens":
+        unit = [tokenizer.control_id("<|im_end|>")]
+    else:
+        unit = tokenizer.encode_text("aab" if case == "words" else "a")
     ids = (unit * num_tokens)[:num_tokens]
     detokenizer = Detokenizer(decode, SamplingParams(stop=("a" * (MAX_STOP_LENGTH - 1) + "b", "bbb")))
     start = time.process_time()

@@ -26,7 +26,7 @@ from saccade.processor import Processor
 
 CONFIG = EngineConfig(
     num_pages=300, page_size=8, max_length=600, max_requests=8, max_step_tokens=128, num_workers=0,
-    max_draft_tokens=0,  # a step gives one token: long outputs take long
+    max_draft_tokens=0,  # one token per step: long outputs take many steps
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def engine(folder):
 
 @pytest.fixture
 def drafting_engine(folder, monkeypatch):
-    """Drafts as often as it can: one costs a quarter of a token, whatever the clock says."""
+    """Drafts as often as it can: a draft token costs a quarter of a token by definition."""
     monkeypatch.setattr(StepBudget, "token_cost", lambda *_: 0.25)
     config = replace(CONFIG, max_draft_tokens=7)
     with Engine.load(folder, device="cpu", config=config) as engine:
@@ -113,7 +113,7 @@ def test_streamed_equals_not_streamed(engine, conversations):
         )
         for ours, theirs in zip(
             last.logprobs, completion.logprobs, strict=True
-        ):  # another batch shape, so other rounding
+        ):  # other batch shapes round differently
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
         assert [delta.completion for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
 
@@ -298,10 +298,11 @@ def test_log_probabilities_of_a_prompt_come_once_even_after_preemption(folder, c
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": "1"}, {"temperature": 10**400}, {"temperature": True}, {"top_k": 1.5}, {"max_tokens": None}, {"max_tokens": 30.5},
-        {"max_tokens": 2**64}, {"min_tokens": 300}, {"logprobs": 1.5}, {"stop": 5}, {"stop": ("a", 5)}, {"n": 0}, {"n": 2},
-        {"stop": ("x" * 10**6,)}, {"stop_token_ids": 5}, {"stop_token_ids": (5.5,)}, {"stop_token_ids": tuple(range(5000))},
-        {"logit_bias": {5.5: 1.0}}, {"logit_bias": {-1: 1.0}}, {"logit_bias": {5: float("nan")}}, {"top_p": float("nan")}, {"seed": -1},
+        {"temperature": "1"}, {"temperature": 10**400}, {"temperature": True}, {"top_k": 1.5}, {"max_tokens": None},
+        {"max_tokens": 30.5}, {"max_tokens": 2**64}, {"min_tokens": 300}, {"logprobs": 1.5}, {"stop": 5},
+        {"stop": ("a", 5)}, {"stop": ("x" * 10**6,)}, {"n": 0}, {"n": 2}, {"stop_token_ids": 5},
+        {"stop_token_ids": (5.5,)}, {"stop_token_ids": tuple(range(5000))}, {"logit_bias": {5.5: 1.0}},
+        {"logit_bias": {-1: 1.0}}, {"logit_bias": {5: float("nan")}}, {"top_p": float("nan")}, {"seed": -1},
         {"ignore_eos": "yes"},
     ],
     ids=lambda wrong: ", ".join(wrong),
@@ -392,7 +393,10 @@ def test_sampling_that_is_no_parameters_is_refused(engine, conversations, wrong)
             {"temperature": np.float32(0.5), "max_tokens": np.int64(3), "top_k": np.int32(5), "seed": np.uint8(1)},
             {"temperature": 0.5, "max_tokens": 3, "top_k": 5, "seed": 1},
         ),
-        ({"stop_token_ids": [np.int64(4)], "logit_bias": {np.int64(3): np.float32(1)}}, {"stop_token_ids": (4,), "logit_bias": {3: 1.0}}),
+        (
+            {"stop_token_ids": [np.int64(4)], "logit_bias": {np.int64(3): np.float32(1)}},
+            {"stop_token_ids": (4,), "logit_bias": {3: 1.0}},
+        ),
     ],
     ids=str,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Many mixed requests at once each get the answer that they get alone, in every family: see `mixed_requests.py`."""
+"""Each of many mixed requests gets the answer that it gets alone, in every family: see `mixed_requests.py`."""
 
 import pytest
 from engine.mixed_requests import FAMILIES, run

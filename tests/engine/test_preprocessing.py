@@ -82,7 +82,7 @@ def _huge_picture():
 
 
 def huge_picture(seed):
-    """Takes a worker about a second. A byte after the end makes it another file."""
+    """A file that takes a worker about a second. A byte after the end makes it another file."""
     return _huge_picture() + bytes([seed])
 
 
@@ -92,7 +92,7 @@ def _medium_picture():
 
 
 def medium_picture(seed):
-    """Takes a worker about 0.1 s."""
+    """A file that takes a worker about 0.1 s."""
     return _medium_picture() + bytes([seed])
 
 
@@ -111,7 +111,7 @@ def encode_video(num_frames):
 
 
 def repeat_frame(patches, patch_dim):
-    """The patches of an image with its one frame repeated; others as they are."""
+    """Patches with all frames: an image's one frame is repeated."""
     frames = patches.reshape(len(patches), 3, 1, -1)
     return np.tile(frames, (1, 1, patch_dim // patches.shape[1], 1)).reshape(-1, patch_dim)
 
@@ -146,7 +146,7 @@ def wait_for(condition, what):
 
 
 def cpu_s(pid):
-    """CPU time of a process; nothing if it has ended."""
+    """CPU time of a process; 0 if it has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
@@ -154,10 +154,7 @@ def cpu_s(pid):
 
 
 class BusyWorkers:
-    """Workers that have computed since they were first seen, for longer than a start takes: they work on a large image.
-
-    By CPU time, which other processes of the machine do not change.
-    """
+    """Finds workers that process a large image, by the CPU time they have used since they were first seen."""
 
     def __init__(self, preprocessor):
         self._preprocessor = preprocessor
@@ -215,7 +212,7 @@ def preprocessor(request):
 
 @pytest.fixture(scope="module", params=[1, 0], ids=["a worker", "no workers"])
 def decoder(checkpoint, request):
-    """A preprocessor that leaves it to the vision tower to patchify images."""
+    """A preprocessor whose images are patchified by the vision tower."""
     with Preprocessor(
         checkpoint, num_workers=request.param, processed_image_cache_bytes=CACHE_BYTES, patchifies_on_device=True
     ) as preprocessor:
@@ -382,7 +379,7 @@ def keys(preprocessor, *sources):
 
 
 def test_equal_bytes_have_equal_keys(preprocessor):
-    """Keys are made of what was sent, not of what a worker says it contains."""
+    """Keys depend on the bytes that were sent, not on the result of a worker."""
     picture = noise(90, 150, 20)
     png, bmp = encoded(picture), encoded(picture, "BMP")
     part = {"type": "image_url", "image_url": {"url": url(png)}}
@@ -589,7 +586,7 @@ def test_a_frame_rate_that_cannot_be_computed_is_an_error_of_its_request(two_wor
     before = two_workers.statistics.num_worker_crashes
     with pytest.raises(RequestError, match="fps"):
         two_workers.submit(ask(video(4, fps=fps))).result(TIMEOUT_S)
-    with pytest.raises(ImageError, match="Use another fps"):  # also if it gets as far as a worker
+    with pytest.raises(ImageError, match="Use another fps"):  # also if it reaches a worker
         two_workers._backend.patchify(ImageTask("video", FRAMES, fps)).result(TIMEOUT_S)
     assert two_workers.statistics.num_worker_crashes == before
 
@@ -797,7 +794,7 @@ def test_an_image_that_crashes_two_workers_fails_alone(two_workers, processor):
 
 
 def test_an_image_whose_job_cannot_start_fails_its_prompts_and_is_tried_again(preprocessor, monkeypatch):
-    """The first prompt fails before the image is looked up, the others after it: none may leave the image in progress."""
+    """No prompt may leave the image in progress, or keep its space in the read-ahead."""
     image, no_thread = noise(60, 60, 320), RuntimeError("can't start new thread")
 
     def refuse(task):
@@ -805,7 +802,7 @@ def test_an_image_whose_job_cannot_start_fails_its_prompts_and_is_tried_again(pr
 
     with monkeypatch.context() as patch:
         patch.setattr(preprocessor._backend, "patchify", refuse)
-        for _ in range(10):  # more than images that are read ahead
+        for _ in range(10):  # more images than are read ahead
             assert preprocessor.submit(ask(image)).exception(30) is no_thread
     assert len(preprocessor.submit(ask(image)).result(30).images) == 1
     assert preprocessor.statistics.num_unfinished == 0
@@ -877,7 +874,8 @@ def test_closing_before_the_workers_are_ready_does_not_wait_for_them(checkpoint)
 
 def test_workers_end_with_the_process_that_started_them(checkpoint):
     script = (
-        "import sys, time; from pathlib import Path; from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor\n"
+        "import sys, time; from pathlib import Path\n"
+        "from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor\n"
         "p = Preprocessor(Path(sys.argv[1]), num_workers=2, processed_image_cache_bytes=0); p.wait_until_ready()\n"
         "print(*p.worker_pids, flush=True); time.sleep(600)"
     )
@@ -929,8 +927,8 @@ def test_messages_of_a_worker_are_validated(processor):
     assert (part.grid, part.num_patches, part.length) == ((1, 4, 6), 24, 6)
     wrong = {
         "grid": [
-            None, 24, [4, 6], [1, 4, 6, 1], [2, 4, 6], [0, 4, 6], [1, 3, 6], [1, 4, -6], [1, 0, 6], [1, 4, "6"], [1, 4, 6.0],
-            [1, 4, True], [1, 2**20, 2**20], [1, 14, 12], {"0": 1},
+            None, 24, [4, 6], [1, 4, 6, 1], [2, 4, 6], [0, 4, 6], [1, 3, 6], [1, 4, -6], [1, 0, 6], [1, 4, "6"],
+            [1, 4, 6.0], [1, 4, True], [1, 2**20, 2**20], [1, 14, 12], {"0": 1},
         ],
         "texts": [None, "", [[1]], [[]], {}],
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""An image whose patches depend on how many images its conversation has: caches tell its forms apart."""
+"""An image whose patches depend on the number of images in its conversation: caches have both forms."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 
 def test_one_engine_answers_about_an_image_alone_and_among_others_as_transformers_does(folder):
-    """Each conversation several times and in turns, so that every cache holds the other form of the image."""
+    """Conversations repeat and alternate, so that every cache has the other form of the image."""
     conversations = [ALONE, AMONG, ALONE, TWICE, AMONG_THREE, AMONG, LATER, ALONE]
     oracle = Oracle(folder)
     config = EngineConfig(page_size=4, num_pages=256, max_length=512, max_requests=2, num_workers=0)
@@ -40,11 +40,11 @@ def open_preprocessor(folder, num_workers=0):
     return Preprocessor(folder, num_workers=num_workers, processed_image_cache_bytes=2**24)
 
 
-def test_the_key_of_an_image_has_its_company_as_far_as_it_matters(folder):
+def test_the_key_of_an_image_has_the_number_of_images_as_far_as_it_matters(folder):
     with open_preprocessor(folder) as preprocessor:
         prompts = [preprocessor.submit(messages).result() for messages in (ALONE, AMONG, AMONG_THREE, TWICE, LATER)]
         alone, *among = [prompt.images[0].span.key for prompt in prompts]
-        assert len(set(among)) == 1, "two or three images are the same to it, and so is where they are"
+        assert len(set(among)) == 1, "two images or three, in any order, give the same form"
         assert alone not in among
         assert prompts[3].images[1].span.key == among[0]
         assert preprocessor.statistics.num_processed == 4, "the image in two forms, and the two others once"
@@ -69,14 +69,16 @@ def test_a_cache_keyed_by_the_image_alone_would_give_it_other_tokens_and_feature
         assert not torch.allclose(features[0][:16], features[1][:16], atol=1e-2)
     with open_preprocessor(folder) as preprocessor:
         rules = type(preprocessor._backend.rules)
-        monkeypatch.setattr(rules, "counted_images", lambda self, num_images: 1)  # as if its company did not matter
+        monkeypatch.setattr(
+            rules, "counted_images", lambda self, num_images: 1
+        )  # as if the number of images did not matter
         prompts = [preprocessor.submit(messages).result() for messages in (ALONE, AMONG)]
         assert prompts[1].images[0].grid == alone.grid, "the cached tiles"
         theirs = Oracle(folder).inputs(AMONG, add_generation_prompt=True)["input_ids"][0].tolist()
         assert prompts[1].token_ids != theirs
 
 
-def test_worker_processes_cut_an_image_by_its_company(folder):
+def test_worker_processes_cut_an_image_by_the_number_of_images(folder):
     with open_preprocessor(folder, num_workers=1) as workers, open_preprocessor(folder) as threads:
         for messages in (ALONE, AMONG):
             ours, theirs = (one.submit(messages).result(60) for one in (workers, threads))
