@@ -43,7 +43,7 @@ Gather = Callable[[Grid, VisionConfig], Gathered]
 
 
 def gather_tiles(grid: Grid, config: VisionConfig) -> Gathered:
-    """The tokens of an AnyRes image: the downscaled whole, then all rows of tiles without padding, each with a newline."""
+    """The tokens of an AnyRes image: those of the whole, then the rows of all tiles without padding, each with a newline."""
     (tiles, *size), tiling = grid, config.tiling
     kept = kept_features((size[0], size[1]), tiling, config.max_feature_tiles)
     source, side = kept.source, tiling.patches_per_side
