@@ -33,7 +33,7 @@ from saccade.kernels.attention import attention
 from saccade.kernels.paged_attention import quantize_rows_reference
 from saccade.model import load_model
 from saccade.model.attention import PackedAttention
-from saccade.model.weights import read_tensors, tensor_files
+from saccade.model.checkpoint_reader import read_tensors, tensor_files
 from saccade.processor import Processor
 
 

@@ -101,7 +101,7 @@ def compress(
     """Quantize a checkpoint, vision tower included, as compressed-tensors that other engines load; compare it with the original. Resumes."""
     from saccade.compress import compress as run
     from saccade.compress.report import FOLDER, fidelity_rows, summary, text_table, write_report
-    from saccade.model.weights import check_new_folder
+    from saccade.model.checkpoint_writer import check_new_folder
 
     check_new_folder(out)
     folder, bound = checkpoint_folder(checkpoint), _share(max_loss)

@@ -25,8 +25,8 @@ def merge(
     as_json: JsonOption = False,
 ) -> None:
     """Merge a LoRA adapter into its base model: a full checkpoint folder that needs no adapter."""
+    from saccade.model.checkpoint_writer import check_new_folder
     from saccade.model.merging import base_of_adapter, merge_adapter
-    from saccade.model.weights import check_new_folder
 
     check_new_folder(out)
     named = base_of_adapter(adapter) if base is None else base

@@ -63,7 +63,7 @@ def serve(
         from saccade.config import override_config
         from saccade.engine import EngineConfig
         from saccade.log import set_up_logging
-        from saccade.processor.conversation import check_template
+        from saccade.processor.chat_template import check_template
         from saccade.serve import ServeConfig
         from saccade.serve import serve as run
 

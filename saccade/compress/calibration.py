@@ -24,8 +24,8 @@ import torch
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.sample import TextRules, conversations
 from saccade.errors import ConfigError, DataError, StorageError, UserError
-from saccade.processor.conversation import Message
 from saccade.processor.inputs import ModelInputs
+from saccade.processor.messages import Message
 from saccade.processor.processor import Processor
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from saccade.compress.importance import block_layers
 from saccade.errors import ConfigError
+from saccade.model.checkpoint_reader import read_tensors, tensor_files
+from saccade.model.checkpoint_writer import CheckpointWriter
 from saccade.model.config import ModelConfig
 from saccade.model.families import family_of
 from saccade.model.vlm import VLM
-from saccade.model.weights import PROCESSOR_FILES, CheckpointWriter, config_for_export, read_tensors, tensor_files
+from saccade.model.weights import PROCESSOR_FILES, config_for_export
 
 Part = Literal["vision", "language"]
 BLOCKS: dict[Part, str] = {"vision": "vision.blocks", "language": "language.layers"}

@@ -12,9 +12,10 @@ from torch import Tensor
 from saccade.compress.block_runner import HEAD, model_blocks
 from saccade.compress.scheme import BUILT_IN, Rule, Scheme, check_scheme
 from saccade.errors import CheckpointError, ConfigError
+from saccade.model.checkpoint_reader import read_tensors, tensor_files
 from saccade.model.families import family_of
 from saccade.model.linear import Linear, projections
-from saccade.model.weights import check_finite, match_tensors, meta_model, read_tensors, tensor_files, tensor_shapes
+from saccade.model.weights import check_finite, match_tensors, meta_model, tensor_shapes
 
 
 class Source:

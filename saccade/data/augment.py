@@ -20,7 +20,7 @@ from PIL import Image, ImageEnhance, ImageOps, ImageStat
 from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
-    from saccade.processor.conversation import Message
+    from saccade.processor.messages import Message
 
 _ERASED_AREA, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 """Smallest and largest area of an erased rectangle, as a share of the image's, and its aspect ratio: those of the paper and of torchvision."""

@@ -29,9 +29,9 @@ from saccade.data.sample import Sample, training_conversations
 from saccade.data.sources import IndexedSource
 from saccade.data.token_dropout import TokenDropout
 from saccade.errors import DataError, StorageError, UserError
-from saccade.processor.conversation import Message
 from saccade.processor.image import Pixels, load_image
 from saccade.processor.inputs import ModelInputs
+from saccade.processor.messages import Message
 from saccade.processor.processor import Processor
 
 logger = logging.getLogger(__name__)

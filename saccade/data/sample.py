@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from saccade.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from saccade.processor.conversation import Message
+    from saccade.processor.messages import Message
 
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp"})
 UNSUPPORTED_EXTENSIONS = frozenset({"tif", "tiff", "avif", "heic", "heif", "jxl", "jp2", "svg"})

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from saccade.errors import CheckpointError
 from saccade.kernels.grouped_lora import add_lora, grouped_lora, lora_swiglu
+from saccade.model.checkpoint_reader import read_tensors, tensor_names
 from saccade.model.linear import Projection, projections
 from saccade.model.merged_projections import RowAdapters, merge_with_rows
-from saccade.model.weights import check_finite, read_tensors, tensor_names
+from saccade.model.weights import check_finite
 from saccade.processor.folder import read_json
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from saccade.device import DTYPE_NAMES
 from saccade.errors import CheckpointError, ConfigError
+from saccade.model.checkpoint_reader import read_tensors, tensor_files
+from saccade.model.checkpoint_writer import CheckpointWriter
 from saccade.model.config import LanguageConfig, ModelConfig
 from saccade.model.families import DEFAULT_FAMILY, family_named, text_family
 from saccade.model.families import named_size as named_size
@@ -29,8 +31,8 @@ from saccade.model.families.family import Family
 from saccade.model.gguf import GGUFModel, added_token
 from saccade.model.linear import checkpoint_shapes
 from saccade.model.vlm import VLM
-from saccade.model.weights import CheckpointWriter, read_tensors, tensor_files, tensor_shapes
-from saccade.processor.conversation import read_template, token_text
+from saccade.model.weights import tensor_shapes
+from saccade.processor.chat_template import read_template, token_text
 from saccade.processor.folder import read_config, read_json
 
 _VOCAB_MULTIPLE = 64

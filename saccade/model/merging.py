@@ -14,18 +14,17 @@ import torch
 
 from saccade.errors import CheckpointError
 from saccade.model.adapters import CONFIG_FILE, load_adapter
+from saccade.model.checkpoint_reader import read_tensors, tensor_files
+from saccade.model.checkpoint_writer import CheckpointWriter
 from saccade.model.families import family_of
 from saccade.model.linear import projections
 from saccade.model.lora_linear import merge_lora
 from saccade.model.weights import (
     PROCESSOR_FILES,
-    CheckpointWriter,
     check_finite,
     config_for_export,
     match_tensors,
     meta_model,
-    read_tensors,
-    tensor_files,
     tensor_shapes,
 )
 from saccade.processor.folder import read_json

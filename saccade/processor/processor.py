@@ -24,20 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from saccade.errors import CheckpointError, ConfigError, ImageError, RequestError
-from saccade.processor.conversation import (
-    ChatTemplate,
-    ImageItem,
-    Message,
-    Piece,
-    Prompt,
-    VideoFileItem,
-    VisualItem,
-    check_messages,
-    is_list,
-    read_template,
-    render_prompt,
-    token_text,
-)
+from saccade.processor.chat_template import ChatTemplate, read_template, token_text
+from saccade.processor.conversation import Piece, Prompt, render_prompt
 from saccade.processor.families import VisionRules, load_rules
 from saccade.processor.folder import read_config, read_json
 from saccade.processor.image import (
@@ -50,6 +38,7 @@ from saccade.processor.image import (
     load_image,
     read_encoded,
 )
+from saccade.processor.messages import ImageItem, Message, VideoFileItem, VisualItem, check_messages, is_list
 from saccade.processor.parts import Visual, VisualKind, expand_placeholders, in_written_order, repeat_placeholders
 from saccade.processor.pillow_resize import pillow_resize
 from saccade.processor.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from saccade.processor.conversation import ChatTemplate
+from saccade.processor.chat_template import ChatTemplate
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _HEADER = re.compile(

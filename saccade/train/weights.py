@@ -27,18 +27,12 @@ from torch.distributed.tensor import DTensor
 from saccade.device import DTYPE_NAMES
 from saccade.errors import CheckpointError
 from saccade.files import atomic_write
+from saccade.model.checkpoint_reader import read_tensors, tensor_files
+from saccade.model.checkpoint_writer import CheckpointWriter
 from saccade.model.families import family_of, load_model_config
 from saccade.model.lora_linear import LoraLinear, merge_lora
 from saccade.model.vlm import VLM
-from saccade.model.weights import (
-    PROCESSOR_FILES,
-    CheckpointWriter,
-    check_finite,
-    config_for_export,
-    read_tensors,
-    tensor_files,
-    tensor_shapes,
-)
+from saccade.model.weights import PROCESSOR_FILES, check_finite, config_for_export, tensor_shapes
 from saccade.train.dtensor import copy_full_tensor
 from saccade.train.lora import base_shapes, initial_adapters, lora_layers, lora_parameters
 from saccade.train.quantization_aware import fake_quantized_layers

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from saccade.errors import CheckpointError, RequestError, UserError
 from saccade.processor import Processor
-from saccade.processor.conversation import ChatTemplate, read_template, render_prompt
+from saccade.processor.chat_template import ChatTemplate, read_template
+from saccade.processor.conversation import render_prompt
 from saccade.processor.tokenizer import Tokenizer
 
 repeatable = settings(deadline=None, derandomize=True)

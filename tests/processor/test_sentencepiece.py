@@ -9,7 +9,8 @@ from model.llava_next import MISTRAL, VICUNA, tokenizer_description
 from transformers import PreTrainedTokenizerFast
 
 from saccade.processor import TextStream
-from saccade.processor.conversation import ChatTemplate, render_prompt
+from saccade.processor.chat_template import ChatTemplate
+from saccade.processor.conversation import render_prompt
 from saccade.processor.tokenizer import Tokenizer
 
 TEXTS = ["hello there", " a ", "", "\n", "  ", "é日🙂", "ASSISTANT:", "the hall", "<", "▁"]

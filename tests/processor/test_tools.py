@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.errors import RequestError
-from saccade.processor.conversation import ChatTemplate, render_prompt
+from saccade.processor.chat_template import ChatTemplate
+from saccade.processor.conversation import render_prompt
 
 ADD = {
     "type": "function",

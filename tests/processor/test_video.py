@@ -9,8 +9,8 @@ import torch
 
 from saccade.errors import ConfigError, ImageError
 from saccade.processor import MediaLimits, Processor
-from saccade.processor.conversation import VideoFileItem
 from saccade.processor.image import MediaBudget
+from saccade.processor.messages import VideoFileItem
 from saccade.processor.video import sampled_frames
 
 

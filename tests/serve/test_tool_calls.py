@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from saccade.processor.conversation import ChatTemplate
+from saccade.processor.chat_template import ChatTemplate
 from saccade.serve.tool_calls import (
     ContentDelta,
     ParsedOutput,

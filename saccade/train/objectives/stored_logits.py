@@ -36,7 +36,7 @@ from saccade.data.loader import Stream
 from saccade.data.sample import TextRules
 from saccade.errors import DataError
 from saccade.files import atomic_write
-from saccade.model.weights import tensor_files
+from saccade.model.checkpoint_reader import tensor_files
 from saccade.processor import Processor
 from saccade.processor.inputs import IGNORED, ModelInputs
 from saccade.train.objectives.config import DistillationConfig

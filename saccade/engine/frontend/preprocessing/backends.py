@@ -23,8 +23,8 @@ from saccade.engine.frontend.preprocessing.jobs import ImageJob, TextJob
 from saccade.engine.frontend.preprocessing.mailbox import Mailbox
 from saccade.engine.frontend.preprocessing.prompt_processor import Patchified, PromptProcessor
 from saccade.engine.frontend.preprocessing.worker import initialize
-from saccade.processor.conversation import Message
 from saccade.processor.families import VisionRules, load_rules
+from saccade.processor.messages import Message
 from saccade.processor.tools import Tool
 from saccade.workers.fork_server import ForkServer
 from saccade.workers.pool import WorkerPool

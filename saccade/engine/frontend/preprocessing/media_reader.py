@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image
 
 from saccade.engine.frontend.preprocessing.image_task import ImageTask, Source
-from saccade.processor.conversation import ImageItem, VideoFileItem, VisualItem
 from saccade.processor.image import ImageSource, MediaBudget, MediaLimits, check_data_url, load_image, read_encoded
+from saccade.processor.messages import ImageItem, VideoFileItem, VisualItem
 from saccade.processor.parts import VisualKind
 from saccade.processor.processor import prefix_errors
 

@@ -28,8 +28,8 @@ from saccade.engine.frontend.preprocessing.processed_images import ProcessedImag
 from saccade.engine.frontend.preprocessing.prompt_assembly import assemble_prompt, find_placeholders, plain_ids
 from saccade.engine.prompt import TokenPrompt
 from saccade.errors import RequestError
-from saccade.processor.conversation import Message, VisualItem
 from saccade.processor.image import MediaBudget, MediaLimits
+from saccade.processor.messages import Message, VisualItem
 from saccade.processor.parts import VisualKind
 from saccade.processor.processor import ResizeName, count_images, prefix_errors, split_visuals, visual_kind
 from saccade.processor.tools import Tool, check_tools

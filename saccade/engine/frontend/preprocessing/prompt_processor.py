@@ -17,7 +17,6 @@ from PIL import Image
 from saccade.engine.frontend.preprocessing.config import PreprocessingConfig, ProcessorMetadata, VisualMetadata
 from saccade.engine.frontend.preprocessing.image_task import ImageTask, Source
 from saccade.errors import ImageError
-from saccade.processor.conversation import Message
 from saccade.processor.families import VisionRules
 from saccade.processor.image import (
     FORMATS,
@@ -29,6 +28,7 @@ from saccade.processor.image import (
     load_image,
     read_encoded,
 )
+from saccade.processor.messages import Message
 from saccade.processor.parts import Visual, VisualKind
 from saccade.processor.processor import Processor, prefix_errors
 from saccade.processor.tools import Tool

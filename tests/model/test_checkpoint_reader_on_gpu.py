@@ -3,15 +3,15 @@ import torch
 from safetensors.torch import save_file
 
 from saccade.errors import CheckpointError
-from saccade.model import weights
-from saccade.model.weights import read_tensors
+from saccade.model import checkpoint_reader
+from saccade.model.checkpoint_reader import read_tensors
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("read_bytes", [64, 1000, 2**24])
 def test_tensors_read_for_a_gpu_are_those_of_the_file(read_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(checkpoint_reader, "_READ_BYTES", read_bytes)
     dtypes = (torch.bfloat16, torch.float32, torch.int32, torch.int8, torch.float8_e4m3fn, torch.bool)
     shapes = [(3, 5), (1,), (0, 4), (17, 33), (), (130,)]
     stored = {f"{dtype} {shape}": (torch.randn(shape) * 10).to(dtype) for dtype in dtypes for shape in shapes}
@@ -40,7 +40,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_parts_that_wait_for_a_gpu_other_than_the_current_one_are_not_overwritten(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "_READ_BYTES", 2**16)
+    monkeypatch.setattr(checkpoint_reader, "_READ_BYTES", 2**16)
     stored = {"x": torch.randn(2**20)}
     save_file(stored, tmp_path / "model.safetensors")
     with torch.cuda.device(1):
