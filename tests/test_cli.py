@@ -729,7 +729,9 @@ def test_recipes_are_listed_and_copied(command, tmp_path):
     assert all(name in command("recipes", "list").out for name in listed)
     assert command("recipes", "copy", "tiny", tmp_path).status == 0
     assert command("recipes", "copy", "tiny.toml", tmp_path / "mine.toml").status == 0
+    assert command("recipes", "copy", "tiny", tmp_path / "new").status == 0
     original = (Path(__file__).parents[1] / "recipes" / "tiny.toml").read_text()
+    assert (tmp_path / "new" / "tiny.toml").read_text() == original
     assert (tmp_path / "tiny.toml").read_text() == (tmp_path / "mine.toml").read_text() == original
 
 

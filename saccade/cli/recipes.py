@@ -31,17 +31,19 @@ def list_(as_json: JsonOption = False) -> None:
 @app.command()
 def copy(
     name: Annotated[str, typer.Argument(help="A recipe of saccade recipes list, with or without its extension.")],
-    to: Annotated[Path, typer.Argument(help="File or folder to write.")] = Path(),
+    to: Annotated[Path, typer.Argument(help="File to write, or folder: a path without extension.")] = Path(),
 ) -> None:
     """Copy a recipe, to change it and train with it."""
     known = {path.name: path for path in _recipes()}
     source = known.get(name) or known.get(f"{name}.toml") or known.get(f"{name}.sh")
     if source is None:
         raise ConfigError(f"no recipe {name!r}. Recipes: {', '.join(known)}")
-    target = to / source.name if to.is_dir() else to
+    target = to / source.name if to.is_dir() or not to.suffix else to
     if target.exists():
         raise ConfigError(f"{target} exists. Name another file: saccade recipes copy {name} FILE")
     try:
+        if target != to:
+            to.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     except OSError as error:
         raise ConfigError(f"{target}: {error.strerror}. Name a file in a folder that can be written") from error
