@@ -136,6 +136,11 @@ def test_the_command_of_a_result_exists_with_its_options(line):
     assert [word for word in words if word.startswith("--") and f'"{word}"' not in file.read_text()] == []
 
 
+def test_every_operation_of_the_results_has_a_benchmark():
+    for row in RESULTS["kernels"]["rows"].values():
+        assert "def rows(" in (ROOT / "bench" / "kernels" / f"{row['op'].strip('`')}.py").read_text()
+
+
 def test_every_command_of_the_tutorials_runs_here_but_for_these():
     """Whatever a newcomer is asked to type is either run below or in this list, with the reason."""
     tutorials = [
