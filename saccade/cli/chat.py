@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from saccade.engine import Completion, Engine, RequestOptions, SamplingParams
 
-_IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+_IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"}
 _VIDEO_SUFFIXES = {".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi"}
 _HELP = """\
 /image FILE...  add images or videos to the next question; a path in a question does too

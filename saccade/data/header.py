@@ -13,16 +13,11 @@ import warnings
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
+from saccade.data.image_formats import unsupported_format
 from saccade.errors import ImageError
-from saccade.processor.image import FORMATS
+from saccade.processor.image import FIRST_FRAME_FORMATS, FORMATS
 
 _ORIENTATION = 0x0112
-_UNSUPPORTED = {
-    "TIFF": re.compile(rb"II\*\0|MM\0\*"),
-    "AVIF": re.compile(rb"....ftypavi[fs]", re.DOTALL),
-    "HEIC": re.compile(rb"....ftyp(hei[cfmsx]|mif1|msf1)", re.DOTALL),
-    "JPEG XL": re.compile(rb"\xff\x0a|\0\0\0\x0cJXL "),
-}
 _EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
 _PNG_START = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
 _PNG_TEXT = {b"tEXt", b"zTXt", b"iTXt"}
@@ -37,7 +32,7 @@ def upright_size(data: bytes) -> tuple[int, int]:
     except ImageError:
         raise
     except UnidentifiedImageError as error:
-        found = next((name for name, magic in _UNSUPPORTED.items() if magic.match(data)), None)
+        found = unsupported_format(data)
         what = f"{found} images are not supported" if found else "not an image in a supported format"
         raise ImageError(f"{what} ({', '.join(FORMATS)}). Convert it to JPEG, PNG or WebP") from error
     except Exception as error:  # malformed bytes may raise anything in Pillow: the header is bad
@@ -96,11 +91,11 @@ def _png_size(data: bytes) -> tuple[int, int] | None:
 
 def _pillow_size(data: bytes) -> tuple[int, int]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the processor has its own limits
+        warnings.simplefilter("ignore")  # the processor has its own limits; damaged metadata do not matter
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-    if image.format != "MPO" and getattr(image, "is_animated", False):
+    if image.format not in FIRST_FRAME_FORMATS and getattr(image, "is_animated", False):
         raise ImageError(f"animated {image.format}")
-    return _oriented(image.size, image.getexif())
+    return image.size if image.format == "TIFF" else _oriented(image.size, image.getexif())  # a TIFF's is upright
 
 
 def _oriented(size: tuple[int, int], exif: Image.Exif) -> tuple[int, int]:

@@ -16,14 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from saccade.data.image_formats import IMAGE_EXTENSIONS, UNSUPPORTED_EXTENSIONS
 from saccade.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from saccade.processor.messages import Message
 
-IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp"})
-UNSUPPORTED_EXTENSIONS = frozenset({"tif", "tiff", "avif", "heic", "heif", "jxl", "jp2", "svg"})
-"""Images that are not decoded: a sample with one is an error, not a text-only sample."""
 IMAGE_MARK = "<image>"
 
 _SURROGATE_ESCAPE, _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")

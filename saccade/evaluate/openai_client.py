@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 from urllib.parse import SplitResult, urlsplit
 
+from saccade.data.image_formats import image_extension
 from saccade.errors import ConfigError, RequestError
 from saccade.evaluate.model import Answer, Conversation, Decoding, Likelihood
 
@@ -33,7 +34,8 @@ MAX_ATTEMPTS = 8
 """Attempts of one request: with the waiting times below, about two minutes."""
 _MAX_WAIT_S = 30.0
 _BUSY = {408, 409, 425, 429, 502, 503, 504}
-_SIGNATURES = ((b"\x89PNG", "png"), (b"RIFF", "webp"), (b"GIF8", "gif"), (b"BM", "bmp"))
+_MEDIA_TYPES = {"jpg": "jpeg", "tif": "tiff", None: "jpeg"}
+"""Media types of images that are not called like their extension."""
 
 
 class OpenAIModel:
@@ -294,7 +296,8 @@ def to_openai(conversation: Conversation) -> Conversation:
 def _part(part: dict[str, Any]) -> dict[str, Any]:
     if part["type"] != "image":
         return part
-    kind = next((kind for signature, kind in _SIGNATURES if part["image"].startswith(signature)), "jpeg")
+    extension = image_extension(part["image"])
+    kind = _MEDIA_TYPES.get(extension, extension)
     data = base64.b64encode(part["image"]).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import Image
+from PIL import Image, features
 
 from saccade.errors import ConfigError, ImageError
 from saccade.processor.pillow_resize import Pixels as Pixels
@@ -37,10 +37,19 @@ Grid = tuple[int, int, int]
 
 IMAGE_FORMS = "a path, bytes, BytesIO, a data URL, a PIL image or a uint8 array [height, width, 3]"
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""Decoded formats; Pillow's other plugins are never called."""
+_HAS_AVIF = "avif" in features.modules and features.check_module("avif")
+if _HAS_AVIF:
+    from PIL import AvifImagePlugin
+
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # images are decoded in parallel, each by one thread
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if _HAS_AVIF else []))
+"""Decoded formats; Pillow's other plugins are never called. Some builds of Pillow lack AVIF."""
+
+FIRST_FRAME_FORMATS = ("MPO", "TIFF", "AVIF")
+"""Formats of which the first image counts: an MPO file of a camera is a JPEG followed by further images, a TIFF may have pages."""
 
 _ORIENTATION = 0x0112  # the EXIF tag
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # TIFF tags
 _TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -226,6 +235,7 @@ def load_image(source: ImageSource, limits: MediaLimits, budget: MediaBudget | N
     budget.add_bytes(len(data))
     image = _open_header(data, limits)
     budget.add_pixels(image.size)
+    _check_tiles(image, limits)
     _check_scans(image, data, limits)
     return _decode(image, data)
 
@@ -335,6 +345,16 @@ def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
         )
 
 
+def _check_tiles(image: Image.Image, limits: MediaLimits) -> None:
+    """Refuse a TIFF with tiles over the limits: a whole tile is decoded, however small the image is."""
+    tags = getattr(image, "tag_v2", {})
+    width, height = tags.get(_TILE_WIDTH, 1), tags.get(_TILE_HEIGHT, 1)
+    if not isinstance(width, int) or not isinstance(height, int) or width * height > limits.max_pixels:
+        raise ImageError(
+            f"the TIFF has tiles of {width}x{height} pixels, over the limit of {limits.max_pixels}. Save it without tiles"
+        )
+
+
 def _check_scans(image: Image.Image, data: bytes, limits: MediaLimits) -> None:
     """Refuse a progressive JPEG with so many scans, each a pass over all pixels, that decoding it would take minutes."""
     if image.format not in ("JPEG", "MPO"):
@@ -349,10 +369,10 @@ def _check_scans(image: Image.Image, data: bytes, limits: MediaLimits) -> None:
 def _decode(image: Image.Image, data: bytes | None) -> Pixels:
     """Decode an image whose header was checked. Colour JPEGs are decoded by libjpeg-turbo directly."""
     try:
-        # An MPO file of a camera is a JPEG followed by further images; the first is the photo.
-        if data is not None and image.format != "MPO" and getattr(image, "is_animated", False):
+        if data is not None and image.format not in FIRST_FRAME_FORMATS and getattr(image, "is_animated", False):
             raise ImageError(f"animated {image.format}. Send it as a video, a list of frames")
-        transpose = _TRANSPOSES.get(image.getexif().get(_ORIENTATION, 1))
+        # Pillow turns a TIFF upright when it loads its pixels.
+        transpose = None if image.format == "TIFF" else _TRANSPOSES.get(image.getexif().get(_ORIENTATION, 1))
         if data is not None and image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
             pixels = _decode_jpeg(data)
             if pixels is not None:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from saccade.data.sample import Sample
 from saccade.errors import ImageError
+from saccade.processor.image import FORMATS
 
 WORDS = [
     "a", "red", "blue", "small", "old", "wooden", "boat", "house", "cat", "street", "under", "over", "beside", "the", "bright",
@@ -61,6 +62,22 @@ def make_png(width=96, height=64, seed=0, *, orientation=None):
 def make_webp(width=96, height=64, seed=0, *, orientation=None):
     options = {} if orientation is None else {"exif": with_orientation(orientation)}
     return encode(make_picture(width, height, seed), "WEBP", method=0, **options)
+
+
+@functools.lru_cache(maxsize=512)
+def make_tiff(width=96, height=64, seed=0, *, orientation=None):
+    options = {} if orientation is None else {"exif": with_orientation(orientation)}
+    return encode(make_picture(width, height, seed), "TIFF", compression="tiff_lzw", **options)
+
+
+@functools.lru_cache(maxsize=512)
+def make_avif(width=96, height=64, seed=0, *, orientation=None):
+    options = {} if orientation is None else {"exif": with_orientation(orientation)}
+    return encode(make_picture(width, height, seed), "AVIF", speed=10, **options)
+
+
+MAKERS = [make_jpeg, make_png, make_webp, make_tiff, *([make_avif] if "AVIF" in FORMATS else [])]
+"""Every format that has an orientation."""
 
 
 def make_caption(seed=0, num_words=12):

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from data.making import begin_of, make_jpeg, make_png, make_sample, make_shards, make_webp, write_samples
+from data.making import MAKERS, begin_of, make_sample, make_shards, write_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +63,7 @@ def assert_same_inputs(actual, expected):
 texts = st.text(min_size=1, max_size=40).filter(str.strip)
 pictures = st.builds(
     lambda make, width, height, orientation: make(width, height, orientation=orientation),
-    st.sampled_from([make_jpeg, make_png, make_webp]),
+    st.sampled_from(MAKERS),
     st.integers(1, 120),
     st.integers(1, 120),
     st.sampled_from([None, 1, 3, 6, 8]),

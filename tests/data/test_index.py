@@ -19,15 +19,16 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 from data.making import (
+    MAKERS,
     begin_of,
     encode,
     fatal_measure,
+    make_avif,
     make_jpeg,
     make_picture,
-    make_png,
     make_sample,
     make_shards,
-    make_webp,
+    make_tiff,
     measure_words,
     read_samples,
     with_orientation,
@@ -46,7 +47,7 @@ from saccade.data.index_builder import SCHEMA, build_index
 from saccade.data.lengths import Lengths
 from saccade.data.sample import Sample
 from saccade.errors import ConfigError, DataError, ImageError
-from saccade.processor.image import MediaLimits, load_image
+from saccade.processor.image import FORMATS, MediaLimits, load_image
 
 MARKS = {"messages": [{"role": "user", "content": "<image><image>"}, {"role": "assistant", "content": "x"}]}
 
@@ -107,7 +108,7 @@ def test_the_source_falls_back_to_the_folders_name_and_images_keep_their_order(t
         ({"xyz": b"?"}, "no text"),
         ({"jpg": make_jpeg()}, "no text"),
         ({"jpg": b"\xff\xd8\xff\xe0 no header", "txt": b"x"}, "jpg: the header cannot be read"),
-        ({"jpg": b"", "txt": b"x"}, "jpg: not an image in a supported format (JPEG, PNG, WEBP, GIF, BMP). "),
+        ({"jpg": b"", "txt": b"x"}, "jpg: not an image in a supported format (JPEG, PNG, WEBP, GIF, BMP, TIFF"),
         ({"jpg": b"<html>404</html>", "txt": b"x"}, "jpg: not an image in a supported format"),
         ({"jpg": make_jpeg(), "json": b"{"}, "the json member cannot be read"),
         ({"jpg": make_jpeg(), "json": json.dumps(MARKS).encode()}, "2 <image> marks and 1 images"),
@@ -151,13 +152,25 @@ def test_keys_that_are_not_adjacent_and_members_that_repeat_are_errors(tmp_path)
 # ------------------------------------------------------------------ upright sizes
 
 
-@pytest.mark.parametrize("make", [make_jpeg, make_png, make_webp])
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("orientation", [None, *range(1, 9)])
 def test_sizes_are_those_of_the_upright_picture(make, orientation):
     data = make(96, 64, 0, orientation=orientation)
     height, width, _ = load_image(data, MediaLimits()).shape
     assert upright_size(data) == (width, height)
     assert (width, height) == ((64, 96) if orientation in (5, 6, 7, 8) else (96, 64))
+
+
+def test_a_sample_may_have_tiff_and_avif_images(tmp_path):
+    members = {
+        f"{number}.{name}": make(60, 40)
+        for number, (name, make) in enumerate([("tif", make_tiff), ("tiff", make_tiff), ("avif", make_avif)])
+    }
+    if "AVIF" not in FORMATS:
+        del members["2.avif"]
+    index = one_shard(tmp_path, [Sample("a", "s", members | {"txt": b"a caption"})])
+    row = index.read(0).to_pylist()[0]
+    assert (row["error"], row["widths"], row["heights"]) == (None, [60] * len(members), [40] * len(members))
 
 
 def unusual_pictures():
@@ -184,6 +197,8 @@ def unusual_pictures():
         "png turned by a text": encode(picture, "PNG", pnginfo=profile),
         "gif": encode(picture, "GIF"),
         "bmp": encode(picture, "BMP"),
+        "pages of a tiff": encode(picture, "TIFF", save_all=True, append_images=[make_picture(20, 30)]),
+        "tiff of 16 bits": encode(Image.fromarray(np.arange(2800, dtype=np.uint16).reshape(40, 70)), "TIFF"),
         "transparent webp": encode(picture.convert("RGBA"), "WEBP", lossless=True),
     }
 
@@ -195,11 +210,12 @@ def test_unusual_pictures_are_measured_as_the_processor_sees_them(name):
     assert upright_size(data) == (width, height)
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@pytest.mark.filterwarnings("ignore")  # Pillow warns about damaged metadata
+@settings(deadline=None, derandomize=True, max_examples=250)
 @given(
     where=st.integers(2, 400),
     noise=st.binary(min_size=1, max_size=4),
-    kind=st.sampled_from([make_jpeg, make_png, make_webp]),
+    kind=st.sampled_from(MAKERS),
     orientation=st.sampled_from([None, 6]),
 )
 def test_a_damaged_header_is_an_image_error_or_agrees_with_the_processor(where, noise, kind, orientation):
@@ -363,20 +379,20 @@ def test_a_damaged_shard_indexed_before_it_was_read_beyond_the_damage_is_indexed
 
 
 def test_errors_name_unsupported_formats_and_hold_no_memory_addresses(tmp_path):
-    tiff = encode(make_picture(32, 32), "TIFF")
+    heic = b"\0\0\0\x1cftypheic" + bytes(60)
     members = [
-        {"tiff": tiff},
-        {"0.jpg": make_jpeg(), "1.avif": b"?"},
-        {"jpg": tiff},
+        {"heic": heic},
+        {"0.jpg": make_jpeg(), "1.jxl": b"?"},
+        {"jpg": heic},
         {"png": b"x" * 99},
         {"gif": b"GIF89a" + b"\0" * 9},
     ]
     samples = [Sample(f"k{number}", "s", {**each, "txt": b"a caption"}) for number, each in enumerate(members)]
     write_samples(tmp_path / "00000.tar", samples)
     errors = [row["error"] for row in open_index(tmp_path, num_workers=1).read(0).to_pylist()]
-    assert errors[0] == "tiff: TIFF images are not supported. Convert to JPEG, PNG or WebP"
-    assert errors[1] == "1.avif: AVIF images are not supported. Convert to JPEG, PNG or WebP"
-    assert errors[2].startswith("jpg: TIFF images are not supported")
+    assert errors[0] == "heic: HEIC images are not supported. Convert to JPEG, PNG or WebP"
+    assert errors[1] == "1.jxl: JXL images are not supported. Convert to JPEG, PNG or WebP"
+    assert errors[2].startswith("jpg: HEIF images are not supported")
     assert errors[3].startswith("png: not an image in a supported format")
     assert not any("0x" in error for error in errors)
 

@@ -9,13 +9,25 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data.making import encode, make_jpeg, make_picture, make_png, make_shards, make_webp, write_tar
+from data.making import (
+    encode,
+    make_avif,
+    make_jpeg,
+    make_picture,
+    make_png,
+    make_shards,
+    make_tiff,
+    make_webp,
+    write_tar,
+)
 
+from saccade.data.image_formats import image_extension
 from saccade.data.readers import open_input, parse_input, read_input
 from saccade.data.readers.inputs import KINDS, detect
-from saccade.data.readers.reader import Link, Merged, Skipped, image_extension
+from saccade.data.readers.reader import Link, Merged, Skipped
 from saccade.data.sample import Sample, TextRules, conversations, description, images, texts
 from saccade.errors import ConfigError, DataError
+from saccade.processor.image import FORMATS
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
@@ -302,10 +314,10 @@ def test_an_image_above_the_limit_of_training_is_skipped(tmp_path):
     assert reasons(read(tmp_path)) == ["image too large"]
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_formats_are_detected_by_their_first_bytes(kind):
     data = encode(make_picture().convert("P") if kind == "GIF" else make_picture(), kind)
-    assert image_extension(data) == {"JPEG": "jpg"}.get(kind, kind.lower())
+    assert image_extension(data) == {"JPEG": "jpg", "TIFF": "tif"}.get(kind, kind.lower())
 
 
 @pytest.mark.parametrize(
@@ -796,8 +808,7 @@ def in_every_kind(folder, image, extension, conversation=None):
 @pytest.mark.parametrize(
     ("image", "extension", "name"),
     [
-        (encode(make_picture(), "TIFF"), "tif", "TIFF"),
-        (b"\0\0\0\x1cftypavif\0\0\0\0", "avif", "AVIF"),
+        (b"\xff\x0a" + bytes(20), "jxl", "JPEG XL"),
         (b"\0\0\0\x1cftypheic\0\0\0\0", "heic", "HEIF"),
         (b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>", "svg", "SVG"),
     ],
@@ -809,6 +820,16 @@ def test_images_in_unsupported_formats_have_one_reason_in_every_reader(tmp_path,
     for kind, items in in_every_kind(tmp_path / "misnamed", image, "jpg").items():
         assert reasons(items) == ["unsupported image format"], kind
         assert items[0].detail.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("image", "extension"), [(make_tiff(), "tif"), *([(make_avif(), "avif")] if "AVIF" in FORMATS else [])]
+)
+def test_tiff_and_avif_images_are_read_in_every_reader(tmp_path, image, extension):
+    for folder, name in (("named", extension), ("misnamed", "jpg")):
+        for kind, items in in_every_kind(tmp_path / folder, image, name).items():
+            assert [isinstance(item, Sample) for item in items] == [True], (kind, items)
+            assert images(items[0]) == [image], kind
 
 
 def test_a_conversation_without_an_image_is_a_text_only_sample_in_every_reader(tmp_path):

@@ -32,6 +32,7 @@ from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size
 from saccade.processor import MediaLimits, Processor
 from saccade.processor.families import load_rules
+from saccade.processor.image import FORMATS
 from saccade.workers.messages import receive, receive_with_fds, send
 from saccade.workers.pool import WorkerLostError
 from saccade.workers.shared_memory import SharedMemory
@@ -255,6 +256,8 @@ SOURCES = {
     "jpeg": encoded(PICTURE, "JPEG"),
     "jpeg on its side": turned(PICTURE, 6),
     "webp": encoded(PICTURE, "WEBP", lossless=True),
+    "tiff": encoded(PICTURE, "TIFF", compression="tiff_lzw"),
+    **({"avif": encoded(PICTURE, "AVIF")} if "AVIF" in FORMATS else {}),
     "data url": url(encoded(PICTURE)),
     "bytes in memory": io.BytesIO(encoded(PICTURE)),
     "bytearray": bytearray(encoded(PICTURE, "JPEG")),

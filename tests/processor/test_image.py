@@ -16,9 +16,10 @@ from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from saccade.errors import ConfigError, ImageError
-from saccade.processor.image import ImageSettings, MediaLimits, image_patches, load_image, video_patches
+from saccade.processor.image import FORMATS, ImageSettings, MediaLimits, image_patches, load_image, video_patches
 
 LIMITS = MediaLimits()
+AVIF = ["AVIF"] if "AVIF" in FORMATS else []
 repeatable = settings(deadline=None, derandomize=True)
 
 
@@ -52,6 +53,14 @@ def png_header(width, height):
     """A PNG that states a size and brings not one pixel."""
     header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", zlib.compress(b"\0")) + png_chunk(b"IEND", b"")
+
+
+def tiff_header(width, height, tags=None):
+    """An uncompressed grey TIFF that states a size, with almost no pixels."""
+    strips = {273: 8, 278: height, 279: width * height} if tags is None else {}
+    entries = {256: width, 257: height, 258: 8, 259: 1, 262: 1, 277: 1, **strips, **(tags or {})}
+    body = b"".join(struct.pack("<HHII", tag, 4, 1, entries[tag]) for tag in sorted(entries))
+    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + body + bytes(64)
 
 
 def gif(screen, frame):
@@ -184,11 +193,54 @@ def test_jpeg_pixels_are_pillows(options, mode, size):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("BMP", {})], ids=lambda v: str(v)
+    ("kind", "options"),
+    [
+        ("PNG", {}),
+        ("WEBP", {"lossless": True}),
+        ("BMP", {}),
+        ("TIFF", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+        ("TIFF", {"compression": "tiff_adobe_deflate"}),
+    ],
+    ids=lambda v: str(v),
 )
 def test_lossless_formats_give_the_pixels_back(kind, options):
     pixels = noise(9, 14)
     assert np.array_equal(load_image(encoded(Image.fromarray(pixels), kind, **options), LIMITS), pixels)
+
+
+@pytest.mark.parametrize("kind", ["TIFF", *AVIF])
+def test_of_several_images_in_one_file_the_first_counts(kind):
+    pages = [smooth(16, 24), *(Image.new("RGB", (24, 16), colour) for colour in ("red", "black"))]
+    several = encoded(pages[0], kind, save_all=True, append_images=pages[1:])
+    assert np.abs(load_image(several, LIMITS).astype(int) - load_image(encoded(pages[0], kind), LIMITS)).max() <= 16
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_tiff_is_turned_upright_once(orientation):
+    image, exif = Image.fromarray(noise(9, 14)), with_orientation(orientation)
+    for compression in (None, "tiff_lzw"):
+        data = encoded(image, "TIFF", exif=exif, compression=compression)
+        assert np.array_equal(load_image(data, LIMITS), load_image(encoded(image, "PNG", exif=exif), LIMITS))
+        assert np.array_equal(load_image(Image.open(io.BytesIO(data)), LIMITS), load_image(data, LIMITS))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
+def test_tiffs_of_other_modes_look_as_in_a_png_or_a_bmp(mode):
+    picture = smooth(20, 30).convert("L" if mode == "I;16" else mode if mode != "CMYK" else "RGB").convert(mode)
+    expected = np.asarray(picture.convert("RGB")) if mode == "CMYK" else load_image(encoded(picture, "PNG"), LIMITS)
+    assert np.array_equal(load_image(encoded(picture, "TIFF"), LIMITS), expected)
+
+
+@pytest.mark.parametrize("kind", AVIF)
+def test_an_avif_is_close_to_its_picture_upright_and_opaque(kind):
+    picture = smooth(40, 60)
+    options = {"quality": 95, "subsampling": "4:4:4"}
+    assert np.abs(load_image(encoded(picture, kind, **options), LIMITS).astype(int) - np.asarray(picture)).max() <= 12
+    turned = load_image(encoded(picture, kind, exif=with_orientation(6), **options), LIMITS)
+    assert np.abs(turned.astype(int) - np.rot90(np.asarray(picture), -1)).max() <= 12
+    clear = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
+    assert load_image(encoded(clear, kind, **options), LIMITS).min() >= 250, "transparent pixels are white"
 
 
 def test_a_still_gif_is_its_one_frame():
@@ -318,7 +370,8 @@ def test_pil_images_of_numbers_without_a_known_range_are_refused(mode):
         (b"\x89PNG\r\n\x1a\n", "looks like PNG"),
         (b"GIF89a", "looks like GIF"),
         (b"BM", "looks like BMP"),
-        (b"II*\0", "in no supported format"),
+        (b"II*\0", "looks like TIFF"),
+        (b"\0\0\0\x1cftypheic" + bytes(60), "in no supported format"),
         (b"RIFF\0\0\0\0WEBPVP8 ", "looks like WEBP"),
         ("http://example.org/cat.png", "remote images are not fetched"),
         ("HTTPS://example.org/cat.png", "remote images are not fetched"),
@@ -359,7 +412,7 @@ def test_a_text_file_is_refused(tmp_path):
 
 
 def test_formats_that_pillow_knows_and_we_do_not_stay_closed():
-    for kind in ("TIFF", "PPM", "ICO", "TGA", "PDF"):
+    for kind in ("PPM", "ICO", "TGA", "PDF", "JPEG2000"):
         with pytest.raises(ImageError, match="in no supported format"):
             load_image(encoded(Image.new("RGB", (16, 16)), kind), LIMITS)
 
@@ -451,7 +504,7 @@ def test_a_jpeg_cut_in_its_picture_is_called_truncated():
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow warns about metadata it cannot read
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "TIFF", *AVIF])
 def test_a_file_cut_anywhere_is_refused_or_whole(kind):
     pixels = noise(24, 24)
     data = encoded(Image.fromarray(pixels), kind)
@@ -505,6 +558,30 @@ def test_a_truncated_pil_image_is_refused():
 def test_a_pil_mode_without_a_road_to_rgb_is_refused():
     with pytest.raises(ImageError):
         load_image(Image.new("La", (4, 4)), LIMITS)
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow's own limit
+@pytest.mark.parametrize("size", [(40_000, 1_000), (16_000, 16_000), (60_000, 60_000), (0, 5), (16_000, 4)])
+def test_the_size_of_a_tiff_is_checked_before_it_is_decoded(size):
+    with pytest.raises(ImageError, match=r"pixels|header cannot be read"):
+        load_image(tiff_header(*size), LIMITS)
+
+
+def test_a_tiff_with_huge_tiles_is_refused():
+    tiles = {322: 65_520, 323: 65_520, 324: 8, 325: 100}
+    with pytest.raises(ImageError, match="tiles of 65520x65520 pixels, over the limit"):
+        load_image(tiff_header(64, 64, tiles), LIMITS)
+
+
+@pytest.mark.parametrize("kind", AVIF)
+def test_the_size_of_an_avif_is_checked_before_it_is_decoded(kind):
+    data = bytearray(encoded(Image.new("RGB", (64, 48)), kind))
+    at = data.index(b"ispe") + 8
+    data[at : at + 8] = struct.pack(">II", 12_000, 12_000)
+    with pytest.raises(ImageError, match=r"12000x12000|header cannot be read"):
+        load_image(bytes(data), LIMITS)
+    with pytest.raises(ImageError, match="64x48 = 3072 pixels, over the limit of 3000"):
+        load_image(encoded(Image.new("RGB", (64, 48)), kind), MediaLimits(max_pixels=3000))
 
 
 def test_a_gif_frame_larger_than_its_screen_is_refused():

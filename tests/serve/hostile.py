@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image
+from PIL import Image, features
 
 CHAT = "/v1/chat/completions"
 Piece = bytes | float
@@ -176,7 +176,7 @@ def other_format(form, mode="RGB"):
 
 
 UNSUPPORTED_FORMATS = {
-    "TIFF": "RGB", "PPM": "RGB", "TGA": "RGB", "PCX": "RGB", "SGI": "RGB", "ICO": "RGB", "DDS": "RGB", "MSP": "1",
+    "PPM": "RGB", "TGA": "RGB", "PCX": "RGB", "SGI": "RGB", "ICO": "RGB", "DDS": "RGB", "MSP": "1",
     "XBM": "1", "EPS": "RGB", "PDF": "RGB", "SPIDER": "F", "QOI": "RGB", "PALM": "P",
 }  # fmt: skip
 MAGIC = {
@@ -216,7 +216,7 @@ MAGIC = {
 
 
 def image_cases():
-    for form in ("JPEG", "PNG", "WEBP", "BMP", "GIF"):
+    for form in ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", *(["AVIF"] if features.check("avif") else [])):
         for share in (0.001, 0.01, 0.1, 0.3, 0.6):
             yield Case(f"{form} cut at {share:g}", with_image(functools.partial(cut, form, share)))
     for at in (0.002, 0.02, 0.3, 0.6):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from saccade.data.image_formats import IMAGE_EXTENSIONS, UNSUPPORTED_EXTENSIONS
 from saccade.data.readers.reader import (
-    UNSUPPORTED_EXTENSIONS,
     InputSpec,
     Item,
     Part,
@@ -16,9 +16,9 @@ from saccade.data.readers.reader import (
     make_sample,
     read_image_file,
     read_item,
-    unsupported_format,
+    unsupported_image,
 )
-from saccade.data.sample import IMAGE_EXTENSIONS, Sample
+from saccade.data.sample import Sample
 from saccade.errors import DataError
 
 _TEXT_EXTENSIONS = {"txt", "json"}
@@ -58,7 +58,7 @@ def _extension(name: str) -> str:
 def _sample(spec: InputSpec, key: str, files: dict[str, Path]) -> Sample:
     images = [path for extension, path in sorted(files.items()) if extension in IMAGE_EXTENSIONS]
     if not images and (unsupported := UNSUPPORTED_EXTENSIONS & files.keys()):
-        raise unsupported_format(min(unsupported))
+        raise unsupported_image(min(unsupported))
     if len(images) > 1:
         raise UnusableError("several images of one name", ", ".join(path.name for path in images))
     text = _read_text(files["txt"]) if "txt" in files else None

@@ -12,9 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from saccade.data.image_formats import IMAGE_EXTENSIONS
 from saccade.data.readers.jsonl import SUFFIXES, find_tables, is_table
 from saccade.data.readers.reader import InputSpec, Item, Link, Merged, Part, Skipped, make_sample, read_item
-from saccade.data.sample import IMAGE_EXTENSIONS, Sample
+from saccade.data.sample import Sample
 from saccade.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

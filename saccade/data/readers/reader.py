@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec
 
+from saccade.data.image_formats import image_extension, unsupported_format
 from saccade.data.sample import Sample, TextRules, conversations, image_names
 from saccade.errors import DataError
 from saccade.processor.image import MediaLimits
@@ -24,8 +25,6 @@ P = ParamSpec("P")
 
 MAX_IMAGE_BYTES = MediaLimits().max_bytes
 """Larger images are skipped: training rejects them."""
-UNSUPPORTED_EXTENSIONS = frozenset({"tif", "tiff", "avif", "heic", "heif", "jxl", "jp2", "svg"})
-"""Image files that are counted as skipped, not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,46 +161,17 @@ def plain(value: Any) -> Any:
 
 
 def check_image(data: bytes) -> str:
-    """The extension of an encoded image; raises `UnusableError` where it is in no supported format."""
-    extension = image_extension(data)
-    if extension is not None:
+    """The extension of an encoded image; raises `UnusableError` if it is in no supported format."""
+    if (extension := image_extension(data)) is not None:
         return extension
-    if name := _unsupported_name(data):
-        raise unsupported_format(name)
+    if (name := unsupported_format(data)) is not None:
+        raise unsupported_image(name)
     raise UnusableError("not an image", f"begins with {data[:16]!r}")
 
 
-def unsupported_format(name: str) -> UnusableError:
+def unsupported_image(name: str) -> UnusableError:
     """The error of an image in a format that is not supported; `name` is the format or a file name."""
     return UnusableError("unsupported image format", f"{name}. Convert it to JPEG, PNG or WebP")
-
-
-def _unsupported_name(data: bytes) -> str | None:
-    """The name of a known format that is not supported, by the first bytes."""
-    if data.startswith((b"II*\0", b"MM\0*")):
-        return "TIFF"
-    if data[4:8] == b"ftyp":
-        return {b"avif": "AVIF", b"avis": "AVIF"}.get(data[8:12], "HEIF")
-    if data.startswith((b"\xff\x0a", b"\0\0\0\x0cJXL ")):
-        return "JPEG XL"
-    if data.startswith(b"\0\0\0\x0cjP  "):
-        return "JPEG 2000"
-    return "SVG" if b"<svg" in data[:1024] else None
-
-
-def image_extension(data: bytes) -> str | None:
-    """The extension of a supported image format, by the first bytes."""
-    if data.startswith(b"\xff\xd8\xff"):
-        return "jpg"
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "png"
-    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        return "webp"
-    if data.startswith((b"GIF87a", b"GIF89a")):
-        return "gif"
-    if data.startswith(b"BM") and data[6:10] == b"\0\0\0\0" and len(data) > 26:
-        return "bmp"
-    return None
 
 
 def read_image(folder: Path, name: object) -> bytes:

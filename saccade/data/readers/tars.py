@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from saccade.data.image_formats import UNSUPPORTED_EXTENSIONS
 from saccade.data.readers.reader import (
     MAX_IMAGE_BYTES,
-    UNSUPPORTED_EXTENSIONS,
     InputSpec,
     Item,
     Part,
@@ -13,7 +13,7 @@ from saccade.data.readers.reader import (
     check_image,
     complete,
     read_item,
-    unsupported_format,
+    unsupported_image,
 )
 from saccade.data.sample import Sample, description, image_names
 from saccade.data.shards import ShardFile, list_shards, samples, window
@@ -63,7 +63,7 @@ def _sample(spec: InputSpec, key: str, files: dict[str, bytes | None], is_repeat
         raise UnusableError("json unreadable", str(error)) from error
     for name in members:
         if name.rpartition(".")[2] in UNSUPPORTED_EXTENSIONS:
-            raise unsupported_format(name)
+            raise unsupported_image(name)
     for name in image_names(members):
         check_image(members[name])
     fields.pop("key", None)  # of img2dataset; in the new shards it would name another sample
