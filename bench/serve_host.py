@@ -35,7 +35,8 @@ from saccade.engine.device.cuda_graphs import StepSize
 from saccade.engine.device.loading import load_runner
 from saccade.engine.device.runner import PixelScale, Runner, StepHandle
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
-from saccade.engine.request import RequestOutput, SamplingParams
+from saccade.engine.request import RequestOutput
+from saccade.engine.sampling_params import SamplingParams
 from saccade.engine.transport.process import Connection, decode_outputs
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.initialize import initialize_random

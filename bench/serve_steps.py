@@ -21,7 +21,8 @@ from saccade.engine.core.messages import AddRequest
 from saccade.engine.device.loading import make_runner
 from saccade.engine.device.runner import PixelScale
 from saccade.engine.prompt import PromptImage, TokenPrompt
-from saccade.engine.request import ImageSpan, Request, SamplingParams
+from saccade.engine.request import ImageSpan, Request
+from saccade.engine.sampling_params import SamplingParams
 from saccade.model.initialize import named_size
 from saccade.model.merged_projections import merge_storage
 from saccade.processor.positions import TextSpan, VisionSpan, mrope_positions

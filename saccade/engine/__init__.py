@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from saccade.engine.request import Completion as Completion
     from saccade.engine.request import CompletionDelta as CompletionDelta
     from saccade.engine.request import RequestOptions as RequestOptions
-    from saccade.engine.request import SamplingParams as SamplingParams
+    from saccade.engine.sampling_params import SamplingParams as SamplingParams
     from saccade.engine.structured import StructuredOutput as StructuredOutput
 
 __getattr__ = lazy_exports(
@@ -25,7 +25,7 @@ __getattr__ = lazy_exports(
     {
         "Engine": "engine",
         "EngineConfig": "config",
-        "SamplingParams": "request",
+        "SamplingParams": "sampling_params",
         "RequestOptions": "request",
         "Completion": "request",
         "CompletionDelta": "request",

@@ -41,7 +41,8 @@ from saccade.engine.frontend.preprocessing.preprocessor import (
 from saccade.engine.frontend.profile import write_profile
 from saccade.engine.load_core import load_core, with_slots
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.request import Completion, CompletionDelta, RequestOptions, SamplingParams
+from saccade.engine.request import Completion, CompletionDelta, RequestOptions
+from saccade.engine.sampling_params import SamplingParams
 from saccade.engine.transport.thread import CoreThread
 from saccade.errors import RequestError
 from saccade.model.families import family_of

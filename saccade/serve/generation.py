@@ -22,7 +22,8 @@ from starlette.types import Receive
 
 from saccade.engine import CompletionDelta, Engine, RequestOptions
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.request import Completion, SamplingParams
+from saccade.engine.request import Completion
+from saccade.engine.sampling_params import SamplingParams
 from saccade.serve.errors import ApiError, error_of_failure
 from saccade.serve.record import RequestRecord
 from saccade.serve.sampling import name_as_sent

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
-from saccade.engine.request import SamplingParams
+from saccade.engine.sampling_params import SamplingParams
 from saccade.engine.structured import StructuredOutput
 from saccade.errors import ConfigError
 from saccade.serve.errors import bad_request

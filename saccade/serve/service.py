@@ -18,7 +18,7 @@ from saccade import __version__
 from saccade.engine import Engine, RequestOptions
 from saccade.engine.config import EngineConfig
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.request import SamplingParams
+from saccade.engine.sampling_params import SamplingParams
 from saccade.errors import UserError
 from saccade.processor import Processor
 from saccade.serve.admission import Admission, AdmissionLimits, AdmittedRequest, Demand, Refusal

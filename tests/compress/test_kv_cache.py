@@ -17,7 +17,7 @@ from saccade.engine import Engine
 from saccade.engine.config import EngineConfig
 from saccade.engine.device.loading import load_runner
 from saccade.engine.device.runner import PixelScale
-from saccade.engine.request import SamplingParams
+from saccade.engine.sampling_params import SamplingParams
 from saccade.errors import CheckpointError, ConfigError
 from saccade.model import attention, load_model
 from saccade.model.quantization import parse_quantization

@@ -9,7 +9,8 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.core.loop import EngineCore
 from saccade.engine.core.messages import AddRequest, EndRequest
 from saccade.engine.core.step import EncodeResult
-from saccade.engine.request import Failure, ImageSpan, Request, SamplingParams
+from saccade.engine.request import Failure, ImageSpan, Request
+from saccade.engine.sampling_params import SamplingParams
 
 MANY = 10_000
 NAMES = itertools.count()

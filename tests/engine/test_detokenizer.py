@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from saccade.engine.frontend.detokenizer import Detokenizer
-from saccade.engine.request import MAX_STOP_LENGTH, Failure, RequestOutput, SamplingParams, TokenLogprobs
+from saccade.engine.request import Failure, RequestOutput, TokenLogprobs
+from saccade.engine.sampling_params import MAX_STOP_LENGTH, SamplingParams
 from saccade.processor import TextStream
 from saccade.processor.tokenizer import Tokenizer
 

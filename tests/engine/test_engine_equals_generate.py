@@ -12,7 +12,7 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.core.messages import AddRequest
 from saccade.engine.core.step import StepPlan
 from saccade.engine.device.runner import StepHandle
-from saccade.engine.request import SamplingParams
+from saccade.engine.sampling_params import SamplingParams
 from saccade.model import load_model
 
 

@@ -13,7 +13,7 @@ from saccade.engine.core.loop import EngineError
 from saccade.engine.core.messages import AddRequest, EndRequest
 from saccade.engine.core.step import ENCODER_PARTS, EncodeResult, ImageToEncode, StepPlan
 from saccade.engine.device.runner import Runner
-from saccade.engine.request import SamplingParams
+from saccade.engine.sampling_params import SamplingParams
 from saccade.engine.structured import StructuredOutput
 from saccade.engine.transport.thread import STOPPED
 

@@ -19,7 +19,8 @@ from saccade.engine.core.step_budget import StepBudget
 from saccade.engine.device.cuda_graphs import MAX_DRAFTING
 from saccade.engine.device.step_inputs import InputBuilder, InputSizes, RequestInputs, split
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.request import ImageSpan, Request, SamplingParams
+from saccade.engine.request import ImageSpan, Request
+from saccade.engine.sampling_params import SamplingParams
 from saccade.processor.positions import TextSpan, mrope_positions
 
 IMAGE = 999

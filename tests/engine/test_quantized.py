@@ -10,7 +10,7 @@ from model.hugging_face import SHAPES, make_checkpoint
 from saccade.engine import Engine, RequestOptions
 from saccade.engine.config import EngineConfig
 from saccade.engine.device.warmup import small_runner
-from saccade.engine.request import SamplingParams
+from saccade.engine.sampling_params import SamplingParams
 from saccade.model.families import load_model_config
 from saccade.model.linear import projections
 from saccade.model.quantization import parse_quantization

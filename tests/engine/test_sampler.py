@@ -10,7 +10,8 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from saccade.engine.device.sampler import Sampler, penalty_bytes
-from saccade.engine.request import Request, SamplingParams
+from saccade.engine.request import Request
+from saccade.engine.sampling_params import SamplingParams
 from saccade.errors import RequestError
 from saccade.kernels.sampler import Destination, sample_reference
 

@@ -22,7 +22,8 @@ from saccade.engine.core.step import (
     StepPlan,
     StepResult,
 )
-from saccade.engine.request import Failure, ImageSpan, Request, SamplingParams
+from saccade.engine.request import Failure, ImageSpan, Request
+from saccade.engine.sampling_params import SamplingParams
 from saccade.errors import ImageError, RequestError
 
 STOP, WORD = 0, 9

@@ -11,7 +11,7 @@ from saccade.engine.core import loop as engine_core
 from saccade.engine.core.messages import AddRequest, EndRequest
 from saccade.engine.core.step import Chunk, SlotStart, StepPlan
 from saccade.engine.load_core import load_grammars
-from saccade.engine.request import SamplingParams
+from saccade.engine.sampling_params import SamplingParams
 from saccade.processor import Processor
 
 CONFIG = EngineConfig(

@@ -35,7 +35,8 @@ from saccade.engine.core.step import (
     StepPlan,
     StepResult,
 )
-from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, SamplingParams, TokenLogprobs
+from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, TokenLogprobs
+from saccade.engine.sampling_params import SamplingParams
 from saccade.engine.structured import StructuredOutput
 from saccade.errors import ImageError
 

@@ -19,7 +19,8 @@ from saccade.evaluate.model import Answer, Conversation, Decoding, Likelihood
 if TYPE_CHECKING:
     from saccade.engine import CompletionDelta, Engine, RequestOptions
     from saccade.engine.prompt import TokenPrompt
-    from saccade.engine.request import Completion, SamplingParams
+    from saccade.engine.request import Completion
+    from saccade.engine.sampling_params import SamplingParams
 
 _HASHED_BYTES = 2**20
 _MAX_SCORING = 1024

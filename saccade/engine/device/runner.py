@@ -71,7 +71,8 @@ from saccade.engine.device.step_inputs import (
     table_width,
 )
 from saccade.engine.prompt import PromptImage, TokenPrompt
-from saccade.engine.request import Failure, FailureKind, ImageSpan, Request, SamplingParams, Stage, TokenLogprobs
+from saccade.engine.request import Failure, FailureKind, ImageSpan, Request, Stage, TokenLogprobs
+from saccade.engine.sampling_params import SamplingParams
 from saccade.errors import CheckpointError, RequestError
 from saccade.kernels import launch
 from saccade.kernels.embed import ImageRows, StepTokens, embed

@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saccade.device import to_device
-from saccade.engine.request import Request, SamplingParams
+from saccade.engine.request import Request
+from saccade.engine.sampling_params import SamplingParams
 from saccade.kernels import sampler as kernel
 from saccade.kernels.token_mask import apply_token_mask
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from saccade.engine.frontend.front_end import FrontEnd
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.request import Completion, CompletionDelta, RequestOptions, SamplingParams
+from saccade.engine.request import Completion, CompletionDelta, RequestOptions
+from saccade.engine.sampling_params import SamplingParams
 from saccade.errors import ConfigError, RequestError
 
 Conversation = Sequence[dict[str, Any]]

@@ -25,14 +25,8 @@ from saccade.engine.frontend.batch import Preprocess, progress_bar
 from saccade.engine.frontend.front_end import FrontEnd
 from saccade.engine.frontend.futures import done
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.request import (
-    MAX_LOGPROBS,
-    Completion,
-    CompletionDelta,
-    RequestOptions,
-    SamplingParams,
-    TokenLogprobs,
-)
+from saccade.engine.request import Completion, CompletionDelta, RequestOptions, TokenLogprobs
+from saccade.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from saccade.errors import ConfigError
 
 _MAX_LENGTH_PENALTY = 100.0

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from saccade.engine.request import Completion, RequestOutput, SamplingParams, Timings, TokenLogprobs
+from saccade.engine.request import Completion, RequestOutput, Timings, TokenLogprobs
+from saccade.engine.sampling_params import SamplingParams
 from saccade.processor.text_stream import TextStream
 
 

@@ -22,7 +22,8 @@ from saccade.engine.frontend.core_client import Connect, CoreClient
 from saccade.engine.frontend.inbox import Inbox
 from saccade.engine.frontend.open_request import OnDelta, OpenRequest
 from saccade.engine.prompt import TokenPrompt
-from saccade.engine.request import Failure, RequestOptions, RequestOutput, SamplingParams
+from saccade.engine.request import Failure, RequestOptions, RequestOutput
+from saccade.engine.sampling_params import SamplingParams
 from saccade.errors import RequestError
 from saccade.processor import Processor
 

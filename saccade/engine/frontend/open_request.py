@@ -23,10 +23,10 @@ from saccade.engine.request import (
     Request,
     RequestOptions,
     RequestOutput,
-    SamplingParams,
     Timings,
     TokenLogprobs,
 )
+from saccade.engine.sampling_params import SamplingParams
 from saccade.errors import RequestError
 from saccade.processor import Processor
 

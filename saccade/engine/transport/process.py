@@ -41,15 +41,8 @@ from saccade.engine.core.messages import (
 )
 from saccade.engine.core.statistics import Statistics
 from saccade.engine.prompt import PromptImage, TokenPrompt
-from saccade.engine.request import (
-    Failure,
-    ImageSpan,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-    new_output,
-)
+from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, TokenLogprobs, new_output
+from saccade.engine.sampling_params import SamplingParams
 from saccade.engine.transport.shared_images import MAX_SEGMENTS, Place, SharedImages, map_patches
 from saccade.engine.transport.thread import Inbox, OnOutputs, OnStop, run_core
 from saccade.log import logs_json, set_up_logging

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from saccade.engine.request import MAX_LOGPROBS
+from saccade.engine.sampling_params import MAX_LOGPROBS
 from saccade.processor.messages import MAX_FPS, MIN_FPS
 from saccade.processor.tools import MAX_TOOLS
 from saccade.serve.protocol.common import (

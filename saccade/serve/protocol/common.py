@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from saccade.engine.request import MAX_BIASED_TOKENS, MAX_COMPLETIONS, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS
+from saccade.engine.sampling_params import MAX_BIASED_TOKENS, MAX_COMPLETIONS, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS
 
 _T = TypeVar("_T")
 Items = Annotated[list[_T], Field(fail_fast=True)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from saccade.engine.request import MAX_COMPLETIONS, MAX_LOGPROBS
+from saccade.engine.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS
 from saccade.serve.protocol.chat import ResponseFormat
 from saccade.serve.protocol.common import Items, PromptLogprobs, SamplingFields, TokenId, Usage, Wire
 
