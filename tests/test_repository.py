@@ -78,6 +78,16 @@ def test_files_that_the_documents_name_exist(document):
     assert {name for name in named if not re.search(r"\*|NAME|FAMILY|recipe", name)} <= files
 
 
+def test_functions_that_the_overview_names_exist():
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "saccade").rglob("*.py")))
+    named = set(re.findall(r"`((?:[A-Z]\w+\.)?\w+)`", (ROOT / "ARCHITECTURE.md").read_text().split("## Packages")[0]))
+    for name in named:
+        holder, _, attribute = name.rpartition(".")
+        is_defined = re.search(rf"(^|\s)(class|def) {attribute}\b|^{attribute}\b.*=|^    {attribute}: ", sources, re.M)
+        assert is_defined or (ROOT / "saccade" / name).is_dir(), f"{name} is not in the package"
+        assert not holder or re.search(rf"^class {holder}\b", sources, re.M), f"{name}: no class {holder}"
+
+
 def test_every_extra_is_on_the_page_about_installing():
     page = (ROOT / "docs" / "install.md").read_text()
     assert [extra for extra in PROJECT["optional-dependencies"] if f"`{extra}`" not in page] == []
