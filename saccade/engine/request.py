@@ -1,4 +1,4 @@
-"""Requests, sampling parameters and completions. Plain Python, no torch.
+"""Requests, their options and their output. Plain Python, no torch.
 
 A request has *known* tokens, which are its prompt and the output tokens read back from the device, and *computed*
 tokens, whose keys and values are in its pages or will be when the steps in flight have run. Every step computes some

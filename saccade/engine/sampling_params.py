@@ -63,11 +63,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._normalize()
+        self._check_numbers()
+        self._check_lists()
+        _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "true or false")
+        is_form = self.structured is None or isinstance(self.structured, StructuredOutput)
+        _check("structured", self.structured, is_form, "a StructuredOutput or a dict of its fields")
+        if self.structured is not None and (self.ignore_eos or self.min_tokens):
+            raise ConfigError("structured output ends where it is complete; leave out ignore_eos and min_tokens")
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(f"n is {self.n} with temperature 0: all completions would be equal. Raise temperature")
+
+    def _check_numbers(self) -> None:
         _check("n", self.n, _is_count(self.n, 1, MAX_COMPLETIONS), f"a whole number from 1 to {MAX_COMPLETIONS}")
         _check("temperature", self.temperature, _is_within(self.temperature, 0, 100), "a number from 0 to 100")
-        _check(
-            "top_k", self.top_k, self.top_k is None or _is_count(self.top_k, 1), "a whole number from 1, or -1 for all"
-        )
+        is_top_k = self.top_k is None or _is_count(self.top_k, 1)
+        _check("top_k", self.top_k, is_top_k, "a whole number from 1, or -1 for all")
         _check("top_p", self.top_p, _is_within(self.top_p, 0, 1) and self.top_p > 0, "a number above 0 and up to 1")
         _check("min_p", self.min_p, _is_within(self.min_p, 0, 1), "a number from 0 to 1")
         is_penalty = _is_within(self.repetition_penalty, 0.01, 100)
@@ -82,29 +92,22 @@ class SamplingParams:
             value = getattr(self, name)
             is_fine = value is None or _is_count(value, 0, MAX_LOGPROBS)
             _check(name, value, is_fine, f"a whole number from 0 to {MAX_LOGPROBS}")
-        are_texts = isinstance(self.stop, tuple) and all(isinstance(stop, str) for stop in self.stop)
-        is_short = (
-            are_texts and len(self.stop) <= MAX_STOPS and all(0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop)
-        )
-        _check("stop", self.stop, is_short, f"up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
+
+    def _check_lists(self) -> None:
+        is_few = isinstance(self.stop, tuple) and len(self.stop) <= MAX_STOPS
+        are_texts = is_few and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop)
+        _check("stop", self.stop, are_texts, f"up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
         is_few = isinstance(self.stop_token_ids, tuple) and len(self.stop_token_ids) <= MAX_STOP_IDS
         are_ids = is_few and all(_is_count(token_id, 0) for token_id in self.stop_token_ids)
         _check("stop_token_ids", self.stop_token_ids, are_ids, f"up to {MAX_STOP_IDS} token ids")
-        are_biases = isinstance(self.logit_bias, dict) and len(self.logit_bias) <= MAX_BIASED_TOKENS
-        are_biases = are_biases and all(
+        is_few = isinstance(self.logit_bias, dict) and len(self.logit_bias) <= MAX_BIASED_TOKENS
+        are_biases = is_few and all(
             _is_count(token_id, 0) and _is_within(bias, -100, 100) for token_id, bias in self.logit_bias.items()
         )
         _check("logit_bias", self.logit_bias, are_biases, f"up to {MAX_BIASED_TOKENS} token ids, each with -100 to 100")
-        _check("ignore_eos", self.ignore_eos, isinstance(self.ignore_eos, bool), "true or false")
-        is_form = self.structured is None or isinstance(self.structured, StructuredOutput)
-        _check("structured", self.structured, is_form, "a StructuredOutput or a dict of its fields")
-        if self.structured is not None and (self.ignore_eos or self.min_tokens):
-            raise ConfigError("structured output ends where it is complete; leave out ignore_eos and min_tokens")
-        if self.n > 1 and self.temperature == 0:
-            raise ConfigError(f"n is {self.n} with temperature 0: all completions would be equal. Raise temperature")
 
     def _normalize(self) -> None:
-        """Plain Python numbers, tuples and dicts for what users of numpy, vLLM or JSON pass."""
+        """Convert the values that users of numpy, vLLM or JSON pass to plain Python numbers, tuples and dicts."""
         values = {name: _plain(value) for name, value in vars(self).items()}
         if values["top_k"] == -1:
             values["top_k"] = None
@@ -136,7 +139,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the logits depend on which tokens came before."""
+        """Whether the logits depend on the previous tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
