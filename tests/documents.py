@@ -25,7 +25,7 @@ SERVED = re.compile(r"http://(127\.0\.0\.1|localhost):8000")
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """A fenced block. The line before it may be a comment: `<!-- not run: REASON -->`, or `<!-- file: NAME -->` if it is a file's content."""
+    """A fenced block. The line before it may be a comment: `<!-- not run: REASON -->`, or `<!-- file: NAME -->`."""
 
     path: Path
     line: int
