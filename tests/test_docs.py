@@ -1,9 +1,9 @@
 """Links of the documents resolve, and their commands and code run.
 
-A block of bash or Python runs here, in order, in a folder of small things that documents may name (`small_things`). A block
-that cannot run says why in a comment on the line before its fence: `<!-- not run: REASON -->`. After `<!-- file: NAME -->` a
-block is written to that file first. Commands run in this process where they can, since importing torch takes longer than most of
-them. Blocks that need a server run in `serve/test_documents.py`.
+A block of bash or Python runs here, in order, in a folder of small things that documents may name (`small_things`). A
+block that cannot run says why in a comment on the line before its fence: `<!-- not run: REASON -->`. After
+`<!-- file: NAME -->` a block is written to that file first. Commands run in this process where they can, since
+importing torch takes longer than most of them. Blocks that need a server run in `serve/test_documents.py`.
 """
 
 import json
