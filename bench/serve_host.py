@@ -31,9 +31,10 @@ from saccade.engine import CompletionDelta, Engine
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.loop import EngineCore
 from saccade.engine.core.messages import Message
-from saccade.engine.device.cuda_graphs import StepSize
+from saccade.engine.core.step_sizes import StepSize
 from saccade.engine.device.loading import load_runner
-from saccade.engine.device.runner import PixelScale, Runner, StepHandle
+from saccade.engine.device.results import StepHandle
+from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.frontend.preprocessing.preprocessor import Preprocessor
 from saccade.engine.request import RequestOutput
 from saccade.engine.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ class NoGraphs:
     num_late_captures = num_eager_runs = 0
 
     def __init__(self, runner: Runner) -> None:
-        self._logits = runner._logits.normal_()
+        self._logits = runner.forward_pass.logits.normal_()
 
     def run(self, size: StepSize) -> torch.Tensor:
         """Logits of some step."""
@@ -101,7 +102,7 @@ def make_core(folder: Path, processor: Processor, num_requests: int, times: Time
     config = EngineConfig(max_requests=num_requests, max_length=2048, max_draft_tokens=0, num_pages=num_requests * 16)
     pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
     runner = load_runner(folder, config, pixels=pixels, device="cpu")
-    runner._graphs = NoGraphs(runner)  # type: ignore[assignment]
+    runner.forward_pass.graphs = NoGraphs(runner)  # type: ignore[assignment]
     core = EngineCore(runner)
     for name, owner in {"plan": core.scheduler, "update": core.scheduler, "forward": runner, "sample": runner}.items():
         setattr(owner, name, timed(times[name], getattr(owner, name)))
@@ -127,7 +128,7 @@ def measure(folder: Path, num_requests: int, num_steps: int, *, streams: bool, p
     for _ in range(num_requests):
         prompt = engine.preprocess_tokens(rng.integers(1, 256, NUM_PROMPT).tolist())
         engine.submit(prompt, sampling, on_delta, streams=streams)
-    while core.scheduler.num_decoding() < num_requests:
+    while core.scheduler.num_decoding < num_requests:
         core.step() if core.has_work else time.sleep(0.01)
     for _ in range(WARM_UP):
         engine._front_end.deliver(core.step())

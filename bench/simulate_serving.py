@@ -2,19 +2,16 @@
 
     python -m bench.simulate_serving [--rates 32 64] [--seconds 10] [--seeds 3] [--set target_step_ms=13] [--breakdown]
 
-The engine core, its scheduler and the workload of `bench.open_loop` are the real ones; the runner, the clock and the preprocessing workers are
-not. A step takes what the 3B shape takes on an H200, interpolated over decode requests and captured sizes. The vision encoder takes turns
-with the steps; where it runs beside them, together they are as fast as one after the other beside prompts, and 1.15 times as fast beside decode
-alone. Constants are from measurements there (2026-11-18, steps as they are in service). Against the device itself, the same 15 seconds of 32
-arrivals/s (`--seconds 15 --seeds 1`): TTFT p50 / p95 / p99 / max of 27 / 92 / 117 / 133 ms simulated, 25 / 85 / 110 / 131 measured; gaps
-3.1 / 12.0 / 13.2 / 29 and 3.1 / 12.6 / 14.3 / 34 over 60 s. It says which of two policies is better, not how good one is.
+The engine core, its scheduler and the workload of `bench.open_loop` are the real ones; the runner, the clock and the preprocessing
+workers are not. A step takes what the 3B shape takes on an H200, interpolated over decode requests and captured sizes, after its parts of
+the vision encoder. The constants are measured there (2026-11-18, steps as they are in service). A simulation says which of two policies
+is better, not how good one is: docs/log compares it with the device.
 """
 
 import argparse
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +20,9 @@ from bench.open_loop import Arrival, percentiles, poisson
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.loop import EngineCore
 from saccade.engine.core.messages import AddRequest
-from saccade.engine.core.step import ENCODER_PARTS, ChunkResult, EncodeResult, StepPlan, StepResult
-from saccade.engine.device.cuda_graphs import step_size
+from saccade.engine.core.step import ENCODER_PARTS, ChunkResult, EncodeResult, ImageToEncode, StepPlan, StepResult
+from saccade.engine.core.step_runner import DeviceCounters, DeviceInfo
+from saccade.engine.core.step_sizes import step_size
 from saccade.engine.request import ImageSpan, Request
 from saccade.engine.sampling_params import SamplingParams
 from saccade.processor.image import ImageSettings
@@ -44,13 +42,11 @@ ENCODE_MS = {
 BUDGET_PADDING = 60
 """Patches, on average."""
 DECODE_REQUEST_MS = 0.008
-"""Of each further decode request of such a step."""
-BESIDE_DECODE, BESIDE_PROMPTS = (0.42, 0.72), (0.50, 0.52)
-"""Speed of a step and of the encoder beside each other, as a fraction of what each has alone."""
+"""Time of each further decode request of such a step."""
 IMAGES = ImageSettings()
 LAUNCH_S, READ_S, ENCODE_S, MESSAGE_S, POLL_S = 0.0006, 0.00015, 0.0008, 0.0007, 0.0005
-"""Host: plan and launch a step, read one, launch an encoding, hand over a request or an output, wait for a message. The first and the third take 0.85
-and 1.65 ms with the core in a thread; in a process of its own they are estimated."""
+"""Host: plan and launch a step, read one, launch a pass, send a request or an output to another process, wait for a message. The first
+and the third take 0.85 and 1.65 ms with the core in a thread; in a process of its own they are estimated."""
 
 
 def encode_ms(num_patches: int) -> float:
@@ -64,129 +60,107 @@ def preprocess_ms(images: Sequence[tuple[int, int]]) -> float:
 
 
 class Work:
-    """A step or a pass of the encoder."""
+    """A step, or parts of a pass of the encoder."""
 
-    def __init__(self, seconds: float, waits_for: Sequence["Work"] = (), *, has_prompts: bool = False) -> None:
-        self.left, self.waits_for, self.has_prompts = seconds, waits_for, has_prompts
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self.begun_at: float | None = None
         self.ended_at: float | None = None
 
-    @property
-    def can_run(self) -> bool:
-        """Whether all it waits for has ended."""
-        return all(other.ended_at is not None for other in self.waits_for)
-
 
 class Gpu:
-    """A stream of steps and one of encodings, and the time."""
+    """A stream of work, and the time."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.steps: deque[Work] = deque()
-        self.encodings: deque[Work] = deque()
+        self.now = self._free_at = 0.0
+        self._queued: deque[Work] = deque()
+
+    def launch(self, seconds: float) -> Work:
+        """Queue work."""
+        self._queued.append(work := Work(seconds))
+        work.begun_at = max(self.now, self._free_at)
+        self._free_at = work.begun_at + seconds
+        return work
 
     def run_until(self, time: float) -> None:
         """Advance the time."""
-        while self.now < time:
-            heads = [stream[0] if stream else None for stream in (self.steps, self.encodings)]
-            step, encoding = (work if work is not None and work.can_run else None for work in heads)
-            speeds = (1.0, 1.0)
-            if step is not None and encoding is not None:
-                speeds = BESIDE_PROMPTS if step.has_prompts else BESIDE_DECODE
-            running = [
-                (w, v, s)
-                for w, v, s in zip((step, encoding), speeds, (self.steps, self.encodings), strict=True)
-                if w is not None
-            ]
-            seconds = min([time - self.now, *(work.left / speed for work, speed, _ in running)])
-            for work, speed, stream in running:
-                work.begun_at = self.now if work.begun_at is None else work.begun_at
-                work.left -= seconds * speed
-                if work.left < 1e-9:
-                    work.ended_at = self.now + seconds
-                    stream.popleft()
-            self.now = time if not running or seconds >= time - self.now else self.now + seconds
+        self.now = max(self.now, time)
+        while self._queued and self._end_of(self._queued[0]) <= self.now:
+            work = self._queued.popleft()
+            work.ended_at = self._end_of(work)
 
     def wait(self, work: Work) -> None:
         """Advance the time until it has ended."""
-        while work.ended_at is None:
-            self.run_until(self.now + 1e-4)
+        self.run_until(self._end_of(work))
+
+    @staticmethod
+    def _end_of(work: Work) -> float:
+        assert work.begun_at is not None, "the work was launched"
+        return work.begun_at + work.seconds
 
 
 class SimulatedRunner:
     """What the core uses of a runner."""
 
-    num_registered = max_draft_tokens = 0
-    max_length = max_patches_in_turn = 8192
+    num_registered = 0
 
     def __init__(self, config: EngineConfig, gpu: Gpu) -> None:
         self.config, self.gpu = config, gpu
-        self.model = SimpleNamespace(
-            config=SimpleNamespace(language=SimpleNamespace(vocab_size=151936)), device=SimpleNamespace(type="cuda")
+        self.info = DeviceInfo(
+            max_length=8192,
+            vocab_size=151936,
+            num_pages=100_000,
+            max_draft_tokens=0,
+            max_pass_patches=8192,
+            is_cpu=False,
         )
-        self.cache = SimpleNamespace(num_pages=100_000)
         self.chunks: dict[str, list[Work]] = {}
         """Steps with a part of a request's prompt."""
-        self._requests: dict[str, Request] = {}
-        self._encodings: deque[tuple[Work, StepPlan]] = deque()
-        self._pass: StepPlan | None = None
+        self.requests: dict[str, Request] = {}
+        self._pass: tuple[ImageToEncode, ...] = ()
         self._parts_left, self._part_s = 0, 0.0
 
     def register(self, request: Request, prompt: object, adapter_slot: int | None) -> None:
         """A request was added."""
-        self._requests[request.id] = request
+        self.requests[request.id] = request
 
     def unregister(self, request_id: str) -> None:
         """A request has ended."""
-        self._requests.pop(request_id, None)
+        self.requests.pop(request_id, None)
 
-    def num_late_compiles(self) -> int:
-        """All are compiled."""
-        return 0
-
-    def graph_counters(self) -> tuple[int, int]:
+    def counters(self) -> DeviceCounters:
         """All sizes are captured."""
-        return 0, 0
+        return DeviceCounters(0, 0, 0)
 
     def encode_ms(self, num_patches: int) -> float:
-        """Of a pass, or of several."""
+        """Time of a pass, or of several."""
         return encode_ms(num_patches) if num_patches else 0.0
 
-    def start_encodings(self, plan: StepPlan) -> None:
-        """Launch the parts of a plan without chunks."""
-        self._run_encoder(plan)
-
-    def _run_encoder(self, plan: StepPlan) -> list[Work]:
-        """Parts of the pass of the plan's images, or of the one in progress."""
+    def run_encoder(self, plan: StepPlan) -> tuple[EncodeResult, ...]:
+        """Launch parts of the pass of the plan's images, or of the one in progress; returns the images that are then complete."""
         if plan.images:
-            spans = [self._requests[image.request_id].images[image.image_index] for image in plan.images]
-            self._pass, self._parts_left = plan, ENCODER_PARTS
-            self._part_s = encode_ms(sum(span.num_patches for span in spans)) / 1e3 / ENCODER_PARTS
-        if self._pass is None or not plan.encoder_parts:
-            return []
-        work = Work(plan.encoder_parts * self._part_s, () if plan.encodes_beside else tuple(self.gpu.steps))
-        self.gpu.encodings.append(work)
-        self._parts_left -= plan.encoder_parts
-        if self._parts_left == 0:
-            self._encodings.append((work, self._pass))
-            self._pass = None
+            spans = [self.requests[image.request_id].images[image.image_index] for image in plan.images]
+            self._pass, self._parts_left = plan.images, plan.pass_parts
+            self._part_s = encode_ms(sum(span.num_patches for span in spans)) / 1e3 / plan.pass_parts
+        if not self._pass or not plan.encoder_parts:
+            return ()
+        self.gpu.launch(plan.encoder_parts * self._part_s)
         self.gpu.run_until(self.gpu.now + ENCODE_S * plan.encoder_parts / ENCODER_PARTS)
-        return [] if plan.encodes_beside else [work]
+        self._parts_left -= plan.encoder_parts
+        if self._parts_left:
+            return ()
+        images, self._pass = self._pass, ()
+        return tuple([EncodeResult(image.key) for image in images])
 
     def forward(self, plan: StepPlan) -> "SimulatedStep":
         """Launch a step."""
-        waits_for = self._run_encoder(plan)
+        images = self.run_encoder(plan)
         self.gpu.run_until(self.gpu.now + LAUNCH_S)
-        read = {slot for chunk in plan.chunks for image in chunk.images for slot in image.slots}
-        waits_for += [
-            work for work, of in self._encodings if any(read.intersection(image.slots) for image in of.images)
-        ]
-        prompts = [chunk for chunk in plan.chunks if not chunk.reads_last_token]
-        work = Work(self._step_ms(plan) / 1e3, waits_for, has_prompts=bool(prompts))
-        self.gpu.steps.append(work)
-        for chunk in prompts:
-            self.chunks.setdefault(chunk.request_id, []).append(work)
-        return SimulatedStep(self, plan, work)
+        work = self.gpu.launch(self._step_ms(plan) / 1e3)
+        for chunk in plan.chunks:
+            if not chunk.reads_last_token:
+                self.chunks.setdefault(chunk.request_id, []).append(work)
+        return SimulatedStep(self.gpu, plan, work, images)
 
     def _step_ms(self, plan: StepPlan) -> float:
         if not plan.chunks:
@@ -209,22 +183,17 @@ class SimulatedRunner:
         """Part of the step."""
         return forward
 
-    def finished_encodings(self, *, waits: bool = False) -> tuple[EncodeResult, ...]:
-        """Images whose encoding has ended."""
-        if waits and self._encodings:
-            self.gpu.wait(self._encodings[0][0])
-        results: list[EncodeResult] = []
-        while self._encodings and self._encodings[0][0].ended_at is not None:
-            results += [EncodeResult(image.key) for image in self._encodings.popleft()[1].images]
-        return tuple(results)
+    def close(self) -> None:
+        """Nothing to free."""
 
 
 class SimulatedStep(NamedTuple):
     """A step in flight."""
 
-    runner: SimulatedRunner
+    gpu: Gpu
     plan: StepPlan
     work: Work
+    images: tuple[EncodeResult, ...]
 
     @property
     def is_done(self) -> bool:
@@ -233,13 +202,10 @@ class SimulatedStep(NamedTuple):
 
     def read(self) -> StepResult:
         """Wait for its end."""
-        gpu = self.runner.gpu
-        gpu.wait(self.work)
-        gpu.run_until(gpu.now + READ_S)
+        self.gpu.wait(self.work)
+        self.gpu.run_until(self.gpu.now + READ_S)
         chunks = tuple([ChunkResult(chunk.request_id, (1,) if chunk.samples else ()) for chunk in self.plan.chunks])
-        seconds = (self.work.ended_at or 0.0) - (self.work.begun_at or 0.0)
-        images = self.runner.finished_encodings()
-        return StepResult(number=self.plan.number, chunks=chunks, images=images, duration_s=seconds)
+        return StepResult(number=self.plan.number, chunks=chunks, images=self.images, duration_s=self.work.seconds)
 
 
 def _interpolate(table: dict[int, float], x: int) -> float:
@@ -297,15 +263,15 @@ class Simulation:
             self._add()
 
     def ttft_ms(self) -> list[float]:
-        """Of each request."""
+        """Time to the first token of each request."""
         return [(times[0] - one.arrival_s) * 1e3 for times, one in zip(self.times, self.arrivals, strict=True)]
 
     def gaps_ms(self) -> list[float]:
-        """Of all requests."""
+        """Gaps between tokens of all requests."""
         return [gap * 1e3 for times in self.times for gap in np.diff(times)]
 
     def breakdown_ms(self) -> Iterator[tuple[float, ...]]:
-        """Of each request: until it is ready, until its first chunk begins, until its last one does, that one, and until its token is sent."""
+        """Times of each request: until it is ready, until its first chunk begins, until its last one begins, the last one, until the token is sent."""
         for number, arrival in enumerate(self.arrivals):
             steps = self.runner.chunks[str(number)]
             first, last, ended = steps[0].begun_at or 0.0, steps[-1].begun_at or 0.0, steps[-1].ended_at or 0.0
@@ -328,7 +294,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[32, 64])
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of EngineConfig")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="a setting of EngineConfig")
     parser.add_argument("--breakdown", action="store_true", help="mean times from arrival to first token")
     options = parser.parse_args()
     settings: dict[str, Any] = {name: json.loads(value) for name, value in (item.split("=", 1) for item in options.set)}

@@ -20,6 +20,7 @@ from torch import nn
 from saccade.engine.config import EngineConfig
 from saccade.engine.device.kv_cache import KVShape
 from saccade.engine.device.runner import PixelScale, Runner
+from saccade.engine.device.startup import profile_largest_step
 from saccade.errors import ConfigError
 from saccade.kernels import launch
 from saccade.model.config import ModelConfig
@@ -179,7 +180,7 @@ def step_bytes(model: VLM, config: EngineConfig, max_length: int) -> int:
     eager = dataclasses.replace(config, cuda_graphs=False)
     live = LiveBytes(*model.parameters(), *model.buffers())
     with launch.dry_run(), live, torch.inference_mode():
-        Runner(model, eager, pixels=grey, num_pages=1, max_length=max_length).profile_largest_step()
+        profile_largest_step(Runner(model, eager, pixels=grey, num_pages=1, max_length=max_length))
     return peak_bytes(live.phases())
 
 

@@ -1,13 +1,11 @@
-"""Random mixed requests in one engine, each compared with the same request alone in another engine.
+"""Random mixed requests in one engine, each compared with itself alone in another one.
 
-    PYTHONPATH=tests python -m engine.mixed_requests [--rounds 8] [--requests 40] [--seed 0] \\
-        [--families qwen2_5_vl qwen3_vl llava_onevision]
+    PYTHONPATH=tests python -m engine.mixed_requests [--rounds 8] [--requests 40] [--seed 0] [--families qwen2_5_vl qwen3_vl llava_onevision]
 
-Requests have text and images, many of them shared; greedy and random sampling, penalties, biases, grammars, stop
-strings, log-probabilities, several completions; adapters, priorities and salts. They are sent by 16 threads, streamed
-or whole, and some streams are left in the middle. Each round has an engine of another configuration: few pages, so that
-requests are preempted; small steps, passes and caches, which are on or off; drafts, or none. In fp32 on a CPU every
-answer is that of an engine that runs one completion at a time and caches nothing.
+Requests have text and images, many of them shared; greedy and random sampling, penalties, biases, grammars, stop strings, log-probabilities,
+several completions; adapters, priorities and salts. They come from 16 threads, streamed or whole, and some streams are left in the
+middle. Each round has an engine of another configuration: few pages, so that requests are preempted; small steps, passes and caches, which
+are on or off; drafts, or none. In fp32 on a CPU every answer is that of an engine that runs one completion at a time and caches nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from model import llava_onevision
 from model.hugging_face import OTHER_SHAPES, SHAPES, make_checkpoint
 
 from saccade.engine import CompletionDelta, Engine, EngineConfig, RequestOptions, SamplingParams
-from saccade.engine.core import loop
+from saccade.engine.core import grammar_requests
 from saccade.engine.core.step_budget import StepBudget
 from saccade.engine.request import Completion, TokenLogprobs
 
@@ -45,7 +43,7 @@ ADAPTERS: dict[str, Any] = {
 MAX_LENGTH = 256
 NUM_THREADS = 16
 TOLERANCE = 1e-3
-"""Maximum difference of log-probabilities: steps of other shapes round differently."""
+"""Between log-probabilities: steps of other shapes round otherwise."""
 FORMS: list[dict[str, Any]] = [
     {"regex": "(ab|cd){2,6}-[0-9]{3}"},
     {"choice": ["yes", "no", "a cat"]},
@@ -53,10 +51,7 @@ FORMS: list[dict[str, Any]] = [
     {
         "json_schema": {
             "type": "object",
-            "properties": {
-                "count": {"type": "integer", "minimum": 0, "maximum": 99},
-                "colour": {"enum": ["red", "green"]},
-            },
+            "properties": {"count": {"type": "integer", "minimum": 0, "maximum": 99}, "colour": {"enum": ["red", "green"]}},
             "required": ["count", "colour"],
             "additionalProperties": False,
         }
@@ -66,7 +61,7 @@ FORMS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True, kw_only=True)
 class MixedRequest:
-    """A request in any form that the engine accepts."""
+    """What is asked of an engine."""
 
     messages: list[dict[str, Any]]
     sampling: SamplingParams
@@ -80,16 +75,16 @@ class MixedRequest:
 
 @dataclass
 class Report:
-    """Result of comparisons."""
+    """What was compared."""
 
     num_comparisons: int = 0
-    """Compared completions, whole or up to the end of a stream that was left."""
+    """Completions, whole or up to where a stream was left."""
     differences: list[str] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
-    """How often each event and each kind of request occurred."""
+    """What happened in the mixed engines, and what the requests had."""
 
     def add(self, other: Report) -> None:
-        """Add another report."""
+        """Add what another comparison found."""
         self.num_comparisons += other.num_comparisons
         self.differences += other.differences
         self.events += other.events
@@ -99,7 +94,7 @@ class Report:
 
 
 def draw_requests(rng: random.Random, letters: Sequence[int], count: int) -> list[MixedRequest]:
-    """Draw requests. Some outputs repeat `letters`, the tokens of a, b and c, so that they are drafted and stopped."""
+    """`letters`: the tokens of a, b and c, of which some texts consist: they repeat, so that they are drafted and stopped."""
     conversations = [draw_messages(rng) for _ in range(max(2, count // 3))]
     return [draw_request(rng, letters, rng.choice(conversations)) for _ in range(count)]
 
@@ -154,7 +149,7 @@ def draw_request(rng: random.Random, letters: Sequence[int], messages: list[dict
 
 
 def draw_config(rng: random.Random) -> EngineConfig:
-    """A configuration with pages for one request of the maximum length or a little more, and small limits."""
+    """Pages for little more than one request of the maximum length, and small limits everywhere."""
     page_size = rng.choice([1, 4, 8, 16])
     return EngineConfig(
         page_size=page_size,
@@ -174,8 +169,8 @@ def draw_config(rng: random.Random) -> EngineConfig:
 
 
 ALONE = EngineConfig(
-    page_size=16, num_pages=MAX_LENGTH // 16 + 1, max_length=MAX_LENGTH, max_requests=1, max_draft_tokens=0,
-    prefix_cache=False, encoder_cache=False, processed_image_cache_bytes=0, max_adapters=len(ADAPTERS), num_workers=0,
+    page_size=16, num_pages=MAX_LENGTH // 16 + 1, max_length=MAX_LENGTH, max_requests=1, max_draft_tokens=0, prefix_cache=False,
+    encoder_cache=False, processed_image_cache_bytes=0, max_adapters=len(ADAPTERS), num_workers=0,
 )  # fmt: skip
 
 
@@ -183,14 +178,14 @@ ALONE = EngineConfig(
 
 
 class Answer:
-    """The completions of a request, and its deltas; a stream that was left has deltas only."""
+    """The completions of a request; of one that was left, the deltas alone."""
 
     def __init__(self, completions: Sequence[Completion], deltas: Sequence[CompletionDelta] = ()) -> None:
         self.completions, self.deltas = completions, deltas
 
 
 def ask(engine: Engine, request: MixedRequest) -> Answer:
-    """Send a request and wait for its answer."""
+    """Ask as the request says, and wait."""
     options = RequestOptions(priority=request.priority, salt=request.salt, adapter=request.adapter)
     if not request.streams:
         return Answer(engine.generate([request.messages], request.sampling, options=options))
@@ -210,7 +205,7 @@ def ask(engine: Engine, request: MixedRequest) -> Answer:
 
 
 def compare(request: MixedRequest, alone: Sequence[Completion], answer: Answer) -> Report:
-    """Compare an answer with the completions of the request alone, and a stream with its completion."""
+    """An answer with the completions of the same request alone, and a stream with its completion."""
     report = Report(num_comparisons=max(1, len(answer.completions)))
     differences: list[str] = []
     for ours, theirs in zip(answer.completions, alone, strict=bool(answer.completions)):
@@ -229,7 +224,7 @@ def compare(request: MixedRequest, alone: Sequence[Completion], answer: Answer) 
 
 
 def compare_stream(answer: Answer, alone: Completion) -> Iterator[str]:
-    """Compare the deltas that were read with the completion of the request alone."""
+    """The deltas with the completion alone, as far as they were read."""
     text = "".join(delta.text for delta in answer.deltas)
     token_ids = [token for delta in answer.deltas for token in delta.token_ids]
     logprobs = [one for delta in answer.deltas for one in delta.logprobs]
@@ -244,7 +239,7 @@ def compare_stream(answer: Answer, alone: Completion) -> Iterator[str]:
 
 
 def are_close(ours: Sequence[TokenLogprobs | None] | None, theirs: Sequence[TokenLogprobs | None] | None) -> bool:
-    """Whether log-probabilities are equal up to rounding, of the same tokens; likely tokens may change places."""
+    """Whether log-probabilities are those of the same tokens, and equal but for rounding; likely tokens may change places."""
     if ours is None or theirs is None:
         return ours is theirs
     return len(ours) == len(theirs) and all(
@@ -269,14 +264,14 @@ def run_round(folder: Path, adapters: dict[str, Path], alone: Engine, *, seed: i
     rng = random.Random(seed)
     letters = [alone.processor.tokenizer.encode_text(letter)[0] for letter in "abc"]
     requests, config = draw_requests(rng, letters, num_requests), draw_config(rng)
-    long_masks = rng.choice([0.0, 1e9])  # requests with a grammar skip steps, or steps wait for their masks
+    long_masks = rng.choice([0.0, 1e9])  # requests with a grammar are left out of steps, or steps wait for their masks
     expected = [
         alone.generate([one.messages], one.sampling, options=RequestOptions(adapter=one.adapter)) for one in requests
     ]
     report = Report()
     with (
         patch.object(StepBudget, "token_cost", lambda *_: 0.25),  # drafts always pay
-        patch.object(loop, "_LONG_MASKS", long_masks),
+        patch.object(grammar_requests, "_LONG_MASKS", long_masks),
         Engine.load(folder, device="cpu", dtype="fp32", config=config, adapters=adapters) as engine,
         ThreadPoolExecutor(NUM_THREADS) as threads,
     ):
@@ -301,7 +296,7 @@ def run_round(folder: Path, adapters: dict[str, Path], alone: Engine, *, seed: i
 
 
 def features_of(request: MixedRequest) -> list[str]:
-    """Features of a request, for the report."""
+    """What a request has, for the report."""
     sampling = request.sampling
     has = {
         "with images": any(part["type"] == "image" for part in request.messages[0]["content"]),
@@ -318,7 +313,7 @@ def features_of(request: MixedRequest) -> list[str]:
 
 
 def run(family: str, folder: Path, *, seeds: Sequence[int], num_requests: int) -> Report:
-    """Run rounds with a tiny checkpoint of a family, written into `folder`."""
+    """Rounds with a tiny checkpoint of a family, written into `folder`."""
     checkpoint = make_checkpoint(folder / family, FAMILIES[family])
     adapters = write_adapters(checkpoint, folder / f"{family}-adapters", merges=False, **ADAPTERS)
     report = Report()

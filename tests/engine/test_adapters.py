@@ -107,7 +107,7 @@ def test_three_adapters_and_the_base_in_one_batch_are_the_merged_models(engine, 
 def test_steps_padded_to_a_captured_size_have_the_same_adapters(base, folders, expected):
     with Engine.load(base, device="cpu", config=CONFIG, adapters=folders) as engine:
         runner = core_of(engine)._runner
-        runner._graphs = EagerGraphs(runner)
+        runner.forward_pass.graphs = EagerGraphs(runner)
         running = [(name, submit(engine, CONVERSATIONS[0], name)) for name in expected]
         for name, result in running:
             assert_equal(result(), expected[name][0])

@@ -19,21 +19,12 @@ NAMES = itertools.count()
 class FailsLargeImages(SimulatedRunner):
     """As images that need more memory than there is: they fail at once."""
 
-    def __init__(self, config, gpu):
-        super().__init__(config, gpu)
-        self._failed = []
-
-    def _run_encoder(self, plan):
-        spans = [self._requests[image.request_id].images[image.image_index] for image in plan.images]
+    def run_encoder(self, plan):
+        spans = [self.requests[image.request_id].images[image.image_index] for image in plan.images]
         if any(span.num_patches >= MANY for span in spans):
             failure = Failure("encoding", "no memory", "out_of_memory")
-            self._failed += [EncodeResult(image.key, failure) for image in plan.images]
-            return []
-        return super()._run_encoder(plan)
-
-    def finished_encodings(self, *, waits=False):
-        failed, self._failed = tuple(self._failed), []
-        return failed + super().finished_encodings(waits=waits and not failed)
+            return tuple([EncodeResult(image.key, failure) for image in plan.images])
+        return super().run_encoder(plan)
 
 
 def make(runner_class=SimulatedRunner, **settings):
@@ -88,7 +79,7 @@ def test_time_without_requests_is_no_encoding_time():
     core.step()
     core.handle(EndRequest(request_id=name, reason="cancelled"))
     run(core, gpu)
-    assert not core.scheduler.is_encoding, "the end of an encoding without a request is seen"
+    assert not core.scheduler.images.is_encoding, "the end of an encoding without a request is seen"
     gpu.run_until(gpu.now + 600)
     add(core, request(100, 1, 1024))
     run(core, gpu)
@@ -98,7 +89,7 @@ def test_time_without_requests_is_no_encoding_time():
 
 @pytest.mark.parametrize("num_patches", [MANY, 8000])
 def test_images_that_fail_delay_nothing_else(num_patches):
-    """Beside the steps, or in parts before them."""
+    """Images larger than a pass, or much larger."""
     gpu, core = make(FailsLargeImages)
     teach(core, gpu)
     decoding = add(core, request(100, 300))
@@ -137,7 +128,9 @@ def test_an_image_larger_than_a_pass_does_not_freeze_others():
     times = run(core, gpu)
     assert times[name]
     assert longest_gap_ms(times[decoding]) < 40
-    assert core._step_budget.decode_ms == pytest.approx(before, rel=0.1), "steps beside it say nothing"
+    assert core._step_budget.decode_ms == pytest.approx(before, rel=0.1), (
+        "parts of the encoder are no part of the time of a step"
+    )
 
 
 def test_a_burst_makes_steps_longer_until_it_is_served():
@@ -170,36 +163,57 @@ def test_text_does_not_keep_images_from_being_encoded():
     run(core, gpu)
 
 
-def test_steps_beside_the_encoder_say_nothing_of_the_time_of_a_step():
+def test_the_encoder_is_no_part_of_the_time_of_a_step():
     gpu, core = make()
     teach(core, gpu)
     decoding = add(core, request(100, 400))
     run(core, gpu, 0.1)
     before = core._step_budget.decode_ms
     for _ in range(10):
-        new = iter([request(10, 1, 2304)])
-
-        def arrive(new=new):
-            for one in new:
-                add(core, one)
-            gpu.run_until(gpu.now + 0.0002)
-
-        core.step(arrive)
-        assert core.scheduler.is_encoding, "its image is encoded while a step is waited for"
+        add(core, request(10, 1, 2304))
         run(core, gpu, 0.03)
     assert core.scheduler.find(decoding) is not None
     assert core._step_budget.decode_ms == pytest.approx(before, rel=0.1)
 
 
-def test_a_small_image_is_waited_for_beside_decoding():
-    """It is read by the step after the one in flight, which would otherwise be one more without it."""
+def test_a_request_that_arrives_early_in_a_decode_step_is_part_of_the_next_one():
+    gpu, core = make()
+    teach(core, gpu)
+    for _ in range(24):
+        add(core, request(100, 300))
+    run(core, gpu, 0.3)
+    core.step(lambda: gpu.run_until(gpu.now + 0.0005))
+    new = [request(50, 1)]
+    launched = launches_of(core)
+
+    def arrive():
+        if new:
+            add(core, new.pop())
+        gpu.run_until(gpu.now + 0.0005)
+
+    core.step(arrive)
+    assert any(chunk.num_tokens == 51 for chunk in launched[0].chunks)
+
+
+def launches_of(core):
+    """Plans that are launched from now on."""
+    launched, forward = [], core._runner.forward
+    core._runner.forward = lambda plan: launched.append(plan) or forward(plan)
+    return launched
+
+
+def test_a_small_image_is_waited_for_while_others_decode():
+    """The next step encodes and reads it."""
     gpu, core = make()
     teach(core, gpu)
     decoding = add(core, request(100, 200))
     run(core, gpu, 0.1)
+    launched = launches_of(core)
     name, added_at = add(core, request(100, 1, 1024)), gpu.now
     times = run(core, gpu)
-    assert (times[name][0] - added_at) * 1e3 < 14
+    assert launched[0].encoder_parts == launched[0].pass_parts
+    assert any(chunk.request_id == name and chunk.images for chunk in launched[0].chunks)
+    assert (times[name][0] - added_at) * 1e3 < 14.5
     assert longest_gap_ms(times[decoding]) < 12
 
 

@@ -5,18 +5,18 @@ import itertools
 import pytest
 import torch
 
-from saccade.engine.device import cuda_graphs
-from saccade.engine.device.cuda_graphs import (
+from saccade.engine.core.step_sizes import (
     MAX_CHUNKS,
     MAX_DRAFTING,
     STEP_TOKENS,
-    CudaGraphs,
     StepSize,
     declared_sizes,
     largest_step,
-    prefill_beside_decode,
+    prefill_with_decode,
     step_size,
 )
+from saccade.engine.device import cuda_graphs
+from saccade.engine.device.cuda_graphs import CudaGraphs
 
 
 def decode_size(num_decode, max_requests=256):
@@ -73,13 +73,13 @@ def test_every_step_without_drafts_has_a_declared_size(max_requests):
             assert mixed_size(count, num_tokens, num_chunks, max_requests=max_requests) in declared
 
 
-def test_prefill_fills_a_captured_step_beside_decode():
-    assert prefill_beside_decode(4096, 0) == 4096
-    assert prefill_beside_decode(700, 0) == 640
-    assert prefill_beside_decode(700, 100) == 668, "768 tokens in all"
-    assert prefill_beside_decode(20, 100) == 20, "no size is that close: padding"
+def test_prefill_fills_a_captured_step_with_decode():
+    assert prefill_with_decode(4096, 0) == 4096
+    assert prefill_with_decode(700, 0) == 640
+    assert prefill_with_decode(700, 100) == 668, "768 tokens in all"
+    assert prefill_with_decode(20, 100) == 20, "no size is that close: padding"
     for budget, num_decode in itertools.product(range(1, 4097, 13), range(0, 257, 7)):
-        assert 0 < prefill_beside_decode(budget, num_decode) <= budget
+        assert 0 < prefill_with_decode(budget, num_decode) <= budget
 
 
 def test_drafts_need_logits_of_sampled_tokens_only():
@@ -108,7 +108,7 @@ class FakeGraphs(CudaGraphs):
 
     def _run(self, size):
         self.log.append(("eager", size))
-        return torch.zeros(size.num_samples)
+        yield torch.zeros(size.num_samples)
 
     def _capture(self, size):
         if size in self.failing:
@@ -133,27 +133,30 @@ class PartGraph:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_forward_is_captured_in_parts_and_its_modules_are_left_as_they_were(monkeypatch, fails):
-    log, blocks = [], torch.nn.Sequential(*[torch.nn.Identity() for _ in range(3)])
+def test_each_part_of_a_forward_is_a_graph_and_every_capture_is_ended(monkeypatch, fails):
+    log = []
 
     def forward(size):
-        out = blocks(torch.ones(size))
+        yield None
         if fails:
             raise RuntimeError("out of memory")
-        return out
+        yield None
+        yield torch.ones(size)
 
-    graphs = CudaGraphs(forward, [blocks[1], blocks[2]])
+    graphs = CudaGraphs(forward)
     monkeypatch.setattr(graphs, "_begin_capture", lambda: log.append("begin") or PartGraph(log, fails))
     if fails:
         with pytest.raises(RuntimeError):
             graphs._capture(4)
-    else:
-        graphs.capture(4)
-        assert log == ["begin", "end"] * 3
-        assert (graphs.run_parts(4, 0, 1), graphs.run_parts(4, 1, 1)) == (None, None)
-        assert len(graphs.run_parts(4, 2, 1)) == 4
-        assert log[6:] == ["replay"] * 3
-    assert not any(block._forward_pre_hooks for block in blocks)
+        assert log.count("begin") == log.count("end")
+        return
+    graphs.capture(4)
+    assert log == ["begin", "end"] * 3
+    parts = graphs.run_parts(4)
+    assert (next(parts), next(parts)) == (None, None)
+    assert log[6:] == ["replay"] * 2
+    assert len(next(parts)) == 4
+    assert log[6:] == ["replay"] * 3
 
 
 SIZES = [StepSize(n, n, 0, n) for n in range(1, 200)]

@@ -11,6 +11,7 @@ import torch
 from closeness import assert_close
 from model.hugging_face import SHAPES, make_checkpoint
 
+from saccade.engine.core.step import ENCODER_PARTS
 from saccade.engine.device.encoder import Encoder, patch_budgets
 from saccade.engine.prompt import PromptImage
 from saccade.engine.request import ImageSpan
@@ -192,12 +193,16 @@ def test_every_patch_of_a_padded_layout_has_one_window_and_one_image():
     assert num_refused < 20
 
 
-def test_a_pass_that_is_not_captured_runs_whole_with_its_first_part(folder):
+@pytest.mark.parametrize("num_parts", [ENCODER_PARTS, 3 * ENCODER_PARTS])
+def test_a_pass_that_is_not_captured_runs_in_parts_as_well(folder, monkeypatch, num_parts):
+    """More parts than blocks included; on a CPU with several groups of images."""
+    monkeypatch.setattr("saccade.engine.device.encoder._CPU_PATCHES", 24)
     model = load_model(folder, device="cpu").requires_grad_(False)
     encoder, images = encoder_of(model), images_of([(1, 4, 6), (1, 2, 2)])
-    encoder.start(images)
+    encoder.start(images, num_parts)
+    assert encoder.run(1) is None
+    assert encoder.run(num_parts - 2) is None
     features = encoder.run(1)
-    assert features is not None
     assert torch.equal(features, encoder.encode(images))
     assert encoder.pass_ms(1000) == 0.0, "the host waits for it"
 

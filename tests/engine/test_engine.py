@@ -220,22 +220,21 @@ def test_closing_ends_every_open_request(folder, conversations):
     engine.close()
 
 
-def test_when_the_device_fails_every_open_request_ends_with_a_typed_failure(folder, conversations, caplog):
+def test_when_the_device_fails_every_open_request_ends_with_a_typed_failure(folder, conversations, caplog, monkeypatch):
     with Engine.load(folder, device="cpu", config=CONFIG) as engine:
         runner = core_of(engine)._runner
 
         def dies(chunks):
-            runner.is_alive = lambda: False
+            monkeypatch.setattr("saccade.engine.device.failures.is_alive", lambda device: False)
             raise RuntimeError("illegal memory access")
 
         sampling = SamplingParams(max_tokens=4, ignore_eos=True)
         assert all(completion.failure is None for completion in engine.generate(conversations, sampling))
-        runner._forward_chunks = dies
+        runner._run_chunks = dies
         completions = engine.generate(conversations, sampling)
         assert {(c.finish_reason, c.failure.kind) for c in completions} == {("failed", "engine_stopped")}
         with pytest.raises(RequestError, match="stopped"):
             engine.generate(conversations[:1])
-        runner.is_alive = lambda: True
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt])
@@ -467,7 +466,7 @@ def test_a_default_engine_on_a_cpu_has_a_small_cache_that_is_freed_when_it_close
     assert engine.processor.decode([5]) == Processor.load(folder).decode([5])
     engine.generate([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=2))
     runner = core_of(engine)._runner
-    tensors = [runner.cache.entries, runner.model.head.weight, runner._features, runner._logits]
+    tensors = [runner.cache.entries, runner.model.head.weight, runner.images.features, runner.forward_pass.logits]
     alive = [weakref.ref(tensor) for tensor in tensors]
     del runner, tensors
     gc.collect()
@@ -592,19 +591,19 @@ def test_a_stream_has_no_token_after_a_stop_string_within_an_output_of_several(d
         assert_streamed_equals_whole(asyncio.run(collect(drafting_engine, messages, stopped)), whole)
 
 
-def test_a_stream_that_fails_has_the_text_and_log_probabilities_of_its_completion(folder):
+def test_a_stream_that_fails_has_the_text_and_log_probabilities_of_its_completion(folder, monkeypatch):
     """Text that may begin a stop string is held back, and comes with the last delta."""
     with Engine.load(folder, device="cpu", config=CONFIG) as engine:
         runner = core_of(engine)._runner
-        forward_chunks = runner._forward_chunks
+        forward_chunks = runner._run_chunks
 
         def dies_after_five_tokens(chunks):
             if chunks[0].end > len(prompt.result().token_ids) + 5:
-                runner.is_alive = lambda: False
+                monkeypatch.setattr("saccade.engine.device.failures.is_alive", lambda device: False)
                 raise RuntimeError("illegal memory access")
             return forward_chunks(chunks)
 
-        runner._forward_chunks = dies_after_five_tokens
+        runner._run_chunks = dies_after_five_tokens
         sampling = SamplingParams(
             max_tokens=20, ignore_eos=True, logprobs=1, logit_bias={token_of(engine, "a"): 100}, stop="a" * 19
         )
@@ -618,7 +617,6 @@ def test_a_stream_that_fails_has_the_text_and_log_probabilities_of_its_completio
         prompt = engine.preprocess([{"role": "user", "content": "repeat"}])
         engine.submit(prompt, sampling, on_delta)
         assert has_ended.wait(300)
-        runner.is_alive = lambda: True
     completion = deltas[-1].completion
     assert completion.failure.kind == "engine_stopped"
     assert completion.text == "a" * len(completion.token_ids) != ""

@@ -9,9 +9,11 @@ from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.encoder_cache import salted
+from saccade.engine.core.grammar_requests import GrammarRequests
 from saccade.engine.core.loop import EngineError
 from saccade.engine.core.messages import AddRequest, EndRequest
 from saccade.engine.core.step import ENCODER_PARTS, EncodeResult, ImageToEncode, StepPlan
+from saccade.engine.device.image_runner import ImageRunner
 from saccade.engine.device.runner import Runner
 from saccade.engine.sampling_params import SamplingParams
 from saccade.engine.structured import StructuredOutput
@@ -29,35 +31,35 @@ CONFIG = EngineConfig(
 DOOMED = "doomed"
 
 
-class FailsEncoding(Runner):
-    def _start_pass(self, images):
+class FailsEncoding(ImageRunner):
+    def start_pass(self, images, num_parts):
         if any(one.planned.request_id.startswith(DOOMED) for one in images):
             raise RuntimeError("bad image")
-        super()._start_pass(images)
+        super().start_pass(images, num_parts)
 
 
-class FailsInTheEncoder(Runner):
-    def _run_parts(self, num_parts):
-        if any(one.planned.request_id.startswith(DOOMED) for one in self._pass):
+class FailsInTheEncoder(ImageRunner):
+    def run_parts(self, num_parts):
+        if any(one.planned.request_id.startswith(DOOMED) for one in self.images):
             raise RuntimeError("bad image")
-        super()._run_parts(num_parts)
+        return super().run_parts(num_parts)
 
 
 class FailsAtOnce(Runner):
-    def _forward_chunks(self, chunks):
+    def _run_chunks(self, chunks):
         if any(chunk.request_id.startswith(DOOMED) for chunk in chunks):
             raise RuntimeError("bad request")
-        return super()._forward_chunks(chunks)
+        return super()._run_chunks(chunks)
 
 
 class FailsWhileDecoding(Runner):
-    def _forward_chunks(self, chunks):
+    def _run_chunks(self, chunks):
         if any(chunk.request_id.startswith(DOOMED) and self._num_output(chunk) > 4 for chunk in chunks):
             raise ValueError("bad token")
-        return super()._forward_chunks(chunks)
+        return super()._run_chunks(chunks)
 
     def _num_output(self, chunk):
-        return chunk.end - self._request(chunk).num_prompt_tokens
+        return chunk.end - self._requests[chunk.request_id].request.num_prompt_tokens
 
 
 class FailsSampling(Runner):
@@ -70,10 +72,10 @@ class FailsSampling(Runner):
 class FailsBatchesOnly(Runner):
     """Large batches fail; every request alone succeeds."""
 
-    def _forward_chunks(self, chunks):
+    def _run_chunks(self, chunks):
         if len(chunks) > 3:
             raise MemoryError("out of memory")
-        return super()._forward_chunks(chunks)
+        return super()._run_chunks(chunks)
 
 
 def load(folder, dooms):
@@ -116,7 +118,7 @@ def test_of_fifty_requests_two_fail_and_the_others_get_their_tokens(folder, kind
     assert core.scheduler.is_idle_clean()
 
 
-def test_an_image_that_fails_beside_a_decode_step_is_not_read(folder):
+def test_an_image_that_fails_while_others_decode_is_not_read(folder):
     """Its request arrives between two steps, and its encoding fails before the next one is planned."""
     prompts, _ = plain(folder, 1, 25, 12)
     text, doomed = (next(p for p in prompts if bool(p.images) == has_images) for has_images in (False, True))
@@ -127,24 +129,25 @@ def test_an_image_that_fails_beside_a_decode_step_is_not_read(folder):
     core.handle(AddRequest(request=request_of("text", text, sampling), prompt=text))
     for _ in range(4):
         core.step()
-    assert core.scheduler.num_decoding() == 1
+    assert core.scheduler.num_decoding == 1
     core.handle(AddRequest(request=request_of(DOOMED, doomed, sampling), prompt=doomed))
     outputs = [output for _ in range(60) for output in core.step() if output.request_id == DOOMED]
     assert [(output.finish_reason, output.token_ids) for output in outputs] == [("failed", ())]
     assert not core.has_work
 
 
-class FailsTogether(Runner):
+class FailsTogether(ImageRunner):
     """A pass runs in parts, the last of which fails unless it has one image."""
 
     num_calls = 0
 
-    def _run_parts(self, num_parts):
-        if len(self._pass) == 1:
-            super()._run_parts(num_parts)
+    def run_parts(self, num_parts):
+        if len(self.images) == 1:
+            return super().run_parts(num_parts)
         self.num_calls += 1
         if self.num_calls == 2:
             raise MemoryError("no memory")
+        return ()
 
 
 def test_images_of_a_pass_that_fails_later_are_encoded_though_a_request_has_ended(folder):
@@ -155,11 +158,11 @@ def test_images_of_a_pass_that_fails_later_are_encoded_though_a_request_has_ende
     for number, prompt in enumerate(chosen):
         runner.register(request_of(str(number), prompt, SamplingParams()), prompt)
         images.append(ImageToEncode(str(number), 0, bytes([number]), (number,)))
-    runner.forward(StepPlan(number=0, images=tuple(images), encoder_parts=1))
+    first = StepPlan(number=0, images=tuple(images), encoder_parts=1, pass_parts=ENCODER_PARTS)
+    assert runner.sample(runner.forward(first)).read().images == ()
     runner.unregister("0")
-    assert runner.finished_encodings() == ()
-    runner.forward(StepPlan(number=1, encoder_parts=ENCODER_PARTS - 1))
-    assert runner.finished_encodings() == (EncodeResult(b"\0"), EncodeResult(b"\1"))
+    second = StepPlan(number=1, encoder_parts=ENCODER_PARTS - 1)
+    assert runner.sample(runner.forward(second)).read().images == (EncodeResult(b"\0"), EncodeResult(b"\1"))
 
 
 def test_an_image_that_could_not_be_encoded_is_quarantined(folder):
@@ -180,19 +183,14 @@ def test_a_batch_that_fails_is_run_in_halves(folder):
 
 
 class Dies(Runner):
-    is_dead = False
-
-    def _forward_chunks(self, chunks):
-        if any(chunk.end - self._request(chunk).num_prompt_tokens > 3 for chunk in chunks):
-            self.is_dead = True
+    def _run_chunks(self, chunks):
+        if any(chunk.end - self._requests[chunk.request_id].request.num_prompt_tokens > 3 for chunk in chunks):
             raise RuntimeError("illegal memory access")
-        return super()._forward_chunks(chunks)
-
-    def is_alive(self):
-        return not self.is_dead
+        return super()._run_chunks(chunks)
 
 
-def test_when_the_device_fails_the_core_raises_and_every_request_can_be_ended_once(folder):
+def test_when_the_device_fails_the_core_raises_and_every_request_can_be_ended_once(folder, monkeypatch):
+    monkeypatch.setattr("saccade.engine.device.failures.is_alive", lambda device: False)
     requests, _ = load(folder, dooms=False)
     core = make_core(folder, CONFIG, runner_class=Dies)
     endings = []
@@ -231,15 +229,15 @@ def test_cancelling_at_any_time_leaks_nothing(folder):
     assert "cancelled" in core.statistics.finished
 
 
-class FailsOneImage(Runner):
+class FailsOneImage(ImageRunner):
     """The image of a given key cannot be encoded."""
 
     bad: bytes = b""
 
-    def _start_pass(self, images):
+    def start_pass(self, images, num_parts):
         if any(one.image.span.key == self.bad for one in images):
             raise RuntimeError("bad image")
-        super()._start_pass(images)
+        super().start_pass(images, num_parts)
 
 
 def test_a_bad_image_does_not_affect_a_good_one_of_the_same_request(folder):
@@ -250,7 +248,7 @@ def test_a_bad_image_does_not_affect_a_good_one_of_the_same_request(folder):
     alone = next(p for p in prompts if [image.span.key for image in p.images] == [good])
     expected = run_all(make_core(folder, CONFIG), [(request_of("r", alone, SamplingParams(max_tokens=6)), alone)])
     core = make_core(folder, dataclasses.replace(CONFIG, max_step_tokens=512), runner_class=FailsOneImage)
-    core._runner.bad = bad
+    core._runner.images.bad = bad
     requests = [
         (request_of(name, p, SamplingParams(max_tokens=6)), p) for name, p in (("both", both), ("alone", alone))
     ]
@@ -264,12 +262,12 @@ def test_requests_that_share_a_bad_image_all_fail(folder):
     prompts, _ = plain(folder, 1, 50, 12)
     prompt = next(p for p in prompts if len(p.images) == 1)
     core = make_core(folder, dataclasses.replace(CONFIG, max_step_tokens=512), runner_class=FailsOneImage)
-    core._runner.bad = prompt.images[0].span.key
+    core._runner.images.bad = prompt.images[0].span.key
     names = ["first", "second", "third"]
     outputs = run_all(core, [(request_of(name, prompt, SamplingParams(max_tokens=6)), prompt) for name in names])
     assert [collected.last.finish_reason for collected in outputs] == ["failed"] * 3
     assert [collected.token_ids for collected in outputs] == [[]] * 3
-    assert not core.scheduler.encoder_cache.contains(salted(b"", core._runner.bad))
+    assert not core.scheduler.encoder_cache.contains(salted(b"", core._runner.images.bad))
 
 
 class NonFiniteLogits(Runner):
@@ -280,7 +278,10 @@ class NonFiniteLogits(Runner):
     def _sample_chunks(self, forward, masks):
         sampled = [chunk for chunk in forward.chunks if chunk.samples for _ in range(1 + len(chunk.drafts))]
         for row, chunk in enumerate(sampled):
-            if chunk.request_id.startswith(DOOMED) and chunk.start > self._request(chunk).num_prompt_tokens:
+            if (
+                chunk.request_id.startswith(DOOMED)
+                and chunk.start > self._requests[chunk.request_id].request.num_prompt_tokens
+            ):
                 forward.logits[row, 7] = self.value
         return super()._sample_chunks(forward, masks)
 
@@ -359,7 +360,7 @@ def test_a_page_that_cannot_be_copied_quarantines_no_image(folder):
     outputs = run_all(core, [(again, with_image), (other, with_image)])
     assert expected == ["again"]
     assert [collected.last.finish_reason for collected in outputs] == ["failed", "length"]
-    assert first.key not in core.scheduler._quarantine
+    assert first.key not in core.scheduler.images._quarantine
     assert core.statistics.num_failures == 1
     assert len(outputs[1].token_ids) == 2
 
@@ -488,7 +489,8 @@ class NeverCompiled:
 def test_time_spent_in_compiling_a_grammar_counts_and_is_ended(folder):
     prompts, _ = plain(folder, 1, 50, 12)
     core, clock = timed_core(folder)
-    core._grammars = grammars = NeverCompiled()
+    grammars = NeverCompiled()
+    core._grammars = GrammarRequests(grammars, core.inbox.put, clock)
     sampling = SamplingParams(max_tokens=6, structured=StructuredOutput(json_object=True))
     for name in ("slow", "left"):
         core.handle(AddRequest(request=request_of(name, prompts[0], sampling, queue_timeout_s=5.0), prompt=prompts[0]))

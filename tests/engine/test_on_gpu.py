@@ -9,6 +9,7 @@ from engine.tiny import make_core, plain, request_of, run_all, training_inputs
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
+from saccade.engine.device.startup import warm_up
 from saccade.engine.sampling_params import SamplingParams
 from saccade.model import load_model
 
@@ -79,18 +80,18 @@ def test_launching_a_step_never_synchronizes(folder):
     """Prompts, images, penalties and log-probabilities: only reading synchronizes."""
     prompts, _ = plain(folder, 0, 40, 16)
     core = make_core(folder, CONFIG, device="cuda", dtype="bf16")
-    core._runner.warm_up()
+    warm_up(core._runner)
     run_all(core, [(request_of(f"w{i}", p, SamplingParams(max_tokens=8)), p) for i, p in enumerate(prompts[:8])])
-    launch = core._launch
+    run = core._run
 
     def watched(plan):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(plan)
+            return run(plan)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    core._launch = watched
+    core._run = watched
     sampling = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, logprobs=2, presence_penalty=0.5, seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,7 +102,7 @@ def test_launching_a_step_never_synchronizes(folder):
 def test_nothing_is_captured_after_the_warm_up(folder):
     prompts, _ = plain(folder, 0, 40, 16)
     core = make_core(folder, dataclasses.replace(CONFIG, max_draft_tokens=0), device="cuda", dtype="bf16")
-    core._runner.warm_up()
+    warm_up(core._runner)
     run_all(core, [(request_of(f"r{i}", p, SamplingParams(max_tokens=8)), p) for i, p in enumerate(prompts)], at_once=3)
     assert (core.statistics.num_late_captures, core.statistics.num_eager_steps) == (0, 0)
 

@@ -16,7 +16,7 @@ from saccade.engine.core.prompt_lookup import PromptLookup, min_rate
 from saccade.engine.core.request_state import RequestState
 from saccade.engine.core.step import Chunk
 from saccade.engine.core.step_budget import StepBudget
-from saccade.engine.device.cuda_graphs import MAX_DRAFTING
+from saccade.engine.core.step_sizes import MAX_DRAFTING
 from saccade.engine.device.step_inputs import InputBuilder, InputSizes, RequestInputs, split
 from saccade.engine.prompt import TokenPrompt
 from saccade.engine.request import ImageSpan, Request

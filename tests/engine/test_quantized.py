@@ -9,7 +9,7 @@ from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine import Engine, RequestOptions
 from saccade.engine.config import EngineConfig
-from saccade.engine.device.warmup import small_runner
+from saccade.engine.device.startup import profile_largest_step, small_runner
 from saccade.engine.sampling_params import SamplingParams
 from saccade.model.families import load_model_config
 from saccade.model.linear import projections
@@ -63,7 +63,7 @@ def test_the_model_that_compiles_kernels_has_the_same_storage_forms(source, tmp_
     )  # fmt: skip
     forms = {type(module) for _, module in projections(runner.model.language)}
     assert forms == {Linear8bit}
-    runner.profile_largest_step()
+    profile_largest_step(runner)
 
 
 def test_adapters_are_served_on_quantized_weights(source, tmp_path):

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from engine.traces import Trace
 
-from saccade.engine.core import scheduler as scheduler_module
+from saccade.engine.core import image_policy
 from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
 from saccade.engine.core.pages import PagePool
 from saccade.engine.core.request_state import AGEING
@@ -473,8 +473,8 @@ def test_a_pass_encodes_no_more_patches_than_allowed_and_a_larger_image_alone():
     assert indices[:3] == [[0, 1], [2], [3]]
 
 
-def decoding_beside(scheduler, *requests):
-    """A request that decodes, beside new ones."""
+def decoding_with(scheduler, *requests):
+    """A request that decodes, and new ones."""
     added(scheduler, ask("text", 2, max_tokens=50))
     step(scheduler)
     added(scheduler, *requests)
@@ -483,7 +483,7 @@ def decoding_beside(scheduler, *requests):
 def test_passes_follow_one_another_without_waiting_for_their_results():
     scheduler = make(max_encoder_patches=10, keeps_prefixes=False)
     spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(3)]
-    decoding_beside(scheduler, ask("a", 8, spans, max_tokens=1))
+    decoding_with(scheduler, ask("a", 8, spans, max_tokens=1))
     plans = [scheduler.plan() for _ in range(3)]
     assert [[planned.image_index for planned in plan.images] for plan in plans] == [[0], [1], [2]]
     assert [sizes(plan) for plan in plans] == [{"text": 1, "a": 2}, {"text": 1, "a": 2}, {"text": 1, "a": 4}]
@@ -492,10 +492,10 @@ def test_passes_follow_one_another_without_waiting_for_their_results():
 def test_a_pass_has_no_more_patches_than_its_turn_allows():
     scheduler = make(max_encoder_patches=100, keeps_prefixes=False)
     spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(6)]
-    decoding_beside(scheduler, ask("a", 12, spans))
-    assert scheduler.next_pass(20) == (16, ENCODER_PARTS)
+    decoding_with(scheduler, ask("a", 12, spans))
+    assert scheduler.next_pass(20) == (16, ENCODER_PARTS, ENCODER_PARTS)
     assert len(scheduler.plan(turn=EncoderTurn(max_patches=20)).images) == 2
-    assert scheduler.next_pass(1) == (8, ENCODER_PARTS), "an image with more is encoded alone"
+    assert scheduler.next_pass(1) == (8, ENCODER_PARTS, ENCODER_PARTS), "an image with more is encoded alone"
     assert len(scheduler.plan(turn=EncoderTurn(max_patches=1)).images) == 1
     assert scheduler.plan(turn=EncoderTurn(0)).images == ()
 
@@ -503,21 +503,20 @@ def test_a_pass_has_no_more_patches_than_its_turn_allows():
 def test_a_pass_runs_in_parts_and_is_read_with_its_last_one():
     scheduler = make(keeps_prefixes=False)
     spans = [image(b"i", 2, 4, 64), image(b"j", 6, 1, 8)]
-    decoding_beside(scheduler, ask("a", 8, spans, max_tokens=1))
+    decoding_with(scheduler, ask("a", 8, spans, max_tokens=1))
     plans = [scheduler.plan(turn=EncoderTurn(1))]
-    assert scheduler.next_pass(100) == (64, ENCODER_PARTS - 1)
+    assert scheduler.next_pass(100) == (64, ENCODER_PARTS, ENCODER_PARTS - 1)
     plans += [scheduler.plan(turn=EncoderTurn(num_parts)) for num_parts in (0, 2, 3, 4)]
     assert [plan.encoder_parts for plan in plans] == [1, 0, 2, 1, 4]
     assert [len(plan.images) for plan in plans] == [1, 0, 0, 0, 1], "the second image does not fit into the pass"
     assert [sizes(plan) for plan in plans] == [
         {"text": 1, "a": 2}, {"text": 1}, {"text": 1}, {"text": 1, "a": 4}, {"text": 1, "a": 2}
     ]  # fmt: skip
-    assert not any(plan.encodes_beside for plan in plans)
 
 
 def test_a_pass_runs_to_its_end_without_the_request_that_began_it():
     scheduler = make(keeps_prefixes=False)
-    decoding_beside(scheduler, ask("a", 8, [image(b"i", 2, 4, 64)], max_tokens=1))
+    decoding_with(scheduler, ask("a", 8, [image(b"i", 2, 4, 64)], max_tokens=1))
     first = scheduler.plan(turn=EncoderTurn(1))
     read(scheduler, first, images=())
     scheduler.end("a", "cancelled")
@@ -526,13 +525,13 @@ def test_a_pass_runs_to_its_end_without_the_request_that_began_it():
     assert (plan.chunks, plan.encoder_parts) == ((), ENCODER_PARTS - 1)
     read(scheduler, plan, images=encoded(first))
     assert scheduler.plan() is None
-    assert not scheduler.is_encoding
+    assert not scheduler.images.is_encoding
 
 
 def test_a_pass_that_fails_or_ends_before_its_last_part_is_over():
     for failure in (None, FAILURE):
         scheduler = make(keeps_prefixes=False)
-        decoding_beside(scheduler, ask("a", 8, [image(b"i", 2, 4, 64)], max_tokens=1))
+        decoding_with(scheduler, ask("a", 8, [image(b"i", 2, 4, 64)], max_tokens=1))
         [planned] = scheduler.plan(turn=EncoderTurn(1)).images
         scheduler.finish_encoding([EncodeResult(planned.key, failure)])
         assert scheduler.next_pass(100) is None
@@ -546,48 +545,37 @@ def test_while_no_request_decodes_a_pass_runs_whole():
     assert (sizes(plan), plan.encoder_parts) == ({"a": 8}, ENCODER_PARTS)
 
 
-def test_an_image_larger_than_a_pass_is_encoded_beside_the_steps():
-    """And alone: what follows it on the encoder would delay others as long."""
+def test_an_image_larger_than_a_pass_is_encoded_alone_and_in_more_parts():
+    """A part of it takes about as long as a part of any other pass, so that it delays decoding no more."""
     scheduler = make(keeps_prefixes=False)
     spans = [image(b"i", 2, 4, 65), image(b"j", 6, 1, 8)]
-    decoding_beside(scheduler, ask("a", 8, spans, max_tokens=1))
-    plan = scheduler.plan(turn=EncoderTurn(1))
-    assert (plan.encoder_parts, plan.encodes_beside, len(plan.images)) == (ENCODER_PARTS, True, 1)
-    assert sizes(plan) == {"text": 1, "a": 2}
-    later = scheduler.plan()
-    assert (sizes(later), later.images, scheduler.next_pass(100)) == ({"text": 1}, (), None)
-    scheduler.finish_encoding(encoded(plan))
-    assert sizes(scheduler.plan()) == {"text": 1, "a": 6}
+    decoding_with(scheduler, ask("a", 8, spans, max_tokens=1))
+    assert scheduler.next_pass(64) == (65, 2 * ENCODER_PARTS, 2 * ENCODER_PARTS)
+    plans = [scheduler.plan() for _ in range(3)]
+    assert [(plan.encoder_parts, plan.pass_parts, len(plan.images)) for plan in plans] == [
+        (ENCODER_PARTS, 2 * ENCODER_PARTS, 1), (ENCODER_PARTS, 0, 0), (ENCODER_PARTS, ENCODER_PARTS, 1)
+    ]  # fmt: skip
+    assert [sizes(plan) for plan in plans] == [{"text": 1, "a": 2}, {"text": 1, "a": 4}, {"text": 1, "a": 2}]
 
 
-@pytest.mark.parametrize(("most", "is_beside"), [(0, True), (19, True), (20, False), (None, False)])
-def test_a_pass_that_cannot_take_turns_runs_beside_the_steps(most, is_beside):
-    scheduler = make(keeps_prefixes=False, max_patches_in_turn=most)
-    decoding_beside(scheduler, ask("a", 8, [image(b"i", 2, 4, 20)], max_tokens=1))
-    plan = scheduler.plan(turn=EncoderTurn(4))
-    assert (plan.encoder_parts, plan.encodes_beside, scheduler.is_encoding_beside) == (4, is_beside, is_beside)
-    assert sizes(plan) == ({"text": 1, "a": 2} if is_beside else {"text": 1, "a": 8})
-
-
-def test_passes_of_several_images_are_small_enough_to_take_turns():
-    scheduler = make(keeps_prefixes=False, max_patches_in_turn=20)
-    spans = [image(bytes([n]), 2 * n, 2, 8) for n in range(4)]
-    decoding_beside(scheduler, ask("a", 8, spans))
-    assert scheduler.next_pass(64) == (16, ENCODER_PARTS)
-    plan = scheduler.plan()
-    assert (len(plan.images), plan.encodes_beside) == (2, False)
+def test_a_large_image_is_encoded_in_several_steps_though_no_request_decodes():
+    """So that a request that arrives meanwhile does not wait for all of it."""
+    scheduler = make(keeps_prefixes=False)
+    added(scheduler, ask("a", 8, [image(b"i", 2, 4, 65)], max_tokens=1))
+    plans = [scheduler.plan() for _ in range(2)]
+    assert [(sizes(plan), plan.encoder_parts) for plan in plans] == [({"a": 2}, 4), ({"a": 6}, 4)]
 
 
 def test_images_are_encoded_though_prompts_use_up_the_tokens_of_the_step():
     scheduler = make(keeps_prefixes=False)
-    decoding_beside(scheduler, ask("long", 30, max_tokens=1), ask("a", 8, [image(b"i", 2, 4)], max_tokens=1))
+    decoding_with(scheduler, ask("long", 30, max_tokens=1), ask("a", 8, [image(b"i", 2, 4)], max_tokens=1))
     plan = scheduler.plan(8)
     assert (sizes(plan), len(plan.images)) == ({"text": 1, "long": 8}, 1)
 
 
 def test_work_left_counts_what_waits_before_the_first_image_that_cannot_be_read():
     scheduler = make(keeps_prefixes=False, max_encoder_patches=1000)
-    decoding_beside(
+    decoding_with(
         scheduler,
         ask("first", 20, max_tokens=1),
         ask("a", 8, [image(b"i", 2, 4, 100)], max_tokens=1),
@@ -598,26 +586,6 @@ def test_work_left_counts_what_waits_before_the_first_image_that_cannot_be_read(
     assert scheduler.work_left() == (3, 57, 21, 10)
     scheduler.finish_encoding([EncodeResult(planned.key)])
     assert scheduler.work_left() == (3, 57, 34, 10)
-
-
-def test_images_of_new_requests_are_encoded_beside_the_steps():
-    scheduler = make(keeps_prefixes=False)
-    decoding_beside(scheduler, ask("a", 8, [image(b"i", 2, 4, 20)], max_tokens=1))
-    plan = scheduler.plan_encodings(20)
-    assert (plan.chunks, len(plan.images), plan.encoder_parts, plan.encodes_beside) == ((), 1, ENCODER_PARTS, True)
-    added(scheduler, ask("b", 8, [image(b"j", 2, 4, 20)], max_tokens=1))
-    assert scheduler.plan_encodings(20) is None, "one is in flight"
-    assert sizes(scheduler.plan(turn=EncoderTurn(0))) == {"text": 1, "a": 8, "b": 2}, (
-        "the step waits for it on the device"
-    )
-
-
-def test_an_image_larger_than_a_short_pass_is_not_encoded_beside_the_steps():
-    scheduler = make(keeps_prefixes=False)
-    decoding_beside(scheduler, ask("a", 8, [image(b"i", 2, 4, 20)], max_tokens=1))
-    plan = scheduler.plan_encodings(19)
-    assert (plan.images, plan.encoder_parts, len(plan.started)) == ((), 0, 1)
-    assert len(scheduler.plan(turn=EncoderTurn(1, max_patches=19)).images) == 1
 
 
 def test_requests_with_the_same_image_encode_it_once():
@@ -694,9 +662,9 @@ def test_the_slots_of_an_image_in_flight_are_not_reused():
     scheduler.check()
     assert scheduler.plan() is None or not scheduler.plan().images
     read(scheduler, plan, images=())
-    assert scheduler.is_encoding
+    assert scheduler.images.is_encoding
     scheduler.finish_encoding(encoded(plan))
-    assert not scheduler.is_encoding
+    assert not scheduler.images.is_encoding
     [planned] = scheduler.plan().images
     assert planned.slots == plan.images[0].slots
 
@@ -781,7 +749,7 @@ def test_an_image_that_could_not_be_encoded_is_refused_from_then_on(kind, is_ref
 
 
 def test_the_quarantine_is_bounded(monkeypatch):
-    monkeypatch.setattr(scheduler_module, "_MAX_QUARANTINED", 2)
+    monkeypatch.setattr(image_policy, "_MAX_QUARANTINED", 2)
     scheduler = make()
     for key in (b"a", b"b", b"c"):
         added(scheduler, ask(key.decode(), 6, [image(key, 1, 4)]))
@@ -963,18 +931,18 @@ def primitives(value):
 
 
 def to_primitives(plan):
-    encoder = plan.encoder_parts, plan.encodes_beside
+    encoder = plan.encoder_parts, plan.pass_parts
     return primitives((plan.number, plan.chunks, plan.images, *encoder, plan.page_copies, plan.started))
 
 
 def from_primitives(data):
-    number, chunks, images, encoder_parts, encodes_beside, page_copies, started = data
+    number, chunks, images, encoder_parts, pass_parts, page_copies, started = data
     return StepPlan(
         number=number,
         chunks=tuple(Chunk(*c[:5], tuple(ImageFeatures(*image) for image in c[5]), *c[6:]) for c in chunks),
         images=tuple(ImageToEncode(*image) for image in images),
         encoder_parts=encoder_parts,
-        encodes_beside=encodes_beside,
+        pass_parts=pass_parts,
         page_copies=page_copies,
         started=tuple(SlotStart(*start) for start in started),
     )

@@ -7,9 +7,11 @@ from engine.traces import Trace
 
 from saccade.engine.core import request_state, scheduler
 from saccade.engine.core.encoder_cache import EncoderCache
+from saccade.engine.core.image_policy import ImagePolicy
 from saccade.engine.core.pages import PagePool, page_key
+from saccade.engine.core.planner import StepPlanner
 from saccade.engine.core.request_state import Queues, RequestState
-from saccade.engine.core.scheduler import Scheduler, _Planner
+from saccade.engine.core.scheduler import Scheduler
 
 NUM_TRACES = 250
 FIRST_SEEDS = {
@@ -45,13 +47,13 @@ def drop_the_salt(monkeypatch):
 
 
 def ignore_the_patch_budget(monkeypatch):
-    enter_image = _Planner._enter_image
+    acquire_next = ImagePolicy._acquire_next
 
-    def enter(self, state):
+    def acquire(self, state):
         self._patches_left = 10**9
-        return enter_image(self, state)
+        return acquire_next(self, state)
 
-    monkeypatch.setattr(_Planner, "_enter_image", enter)
+    monkeypatch.setattr(ImagePolicy, "_acquire_next", acquire)
 
 
 def write_into_the_shared_page(monkeypatch):
@@ -61,24 +63,24 @@ def write_into_the_shared_page(monkeypatch):
         state.pages += prefix.pages
         state.num_registered = len(prefix.pages)
 
-    monkeypatch.setattr(_Planner, "_share_prefix", share)
+    monkeypatch.setattr(StepPlanner, "_share_prefix", share)
 
 
 def copy_the_wrong_way(monkeypatch):
-    share = _Planner._share_prefix
+    share = StepPlanner._share_prefix
 
     def share_and_reverse(self, state, prefix):
         share(self, state, prefix)
         if prefix.is_copied:
-            self.page_copies[-1] = self.page_copies[-1][::-1]
+            self._page_copies[-1] = self._page_copies[-1][::-1]
 
-    monkeypatch.setattr(_Planner, "_share_prefix", share_and_reverse)
+    monkeypatch.setattr(StepPlanner, "_share_prefix", share_and_reverse)
 
 
 def never_resume_preempted_requests(monkeypatch):
-    start = _Planner._start
+    start = StepPlanner._start
     monkeypatch.setattr(
-        _Planner,
+        StepPlanner,
         "_start",
         lambda self, state, num_reserved: state.num_preemptions == 0 and start(self, state, num_reserved),
     )
@@ -93,7 +95,7 @@ def forget_drafts_in_flight(monkeypatch):
 
 
 def start_before_pending_tokens_are_read(monkeypatch):
-    start = _Planner._start
+    start = StepPlanner._start
 
     def start_at_once(self, state, num_reserved):
         pending, state.num_pending = state.num_pending, 0
@@ -101,19 +103,19 @@ def start_before_pending_tokens_are_read(monkeypatch):
         state.num_pending += pending
         return is_started
 
-    monkeypatch.setattr(_Planner, "_start", start_at_once)
+    monkeypatch.setattr(StepPlanner, "_start", start_at_once)
 
 
 def release_images_within_the_plan(monkeypatch):
-    add_chunk = _Planner._add_chunk
+    leave = ImagePolicy.leave
 
-    def add_and_release(self, *args):
-        add_chunk(self, *args)
-        for key in self._images_to_release:
-            self._queues.encoder_cache.release(key)
-        self._images_to_release.clear()
+    def leave_and_release(self, *args):
+        leave(self, *args)
+        for key in self._to_release:
+            self.cache.release(key)
+        self._to_release.clear()
 
-    monkeypatch.setattr(_Planner, "_add_chunk", add_and_release)
+    monkeypatch.setattr(ImagePolicy, "leave", leave_and_release)
 
 
 def count_rejected_drafts_as_computed(monkeypatch):
@@ -152,7 +154,7 @@ def apply_results_of_preempted_requests(monkeypatch):
 
 
 def schedule_drafting_requests_with_pending_tokens(monkeypatch):
-    monkeypatch.setattr(_Planner, "_num_uncomputed", lambda self, state: state.num_uncomputed)
+    monkeypatch.setattr(StepPlanner, "_num_uncomputed", lambda self, state: state.num_uncomputed)
 
 
 def schedule_requests_with_drafts_in_flight(monkeypatch):
@@ -160,11 +162,11 @@ def schedule_requests_with_drafts_in_flight(monkeypatch):
         return 0 if state.num_tokens >= state.token_limit else state.num_tokens - state.num_computed_tokens
 
     monkeypatch.setattr(RequestState, "num_uncomputed", property(num_uncomputed))
-    monkeypatch.setattr(_Planner, "_num_uncomputed", lambda self, state: state.num_uncomputed)
+    monkeypatch.setattr(StepPlanner, "_num_uncomputed", lambda self, state: state.num_uncomputed)
 
 
 def read_images_before_they_are_encoded(monkeypatch):
-    monkeypatch.setattr(_Planner, "_can_read", lambda self, key: True)
+    monkeypatch.setattr(ImagePolicy, "_is_complete", lambda self, key, unreadable: True)
 
 
 def report_images_ready_when_their_encoding_starts(monkeypatch):
@@ -224,78 +226,71 @@ def do_not_fail_the_users_of_an_image_that_failed(monkeypatch):
 
 
 def begin_a_pass_while_another_one_is_in_progress(monkeypatch):
-    planner = Scheduler._planner
+    begin_plan = ImagePolicy.begin_plan
 
-    def planner_of_an_idle_encoder(self, *args):
+    def begin_with_an_idle_encoder(self, *args):
         in_progress, self._pass = self._pass, None
-        made = planner(self, *args)
+        begin_plan(self, *args)
         self._pass = in_progress
-        return made
 
-    monkeypatch.setattr(Scheduler, "_planner", planner_of_an_idle_encoder)
+    monkeypatch.setattr(ImagePolicy, "begin_plan", begin_with_an_idle_encoder)
 
 
 def run_all_parts_of_a_pass_at_once(monkeypatch):
-    advance_pass = Scheduler._advance_pass
-    monkeypatch.setattr(Scheduler, "_advance_pass", lambda self, num_parts: advance_pass(self, num_parts and 4))
+    advance = ImagePolicy._advance
+
+    def advance_by_all(self):
+        self._num_parts = self._num_parts and 4
+        return advance(self)
+
+    monkeypatch.setattr(ImagePolicy, "_advance", advance_by_all)
 
 
 def read_a_pass_in_progress(monkeypatch):
-    run = _Planner.run
+    enter = ImagePolicy.enter
 
-    def run_unblocked(self):
-        self._blocked.clear()
-        run(self)
+    def enter_any(self, *args):
+        self._unreadable = None
+        return enter(self, *args)
 
-    monkeypatch.setattr(_Planner, "run", run_unblocked)
+    monkeypatch.setattr(ImagePolicy, "enter", enter_any)
 
 
 def forget_the_pass_in_progress(monkeypatch):
-    finish_encoding = Scheduler.finish_encoding
+    finish = ImagePolicy.finish
 
-    def finish(self, results):
+    def forget_and_finish(self, results):
         self._pass = None
-        return finish_encoding(self, results)
+        return finish(self, results)
 
-    monkeypatch.setattr(Scheduler, "finish_encoding", finish)
+    monkeypatch.setattr(ImagePolicy, "finish", forget_and_finish)
 
 
 def keep_a_pass_in_progress_that_has_failed(monkeypatch):
-    finish_encoding = Scheduler.finish_encoding
+    finish = ImagePolicy.finish
 
-    def finish(self, results):
+    def finish_and_keep(self, results):
         in_progress = self._pass
-        outputs = finish_encoding(self, results)
+        failed = finish(self, results)
         self._pass = in_progress
-        return outputs
+        return failed
 
-    monkeypatch.setattr(Scheduler, "finish_encoding", finish)
-
-
-def let_others_wait_for_a_large_image(monkeypatch):
-    number = Scheduler._number
-    monkeypatch.setattr(Scheduler, "_number", lambda self, *args, is_beside: number(self, *args, is_beside=False))
+    monkeypatch.setattr(ImagePolicy, "finish", finish_and_keep)
 
 
-def encode_beside_a_large_image(monkeypatch):
-    plan = Scheduler.plan
-
-    def plan_without_it(self, *args):
-        self._beside = None
-        return plan(self, *args)
-
-    monkeypatch.setattr(Scheduler, "plan", plan_without_it)
+def encode_a_large_image_in_as_many_parts(monkeypatch):
+    monkeypatch.setattr(ImagePolicy, "_parts_of", lambda self, num_patches: 4)
 
 
 def do_not_send_the_pages_of_later_chunks(monkeypatch):
-    add_chunk = _Planner._add_chunk
+    add_chunk = StepPlanner._add_chunk
 
     def add(self, state, *args):
         if state.num_computed_tokens > 0 and state.num_pages_sent:
             state.num_pages_sent = len(state.pages)
         add_chunk(self, state, *args)
 
-    monkeypatch.setattr(_Planner, "_add_chunk", add)
+    monkeypatch.setattr(StepPlanner, "_add_chunk", add)
 
 
 def send_only_new_pages_after_a_preemption(monkeypatch):
@@ -309,11 +304,6 @@ def send_only_new_pages_after_a_preemption(monkeypatch):
     monkeypatch.setattr(Queues, "_release", release_all_but_the_count)
 
 
-def reuse_a_slot_before_its_step_is_sampled(monkeypatch):
-    plan_encodings = Scheduler.plan_encodings
-    monkeypatch.setattr(Scheduler, "plan_encodings", lambda self, patches, unsampled: plan_encodings(self, patches))
-
-
 def lose_unsent_tokens(monkeypatch):
     output = scheduler._output
 
@@ -324,26 +314,16 @@ def lose_unsent_tokens(monkeypatch):
     monkeypatch.setattr(scheduler, "_output", output_of_a_step)
 
 
-def forget_the_end_of_plain_tokens(monkeypatch):
-    append_plain = scheduler._append_plain
-
-    def append_any(state, given):
-        state.num_plain_tokens += 1
-        return append_plain(state, given)
-
-    monkeypatch.setattr(scheduler, "_append_plain", append_any)
-
-
 def start_without_the_output(monkeypatch):
-    start = _Planner._start
+    start = StepPlanner._start
 
     def start_with_the_prompt(self, state, num_reserved):
         is_started = start(self, state, num_reserved)
         if is_started:
-            self.started[-1] = self.started[-1]._replace(output_token_ids=())
+            self._started[-1] = self._started[-1]._replace(output_token_ids=())
         return is_started
 
-    monkeypatch.setattr(_Planner, "_start", start_with_the_prompt)
+    monkeypatch.setattr(StepPlanner, "_start", start_with_the_prompt)
 
 
 MUTATIONS = [
@@ -373,14 +353,11 @@ MUTATIONS = [
     read_a_pass_in_progress,
     forget_the_pass_in_progress,
     keep_a_pass_in_progress_that_has_failed,
-    let_others_wait_for_a_large_image,
-    encode_beside_a_large_image,
+    encode_a_large_image_in_as_many_parts,
     do_not_send_the_pages_of_later_chunks,
     send_only_new_pages_after_a_preemption,
     start_without_the_output,
-    reuse_a_slot_before_its_step_is_sampled,
     lose_unsent_tokens,
-    forget_the_end_of_plain_tokens,
 ]
 
 

@@ -1,13 +1,11 @@
 """A request that takes the slot of one that ended gets its own tokens, also while the last step of the other waits for masks."""
 
-import queue
-
 import pytest
 from engine.tiny import make_core, plain, request_of
 from model.hugging_face import SHAPES, make_checkpoint
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.core import loop as engine_core
+from saccade.engine.core import grammar_requests
 from saccade.engine.core.messages import AddRequest, EndRequest
 from saccade.engine.core.step import Chunk, SlotStart, StepPlan
 from saccade.engine.load_core import load_grammars
@@ -30,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def core(folder, monkeypatch):
-    monkeypatch.setattr(engine_core, "_LONG_MASKS", 1e9)  # requests with a grammar are in every step
+    monkeypatch.setattr(grammar_requests, "_LONG_MASKS", 1e9)  # requests with a grammar are in every step
     core = make_core(folder, CONFIG, grammars=load_grammars(folder, Processor.load(folder)))
     yield core
     core.close()
@@ -61,13 +59,11 @@ def tokens_of(core, name):
 
 def decode_with_a_grammar(core, prompt):
     """Two requests decode: one up to its ninth token, which is a stop token, and one with a grammar, for whose masks steps wait."""
-    posted = queue.SimpleQueue()
-    core.post = posted.put
     stopped = SamplingParams(max_tokens=100, min_tokens=8, logit_bias={5: 100.0, 8: 50.0})
     add(core, "free", prompt, stopped, stop_ids=frozenset([5]))
     add(core, "bound", prompt, SamplingParams(max_tokens=100, structured={"regex": "[ab]{90}"}))
-    core.handle(posted.get(timeout=60))
-    while core.scheduler.num_decoding() < 2:
+    core.handle(core.inbox.get(timeout=60))
+    while core.scheduler.num_decoding < 2:
         core.step()
     core.step()
     assert core._in_flight.handle is None, "it waits for masks"
@@ -95,6 +91,6 @@ def test_a_slot_given_away_before_its_step_is_sampled_is_an_error(core, prompts)
     launched = runner.forward(StepPlan(number=0, chunks=(chunk,), started=(SlotStart("first", 0, ()),)))
     reuse = StepPlan(number=1, started=(SlotStart("second", 0, ()),))
     with pytest.raises(AssertionError, match=r"slots \{0\} are reused before step 0"):
-        runner.start_encodings(reuse)
+        runner.forward(reuse)
     runner.sample(launched).read()
-    runner.start_encodings(reuse)
+    runner.forward(reuse)

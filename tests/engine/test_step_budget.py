@@ -22,7 +22,7 @@ class Gpu:
 
 def num_tokens(budget):
     """Of a step without the encoder, while many wait."""
-    share = budget.share(1_000_000, part_ms=0.0, parts_left=0, busy_ms=0.0)
+    share = budget.share(1_000_000, part_ms=0.0, parts_left=0)
     return None if share is None else share.num_tokens
 
 
@@ -179,17 +179,10 @@ def test_the_encoder_gets_what_ready_prompts_leave():
         (0, 60.0, 4, 1),
         (0, 0.0, 4, 4),
     ):
-        share = budget.share(num_ready, part_ms=part_ms, parts_left=parts_left, busy_ms=0.0)
+        share = budget.share(num_ready, part_ms=part_ms, parts_left=parts_left)
         assert share.encoder_parts == expected
         used_ms = fixed_ms + gpu.token_ms * share.num_tokens + expected * part_ms
         assert used_ms == pytest.approx(50, abs=2) or share.num_tokens == MIN_TOKENS
-
-
-def test_time_in_which_the_device_is_busy_is_taken_off_the_step():
-    budget, gpu = StepBudget(50.0, 100_000), Gpu(noise=0.0)
-    full_steps(budget, gpu, 60)
-    whole, shorter = (budget.share(10_000, part_ms=0.0, parts_left=0, busy_ms=ms).num_tokens for ms in (0.0, 20.0))
-    assert shorter == pytest.approx(whole - 20 / gpu.token_ms, rel=0.05)
 
 
 def test_a_backlog_makes_steps_longer_until_little_is_left():

@@ -1,4 +1,4 @@
-"""Structured output through the engine: it is valid for any logits, and other requests do not change."""
+"""Structured output through the engine: valid whatever the model says, and of no concern to other requests."""
 
 import json
 import random
@@ -11,7 +11,7 @@ import pytest
 from engine.tiny import core_of
 
 from saccade.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
-from saccade.engine.core import loop
+from saccade.engine.core import grammar_requests
 from saccade.errors import ConfigError
 from saccade.model.initialize import initialize_random, named_size
 
@@ -42,7 +42,7 @@ def schema_of(number):
 
 @pytest.mark.parametrize("long_masks", [1e9, 0.0], ids=["in every step", "skipping steps"])
 def test_outputs_with_and_without_a_grammar_share_a_batch(engine, monkeypatch, long_masks):
-    monkeypatch.setattr(loop, "_LONG_MASKS", long_masks)  # fraction of a step's time
+    monkeypatch.setattr(grammar_requests, "_LONG_MASKS", long_masks)  # fraction of a step's time
     schemas = [schema_of(i) for i in range(8)]
     free = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, ignore_eos=True) for i in range(8)]
     bound = [
@@ -51,7 +51,7 @@ def test_outputs_with_and_without_a_grammar_share_a_batch(engine, monkeypatch, l
     ]
     completions = engine.generate(
         [CONVERSATION] * 8, bound
-    )  # compiles all grammars, so that none of the requests below starts late
+    )  # from now on all grammars are compiled, so that these do not start late
     alone = [one for pair in zip(completions, engine.generate([CONVERSATION] * 8, free), strict=True) for one in pair]
     mixed = engine.generate([CONVERSATION] * 16, [one for pair in zip(bound, free, strict=True) for one in pair])
     assert [one.token_ids for one in mixed] == [one.token_ids for one in alone]
@@ -91,10 +91,10 @@ def test_a_grammar_that_cannot_be_fails_alone(engine):
 
 
 def test_a_mask_that_cannot_be_computed_fails_its_request_alone(engine):
-    """After some tokens the grammar library refuses the matcher of one of two requests."""
+    """The library refuses the matcher of one of two requests after some tokens."""
     grammar = {"structured": {"regex": "[0-9]{200}"}, "max_tokens": 250, "temperature": 1.0, "seed": 1}
     ended, ids = [Future(), Future()], []
-    states = core_of(engine)._grammar_states
+    states = core_of(engine)._grammars._states
 
     def on_delta(number, delta):
         if number == 0 and len(ids) == 2 and ids[0] in states:

@@ -12,9 +12,15 @@ from PIL import Image
 
 from saccade.engine import Engine, SamplingParams
 from saccade.engine.config import EngineConfig
-from saccade.engine.device import cuda_graphs
+from saccade.engine.core import step_sizes
 from saccade.engine.device.runner import PixelScale, Runner
-from saccade.engine.device.warmup import _with_few_layers, small_runner
+from saccade.engine.device.startup import (
+    _with_few_layers,
+    compile_all_sizes,
+    profile_largest_step,
+    run_blank_request,
+    small_runner,
+)
 from saccade.kernels import launch
 from saccade.kernels.rms_norm import rms_norm
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
@@ -38,16 +44,16 @@ def test_a_model_with_few_layers_has_layers_of_every_kind(full):
     assert small.vision.num_layers == (2 if full == (0, 2) else 1)
     assert len(small.vision.full_attention_layers) == (1 if full else 0)
     assert small.language.vocab_size % 16 == LANGUAGE.vocab_size % 16
-    small_runner(config, ENGINE, device=torch.device("cpu"), dtype=torch.float32).profile_largest_step()
+    profile_largest_step(small_runner(config, ENGINE, device=torch.device("cpu"), dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
     "engine", [{"page_size": 1}, {"max_step_tokens": 1}, {"max_requests": 1}, {"max_length": 64}], ids=str
 )
 def test_any_engine_configuration_can_warm_up(engine, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "STEP_TOKENS", (16, 64))  # of the largest sizes one is like another on a CPU
+    monkeypatch.setattr(step_sizes, "STEP_TOKENS", (16, 64))  # of the largest sizes one is like another on a CPU
     config = dataclasses.replace(ENGINE, **({"max_requests": 5} | engine))
-    small_runner(CONFIG, config, device=torch.device("cpu"), dtype=torch.float32).compile_kernels()
+    compile_all_sizes(small_runner(CONFIG, config, device=torch.device("cpu"), dtype=torch.float32))
 
 
 @pytest.mark.gpu
@@ -118,6 +124,5 @@ def test_a_blank_request_runs_where_it_fits(engine):
             num_pages=engine["num_pages"],
             max_length=config.max_length,
         )
-    assert runner.run_blank_request() is None
+    assert run_blank_request(runner) is None
     assert runner.num_registered == 0
-    assert runner.finished_encodings() == ()

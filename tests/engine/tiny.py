@@ -10,6 +10,7 @@ from saccade.engine import Engine
 from saccade.engine.config import EngineConfig
 from saccade.engine.core.loop import EngineCore
 from saccade.engine.core.messages import AddRequest
+from saccade.engine.device.image_runner import ImageRunner
 from saccade.engine.device.loading import make_runner
 from saccade.engine.device.runner import PixelScale
 from saccade.engine.prompt import PromptImage, TokenPrompt
@@ -52,7 +53,8 @@ def make_core(folder, config: EngineConfig, runner_class=None, device="cpu", dty
     pixels = PixelScale(mean=processor.images.mean, std=processor.images.std)
     runner = make_runner(model, config, pixels=pixels)
     if runner_class is not None:
-        runner.__class__ = runner_class
+        owner = runner.images if issubclass(runner_class, ImageRunner) else runner
+        owner.__class__ = runner_class
     return EngineCore(runner, grammars=grammars)
 
 

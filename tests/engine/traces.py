@@ -9,8 +9,8 @@ Sampling is a second launch, with what the slots have at that time: whether thei
 which change the hash. A request with a grammar may not have some tokens, which depend on those that the host has read; a step that samples
 one may wait until then, while others end and new ones start.
 
-Images are encoded in passes, in parts that steps run: their encoder-cache slots hold nothing from the start of a pass to its end, at some
-time after its last part is launched, or before where it fails or is not divided. A chunk that reads an image in between makes the device wait.
+Images are encoded in passes, in parts that steps run. Their encoder-cache slots hold nothing from the start of a pass to its end, which
+is some time after its last part is launched, or before if the pass fails. A chunk that reads an image in between makes the device wait.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS, EncoderCache, salted
+from saccade.engine.core.image_policy import EncoderTurn
 from saccade.engine.core.pages import PagePool
 from saccade.engine.core.request_state import RequestState
-from saccade.engine.core.scheduler import EncoderTurn, Limits, Scheduler
+from saccade.engine.core.scheduler import Limits, Scheduler
 from saccade.engine.core.step import (
     ENCODER_PARTS,
     Chunk,
@@ -247,10 +248,10 @@ class Slot:
 class EncoderPass:
     """Images that are encoded together."""
 
-    def __init__(self, images: Sequence[ImageToEncode], failures: dict[bytes, Failure]) -> None:
+    def __init__(self, images: Sequence[ImageToEncode], num_parts: int, failures: dict[bytes, Failure]) -> None:
         self.images, self.failures = images, failures
-        self.parts_left = ENCODER_PARTS
-        """That are not launched."""
+        self.parts_left = num_parts
+        """Parts that are not launched."""
 
 
 class Features(NamedTuple):
@@ -444,8 +445,6 @@ class Trace:
         """Of the pass in progress that are not launched."""
         self.in_progress: int | None = None
         """Its plan number."""
-        self.large: set[int] = set()
-        """Plan numbers of passes of large images."""
         self.quarantined: set[bytes] = set()
         self.in_flight: deque[Launched] = deque()
         self.mask_rng = random.Random(seed + 4_000_003)
@@ -470,15 +469,12 @@ class Trace:
             if self.unsampled is not None:  # the tokens that its masks depend on are read by now
                 while len(self.in_flight) > 1:
                     self._update(self.in_flight.popleft())
-            if self.in_flight and self.mask_rng.random() < 0.3:
-                self._start_encodings()
             plan = self._plan()
             self._inject_fault()
             if plan is not None:
                 self._launch(plan)
             if arrivals and self.rng.random() < 0.2:  # a message while the host waits
                 self._add(arrivals.popleft())
-                self._start_encodings()
             self._inject_fault()
             if self.in_flight and (plan is None or len(self.in_flight) > self.setting.depth):
                 self._update(self.in_flight.popleft())
@@ -487,7 +483,7 @@ class Trace:
                 self.device.end_pass()
         assert self.ended == self.expected.keys(), "a request has not ended"
         assert self.scheduler.is_idle_clean(), "ended requests hold resources"
-        assert not self.scheduler.is_encoding, "an encoding was not reported"
+        assert not self.scheduler.images.is_encoding, "an encoding was not reported"
         return self.num_steps
 
     def _add(self, request: Request) -> None:
@@ -556,25 +552,6 @@ class Trace:
             known = state.token_ids[state.request.num_prompt_tokens :]
             assert list(start.output_token_ids) == known, "a start without known tokens"
 
-    def _start_encodings(self) -> None:
-        """A plan of encodings alone is run, but has no result."""
-        was_encoding = bool(self.encoding)
-        plan = self.scheduler.plan_encodings(self.setting.max_patches, self.unsampled)
-        self.scheduler.check()
-        if plan is None:
-            return
-        if self.unsampled is not None:
-            self.seen.add("encoded beside a step that waits for masks")
-        assert not plan.chunks
-        assert not was_encoding, "a pass begins beside the steps while another one is in flight"
-        self._check_encodings(plan, EncoderTurn(max_patches=self.setting.max_patches), is_late=False)
-        assert sum(self.encoding[image.key][1] for image in plan.images) <= self.setting.max_patches
-        self.without_chunk |= {start.request_id for start in plan.started}
-        self._check_starts(plan)
-        self._record_events(plan)
-        self._run(plan)
-        self.seen.add("encoded beside a step")
-
     def _is_decoding(self, state: RequestState) -> bool:
         """Whether it needs one token, and no image for it, and need not wait for its tokens."""
         name, request = state.request.id, state.request
@@ -614,43 +591,42 @@ class Trace:
             assert image.key not in self.encoding, "an image is encoded while it is being encoded"
             patches.append(span.num_patches)
         assert sum(patches) <= most or len(patches) == 1, "a pass encodes too many patches"
-        is_large = sum(patches) > self.setting.limits.max_encoder_patches
+        most_patches = self.setting.limits.max_encoder_patches
+        is_large = sum(patches) > most_patches
         numbers = {number for number, _ in self.encoding.values()}
         if patches:
             assert self.num_parts_left == 0, "a pass begins before the parts of another one are launched"
-            assert numbers.isdisjoint(self.large), "a pass begins while one of a large image runs beside the steps"
-            self.in_progress, self.parts_left = plan.number, ENCODER_PARTS
+            assert plan.pass_parts == ENCODER_PARTS * (1 if not is_large else -(-sum(patches) // most_patches))
+            self.in_progress, self.parts_left = plan.number, plan.pass_parts
+        else:
+            assert plan.pass_parts == 0
         for image, num_patches in zip(plan.images, patches, strict=True):
             self.encoding[image.key] = plan.number, num_patches
         assert plan.encoder_parts <= self.num_parts_left, "parts are run of a pass that is over"
-        assert is_large or plan.encoder_parts <= turn.num_parts, "the encoder delays others by more than it may"
+        assert plan.encoder_parts <= turn.num_parts, "the encoder delays others by more than it may"
         self.parts_left -= plan.encoder_parts
         if is_large:
-            assert plan.encodes_beside, "a large image delays others"
-            assert self.parts_left == 0
-            self.large.add(plan.number)
             self.seen.add("large image")
         if plan.encoder_parts and self.parts_left:
             self.seen.add("pass in parts")
-        if plan.encoder_parts and is_late and not is_large:
+        if plan.encoder_parts and is_late:
             self.seen.add("encoded before decoding")
         if len(numbers | {plan.number}) > 1 and patches:
             self.seen.add("two passes")
 
     def _check_waits(self, plan: StepPlan, *, is_late: bool) -> None:
-        """Chunks read images whose pass is launched, but a large one only if no running request waits for its next output token."""
+        """Chunks read images whose pass is launched."""
         for chunk in plan.chunks:
             for image in chunk.images:
                 key = self.expected[chunk.request_id].image_keys[image.image_index]
                 if key not in self.encoding:
                     if is_late:
-                        self.seen.add("image read beside decoding")
+                        self.seen.add("image read while others decode")
                     continue
                 number = self.encoding[key][0]
                 assert number != self.in_progress or self.parts_left == 0, (
                     "a chunk reads an image of a pass in progress"
                 )
-                assert number not in self.large or not is_late, "a step waits for a large image while others decode"
                 self.seen.add("wait on the device")
 
     def _check_budgets(self, plan: StepPlan, budget: int | None) -> None:
@@ -793,7 +769,7 @@ class Trace:
         if plan.images:
             if self.setting.fault_rate and self.rng.random() < 0.05:
                 failures[self.rng.choice(plan.images).key] = self.rng.choice([BAD_IMAGE, NO_MEMORY])
-            self.device.encode(EncoderPass(plan_there.images, failures))
+            self.device.encode(EncoderPass(plan_there.images, plan_there.pass_parts, failures))
         self.device.launch_parts(plan.encoder_parts)
         if plan.chunks and self.rng.random() < self.setting.fault_rate:
             failing.add(self.rng.choice(plan.chunks).request_id)

@@ -1,15 +1,25 @@
-"""Which adapter has which slot, and how many requests use it. Plain Python: names and integers, no torch.
+"""LoRA adapters of a core: which one has which slot, how many requests use it, and how they are added and removed. No torch.
 
-    reserve -> activate (its matrices are on the device) -> acquire, release by requests -> remove -> the slot is free after the last release
+    reserve a slot -> activate (its matrices are on the device) -> acquire and release by requests -> remove -> the slot is free
 
-A removed adapter takes no new requests at once; those that run keep it to their end. Its name can be used again at once, its slot later.
+A removed adapter takes no new requests; running requests keep it until they end. Its name can be used again at once, its slot after
+the last of these requests has ended.
 """
 
-import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from __future__ import annotations
 
-from saccade.errors import RequestError
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from saccade.engine.core.messages import AdapterRead, AddAdapter, RemoveAdapter
+from saccade.engine.core.step_runner import Adapter, StepRunner
+from saccade.engine.request import Failure, FailureKind, Request, RequestOutput
+from saccade.errors import RequestError, UserError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -18,9 +28,9 @@ class AdapterEntry:
 
     name: str
     slot: int
-    """From 0."""
+    """Its number, from 0."""
     digest: bytes = b""
-    """Of its matrices and settings; empty until it is loaded."""
+    """Hash of its matrices and settings; empty until it is loaded."""
     num_requests: int = 0
     """Open requests that use it."""
     is_removed: bool = False
@@ -64,11 +74,11 @@ class AdapterTable:
         return entry
 
     def activate(self, entry: AdapterEntry, digest: bytes) -> None:
-        """Its matrices are in the slot: requests may use it."""
+        """Let requests use it: its matrices are in the slot."""
         entry.digest = digest
 
     def find(self, name: str) -> AdapterEntry:
-        """The adapter of this name. RequestError: there is none."""
+        """The loaded adapter of this name. RequestError: there is none."""
         entry = self._entries.get(name)
         if entry is None or not entry.is_loaded:
             known = ", ".join(self.names) or "none"
@@ -76,11 +86,11 @@ class AdapterTable:
         return entry
 
     def acquire(self, entry: AdapterEntry) -> None:
-        """A request begins to use it."""
+        """Count a request that begins to use it."""
         entry.num_requests += 1
 
     def release(self, entry: AdapterEntry) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         entry.num_requests -= 1
         assert entry.num_requests >= 0, "every release follows an acquire"
         self._free_if_unused(entry)
@@ -98,10 +108,103 @@ class AdapterTable:
             self._free.append(entry.slot)
 
     def check(self) -> None:
-        """Every slot is free or has one adapter."""
+        """Check that every slot is free or has one adapter."""
         slots = sorted([*self._free, *(entry.slot for entry in self._all())])
         assert slots == list(range(self._num_slots)), f"slots of adapters are lost or owned twice: {slots}"
 
     def _all(self) -> Iterator[AdapterEntry]:
         yield from self._entries.values()
         yield from self._leaving
+
+
+class Adapters:
+    """Adds and removes adapters as messages ask for it, and gives requests theirs."""
+
+    def __init__(self, num_slots: int, runner: StepRunner, post: Callable[[AdapterRead], None]) -> None:
+        """`post` sends a message to the core from another thread."""
+        self._table = AdapterTable(num_slots)
+        self._runner, self._post = runner, post
+        self._of_request: dict[str, AdapterEntry] = {}
+        self._reading: dict[str, tuple[AdapterEntry, Future[Adapter]]] = {}  # by reply id
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="saccade-adapters")  # its thread starts with the first
+
+    def add(self, message: AddAdapter) -> list[RequestOutput]:
+        """Read and check a folder in another thread; requests are served meanwhile."""
+
+        def read() -> None:
+            entry = self._table.reserve(message.name)
+            reading = self._reader.submit(self._runner.read_adapter, message.folder)
+            self._reading[message.reply_id] = entry, reading
+            reading.add_done_callback(lambda _: self._post(AdapterRead(reply_id=message.reply_id)))
+
+        failed = _failure_of(read, message.reply_id)
+        return [] if failed is None else [failed]
+
+    def activate(self, message: AdapterRead) -> list[RequestOutput]:
+        """Move an adapter that was read to the device."""
+        entry, reading = self._reading.pop(message.reply_id)
+
+        def move() -> None:
+            try:
+                adapter = reading.result()
+                self._runner.set_adapter(entry.slot, adapter)
+            except BaseException:
+                self._table.remove(entry)
+                raise
+            self._table.activate(entry, adapter.digest)
+
+        return [_failure_of(move, message.reply_id) or _done(message.reply_id)]
+
+    def remove(self, message: RemoveAdapter) -> list[RequestOutput]:
+        """Take no new requests for an adapter."""
+        failed = _failure_of(lambda: self._table.remove(self._table.find(message.name)), message.reply_id)
+        return [failed or _done(message.reply_id)]
+
+    def find(self, request: Request) -> AdapterEntry | None:
+        """The adapter that a request names. RequestError: it is not loaded."""
+        return None if request.adapter is None else self._table.find(request.adapter)
+
+    def salted(self, request: Request, entry: AdapterEntry | None) -> Request:
+        """The request with a salt that its adapter is part of."""
+        return request if entry is None else replace(request, salt=entry.salt(request.salt))
+
+    def acquire(self, request_id: str, entry: AdapterEntry | None) -> int | None:
+        """Let a request use its adapter until it ends; returns the slot."""
+        if entry is None:
+            return None
+        self._table.acquire(entry)
+        self._of_request[request_id] = entry
+        return entry.slot
+
+    def forget(self, request_id: str) -> None:
+        """Release the adapter of an ended request."""
+        if (entry := self._of_request.pop(request_id, None)) is not None:
+            self._table.release(entry)
+
+    def check(self) -> None:
+        """Check that every slot is free or has one adapter."""
+        self._table.check()
+
+    def close(self) -> None:
+        """Stop reading folders."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+
+def _failure_of(action: Callable[[], None], reply_id: str) -> RequestOutput | None:
+    """Run an action; returns the answer to its message if it fails."""
+    try:
+        action()
+    except UserError as error:
+        return _failed(reply_id, str(error), "invalid_request")
+    except Exception as error:
+        logger.warning("an adapter was not loaded: %r", error, exc_info=error)
+        return _failed(reply_id, "the adapter could not be loaded", "internal_error")
+    return None
+
+
+def _done(reply_id: str) -> RequestOutput:
+    return RequestOutput(request_id=reply_id, finish_reason="stop")
+
+
+def _failed(reply_id: str, message: str, kind: FailureKind) -> RequestOutput:
+    return RequestOutput(request_id=reply_id, finish_reason="failed", failure=Failure("waiting", message, kind))

@@ -5,19 +5,22 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 
+from saccade.engine.core.request_state import RequestState
+from saccade.engine.request import Failure, Request
+
 _MAX_STALE = 1024
 """Deadlines of requests that have ended, kept before they are removed."""
 
 
 class Deadlines:
-    """Requests in the order in which their deadlines pass. Those that have ended are left out by the caller."""
+    """Requests in the order in which their deadlines pass. The caller leaves out those that have ended."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str, str]] = []  # time, request id, kind
 
     @property
     def next_at(self) -> float | None:
-        """The time of the first; None if there is none."""
+        """Time of the first deadline; None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     def add(self, at: float, request_id: str, kind: str) -> None:
@@ -25,13 +28,41 @@ class Deadlines:
         heapq.heappush(self._heap, (at, request_id, kind))
 
     def pop_due(self, now: float) -> Iterator[tuple[str, str]]:
-        """Remove those that have passed; request id and kind of each."""
+        """Remove the deadlines that have passed; returns request id and kind of each."""
         while self._heap and self._heap[0][0] <= now:
             _, request_id, kind = heapq.heappop(self._heap)
             yield request_id, kind
 
     def prune(self, num_open: int, is_open: Callable[[str], bool]) -> None:
-        """Remove those of ended requests, if there are many more than open requests."""
+        """Remove deadlines of ended requests, if there are many more deadlines than open requests."""
         if len(self._heap) > _MAX_STALE + 2 * num_open:
             self._heap = [entry for entry in self._heap if is_open(entry[1])]
             heapq.heapify(self._heap)
+
+
+class RequestDeadlines:
+    """Deadlines of the requests of a core: until it starts (`queue`), and until it ends (`total`)."""
+
+    def __init__(self) -> None:
+        self._deadlines = Deadlines()
+
+    @property
+    def next_at(self) -> float | None:
+        """Time of the first deadline; None if there is none."""
+        return self._deadlines.next_at
+
+    def add(self, request: Request, now: float, num_open: int, is_open: Callable[[str], bool]) -> None:
+        """Add the deadlines of a request."""
+        for kind, seconds in (("queue", request.queue_timeout_s), ("total", request.timeout_s)):
+            if seconds is not None:
+                self._deadlines.add(now + seconds, request.id, kind)
+        self._deadlines.prune(num_open, is_open)
+
+    def pop_due(self, now: float, find: Callable[[str], RequestState | None]) -> Iterator[tuple[str, Failure]]:
+        """Requests whose deadline has passed, with their failure. Some of them may have ended."""
+        for request_id, kind in self._deadlines.pop_due(now):
+            state = find(request_id)
+            if kind == "total":
+                yield request_id, Failure("running", "the request was not complete within its time limit", "timeout")
+            elif state is None or (state.slot is None and not state.num_preemptions):
+                yield request_id, Failure("waiting", "the request did not start within its time limit", "timeout")

@@ -28,7 +28,6 @@ class RequestState:
         "num_computed_tokens",
         "num_pages_sent",
         "num_pending",
-        "num_plain_tokens",
         "num_preemptions",
         "num_prompt_logprobs_sent",
         "num_prompt_tokens",
@@ -62,7 +61,6 @@ class RequestState:
         self.num_preemptions = 0
         self.num_sent = self.num_prompt_tokens  # known tokens before those of its next output
         self.next_output_at = self.num_prompt_tokens + 1  # known tokens with which that is sent
-        self.num_plain_tokens = 0  # while it knows fewer, one more fills no page and does not reach the limit
         self.num_prompt_logprobs_sent = 1  # prompt tokens whose log-probabilities were sent; the first has none
         self.image_keys = [salted(request.salt, image.key) for image in request.images]
         self.page_keys: list[bytes] = []  # of its full pages, computed on demand; known tokens never change
@@ -150,6 +148,11 @@ class Queues:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
 
+    def in_order(self) -> Iterator[RequestState]:
+        """Running requests, then waiting ones, each by order."""
+        yield from self.running
+        yield from self.waiting
+
     @property
     def has_free_slot(self) -> bool:
         """Whether one more request may run."""
@@ -209,7 +212,7 @@ class Queues:
         if state.slot is not None:
             heappush(self._free_slots, state.slot)
             state.slot = None
-        state.num_registered = state.num_ready_tokens = state.num_plain_tokens = 0
+        state.num_registered = state.num_ready_tokens = 0
         state.start_at(0)
 
 

@@ -1,9 +1,15 @@
-"""Counters of an engine core."""
+"""Counters of an engine core, and the object that counts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+from saccade.engine.core.scheduler import Scheduler
+from saccade.engine.core.step import EncodeResult, StepPlan, StepResult
+from saccade.engine.core.step_runner import DeviceCounters
+from saccade.engine.core.time_histogram import TimeHistogram
+from saccade.engine.request import RequestOutput
 
 
 @dataclass
@@ -12,12 +18,12 @@ class Statistics:
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
-    """Computed, without cached ones."""
+    """Prompt tokens computed, without cached ones."""
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_images_encoded: int = 0
     num_encoder_cache_queries: int = 0
-    """Images that requests asked the encoder cache for. One in a cached prefix is not asked for."""
+    """Images that requests looked up in the encoder cache. An image in a cached prefix is not looked up."""
     num_encoder_cache_hits: int = 0
     num_preemptions: int = 0
     num_draft_tokens: int = 0
@@ -35,8 +41,76 @@ class Statistics:
     finished: dict[str, int] = field(default_factory=dict)
     """Requests by finish reason."""
     encode_counts: Sequence[int] = ()
-    """Images by the seconds from the start of their encoding until it was seen to be complete, in buckets of `STAGE_SECONDS`."""
+    """Images by the seconds from the start of their encoding until its result was read, in buckets of `STAGE_SECONDS`."""
     encode_total_s: float = 0.0
     queue_counts: Sequence[int] = ()
     """Requests by the seconds they waited for a slot, in the same buckets."""
     queue_total_s: float = 0.0
+
+
+class StatisticsCounter:
+    """Counts what the loop reports to it. One thread counts, any may read `statistics`."""
+
+    def __init__(self, num_free_pages: int, clock: Callable[[], float]) -> None:
+        self.statistics = Statistics(num_free_pages=num_free_pages)
+        self._clock = clock
+        self._added_at: dict[str, float] = {}  # requests that have not started
+        self._encoding_since: dict[bytes, float] = {}
+        self._queue_times, self._encode_times = TimeHistogram(), TimeHistogram()
+
+    def count_added(self, request_id: str) -> None:
+        """Count the time that the request waits from now on."""
+        self._added_at[request_id] = self._clock()
+
+    def count_launch(
+        self, plan: StepPlan, num_prompt_tokens: int, scheduler: Scheduler, device: DeviceCounters
+    ) -> None:
+        """Count a step that was launched."""
+        statistics = self.statistics
+        statistics.num_steps += 1
+        statistics.num_prompt_tokens += num_prompt_tokens
+        statistics.num_preemptions = scheduler.num_preemptions
+        statistics.num_encoder_cache_queries = scheduler.encoder_cache.num_queries
+        statistics.num_encoder_cache_hits = scheduler.encoder_cache.num_hits
+        statistics.num_late_captures, statistics.num_late_compiles, statistics.num_eager_steps = device
+        if plan.images or plan.started:
+            self._count_starts(plan)
+
+    def _count_starts(self, plan: StepPlan) -> None:
+        """Count requests that got a slot and images whose encoding has begun."""
+        now = self._clock()
+        self.statistics.num_images_encoded += len(plan.images)
+        self._encoding_since |= {image.key: now for image in plan.images}
+        added = [self._added_at.pop(start.request_id, None) for start in plan.started]
+        self._queue_times.observe_all(now - at for at in added if at is not None)
+        self.statistics.queue_counts = self._queue_times.counts
+        self.statistics.queue_total_s = self._queue_times.total_s
+
+    def count_result(self, result: StepResult) -> None:
+        """Count a step that was read."""
+        if result.images:
+            self._count_encoded(result.images)
+
+    def _count_encoded(self, results: Sequence[EncodeResult]) -> None:
+        now = self._clock()
+        self._encode_times.observe_all(now - self._encoding_since.pop(result.key, now) for result in results)
+        self.statistics.encode_counts = self._encode_times.counts
+        self.statistics.encode_total_s = self._encode_times.total_s
+
+    def count_outputs(self, outputs: Iterable[RequestOutput]) -> None:
+        """Count tokens and ends of requests."""
+        statistics = self.statistics
+        for output in outputs:
+            statistics.num_output_tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                self._added_at.pop(output.request_id, None)
+                statistics.num_failures += output.failure is not None
+                statistics.num_cached_tokens += output.num_cached_tokens
+                statistics.finished[output.finish_reason] = statistics.finished.get(output.finish_reason, 0) + 1
+
+    def count_queues(self, scheduler: Scheduler, num_compiling: int) -> None:
+        """Count requests and free pages of now."""
+        statistics = self.statistics
+        statistics.num_running = scheduler.num_running
+        statistics.num_waiting = scheduler.num_waiting + num_compiling
+        statistics.num_free_pages = scheduler.pages.num_free

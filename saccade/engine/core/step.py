@@ -1,12 +1,11 @@
-"""One engine step as plain data: the scheduler's plan in, the runner's result out.
+"""One engine step as plain data: the plan of the scheduler and the result of the runner.
 
-Integers, ids and tuples alone, immutable: a plan can be sent to another process, or to several ranks, as it is.
+Both are immutable and have integers, ids and tuples only, so that a plan can be sent to another process or to several ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from saccade.engine.request import Failure, TokenLogprobs
@@ -16,7 +15,7 @@ class ImageFeatures(NamedTuple):
     """Where a chunk reads the features of an image."""
 
     image_index: int
-    """Of the image in its request."""
+    """Index of the image in its request."""
     slots: tuple[int, ...]
     """Encoder-cache slots, in token order."""
 
@@ -26,7 +25,7 @@ class Chunk(NamedTuple):
 
     request_id: str
     slot: int
-    """Of the runner's tables."""
+    """Index into the tables of the runner."""
     start: int
     """Index of its first token."""
     num_tokens: int
@@ -47,12 +46,8 @@ class Chunk(NamedTuple):
         return self.start + self.num_tokens
 
 
-new_chunk = partial(tuple.__new__, Chunk)
-"""Make a chunk of a tuple with all its fields, in half the time of `Chunk(...)`."""
-
-
 class SlotStart(NamedTuple):
-    """A request gets a slot: for the first time, or again after it was preempted."""
+    """A request that gets a slot, for the first time or again after it was preempted."""
 
     request_id: str
     slot: int
@@ -61,7 +56,7 @@ class SlotStart(NamedTuple):
 
 
 ENCODER_PARTS = 4
-"""Parts of a pass of the vision encoder, of as many blocks each: a long pass runs in several steps, between which requests decode."""
+"""Parts of a pass of the vision encoder, of about as many blocks each. An image larger than a pass has a multiple of these."""
 
 
 class ImageToEncode(NamedTuple):
@@ -70,9 +65,9 @@ class ImageToEncode(NamedTuple):
     request_id: str
     """One request that has it."""
     image_index: int
-    """Of the image in that request."""
+    """Index of the image in that request."""
     key: bytes
-    """Salted."""
+    """Its key with the salt of the request."""
     slots: tuple[int, ...]
 
 
@@ -85,11 +80,11 @@ class StepPlan:
     chunks: tuple[Chunk, ...] = ()
     """At most one per request."""
     images: tuple[ImageToEncode, ...] = ()
-    """Encodings to start, in one pass of the encoder."""
+    """Images of a pass of the encoder that begins."""
     encoder_parts: int = 0
-    """Parts to run of this pass, or of the one in progress: after the steps before, and before the chunks."""
-    encodes_beside: bool = False
-    """Whether the parts run beside the steps instead. A chunk that reads an image waits for it in any case."""
+    """Parts to run of this pass, or of the one in progress, before the chunks."""
+    pass_parts: int = 0
+    """Parts that the pass of `images` is divided into, 0 if none begins."""
     page_copies: tuple[tuple[int, int], ...] = ()
     """(source, target) pages, copied before anything is written. No page is both, so the order does not matter."""
     started: tuple[SlotStart, ...] = ()
@@ -97,40 +92,36 @@ class StepPlan:
 
 
 class ChunkResult(NamedTuple):
-    """What a chunk gave."""
+    """Result of a chunk."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     """Sampled tokens: with drafts the accepted ones and the one after them."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of these tokens, if requested."""
+    """Log-probabilities of these tokens, if requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt tokens after those of the chunk, if requested."""
+    """Log-probabilities of the prompt tokens after those of the chunk, if requested."""
     failure: Failure | None = None
     """Set if the chunk could not be computed."""
 
 
-new_chunk_result = partial(tuple.__new__, ChunkResult)
-"""Make a result of a tuple with all its fields, in half the time of `ChunkResult(...)`."""
-
-
 class EncodeResult(NamedTuple):
-    """The end of an image's encoding."""
+    """Result of encoding an image."""
 
     key: bytes
-    """Salted."""
+    """Its key with the salt of the request."""
     failure: Failure | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step gave, in the order of its chunks."""
+    """Result of a step, in the order of its chunks."""
 
     number: int
-    """Of the plan."""
+    """Number of the plan."""
     chunks: tuple[ChunkResult, ...]
     """One for each chunk of the plan."""
     images: tuple[EncodeResult, ...]
-    """Encodings found complete since the step before, of this step or earlier ones."""
+    """Images whose encoding ended in this step."""
     duration_s: float = 0.0
-    """From the first chunk to the last sampled token, on the device. Without what the encoder took before it."""
+    """Time on the device from the first chunk to the last sampled token, without the encoder's parts."""

@@ -90,22 +90,21 @@ class StepBudget:
         most = (_BACKLOG_LEFT_STEPS if self.has_backlog else _BACKLOG_STEPS) * target_ms
         self.has_backlog = num_requests >= _BACKLOG_REQUESTS and slope * num_tokens + encode_ms > most
 
-    def share(self, num_ready_tokens: int, *, part_ms: float, parts_left: int, busy_ms: float) -> StepShare | None:
+    def share(self, num_ready_tokens: int, *, part_ms: float, parts_left: int) -> StepShare | None:
         """Divide the next step between prompts and the encoder. None: there is no target.
 
         Prompts come first as far as they are ready, `num_ready_tokens`; what they leave is the encoder's: up to `parts_left` parts of a pass
-        that take `part_ms` each, at least one if no prompt is ready. The device is busy for `busy_ms` when the step before it has ended.
+        that take `part_ms` each, at least one if no prompt is ready.
         """
         if self.step_ms is None:
             return None
         slope = self._slope or 0.0
-        rest_ms = self.step_ms - busy_ms
-        for_prompts_ms = min(num_ready_tokens * slope, rest_ms - self._decode_ms)
-        for_encoder_ms = rest_ms - self._decode_ms - for_prompts_ms + _PART_SLACK_MS
+        for_prompts_ms = min(num_ready_tokens * slope, self.step_ms - self._decode_ms)
+        for_encoder_ms = self.step_ms - self._decode_ms - for_prompts_ms + _PART_SLACK_MS
         num_parts = parts_left if part_ms <= 0 else min(parts_left, max(0, int(for_encoder_ms / part_ms)))
         if num_parts == 0 and num_ready_tokens == 0:
             num_parts = min(1, parts_left)
-        return StepShare(self._num_tokens(rest_ms - num_parts * part_ms), num_parts)
+        return StepShare(self._num_tokens(self.step_ms - num_parts * part_ms), num_parts)
 
     def _num_tokens(self, step_ms: float) -> int:
         """Prompt tokens of a step that takes so long."""
@@ -126,7 +125,7 @@ class StepBudget:
         return min(1.0, self._slope * num_tokens / max(self.expected_ms(num_tokens), 1e-9))
 
     def observe(self, step_ms: float, num_prompt_tokens: int, num_decode_tokens: int) -> None:
-        """Update with the time of a step. Leave out steps that ran beside the encoder."""
+        """Update with the time of a step, without the parts of the encoder that ran before it."""
         num_tokens, has_prompts = num_prompt_tokens + num_decode_tokens, num_prompt_tokens > 0
         self._num_decode_tokens = num_decode_tokens
         if not has_prompts:

@@ -1,21 +1,22 @@
-"""Vision encoder of the engine: all images of a step in one forward pass.
+"""The vision encoder on the device: passes over several images, in parts.
 
-    round up to a patch budget -> layout -> fill host memory -> copy, patchify -> run the encoder as a CUDA graph
+    round up to a patch budget -> layout -> fill host memory -> copy, patchify -> run parts of the encoder as CUDA graphs
 
 Launched from Python, the encoder is some 400 kernels, which take longer to launch than to run for an image or two. So it is captured
-as CUDA graphs for fixed patch budgets. Batches are filled up to the budget with *padding*: blank images, windowed and
-computed like any other, whose features are not read. The lists of windows and images are filled up with empty ones. Images attend
-only to themselves, so padding does not change their features. A pass is captured in parts of as many blocks each, which the runner may
-run one at a time. A still image comes with its frame once (`PromptImage.patches`), which is
-repeated on the device, or as it is, to be resized and patchified there.
+as CUDA graphs for fixed patch budgets, one graph for each part. Passes are filled up to the budget with *padding*: blank images,
+windowed and computed like any other, whose features are not read. Images attend only to themselves, so padding does not change their
+features. A pass that fits no budget runs eagerly, in parts as well. A still image comes with its frame once (`PromptImage.patches`),
+which is repeated on the device, or as it is, to be resized and patchified there.
 
 Legend: P patches, M image tokens (merged patches), F features of an image token.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,14 +33,14 @@ from saccade.model.vlm import VLM
 from saccade.processor.inputs import normalize_patches
 
 _SMALLEST_BUDGET = 64
-"""In tokens. Smaller batches take as long."""
+"""Tokens of the smallest budget. Smaller passes take as long."""
 _SMALL_BUDGETS = 1280
-"""In tokens: up to here budgets are 32 apart, then 64. That is the largest image of most families."""
+"""Up to so many tokens budgets are 32 apart, then 64. That is the largest image of most families."""
 _LARGEST_BUDGET = 2048
-"""In tokens (8192 patches when four are merged). Larger batches keep the GPU busy while the host launches the rest."""
+"""Tokens of the largest budget (8192 patches when four are merged). Larger passes keep the GPU busy while the host launches the rest."""
 
 _ALIGNMENT = 16
-"""Bytes at multiples of which images begin: Triton specializes kernels on it. Patches of a token have a multiple of it."""
+"""Images begin at multiples of so many bytes: Triton specializes kernels on alignment. The patches of a token have a multiple of it."""
 
 _NUM_TIMED = 6
 """Budgets that are timed at start; times of others are interpolated."""
@@ -49,8 +50,7 @@ _CPU_PATCHES = 2048
 
 
 def patch_budgets(max_patches: int, patches_per_token: int) -> tuple[int, ...]:
-    """Patch budgets to capture. Padding takes as long as images do, or longer where it begins another wave of programs: an image of 1288 x 952,
-    4920 patches, takes 14.0 ms with a budget of 4992 and 15.1 with 5120 (H200, 3B). Budgets 64 patches apart take the time of the next 128."""
+    """Patch budgets to capture, ascending. Padding takes as long as images do, so that budgets are close to each other."""
     tokens, budgets = _SMALLEST_BUDGET, [_SMALLEST_BUDGET]
     while tokens < _LARGEST_BUDGET and tokens * patches_per_token < max_patches:
         tokens += 32 if tokens < _SMALL_BUDGETS else 64
@@ -64,40 +64,38 @@ class Encoder:
     def __init__(
         self, model: VLM, *, pixel_mean: Sequence[float], pixel_std: Sequence[float], budgets: Sequence[int] = ()
     ) -> None:
-        """`budgets`: ascending, see `patch_budgets`. Batches that fit one are padded to it, and captured on a GPU; others run eagerly."""
+        """`budgets`: see `patch_budgets`. Passes that fit one are padded to it, and captured on a GPU; others run eagerly."""
         self._model, self._tower, self._config = model, model.vision, model.config.vision
         self._pixel_mean, self._pixel_std = pixel_mean, pixel_std
-        self._device = model.device
+        self.device, self.dtype = model.device, model.dtype
         self._budgets = budgets
         self._graphs: CudaGraphs[int] | None = None
         if budgets:
             num_ints = self._tower.budget_sizes(budgets[-1]).total
             # A whole image has at most as many pixels as patches of two frames.
             num_bytes = budgets[-1] * (self._config.patch_dim + _ALIGNMENT)
-            self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-            self._pixels = torch.zeros(budgets[-1], self._config.patch_dim, dtype=torch.uint8, device=self._device)
-            self._ints = torch.zeros(num_ints, dtype=torch.int32, device=self._device)
-            self._staging = [_Staging(num_bytes, num_ints, self._device) for _ in range(2)]
-            if self._device.type == "cuda":
-                blocks = self._tower.blocks
-                bounds = [len(blocks) * part // ENCODER_PARTS for part in range(1, ENCODER_PARTS)]
-                self._graphs = CudaGraphs(self._forward, [blocks[bound] for bound in sorted({*bounds} - {0})])
+            self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+            self._pixels = torch.zeros(budgets[-1], self._config.patch_dim, dtype=torch.uint8, device=self.device)
+            self._ints = torch.zeros(num_ints, dtype=torch.int32, device=self.device)
+            self._staging = [_Staging(num_bytes, num_ints, self.device) for _ in range(2)]
+            if self.device.type == "cuda":
+                self._graphs = CudaGraphs(self._forward)
         self._pass: _Pass | None = None
         self._times: tuple[list[int], list[float]] = [], []  # patches of some passes, and ms
 
     def warm_up(self) -> None:
         """Capture all budgets, on the current stream, compile what patchifies images, and time some budgets."""
         if self._graphs is not None:
-            self._forward(self._budgets[0])  # torch makes its constants, which cannot be done in a capture
+            self.run_budget(self._budgets[0])  # torch makes its constants, which cannot be done in a capture
             for budget in self._budgets:
                 self._graphs.capture(budget)
-            self._tower.warm_up(self._device)
+            self._tower.warm_up(self.device)
             timed = sorted({*self._budgets[:: -(-len(self._budgets) // _NUM_TIMED)], self._budgets[-1]})
             self._times = timed, [self._time(self._graphs, budget) for budget in timed]
 
     @staticmethod
     def _time(graphs: CudaGraphs[int], budget: int) -> float:
-        """How long a pass takes, in ms."""
+        """Time of a pass in ms."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         graphs.run(budget)
         start.record()
@@ -107,13 +105,12 @@ class Encoder:
         return float(start.elapsed_time(end))
 
     @property
-    def largest_budget(self) -> int:
-        """Patches of the largest pass that is captured. 0: none is."""
-        return self._budgets[-1] if self._budgets else 0
+    def largest_budget(self) -> int | None:
+        """Patches of the largest pass that is captured. None: none is."""
+        return self._budgets[-1] if self._budgets else None
 
     def pass_ms(self, num_patches: int) -> float:
-        """How long the encoder takes for so many patches, as timed at start; more than a pass has are in proportion. 0: it is not known,
-        or the host waits for it."""
+        """Time of a pass, as measured at start; larger passes take proportionally longer. 0: unknown, or the host waits for it."""
         patches, times = self._times
         if not patches or not num_patches:
             return 0.0
@@ -122,7 +119,11 @@ class Encoder:
     def run_largest(self) -> None:
         """Run the largest budget on whatever is in the buffers, which compiles kernels."""
         if self._budgets:
-            self._forward(self._budgets[-1])
+            self.run_budget(self._budgets[-1])
+
+    def run_budget(self, budget: int) -> None:
+        """Run a pass of this budget eagerly on whatever is in the buffers."""
+        list(self._forward(budget))
 
     @property
     def num_captured(self) -> int:
@@ -143,8 +144,8 @@ class Encoder:
         return features_MF
 
     @torch.inference_mode()
-    def start(self, images: Sequence[PromptImage]) -> None:
-        """Start a pass: upload the images. A pass that was started before is given up.
+    def start(self, images: Sequence[PromptImage], num_parts: int = ENCODER_PARTS) -> None:
+        """Start a pass of so many parts: upload the images. A pass that was started before is given up.
 
         All work is queued on the current stream, which must always be the same one and not the default.
         """
@@ -153,45 +154,42 @@ class Encoder:
         index = bisect_left(self._budgets, num_patches)
         budget = self._budgets[index] if index < len(self._budgets) else None
         layout = None if budget is None else self._tower.padded_layout(grids, budget)
+        num_tokens = sum(image.span.num_tokens for image in images)
         if budget is None or layout is None:
-            budget = None
-        else:
-            self._upload(images, num_patches, layout, budget)
-        self._pass = _Pass(images, budget)
+            self._pass = _Pass(self._encode_eager(images, num_parts), num_tokens)
+            return
+        self._upload(images, num_patches, layout, budget)
+        parts = self._forward(budget) if self._graphs is None else self._graphs.run_parts(budget)
+        self._pass = _Pass(parts, num_tokens)
 
     @torch.inference_mode()
     def run(self, num_parts: int) -> Tensor | None:
-        """Run so many parts of the pass that was started; one that is not captured runs whole. Returns the features [M, F] of all images, in
-        order, when it is complete. Copy them at once: the next pass may overwrite them."""
+        """Run so many parts of the pass that was started. After the last one, returns the features [M, F] of all images, in order. Copy
+        them at once: the next pass may overwrite them."""
         started = self._pass
         assert started is not None, "a pass was started"
-        features_MF = self._run(started, num_parts)
-        started.num_parts_run += num_parts
-        if features_MF is None:
-            return None
-        self._pass = None
-        return features_MF[: sum(image.span.num_tokens for image in started.images)]
+        for features_MF in itertools.islice(started.parts, num_parts):
+            if features_MF is not None:
+                self._pass = None
+                return features_MF[: started.num_tokens]
+        return None
 
-    def _run(self, started: _Pass, num_parts: int) -> Tensor | None:
-        if started.budget is None:
-            return self._encode_eager(started.images)
-        if self._graphs is None:
-            return self._forward(started.budget)
-        return self._graphs.run_parts(started.budget, started.num_parts_run, num_parts)
+    def _encode_eager(self, images: Sequence[PromptImage], num_parts: int) -> Iterator[Tensor | None]:
+        """Encode images in parts. On a CPU, several groups of them go through each part one after another."""
+        groups = _groups(images) if self.device.type == "cpu" else [images]
+        passes = [self._encode_group(group, num_parts) for group in groups]
+        for features in zip(*passes, strict=True):
+            yield None if features[0] is None else torch.cat(features)
 
-    def _encode_eager(self, images: Sequence[PromptImage]) -> Tensor:
-        if self._device.type == "cpu":
-            return torch.cat([self._encode_group(group) for group in _groups(images)])
-        return self._encode_group(images)
-
-    def _encode_group(self, images: Sequence[PromptImage]) -> Tensor:
+    def _encode_group(self, images: Sequence[PromptImage], num_parts: int) -> Iterator[Tensor | None]:
         num_patches = sum(image.span.num_patches for image in images)
-        patches = torch.empty(num_patches, self._config.patch_dim, dtype=torch.uint8, device=self._device)
+        patches = torch.empty(num_patches, self._config.patch_dim, dtype=torch.uint8, device=self.device)
         data = np.empty(sum(_sizes(images)), np.uint8)
         _write_bytes(images, data)
-        self._write_patches(images, to_device(data, self._device), patches)
+        self._write_patches(images, to_device(data, self.device), patches)
         pixels = normalize_patches(patches, self._pixel_mean, self._pixel_std)
-        return self._model.encode_images(pixels, torch.tensor([image.grid for image in images]))
+        layout = self._tower.layout([image.grid for image in images])
+        yield from self._model.encode_in_parts(pixels, layout.to(self.device), num_parts)
 
     def _upload(self, images: Sequence[PromptImage], num_patches: int, layout: Layout, budget: int) -> None:
         """Write pixels and layout into the buffers that `_forward` reads. Padding pixels are zero."""
@@ -206,8 +204,8 @@ class Encoder:
         self._pixels[num_patches:budget].zero_()
 
     def _write_patches(self, images: Sequence[PromptImage], data: Tensor, patches: Tensor) -> None:
-        """Write the patches [P, patch_dim] of all images from their bytes (`_write_bytes`). Still images have one frame, which is repeated;
-        whole ones are resized and patchified first."""
+        """Write the patches [P, patch_dim] of all images from their bytes (`_write_bytes`). The one frame of a still image is repeated; a
+        whole image is resized and patchified first."""
         channels, depth, side = self._config.in_channels, self._config.temporal_patch_size, self._config.patch_size
         sizes, first = _sizes(images), 0
         for image, part in zip(images, torch.split(data[: sum(sizes)], sizes), strict=True):
@@ -219,18 +217,20 @@ class Encoder:
             into.copy_(frames.view(end - first, channels, -1, side * side))
             first = end
 
-    def _forward(self, budget: int) -> Tensor:
-        """Features of the contents of the device buffers. Capturable: its control flow depends on the budget only."""
+    def _forward(self, budget: int) -> Iterator[Tensor | None]:
+        """Features of the contents of the device buffers, in parts. Capturable: its control flow depends on the budget only."""
         pixels = normalize_pixels(self._pixels[:budget], self._pixel_mean, self._pixel_std, self._model.dtype)
-        return self._model.encode_patches(pixels, self._tower.budget_sizes(budget).inputs(self._ints))
+        inputs = self._tower.budget_sizes(budget).inputs(self._ints)
+        yield from self._model.encode_in_parts(pixels, inputs, ENCODER_PARTS)
 
 
-class _Pass:
+class _Pass(NamedTuple):
     """A pass that was started."""
 
-    def __init__(self, images: Sequence[PromptImage], budget: int | None) -> None:
-        self.images, self.budget = images, budget
-        self.num_parts_run = 0
+    parts: Iterator[Tensor | None]
+    """Runs a part when its item is asked for. The last one is the features."""
+    num_tokens: int
+    """Features that are not of padding."""
 
 
 def _sizes(images: Sequence[PromptImage]) -> list[int]:

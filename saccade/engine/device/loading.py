@@ -14,7 +14,7 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.device.kv_cache import bytes_per_page, pages_for
 from saccade.engine.device.runner import PixelScale, Runner
 from saccade.engine.device.sampler import penalty_bytes
-from saccade.engine.device.warmup import compile_kernels
+from saccade.engine.device.startup import compile_kernels, profile_largest_step, warm_up
 from saccade.errors import ConfigError
 from saccade.model.prepacked_linear import prepack_storage
 from saccade.model.quantization import kv_cache_form
@@ -42,7 +42,7 @@ def load_runner(
     with compile_kernels(folder, config, device=device, dtype=dtype):
         model = load_model(folder, device=device, dtype=dtype)
     runner = make_runner(model, config, pixels=pixels)
-    runner.warm_up()
+    warm_up(runner)
     return runner
 
 
@@ -103,7 +103,7 @@ def _num_pages_that_fit(model: VLM, config: EngineConfig, pixels: PixelScale, ma
     torch.cuda.reset_peak_memory_stats(device)
     eager = dataclasses.replace(config, cuda_graphs=False)
     runner = Runner(model, eager, pixels=pixels, num_pages=1, max_length=max_length)
-    runner.profile_largest_step()
+    profile_largest_step(runner)
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)  # other processes, and CUDA itself
     peak = torch.cuda.max_memory_allocated(device)

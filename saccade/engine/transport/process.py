@@ -44,7 +44,7 @@ from saccade.engine.prompt import PromptImage, TokenPrompt
 from saccade.engine.request import Failure, ImageSpan, Request, RequestOutput, TokenLogprobs, new_output
 from saccade.engine.sampling_params import SamplingParams
 from saccade.engine.transport.shared_images import MAX_SEGMENTS, Place, SharedImages, map_patches
-from saccade.engine.transport.thread import Inbox, OnOutputs, OnStop, run_core
+from saccade.engine.transport.thread import OnOutputs, OnStop, run_core
 from saccade.log import logs_json, set_up_logging
 from saccade.workers.messages import decode_error, encode_error
 from saccade.workers.process import QuickExit, follow_parent
@@ -337,16 +337,15 @@ def serve(connection: Connection) -> None:
     gc.freeze()  # a full collection over all that torch has imported would take 0.1 s between two steps
     atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
     connection.send({"info": dataclasses.asdict(core.info)})
-    inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, inbox), name="saccade-core-reader", daemon=True).start()
+    threading.Thread(target=_receive, args=(connection, core.inbox), name="saccade-core-reader", daemon=True).start()
 
     def emit(outputs: Sequence[RequestOutput]) -> None:
         connection.send({"outputs": outputs, "statistics": vars(core.statistics)})
 
-    run_core(core, inbox, emit)
+    run_core(core, emit)
 
 
-def _receive(connection: Connection, inbox: Inbox) -> None:
+def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
     """Put messages into the inbox until the connection ends. A request that cannot be read fails alone."""
     try:
         while True:

@@ -8,14 +8,12 @@ import threading
 from collections.abc import Callable, Sequence
 
 from saccade.engine.core.loop import EngineCore
-from saccade.engine.core.messages import Message, OwnMessage
+from saccade.engine.core.messages import Message
 from saccade.engine.core.statistics import Statistics
 from saccade.engine.request import Failure, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-Inbox = queue.SimpleQueue[Message | OwnMessage | RequestOutput | None]
-"""Messages for the core, outputs of requests that failed before they reached it, and None at the end."""
 OnOutputs = Callable[[Sequence[RequestOutput]], None]
 OnStop = Callable[[Failure], None]
 """Called once, when the core has stopped by itself: no request it has gets another output."""
@@ -32,7 +30,6 @@ class CoreThread:
     def __init__(self, core: EngineCore, on_outputs: OnOutputs, on_stop: OnStop) -> None:
         self.info = core.info
         self._core, self._on_outputs, self._on_stop = core, on_outputs, on_stop
-        self._inbox: Inbox = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="saccade-engine", daemon=True)
         self._thread.start()
 
@@ -43,32 +40,31 @@ class CoreThread:
 
     def send(self, message: Message) -> None:
         """Send a message to the core."""
-        self._inbox.put(message)
+        self._core.inbox.put(message)
 
     def close(self) -> None:
         """Stop after the step in progress. Open requests get no more output."""
-        self._inbox.put(None)
+        self._core.inbox.put(None)
         self._thread.join()
         self._core.close()
 
     def _serve(self) -> None:
         try:
-            run_core(self._core, self._inbox, self._on_outputs)
+            run_core(self._core, self._on_outputs)
         except BaseException:
             logger.exception("the engine has stopped")
             self._on_stop(STOPPED)
 
 
-def run_core(core: EngineCore, inbox: Inbox, on_outputs: OnOutputs) -> None:
-    """The engine loop, until the inbox has None: handle messages, run steps, pass outputs on."""
-    core.post = inbox.put
+def run_core(core: EngineCore, on_outputs: OnOutputs) -> None:
+    """Run a core until its inbox has None: handle messages, run steps, pass outputs on."""
     is_closing = False
 
     def handle_one(waits: bool, timeout_s: float | None) -> bool:
         """Handle a message if there is one; whether there was."""
         nonlocal is_closing
         try:
-            message = inbox.get(waits, timeout_s)
+            message = core.inbox.get(waits, timeout_s)
         except queue.Empty:
             return False
         if message is None:

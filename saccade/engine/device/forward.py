@@ -1,0 +1,281 @@
+"""The forward pass of a step: chunks of requests in, logits out, as a CUDA graph where one is captured.
+
+    chunks -> step inputs, uploaded by one copy -> embed, decoder layers over the KV cache, head -> logits
+
+Legend: T tokens, S sampled tokens, D decoder width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.device import to_device
+from saccade.engine.config import EngineConfig
+from saccade.engine.core.step import Chunk, StepPlan
+from saccade.engine.core.step_sizes import StepSize, declared_sizes, largest_step, step_size
+from saccade.engine.device.cuda_graphs import CudaGraphs
+from saccade.engine.device.image_runner import ImageRunner
+from saccade.engine.device.kv_cache import KVCache, PagedAttention
+from saccade.engine.device.results import num_samples
+from saccade.engine.device.step_inputs import (
+    InputBuilder,
+    InputSizes,
+    Ints,
+    RequestInputs,
+    StepBuffers,
+    StepInputs,
+    split,
+    table_width,
+)
+from saccade.kernels.embed import ImageRows, StepTokens, embed
+from saccade.kernels.paged_attention import plan_decode, plan_gather
+from saccade.model.language import LayerFeatures
+from saccade.model.normed_sum import Input, NormedSum
+from saccade.model.vlm import VLM
+
+_NUM_SMALL = 64
+"""Tokens up to which linear layers may use kernels of their own, which are compiled by an eager run before they are captured."""
+
+
+class Logits(NamedTuple):
+    """A forward pass in flight: logits of the samples of `chunks`, in order."""
+
+    chunks: Sequence[Chunk]
+    logits: Tensor
+    """[S, V]"""
+    sampled_slots: Tensor
+    """[S]: see `StepInputs`."""
+    hidden: Tensor | None = None
+    """[T, D]: normalized hidden states of all tokens, if the log-probabilities of a prompt are asked for."""
+
+
+class ForwardPass:
+    """Runs the language model over chunks. All work is queued on the current stream."""
+
+    def __init__(
+        self, model: VLM, config: EngineConfig, images: ImageRunner, cache: KVCache, *, max_length: int, max_drafts: int
+    ) -> None:
+        self._model, self._config, self._images, self.cache = model, config, images, cache
+        self._device, self._max_length, self._max_drafts = model.device, max_length, max_drafts
+        tokens, requests, self.max_samples = largest_step(config.max_step_tokens, config.max_requests, max_drafts)
+        max_pages = table_width(max_length, config.page_size)
+        self._buffers = StepBuffers(InputSizes(tokens, requests, tokens).total, self._device)
+        self._page_table = torch.zeros(config.max_requests, max_pages, dtype=torch.int32, device=self._device)
+        self._builder = InputBuilder(
+            max_requests=config.max_requests,
+            page_size=config.page_size,
+            max_pages=max_pages,
+            num_kv_slots=cache.num_slots,
+            num_features=images.num_features,
+        )
+        self.last_tokens = torch.zeros(config.max_requests + 1, dtype=torch.int64, device=self._device)
+        """[slots + 1]: the token sampled last in each slot; the last entry is written by samples that may be rejected."""
+        # All steps share one memory for logits, captured or not.
+        vocab_size = model.config.language.vocab_size
+        self.logits = torch.empty(self.max_samples, vocab_size, dtype=model.dtype, device=self._device)
+        # For each slot of a request: the slot of its adapter from 1, 0 for the base model.
+        self._adapter_of_slot = torch.zeros(config.max_requests, dtype=torch.int32, device=self._device)
+        uses_graphs = config.cuda_graphs and self._device.type == "cuda"
+        self.graphs = CudaGraphs(self.run_captured) if uses_graphs else None
+        self.num_eager_steps = 0
+        """Steps that ran without a CUDA graph."""
+
+    # -------------------------------------------------------------- slots
+
+    def start_slots(self, plan: StepPlan, requests: Mapping[str, RequestInputs]) -> None:
+        """Clear the page tables of requests that start, and append new pages."""
+        for start in plan.started:
+            self._builder.start_slot(start.slot, requests[start.request_id])
+        if self._config.max_adapters and plan.started:
+            adapters = [requests[start.request_id].adapter_slot for start in plan.started]
+            values = [[start.slot for start in plan.started], [0 if slot is None else slot + 1 for slot in adapters]]
+            slots, numbers = to_device(np.array(values, np.int32), self._device)
+            self._adapter_of_slot[slots.long()] = numbers
+        new_pages = self._builder.append_pages(plan.chunks)
+        if new_pages is not None:
+            index, pages = to_device(new_pages, self._device)
+            self._page_table.view(-1)[index] = pages
+
+    # -------------------------------------------------------------- run
+
+    def run(self, chunks: Sequence[Chunk], requests: Mapping[str, RequestInputs]) -> Logits:
+        """Launch the forward pass of chunks: decode requests first, then the others, see `step_inputs.py`."""
+        prefill = [chunk for chunk in chunks if chunk.num_tokens > 1 or not chunk.samples or chunk.images]
+        decode = chunks
+        if prefill:
+            decode = [chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.samples and not chunk.images]
+        count = len(decode) + num_samples(prefill)
+        needs_all = any(requests[chunk.request_id].request.sampling.prompt_logprobs is not None for chunk in prefill)
+        size = step_size(
+            num_decode=len(decode),
+            num_tokens=sum([chunk.num_tokens for chunk in prefill]),
+            num_chunks=len(prefill),
+            num_samples=count,
+            max_requests=self._config.max_requests,
+        )
+        if self.graphs is None or needs_all or size is None:
+            self.num_eager_steps += 1
+            return self._run_eager(decode, prefill, requests, needs_all=needs_all)
+        sizes = _input_sizes(size)
+        self._builder.fill(split(self._next_host(sizes), sizes), size.num_decode, decode, prefill, requests)
+        ordered = [*decode, *prefill] if prefill else chunks
+        slots = sizes.last_part(self._buffers.upload(sizes.total))[:count]
+        return Logits(ordered, self.graphs.run(size)[:count], slots)
+
+    def _run_eager(
+        self,
+        decode: Sequence[Chunk],
+        prefill: Sequence[Chunk],
+        requests: Mapping[str, RequestInputs],
+        *,
+        needs_all: bool,
+    ) -> Logits:
+        ordered = [*decode, *prefill]
+        sizes = InputSizes(
+            num_tokens=sum(chunk.num_tokens for chunk in ordered),
+            num_requests=len(ordered),
+            num_samples=num_samples(ordered),
+        )
+        self._builder.fill(split(self._next_host(sizes), sizes), len(decode), decode, prefill, requests)
+        inputs = split(self._buffers.upload(sizes.total), sizes)
+        hidden = self._layers(
+            inputs,
+            index_S=None if needs_all else inputs.sampled,
+            num_decode=len(decode),
+            max_new=max(chunk.num_tokens for chunk in ordered),
+            max_context=max(chunk.end for chunk in ordered),
+            has_images=any(chunk.images for chunk in prefill),
+            has_adapters=any(requests[chunk.request_id].adapter_slot is not None for chunk in ordered),
+        )
+        if not needs_all:
+            return Logits(ordered, self._head(hidden.input), inputs.sampled_slots)
+        normed_TD = hidden.normed
+        logits_SV = self._head(normed_TD.index_select(0, inputs.sampled))
+        return Logits(ordered, logits_SV, inputs.sampled_slots, normed_TD)
+
+    def run_captured(self, size: StepSize) -> Iterator[Tensor]:
+        """Logits of the step in the device buffer. Capturable: its control flow depends on the size only."""
+        is_decode = size.num_chunks == 0
+        inputs = split(self._buffers.uploaded, _input_sizes(size))
+        hidden = self._layers(
+            inputs,
+            index_S=None if is_decode else inputs.sampled,
+            num_decode=size.num_decode,
+            max_new=1 if is_decode else size.num_tokens,
+            max_context=self._max_length,
+            has_images=not is_decode,
+            has_adapters=self._config.max_adapters > 0,
+        )
+        yield self._head(hidden.input)
+
+    def _next_host(self, sizes: InputSizes) -> Ints:
+        assert sizes.total <= self._buffers.capacity, f"a step of {sizes} is larger than the buffers"
+        return self._buffers.next_host()
+
+    def _layers(
+        self,
+        inputs: StepInputs[Tensor],
+        *,
+        index_S: Tensor | None,
+        num_decode: int,
+        max_new: int,
+        max_context: int,
+        has_images: bool,
+        has_adapters: bool = False,
+    ) -> NormedSum:
+        """[S, D]: input of the head, at the given token indices (None: at all)."""
+        model, language = self._model, self._model.config.language
+        tokens = StepTokens(inputs.token_ids, inputs.last_token_slots, self.last_tokens)
+        images = ImageRows(self._images.features, inputs.feature_index) if has_images else None
+        x_TD = embed(tokens, model.language.embed_tokens.weight, images)
+        features: LayerFeatures | None = None
+        if images is not None and model.config.vision.feature_sets > 1:
+            _, later_LTD = model.split_features(self._images.features.index_select(0, inputs.feature_index))
+            features = None if later_LTD is None else LayerFeatures(later_LTD)  # zero for tokens without an image
+        plan = None
+        if num_decode and self._device.type == "cuda":
+            keys = self.cache.entries[0, 0]
+            plan = plan_decode(
+                inputs.cu_seqlens, inputs.context_lengths, keys, num_decode=num_decode, window=language.window
+            )
+        cos_sin = model.cos_sin(inputs.positions)
+        gather_plan = None
+        if self._device.type == "cpu":
+            gather_plan = plan_gather(
+                cos_sin, inputs.slot_mapping, self._page_table[inputs.slots], inputs.cu_seqlens, inputs.context_lengths,
+                num_slots=self.cache.num_slots, page_size=self.cache.page_size,
+                num_kv_heads=language.num_kv_heads, window=language.window,
+            )  # fmt: skip
+        attend = PagedAttention(
+            self.cache, cos_sin, inputs.slot_mapping, self._page_table, inputs.slots,
+            inputs.cu_seqlens, inputs.context_lengths, num_decode, max_new, max_context, plan, gather_plan,
+            language.window,
+        )  # fmt: skip
+        adapter_T = self._adapter_of_token(inputs) if has_adapters else None
+        return model.language.run_layers(x_TD, attend, index_S, adapter_T, features)
+
+    def _adapter_of_token(self, inputs: StepInputs[Tensor]) -> Tensor:
+        """[T]: the slot of each token's adapter from 1, 0 for the base model. Padding has any."""
+        token = torch.arange(len(inputs.token_ids), dtype=torch.int32, device=self._device)
+        request = torch.searchsorted(inputs.cu_seqlens[1:], token, right=True).clamp_(max=len(inputs.slots) - 1)
+        return self._adapter_of_slot[inputs.slots[request]]
+
+    def _head(self, hidden_SD: Input) -> Tensor:
+        """[S, V] logits, overwritten by the next step."""
+        return self._model.head.forward_into(hidden_SD, self.logits[: len(hidden_SD)])
+
+    # -------------------------------------------------------------- start-up
+
+    def run_padding(self) -> None:
+        """Run all declared sizes on padding."""
+        for size in declared_sizes(self._config.max_requests, self._max_drafts):
+            self._run_padding(size)
+
+    def capture(self) -> None:
+        """Capture CUDA graphs of all declared sizes."""
+        assert self.graphs is not None, "the engine uses CUDA graphs"
+        compiled: set[int] = set()
+        for size in declared_sizes(self._config.max_requests, self._max_drafts):
+            if size.num_tokens <= _NUM_SMALL or size.num_decode not in compiled:  # kernels differ by these
+                self._run_padding(size)
+                compiled.add(size.num_decode)
+            else:
+                self._upload_padding(size)
+            self.graphs.capture(size)
+
+    def _run_padding(self, size: StepSize) -> None:
+        self._upload_padding(size)
+        list(self.run_captured(size))
+
+    def _upload_padding(self, size: StepSize) -> None:
+        """Upload the inputs of a step without requests."""
+        sizes = _input_sizes(size)
+        self._builder.fill(split(self._next_host(sizes), sizes), size.num_decode, (), (), {})
+        self._buffers.upload(sizes.total)
+
+    def run_largest(self) -> None:
+        """Run the largest step eagerly on padding: compiles kernels and shows how much memory a step needs."""
+        num_tokens = min(self._config.max_step_tokens, self._max_length)
+        sizes = InputSizes(num_tokens, 1, 1)
+        inputs = split(self._next_host(sizes), sizes)
+        for part in inputs:
+            part[...] = 0
+        inputs.last_token_slots[:] = self._config.max_requests
+        inputs.slot_mapping[:] = self.cache.num_slots
+        inputs.feature_index[:] = self._images.num_features
+        inputs.cu_seqlens[:] = (0, num_tokens)
+        inputs.context_lengths[:] = num_tokens
+        on_device = split(self._buffers.upload(sizes.total), sizes)
+        hidden = self._layers(
+            on_device, index_S=None, num_decode=0, max_new=num_tokens, max_context=num_tokens, has_images=True
+        )
+        self._head(hidden.normed[: min(self.max_samples, num_tokens)]).float()
+
+
+def _input_sizes(size: StepSize) -> InputSizes:
+    return InputSizes(size.num_tokens, size.num_requests, size.num_samples)

@@ -1,0 +1,121 @@
+"""Run the vision encoder's parts of each step, and keep the features of images on the device.
+
+    images of a plan -> a pass -> parts of it, before the chunks of each step -> features in slots of the encoder cache
+
+The encoder runs on the stream of the steps, so that a chunk that reads features follows the part that writes them, and a pass that
+reuses slots follows the steps that read them. A pass that fails is encoded again in halves until the failing image is alone; its slots
+then have no features, and chunks that read them fail.
+
+Legend: M image tokens, F features of an image token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from saccade.device import lazy_zeros, to_device
+from saccade.engine.core.encoder_cache import ENCODER_SLOT_TOKENS
+from saccade.engine.core.step import ENCODER_PARTS, Chunk, EncodeResult, ImageToEncode, StepPlan
+from saccade.engine.device.encoder import Encoder
+from saccade.engine.device.failures import check_alive, failure_of
+from saccade.engine.device.step_inputs import RequestInputs, feature_index
+from saccade.engine.prompt import PromptImage
+from saccade.engine.request import Failure
+
+
+class PassImage(NamedTuple):
+    """An image of the pass in progress."""
+
+    planned: ImageToEncode
+    image: PromptImage
+    """Its input; its request may end before the pass does."""
+
+
+class ImageRunner:
+    """The vision encoder and the features in the encoder cache."""
+
+    def __init__(self, encoder: Encoder, *, num_tokens: int, feature_size: int) -> None:
+        """`num_tokens`: capacity of the encoder cache."""
+        self.encoder = encoder
+        self.device = encoder.device
+        self.num_features = num_tokens // ENCODER_SLOT_TOKENS * ENCODER_SLOT_TOKENS
+        """Rows of `features` that images use."""
+        self.features = lazy_zeros((self.num_features + 1, feature_size), encoder.dtype, self.device)
+        """[num_features + 1, F]. The last row is read for tokens without features; it is zero."""
+        self.images: Sequence[PassImage] = ()
+        """The pass in progress."""
+        self._failures: dict[int, Failure] = {}  # slots of images that could not be encoded
+
+    def run(self, plan: StepPlan, requests: Mapping[str, RequestInputs]) -> tuple[EncodeResult, ...]:
+        """Launch the encoder's parts of a plan. Returns the images that are complete when the step is, and those that failed."""
+        if plan.images:
+            images = [
+                PassImage(planned, requests[planned.request_id].prompt.images[planned.image_index])
+                for planned in plan.images
+            ]
+        else:
+            images = list(self.images)
+        if not images or not plan.encoder_parts:
+            return ()
+        try:
+            if plan.images:
+                self.start_pass(images, plan.pass_parts)
+            return self.run_parts(plan.encoder_parts)
+        except Exception as error:
+            self.images = ()
+            return self._isolate(images, error)
+
+    def start_pass(self, images: Sequence[PassImage], num_parts: int) -> None:
+        """Start a pass of so many parts."""
+        for slot in [slot for one in images for slot in one.planned.slots] if self._failures else ():
+            self._failures.pop(slot, None)
+        self.images = images
+        self.encoder.start([one.image for one in images], num_parts)
+
+    def run_parts(self, num_parts: int) -> tuple[EncodeResult, ...]:
+        """Run parts of the pass in progress; after the last one its features are stored."""
+        features_MF = self.encoder.run(num_parts)
+        if features_MF is None:
+            return ()
+        images, self.images = self.images, ()
+        index = [feature_index(planned.slots, 0, image.span.num_tokens) for planned, image in images]
+        self.features.index_copy_(0, to_device(np.concatenate(index), self.device), features_MF.to(self.features.dtype))
+        return tuple([EncodeResult(one.planned.key) for one in images])
+
+    def _isolate(self, images: Sequence[PassImage], error: Exception) -> tuple[EncodeResult, ...]:
+        """Encode images again, in halves, until an image fails alone."""
+        if len(images) == 1:
+            planned = images[0].planned
+            failure = failure_of(self.device, "encoding", planned.request_id, error)
+            self._failures |= dict.fromkeys(planned.slots, failure)
+            return (EncodeResult(planned.key, failure),)
+        check_alive(self.device, error)
+        middle = len(images) // 2
+        results: tuple[EncodeResult, ...] = ()
+        for half in (images[:middle], images[middle:]):
+            try:
+                self.start_pass(half, ENCODER_PARTS)
+                results += self.run_parts(ENCODER_PARTS)
+            except Exception as again:
+                self.images = ()
+                results += self._isolate(half, again)
+        return results
+
+    def failures(self, chunks: Sequence[Chunk]) -> dict[str, Failure]:
+        """Failures of requests whose chunk reads an image that could not be encoded."""
+        if not self._failures:
+            return {}
+        return {
+            chunk.request_id: self._failures[image.slots[0]]
+            for chunk in chunks
+            for image in chunk.images
+            if image.slots[0] in self._failures
+        }
+
+    def index_select(self, index: Tensor) -> Tensor:
+        """Features of tokens by their index in the cache."""
+        return self.features.index_select(0, index)
