@@ -198,7 +198,7 @@ def test_a_pass_that_is_not_captured_runs_in_parts_as_well(folder, monkeypatch, 
     """More parts than blocks included; on a CPU with several groups of images."""
     monkeypatch.setattr("saccade.engine.device.encoder._CPU_PATCHES", 24)
     model = load_model(folder, device="cpu").requires_grad_(False)
-    encoder, images = encoder_of(model), images_of([(1, 4, 6), (1, 2, 2)])
+    encoder, images = encoder_of(model, budgets=()), images_of([(1, 4, 6), (1, 2, 2)])
     encoder.start(images, num_parts)
     assert encoder.run(1) is None
     assert encoder.run(num_parts - 2) is None
