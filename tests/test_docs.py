@@ -136,6 +136,13 @@ def test_the_command_of_a_result_exists_with_its_options(line):
     assert [word for word in words if word.startswith("--") and f'"{word}"' not in file.read_text()] == []
 
 
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.parent.name != "log"], ids=lambda path: path.stem)
+def test_benchmarks_that_a_document_names_exist(path):
+    """The log may name what is gone."""
+    modules = set(re.findall(r"\b(bench(?:\.\w+)+)", path.read_text()))
+    assert [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").exists()] == []
+
+
 def test_every_operation_of_the_results_has_a_benchmark():
     for row in RESULTS["kernels"]["rows"].values():
         assert "def rows(" in (ROOT / "bench" / "kernels" / f"{row['op'].strip('`')}.py").read_text()
