@@ -1,14 +1,14 @@
-"""CPU cost of reading and decoding, beside webdataset, mosaicml-streaming and litdata where they are installed.
+"""CPU cost of reading and decoding, compared with webdataset, mosaicml-streaming and litdata where they are installed.
 
     python -m bench.data [--samples 2000] [--folder FOLDER]        (or saccade bench data)
 
-The same photo-like JPEGs (512 x 512, about 90 KB) with captions are stored as WebDataset tars, MDS shards and litdata chunks. Each reader
-runs in its own process, on warm files; measured is the CPU time of the whole process tree per sample, without imports and opening,
-the best of three passes. Readers shuffle with their own means.
+The same photo-like JPEGs (512 x 512, about 90 KB) with captions are stored as WebDataset tars, MDS shards and litdata
+chunks. Each reader runs in its own process, on warm files; measured is the CPU time of the whole process tree per
+sample, without imports and opening, the best of three passes. Readers shuffle with their own means.
 
 read      the bytes of image and text, in the process itself
-worker    the same in one worker process (torch's DataLoader, litdata's own), which returns batches of 32 sizes and keeps the bytes
-decode    image to RGB, bicubic to 336 x 336, uint8 [3, 336, 336], stacked by 32: with Pillow, or simplejpeg and torch's resize
+worker    the same in one worker process (torch's DataLoader, litdata's own), which returns sizes and keeps the bytes
+decode    image to RGB, bicubic to 336 x 336, uint8, stacked by 32: with Pillow, or simplejpeg and torch's resize
 stream    (ours alone) packed sequences of native-resolution images as a trainer receives them, from two workers
 """
 

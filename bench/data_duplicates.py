@@ -1,10 +1,10 @@
-"""How many edited copies of real photos `curate` and `contamination` find, how many pairs they get wrong, and what an image costs.
+"""Edited copies of real photos: how many `curate` and `contamination` find, their false pairs, the cost of an image.
 
     python -m bench.data_duplicates photos/ [--num-copies 300]
 
-Plants one copy of each edit for `--num-copies` photos. Curation and contamination see the photos and all copies of one edit; a copy
-counts as found when it is matched with its own photo. A false pair is a match of two photos that are no copies of each other,
-among all pairs of distinct photos (pairs under `--show` can be looked at: bursts of one scene count as false here).
+The benchmark plants one copy of each edit for `--num-copies` photos. Curation and contamination see the photos and all
+copies of one edit; a copy is found if it is matched with its own photo. A false pair is a match of two photos that are
+no copies of each other, among all pairs of distinct photos; bursts of one scene count as false (`--show` prints them).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python -m bench.data_memory [--epochs 20]
 
-Packed sequences of 4096 tokens from 600 photos, two workers; the process tree's proportional set size is read after every epoch.
+Packed sequences of 4096 tokens from 600 photos, two workers; the process tree's proportional set size is read after
+every epoch.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Batch sampling at the size of LAION: positions of 5.85 billion samples, and the first batch of 100 million indexed ones.
+"""Batch sampling at the size of LAION: positions in 5.85 billion samples, the first batch of 100 million indexed ones.
 
     python -m bench.data_scale
 
@@ -42,7 +42,8 @@ def positions() -> None:
         order.locate(np.arange(start, start + 10_000))
         worst = max(worst, time.perf_counter() - begin)
     print(
-        f"5.85e9 samples: opened in {opened * 1e3:.0f} ms, 10,000 positions in {worst * 1e3:.1f} ms, {peak_mb():.0f} MB resident"
+        f"5.85e9 samples: opened in {opened * 1e3:.0f} ms, 10,000 positions in {worst * 1e3:.1f} ms, {peak_mb():.0f} "
+        "MB resident"
     )
 
 
@@ -82,7 +83,8 @@ def first_batch() -> None:
         first = next(sampler.batches())
         sampled = time.perf_counter() - begin
         print(
-            f"{len(index):.2e} samples: opened in {opened:.2f} s, first batch at {sampled:.2f} s ({len(first.sequences)} sequences)"
+            f"{len(index):.2e} samples: opened in {opened:.2f} s, first batch at {sampled:.2f} s "
+            f"({len(first.sequences)} sequences)"
         )
         late = Position(buffer=int(0.9 * len(index) / config.packing_buffer_size), sequence=5, batch=10**6)
         state = sampler.save(late)
@@ -93,7 +95,8 @@ def first_batch() -> None:
             next(sampler.batches(sampler.restore(state)))
             times.append(time.perf_counter() - begin)
         print(
-            f"resumed at 90 %: {min(times) * 1e3:.0f} ms, state {len(json.dumps(state))} bytes, {peak_mb():.0f} MB resident"
+            f"resumed at 90 %: {min(times) * 1e3:.0f} ms, state {len(json.dumps(state))} bytes, {peak_mb():.0f} MB "
+            "resident"
         )
 
 

@@ -126,7 +126,8 @@ def prepare(
     typer.echo(f"{out}: {report.num_samples:,} samples in {report.num_shards} shards, {report.num_skipped:,} skipped")
     if report.num_merged:
         typer.echo(
-            f"  {report.num_merged:,} rows merged: they have the image of the row before, whose sample got their caption"
+            f"  {report.num_merged:,} rows merged: they have the image of the row before, whose sample got their "
+            "caption"
         )
     _print_skipped(report, out)
     if chosen is not None:
@@ -146,7 +147,10 @@ def split(
     seed: Annotated[int, typer.Option(min=0, help="Another seed holds out other images.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Divide the kept samples into OUT/train and OUT/test; no image file is in both. An image stays on its side when more are added."""
+    """Divide the kept samples into OUT/train and OUT/test; no image file is in both.
+
+    An image stays on its side when more are added.
+    """
     from saccade.data.split import split_shards
 
     with count_progress("samples read and written") as advance:
@@ -194,7 +198,10 @@ def measure(
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Index shards and measure their samples in tokens and patches ahead of a training job. Several machines may share the work."""
+    """Index shards and measure their samples in tokens and patches ahead of a training job.
+
+    Several machines may share the work.
+    """
     from saccade.data.sources import open_sources
 
     report = []
@@ -267,7 +274,10 @@ def curate(
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Decide which samples are kept: drop broken, small, boilerplate, duplicate ones. Shards are unchanged; decisions go into the index."""
+    """Decide which samples are kept: drop broken, small, boilerplate, duplicate ones.
+
+    Shards are unchanged; decisions go into the index.
+    """
     report = dataclasses.asdict(_curate(shards, _curation_settings(settings, set_), workers, ray, write))
     if as_json:
         typer.echo(json.dumps(report))
@@ -370,8 +380,9 @@ def _check_some_kept(report: dict[str, Any], out: Path) -> None:
         reason, count = max(report["dropped"].items(), key=lambda item: item[1])
         folder = shlex.quote(str(out))
         raise DataError(
-            f"{out}: curation dropped all {report['num_samples']:,} samples, {count:,} for: {reason}. See them: saccade data inspect "
-            f"{folder} --page look.html; decide again with other rules: saccade data curate {folder} --set KEY=VALUE"
+            f"{out}: curation dropped all {report['num_samples']:,} samples, {count:,} for: {reason}. See them: "
+            f"saccade data inspect {folder} --page look.html; decide again with other rules: saccade data curate "
+            f"{folder} --set KEY=VALUE"
         )
 
 
@@ -383,7 +394,8 @@ def _print_decisions(report: dict[str, Any]) -> None:
         typer.echo(f"  {count:,} samples have no score {score}")
     if report["num_shared_images"]:
         typer.echo(
-            f"  {report['num_shared_images']:,} kept samples share their image file with another one, with another text; "
+            f"  {report['num_shared_images']:,} kept samples share their image file with another one, with another "
+            "text; "
             """to keep one per image: --set 'keep_one_per="image"'"""
         )
     for shard, damage in report["damaged"].items():

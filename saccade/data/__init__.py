@@ -1,12 +1,15 @@
-"""From image-text pairs to packed training batches: tar shards with an index, curation next to it, an order that is pure arithmetic.
+"""From image-text pairs to packed training batches.
 
-    from saccade.data import Source, open_stream
+    from saccade.data import open_stream
     for batch in open_stream("shards/", checkpoint="model/", max_seq_len=16384): ...
 
-Start reading at `loader.py`. `sample.py` defines a sample; `shards.py`, `tar.py` and `storage.py` read and write tars, local or remote;
-`index.py` knows where each sample is (`index_builder.py` builds it), `lengths.py` how long. `order.py`, `packing.py` and `batch_sampler.py` decide what comes next, as plain
-arithmetic on integers; `collate.py` and `workers.py` build the packed sequences. `readers/`, `download.py` and `prepare.py` make shards
-from other formats, `curate/` decides which samples to keep without rewriting them.
+Start reading at `loader.py`: `open_stream` takes `Source`s and a `StreamConfig` (`config.py`). The modules by purpose:
+
+    a sample      sample.py; shards.py, tar.py, storage.py (tars, local or remote)
+    an index      index.py reads it, index_builder.py builds it; lengths.py and decisions.py add to it
+    the order     order.py, packing.py, batch_sampler.py: arithmetic on integers, without torch and I/O
+    a sequence    sources.py, collate.py, workers.py, augment.py, token_dropout.py
+    other data    readers/, download.py, prepare.py make shards; curate/ decides which samples are kept
 """
 
 from typing import TYPE_CHECKING

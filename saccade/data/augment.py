@@ -2,9 +2,9 @@
 
     image -> crop and resize (one pass) -> flip -> brightness, contrast, saturation -> grayscale -> erase
 
-All random numbers of a sample come from one generator, whose seed is the stream's seed, the sample's id and the epoch: a resumed
-stream, and one with another number of ranks or workers, gives the same pixels. Images keep their size, so that measured lengths hold.
-An image of 224 px takes 1.4 ms of one core beyond decoding.
+All random numbers of a sample come from one generator, whose seed is the stream's seed, the sample's id and the epoch:
+a resumed stream, and one with another number of ranks or workers, gives the same pixels. Images keep their size, so
+that measured lengths hold. An image of 224 px takes 1.4 ms of one core beyond decoding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from saccade.processor.messages import Message
 
 _ERASED_AREA, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
-"""Smallest and largest area of an erased rectangle, as a share of the image's, and its aspect ratio: those of the paper and of torchvision."""
+"""Smallest and largest area of an erased rectangle, as a share of the image's, and its aspect ratio: those of the paper
+and of torchvision."""
 _SIDES = re.compile(r"\b(left|right)", re.IGNORECASE)
 
 
@@ -36,7 +37,8 @@ class AugmentConfig:
     crop_ratio: tuple[float, ...] = (1.0, 1.0)
     """Smallest and largest aspect ratio of the crop, relative to the image's; [0.75, 1.333] is usual."""
     flip: float = 0.0
-    """Probability of a horizontal flip. Not applied where the text mentions left or right; leave it at 0 for images of text."""
+    """Probability of a horizontal flip. Texts that mention left or right prevent it; leave it at 0 for images of
+    text."""
     brightness: float = 0.0
     """Largest relative change of brightness: 0.4 draws a factor between 0.6 and 1.4."""
     contrast: float = 0.0
@@ -44,9 +46,10 @@ class AugmentConfig:
     saturation: float = 0.0
     """Largest relative change of saturation, likewise."""
     grayscale: float = 0.0
-    """Probability that an image loses its colours. Leave it at 0 where the text names colours."""
+    """Probability that an image loses its colours. Leave it at 0 if the texts name colours."""
     erase: float = 0.0
-    """Random erasing: probability that a rectangle, a fiftieth to a third of the image, gets the image's mean colour."""
+    """Random erasing: probability that a rectangle, a fiftieth to a third of the image, gets the image's mean
+    colour."""
 
     def __post_init__(self) -> None:
         for name, limit in (("crop_scale", 1.0), ("crop_ratio", 10.0)):
@@ -110,7 +113,10 @@ def _mean_colour(image: Image.Image) -> tuple[int, ...]:
 def _random_box(
     size: tuple[int, int], scales: Sequence[float], ratios: Sequence[float], rng: random.Random
 ) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of a box of random area and aspect ratio, both relative to the image's; one wider or higher is cut."""
+    """Left, top, right and bottom of a box of random area and aspect ratio, both relative to the image's.
+
+    A box that would be wider or higher than the image is cut.
+    """
     scale = rng.uniform(*scales)
     low, high = ratios
     ratio = low * (high / low) ** rng.random()

@@ -31,7 +31,7 @@ class BadSampleLog:
     """Writes bad samples to a file, counts them, and stops the stream when there are too many."""
 
     def __init__(self, max_share: float, path: str | Path | None) -> None:
-        """All are appended to `path` as JSON lines, each once; ranks may share it."""
+        """Bad samples are appended to `path` as JSON lines, each once; ranks may share the file."""
         self._max_share, self._path = max_share, None if path is None else Path(path)
         self._num_bad, self._num_good = 0, 0
         self._first: list[BadSample] = []
@@ -52,12 +52,15 @@ class BadSampleLog:
         if self._num_bad >= MIN_BAD and self._num_bad > self._max_share * (self._num_bad + self._num_good):
             named = "; ".join(f"{sample.sample_id} ({sample.reason})" for sample in self._first)
             raise DataError(
-                f"{self._num_bad} of {self._num_bad + self._num_good} samples are bad, over max_bad_share {self._max_share}. "
-                f"Repair or remove the shards, or raise the share. {self._where} The first: {named}"
+                f"{self._num_bad} of {self._num_bad + self._num_good} samples are bad, over max_bad_share "
+                f"{self._max_share}. Repair or remove the shards, or raise the share. {self._where} The first: {named}"
             )
 
     def _append(self, bad: Sequence[BadSample], path: Path) -> None:
-        """Write the lines that the file does not have yet: an earlier epoch, another rank or an earlier stream may have written them."""
+        """Write the lines that the file does not have yet.
+
+        An earlier epoch, another rank or an earlier stream may have written the others.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
             file.seek(self._num_read)

@@ -2,15 +2,16 @@
 
     draws of the mixture -> samples of each source's order -> their lengths -> packed sequences -> global batches
 
-The stream is divided into packing buffers of at most `packing_buffer_size` samples; each is computed from its number alone and packed
-by itself. Without weights a buffer never crosses the end of an epoch: every sample of an epoch comes before the first of the next.
-With weights each source repeats its own epochs, which end anywhere. Batches take packed sequences one after another, across buffers.
-The sampler knows nothing of ranks and workers: they divide the sequences of a batch (`BatchSpec.per_rank`), so the batches are the
-same for any number of them, and a `Position` is all that is needed to resume.
+The stream is divided into packing buffers of at most `packing_buffer_size` samples; each is computed from its number
+alone and packed by itself. Without weights a buffer never crosses the end of an epoch: every sample of an epoch comes
+before the first of the next. With weights each source repeats its own epochs, which end anywhere. Batches take packed
+sequences one after another, across buffers. The sampler knows nothing of ranks and workers: they divide the sequences
+of a batch (`BatchSpec.per_rank`), so the batches are the same for any number of them, and a `Position` is all that is
+needed to resume.
 
-Packing a buffer of 4096 samples takes about 30 ms, at any position of a stream of any length, plus the time of `lengths`. The sequences
-of a buffer hold all of its samples, so r sequences lose about 1/(2r) of their fill: fifty per buffer are 99 % full. Raise
-`packing_buffer_size` with `max_seq_len`.
+Packing a buffer of 4096 samples takes about 30 ms, at any position of a stream of any length, plus the time of
+`lengths`. The sequences of a buffer hold all of its samples, so r sequences lose about 1/(2r) of their fill: fifty per
+buffer are 99 % full. Raise `packing_buffer_size` with `max_seq_len`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from saccade.errors import ConfigError, DataError
 
 
 class SamplerSource(Protocol):
-    """A source as the sampler sees it: shards and kept rows are numbers."""
+    """A source as the sampler sees it: shards and kept rows are numbers. `IndexedSource` is one."""
 
     @property
     def name(self) -> str:
@@ -53,7 +54,10 @@ class SamplerSource(Protocol):
 
 
 class SampleRef(NamedTuple):
-    """One sample of a packed sequence. `kept_row` counts the kept samples of the shard, `epoch` the passes over its source."""
+    """One sample of a packed sequence.
+
+    `kept_row` counts the kept samples of the shard, `epoch` the passes over its source.
+    """
 
     source: int
     shard: int
@@ -82,7 +86,7 @@ class SequenceSpec:
 
 @dataclass(frozen=True)
 class PackingBuffer:
-    """Packed sequences in pseudo-random order, and the samples that exceed `max_seq_len` or `max_patches` by themselves."""
+    """Packed sequences in pseudo-random order, and the samples that exceed a limit by themselves."""
 
     sequences: list[SequenceSpec]
     too_large: list[SampleRef]
@@ -96,8 +100,8 @@ class Position:
     sequence: int = 0
     batch: int = 0
     consumed: tuple[tuple[int, int, int], ...] = ()
-    """Sequences of this buffer consumed under other limits, (max_seq_len, max_patches, number of sequences) each; the samples
-    that are left are packed under the present limits."""
+    """Sequences of this buffer consumed under other limits, (max_seq_len, max_patches, number of sequences) each; the
+    other samples are packed under the present limits."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class BatchSpec:
     number: int
     sequences: list[SequenceSpec]
     too_large: list[SampleRef]
-    """Samples left out of the packing buffers that this batch opens."""
+    """Samples that exceed a limit, from the packing buffers in which this batch begins."""
     after: Position
     """The position of the next batch."""
 
@@ -125,7 +129,8 @@ class BatchSampler:
         names = [source.name for source in sources]
         if len(set(names)) < len(names):
             raise ConfigError(
-                f"two sources have one name: {', '.join(sorted(names))}; give them different names, or list a folder once"
+                f"two sources have one name: {', '.join(sorted(names))}; give them different names, or list a folder "
+                "once"
             )
         self._sizes = [np.array(source.sizes, np.int64) for source in sources]
         self._totals = [int(sizes.sum()) for sizes in self._sizes]
@@ -172,7 +177,7 @@ class BatchSampler:
     def packing_buffer(self, number: int, consumed: Sequence[tuple[int, int, int]] = ()) -> PackingBuffer:
         """The packed sequences of one buffer, computed from its number; see `Position.consumed`."""
         draws = self._draw_range(number)
-        assert draws is not None, f"packing buffer {number} is behind the end of the stream"
+        assert draws is not None, f"packing buffer {number} is after the end of the stream"
         table = self._samples(*draws)
         for max_seq_len, max_patches, num_sequences in consumed:
             sequences, _ = self._pack(table, number, max_seq_len, max_patches)
@@ -191,16 +196,19 @@ class BatchSampler:
 
     def _nothing_fits(self, samples: Sequence[SampleRef]) -> DataError:
         return DataError(
-            f"none of {len(samples)} consecutive samples fits a packed sequence of max_seq_len {self.config.max_seq_len} and max_patches "
-            f"{self.config.patch_limit}; the first has {samples[0].tokens} tokens and {samples[0].patches} patches. Raise the limits, or "
-            "shorten texts and shrink images"
+            f"none of {len(samples)} consecutive samples fits a packed sequence of max_seq_len "
+            f"{self.config.max_seq_len} and max_patches {self.config.patch_limit}; the first has {samples[0].tokens} "
+            f"tokens and {samples[0].patches} patches. Raise the limits, or shorten texts and shrink images"
         )
 
     # ---------------------------------------------------------------- state
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for samplers with the same samples in the same packing buffers: one half for settings, one for sources."""
+        """Equal for samplers with the same samples in the same packing buffers.
+
+        The first half depends on the settings, the second on the sources, so that an error can name what differs.
+        """
         sources = [(source.name, source.fingerprint) for source in self.sources]
         sizes = [_digest(sizes.tobytes()) for sizes in self._sizes]
         settings = repr(self.config.order_settings).encode()
@@ -219,7 +227,9 @@ class BatchSampler:
         return state | ({"consumed": [list(entry) for entry in position.consumed]} if position.consumed else {})
 
     def restore(self, state: Mapping[str, Any]) -> Position:
-        """The position that `save` wrote. `max_seq_len`, `max_patches`, `global_batch_size` and `num_epochs` may have changed since.
+        """The position that `save` wrote.
+
+        `max_seq_len`, `max_patches`, `global_batch_size` and `num_epochs` may have changed since.
 
         Samples of the present packing buffer that were not consumed are packed again under the new limits.
         """
@@ -229,13 +239,14 @@ class BatchSampler:
             position = Position(int(state["buffer"]), int(state["sequence"]), int(state["batch"]), consumed)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"not the state of a data stream: {dict(state)}. States of earlier versions cannot be resumed: leave it out to "
-                "start the data from the beginning"
+                f"not the state of a data stream: {dict(state)}. States of earlier versions cannot be resumed: leave "
+                "it out to start the data from the beginning"
             ) from error
         if fingerprint != self.fingerprint:
             raise DataError(
-                f"the saved state belongs to another data stream: {self._difference(fingerprint)}. Its samples are not the ones read "
-                "next here. Undo the change, leave the state out to start the data from the beginning, or use another run folder"
+                f"the saved state belongs to another data stream: {self._difference(fingerprint)}. Its samples are not "
+                "the ones read next here. Undo the change, leave the state out to start the data from the beginning, "
+                "or use another run folder"
             )
         if limits == (self.config.max_seq_len, self.config.patch_limit) or not position.sequence:
             return position
@@ -252,7 +263,7 @@ class BatchSampler:
     # ---------------------------------------------------------------- samples
 
     def _draw_range(self, buffer: int) -> tuple[int, int] | None:
-        """First draw of a packing buffer, and the one after its last; None behind the end of the stream."""
+        """First draw of a packing buffer, and the one after its last; None after the end of the stream."""
         size, total = self.config.packing_buffer_size, sum(self._totals)
         if self._weights:
             begin, end = buffer * size, (buffer + 1) * size

@@ -1,7 +1,8 @@
 """Chunks of remote files in a folder of this machine, bounded by bytes and shared by any number of processes.
 
-The folder is flat, and each chunk is one file, written atomically: a chunk is complete or absent, and one that disappears is downloaded
-again. The least recently used chunks are removed first. While the folder cannot be written (a full disk), nothing is cached.
+The folder is flat, and each chunk is one file, written atomically: a chunk is complete or absent, and one that
+disappears is downloaded again. The least recently used chunks are removed first. While the folder cannot be written (a
+full disk), nothing is cached.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class ChunkCache:
         )
 
     def _evict(self, incoming: int) -> None:
-        """Remove the least recently used chunks until `incoming` bytes fit. The folder is scanned now and then, not for every chunk."""
+        """Remove the least recently used chunks until `incoming` bytes fit.
+
+        The folder is scanned now and then, not for every chunk.
+        """
         if self._bytes_since_scan is not None and self._bytes_since_scan + incoming <= self._max_bytes // 64:
             self._bytes_since_scan += incoming
             return

@@ -1,10 +1,11 @@
 """From sample references to a packed sequence: read, verify, decode, pack.
 
-    SampleRef -> bytes, compared with their checksum -> conversation -> patches into the sequence's memory, tokens -> PackedSequence
+    SampleRef -> verified bytes -> conversation -> tokens, patches in the memory of the sequence -> PackedSequence
 
-A sample with bad content is left out of its sequence and reported; the batch stays as sampled. So all ranks agree on what comes next,
-and every good sample comes exactly once. Storage that fails is retried and then an error, never a bad sample. Lengths are measured
-beforehand from text and image headers, and must be met exactly: a sample of another length is bad, its lengths file is stale.
+A sample with bad content is left out of its sequence and reported; the batch stays as sampled, so that all ranks agree
+on what comes next and every good sample comes exactly once. Storage that fails is retried and then an error, never a
+bad sample. Lengths are measured beforehand from text and image headers; a sample of another length is bad, because its
+lengths file is stale.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class PackedSequence:
     """Conversations packed into one sequence to train on."""
 
     inputs: ModelInputs
-    """Patches are uint8; `normalized_patches` is left to the device. A sequence whose samples are all bad has no tokens."""
+    """Patches are uint8; the device normalizes them. A sequence whose samples are all bad has no tokens."""
     sample_ids: list[str]
     """source/shard/key of each sample: a conversation, or a pair of them."""
     source_of_conversation: list[int]
@@ -160,8 +161,9 @@ class Collator:
             inputs = dataclasses.replace(ModelInputs.pack(packed), patches=torch.from_numpy(into[:num_patches]))
         if (inputs.num_tokens, len(inputs.patches)) != (ref.tokens, ref.patches):
             raise DataError(
-                f"sample {sample.key} has {inputs.num_tokens} tokens and {len(inputs.patches)} patches, its lengths file says "
-                f"{ref.tokens} and {ref.patches}. The file is stale: remove the folder's index/lengths-* and start again"
+                f"sample {sample.key} has {inputs.num_tokens} tokens and {len(inputs.patches)} patches, its lengths "
+                f"file says {ref.tokens} and {ref.patches}. The file is stale: remove the folder's index/lengths-* and "
+                "start again"
             )
         return inputs
 

@@ -1,4 +1,7 @@
-"""Configuration of a stream: its sources, the order and packing of samples, and how they are read. Importing this loads no torch."""
+"""Configuration of a stream: its sources, the order and packing of samples, and how they are read.
+
+Importing this loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class Source:
     name: str | None = None
     """Name in sample ids and logs, unique in a mixture; default: the folder's name."""
     weight: float | None = None
-    """Sampling weight relative to the other sources; without any weights, sources are sampled in proportion to their sizes."""
+    """Sampling weight relative to the other sources; without any weights, sources are sampled in proportion to their
+    sizes."""
     rules: TextRules = field(default_factory=TextRules)
     """How its text becomes conversations: prompt before a caption, system message."""
 
@@ -43,7 +47,8 @@ class StreamConfig:
 
     # Order: the same samples in the same packed sequences for any number of ranks and workers.
     seed: int = 0
-    """Determines the order of samples and of packed sequences, and the random numbers of augmentation and token dropout."""
+    """Determines the order of samples and of packed sequences, and the random numbers of augmentation and token
+    dropout."""
     num_epochs: int | None = None
     """Passes over all samples after which the stream ends, for sources without weights; None repeats forever."""
     num_samples: int | None = None
@@ -75,17 +80,20 @@ class StreamConfig:
 
     # Samples.
     resize: Literal["pillow", "torch"] = "torch"
-    """Image resize: "pillow" gives Hugging Face's pixels; "torch" is within 2/255 at less than half of the cost of an image."""
+    """Image resize: "pillow" gives Hugging Face's pixels; "torch" is within 2/255 at less than half of the cost of an
+    image."""
     augment: AugmentConfig | None = None
     """Random changes of the images, a function of seed, sample and epoch; None changes nothing."""
     token_dropout: float = 0.0
     """Probability that the model reads a random token in place of one of an answer, which it still predicts."""
     max_bad_share: float = 0.01
-    """Share of bad samples (damaged, over a limit) above which a rank's stream stops, once it has met at least 10 of them."""
+    """Share of bad samples (damaged, over a limit) above which a rank's stream stops, once it has met at least 10 of
+    them."""
     bad_log: str | Path | None = None
     """File to which bad samples are appended as JSON lines, each once; ranks may share it."""
     storage: StorageConfig = field(default_factory=StorageConfig)
-    """Cache, retries and timeouts. Storage that fails is not a bad sample: after `storage.max_wait_s` the stream raises."""
+    """Cache, retries and timeouts. Storage that fails is not a bad sample: after `storage.max_wait_s` the stream
+    raises."""
 
     def __post_init__(self) -> None:
         self._check_order()
@@ -93,8 +101,8 @@ class StreamConfig:
             raise ConfigError(f"rank is {self.rank} of {self.num_ranks} ranks; it counts from 0")
         if self.global_batch_size < self.num_ranks:
             raise ConfigError(
-                f"global_batch_size is {self.global_batch_size} for {self.num_ranks} ranks: some would have nothing to do. "
-                f"Raise it to {self.num_ranks}"
+                f"global_batch_size is {self.global_batch_size} for {self.num_ranks} ranks: some would have nothing to "
+                f"do. Raise it to {self.num_ranks}"
             )
         if self.num_workers < 0 or self.prefetch < 1:
             raise ConfigError(

@@ -1,6 +1,7 @@
-"""Write the decisions of a curation: which samples of each shard are kept, and the summary that makes the decisions valid.
+"""Write the decisions of a curation: which samples of each shard are kept, and a summary.
 
-The summary is written last, so that an interrupted curation is detected and never read as "keep all". `ShardIndex` reads both.
+The summary makes the decisions valid. It is written last, so that an interrupted curation is detected and never read as
+"keep all". `ShardIndex` reads both.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from saccade.errors import DataError
 def write_decisions(index: ShardIndex, shard: int, table: pa.Table) -> int:
     """Write the decisions on one shard; returns the number of samples kept. Invalidates the summary.
 
-    `table` has one row per sample: keep (bool), reason (string, null where kept), and any scores.
+    `table` has one row per sample: keep (bool), reason (string, null if it is kept), and any scores.
     """
     entry = index.entries[shard]
     columns = dict(zip(table.schema.names, table.schema.types, strict=True))

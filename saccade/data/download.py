@@ -3,13 +3,13 @@
     URL -> URL policy -> the host's turn -> headers checked -> body up to a limit -> image format checked
                 ^---------------- redirect ----'
 
-`url_policy.py` decides which URLs and addresses are allowed; every redirect passes it again. Proxies, cookies and credentials are not
-used; compressed bodies are refused; the byte limit counts what arrives, not what the header promises; the timeout covers a request
-from the DNS lookup to the last byte.
+`url_policy.py` decides which URLs and addresses are allowed; every redirect passes it again. Proxies, cookies and
+credentials are not used; compressed bodies are refused; the byte limit counts what arrives, not what the header
+promises; the timeout covers a request from the DNS lookup to the last byte.
 
-Politeness: a limit on concurrent requests per host and a delay between their starts, `Retry-After` and backoff on transient
-errors, an honest User-Agent, and respect for `X-Robots-Tag` and `TDM-Reservation`. `robots.txt` is not read: a list names single
-images, it is not a crawl.
+Politeness: a limit on concurrent requests per host and a delay between their starts, `Retry-After` and backoff on
+transient errors, an honest User-Agent, and respect for `X-Robots-Tag` and `TDM-Reservation`. `robots.txt` is not read:
+a list names single images, it is not a crawl.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class DownloadOptions:
     user_agent: str = f"saccade/{__version__}"
     """User-Agent header. Add a contact: `saccade/0.1 (you@example.org)`."""
     respect_opt_out: bool = True
-    """Skip images whose response has `X-Robots-Tag: noai` (noimageai, noindex, noimageindex, none) or `TDM-Reservation: 1`."""
+    """Skip images whose response has `X-Robots-Tag: noai` (noimageai, noindex, noimageindex, none) or `TDM-Reservation:
+    1`."""
     ports: frozenset[int] = frozenset({80, 443})
     """Allowed ports."""
     allow_hosts: frozenset[str] = frozenset()
@@ -120,7 +121,10 @@ class _Host:
 
 
 class Downloader:
-    """Download images in one event loop: `async with Downloader(options) as downloader: await downloader.download(url)`."""
+    """Download images in one event loop:
+
+    `async with Downloader(options) as downloader: await downloader.download(url)`.
+    """
 
     def __init__(
         self, options: DownloadOptions, resolve: Resolve | None = None, can_start: Callable[[], bool] = lambda: True
@@ -278,7 +282,10 @@ def _check_headers(response: aiohttp.ClientResponse, options: DownloadOptions) -
 
 
 def has_opted_out(tags: Iterable[str], robot: str) -> bool:
-    """Whether `X-Robots-Tag` headers opt out for everyone or for us. `name: directive` is for the robot of that name."""
+    """Whether `X-Robots-Tag` headers opt out for everyone or for us.
+
+    `name: directive` is for the robot of that name.
+    """
     for tag in tags:
         addressee = None
         for directive in tag.lower().split(","):

@@ -26,8 +26,8 @@ def download_as_completed(
 ) -> Iterator[tuple[T, Downloaded | Failed | None]]:
     """Download the URLs of many items in a background thread; yields each item with its outcome as downloads complete.
 
-    An item without a URL passes through at once, with None. Not in the order of the items: one dead host would hold back thousands
-    of images. An item is overtaken by at most `MAX_REORDER` others.
+    An item without a URL passes through at once, with None. Not in the order of the items: one dead host would hold
+    back thousands of images. An item is overtaken by at most `MAX_REORDER` others.
     """
     background = _Background(options)
     waiting: OrderedDict[int, T] = OrderedDict()

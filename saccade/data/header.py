@@ -1,7 +1,7 @@
 """Upright size of an encoded image from its header alone; no pixel is decoded.
 
-The EXIF orientation of a photo is applied, as the processor does before anything else. JPEG headers are read by libjpeg-turbo
-(450 thousand per second) and PNG here; every other format and every unusual file by Pillow.
+The EXIF orientation of a photo is applied, as the processor does before anything else. JPEG headers are read by
+libjpeg-turbo (450 thousand per second) and PNG here; every other format and every unusual file by Pillow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _PNG_EXIF = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")
 
 
 def upright_size(data: bytes) -> tuple[int, int]:
-    """Width and height with the EXIF orientation applied. Raises `ImageError` where the processor would refuse the header."""
+    """Width and height with the EXIF orientation applied.
+
+    Raises `ImageError` if the processor would refuse the header.
+    """
     try:
         size = _jpeg_size(data) or _png_size(data) or _pillow_size(data)
     except ImageError:
@@ -44,7 +47,7 @@ def upright_size(data: bytes) -> tuple[int, int]:
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """From the JPEG's segments; None where Pillow must decide."""
+    """From the JPEG's segments; None if Pillow must decide."""
     if not data.startswith(b"\xff\xd8\xff"):
         return None
     segments = _app1_segments(data)
@@ -63,7 +66,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def _app1_segments(data: bytes) -> list[bytes] | None:
-    """The APP1 segments (EXIF, XMP) before the first scan. None where the markers are not contiguous."""
+    """The APP1 segments (EXIF, XMP) before the first scan. None if the markers are not contiguous."""
     at = 2
     found: list[bytes] = []
     while data[at : at + 1] == b"\xff" and (marker := data[at + 1]) not in (0x00, 0xFF):

@@ -2,8 +2,8 @@
 
     open_index(path)  ->  shards.json only  ->  ShardIndex  ->  a shard's Parquet files when first used
 
-Opening costs the number of shards, never the number of samples. `index_builder.py` builds the files and `index_files.py` finds them;
-`lengths.py` and `decisions.py` add to them. The layout is in docs/formats.md.
+Opening costs the number of shards, never the number of samples. `index_builder.py` builds the files and
+`index_files.py` finds them; `lengths.py` and `decisions.py` add to them. The layout is in docs/formats.md.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def open_index(
 ) -> ShardIndex:
     """Open the index of a shard folder, or of some of its shards.
 
-    Shards that are new or have changed are indexed first; with `build` False they are an error. With `check_files` False the
-    shards are not listed: the index is used as it is.
+    Shards that are new or have changed are indexed first; with `build` False they are an error. With `check_files`
+    False the shards are not listed: the index is used as it is.
     """
     where = ShardPath.parse(path)
     location = IndexLocation.of(where.folder, config)
@@ -61,8 +61,8 @@ def open_index(
     if stale and not build:
         names = f"{', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}"
         raise DataError(
-            f"{shown(str(path))}: {len(stale)} of {len(files)} shards are not indexed, or have changed since ({names}). "
-            f"Run saccade data index {shown(str(path))}"
+            f"{shown(str(path))}: {len(stale)} of {len(files)} shards are not indexed, or have changed since "
+            f"({names}). Run saccade data index {shown(str(path))}"
         )
     if stale:
         logger.info("%s: indexing %d of %d shards", shown(str(path)), len(stale), len(files))
@@ -114,7 +114,7 @@ class ShardIndex:
 
     @property
     def folder(self) -> Path:
-        """Folder of the index: `index/` beside the shards, or one in the cache."""
+        """Folder of the index: `index/` next to the shards, or one in the cache."""
         return self._location.folder
 
     @property
@@ -139,13 +139,13 @@ class ShardIndex:
     # ---------------------------------------------------------------- what is kept
 
     def decisions(self, shard: int) -> pa.Table | None:
-        """`keep`, `reason` and scores of one shard; None where the folder has not been curated."""
+        """`keep`, `reason` and scores of one shard; None if the folder has not been curated."""
         if self.summary() is None:
             return None
         return self.read_file(f"decisions/{parquet_name(self.shards[shard])}", shard, None, "saccade data curate")
 
     def summary(self) -> dict[str, Any] | None:
-        """Summary of the curation; None where the folder, or the part of it that was opened, has not been curated.
+        """Summary of the curation; None if the folder, or the opened part of it, has not been curated.
 
         Decisions without a summary are unfinished: training on all samples instead would be wrong, so that is an error.
         """
@@ -208,8 +208,9 @@ class ShardIndex:
         parts = [data[offset - begin : offset - begin + size] for offset, size in zip(offsets, sizes, strict=True)]
         if verify and checksum(parts) != layout.checksums[row].as_py():
             raise DataError(
-                f"{shown(self.files[shard].url)}: sample {key} differs from its checksum: the shard was damaged or rewritten. "
-                f"Restore it, or remove {self.folder / parquet_name(self.shards[shard])} and run saccade data index again"
+                f"{shown(self.files[shard].url)}: sample {key} differs from its checksum: the shard was damaged or "
+                f"rewritten. Restore it, or remove {self.folder / parquet_name(self.shards[shard])} and run saccade "
+                "data index again"
             )
         names = [layout.names[code] for code in layout.codes[first:last].tolist()]
         return Sample(key, layout.sources[layout.source_codes[row]], dict(zip(names, parts, strict=True)))

@@ -1,9 +1,9 @@
 """Build the index of a shard folder: one Parquet file per tar, and shards.json.
 
-    members of the tar -> samples (adjacent members of one key) -> checksum, image sizes, text, errors -> rows -> Parquet file
+    members of the tar -> samples (adjacent members of a key) -> checksum, image sizes, text, errors -> row of a table
 
-Nothing is decoded; one core indexes some thousands of samples per second, mostly the time to read the tar. Shards are indexed in
-parallel, and an interrupted build resumes shard by shard.
+Nothing is decoded; one core indexes some thousands of samples per second, mostly the time to read the tar. Shards are
+indexed in parallel, and an interrupted build resumes shard by shard.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _row(key: str, parts: list[tuple[str, Member, bytes]], source: str) -> dict[
 
 
 def _image_sizes(sample: Sample) -> tuple[list[tuple[int | None, int | None]], str | None]:
-    """Upright sizes in the order of the images, None where the header is bad; and the first error."""
+    """Upright sizes in the order of the images, None if the header is bad; and the first error."""
     sizes: list[tuple[int | None, int | None]] = []
     first_error = None
     for name in image_names(sample.members):

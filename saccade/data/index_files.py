@@ -1,8 +1,8 @@
 """The files of an index: where they are, which shard each describes, and how they are read and written.
 
-An index is the folder `index/` next to the shards, or a folder of the cache if the shards are remote or read-only (docs/formats.md).
-Each Parquet file records in its metadata which tar it describes, so that building resumes where it stopped and a changed tar is
-detected.
+An index is the folder `index/` next to the shards, or a folder of the cache if the shards are remote or read-only
+(docs/formats.md). Each Parquet file records in its metadata which tar it describes, so that building resumes where it
+stopped and a changed tar is detected.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class ShardEntry:
     """Bytes of the tar that the damage made unreadable. Samples on either side of it are lost as well."""
 
     def to_json(self) -> dict[str, Any]:
-        """As in the file."""
+        """The entry as the file has it."""
         damage = {"damage": self.damage, "lost_bytes": self.lost_bytes} if self.damage else {}
         counts = {"bytes": self.num_bytes, "num_samples": self.num_samples, "num_errors": self.num_errors}
         return {"name": self.name, **counts, **damage}
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> ShardEntry:
-        """Raises KeyError or TypeError where it is none."""
+        """Raises KeyError or TypeError if it is not an entry."""
         num_bytes, num_samples, num_errors = (int(entry[name]) for name in ("bytes", "num_samples", "num_errors"))
         damage, lost_bytes = entry.get("damage"), int(entry.get("lost_bytes", 0))
         return ShardEntry(entry["name"], num_bytes, num_samples, num_errors, damage, lost_bytes)
@@ -101,16 +101,16 @@ class IndexLocation:
     folder: Path
     """Read and written."""
     shipped: str | None
-    """`index/` beside shards that are remote or read-only: read where `folder` has no file."""
+    """`index/` next to shards that are remote or read-only: it is read if `folder` lacks a file."""
     config: StorageConfig
 
     @staticmethod
     def of(shards: str, config: StorageConfig) -> IndexLocation:
         """The location for a folder of shards."""
         if not is_remote(shards):
-            beside = Path(shards) / "index"
-            if os.access(beside if beside.exists() else shards, os.W_OK) or not Path(shards).exists():
-                return IndexLocation(shards, beside, None, config)
+            folder = Path(shards) / "index"
+            if os.access(folder if folder.exists() else shards, os.W_OK) or not Path(shards).exists():
+                return IndexLocation(shards, folder, None, config)
         address = shards if is_remote(shards) else str(Path(shards).resolve())
         cached = config.folder / "shards" / hashlib.sha256(address.encode()).hexdigest()[:16]
         return IndexLocation(shards, cached, f"{shards}/index", config)
@@ -126,7 +126,10 @@ class IndexLocation:
         return self._shipped_entries() + self._own_entries()
 
     def entries_of(self, files: Iterable[ShardFile]) -> dict[str, ShardEntry]:
-        """The entries that describe these files as they are now. Own ones count only where their Parquet file exists."""
+        """The entries that describe these files as they are now.
+
+        Own ones count only if their Parquet file exists.
+        """
         sizes = {file.name: file.num_bytes for file in files}
         present = _names(self.folder)
         entries = self._shipped_entries() + [e for e in self._own_entries() if parquet_name(e.name) in present]
@@ -153,7 +156,10 @@ class IndexLocation:
         return _read_file(Path(self.shipped) / relative)
 
     def missing(self, subfolder: str, entries: Iterable[ShardEntry], *, trust: bool) -> set[str]:
-        """Shards without a file in `subfolder` that describes them (`trust`: without any file). Remote files count by their names."""
+        """Shards without a file in `subfolder` that describes them (`trust`: without any file).
+
+        Remote files count by their names.
+        """
         remote: set[str] = set()
         if self.shipped is not None and is_remote(self.shipped):
             remote = set(storage.storage(self.config).list_folder(f"{self.shipped}/{subfolder}", missing_ok=True))
@@ -241,12 +247,13 @@ def _writing(target: Path) -> Iterator[Path]:
             yield temporary
     except OSError as error:
         raise DataError(
-            f"{target}: cannot be written: {error.strerror or error}. Free space or give access; finished files are kept"
+            f"{target}: cannot be written: {error.strerror or error}. Free space or give access; finished files are "
+            "kept"
         ) from error
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
-    """The note of a Parquet file, and its `num_rows`; None where there is no such file, or it is not ours."""
+    """The note of a Parquet file, and its `num_rows`; None if there is no such file, or another program wrote it."""
     try:
         metadata = pq.read_metadata(path)
     except (OSError, pa.ArrowException):
@@ -256,7 +263,7 @@ def read_note(path: Path) -> dict[str, Any] | None:
 
 
 def note_for(path: Path, entry: ShardEntry) -> dict[str, Any] | None:
-    """The note of a Parquet file that was made for this shard as it is and has a row for each of its samples, else None."""
+    """The note of a Parquet file if it was made for this shard as it is, with a row for each sample; else None."""
     note = read_note(path)
     is_current = note is not None and (note.get("bytes"), note["num_rows"]) == (entry.num_bytes, entry.num_samples)
     return note if is_current else None

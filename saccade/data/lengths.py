@@ -1,9 +1,10 @@
-"""Lengths of samples in tokens and patches: how they are measured, stored next to the index, and read by the batch sampler.
+"""Lengths of samples in tokens and patches: how they are measured, where they are stored, and how they are read.
 
-    sample -> conversations of its text variants, image headers -> tokens of each variant, patches -> index/lengths-FINGERPRINT/NAME.parquet
+    sample -> conversations of its text variants, sizes of its images -> tokens of each variant, patches -> Parquet file
 
-Lengths depend on the processor and on the rules that turn text into conversations; the fingerprint names both, and the folder. Text is
-tokenised, no pixel is decoded, and the collator must find exactly these lengths.
+Lengths depend on the processor and on the rules that turn text into conversations; a fingerprint of both names their
+folder, `index/lengths-FINGERPRINT`. Text is tokenised, no pixel is decoded, and the collator must find exactly these
+lengths.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _SCHEMA = pa.schema(
 )
 
 Measure = Callable[[Sample], tuple[Sequence[int], int]]
-"""Tokens of each text variant of a sample, and its patches; raises `UserError` for a sample without a length. Picklable."""
+"""Tokens of each text variant of a sample, and its patches; raises `UserError` for a sample without a length.
+Picklable."""
 
 
 # ------------------------------------------------------------------ one sample
@@ -159,11 +161,13 @@ class Lengths:
         num_workers: int | None = None,
         on_progress: Callable[[ShardProgress], None] | None = None,
     ) -> int:
-        """Measure every sample of the shards that have no lengths yet, in parallel. Returns the number of shards measured.
+        """Measure every sample of the shards that have no lengths yet, in parallel.
 
-        An interrupted build resumes shard by shard, and several machines may measure one folder at once: each takes shards in random
-        order and skips those that another one has finished. `num_workers` None is one process per core for large folders, else this
-        process.
+        Returns the number of shards measured.
+
+        An interrupted build resumes shard by shard, and several machines may measure one folder at once: each takes
+        shards in random order and skips those that another one has finished. `num_workers` None is one process per core
+        for large folders, else this process.
         """
         index = self._index
         # Checking the files of 10,000 shards takes a second; this file says that they were all there.

@@ -1,12 +1,12 @@
 """The stream a trainer reads: global batches of packed sequences, in an order that is a function of a few integers.
 
-    sources -> index and lengths (built on first use) -> batch sampler -> this rank's sequences, collated by workers -> prefetched batches
+    sources -> index, lengths (built on first use) -> batch sampler -> sequences of this rank -> workers -> prefetched
 
-Every rank computes the same batches and takes its share of their sequences. The state is the position after the last batch
-returned: prefetched batches are collated again. It is valid for any number of ranks and workers.
+Every rank computes the same batches and takes its share of their sequences. The state is the position after the last
+batch returned: prefetched batches are collated again. It is valid for any number of ranks and workers.
 
-Workers are processes, not threads: a quarter of a sample's time is Python (chat template, lists of tokens), which the interpreter
-lock would serialise, also with the trainer's own.
+Workers are processes, not threads: a quarter of a sample's time is Python (chat template, lists of tokens), which the
+interpreter lock would serialise, also with the trainer's own.
 """
 
 from __future__ import annotations
@@ -81,19 +81,21 @@ def open_stream(
     on_progress: OnProgress | None = None,
     **options: Any,
 ) -> Stream:
-    """Open a stream of packed batches from shard folders, tokenised and preprocessed for the model in `config.checkpoint`.
+    """Open a stream of packed batches, tokenised and preprocessed for the model in `checkpoint`.
 
-    `options` are fields of `StreamConfig`, in place of a config or replacing some of its fields. `checkpoint` and `max_seq_len` are
-    required.
+    `options` are fields of `StreamConfig`, in place of a config or replacing some of its fields; `checkpoint` and
+    `max_seq_len` are required.
 
-    The stream ends after `num_epochs` passes (sources without weights) or `num_samples` samples, else never. Without weights, all
-    samples of an epoch come before the first of the next; each epoch of a sample with several captions shows the next one.
+    The stream ends after `num_epochs` passes (sources without weights) or `num_samples` samples, else never. Without
+    weights, all samples of an epoch come before the first of the next; each epoch of a sample with several captions
+    shows the next one.
 
-    `state` resumes after the batch that had it, on any number of ranks. `max_seq_len`, `max_patches`, `global_batch_size` and
-    `num_epochs` may differ from those it was saved with; data, order and `packing_buffer_size` must be the same.
+    `state` resumes after the batch that had it, on any number of ranks. `max_seq_len`, `max_patches`,
+    `global_batch_size` and `num_epochs` may differ from those it was saved with; data, order and `packing_buffer_size`
+    must be the same.
 
-    On first use the index and the lengths of a folder are built by `num_workers` processes: open the stream on one rank before the
-    others, or run `saccade data measure` before the job.
+    On first use the index and the lengths of a folder are built by `num_workers` processes: open the stream on one rank
+    before the others, or run `saccade data measure` before the job.
     """
     config = StreamConfig(**options) if config is None else dataclasses.replace(config, **options)
     sources = open_sources(

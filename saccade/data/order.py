@@ -2,10 +2,10 @@
 
     draw -> source, number within the source (Mixture) -> epoch, position -> window -> shard, row (EpochOrder)
 
-`Mixture` interleaves the sources in exact proportion to their weights. `EpochOrder` shuffles one source: shards are permuted,
-`window_shards` consecutive ones form a window, and the samples of a window are permuted together, so a reader works on a few shards
-at a time. Both permutations are Feistel networks keyed by seed, epoch and source: the same on every machine, for every numpy
-version, and independent of the number of processes that read.
+`Mixture` interleaves the sources in exact proportion to their weights. `EpochOrder` shuffles one source: shards are
+permuted, `window_shards` consecutive ones form a window, and the samples of a window are permuted together, so a reader
+works on a few shards at a time. Both permutations are Feistel networks keyed by seed, epoch and source: the same on
+every machine, for every numpy version, and independent of the number of processes that read.
 
 Cost: 16 bytes and about 0.2 us per *shard* to open an epoch, about 0.4 us per position looked up.
 """
@@ -49,9 +49,10 @@ def key_of(*parts: int | str) -> int:
 class Mixture:
     """Interleaves sources in proportion to their weights: integers, or decimals such as 0.3 (taken as 3/10).
 
-    A binary tree over the sources: of the first n draws of a node, its left half gets round(n * left weight / weight). So every draw
-    is looked up without history, `sum(weights)` draws hold each source exactly as often as its weight, and the counts of any prefix
-    are within half a draw per level of the tree (1 for three or four sources) of the exact proportion.
+    A binary tree over the sources: of the first n draws of a node, its left half gets round(n * left weight / weight).
+    So every draw is looked up without history, `sum(weights)` draws hold each source exactly as often as its weight,
+    and the counts of any prefix are within half a draw per level of the tree (1 for three or four sources) of the exact
+    proportion.
     """
 
     def __init__(self, weights: Sequence[int | float]) -> None:
@@ -81,7 +82,7 @@ class Mixture:
 
 
 def _integers(weights: Sequence[int | float]) -> list[int]:
-    """Integers in proportion to the weights: exact where their sum stays below `MAX_TOTAL`."""
+    """Integers in proportion to the weights: exact if their sum stays below `MAX_TOTAL`."""
     if not weights:
         raise ConfigError("a mixture of no sources; give at least one")
     for number, weight in enumerate(weights):
@@ -108,7 +109,9 @@ class EpochOrder:
         sizes = np.asarray(shard_sizes, np.int64)
         shards = Permutation(len(sizes), key_of("shards", seed, epoch, source))
         self._shards = shards(np.arange(len(sizes)))
-        self._starts = np.concatenate([[0], np.cumsum(sizes[self._shards])])  # of the permuted shards, and the end
+        self._starts = np.concatenate(
+            [[0], np.cumsum(sizes[self._shards])]
+        )  # first position of each permuted shard, and the end
         self._window_starts = np.append(self._starts[:-1:window_shards], self._starts[-1])
         self._key = np.uint64(key_of("samples", seed, epoch, source))
 
@@ -159,8 +162,8 @@ def _checked(numbers: npt.ArrayLike, size: int) -> Ints:
 def _permute(numbers: Ints, size: _Words, key: _Words) -> Ints:
     """Map each number below its `size` under its `key`; both have one entry, or one per number.
 
-    A Feistel network on pairs (left < a, right < b) with a = ceil(sqrt(size)) and b = ceil(size / a): fewer than a of the a * b
-    pairs are outside, so hardly any number needs another step until it is inside again (cycle walking).
+    A Feistel network on pairs (left < a, right < b) with a = ceil(sqrt(size)) and b = ceil(size / a): fewer than a of
+    the a * b pairs are outside, so hardly any number needs another step until it is inside again (cycle walking).
     """
     a = np.ceil(np.sqrt(size)).astype(np.uint64)
     b = (size + a - np.uint64(1)) // np.maximum(a, np.uint64(1))

@@ -1,9 +1,10 @@
 """Samples into packed sequences, sequences onto ranks: full sequences, with vision work spread evenly.
 
-`pack` takes the samples in descending size and puts each into the sequence where it adds least to the sum of squares of the
-sequences' tokens and patches, both as fractions of the total: a text goes where tokens are fewest, an image also where patches are.
-It starts with as many sequences as the sums require and starts over with more when a sample fits in none. All arithmetic is in
-integers, so every machine packs alike. 4096 samples take about 20 ms, and as much again for each restart; two are rare.
+`pack` takes the samples in descending size and puts each into the sequence where it adds least to the sum of squares of
+the sequences' tokens and patches, both as fractions of the total: a text goes where tokens are fewest, an image also
+where patches are. It starts with as many sequences as the sums require and starts over with more when a sample fits in
+none. All arithmetic is in integers, so every machine packs alike. 4096 samples take about 20 ms, and as much again for
+each restart; two are rare.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def pack(tokens: npt.ArrayLike, patches: npt.ArrayLike, *, max_seq_len: int, max
 def assign(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Sequence numbers for each rank, ascending: balanced work, and numbers of sequences that differ by one at most.
 
-    Sequences are dealt in descending cost, one to each rank per round; in every round the costliest goes to the rank with least work.
+    Sequences are dealt in descending cost, one to each rank per round; in every round the costliest goes to the rank
+    with least work.
     """
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     work = [0.0] * num_ranks
@@ -72,7 +74,7 @@ def _fewest_sequences(sizes: Ints, limits: Ints) -> int:
 
 
 def _place(items: list[list[int]], max_seq_len: int, max_patches: int, num_sequences: int) -> list[int] | None:
-    """The sequence of each item (tokens, patches, and both as fractions of the total), or None when one fits nowhere."""
+    """The sequence of each item (tokens, patches, both as fractions of the total), or None if one fits nowhere."""
     token_load, patch_load, score, of_patches = np.zeros((4, num_sequences), np.int64)
     tokens_left, patches_left = np.full(num_sequences, max_seq_len), np.full(num_sequences, max_patches)
     chosen = []

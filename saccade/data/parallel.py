@@ -32,8 +32,8 @@ def in_processes(
 ) -> Iterator[Result]:
     """Yield `function(shared, job)` for each job as they finish. `shared` is sent once to each process.
 
-    With one worker, or one job, everything runs in this process. Processes are spawned, so function, shared and jobs must be
-    picklable, and a script that calls this needs `if __name__ == "__main__"`.
+    With one worker, or one job, everything runs in this process. Processes are spawned, so function, shared and jobs
+    must be picklable, and a script that calls this needs `if __name__ == "__main__"`.
     """
     num_workers = min(num_workers, len(jobs))
     if num_workers <= 1:

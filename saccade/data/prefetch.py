@@ -14,7 +14,7 @@ class Prefetcher(Generic[T]):
     """Runs a generator in a thread, a few items ahead. Read by one thread; starts with the first `next`."""
 
     def __init__(self, items: Generator[T], num_ahead: int, cancel: Callable[[], None]) -> None:
-        """`cancel`, called from another thread, makes `items` raise where it waits."""
+        """`cancel`, called from another thread, makes `items` raise while it waits."""
         self._items, self._cancel = items, cancel
         self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(num_ahead)
         self._is_closed = threading.Event()

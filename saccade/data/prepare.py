@@ -2,10 +2,10 @@
 
     open the inputs -> lock the folder -> items in order -> links downloaded -> shards, one by one
 
-The unit of work is a shard. When one is complete, `prepare.json` is replaced: the counts, and which items are done. A run that finds
-such a file resumes from it, so every item is used once however often the run was killed. Samples are in the order of their inputs,
-downloaded ones in the order they arrived. Image bytes are unchanged unless `resize_longest` is set. Nothing is filtered here beyond
-"is this a sample": that is curation.
+The unit of work is a shard. When one is complete, `prepare.json` is replaced: the counts, and which items are done. A
+run that finds such a file resumes from it, so every item is used once however often the run was killed. Samples are in
+the order of their inputs, downloaded ones in the order they arrived. Image bytes are unchanged unless `resize_longest`
+is set. Nothing is filtered here beyond "is this a sample": that is curation.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def prepare(
     options: PrepareOptions | None = None,
     on_progress: Callable[[PrepareReport], None] | None = None,
 ) -> PrepareReport:
-    """Write the samples of the inputs as shards into `out`; resumes an interrupted run with the same inputs and options.
+    """Write the samples of the inputs as shards into `out`; an interrupted run with the same options resumes.
 
     `on_progress` is called after every item with the current report.
     """
@@ -179,7 +179,7 @@ def _check_shards(folder: Path, report: PrepareReport) -> None:
 
 
 def _remove_unfinished(folder: Path, report: PrepareReport) -> None:
-    """Remove what a killed run left: temporary files, and a complete shard that is not in the report yet."""
+    """Remove the remains of a killed run: temporary files, and a complete shard that is not in the report yet."""
     for path in folder.iterdir():
         is_temporary = re.fullmatch(r"\.\d{5,}\.tar\.part", path.name) or path.name.startswith(TEMPORARY_PREFIX)
         shard = re.fullmatch(r"(\d{5,})\.tar", path.name)
@@ -188,15 +188,15 @@ def _remove_unfinished(folder: Path, report: PrepareReport) -> None:
 
 
 def _check_space(folder: Path, inputs: Sequence[Input], options: PrepareOptions, report: PrepareReport) -> None:
-    """Refuse early what clearly does not fit on the disk."""
+    """Refuse inputs that clearly do not fit on the disk."""
     if options.resize_longest is not None:
         return
     size = sum(part.num_bytes for entry in inputs if entry.kind in _WITH_IMAGES for part in entry.parts)
     free = shutil.disk_usage(folder).free
     if size - report.num_bytes > free:
         raise DataError(
-            f"{folder}: {free / 1e9:.1f} GB free, the shards need about {(size - report.num_bytes) / 1e9:.1f} GB. Free some "
-            "space, or choose a folder on another disk"
+            f"{folder}: {free / 1e9:.1f} GB free, the shards need about {(size - report.num_bytes) / 1e9:.1f} GB. Free "
+            "some space, or choose a folder on another disk"
         )
 
 
@@ -209,8 +209,8 @@ def _explain_write_errors(folder: Path, report: PrepareReport) -> Iterator[None]
         _remove_unfinished(folder, report)
         what = "no space left" if error.errno in _NO_SPACE else f"cannot be written ({error.strerror})"
         raise DataError(
-            f"{folder}: {what} after {report.num_shards} complete shards. Free some space and run the same command again: "
-            "it resumes"
+            f"{folder}: {what} after {report.num_shards} complete shards. Free some space and run the same command "
+            "again: it resumes"
         ) from error
 
 
@@ -228,7 +228,7 @@ def _write_shards(
     progress = Progress(report.next_item or (0, 0, 0), report.done_after)
     num_bytes = 0
     digits = max(4, len(str(options.samples_per_shard - 1)))
-    # limits are checked here, not by the writer: keys contain the number of the shard, and the report describes whole shards
+    # The writer checks no limits: keys contain the number of the shard, and the report describes whole shards.
     with (
         closing(_samples(inputs, options, progress)) as items,
         ShardWriter(folder, max_samples=options.samples_per_shard, max_bytes=2**62) as writer,
@@ -291,8 +291,8 @@ def _check_skipped_share(report: PrepareReport, options: PrepareOptions) -> None
     num_items = report.num_samples + report.num_skipped
     if num_items >= _MIN_CHECKED and report.num_skipped > options.max_skipped_share * num_items:
         raise DataError(
-            f"{report.num_skipped} of {num_items} items were skipped, more than max_skipped_share {options.max_skipped_share}. "
-            + _most_frequent(report)
+            f"{report.num_skipped} of {num_items} items were skipped, more than max_skipped_share "
+            f"{options.max_skipped_share}. " + _most_frequent(report)
         )
 
 

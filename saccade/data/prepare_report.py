@@ -1,7 +1,7 @@
 """`prepare.json`: the report of `data prepare`, and the state it resumes from.
 
-Replaced whenever a shard is complete, so it always describes complete shards only. Downloads complete in any order, so the state has
-two parts: the first item that is not done, and the items after it that are.
+Replaced whenever a shard is complete, so it always describes complete shards only. Downloads complete in any order, so
+the state has two parts: the first item that is not done, and the items after it that are.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ class InputReport:
 
 @dataclass
 class PrepareReport:
-    """Progress and result of a run, stored as `prepare.json` beside the shards."""
+    """Progress and result of a run, stored as `prepare.json` next to the shards."""
 
     settings: dict[str, Any]
     inputs: list[InputReport]
     num_shards: int = 0
     num_bytes: int = 0
-    """Of all shards."""
+    """Bytes of all shards."""
     next_item: ItemId | None = (0, 0, 0)
     """The first item that is not done; None when all are."""
     done_after: list[ItemRange] = field(default_factory=list)
@@ -168,7 +168,8 @@ class PrepareReport:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["version"] != VERSION:
                 raise DataError(
-                    f"{path}: version {content['version']}; this release writes version {VERSION}. Choose another folder"
+                    f"{path}: version {content['version']}; this release writes version {VERSION}. Choose another "
+                    "folder"
                 )
             item_id = content["next_item"]
             return PrepareReport(

@@ -2,10 +2,11 @@
 
     members  ->  images in order, text in one of seven forms  ->  one conversation per variant of the text
 
-The forms, first match wins: json `chosen` and `rejected` (a preference pair), json `messages` (OpenAI), json `conversations` (LLaVA),
-json `questions`, json `captions`, a `txt` member or json `caption` / `text`, a `cls` member. A pair is two conversations where pairs are
-trained on (`preference_pair`), and its chosen conversation everywhere else. A sample without images is a text-only conversation; one without text, or with an
-image in an unsupported format, is a `DataError`.
+The forms, first match wins: json `chosen` and `rejected` (a preference pair), json `messages` (OpenAI), json
+`conversations` (LLaVA), json `questions`, json `captions`, a `txt` member or json `caption` / `text`, a `cls` member. A
+pair is two conversations where pairs are trained on (`preference_pair`), and its chosen conversation everywhere else. A
+sample without images is a text-only conversation; one without text, or with an image in an unsupported format, is a
+`DataError`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ _NO_PROMPTS = TextRules(caption_prompt="", text_prompt="")
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Key and extension of a member's path: split at the first dot of its last part. None without a key or an extension.
+    """Key and extension of a member's path: split at the first dot of its last part.
+
+    None without a key or an extension.
 
     >>> split_name("./train/0001.0.JPG")
     ('train/0001', '0.jpg')
@@ -123,7 +126,7 @@ def _pictures(sample: Sample) -> list[bytes]:
 
 
 def texts(sample: Sample) -> list[str]:
-    """All text of a sample without our prompts: captions, questions and answers, messages."""
+    """All text of a sample without the prompts of `TextRules`: captions, questions and answers, messages."""
     contents = [message["content"] for messages in conversations(sample, _NO_PROMPTS) for message in messages]
     parts = [part for content in contents for part in ([{"text": content}] if isinstance(content, str) else content)]
     return [part["text"] for part in parts if part.get("text")]
@@ -249,7 +252,10 @@ def _items(value: object, name: str, sample: Sample) -> list[Mapping[str, Any]]:
 
 
 def _parts(content: object, where: str) -> list[str | None]:
-    """A message's content as texts and image marks. An image part is a mark, whatever it refers to: the images are members."""
+    """A message's content as texts and image marks.
+
+    An image part is a mark, whatever it refers to: the images are members.
+    """
     if isinstance(content, str):
         return _cut_marks(content)
     if not isinstance(content, list):
@@ -267,7 +273,7 @@ def _parts(content: object, where: str) -> list[str | None]:
 
 
 def _cut_marks(text: str) -> list[str | None]:
-    """Split text at its `<image>` marks; line breaks beside a mark are dropped."""
+    """Split text at its `<image>` marks; line breaks next to a mark are dropped."""
     if IMAGE_MARK not in text:
         return [text]
     parts: list[str | None] = []

@@ -2,8 +2,8 @@
 
     one or two coloured shapes -> a caption, or a question about each -> one sample
 
-A scene depends on its number and the seed alone. Held-out scenes combine things that are never together in a training scene: a model
-that remembers scenes instead of looking at their parts fails on them.
+A scene depends on its number and the seed alone. Held-out scenes combine things that are never together in a training
+scene: a model that remembers scenes instead of looking at their parts fails on them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def scene_sample(number: int, *, seed: int = 0, held_out: bool = False) -> Sampl
 
 
 def choose_things(rng: random.Random, *, held_out: bool) -> list[Thing]:
-    """Two things of different colour and different shape, so that each can be named by either; in training sometimes one."""
+    """Two things of different colour and shape, so that each can be named by either; in training sometimes one."""
     first = rng.choice(THINGS)
     if not held_out and rng.random() < SHARE_OF_ONE:
         return [first]

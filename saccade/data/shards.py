@@ -2,8 +2,8 @@
 
     path (folder, glob, braces, one tar, local or remote)  ->  list of ShardFile  ->  bytes by read_range
 
-A shard is a plain tar as WebDataset and img2dataset write it: files KEY.EXT, those of one key adjacent. Nothing here depends on an
-index.
+A shard is a plain tar as WebDataset and img2dataset write it: files KEY.EXT, those of one key adjacent. Nothing here
+depends on an index.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class ShardPath:
 
     @staticmethod
     def parse(path: str | Path) -> ShardPath:
-        """Parse a folder, a glob, names in braces, or one tar. Wildcards and braces are allowed in the last part of the path."""
+        """Parse a folder, a glob, names in braces, or one tar.
+
+        Wildcards and braces are allowed in the last part of the path.
+        """
         text = str(path).removeprefix("file://")
         if not text.endswith(".tar"):
             if re.search(r"[*?{]", text):
@@ -116,7 +119,7 @@ def _list_local(where: ShardPath) -> dict[str, int]:
 
 
 def _list_remote(where: ShardPath, config: StorageConfig) -> dict[str, int]:
-    """From the folder's listing; named files are requested one by one where a server lists nothing."""
+    """From the folder's listing; named files are requested one by one if a server lists nothing."""
     remote = storage.storage(config)
     named = where.named()
     try:
@@ -151,7 +154,10 @@ def _expand(pattern: str) -> list[str]:
 
 
 def read_range(file: ShardFile, offset: int, size: int, config: StorageConfig = _REMOTE) -> bytes:
-    """Read a range of a shard with one system call. A shard that became shorter is a `DataError`, other failures a `StorageError`."""
+    """Read a range of a shard with one system call.
+
+    A shard that became shorter is a `DataError`, other failures a `StorageError`.
+    """
     if file.is_remote:
         return storage.storage(config).read_range(file.url, file.num_bytes, offset, size)
     try:
@@ -176,9 +182,9 @@ def window(file: ShardFile, config: StorageConfig = _REMOTE) -> Window:
 def samples(tar: Window, load: Callable[[int, Member], T]) -> Iterator[tuple[str, list[tuple[str, Member, T]]] | Gap]:
     """Key and members of each sample, and a `Gap` wherever the tar is damaged.
 
-    `load` gets the item's number, samples and gaps counted, and a member; it is called while the member is in the window. A
-    sample is complete once another one, or the end of the tar, follows it; those on either side of a gap may lack members and are
-    left out.
+    `load` gets the item's number, samples and gaps counted, and a member; it is called while the member is in the
+    window. A sample is complete once another one, or the end of the tar, follows it; those on either side of a gap may
+    lack members and are left out.
     """
     number, key = 0, None
     parts: list[tuple[str, Member, T]] = []
@@ -208,8 +214,8 @@ def samples(tar: Window, load: Callable[[int, Member], T]) -> Iterator[tuple[str
 class ShardWriter:
     """Writes samples into numbered tars; a tar appears under its name when it is complete.
 
-    Numbers continue after the highest in the folder. The bytes depend on the samples alone: no times, no owners. A second writer
-    on the same folder is refused.
+    Numbers continue after the highest in the folder. The bytes depend on the samples alone: no times, no owners. A
+    second writer on the same folder is refused.
     """
 
     def __init__(self, folder: str | Path, *, max_samples: int = 10_000, max_bytes: int = 2**30) -> None:
@@ -232,7 +238,7 @@ class ShardWriter:
         return len(self._keys)
 
     def write(self, sample: Sample) -> None:
-        """Add a sample; starts a new shard where this one would exceed its limits."""
+        """Add a sample; starts a new shard if this one would exceed its limits."""
         files = [(f"{sample.key}.{name}", data) for name, data in sample.members.items()]
         self._check(sample, [name for name, _ in files])
         chunks = [
@@ -280,7 +286,7 @@ class ShardWriter:
         return self._folder / f".{self._number:05d}.tar.part"
 
     def _begin(self) -> BinaryIO:
-        """Open a new shard under a temporary name; overwrites what a crash left, but not the file of a running writer."""
+        """Open a new shard under a temporary name; overwrites one left by a crash, not that of a running writer."""
         file = self._temporary.open("ab", buffering=1 << 20)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

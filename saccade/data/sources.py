@@ -1,6 +1,7 @@
 """Open sources: the index of their shards and the lengths of their samples, both built on first use.
 
-Source -> index (built) -> lengths (measured) -> IndexedSource: sizes and lengths for the sampler, samples for the collator
+Source -> index (built) -> lengths (measured) -> IndexedSource: sizes and lengths for the sampler, samples for the
+collator
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ OnProgress = Callable[[str, ShardProgress], None]
 
 @dataclass(frozen=True)
 class IndexedSource:
-    """A source whose index is open and whose samples are measured. A sample is named by its shard and its number among the kept rows."""
+    """A source whose index is open and whose samples are measured.
+
+    A sample is named by its shard and its number among the kept rows.
+    """
 
     config: Source
     index: ShardIndex
@@ -124,8 +128,8 @@ def open_sources(
 ) -> list[IndexedSource]:
     """Open sources for a checkpoint; a missing index and missing lengths are built, which may be done ahead of a job.
 
-    `num_workers` None is one process per core for large folders. Several machines may measure the same folder at once: each takes
-    the shards that are not measured yet.
+    `num_workers` None is one process per core for large folders. Several machines may measure the same folder at once:
+    each takes the shards that are not measured yet.
     """
     several = [shards] if isinstance(shards, str | Path | Source) else shards
     configs = [one if isinstance(one, Source) else Source(path=one) for one in several]

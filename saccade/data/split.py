@@ -24,10 +24,10 @@ def split_shards(
 ) -> tuple[int, int]:
     """Copy the kept samples of `shards` into two new folders; returns their sizes.
 
-    The side of a sample depends on `seed` and the bytes of its images, so that an image stays on its side when samples are added.
-    Samples that share an image, directly or through others, are on one side. About `share` of them are held out, `max_held_out` at
-    most on average; at least one group is on each side. The samples are read twice. `on_progress` is called with "reading" or
-    "writing" after every sample.
+    The side of a sample depends on `seed` and the bytes of its images, so that an image stays on its side when samples
+    are added. Samples that share an image, directly or through others, are on one side. About `share` of them are held
+    out, `max_held_out` at most on average; at least one group is on each side. The samples are read twice.
+    `on_progress` is called with "reading" or "writing" after every sample.
     """
     if not 0 < share < 1:
         raise ConfigError(f"the held-out share is {share}, not between 0 and 1")

@@ -1,6 +1,6 @@
 """Reading files: local ones by ranges, remote ones (s3://, gs://, hf://, http(s)://) by cached chunks through fsspec.
 
-    range -> chunks of a fixed size -> cached chunk | ranged request with retries -> cache, least recently used chunks are evicted
+    range -> chunks of a fixed size -> cached chunk | ranged request with retries -> cache
 
 `chunk_cache.py` holds the chunks. Transient faults are retried with exponential backoff; any other fault is one
 `StorageError` that says what to do.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig:
-    """How shards are read and cached. Credentials and endpoints are configured as for fsspec and the cloud's own tools."""
+    """How shards are read and cached. Credentials and endpoints are those of fsspec and of the cloud's own tools."""
 
     cache_folder: str | None = None
     """Cache of remote chunks and indexes; None: $SACCADE_CACHE, else ~/.cache/saccade."""
@@ -105,7 +105,7 @@ class Storage:
         self._locks = [threading.Lock() for _ in range(256)]
 
     def list_folder(self, url: str, *, missing_ok: bool = False) -> dict[str, int | None]:
-        """Names of the files in a folder, and their sizes where the listing has them."""
+        """Names of the files in a folder, and their sizes if the listing has them."""
         try:
             entries = self._attempt(url, lambda: self._call(url, "ls", detail=True))
         except _AbsentError:
@@ -174,8 +174,8 @@ class Storage:
             data = bytes(self._call(url, "cat_file", start=offset, end=offset + size))
             if len(data) > size:
                 raise StorageError(
-                    f"{shown(url)}: requested {size} bytes, got {len(data)}: the server does not support range requests. "
-                    "Use one that does, or copy the shards to a local folder"
+                    f"{shown(url)}: requested {size} bytes, got {len(data)}: the server does not support range "
+                    "requests. Use one that does, or copy the shards to a local folder"
                 )
             if len(data) < size:
                 raise ConnectionError(f"received {len(data)} of {size} bytes")
@@ -208,7 +208,10 @@ class Storage:
         return self._filesystems[scheme]
 
     def _call(self, url: str, method: str, **arguments: Any) -> Any:
-        """Call a method of the filesystem. Asynchronous ones accept a timeout; the others buffer files unless disabled."""
+        """Call a method of the filesystem.
+
+        Asynchronous ones accept a timeout; the others buffer files unless disabled.
+        """
         filesystem = self._filesystem(url)
         if getattr(filesystem, "async_impl", False):
             arguments["timeout"] = self._config.timeout_s

@@ -2,9 +2,9 @@
 
     512-byte header, data padded to 512, next header ... a record of zeros ends the archive
 
-Formats: v7, ustar (name prefix), GNU (long names, large sizes), pax (path and size records). Directories, links, devices and
-sparse files are skipped. Header checksums are verified. Behind a damaged header the scan resumes at the next valid one, found by
-its ustar magic and checksum, and a `Gap` reports what was skipped.
+Formats: v7, ustar (name prefix), GNU (long names, large sizes), pax (path and size records). Directories, links,
+devices and sparse files are skipped. Header checksums are verified. After a damaged header the scan resumes at the
+next valid one, found by its ustar magic and checksum, and a `Gap` reports what was skipped.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def members(window: Window) -> Iterator[Member | Gap]:
 
 
 def _next_header(window: Window, offset: int) -> int:
-    """Offset of the first valid ustar, GNU or pax header at or behind `offset`, at any alignment; else the end of the file."""
+    """Offset of the first valid ustar, GNU or pax header from `offset` on, or the end of the file."""
     while offset + RECORD <= window.num_bytes:
         data = window.get(offset, min(_WINDOW_BYTES, window.num_bytes - offset))
         found = data.find(_MAGIC, _MAGIC_OFFSET)
@@ -120,7 +120,7 @@ def _next_header(window: Window, offset: int) -> int:
 
 
 def _data_size(header: bytes) -> int | None:
-    """The size field of a header; None where it is no valid header."""
+    """The size field of a header; None if the header is not valid."""
     if len(header) < RECORD or not _checksum_fits(header):
         return None
     size = _number(header[124:136])
@@ -175,7 +175,7 @@ def _size_record(records: dict[str, str], otherwise: int | None) -> int | None:
 
 
 def _sparse_bytes(window: Window, header: bytes, begin: int) -> int:
-    """Size of the extra headers behind the header of an old GNU sparse file."""
+    """Size of the extra headers after the header of an old GNU sparse file."""
     size, has_more = 0, header[482:483] == b"\1"
     while has_more:
         has_more = window.get(begin + size, RECORD)[504:505] == b"\1"

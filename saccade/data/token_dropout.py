@@ -1,6 +1,6 @@
-"""Token dropout: the model reads random tokens in place of some of the answer's, and still has to predict the original ones.
+"""Token dropout: the model reads random tokens in place of some of the answer, and still predicts the original ones.
 
-It then cannot rely on the words before alone: what it wants to say has to come from the image too. Control tokens and images are never
+So it cannot rely on the preceding words alone and has to look at the image. Control tokens and images are never
 replaced. Random numbers are a function of the stream's seed, the sample and the epoch, as those of augmentation.
 """
 
@@ -13,7 +13,7 @@ from saccade.processor.tokenizer import Tokenizer
 
 
 class TokenDropout:
-    """Draws which tokens are replaced, each with the same probability, and by which of the vocabulary, all with the same probability."""
+    """Draws the tokens to replace, each with the same probability, and their replacements from the whole vocabulary."""
 
     def __init__(self, probability: float, tokenizer: Tokenizer) -> None:
         self._probability, self._tokenizer, self._vocab_size = probability, tokenizer, tokenizer.vocab_size

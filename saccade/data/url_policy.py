@@ -1,9 +1,9 @@
 """The URL policy of downloads: only public addresses, on the usual ports (no SSRF).
 
-A list of URLs is untrusted input, and this machine may be inside a trusted network. A URL is parsed once, by the parser that also
-sends the request; a name is resolved once per connection, and the addresses that are checked are the ones connected to, so DNS
-rebinding gains nothing. A host whose last label is a number is an IPv4 address in some notation (WHATWG URL) and must be one in the
-usual notation: `127.1`, `0x7f.1` and `2130706433` never reach a resolver.
+A list of URLs is untrusted input, and this machine may be inside a trusted network. A URL is parsed once, by the parser
+that also sends the request; a name is resolved once per connection, and the addresses that are checked are the ones
+connected to, so DNS rebinding gains nothing. A host whose last label is a number is an IPv4 address in some notation
+(WHATWG URL) and must be one in the usual notation: `127.1`, `0x7f.1` and `2130706433` never reach a resolver.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOT_PUBLIC = [
     for network in (
         "192.0.0.0/24",  # protocol assignments, cloud metadata among them
         "192.88.99.0/24",  # relays into IPv6
-        "168.63.129.16/32",  # cloud metadata behind a public address
+        "168.63.129.16/32",  # cloud metadata at a public address
         "2001::/23",  # Teredo, ORCHID and other protocols
         "2001:db8::/32",
         "2002::/16",  # 6to4: an IPv4 address inside
@@ -45,7 +45,9 @@ class RefusedError(Exception):
 def is_public(address: str) -> bool:
     """Whether an address is on the public internet: not private, local, shared, reserved, multicast or translated."""
     ip = ipaddress.ip_address(address)
-    if isinstance(ip, ipaddress.IPv6Address) and ip not in _IPV6_UNICAST:  # so are IPv4-mapped addresses and NAT64
+    if (
+        isinstance(ip, ipaddress.IPv6Address) and ip not in _IPV6_UNICAST
+    ):  # this excludes IPv4-mapped addresses and NAT64
         return False
     if any(ip in network for network in _NOT_PUBLIC if network.version == ip.version):
         return False

@@ -1,8 +1,8 @@
 """Worker processes that collate packed sequences into shared memory.
 
-    trainer  --sample refs-->  worker: read, decode, pack into shared memory  --offsets of its tensors-->  trainer: tensors in place
+    trainer  --sample refs-->  worker: read, decode, pack into shared memory  --offsets-->  trainer: tensors in place
 
-A buffer is reused once the last tensor in it is freed: fresh pages are slow (1 of 4.5 ms per sample in a virtual machine).
+A buffer is reused once the last tensor in it is freed, because fresh pages are slow.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from saccade.workers.shared_memory import SharedMemory
 _QUEUE_DEPTH = 2
 """Sequences per worker, running and queued, so that a worker never waits for the trainer's process."""
 _ALIGNMENT = 64
-"""Of tensors in a buffer, bytes."""
+"""Alignment of tensors in a buffer, bytes."""
 
 
 # ------------------------------------------------------------------ shared memory
@@ -78,7 +78,7 @@ class SequenceBuffer:
         }
 
     def read(self, description: dict[str, Any], on_free: Callable[[], object]) -> CollateResult:
-        """The sequence, its tensors in place. `on_free` is called once none of them is left."""
+        """The sequence, its tensors in place. `on_free` is called once all of them are freed."""
         array = np.frombuffer(self._map(max(end for _, _, _, end in description["tensors"].values())), np.uint8)
         weakref.finalize(array, on_free).atexit = False
         content = torch.from_numpy(array)
@@ -142,8 +142,8 @@ class _CollateJob(Job[_Buffers, CollateResult]):
 
     def error(self, reason: str) -> DataError:
         return DataError(
-            f"{self.num_crashes} worker processes crashed on the same packed sequence: {reason}. If memory ran out, use fewer "
-            f"workers or a smaller max_seq_len; otherwise remove the sample that crashes them, one of: {self}"
+            f"{self.num_crashes} worker processes crashed on the same packed sequence: {reason}. If memory ran out, "
+            f"use fewer workers or a smaller max_seq_len; otherwise remove the sample that crashes them, one of: {self}"
         )
 
     def __str__(self) -> str:

@@ -16,8 +16,8 @@ from saccade.errors import ImageError
 from saccade.processor.image import FORMATS
 
 WORDS = [
-    "a", "red", "blue", "small", "old", "wooden", "boat", "house", "cat", "street", "under", "over", "beside", "the", "bright",
-    "sky", "river", "with", "two", "people",
+    "a", "red", "blue", "small", "old", "wooden", "boat", "house", "cat", "street", "under", "over", "beside", "the",
+    "bright", "sky", "river", "with", "two", "people",
 ]  # fmt: skip
 
 
@@ -85,7 +85,10 @@ def make_caption(seed=0, num_words=12):
 
 
 def make_sample(key, *, seed=0, width=96, height=64, text=None, num_images=1, fields=None, members=None, source="made"):
-    """A sample as img2dataset writes it: jpg (or 0.jpg, 1.jpg, ...), json, txt. `fields` go to the json, `members` replace all."""
+    """A sample as img2dataset writes it: jpg (or 0.jpg, 1.jpg, ...), json, txt.
+
+    `fields` go to the json, `members` replace all.
+    """
     if members is None:
         names = ["jpg"] if num_images == 1 else [f"{number}.jpg" for number in range(num_images)]
         members = {name: make_jpeg(width, height, seed + number) for number, name in enumerate(names)}

@@ -11,7 +11,10 @@ from pathlib import Path
 
 
 class Faults:
-    """What a server does wrong, and what it was asked. Every `every`-th request that reads content is answered with the fault."""
+    """What a server does wrong, and what it was asked.
+
+    Every `every`-th request that reads content is answered with the fault.
+    """
 
     def __init__(self, kind=None, every=3):
         self.kind, self.every = kind, every
@@ -138,7 +141,7 @@ def serve_folder(folder, kind=None, every=3):
 
 @contextlib.contextmanager
 def proxy_to(port, kind=None, every=3):
-    """The server on `port` behind faults: (URL, faults)."""
+    """The server on `port`, with faults in front of it: (URL, faults)."""
     faults = Faults(kind, every)
     with _running(functools.partial(_Proxy, port=port, faults=faults)) as own:
         yield f"http://127.0.0.1:{own}", faults

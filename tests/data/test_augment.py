@@ -1,4 +1,4 @@
-"""Augmentation: other pixels in every epoch, the same ones after a resume and for any ranks and workers, and none unless asked for."""
+"""Augmentation changes pixels in every epoch, alike after a resume and for any ranks and workers, and only if asked."""
 
 import numpy as np
 import pytest

@@ -16,7 +16,7 @@ from saccade.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A source whose lengths are a hash of shard, row and epoch: images of many sizes with captions, a share of texts."""
+    """A source with lengths hashed from shard, row and epoch: images of many sizes with captions, a share of texts."""
 
     name: str
     sizes: list[int]
@@ -166,7 +166,7 @@ def test_an_endless_stream_repeats_its_epochs():
 def test_an_epoch_is_divided_into_equal_packing_buffers():
     sampler = sampler_of([Synthetic("a", [50, 60])], num_epochs=2, packing_buffer_size=100)
     assert [len(ids(sampler.packing_buffer(number).sequences)) for number in range(4)] == [55, 55, 55, 55]
-    with pytest.raises(AssertionError, match="behind the end"):
+    with pytest.raises(AssertionError, match="after the end"):
         sampler.packing_buffer(4)
     cut = sampler_of([Synthetic("a", [50, 60])], num_samples=120, packing_buffer_size=100)
     assert [len(ids(cut.packing_buffer(number).sequences)) for number in range(3)] == [55, 55, 10]
@@ -179,7 +179,7 @@ def test_a_finished_stream_stays_finished():
 
 
 def test_packed_sequences_are_98_percent_full_and_vision_work_is_even_over_8_ranks():
-    """Three sources, one of them half text, in sequences of 16,384 tokens, 16 to a batch; batches run across buffers."""
+    """Three sources, one of them half text, in sequences of 16,384 tokens, 16 to a batch, across buffers."""
     sources = [Synthetic("a", [10_000] * 20), Synthetic("b", [5000] * 20, text_share=0.5), Synthetic("c", [1000] * 5)]
     sampler = sampler_of(
         sources, max_seq_len=16_384, max_patches=65_536, global_batch_size=16, packing_buffer_size=8192
@@ -259,7 +259,7 @@ def test_a_state_is_refused_by_a_sampler_of_other_settings_or_other_data():
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_limits_and_batch_size_may_change_on_a_resume_and_each_sample_still_comes_once(weighted):
-    """Twice in one packing buffer: the samples left in it are packed again, later buffers as if nothing had happened."""
+    """Twice in one packing buffer: its remaining samples are packed again, later buffers as before."""
     sources = three_sources(np.random.default_rng(9), weighted=weighted)
     settings = {"num_samples": 1000, "packing_buffer_size": 400}
     whole = [sequence for batch in sampler_of(sources, **settings).batches() for sequence in batch.sequences]

@@ -1,4 +1,4 @@
-"""A row is its samples one by one, as long as they were measured to be; what is bad is left out and named."""
+"""A packed sequence is its samples one by one, with the measured lengths; bad samples are left out and named."""
 
 import dataclasses
 import json
@@ -109,7 +109,7 @@ def test_the_fingerprint_is_of_the_processor_and_the_rules(checkpoint, tmp_path)
     assert Measurer(str(copy), RULES).fingerprint != fingerprint
 
 
-# ------------------------------------------------------------------ rows
+# ------------------------------------------------------------------ packed sequences
 
 
 def test_a_packed_sequence_is_its_samples_one_by_one(checkpoint, processor, tmp_path):
@@ -123,8 +123,12 @@ def test_a_packed_sequence_is_its_samples_one_by_one(checkpoint, processor, tmp_
     expected = processor([conversations(sample, RULES)[0] for sample in samples])
     assert_same_inputs(made.sequence.inputs, expected)
     assert made.sequence.sample_ids == [
-        "second/00000/000000001", "first/00000/000000000", "second/00001/two", "second/00001/text", "first/00000/000000002"
-    ]  # fmt: skip
+        "second/00000/000000001",
+        "first/00000/000000000",
+        "second/00001/two",
+        "second/00001/text",
+        "first/00000/000000002",
+    ]
     assert made.sequence.source_of_conversation == [1, 0, 1, 1, 0]
     assert made.sequence.source_names == ["first", "second"]
     assert made.bad == []
@@ -209,7 +213,7 @@ def test_a_picture_that_does_not_decode_is_skipped_and_named(checkpoint, process
     assert "truncated or corrupt" in made.bad[0].reason
 
 
-def test_samples_behind_the_end_of_a_cut_shard_are_bad(checkpoint, processor, folder):
+def test_samples_after_the_end_of_a_cut_shard_are_bad(checkpoint, processor, folder):
     samples = refs_of(folder, processor)
     collator = collator_of(checkpoint, folder)
     with (folder / "00000.tar").open("r+b") as tar:

@@ -1,4 +1,4 @@
-"""Curation through its public API: which samples are dropped, for which one reason, and that changing one's mind is cheap."""
+"""Curation through its public API: which samples are dropped, for which reason; new settings read no pixels."""
 
 import gc
 import os
@@ -143,8 +143,12 @@ def test_one_good_caption_of_several_is_enough_and_answers_may_be_short(tmp_path
         make_sample("mixed", seed=1, fields={"captions": ["dog", "A dog runs over the grass", "IMG_1.jpg"]}),
         make_sample("bad", seed=2, fields={"captions": ["IMG_1.jpg and", "x", "image not found"]}),
         make_sample("asked", seed=3, fields=question),
-        make_sample("shouted", seed=4, fields={"messages": [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "damn"}]}),
-    ]  # fmt: skip
+        make_sample(
+            "shouted",
+            seed=4,
+            fields={"messages": [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "damn"}]},
+        ),
+    ]
     settings = CurationSettings(blocked_words=("damn",))
     assert curated(tmp_path, samples, settings) == {
         "mixed": None,
@@ -158,9 +162,17 @@ def test_one_good_caption_of_several_is_enough_and_answers_may_be_short(tmp_path
 
 
 def test_scores_are_thresholds_on_numbers_of_the_json_and_absent_ones_are_reported(tmp_path, caplog):
-    values = [{"similarity": 0.35, "punsafe": 0.1}, {"similarity": 0.1, "punsafe": 0.0}, {"similarity": 0.3, "punsafe": 0.9}, {}, {"similarity": "high"}]  # fmt: skip
+    values = [
+        {"similarity": 0.35, "punsafe": 0.1},
+        {"similarity": 0.1, "punsafe": 0.0},
+        {"similarity": 0.3, "punsafe": 0.9},
+        {},
+        {"similarity": "high"},
+    ]
     samples = [make_sample(str(n), seed=n, fields=fields) for n, fields in enumerate(values)]
-    settings = CurationSettings(scores={"similarity": ScoreRange(min=0.2), "punsafe": ScoreRange(max=0.5, when_absent="drop")})  # fmt: skip
+    settings = CurationSettings(
+        scores={"similarity": ScoreRange(min=0.2), "punsafe": ScoreRange(max=0.5, when_absent="drop")}
+    )
     reasons = curated(tmp_path, samples, settings)
     assert list(reasons.values()) == [None, "score similarity", "score punsafe", "score punsafe", "score punsafe"]
     report = curate(tmp_path, settings, num_workers=1)

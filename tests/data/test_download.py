@@ -320,7 +320,7 @@ def test_one_private_address_among_public_ones_condemns_the_name(site):
 
 
 def site_and_its_port_elsewhere(host, other):
-    """A site, and a socket that listens on the same port of another address: another process may have it, so not every port will do."""
+    """A site, and a socket that listens on the same port of another address, if no other process has that port."""
     while True:
         site = Site(host)
         try:

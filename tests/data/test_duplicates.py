@@ -1,4 +1,4 @@
-"""Copies are found, similar pictures are not, the best of a group is kept; on synthetic pictures, and on photos of $SACCADE_DATA."""
+"""Copies are found, similar pictures are not, the best of a group is kept; synthetic pictures, and photos."""
 
 import io
 import os
@@ -238,8 +238,11 @@ def test_candidates_are_all_pairs_of_a_bucket_and_leaders_are_direct_copies():
         is_same = same[better, worse]
         better, worse = better[is_same], worse[is_same]
         expected = {
-            (a, b) for a in range(num_items) for b in range(a + 1, num_items) if same[a, b] and (bands[:, a] == bands[:, b]).any()
-        }  # fmt: skip
+            (a, b)
+            for a in range(num_items)
+            for b in range(a + 1, num_items)
+            if same[a, b] and (bands[:, a] == bands[:, b]).any()
+        }
         assert set(zip(better.tolist(), worse.tolist(), strict=True)) == expected
         leader = leaders(num_items, (better, worse))
         for item, lead in enumerate(leader.tolist()):
@@ -423,7 +426,7 @@ def test_copies_of_real_photos_are_found_and_no_two_photos_match(tmp_path):
 
 
 def test_edited_copies_of_real_photos_are_found(tmp_path):
-    """At the shares bench/data_duplicates.py prints for 500 copies, with room for 60; and no photo matches another one."""
+    """The shares are those that bench/data_duplicates.py prints for 500 copies, with room for 60 copies."""
     least = {"crop 1 %": 58, "crop 2.5 %": 57, "crop 5 %": 55, "logo": 50}
     photos = []
     with tarfile.open(flickr()[0]) as tar:

@@ -1,4 +1,4 @@
-"""The index says what is in the tars, notices when they change, survives crashes, and opens at once however large it is."""
+"""The index lists what is in the tars, detects changes, survives crashes, and opens at once at any size."""
 
 import json
 import os
@@ -255,7 +255,10 @@ def test_a_build_that_was_killed_resumes_and_scans_no_shard_twice(tmp_path):
     script = """
 import os, sys
 from saccade.data.index_builder import build_index
-build_index(sys.argv[1], num_workers=1, on_progress=lambda done: os.kill(os.getpid(), 9) if done.num_done == 2 else None)
+def die(done):
+    if done.num_done == 2:
+        os.kill(os.getpid(), 9)
+build_index(sys.argv[1], num_workers=1, on_progress=die)
 """
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -282,7 +285,8 @@ from data.making import slow_measure
 from saccade.data.index import open_index
 from saccade.data.lengths import Lengths
 if __name__ == "__main__":
-    Lengths(open_index(sys.argv[1], num_workers=1), "f").build(slow_measure, num_workers=2, on_progress=lambda done: print(flush=True))
+    lengths = Lengths(open_index(sys.argv[1], num_workers=1), "f")
+    lengths.build(slow_measure, num_workers=2, on_progress=lambda done: print(flush=True))
 """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", script, str(tmp_path)]
@@ -361,7 +365,7 @@ def test_a_damaged_shard_resynchronises_and_the_index_says_what_was_lost(tmp_pat
     assert report.lost_bytes == index.lost_bytes == resumed - fourth > 0
     assert f"{index.lost_bytes} bytes lost" in caplog.text
     keys = index.read(0, ["key"])["key"].to_pylist()
-    assert keys == [f"00000{number:04d}" for number in (0, 1, 4, 5, 6, 7)], "those beside the damage may lack members"
+    assert keys == [f"00000{number:04d}" for number in (0, 1, 4, 5, 6, 7)], "those next to the damage may lack members"
     assert all(row["error"] is None for row in index.read(0).to_pylist())
     listed = json.loads((tmp_path / "index" / "shards.json").read_text())
     assert listed["shards"][0]["lost_bytes"] == index.lost_bytes

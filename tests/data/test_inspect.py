@@ -30,8 +30,11 @@ def folder(tmp_path):
     samples += [
         make_sample("copy", members={**samples[0].members, "txt": b"a shorter text"}),
         make_sample("small", width=20, height=20, seed=40, source="web"),
-        make_sample("cut", members={"jpg": make_jpeg(256, 256, 3)[:4000], "txt": b"half of an image", "json": b'{"source": "web"}'}),
-    ]  # fmt: skip
+        make_sample(
+            "cut",
+            members={"jpg": make_jpeg(256, 256, 3)[:4000], "txt": b"half of an image", "json": b'{"source": "web"}'},
+        ),
+    ]
     write_samples(tmp_path / "00000.tar", samples[:6])
     write_samples(tmp_path / "00001.tar", samples[6:])
     return tmp_path
@@ -118,9 +121,13 @@ HOSTILE = [
 
 def test_the_page_is_complete_and_hostile_text_stays_text(tmp_path):
     samples = [
-        make_sample(f"k{n}", seed=n, text=text, source=text, fields={"license": text, text: 0.5}) for n, text in enumerate(HOSTILE)
-    ]  # fmt: skip
-    samples += [make_sample("<b>key", seed=50), make_sample("cut", members={"jpg": make_jpeg(256, 256, 3)[:3000], "txt": b"a <b>cut</b> image"})]  # fmt: skip
+        make_sample(f"k{n}", seed=n, text=text, source=text, fields={"license": text, text: 0.5})
+        for n, text in enumerate(HOSTILE)
+    ]
+    samples += [
+        make_sample("<b>key", seed=50),
+        make_sample("cut", members={"jpg": make_jpeg(256, 256, 3)[:3000], "txt": b"a <b>cut</b> image"}),
+    ]
     samples += [
         make_sample(
             "twin", members={"png": encode(make_picture(96, 64, 0), "PNG"), "txt": b"the <i>same</i> picture again"}

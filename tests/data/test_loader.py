@@ -159,7 +159,9 @@ def test_ranks_share_the_sequences_of_each_batch(three, opened):
         assert [len(share.sequences) for share in shares] == shares[0].sequences_per_rank
         assert shares[0].num_sequences == batch.num_sequences == len(batch.sequences)
         assert shares[0].max_sequences_per_rank == max(len(share.sequences) for share in shares)
-        assert {tuple(sequence.sample_ids) for share in shares for sequence in share.sequences} == {tuple(sequence.sample_ids) for sequence in batch.sequences}  # fmt: skip
+        assert {tuple(sequence.sample_ids) for share in shares for sequence in share.sequences} == {
+            tuple(sequence.sample_ids) for sequence in batch.sequences
+        }
         assert len({json.dumps(share.state) for share in [batch, *shares]}) == 1
     assert {len(batches) for batches in ranks} == {len(whole)}
 

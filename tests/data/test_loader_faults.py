@@ -1,4 +1,7 @@
-"""The stream when things go wrong: bad samples, cut shards, killed processes. Good samples come exactly once, or a clear error."""
+"""The stream when things go wrong: bad samples, cut shards, killed processes.
+
+Good samples come exactly once, or a clear error.
+"""
 
 import contextlib
 import json
@@ -35,7 +38,7 @@ def spoiled(sample):
 
 @pytest.fixture
 def partly_bad(tmp_path):
-    """200 samples in four shards, two of them with a picture that breaks off, two shards cut after they were indexed."""
+    """200 samples in four shards; two of them have a picture that breaks off."""
     folder = tmp_path / "photos"
     for shard in range(4):
         samples = [make_sample(f"{shard}{number:02d}", seed=number, width=60, height=60) for number in range(50)]

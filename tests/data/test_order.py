@@ -1,4 +1,4 @@
-"""The order of a stream: exact mixture proportions, epochs that are well shuffled, the same everywhere, nothing stored per sample."""
+"""The order of a stream: exact mixture proportions, well shuffled epochs, the same on every machine."""
 
 import math
 import time
@@ -94,7 +94,7 @@ def test_only_the_shards_of_one_window_are_in_use_at_a_time():
 
 
 def test_a_window_is_shuffled_as_well_as_by_chance():
-    """Figures for 16 shards of 5000: correlations under 0.017 (5 standard deviations), neighbours a third of the window apart."""
+    """16 shards of 5000: correlations under 0.017 (5 standard deviations), neighbours a third of the window apart."""
     shards, rows = whole(order_of([5000] * 16, window_shards=16))
     position = shards * 5000 + rows
     n = len(position)
@@ -107,7 +107,7 @@ def test_a_window_is_shuffled_as_well_as_by_chance():
 
 
 def test_batches_hold_the_shards_of_a_window_in_even_numbers():
-    """Chi-square of shard occupancy over 1000 batches of 80 of 16 shards, against drawing without order: within 5 deviations."""
+    """Chi-square of shard occupancy over 1000 batches of 80 from 16 shards is within 5 deviations of random draws."""
     shards, _ = whole(order_of([5000] * 16, window_shards=16))
     counts = np.stack([np.bincount(batch, minlength=16) for batch in np.split(shards, 1000)])
     chi_square, freedom = ((counts - 5) ** 2 / 5).sum(), 999 * 15
@@ -126,7 +126,7 @@ def test_positions_outside_the_epoch_are_refused():
 
 
 def test_positions_of_an_epoch_of_billions_are_found_at_once_in_little_memory():
-    """585,000 shards of 10,000: opening is well under a second, 10,000 positions take milliseconds; 20 MB at the most."""
+    """585,000 shards of 10,000: opening takes less than a second, 10,000 positions milliseconds, at most 20 MB."""
     sizes = np.full(585_000, 10_000)
     began = time.process_time()
     order = order_of(sizes, window_shards=16)

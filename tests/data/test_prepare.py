@@ -99,7 +99,13 @@ def test_inputs_of_several_kinds_become_one_folder_of_shards(tmp_path):
 def test_samples_carry_source_licence_and_their_id_in_the_input(tmp_path):
     prepare([make_captions(tmp_path / "coco")], tmp_path / "out")
     sample = samples_of(tmp_path / "out")["00000.tar", "000000003"]
-    assert description(sample) == {"captions": ["caption 3"], "file_name": "3.jpg", "id": "3", "source": "coco", "licence": "CC BY 4.0"}  # fmt: skip
+    assert description(sample) == {
+        "captions": ["caption 3"],
+        "file_name": "3.jpg",
+        "id": "3",
+        "source": "coco",
+        "licence": "CC BY 4.0",
+    }
     assert sample.members["jpg"] == make_jpeg(seed=3)
 
 
@@ -177,7 +183,7 @@ def test_large_shards_have_longer_keys(tmp_path):
     assert [key for _, key in samples_of(tmp_path / "out")] == ["0000000000", "0000000001"]
 
 
-def test_only_images_beyond_the_wanted_size_are_encoded_anew(tmp_path):
+def test_only_images_beyond_the_wanted_size_are_encoded_again(tmp_path):
     folder = tmp_path / "photos"
     folder.mkdir()
     originals = {
@@ -338,7 +344,7 @@ def test_a_killed_download_resumes_without_requesting_completed_shards_again(tmp
 
 
 def test_the_frontier_knows_what_is_used_however_items_end():
-    """Items end in any order; at any moment a new progress made from the record takes up exactly those that have not ended."""
+    """Items end in any order; a new progress made from the record at any time starts exactly the unfinished ones."""
     chance = random.Random(7)
     for _ in range(200):
         places = [
@@ -540,7 +546,11 @@ def test_a_full_disk_leaves_complete_shards_only_and_the_run_resumes(tmp_path):
         pytest.skip("needs a mount namespace")
     make_files(tmp_path / "photos", 60)
     (tmp_path / "disk").mkdir()
-    arguments = {"inputs": [str(tmp_path / "photos")], "options": {"samples_per_shard": 10, "resize_longest": 4096}, "out": str(tmp_path / "disk" / "out")}  # fmt: skip
+    arguments = {
+        "inputs": [str(tmp_path / "photos")],
+        "options": {"samples_per_shard": 10, "resize_longest": 4096},
+        "out": str(tmp_path / "disk" / "out"),
+    }
     run = f'"{sys.executable}" -c "$SCRIPT" "{TESTS.parent}" "$ARGUMENTS"'
     script = f"""
     cd {tmp_path} && mount -t tmpfs -o size=200k tmpfs disk || exit 77

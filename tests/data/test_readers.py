@@ -54,7 +54,7 @@ def write_images(folder, names):
     return folder
 
 
-# ------------------------------------------------------------------ one of each kind, also for the tests that hold for all
+# ------------------------------------------------------------------ one input of each kind
 
 
 def make_tars(folder):
@@ -262,20 +262,36 @@ def test_the_complete_samples_of_a_damaged_tar_are_read(tmp_path):
 def test_members_that_are_no_sample_have_their_reasons(tmp_path):
     jpeg = make_jpeg()
     files = [
-        ("a.jpg", jpeg), ("a.txt", b"fine"),
+        ("a.jpg", jpeg),
+        ("a.txt", b"fine"),
         ("b.jpg", jpeg),
         ("c.txt", b"text alone"),
-        ("d.jpg", b"<html>"), ("d.txt", b"fine"),
-        ("e.jpg", jpeg), ("e.json", b"{"),
+        ("d.jpg", b"<html>"),
+        ("d.txt", b"fine"),
+        ("e.jpg", jpeg),
+        ("e.json", b"{"),
         ("a.txt", b"again"),
         ("README", b"no sample"),
-        ("f.jpg", jpeg), ("f.txt", b"\xff\xfe"),
-        ("g.json", json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]}).encode()),
-    ]  # fmt: skip
+        ("f.jpg", jpeg),
+        ("f.txt", b"\xff\xfe"),
+        (
+            "g.json",
+            json.dumps(
+                {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]}
+            ).encode(),
+        ),
+    ]
     items = read(write_tar(tmp_path / "x.tar", files))
     assert reasons(items) == [
-        None, "no usable text", "no image", "not an image", "json unreadable", "key twice in a tar", "no usable text", None,
-    ]  # fmt: skip
+        None,
+        "no usable text",
+        "no image",
+        "not an image",
+        "json unreadable",
+        "key twice in a tar",
+        "no usable text",
+        None,
+    ]
 
 
 # ------------------------------------------------------------------ loose files
@@ -289,7 +305,13 @@ def test_loose_files_are_paired_by_name_in_all_folders(tmp_path):
 
 
 def test_loose_files_are_named_by_what_they_are(tmp_path):
-    for name, data in {"a.jpg": make_png(), "b.JPEG": make_jpeg(), "c.png": make_webp(), "d.jpg": b"nothing", "e.jpg": make_jpeg()}.items():  # fmt: skip
+    for name, data in {
+        "a.jpg": make_png(),
+        "b.JPEG": make_jpeg(),
+        "c.png": make_webp(),
+        "d.jpg": b"nothing",
+        "e.jpg": make_jpeg(),
+    }.items():
         (tmp_path / name).write_bytes(data)
         (tmp_path / name).with_suffix(".txt").write_text("text")
     (tmp_path / "e.png").write_bytes(make_png())
@@ -596,8 +618,14 @@ def test_vqa_needs_its_answers(tmp_path):
 def test_conversations_with_one_image_several_or_none(tmp_path):
     items = read(make_chat(tmp_path), images=tmp_path / "images")
     assert reasons(items) == [
-        None, "no usable text", None, "image path leaves the image folder", "image file missing", "no conversation", "not a JSON object",
-    ]  # fmt: skip
+        None,
+        "no usable text",
+        None,
+        "image path leaves the image folder",
+        "image file missing",
+        "no conversation",
+        "not a JSON object",
+    ]
     assert items[0].key == "one"
     assert description(items[0])["model"] == "llava"
     [conversation] = conversations(items[0], TextRules())
@@ -671,17 +699,24 @@ def test_a_table_gives_captions_and_questions(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("captions.csv", "file_name,text\n1.jpg,a boat\n1.jpg,the boat\n2.jpg,\"a house, red\"\n"),
+        ("captions.csv", 'file_name,text\n1.jpg,a boat\n1.jpg,the boat\n2.jpg,"a house, red"\n'),
         ("captions.csv", "Image| caption\n1.jpg| a boat\n1.jpg| the boat\n2.jpg| a house, red\n"),
         ("captions.tsv", 'image\tcaptions\n1.jpg\t["a boat", "the boat"]\n2.jpg\ta house, red\n'),
-        ("metadata.jsonl", '{"file_name": "1.jpg", "captions": ["a boat", "the boat"]}\n{"file_name": "2.jpg", "text": "a house, red"}\n'),
-        ("captions.json", '[{"image": "1.jpg", "captions": ["a boat", "the boat"]},\n {"image": "2.jpg", "caption": "a house, red"}]'),
+        (
+            "metadata.jsonl",
+            '{"file_name": "1.jpg", "captions": ["a boat", "the boat"]}\n'
+            '{"file_name": "2.jpg", "text": "a house, red"}\n',
+        ),
+        (
+            "captions.json",
+            '[{"image": "1.jpg", "captions": ["a boat", "the boat"]},\n {"image": "2.jpg", "caption": "a house, red"}]',
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_folder_of_images_with_a_table_of_captions_is_read(tmp_path, name, content):
     write_images(tmp_path, ["1.jpg", "2.jpg"])
     (tmp_path / name).write_text(content)
-    path = tmp_path / name if name.endswith(".json") else tmp_path  # of a folder, json files are of single images
+    path = tmp_path / name if name.endswith(".json") else tmp_path  # in a folder, each json file belongs to one image
     assert open_input(parse_input(str(path))).kind == "jsonl"
     samples = [item for item in read(path) if isinstance(item, Sample)]
     assert [texts(sample) for sample in samples] == [["a boat", "the boat"], ["a house, red"]]

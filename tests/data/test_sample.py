@@ -218,7 +218,11 @@ json_values = st.recursive(
 
 
 @repeatable
-@given(fields=st.dictionaries(st.sampled_from("messages conversations questions captions caption text".split()), json_values))  # noqa: SIM905  # fmt: skip
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(["messages", "conversations", "questions", "captions", "caption", "text"]), json_values
+    )
+)
 def test_any_json_gives_conversations_with_every_image_once_or_a_data_error(fields):
     sample = Sample("k", "s", {"jpg": b"J", "png": b"P", "json": json.dumps(fields).encode(), "txt": b"t"})
     try:

@@ -1,4 +1,4 @@
-"""Remote shards through real servers: exact bytes whatever fails on the way, a bounded cache that processes share, clear ends."""
+"""Remote shards through real servers: exact bytes in spite of faults, a bounded shared cache, clear errors."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Token dropout: random tokens in answers alone, labels as they were, and the same ones after a resume and with workers."""
+"""Token dropout: random tokens in answers alone, unchanged labels, the same draws after a resume and with workers."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from saccade.data.workers import SequenceBuffer
 from saccade.processor import Processor
 
 PATCHES = 4 * 6
-"""Of one image of 60 x 40 pixels."""
+"""Patches of one image of 60 x 40 pixels."""
 
 
 def collated(processor, into, *, num_images=1):

@@ -70,7 +70,9 @@ class Scripted:
 def run(task, folder, answers, **fields):
     """Evaluate a benchmark with scripted answers; the results, and the scores by name."""
     model = Scripted(answers)
-    config = EvaluationConfig(out=folder / "out", tasks=(TaskConfig(task=task, data=DataSpec(path=str(folder / "data"), **fields)),))  # fmt: skip
+    config = EvaluationConfig(
+        out=folder / "out", tasks=(TaskConfig(task=task, data=DataSpec(path=str(folder / "data"), **fields)),)
+    )
     results = evaluate(model, config)
     scores = {name: one["value"] for name, one in results.scores["tasks"][task]["metrics"].items()}
     groups = {name: one["value"] for name, one in results.scores["tasks"][task]["groups"].items()}
@@ -82,115 +84,338 @@ def run(task, folder, answers, **fields):
 ANSWERS = ["red", "Red.", "crimson"] + ["the red"] * 7
 SETS = {
     "docvqa": (
-        {"data/DocVQA/validation-00000-of-00002.parquet": [
-            {"questionId": "337", "question": "What is the date?", "question_types": ["form"], "image": shown(), "docId": 1,
-             "ucsf_document_id": "x", "ucsf_document_page_no": "1", "answers": ["1/8/93"], "data_split": "val"},
-         ],
-         "data/DocVQA/validation-00001-of-00002.parquet": [
-            {"questionId": "338", "question": "Who wrote?", "question_types": ["form"], "image": shown(), "docId": 1,
-             "ucsf_document_id": "x", "ucsf_document_page_no": "1", "answers": ["Ms. Ann", "ab"], "data_split": "val"},
-         ],
-         "data/DocVQA/test-00000-of-00001.parquet": [{"questionId": "1", "question": "no", "image": shown(), "answers": None}],
-         "data/InfographicVQA/validation-00000-of-00001.parquet": [{"questionId": "2", "question": "no", "image": shown(), "answers": ["x"]}]},
+        {
+            "data/DocVQA/validation-00000-of-00002.parquet": [
+                {
+                    "questionId": "337",
+                    "question": "What is the date?",
+                    "question_types": ["form"],
+                    "image": shown(),
+                    "docId": 1,
+                    "ucsf_document_id": "x",
+                    "ucsf_document_page_no": "1",
+                    "answers": ["1/8/93"],
+                    "data_split": "val",
+                },
+            ],
+            "data/DocVQA/validation-00001-of-00002.parquet": [
+                {
+                    "questionId": "338",
+                    "question": "Who wrote?",
+                    "question_types": ["form"],
+                    "image": shown(),
+                    "docId": 1,
+                    "ucsf_document_id": "x",
+                    "ucsf_document_page_no": "1",
+                    "answers": ["Ms. Ann", "ab"],
+                    "data_split": "val",
+                },
+            ],
+            "data/DocVQA/test-00000-of-00001.parquet": [
+                {"questionId": "1", "question": "no", "image": shown(), "answers": None}
+            ],
+            "data/InfographicVQA/validation-00000-of-00001.parquet": [
+                {"questionId": "2", "question": "no", "image": shown(), "answers": ["x"]}
+            ],
+        },
         {f"What is the date?{SHORT}": "1/8/93", f"Who wrote?{SHORT}": "abcd"},
-        {"anls": 0.75, "exact_match": 0.5}, {}, 32, 1,
+        {"anls": 0.75, "exact_match": 0.5},
+        {},
+        32,
+        1,
     ),
     "infovqa": (
-        {"data/InfographicVQA/validation-00000-of-00001.parquet": [{"questionId": "2", "question": "How many?", "image": shown(), "answers": ["5%"]}]},
-        {f"How many?{SHORT}": "5%"}, {"anls": 1.0, "exact_match": 1.0}, {}, 32, 1,
+        {
+            "data/InfographicVQA/validation-00000-of-00001.parquet": [
+                {"questionId": "2", "question": "How many?", "image": shown(), "answers": ["5%"]}
+            ]
+        },
+        {f"How many?{SHORT}": "5%"},
+        {"anls": 1.0, "exact_match": 1.0},
+        {},
+        32,
+        1,
     ),
     "textvqa": (
-        {"data/data/validation-00000-of-00003.parquet": [
-            {"image_id": "a", "question_id": 34602, "question": "what is the brand of THIS camera?", "image": shown(1), "answers": ["nous les gosses"] * 8 + ["dakota"] * 2, "ocr_tokens": ["x"]},
-            {"image_id": "b", "question_id": 34603, "question": "what colour?", "image": shown(2), "answers": ANSWERS, "ocr_tokens": ["x"]},
-         ]},
+        {
+            "data/data/validation-00000-of-00003.parquet": [
+                {
+                    "image_id": "a",
+                    "question_id": 34602,
+                    "question": "what is the brand of THIS camera?",
+                    "image": shown(1),
+                    "answers": ["nous les gosses"] * 8 + ["dakota"] * 2,
+                    "ocr_tokens": ["x"],
+                },
+                {
+                    "image_id": "b",
+                    "question_id": 34603,
+                    "question": "what colour?",
+                    "image": shown(2),
+                    "answers": ANSWERS,
+                    "ocr_tokens": ["x"],
+                },
+            ]
+        },
         {f"What is the brand of this camera?{SHORT}": "Dakota", f"What colour?{SHORT}": "A red"},
-        {"textvqa_accuracy": (0.6 + 1.0) / 2, "exact_match": 0.5}, {}, 32, 2,
+        {"textvqa_accuracy": (0.6 + 1.0) / 2, "exact_match": 0.5},
+        {},
+        32,
+        2,
     ),
     "vqav2": (
-        {"data/data/validation-00000-of-00068.parquet": [
-            {"question_type": "what", "multiple_choice_answer": "red", "image_id": 7, "answer_type": "other", "question_id": 70,
-             "answers": [{"answer": one, "answer_confidence": "yes", "answer_id": n} for n, one in enumerate(ANSWERS)],
-             "question": "What colour?", "image": shown()},
-            {"question_type": "is", "multiple_choice_answer": "no", "image_id": 7, "answer_type": "yes/no", "question_id": 71,
-             "answers": [{"answer": "no", "answer_confidence": "yes", "answer_id": n} for n in range(10)],
-             "question": "Is it?", "image": shown()},
-         ]},
+        {
+            "data/data/validation-00000-of-00068.parquet": [
+                {
+                    "question_type": "what",
+                    "multiple_choice_answer": "red",
+                    "image_id": 7,
+                    "answer_type": "other",
+                    "question_id": 70,
+                    "answers": [
+                        {"answer": one, "answer_confidence": "yes", "answer_id": n} for n, one in enumerate(ANSWERS)
+                    ],
+                    "question": "What colour?",
+                    "image": shown(),
+                },
+                {
+                    "question_type": "is",
+                    "multiple_choice_answer": "no",
+                    "image_id": 7,
+                    "answer_type": "yes/no",
+                    "question_id": 71,
+                    "answers": [{"answer": "no", "answer_confidence": "yes", "answer_id": n} for n in range(10)],
+                    "question": "Is it?",
+                    "image": shown(),
+                },
+            ]
+        },
         {f"What colour?{SHORT}": "red", f"Is it?{SHORT}": "No."},
-        {"vqa_accuracy": 1.0, "exact_match": 1.0}, {"other": 1.0, "yes/no": 1.0}, 16, 1,
+        {"vqa_accuracy": 1.0, "exact_match": 1.0},
+        {"other": 1.0, "yes/no": 1.0},
+        16,
+        1,
     ),
     "chartqa": (
-        {"data/data/test-00000-of-00001.parquet": [
-            {"type": "human_test", "question": "How many?", "answer": "14", "image": shown()},
-            {"type": "augmented_test", "question": "Which?", "answer": "Inspired", "image": shown(1)},
-         ]},
-        {"How many?\nAnswer the question with a single word.": "14.7", "Which?\nAnswer the question with a single word.": "inspire"},
-        {"relaxed_accuracy": 0.5, "exact_match": 0.0}, {"human": 1.0, "augmented": 0.0}, 16, 2,
+        {
+            "data/data/test-00000-of-00001.parquet": [
+                {"type": "human_test", "question": "How many?", "answer": "14", "image": shown()},
+                {"type": "augmented_test", "question": "Which?", "answer": "Inspired", "image": shown(1)},
+            ]
+        },
+        {
+            "How many?\nAnswer the question with a single word.": "14.7",
+            "Which?\nAnswer the question with a single word.": "inspire",
+        },
+        {"relaxed_accuracy": 0.5, "exact_match": 0.0},
+        {"human": 1.0, "augmented": 0.0},
+        16,
+        2,
     ),
     "ocrbench": (
-        {"data/data/test-00000-of-00001.parquet": [
-            {"dataset": "IIIT5K", "question": "what is written in the image?", "question_type": "Regular Text Recognition", "answer": ["CENTRE"], "image": shown()},
-            {"dataset": "HME100k", "question": "Write the formula.", "question_type": "Handwritten Mathematical Expression Recognition", "answer": ["x ^ 2 + 1"], "image": shown(1)},
-            {"dataset": "ocr", "question": "which?", "question_type": "Digit String Recognition", "answer": ["42"], "image": shown(2)},
-            {"dataset": "SROIE", "question": "total?", "question_type": "Key Information Extraction", "answer": ["9.00", "9"], "image": shown(3)},
-         ]},
-        {"what is written in the image?": "It says \uff23entre", "Write the formula.": "x^{2}+1", "which?": "the number 4 2", "total?": "RM 9"},
+        {
+            "data/data/test-00000-of-00001.parquet": [
+                {
+                    "dataset": "IIIT5K",
+                    "question": "what is written in the image?",
+                    "question_type": "Regular Text Recognition",
+                    "answer": ["CENTRE"],
+                    "image": shown(),
+                },
+                {
+                    "dataset": "HME100k",
+                    "question": "Write the formula.",
+                    "question_type": "Handwritten Mathematical Expression Recognition",
+                    "answer": ["x ^ 2 + 1"],
+                    "image": shown(1),
+                },
+                {
+                    "dataset": "ocr",
+                    "question": "which?",
+                    "question_type": "Digit String Recognition",
+                    "answer": ["42"],
+                    "image": shown(2),
+                },
+                {
+                    "dataset": "SROIE",
+                    "question": "total?",
+                    "question_type": "Key Information Extraction",
+                    "answer": ["9.00", "9"],
+                    "image": shown(3),
+                },
+            ]
+        },
+        {
+            "what is written in the image?": "It says \uff23entre",
+            "Write the formula.": "x^{2}+1",
+            "which?": "the number 4 2",
+            "total?": "RM 9",
+        },
         {"accuracy": 0.5},
-        {"Text Recognition": 0.5, "Key Information Extraction": 1.0, "Handwritten Mathematical Expression Recognition": 0.0}, 128, 4,
+        {
+            "Text Recognition": 0.5,
+            "Key Information Extraction": 1.0,
+            "Handwritten Mathematical Expression Recognition": 0.0,
+        },
+        128,
+        4,
     ),
     "pope": (
-        {"data/data/test-00000-of-00003.parquet": [
-            {"id": str(n), "question_id": str(n % 2), "question": f"Is there a {thing} in the image?", "answer": answer, "image_source": "COCO_1", "image": shown(), "category": category}
-            for n, (thing, answer, category) in enumerate([("dog", "yes", "random"), ("cat", "no", "random"), ("cup", "no", "popular"), ("car", "yes", "popular")])
-         ]},
-        {f"Is there a {thing} in the image?{SHORT}": said for thing, said in [("dog", "Yes"), ("cat", "no"), ("cup", "Yes, there is a cup."), ("car", "No")]},
-        {"accuracy": 0.5, "f1": 0.5, "precision": 0.5, "recall": 0.5, "yes_rate": 0.5}, {"random": 1.0, "popular": 0.0}, 128, 1,
+        {
+            "data/data/test-00000-of-00003.parquet": [
+                {
+                    "id": str(n),
+                    "question_id": str(n % 2),
+                    "question": f"Is there a {thing} in the image?",
+                    "answer": answer,
+                    "image_source": "COCO_1",
+                    "image": shown(),
+                    "category": category,
+                }
+                for n, (thing, answer, category) in enumerate(
+                    [
+                        ("dog", "yes", "random"),
+                        ("cat", "no", "random"),
+                        ("cup", "no", "popular"),
+                        ("car", "yes", "popular"),
+                    ]
+                )
+            ]
+        },
+        {
+            f"Is there a {thing} in the image?{SHORT}": said
+            for thing, said in [("dog", "Yes"), ("cat", "no"), ("cup", "Yes, there is a cup."), ("car", "No")]
+        },
+        {"accuracy": 0.5, "f1": 0.5, "precision": 0.5, "recall": 0.5, "yes_rate": 0.5},
+        {"random": 1.0, "popular": 0.0},
+        128,
+        1,
     ),
     "ai2d": (
-        {"data/data/test-00000-of-00001.parquet": [
-            {"question": "Which is it?", "options": ["leaf", "root", "stem"], "answer": "1", "image": shown()},
-            {"question": "What eats?", "options": ["fox", "hare"], "answer": "0", "image": shown(1)},
-         ]},
+        {
+            "data/data/test-00000-of-00001.parquet": [
+                {"question": "Which is it?", "options": ["leaf", "root", "stem"], "answer": "1", "image": shown()},
+                {"question": "What eats?", "options": ["fox", "hare"], "answer": "0", "image": shown(1)},
+            ]
+        },
         {f"Which is it?\nA. leaf\nB. root\nC. stem{LETTER}": "B. root", f"What eats?\nA. fox\nB. hare{LETTER}": "B"},
-        {"accuracy": 0.5}, {}, 16, 2,
+        {"accuracy": 0.5},
+        {},
+        16,
+        2,
     ),
     "scienceqa": (
-        {"data/ScienceQA-IMG/test-00000-of-00001.parquet": [
-            {"image": shown(), "question": "Which state?", "choices": ["Ohio", "Utah"], "answer": 1, "hint": "", "subject": "social science"},
-            {"image": shown(1), "question": "Which force?", "choices": ["pull", "push"], "answer": 0, "hint": "Look.", "subject": "natural science"},
-         ],
-         "data/ScienceQA-FULL/test-00000-of-00001.parquet": [{"image": shown(), "question": "no"}]},
-        {f"Which state?\nA. Ohio\nB. Utah{LETTER}": "b", f"Context: Look.\nWhich force?\nA. pull\nB. push{LETTER}": "A"},
-        {"accuracy": 1.0}, {"social science": 1.0, "natural science": 1.0}, 16, 2,
+        {
+            "data/ScienceQA-IMG/test-00000-of-00001.parquet": [
+                {
+                    "image": shown(),
+                    "question": "Which state?",
+                    "choices": ["Ohio", "Utah"],
+                    "answer": 1,
+                    "hint": "",
+                    "subject": "social science",
+                },
+                {
+                    "image": shown(1),
+                    "question": "Which force?",
+                    "choices": ["pull", "push"],
+                    "answer": 0,
+                    "hint": "Look.",
+                    "subject": "natural science",
+                },
+            ],
+            "data/ScienceQA-FULL/test-00000-of-00001.parquet": [{"image": shown(), "question": "no"}],
+        },
+        {
+            f"Which state?\nA. Ohio\nB. Utah{LETTER}": "b",
+            f"Context: Look.\nWhich force?\nA. pull\nB. push{LETTER}": "A",
+        },
+        {"accuracy": 1.0},
+        {"social science": 1.0, "natural science": 1.0},
+        16,
+        2,
     ),
     "realworldqa": (
-        {"data/data/test-00000-of-00002.parquet": [
-            {"image": shown(), "image_path": "0.webp", "question": "Which way?\n\nA. Left.\nB. Right.\nPlease answer directly.", "answer": "A"},
-            {"image": shown(1), "image_path": "1.webp", "question": "How many cars?", "answer": "3"},
-         ]},
+        {
+            "data/data/test-00000-of-00002.parquet": [
+                {
+                    "image": shown(),
+                    "image_path": "0.webp",
+                    "question": "Which way?\n\nA. Left.\nB. Right.\nPlease answer directly.",
+                    "answer": "A",
+                },
+                {"image": shown(1), "image_path": "1.webp", "question": "How many cars?", "answer": "3"},
+            ]
+        },
         {"Which way?\n\nA. Left.\nB. Right.\nPlease answer directly.": "A.", "How many cars?": "3."},
-        {"accuracy": 1.0}, {}, 16, 2,
+        {"accuracy": 1.0},
+        {},
+        16,
+        2,
     ),
     "mmstar": (
-        {"data/mmstar.parquet": [
-            {"index": n, "question": f"{n}?\nOptions: A: x, B: y, C: z, D: w", "image": shown(n), "answer": "B", "category": category, "l2_category": fine, "meta_info": {"source": "MMBench"}}
-            for n, (category, fine) in enumerate([("math", "geometry")] * 3 + [("math", "statistical reasoning")] + [("coarse perception", "image emotion")])
-         ]},
-        {f"{n}?\nOptions: A: x, B: y, C: z, D: w{LETTER[:-1]}": said for n, said in enumerate(["B", "A", "C", "B: y", "none"])},
-        {"average": (1 / 3 + 1 + 0) / 3, "accuracy": 0.4}, {"math": (1 / 3 + 1) / 2, "coarse perception": 0.0}, 16, 5,
+        {
+            "data/mmstar.parquet": [
+                {
+                    "index": n,
+                    "question": f"{n}?\nOptions: A: x, B: y, C: z, D: w",
+                    "image": shown(n),
+                    "answer": "B",
+                    "category": category,
+                    "l2_category": fine,
+                    "meta_info": {"source": "MMBench"},
+                }
+                for n, (category, fine) in enumerate(
+                    [("math", "geometry")] * 3
+                    + [("math", "statistical reasoning")]
+                    + [("coarse perception", "image emotion")]
+                )
+            ]
+        },
+        {
+            f"{n}?\nOptions: A: x, B: y, C: z, D: w{LETTER[:-1]}": said
+            for n, said in enumerate(["B", "A", "C", "B: y", "none"])
+        },
+        {"average": (1 / 3 + 1 + 0) / 3, "accuracy": 0.4},
+        {"math": (1 / 3 + 1) / 2, "coarse perception": 0.0},
+        16,
+        5,
     ),
     "mme": (
-        {"data/data/test-00000-of-00004.parquet": [
-            {"question_id": f"{category}/{image}.png", "image": shown(image), "question": f"{category} {image} {answer}? Please answer yes or no.", "answer": answer, "category": category}
-            for category, image in (("existence", 1), ("existence", 2), ("OCR", 3), ("code_reasoning", 4)) for answer in ("Yes", "No")
-         ]},
-        {f"{category} {image} {answer}?{SHORT}": said for (category, image, answer), said in {
-            ("existence", 1, "Yes"): "Yes, it is.", ("existence", 1, "No"): "no", ("existence", 2, "Yes"): "Yes", ("existence", 2, "No"): "Yes",
-            ("OCR", 3, "Yes"): "y", ("OCR", 3, "No"): "N", ("code_reasoning", 4, "Yes"): "It is", ("code_reasoning", 4, "No"): "No."}.items()},
-        {"perception": (75 + 50) + 200, "cognition": 50.0, "accuracy": 0.75}, {}, 16, 4,
+        {
+            "data/data/test-00000-of-00004.parquet": [
+                {
+                    "question_id": f"{category}/{image}.png",
+                    "image": shown(image),
+                    "question": f"{category} {image} {answer}? Please answer yes or no.",
+                    "answer": answer,
+                    "category": category,
+                }
+                for category, image in (("existence", 1), ("existence", 2), ("OCR", 3), ("code_reasoning", 4))
+                for answer in ("Yes", "No")
+            ]
+        },
+        {
+            f"{category} {image} {answer}?{SHORT}": said
+            for (category, image, answer), said in {
+                ("existence", 1, "Yes"): "Yes, it is.",
+                ("existence", 1, "No"): "no",
+                ("existence", 2, "Yes"): "Yes",
+                ("existence", 2, "No"): "Yes",
+                ("OCR", 3, "Yes"): "y",
+                ("OCR", 3, "No"): "N",
+                ("code_reasoning", 4, "Yes"): "It is",
+                ("code_reasoning", 4, "No"): "No.",
+            }.items()
+        },
+        {"perception": (75 + 50) + 200, "cognition": 50.0, "accuracy": 0.75},
+        {},
+        16,
+        4,
     ),
-}  # fmt: skip
-"""By task: files, the answer to each published prompt, the published scores and those of groups, maximum tokens, different images."""
+}
+"""By task: files, the answer to each published prompt, the published scores and those of groups, maximum tokens,
+different images."""
 
 
 @pytest.mark.parametrize("task", SETS)
@@ -215,14 +440,28 @@ def test_every_published_benchmark_has_an_example_here():
 
 def mmmu_row(name, question, options, answer, kind="multiple-choice", **images):
     columns = {f"image_{n}": images.get(f"image_{n}") for n in range(1, 8)}
-    return {"id": name, "question": question, "options": str(options), "explanation": "", "answer": answer, "question_type": kind} | columns  # fmt: skip
+    return {
+        "id": name,
+        "question": question,
+        "options": str(options),
+        "explanation": "",
+        "answer": answer,
+        "question_type": kind,
+    } | columns
 
 
 MMMU = [
-    mmmu_row("validation_Art_1", "Who painted <image 1>?", ["Monet", "<image 2>", "Klee"], "B", image_1=shown(1), image_2=shown(2)),
+    mmmu_row(
+        "validation_Art_1",
+        "Who painted <image 1>?",
+        ["Monet", "<image 2>", "Klee"],
+        "B",
+        image_1=shown(1),
+        image_2=shown(2),
+    ),
     mmmu_row("validation_Math_2", "<image 1> What is the area?", [], "['24', 'twenty-four']", "open", image_1=shown(3)),
     mmmu_row("validation_Art_Theory_3", "Name it: <image 1>", ["a", "b"], "A", image_1=shown(4)),
-]  # fmt: skip
+]
 MMMU_ANSWERS = {
     f"Who painted<>?\nA. Monet\nB.<>C. Klee\n{LETTER}": "B",
     f"What is the area?\n{SHORT}": "So the area is 6 * 4 = 24.0",
@@ -264,7 +503,7 @@ def test_images_without_a_mark_come_first_and_a_second_mark_stays_text():
         ("The result is 3.5e2", ["350"], True),
         ("It is a Bronze sculpture.", ["bronze"], True),
         ("bronze\nso it is made of silver", ["bronze"], False),  # the part after `so` or `is` is the answer
-        ("I guess gold", ["gold"], True),  # the whole answer where nothing says which part
+        ("I guess gold", ["gold"], True),  # the whole answer if nothing says which part
         ("x = 5", ["5"], True),
         ("so bond", ["d"], False),  # a single character only next to a space
         ("x = bond\ny", ["bond y"], False),  # the whole has its line break
@@ -285,10 +524,30 @@ def mmbench_rows():
     first = [["cat", "dog", "fox"], ["fox", "cat", "dog"], ["dog", "fox", "cat"]]
     rows = []
     for number, (choices, answer) in enumerate(zip(first, "BCA", strict=True)):
-        rows.append({"index": 241 + number * 1_000_000, "question": "Which?", "hint": "Look.", "answer": answer, "image": shown(1)} | dict(zip("ABC", choices, strict=True)) | {"D": "bear", "L2-category": "logic_reasoning"})  # fmt: skip
+        rows.append(
+            {
+                "index": 241 + number * 1_000_000,
+                "question": "Which?",
+                "hint": "Look.",
+                "answer": answer,
+                "image": shown(1),
+            }
+            | dict(zip("ABC", choices, strict=True))
+            | {"D": "bear", "L2-category": "logic_reasoning"}
+        )
     for number, answer in enumerate("AB"):
         choices = dict(zip("ABC", ["up", "down", "left"] if number == 0 else ["left", "up", "down"], strict=True))
-        rows.append({"index": 252 + number * 1_000_000, "question": "Where?", "hint": "nan", "answer": answer, "image": shown(2)} | choices | {"D": "nan", "L2-category": "relation_reasoning"})  # fmt: skip
+        rows.append(
+            {
+                "index": 252 + number * 1_000_000,
+                "question": "Where?",
+                "hint": "nan",
+                "answer": answer,
+                "image": shown(2),
+            }
+            | choices
+            | {"D": "nan", "L2-category": "relation_reasoning"}
+        )
     extra = {"category": "x", "source": "y", "comment": "nan", "split": "dev"}
     return [row | extra for row in rows]
 
@@ -304,7 +563,11 @@ def write_tsv(path, rows):
     path.parent.mkdir(parents=True)
     seen = {}
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["index", *[name for name in rows[0] if name not in ("index", "L2-category")], "l2-category"], delimiter="\t")  # fmt: skip
+        writer = csv.DictWriter(
+            file,
+            ["index", *[name for name in rows[0] if name not in ("index", "L2-category")], "l2-category"],
+            delimiter="\t",
+        )
         writer.writeheader()
         for row in rows:
             data = row["image"]["bytes"]
@@ -347,8 +610,9 @@ def test_textvqa_normalizes_commas_question_marks_and_genitives_before_vqa_does(
 
 def test_images_of_several_row_groups_are_read_when_they_are_needed(tmp_path):
     rows = [
-        {"type": "human_test", "question": str(n), "answer": "x", "image": shown(n // 2, list(COLOURS)[n % 2])} for n in range(30)
-    ]  # fmt: skip
+        {"type": "human_test", "question": str(n), "answer": "x", "image": shown(n // 2, list(COLOURS)[n % 2])}
+        for n in range(30)
+    ]
     write_parquet(tmp_path / "data" / "test-00000-of-00001.parquet", rows, row_group_size=4)
     examples = read_examples(DataSpec(path=str(tmp_path)), TASKS["chartqa"].published)
     found = {}
@@ -374,7 +638,9 @@ def test_a_benchmark_may_be_one_file_or_a_folder_of_its_files(tmp_path):
 
 def test_what_is_not_the_published_layout_is_refused_with_the_reason(tmp_path):
     def refused(error, task, message, **fields):
-        config = EvaluationConfig(out=tmp_path / "out", tasks=(TaskConfig(task=task, data=DataSpec(path=str(tmp_path), **fields)),))  # fmt: skip
+        config = EvaluationConfig(
+            out=tmp_path / "out", tasks=(TaskConfig(task=task, data=DataSpec(path=str(tmp_path), **fields)),)
+        )
         with pytest.raises(error, match=message):
             evaluate(Scripted({}), config)
 
@@ -433,7 +699,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def test_a_benchmark_without_data_comes_from_the_hub_and_only_its_files_do(tmp_path):
-    """A hub on loopback with the files of two configurations; one command downloads, a second one finds them in the cache."""
+    """A hub on loopback with two configurations: one command downloads, a second one finds the files in the cache."""
     published = tmp_path / "hub"
     for name, rows in SETS["docvqa"][0].items():
         write_parquet(published / Path(name).relative_to("data"), rows)
@@ -452,9 +718,21 @@ def test_a_benchmark_without_data_comes_from_the_hub_and_only_its_files_do(tmp_p
             files = sorted(file for file in published.rglob("*") if file.is_file())
             names = [file.relative_to(published).as_posix() for file in files]
             if path.startswith("/api/datasets/lmms-lab-encoder/DocVQA"):
-                tree = [{"type": "file", "path": name, "size": file.stat().st_size, "oid": "0" * 40} for name, file in zip(names, files, strict=True)]  # fmt: skip
-                info = {"id": "lmms-lab-encoder/DocVQA", "sha": COMMIT, "private": False, "siblings": [{"rfilename": name} for name in names]}  # fmt: skip
-                return self.reply(json.dumps(tree if "/tree/" in path else info).encode(), {"Content-Type": "application/json"}, with_body)  # fmt: skip
+                tree = [
+                    {"type": "file", "path": name, "size": file.stat().st_size, "oid": "0" * 40}
+                    for name, file in zip(names, files, strict=True)
+                ]
+                info = {
+                    "id": "lmms-lab-encoder/DocVQA",
+                    "sha": COMMIT,
+                    "private": False,
+                    "siblings": [{"rfilename": name} for name in names],
+                }
+                return self.reply(
+                    json.dumps(tree if "/tree/" in path else info).encode(),
+                    {"Content-Type": "application/json"},
+                    with_body,
+                )
             name = path.removeprefix(f"/datasets/lmms-lab-encoder/DocVQA/resolve/{COMMIT}/")
             if name not in names:
                 self.send_response(404)
@@ -464,7 +742,9 @@ def test_a_benchmark_without_data_comes_from_the_hub_and_only_its_files_do(tmp_p
             if with_body:
                 served.append(name)
             data = (published / name).read_bytes()
-            return self.reply(data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}, with_body)  # fmt: skip
+            return self.reply(
+                data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}, with_body
+            )
 
         def reply(self, body, headers, with_body):
             self.send_response(200)
@@ -485,9 +765,12 @@ def test_a_benchmark_without_data_comes_from_the_hub_and_only_its_files_do(tmp_p
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         environment = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        }  # fmt: skip
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HOME": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
         codes = [script.format(task) for task in ("docvqa", "docvqa", "mmmu")]
         first, again, missing = run_forked(codes, tmp_path, ("huggingface_hub", "saccade.evaluate.run"), **environment)
         server.shutdown()
@@ -513,7 +796,14 @@ def test_real_charts_in_the_published_layout_are_evaluated_as_in_shards(command,
             key = name.removesuffix(".json")
             image = {"bytes": members[f"{key}.jpg"], "path": f"{key}.jpg"}
             for asked in json.loads(members[name])["questions"]:
-                rows.append({"type": f"{asked['kind']}_test", "question": asked["question"], "answer": asked["answer"], "image": image})  # fmt: skip
+                rows.append(
+                    {
+                        "type": f"{asked['kind']}_test",
+                        "question": asked["question"],
+                        "answer": asked["answer"],
+                        "image": image,
+                    }
+                )
     write_parquet(tmp_path / "data" / "data" / "test-00000-of-00001.parquet", rows, row_group_size=100)
     found = {}
     for name, data in (("published", tmp_path / "data"), ("shards", f"{shards}/{tars[0].name}")):

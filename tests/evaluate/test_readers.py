@@ -111,14 +111,44 @@ def fields(examples):
     [
         ("coco", COCO, [("7", None, ("a red wall", "the wall is red"), (), "", 1)]),
         ("vqa", VQA, [("70", "What colour?", ("red",) * 9 + ("crimson",), (), "other", 1)]),
-        ("chartqa", CHARTQA, [("test_augmented/0", "Which year?", ("1999",), (), "augmented", 1), ("test_human/0", "How high is it?", ("12",), (), "human", 1)]),
-        ("nlvr", NLVR, [("dev/12-0", 'Is this statement true of the image? "There is a red wall."', ("yes",), (), "", 1)]),
-        ("nlvr", NLVR2, [("dev/dev-8-0-1", 'Is this statement true of the two images? "Both are red."', ("no",), (), "", 2)]),
-        ("pope", POPE, [("coco_pope_popular/1", "Is there a wall in the image?", ("yes",), (), "popular", 1), ("coco_pope_random/1", "Is there a dog in the image?", ("no",), (), "random", 1)]),
-        ("jsonl", JSONL, [("x", "Which?", ("blue",), ("red", "blue"), "easy", 1), ("2", "How many?", ("2",), (), "", 2), ("3", None, ("a wall", "blue wall"), (), "", 1)]),
+        (
+            "chartqa",
+            CHARTQA,
+            [
+                ("test_augmented/0", "Which year?", ("1999",), (), "augmented", 1),
+                ("test_human/0", "How high is it?", ("12",), (), "human", 1),
+            ],
+        ),
+        (
+            "nlvr",
+            NLVR,
+            [("dev/12-0", 'Is this statement true of the image? "There is a red wall."', ("yes",), (), "", 1)],
+        ),
+        (
+            "nlvr",
+            NLVR2,
+            [("dev/dev-8-0-1", 'Is this statement true of the two images? "Both are red."', ("no",), (), "", 2)],
+        ),
+        (
+            "pope",
+            POPE,
+            [
+                ("coco_pope_popular/1", "Is there a wall in the image?", ("yes",), (), "popular", 1),
+                ("coco_pope_random/1", "Is there a dog in the image?", ("no",), (), "random", 1),
+            ],
+        ),
+        (
+            "jsonl",
+            JSONL,
+            [
+                ("x", "Which?", ("blue",), ("red", "blue"), "easy", 1),
+                ("2", "How many?", ("2",), (), "", 2),
+                ("3", None, ("a wall", "blue wall"), (), "", 1),
+            ],
+        ),
     ],
     ids=["coco", "vqa", "chartqa", "nlvr", "nlvr2", "pope", "jsonl"],
-)  # fmt: skip
+)
 def test_a_published_folder_is_recognized_and_read(tmp_path, kind, files, expected):
     folder = write(tmp_path, files)
     assert detect(str(folder)) == kind
@@ -185,9 +215,15 @@ def test_a_missing_path_and_an_unknown_format_are_refused(tmp_path):
     [
         ("captions.csv", "image,caption,width\na.png,a red wall,40\na.png,the wall is red,40\nb.png,a blue wall,40\n"),
         ("metadata.csv", 'file_name,text\na.png,"[""a red wall"", ""the wall is red""]"\nb.png,a blue wall\n'),
-        ("metadata.jsonl", lines({"file_name": "a.png", "captions": ["a red wall", "the wall is red"], "width": 40}, {"file_name": "b.png", "text": "a blue wall"})),
+        (
+            "metadata.jsonl",
+            lines(
+                {"file_name": "a.png", "captions": ["a red wall", "the wall is red"], "width": 40},
+                {"file_name": "b.png", "text": "a blue wall"},
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_folder_of_images_with_a_table_of_captions_is_read(tmp_path, name, content):
     """The tables that `data prepare` reads."""
     folder = write(tmp_path, {"a.png": picture("red"), "b.png": picture("blue"), name: content})

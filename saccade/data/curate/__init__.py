@@ -1,10 +1,11 @@
-"""Curation: decide which samples are kept. Decisions are written beside the shards and applied when they are read.
+"""Curation: decide which samples are kept. Decisions are written next to the shards and applied when they are read.
 
     from saccade.data.curate import CurationSettings, curate
     report = curate("shards/", CurationSettings(min_side=128, languages=("en",)))
 
     features.py       bytes -> features, one file per shard, measured in parallel; the only step that reads pixels
-    image_hash.py     perceptual hashes and thumbnails; image_match.py aligns two thumbnails and decides; text_features.py for text
+    image_hash.py     perceptual hashes and thumbnails; image_match.py aligns two thumbnails and decides
+    text_features.py  words, repetition, language, MinHash bands
     rules.py          index + features + settings -> the first rule each sample breaks
     duplicates.py     locality-sensitive hashing, verification, one leader per group; on the arrays of sample_table.py
     contamination.py  images of evaluation sets in training data

@@ -1,9 +1,10 @@
 """Find images of an evaluation set in a training set: the same bytes, or the same image after an edit.
 
-Found are copies that were resized, encoded again, cropped by a few percent, mirrored, made brighter or grey, or that carry a text
-or a logo (`image_match.SHOWN`). Every image of one set is compared with every image of the other: a matrix product of descriptors
-(63 numbers each) selects pairs, thumbnails are aligned to verify them. Each image is aligned with its closest ones of the other set. A thousand evaluation images cost 10 microseconds per training
-image, and 0.2 ms for each pair that is aligned.
+Found are copies that were resized, encoded again, cropped by a few percent, mirrored, made brighter or grey, or that
+carry a text or a logo (`image_match.SHOWN`). Every image of one set is compared with every image of the other: a matrix
+product of descriptors (63 numbers each) selects pairs, thumbnails are aligned to verify them. Each image is aligned
+with its closest ones of the other set. A thousand evaluation images cost 10 microseconds per training image, and 0.2 ms
+for each pair that is aligned.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from saccade.data.curate.sample_table import Ints, SampleTable, by_shard, load_s
 from saccade.data.index import open_index
 from saccade.data.index_files import ShardProgress
 
-_MIN_COSINE = 0.85  # copies: 99 % are above but for logos (95 %) and crops of 5 % of each side (98 %); other photos: 3 of 10,000 pairs
+_MIN_COSINE = 0.85
+"""99 % of copies are above (95 % with a logo, 98 % of crops of 5 % of each side), and 3 of 10,000 pairs of other
+photos."""
 _CENTRE = 0.92  # share of each side in the cropped views of evaluation images
 _MAX_VERIFIED = 8  # closest images of the other set that an image is aligned with, of evaluation images for each chunk
 _CHUNK = 2**24  # cosines in memory at a time
@@ -50,8 +53,7 @@ class ContaminationReport:
     num_evaluation: int
     """Evaluation samples compared."""
     matches: list[Match]
-    """Every training sample that shows an evaluation image, and every evaluation sample of which an image is shown, at least
-    once; in the order of the training shards."""
+    """Pairs in the order of the training shards; every sample of either set that has a match is in at least one."""
 
 
 def find_contamination(
@@ -89,9 +91,10 @@ def load_all_samples(
 
 
 def find_shown(training: SampleTable, evaluation: SampleTable) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Pairs of a training sample and an evaluation sample of which it shows an image, and whether the bytes are the same.
+    """Pairs of a training sample and an evaluation sample with the same image, and whether the bytes are the same.
 
-    Every sample that is in a pair at all is in one that is returned; all pairs would be too many where both sets repeat an image.
+    Every sample that is in a pair at all is in one that is returned; all pairs would be too many if both sets repeat an
+    image.
     """
     exact, near = _equal_files(training, evaluation), _near_copies(training, evaluation)
     shows, shown = (np.concatenate(images) for images in zip(exact, near, strict=True))
@@ -102,7 +105,7 @@ def find_shown(training: SampleTable, evaluation: SampleTable) -> tuple[Ints, In
 
 
 def _equal_files(training: SampleTable, evaluation: SampleTable) -> tuple[Ints, Ints]:
-    """Training images, and evaluation images of the same bytes: each image that has one on the other side, at least once."""
+    """Training images and evaluation images with the same bytes; each image of such a pair comes at least once."""
     num_evaluation = len(evaluation.images.owners)
     contents = np.concatenate([evaluation.images.contents, training.images.contents])
     first = first_of_equals(contents[:, 0], contents[:, 1])
@@ -115,7 +118,7 @@ def _equal_files(training: SampleTable, evaluation: SampleTable) -> tuple[Ints, 
 
 
 def _near_copies(training: SampleTable, evaluation: SampleTable) -> tuple[Ints, Ints]:
-    """Training images, and evaluation images that they show; of each image the closest ones first."""
+    """Training images and the evaluation images that they show; the closest pairs of each image come first."""
     shown = evaluation.thumbnails(np.arange(len(evaluation.images.owners)))
     luma, _ = split_thumbnails(shown)
     views = np.stack([descriptors(luma[:, :, ::step], centre) for step in (1, -1) for centre in (1.0, _CENTRE)])
@@ -132,7 +135,7 @@ def _near_copies(training: SampleTable, evaluation: SampleTable) -> tuple[Ints, 
 
 
 def _similar(vectors: NDArray[np.float32], views: NDArray[np.float32]) -> tuple[Ints, Ints]:
-    """Pairs of [n, 63] and [views, m, 63] descriptors of a high cosine, the highest of each row and of each column, in their order."""
+    """Pairs of [n, 63] and [views, m, 63] descriptors with a high cosine: the highest per row and column, in order."""
     cosines = np.maximum.reduce([vectors @ view.T for view in views])
     one, other = np.nonzero(_highest_of_rows(cosines) | _highest_of_rows(cosines.T).T)
     order = np.argsort(-cosines[one, other], kind="stable")

@@ -4,19 +4,20 @@
     near, by image  the same images resized, encoded again, cropped, mirrored, brighter or grey (`image_match.COPY`)
     near, by text   a Jaccard similarity of the texts above the threshold
 
-Each returns for every sample the better one it repeats. What repeats a captioned image is a setting (`keep_one_per`); samples with
-questions or a conversation are compared by image and text, since two questions about one chart are two samples. Samples without
-images repeat each other when their texts are equal.
+Each returns for every sample the better one it repeats. What repeats a captioned image is a setting (`keep_one_per`);
+samples with questions or a conversation are compared by image and text, since two questions about one chart are two
+samples. Samples without images repeat each other when their texts are equal.
 
-The search is locality-sensitive hashing: items, best first -> pairs that share a band key -> pairs that pass a check -> the leader
-of each group. Items are numbered by quality, so in every pair the smaller number is the one to keep. An item joins the best leader
-it was compared with: groups are stars, not chains, and every dropped item was itself compared with the one that is kept.
+The search is locality-sensitive hashing: items, best first -> pairs that share a band key -> pairs that pass a check ->
+the leader of each group. Items are numbered by quality, so in every pair the smaller number is the one to keep. An item
+joins the best leader it was compared with: groups are stars, not chains, and every dropped item was itself compared
+with the one that is kept.
 
-Cost: one sort of the keys per band and round. A bucket of `size` items makes at most `size * MAX_COMPARED` pairs, since each item is
-compared with the best `MAX_COMPARED` of its bucket only: a million blank pages cost a million times 32, not a million squared. Items
-that found no leader enter another round with the others that found none. A pair is missed when its better half ranks below 32
-others, not copies of each other, in every bucket the two share. Of the pairs an image is in, the `_MAX_VERIFIED` closest by hash
-are aligned (0.1-0.3 ms each).
+Cost: one sort of the keys per band and round. A bucket of `size` items makes at most `size * MAX_COMPARED` pairs, since
+each item is compared with the best `MAX_COMPARED` of its bucket only: a million blank pages cost a million times 32,
+not a million squared. Items that found no leader enter another round with the others that found none. A pair is missed
+when its better half ranks below 32 others, not copies of each other, in every bucket the two share. Of the pairs an
+image is in, the `_MAX_VERIFIED` closest by hash are aligned (0.1-0.3 ms each).
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ _CHUNK = 2**20
 
 
 def exact_duplicates(samples: SampleTable, settings: CurationSettings) -> Ints:
-    """[n]: the first sample with the same image bytes, itself where it is the first."""
+    """[n]: the first sample with the same image bytes, or the sample itself."""
     return first_of_equals(*_file_keys(samples), _text_keys(samples, settings.keep_one_per != "image"))
 
 
 def near_duplicate_images(samples: SampleTable, settings: CurationSettings) -> Ints:
-    """[n]: the best sample whose images are near-copies of this one's, itself where it is the best.
+    """[n]: the best sample whose images are near-copies of this one's, or the sample itself.
 
     Samples with the same image bytes are left to `exact_duplicates`.
     """
@@ -71,7 +72,7 @@ def near_duplicate_images(samples: SampleTable, settings: CurationSettings) -> I
 
 
 def near_duplicate_texts(samples: SampleTable, settings: CurationSettings) -> Ints:
-    """[n]: the best sample with nearly the same text, itself where it is the best."""
+    """[n]: the best sample with nearly the same text, or the sample itself."""
     bands = samples.text_bands()
 
     def text_leaders(numbers: Ints) -> Ints:
@@ -93,7 +94,7 @@ def num_shared_images(samples: SampleTable) -> int:
 
 
 def close_pairs(hashes: NDArray[np.uint8]) -> Pairs:
-    """Pairs of images of which two views share a band and differ in few bits, at most `_MAX_VERIFIED` for the worse of a pair."""
+    """Pairs of images with views that share a band and differ in few bits, at most `_MAX_VERIFIED` per worse image."""
     num = len(hashes)
     views = np.ascontiguousarray(hashes.transpose(1, 0, 2)).reshape(-1, hashes.shape[2])  # whole images first
     kept, found, num_found = np.zeros((3, 0), np.int64), list[Ints](), 0
@@ -111,7 +112,7 @@ def close_pairs(hashes: NDArray[np.uint8]) -> Pairs:
 
 
 def _closest(found: Ints) -> Ints:
-    """Of [3, k] worse items, distances and better items the nearest few of each worse item, each pair once."""
+    """The nearest better items of each worse item; the rows are worse items, distances and better items."""
     found = found[:, np.lexsort(found[[1, 2, 0]])]  # by pair, the closest first
     found = found[:, (np.diff(found[[0, 2]], prepend=-1) != 0).any(0)]
     found = found[:, np.lexsort(found[[2, 1, 0]])]
@@ -148,7 +149,7 @@ def _sequence_keys(values: NDArray[np.uint64], samples: SampleTable) -> NDArray[
 
 
 def _text_keys(samples: SampleTable, for_captions: bool) -> NDArray[np.uint64]:
-    """[n]: the hash of the text where texts are compared, else 0."""
+    """[n]: the hash of the text if texts are compared, else 0."""
     has_image = np.bincount(samples.images.owners, minlength=len(samples)) > 0
     is_compared = samples.is_conversation | ~has_image | for_captions
     return np.where(is_compared, samples.text_hashes, np.uint64(0))
@@ -158,7 +159,7 @@ def _text_keys(samples: SampleTable, for_captions: bool) -> NDArray[np.uint64]:
 
 
 def candidate_pairs(bands: Iterable[NDArray[np.uint32]]) -> Iterator[Pairs]:
-    """Pairs that share a key in one of the bands (arrays of one key per item), a bounded number at a time, with repeats."""
+    """Pairs that share a key in a band (an array of one key per item), a bounded number at a time, with repeats."""
     for keys in bands:
         order = np.argsort(keys, kind="stable")  # stable: within a bucket the best comes first
         is_first = np.diff(keys[order], prepend=~keys[order[:1]]) != 0
@@ -179,9 +180,9 @@ def unique_pairs(num_items: int, candidates: Iterable[Pairs]) -> Pairs:
 
 
 def leaders(num_items: int, pairs: Pairs, is_copy: Callable[[int, int], bool] | None = None) -> Ints:
-    """[items]: the leader of each, itself where it leads. `pairs` are ordered by the better item.
+    """[items]: the leader of each item, which may be itself. `pairs` are ordered by the better item.
 
-    `is_copy` is called with the better and the worse item of a pair, only where the answer matters.
+    `is_copy` is called with the better and the worse item of a pair, only if the answer matters.
     """
     leader = list(range(num_items))
     for better, worse in zip(*(side.tolist() for side in pairs), strict=True):
@@ -207,7 +208,7 @@ def settle(num_items: int, find_leaders: Callable[[Ints], Ints]) -> Ints:
 
 
 def first_of_equals(*keys: NDArray[np.uint64]) -> Ints:
-    """[items]: the first item that has the same keys, itself where it is the first."""
+    """[items]: the first item that has the same keys, or the item itself."""
     order = np.lexsort(keys[::-1])
     is_first = np.zeros(len(order), bool)
     for key in keys:

@@ -1,13 +1,13 @@
-"""Measure everything that needs the samples' bytes, once, into a file beside the index.
+"""Measure everything that needs the samples' bytes, once, into a file next to the index.
 
     shard  ->  decode every image, read every text  ->  one row per sample  ->  index/features/NAME.parquet
 
-Rules and thresholds read only these files, so changing a threshold costs seconds, not another pass over the pixels. A file is
-written atomically: measuring may be stopped at any time and resumes shard by shard.
+Rules and thresholds read only these files, so changing a threshold costs seconds, not another pass over the pixels. A
+file is written atomically: measuring may be stopped at any time and resumes shard by shard.
 
-Daft distributes the shards over worker processes of this machine or of a Ray cluster, one shard at a time; what is done with a
-shard is plain numpy. (Daft decodes and hashes images too, but takes a truncated JPEG for a complete one with a grey lower half, and
-does 627 photos of 224 pixels a second where reduced decoding does 3,000.)
+Daft distributes the shards over worker processes of this machine or of a Ray cluster, one shard at a time; what is done
+with a shard is plain numpy. (Daft decodes and hashes images too, but takes a truncated JPEG for a complete one with a
+grey lower half, and does 627 photos of 224 pixels a second where reduced decoding does 3,000.)
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ from saccade.errors import ConfigError, DataError, ImageError
 _LOG = logging.getLogger(__name__)
 
 VERSION = 2
-"""Of the features; shards whose file has another version are measured again."""
+"""Version of the features; shards whose file has another version are measured again."""
 CONTENT_BYTES = 16
 TEXT_BAND_BYTES = 4 * NUM_BANDS
 
 SCHEMA = pa.schema(
     {
         "image_error": pa.string(),  # why an image of the sample cannot be decoded
-        "contents": pa.list_(pa.binary(CONTENT_BYTES)),  # of each image: xxh3_128 of its bytes,
-        "hashes": pa.list_(pa.binary(NUM_VIEWS * HASH_BYTES)),  # its perceptual hashes,
-        "thumbnails": pa.list_(pa.binary(THUMBNAIL_BYTES)),  # and its thumbnail
+        "contents": pa.list_(pa.binary(CONTENT_BYTES)),  # xxh3_128 of the bytes, of each image
+        "hashes": pa.list_(pa.binary(NUM_VIEWS * HASH_BYTES)),  # perceptual hashes, of each image
+        "thumbnails": pa.list_(pa.binary(THUMBNAIL_BYTES)),  # thumbnail, of each image
         "text_error": pa.string(),  # why the sample has no usable text
         "is_conversation": pa.bool_(),  # questions or messages, as opposed to captions
-        "texts": pa.list_(pa.string()),  # captions, or the whole conversation,
-        "num_words": pa.list_(pa.int32()),  # and for each of them its text_statistics
+        "texts": pa.list_(pa.string()),  # captions, or the whole conversation
+        "num_words": pa.list_(pa.int32()),  # this and the next three: `text_statistics` of each text
         "word_repetition": pa.list_(pa.float32()),
         "character_repetition": pa.list_(pa.float32()),
         "languages": pa.list_(pa.string()),
-        "text_hash": pa.uint64(),  # of all texts together
+        "text_hash": pa.uint64(),  # hash of all texts together
         "text_bands": pa.binary(TEXT_BAND_BYTES),
         "score_names": pa.list_(pa.string()),  # numbers in the sample's json
         "scores": pa.list_(pa.float64()),
     }
 )
 
-_MAX_SCORES = 64  # of one sample
+_MAX_SCORES = 64  # per sample
 _NO_PROMPTS = TextRules(caption_prompt="", text_prompt="")
 
 
@@ -93,7 +93,7 @@ def shard_features(index: ShardIndex, shard: int) -> pa.Table:
 
 
 def _measure_images(sample: Sample, features: dict[str, Any]) -> list[NDArray[np.uint8]]:
-    """The small images of a sample; empty where one cannot be decoded."""
+    """The small images of a sample; empty if one cannot be decoded."""
     encoded = images(sample)
     try:
         pictures = [small_picture(data, DECODE_LIMITS) for data in encoded]
@@ -213,9 +213,10 @@ def measure_features(
 ) -> int:
     """Measure the shards that have no features yet; returns the number of shards measured.
 
-    `num_workers` None is one process per core; with one, or without Daft, this process does the work itself. With `ray_address` the processes
-    are those of that cluster, whose machines must see the shards and the index under the same paths. A shard that cannot be
-    read does not keep the others from being measured; the error is raised at the end.
+    `num_workers` None is one process per core; with one, or without Daft, this process does the work itself. With
+    `ray_address` the processes are those of that cluster, whose machines must see the shards and the index under the
+    same paths. A shard that cannot be read does not keep the others from being measured; the error is raised at the
+    end.
     """
     missing = [shard for shard in range(len(index.shards)) if not is_measured(index, shard)]
     if not missing:
@@ -280,8 +281,8 @@ def _measure_by_daft(
             yield row["shard"], row["error"]
     except RuntimeError as error:
         raise DataError(
-            f"a worker that measured {index.path} exited unexpectedly ({error}); it may have run out of memory. Finished "
-            "shards are kept: run again, with fewer workers if memory was short"
+            f"a worker that measured {index.path} exited unexpectedly ({error}); it may have run out of memory. "
+            "Finished shards are kept: run again, with fewer workers if memory was short"
         ) from error
 
 

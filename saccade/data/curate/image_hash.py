@@ -2,12 +2,12 @@
 
     bytes  ->  32x32 RGB  ->  four perceptual hashes (32 bytes each)  +  thumbnail: 32x32 luma, 8x8 chroma (1,152 bytes)
 
-A hash is the signs of 255 low DCT coefficients. Four views of an image are hashed: whole, mirrored, its central 95 %, and that
-mirrored; a copy shares a band of bits with one of them. Sharing a band only makes a candidate: `image_match.py` aligns the two
-thumbnails and decides.
+A hash is the signs of 255 low DCT coefficients. Four views of an image are hashed: whole, mirrored, its central 95 %,
+and that mirrored; a copy shares a band of bits with one of them. Sharing a band only makes a candidate:
+`image_match.py` aligns the two thumbnails and decides.
 
-`descriptors` are unit vectors of 63 low DCT coefficients, for comparing every image of one set with every image of another: their
-cosine survives overlays and larger crops that break a hash.
+`descriptors` are unit vectors of 63 low DCT coefficients, for comparing every image of one set with every image of
+another: their cosine survives overlays and larger crops that break a hash.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from PIL import ExifTags, Image
 from saccade.processor.image import MediaLimits, load_image
 
 SIDE = 32
-"""Of the small image all features are computed from."""
+"""Side of the small image that all features are computed from."""
 HASH_BYTES = 32
 NUM_VIEWS = 4
 THUMBNAIL_BYTES = SIDE * SIDE + 2 * 8 * 8
 
 _LOW = 16  # DCT coefficients per axis that are hashed
 _LOWEST = 8  # and per axis of a descriptor
-_SILENT = (
-    3.0  # grey levels: below may be encoder noise. At 2 copies of blurred images are lost, at 4 pages of text collide
-)
+_SILENT = 3.0
+"""Grey levels; a smaller coefficient may be encoder noise. At 2 copies of blurred images are missed, at 4 pages of text
+collide."""
 _FLAT = 30.0  # norm of the descriptor of an image without structure: its cosine with anything is near zero
 _CENTRE = 0.95  # share of each side in the cropped views
 _DECODED_SIDE = 64  # JPEGs are decoded at the smallest scale that leaves both sides this long
-_BAND_BITS = (
-    25  # of the 10 bands that tile the hash: they distinguish pages of text, whose coarse structure is the same
-)
+_BAND_BITS = 25
+"""Bits of each of the 10 bands that tile the hash. They distinguish pages of text, whose coarse structure is the same.
+"""
 _NUM_TILES = 10
 _COARSE_BITS, _COARSE_BAND_BITS, _NUM_COARSE = 80, 20, 24  # bands of 20 of the 80 coarsest bits, which survive crops
 NUM_BANDS = _NUM_TILES + _NUM_COARSE
 
 
 def small_picture(data: bytes, limits: MediaLimits) -> NDArray[np.uint8]:
-    """[32, 32, 3] from an encoded image. Raises `ImageError` where `load_image` does: truncated, animated, over the limits.
+    """[32, 32, 3] from an encoded image.
 
-    A JPEG is decoded at reduced scale (2.5 times as fast at 1024 pixels). All its data is read, so a truncated one is found as
-    in a full decode.
+    Raises `ImageError` as `load_image` does: truncated, animated, over the limits.
+
+    A JPEG is decoded at reduced scale (2.5 times as fast at 1024 pixels). All its data is read, so a truncated one is
+    found as in a full decode.
     """
     reduced = _decode_reduced(data, limits)
     if reduced is not None:
@@ -59,7 +61,10 @@ def small_picture(data: bytes, limits: MediaLimits) -> NDArray[np.uint8]:
 
 
 def _shrink(pixels: NDArray[np.uint8], box: tuple[float, float, float, float]) -> NDArray[np.uint8]:
-    """Resize with a triangle filter: its weights vary smoothly with the size, unlike those of a box (half the bit errors on copies)."""
+    """Resize with a triangle filter, whose weights vary smoothly with the size.
+
+    Copies have half as many different bits as with a box filter.
+    """
     image = Image.fromarray(pixels)
     return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0))
 
@@ -67,7 +72,7 @@ def _shrink(pixels: NDArray[np.uint8], box: tuple[float, float, float, float]) -
 def _decode_reduced(
     data: bytes, limits: MediaLimits
 ) -> tuple[NDArray[np.uint8], tuple[float, float, float, float]] | None:
-    """Pixels at reduced scale and the part of them that the image covers; None for what only `load_image` can decode."""
+    """Pixels at reduced scale and the part of them that the image covers; None if only `load_image` can decode it."""
     if not data.startswith(b"\xff\xd8") or len(data) > limits.max_bytes:
         return None
     try:
@@ -99,7 +104,7 @@ def _is_rotated(data: bytes) -> bool:
 
 
 def view_hashes(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[n, 4, 32] from [n, 32, 32, 3]: the signs of the 255 lowest coefficients of each view, coarse to fine, one bit unused."""
+    """[n, 4, 32] from [n, 32, 32, 3]: signs of the 255 lowest coefficients of each view, coarse to fine."""
     luma, order = _luma(pictures), _coarse_to_fine()
     signs = np.arange(_LOW) % 2 * -2 + 1  # mirroring negates the odd columns
     views = []
@@ -173,7 +178,7 @@ def _crop_matrix(centre: float) -> NDArray[np.float32]:
 
 @cache
 def _coarse_to_fine() -> NDArray[np.int64]:
-    """Coefficients by diagonal, the mean left out."""
+    """Coefficients by diagonal, without the mean."""
     cells = sorted((row + column, row, column) for row in range(_LOW) for column in range(_LOW))
     return np.array([row * _LOW + column for _, row, column in cells[1:]])
 

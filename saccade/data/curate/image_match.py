@@ -1,11 +1,11 @@
-"""Decide whether two thumbnails show the same image: align them, then compare what is left.
+"""Decide whether two thumbnails show the same image: align them, then compare the differences that remain.
 
     coarse 16x16  ->  32x32: scale, shift, gain and offset by weighted least squares  ->  residual over the overlap
 
-One image is registered to the other (Lucas-Kanade with robust weights, two iterations at each resolution), so a crop, a change of
-brightness or contrast and an encoder's noise disappear; cells under an overlay get little weight. The residual is relative to the
-image's own contrast. On 8,000 photos (32 million pairs) copies reach 0.12 at the 99th percentile, the closest two photos that are
-not of one scene 0.22.
+One image is registered to the other (Lucas-Kanade with robust weights, two iterations at each resolution), so a crop, a
+change of brightness or contrast and an encoder's noise disappear; cells under an overlay get little weight. The
+residual is relative to the image's own contrast. On 8,000 photos (32 million pairs) copies reach 0.12 at the 99th
+percentile, the closest two photos that are not of one scene 0.22.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Bools = NDArray[np.bool_]
 _NOISE = 3  # grey levels: thumbnails this close everywhere are not aligned
 _CHUNK = 256  # pairs aligned at a time: their arrays stay in the cache
 _ITERATIONS = 2  # at each of the two resolutions
-_MAX_STEP = 0.08  # of half a side, in one iteration
+_MAX_STEP = 0.08  # share of half a side, in one iteration
 _MAX_SCALE, _MAX_SHIFT = 0.16, 0.13  # a crop of 5 % of each side needs 0.11 and 0.05
 _GAINS = (0.75, 1.33)
 _COARSE_RESIDUAL = 0.5  # pairs above are not aligned further
 _MIN_CONTRAST = 8.0  # grey levels: a flatter image is compared by absolute differences
-_STRONG = 0.6  # of the contrast: what noise and interpolation do not reach
+_STRONG = 0.6  # share of the contrast that noise and interpolation do not reach
 _INFORMATIVE = 8.0  # grey levels from the image's background
 _COLOUR, _COLOUR_SHARE = 14.0, 0.75  # largest difference of colours: absolute, or relative to their standard deviation
 _GREY = 8.0  # colour differences below everywhere: compared by luma alone
@@ -47,13 +47,14 @@ class Tolerance:
 
 
 COPY = Tolerance(quantile=0.90, residual=0.14, covered=0.01)
-"""For dropping one of two samples: resized, encoded again, cropped, mirrored, brighter, grey, but the same everywhere."""
+"""Tolerance for dropping one of two samples: resized, encoded again, cropped, mirrored, brighter or grey, but the same
+everywhere."""
 SHOWN = Tolerance(quantile=0.80, residual=0.13, covered=0.2)
-"""For finding evaluation images: a text or a logo may cover up to a fifth."""
+"""Tolerance for finding evaluation images: a text or a logo may cover up to a fifth."""
 
 
 def same_picture(one: NDArray[np.uint8], other: NDArray[np.uint8], tolerance: Tolerance) -> Bools:
-    """Whether the [n, 1152] thumbnails `one[i]` and `other[i]` show the same image, one of them perhaps mirrored or cropped."""
+    """Whether the [n, 1152] thumbnails `one[i]` and `other[i]` show the same image, also mirrored or cropped."""
     found = np.zeros(len(one), bool)
     for begin in range(0, len(one), _CHUNK):
         part = slice(begin, begin + _CHUNK)
@@ -119,9 +120,9 @@ class _Fit:
     """[n, side, side]: interpolation along the rows; `rows @ moving @ columns` is the warped image."""
     columns: Floats
     warped: Floats
-    """Around its mean."""
+    """The warped image minus its mean."""
     fixed: Floats
-    """Around its mean."""
+    """The fixed image minus its mean."""
     gain: Floats
     overlap: Bools
     residual: Floats
@@ -136,7 +137,7 @@ class _Fit:
         return np.asarray(np.sqrt((self.fixed**2 * self.overlap).sum((1, 2)) / np.maximum(num_cells, 1)), np.float32)
 
     def relative_residual(self, quantile: float) -> Floats:
-        """[n] quantile of the residual over the cells that differ from the image's background, in units of its contrast."""
+        """[n] quantile of the residual over the cells that differ from the background, in units of the contrast."""
         num = len(self.residual)
         size = np.abs(self.residual).reshape(num, -1)
         fixed = self.fixed.reshape(num, -1)
@@ -201,7 +202,7 @@ def _fit(moving: Floats, fixed: Floats, warp: Floats, weights: Floats) -> _Fit:
 
 
 def _interpolation(side: int, scale: Floats, shift: Floats) -> tuple[Floats, Bools]:
-    """[n, side, side] matrices that sample a line at `scale * x + shift`, x from -1 to 1; and where that is inside of it."""
+    """[n, side, side] matrices that sample a line at `scale * x + shift`, and which samples are inside of it."""
     centres = (np.arange(side, dtype=np.float32) * 2 + 1) / side - 1
     x = centres * scale[:, None] + shift[:, None]
     position = np.clip((x + 1) * (side / 2) - np.float32(0.5), 0, side - 1)

@@ -1,7 +1,7 @@
 """The curation report as one HTML page, with examples of what was kept and dropped.
 
-Captions and names are untrusted and are escaped. Images are decoded with limits and written as small JPEGs; the page never
-contains their original bytes.
+Captions and names are untrusted and are escaped. Images are decoded with limits and written as small JPEGs; the page
+never contains their original bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Example:
 
     name: str
     pictures: list[str]
-    """Data URLs: the images of the sample, or one of it and one of the sample it repeats."""
+    """Data URLs: the images of the sample; or its first image and that of the sample it repeats."""
     text: str
     notes: list[str]
 
@@ -57,7 +57,10 @@ class Group:
 
 
 def write_page(path: str | Path, out_html: str | Path, *, num_examples: int = 24) -> FolderReport:
-    """Write the page, with `num_examples` of the kept samples and of those dropped for each reason, spread over the shards."""
+    """Write the page.
+
+    It shows `num_examples` of the kept samples and of those dropped for each reason, spread over the shards.
+    """
     report, index = inspect(path), open_index(path)
     sections = _sections(report, _groups(index, report, num_examples))
     write_report_page(Path(out_html), str(report.path), sections)
@@ -129,7 +132,7 @@ def _notes(index: ShardIndex, shard: int, row: int) -> list[str]:
 
 
 def _value(decisions: pa.Table, column: str, row: int) -> Any:
-    """A value of the decisions, None where they have no such column."""
+    """A value of the decisions, None if they have no such column."""
     return decisions[column][row].as_py() if column in decisions.column_names else None
 
 

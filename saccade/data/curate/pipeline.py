@@ -2,9 +2,10 @@
 
     features (features.py)  ->  rules (rules.py)  ->  evaluation sets, duplicates  ->  index/decisions/
 
-Every dropped sample has exactly one reason: that of the first rule it breaks, in the order of `rules.py`, then: text shared by
-many images, in evaluation set, exact duplicate, near-duplicate image, near-duplicate text. Each of these steps sees only the
-samples that are left, so the one that is kept of a group has passed all earlier rules.
+Every dropped sample has exactly one reason: that of the first rule it breaks, in the order of `rules.py`, then: text
+shared by many images, in evaluation set, exact duplicate, near-duplicate image, near-duplicate text. Each of these
+steps sees only the samples that the earlier steps kept, so the one that is kept of a group has passed all earlier
+rules.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ class CurationReport:
     num_measured: int
     """Shards measured by this run; the others had features already."""
     num_shared_images: int
-    """Kept samples whose image file another kept sample has as well, with another text: one caption per row, for instance."""
+    """Kept samples whose image file another kept sample has as well, with another text: one caption per row, for
+    instance."""
     damaged: dict[str, str]
-    """Shards that are damaged, and what is lost of each."""
+    """Damaged shards, and where."""
 
 
 def curate(
@@ -67,8 +69,9 @@ def curate(
 ) -> CurationReport:
     """Decide which samples of a shard folder are kept; the decisions apply wherever the folder is read.
 
-    Runs on this machine, or on a Ray cluster with `ray_address`. `on_progress` is called after each measured shard. With `write_to`
-    the kept samples are also copied, byte for byte, into new shards in that folder, which must not exist.
+    Runs on this machine, or on a Ray cluster with `ray_address`. `on_progress` is called after each measured shard.
+    With `write_to` the kept samples are also copied, byte for byte, into new shards in that folder, which must not
+    exist.
     """
     if write_to is not None and (is_remote(str(write_to)) or Path(write_to).exists()):
         raise DataError(f"{write_to}: exists already, or is remote. Choose a new local folder for the kept samples")
@@ -132,7 +135,10 @@ class _Decisions:
         return by_reason, dict(absent)
 
     def _table(self, shard: int) -> pa.Table:
-        """Keep, reason, the scores in use, and shard and row of the better sample a duplicate repeats (which may repeat another)."""
+        """The decisions on a shard: keep, reason, the scores in use, and the better sample that a duplicate repeats.
+
+        That sample, named by shard and row, may itself repeat another one.
+        """
         reasons = pa.array(self.reasons[shard], pa.string())
         features = read_features(self._index, shard, SCORE_COLUMNS)
         scores = {name: pa.array(scores_of(features, name), from_pandas=True) for name in self._settings.scores}

@@ -27,7 +27,7 @@ _UNUSABLE = "unreadable sample"
 
 @dataclass(frozen=True)
 class Step:
-    """The samples dropped for one reason, and those left after it."""
+    """The samples dropped for one reason, and those that remain."""
 
     reason: str
     num_dropped: int
@@ -40,9 +40,9 @@ class Distribution:
 
     name: str
     quantiles: tuple[float, ...]
-    """Of the kept samples, at `QUANTILES`; empty where none are kept."""
+    """Quantiles of the kept samples, at `QUANTILES`; empty if none are kept."""
     edges: list[float]
-    """Edges of the bins: evenly spaced, or in equal ratios where the values span decades."""
+    """Edges of the bins: evenly spaced, or in equal ratios if the values span decades."""
     num_all: list[int]
     """Values in each bin."""
     num_kept: list[int]
@@ -60,7 +60,7 @@ class FolderReport:
     is_curated: bool
     """Without decisions, every readable sample counts as kept."""
     damaged: dict[str, str]
-    """Shards that are damaged, and what is lost of each."""
+    """Damaged shards, and where."""
     steps: list[Step]
     sources: dict[str, tuple[int, int]]
     """Kept and all samples of each source, the largest first."""
@@ -100,7 +100,7 @@ def _quantile_line(quantiles: Sequence[float]) -> str:
 
 
 def inspect(path: str | Path) -> FolderReport:
-    """Count kept and dropped samples by reason, source and licence, with the distributions of sizes, texts and scores."""
+    """Count kept and dropped samples by reason, source and licence; with distributions of sizes, texts and scores."""
     index = open_index(path)
     reasons: Counter[str] = Counter()
     sources: Counter[tuple[str, bool]] = Counter()
@@ -132,7 +132,7 @@ def inspect(path: str | Path) -> FolderReport:
 
 
 def drop_reasons(index: ShardIndex, shard: int) -> NDArray[np.object_]:
-    """For each sample of a shard why it is dropped, None where it is kept; without decisions by the index alone."""
+    """Why each sample of a shard is dropped, None if it is kept. Without decisions the index alone counts."""
     reasons = np.full(int(index.sizes[shard]), None, object)
     reasons[index.read(shard, ["error"])["error"].is_valid().to_numpy()] = _UNUSABLE
     decisions = index.decisions(shard)

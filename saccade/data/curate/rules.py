@@ -1,9 +1,10 @@
 """Apply the rules of curation: the first rule each sample breaks. A pure function of index, features and settings.
 
-`REASONS` is the order. Rules over several samples (shared texts, evaluation sets, duplicates) are applied afterwards, to the samples
-that are left. A sample with several captions is kept when one of them breaks no rule; otherwise its reason is that of its first
-caption. Length, boilerplate and repetition apply to captions only: an answer may be one word, and ten questions about charts repeat
-each other. Patterns run in RE2, in time linear in the text whatever the pattern.
+`REASONS` is the order. Rules over several samples (shared texts, evaluation sets, duplicates) are applied afterwards,
+to the samples that remain. A sample with several captions is kept if one of them breaks no rule; otherwise its
+reason is that of its first caption. Length, boilerplate and repetition apply to captions only: an answer may be one
+word, and ten questions about charts repeat each other. Patterns run in RE2, in time linear in the text whatever the
+pattern.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from saccade.data.curate.settings import CurationSettings
 from saccade.data.index import ShardIndex
 
 REASONS = (
-    "animated image", "unreadable sample", "no image", "image too small", "image too large", "aspect ratio", "corrupt image",
-    "unusable text", "text too short", "text too long", "boilerplate text", "pattern in text", "repetitive text",
+    "animated image", "unreadable sample", "no image", "image too small", "image too large", "aspect ratio",
+    "corrupt image", "unusable text", "text too short", "text too long", "boilerplate text", "pattern in text",
+    "repetitive text",
     "blocked word", "other language", "score", "text shared by many images", "in evaluation set", "exact duplicate",
     "near-duplicate image", "near-duplicate text",
 )  # fmt: skip
 """In the order they are applied. The reason of a score includes its name: "score similarity"."""
 
 Reasons = NDArray[np.object_]
-"""For each row the rule it breaks, None where it breaks none."""
+"""The rule that each row breaks, None if it breaks none."""
 Broken = tuple[str, NDArray[np.bool_]]
-"""The reason of a rule, and for each row or text whether it breaks the rule."""
+"""The reason of a rule, and which rows or texts break the rule."""
 
 SCORE_COLUMNS = ("score_names", "scores")
 _INDEX_COLUMNS = ("error", "widths", "heights")
@@ -44,15 +46,18 @@ _WHOLE = (  # boilerplate when it is the whole caption
     r"(https?://|www\.)\S*",
     r"[\w\-. ()%+@]*\.(jpe?g|png|gif|webp|bmp|tiff?|svg|heic|pdf|mp4|html?)",
     r"(img|dsc|dscn|dscf|pict?|mvc|p|cimg|gopr|imag|sam|wp|screen ?shot|vlcsnap)[ _-]?\d[\d_ -]*( \(\d+\)| copy)?",
-    r"(an? |the )?(image|photo|picture|thumbnail|logo|icon|banner|avatar|alt|alt text|untitled|unnamed|placeholder|default|figure|img|slide|"
-    r"screenshot|product image|featured image|main image|preview)( image| photo| picture)?[ #:_-]*\d*( (of|/) \d+)?",
+    r"(an? |the )?(image|photo|picture|thumbnail|logo|icon|banner|avatar|alt|alt text|untitled|unnamed|placeholder|"
+    r"default|figure|img|slide|screenshot|product image|featured image|main image|preview)( image| photo| picture)?"
+    r"[ #:_-]*\d*( (of|/) \d+)?",
     r"[^\pL]*",  # no letter at all
     r"(<[^>]*>\s*)+",
 )
 _WITHIN = (  # boilerplate anywhere in a short caption
-    r"(image|photo|picture|content|video|preview|thumbnail) (is )?(currently |temporarily )?(not|un)[ -]?(available|found|supported)",
+    r"(image|photo|picture|content|video|preview|thumbnail) (is )?(currently |temporarily )?(not|un)[ -]?"
+    r"(available|found|supported)",
     r"no (image|photo|picture|thumbnail|preview|alt text)s? (available|found|yet|provided)",
-    r"(image|photo|picture) (coming soon|missing|not (yet )?(loaded|uploaded)|(was|has been) (removed|deleted)|may be subject to copyright)",
+    r"(image|photo|picture) (coming soon|missing|not (yet )?(loaded|uploaded)|(was|has been) (removed|deleted)|"
+    r"may be subject to copyright)",
     r"click (here|on|to|for|image|photo|picture|the (image|photo|picture))",
     r"(tap|press|hover) (here )?to (enlarge|zoom|expand|view)",
     r"(enable|turn on) (javascript|cookies)|your browser does not support",
@@ -85,7 +90,7 @@ def _rank(reason: str) -> int:
 
 
 def scores_of(features: pa.Table, name: str) -> NDArray[np.float64]:
-    """A number of the samples' json; NaN where a sample has none. Needs `SCORE_COLUMNS`."""
+    """A number of the samples' json; NaN if a sample has none. Needs `SCORE_COLUMNS`."""
     (names, owners), (values, _) = flat(features["score_names"]), flat(features["scores"])
     is_meant = pc.equal(names, name).to_numpy(zero_copy_only=False)
     scores = np.full(len(features), np.nan)
@@ -104,7 +109,7 @@ def _first_reasons(num_items: int, rules: Iterable[Broken]) -> Reasons:
 
 
 def _broken_image_rules(index: pa.Table, features: pa.Table, settings: CurationSettings) -> Iterator[Broken]:
-    """A sample of several images breaks a rule when one of them does."""
+    """A sample of several images breaks a rule if one of its images does."""
     errors = index["error"].to_pylist()
     yield "animated image", np.array([error is not None and ": animated " in error for error in errors], bool)
     yield "unreadable sample", np.array([error is not None for error in errors], bool)

@@ -1,7 +1,7 @@
 """The samples that passed the rules, over all shards and best first, as arrays for duplicate search.
 
-Best is larger (pixels of all images), then longer (bytes of text), then earlier in the folder. In memory are 17 bytes per sample
-and 156 per image; thumbnails and texts stay on disk and are read for the samples that have a likely copy.
+Best is larger (pixels of all images), then longer (bytes of text), then earlier in the folder. In memory are 17 bytes
+per sample and 156 per image; thumbnails and texts stay on disk and are read for the samples that have a likely copy.
 """
 
 from __future__ import annotations

@@ -36,7 +36,10 @@ class ScoreRange:
 
 @dataclass(frozen=True, kw_only=True)
 class CurationSettings:
-    """Which samples curation keeps. A sample is dropped by the first rule it breaks, in the order of `rules.REASONS`."""
+    """Which samples curation keeps.
+
+    A sample is dropped by the first rule it breaks, in the order of `rules.REASONS`.
+    """
 
     require_image: bool = False
     """Whether text-only samples are dropped."""
@@ -73,13 +76,16 @@ class CurationSettings:
     exact_duplicates: bool = True
     """Whether only the best of samples with the same image bytes is kept; see `keep_one_per`."""
     near_duplicate_images: bool = True
-    """Whether only the best of samples with the same image is kept: resized, re-encoded, cropped, mirrored, brighter, grey."""
+    """Whether only the best of samples with the same image is kept: resized, re-encoded, cropped, mirrored, brighter,
+    grey."""
     keep_one_per: Literal["image", "file and text", "image and text"] = "file and text"
-    """When a captioned image is a duplicate. "image": the same image, whatever the caption. "file and text": the same bytes and
-    the same caption, or a near-duplicate image whatever its caption; data with one caption per row keeps all captions. "image and
-    text": the same image and the same caption. Questions and conversations always count by image and text."""
+    """Which captioned images are duplicates. "image": the same image, whatever the caption. "file and text": the same
+    bytes and the same caption, or a near-duplicate image whatever its caption; data with one caption per row keeps all
+    captions. "image and text": the same image and the same caption. Questions and conversations always count by image
+    and text."""
     near_duplicate_texts: bool = False
-    """Whether only the best of samples with nearly the same text is kept; off, since many images share a good caption."""
+    """Whether only the best of samples with nearly the same text is kept; off, since many images
+    share a good caption."""
     min_text_similarity: float = 0.8
     """Minimum Jaccard similarity of near-duplicate texts; below 0.7 they are not found reliably."""
 

@@ -2,10 +2,10 @@
 
     text  ->  lower case, single blanks  ->  set of 5-byte shingles  ->  120 minima  ->  20 band keys of 6 minima each
 
-Texts with a Jaccard similarity of 0.8 share a band with 99.8 % probability, with 0.7 at 92 %. A shared band only makes a candidate;
-the similarity itself is computed from the texts. The language is a heuristic without a model, at tens of thousands of captions a
-second: by script, and in Latin script by function words ("the", "with", "der", "und"). A caption without any ("Red dress, size M")
-has no language, and no rule drops it for that.
+Texts with a Jaccard similarity of 0.8 share a band with 99.8 % probability, with 0.7 at 92 %. A shared band only makes
+a candidate; the similarity itself is computed from the texts. The language is a heuristic without a model, at tens of
+thousands of captions a second: by script, and in Latin script by function words ("the", "with", "der", "und"). A
+caption without any ("Red dress, size M") has no language, and no rule drops it for that.
 """
 
 from __future__ import annotations
@@ -154,10 +154,13 @@ _LANGUAGE_OF_SCRIPT = {
     "han": "zh", "kana": "ja",
 }  # fmt: skip
 _FUNCTION_WORDS = {
-    "en": "the an and of in on with is are at by for from to his her their this that it its while into near through as or be was "
-    "were has have who which over under up out off down behind some other another one two what how many does do there these not no",
-    "de": "der die das und ein eine einer einem einen mit auf im ist von zu für den dem des sich auch nicht bei sind vor wie viele",
-    "fr": "le la les un une des et du dans avec sur est pour au aux qui par en ce sont cette son sa deux devant quel combien",
+    "en": "the an and of in on with is are at by for from to his her their this that it its while into near through as "
+    "or be was were has have who which over under up out off down behind some other another one two what how many does "
+    "do there these not no",
+    "de": "der die das und ein eine einer einem einen mit auf im ist von zu für den dem des sich auch nicht bei sind "
+    "vor wie viele",
+    "fr": "le la les un une des et du dans avec sur est pour au aux qui par en ce sont cette son sa deux devant quel "
+    "combien",
     "es": "el la los las un una de del en con por para es que se su al como está sobre más dos junto sin cuántos qué",
     "pt": "os as um uma do da dos das em no na com por para que se seu sua ao mais são está não quantos",
     "it": "il lo la gli le un una di del della dei in con per su che nel nella sono al alla da più non quanti",
@@ -184,7 +187,7 @@ _LANGUAGES_OF_WORD: dict[str, tuple[str, ...]] = {
 
 
 def detect_language(text: str, words: list[str]) -> str | None:
-    """A two-letter code, None where the evidence is unclear. `text` and `words` are in lower case."""
+    """A two-letter code, None if the evidence is unclear. `text` and `words` are in lower case."""
     script = "latin" if text.isascii() else _main_script(text)
     if script == "cyrillic":
         return "uk" if re.search("[іїєґ]", text) else "ru"

@@ -1,8 +1,9 @@
-"""Readers of input data: tars, loose files, lists of URLs, Parquet with images, COCO, VQA, tables of captions or questions, conversations.
+"""Readers of input data, which `data prepare` turns into shards.
 
-    for item in read_input(parse_input("coco:captions_val2017.json", images=Path("val2017"))): ...   # Sample, Skipped or Merged
+    for item in read_input(parse_input("coco:captions_val2017.json", images=Path("val2017"))): ...
 
-Start in `inputs.py`; `reader.py` defines inputs and items; every other module reads one kind.
+Each item is a `Sample`, `Skipped` or `Merged`. Start in `inputs.py`, which lists the kinds of inputs; `reader.py`
+defines inputs and items, `json_files.py` reads records of JSON files, and every other module reads one kind.
 """
 
 from typing import TYPE_CHECKING

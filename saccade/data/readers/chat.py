@@ -1,7 +1,8 @@
 """Read conversations about images from json or jsonl, as LLaVA and ShareGPT publish them.
 
-A record has `conversations` (from, value) or `messages` (role, content), and `image` or `images`: paths below the image folder or
-data URLs. OpenAI messages may name the images in their parts instead. A record without images is a text-only sample.
+A record has `conversations` (from, value) or `messages` (role, content), and `image` or `images`: paths below the image
+folder or data URLs. OpenAI messages may name the images in their parts instead. A record without images is a text-only
+sample.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 """Read COCO captions: one json with `images` and `annotations`, and a folder of images.
 
-https://cocodataset.org/#format-data. All captions of an image make one sample. Images that only annotations name are skipped.
+https://cocodataset.org/#format-data. All captions of an image make one sample. Images that only annotations name are
+skipped.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Read loose files: `KEY.jpg` beside `KEY.txt` or `KEY.json`, in a folder and its subfolders."""
+"""Read loose files: `KEY.jpg` next to `KEY.txt` or `KEY.json`, in a folder and its subfolders."""
 
 import json
 import os

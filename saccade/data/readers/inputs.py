@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 KINDS = {
     "tars": "WebDataset tars, as img2dataset writes them: a folder, a tar, dir/{00000..00009}.tar",
-    "files": "a folder of KEY.jpg beside KEY.txt or KEY.json",
+    "files": "a folder of KEY.jpg next to KEY.txt or KEY.json",
     "urls": "Parquet with a url and a text, as LAION publishes them; the images are downloaded",
     "parquet": "Parquet with the images inside, as Hugging Face datasets writes it",
     "coco": "COCO captions: captions_*.json, images in --images",
@@ -123,7 +123,7 @@ def _name(path: str) -> str:
 
 
 def read_input(spec: InputSpec, options: DownloadOptions | None = None) -> Iterator[Sample | Skipped | Merged]:
-    """All items of an input: in order, or as downloads complete where they are links."""
+    """All items of an input: in order; links come as their downloads complete."""
     entry = open_input(spec)
     items = ((None, entry, item) for number in range(len(entry.parts)) for item in entry.read(number))
     return (item for _, item in download_links(items, options))

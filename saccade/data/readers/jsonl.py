@@ -1,11 +1,12 @@
 """Read captions or questions from a table: one JSON object per line, a JSON array, or CSV or TSV with a header.
 
-    image      a path below the image folder, or a data URL; also `file_name`, as in Hugging Face image folders; `images`: several
+    image      a path below the image folder, or a data URL; `images` for several; `file_name` in image folders
     caption    or `captions`, `text`; consecutive rows with the same image and a caption each are one entry
     question   with `answer` or `answers`, and `choices` if it has some
     id         optional
 
-Other fields are metadata. Entries know where their images are, so that evaluation reads the same tables without reading their images.
+Other fields are metadata. Entries know where their images are, so that evaluation reads the same tables without reading
+their images.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _HEAD_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Entry:
-    """What one row says, or several rows that caption the same image."""
+    """The content of one row, or of several rows that caption the same image."""
 
     number: int
     """Number of its first row, from 0; blank lines and the header are not counted."""
@@ -55,7 +56,7 @@ class Entry:
     """Paths or data URLs."""
     question: str | None
     texts: tuple[Any, ...]
-    """Captions, or the answers to the question: texts, or numbers where the table has them."""
+    """Captions, or the answers to the question: texts, or numbers if the table has numbers."""
     choices: tuple[str, ...]
     fields: dict[str, Any]
     """The other fields of the first row."""
@@ -85,7 +86,7 @@ def is_table(path: Path) -> bool:
 
 
 def _first_object(path: Path) -> Any:
-    """The first object of an array or of lines; an error where it does not fit into the beginning of the file."""
+    """The first object of an array or of lines; an error if it does not fit into the beginning of the file."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES).decode("utf-8-sig", errors="replace")
     return json.JSONDecoder().raw_decode(head.lstrip("[ \t\r\n"))[0]
@@ -171,7 +172,7 @@ def _entry(number: int, row: Any) -> Entry:
 
 
 def _listed(row: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
-    """The values of the first of these fields that has some: a list, one value, or JSON text of a list, as cells of a CSV have it."""
+    """The values of the first of these fields that has some: a list, one value, or a list as JSON text in a cell."""
     for name in names:
         value = row.get(name)
         if isinstance(value, str) and value.startswith("["):
@@ -184,7 +185,7 @@ def _listed(row: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _read_rows(path: Path, begin: int) -> Iterator[Any]:
-    """The rows of a table as dicts, from number `begin`; for a line that is not JSON the error, which has its number."""
+    """The rows of a table as dicts, from number `begin`; a line that is not JSON is an `UnusableError` in its place."""
     try:
         if path.suffix in (".csv", ".tsv"):
             yield from islice(_read_cells(path), begin, None)

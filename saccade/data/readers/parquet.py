@@ -1,8 +1,9 @@
 """Read Parquet files with embedded images, as Hugging Face `datasets` writes them.
 
-An image is a struct of `bytes` and `path`, or plain bytes; a row has one or a list of them. The text is a caption or several, a
-question with its answer, or a conversation. Columns are found by name and type, or given: `{"text": "alt"}`. Consecutive rows with
-the same image and a caption each (COCO with one caption per row) become one sample with all captions.
+An image is a struct of `bytes` and `path`, or plain bytes; a row has one or a list of them. The text is a caption or
+several, a question with its answer, or a conversation. Columns are found by name and type, or given: `{"text": "alt"}`.
+Consecutive rows with the same image and a caption each (COCO with one caption per row) become one sample with all
+captions.
 """
 
 import json
@@ -46,7 +47,7 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Columns:
-    """The column of each role, None where there is none."""
+    """The column of each role, None if there is none."""
 
     image: str | None
     conversations: str | None

@@ -1,9 +1,9 @@
 """What all readers share: how an input is named, its parts, its items, and how a sample is built.
 
-An input is a list of parts (files), a part a list of items in a fixed order; reading can begin at any item. An item is a `Sample`,
-a `Link` (a sample whose image must be downloaded), `Skipped` with the one reason it is counted under, or `Merged` (a row whose caption
-went into the sample before it). A sample without an image is text-only data if it is a conversation; otherwise its image is missing,
-and it is skipped.
+An input is a list of parts (files), a part a list of items in a fixed order; reading can begin at any item. An item is
+a `Sample`, a `Link` (a sample whose image must be downloaded), `Skipped` with the one reason it is counted under, or
+`Merged` (a row whose caption went into the sample before it). A sample without an image is text-only data if it is a
+conversation; otherwise its image is missing, and it is skipped.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class InputSpec:
     images: Path | None = None
     """Folder that image paths in a json or Parquet file are relative to; the file's own folder if None."""
     annotations: Path | None = None
-    """VQA: the file with the answers; the one beside the questions if None."""
+    """VQA: the file with the answers; None is the one next to the questions."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Parquet: the column of a role (`image text conversations question answer url`) where its name is not a usual one."""
+    """Parquet: the column of a role (image, text, conversations, question, answer or url) whose name is not a
+    usual one."""
     name: str | None = None
     """Name of the input, stored as `source` of its samples; the name of the file or folder if None."""
     licence: str | None = None
@@ -133,7 +134,7 @@ def complete(spec: InputSpec, key: str, members: Mapping[str, bytes], fields: Ma
 
 
 def encode_json(spec: InputSpec, key: str, metadata: Mapping[str, Any]) -> bytes:
-    """The json of a sample: its metadata, with `id`, `source` and `licence` where they are missing."""
+    """The json of a sample: its metadata, with `id`, `source` and `licence` if they are missing."""
     labels = {"id": key, "source": spec.name, "licence": metadata.get("license") or spec.licence}
     missing = {name: label for name, label in labels.items() if label is not None and not metadata.get(name)}
     return encode(json.dumps(plain({**metadata, **missing}), ensure_ascii=False))

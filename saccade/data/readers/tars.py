@@ -66,5 +66,5 @@ def _sample(spec: InputSpec, key: str, files: dict[str, bytes | None], is_repeat
             raise unsupported_image(name)
     for name in image_names(members):
         check_image(members[name])
-    fields.pop("key", None)  # of img2dataset; in the new shards it would name another sample
+    fields.pop("key", None)  # img2dataset's key; in the new shards it would name another sample
     return complete(spec, key, members, fields)

@@ -77,7 +77,7 @@ def find_answers(path: Path) -> Path:
     """The file of answers next to the questions, by its official name."""
     expected = path.with_name(path.name.replace("OpenEnded_", "").replace("questions", "annotations"))
     if expected == path or not expected.is_file():
-        raise DataError(f"{path}: no answers beside it ({expected.name}). Put them there, or give --annotations FILE")
+        raise DataError(f"{path}: no answers next to it ({expected.name}). Put them there, or give --annotations FILE")
     return expected
 
 

@@ -2,8 +2,8 @@
 
     examples = read_examples(DataSpec(path="chartqa/test"))
 
-`detect.py` finds the format of a path; every other module reads one format. `reader.py` has what they share. `published.py` reads
-benchmarks by name, as their tasks describe them.
+`detect.py` finds the format of a path; every other module reads one format. `reader.py` has what they share.
+`published.py` reads benchmarks by name, as their tasks describe them.
 """
 
 from typing import TYPE_CHECKING

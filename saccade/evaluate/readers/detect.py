@@ -18,7 +18,7 @@ from saccade.evaluate.readers.reader import DataSpec
 KINDS = {
     "shards": "WebDataset tars: json captions, questions or messages, as for training",
     "coco": "COCO captions: captions_*.json",
-    "vqa": "VQA v2: *_questions.json beside *_annotations.json",
+    "vqa": "VQA v2: *_questions.json next to *_annotations.json",
     "chartqa": "ChartQA: *_human.json, *_augmented.json, images in png/",
     "nlvr": "NLVR and NLVR2: one sentence per line, images by identifier",
     "pope": "POPE: coco_pope_*.json, one question per line",
@@ -98,7 +98,7 @@ def _files(path: str, kind: str) -> list[Path]:
 
 
 def _annotation_files(where: Path) -> list[Path]:
-    """A file itself; of a folder the json files and tables in it, or the json files in `annotations/` and in the folders of splits."""
+    """The file itself, or the json files and tables of a folder, or else the json files one folder below."""
     if where.is_file():
         return [where]
     files = sorted(file for file in where.iterdir() if file.suffix in (".json", *SUFFIXES))

@@ -2,7 +2,7 @@
 (`saccade.data.readers.jsonl`), one JSON object per line, CSV or TSV. Each row has
 
 id        text; the row number if not given
-image     a path below the image folder; or `images`, a list of them; or `file_name`, as in Hugging Face image folders; or none
+image     a path below the image folder; or `images`, a list of them; or `file_name`, in image folders; or none
 question  text; without one the example is an image with captions
 answer    text; or `answers`, several accepted ones; or `caption`, `captions`, `text`
 choices   the options of a multiple-choice question; `answer` is one of them, its letter or its index

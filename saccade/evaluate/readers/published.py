@@ -1,8 +1,11 @@
-"""Read published benchmarks in their published layouts: Parquet, as on the Hugging Face Hub, or TSV with images in base64.
+"""Read published benchmarks in their published layouts:
+
+Parquet, as on the Hugging Face Hub, or TSV with images in base64.
 
     files of the benchmark  ->  rows  ->  examples, by the task's own function  ->  images, when they are needed
 
-A task describes its benchmark (`Published`). Images are identified by their bytes: many sets repeat an image for each question.
+A task describes its benchmark (`Published`). Images are identified by their bytes: many sets repeat an image for each
+question.
 """
 
 from __future__ import annotations
@@ -97,7 +100,7 @@ def read_published(path: str, published: Published) -> list[Example]:
 
 
 def has_published(path: str) -> bool:
-    """Whether a path is, or a folder contains, files of the kinds that benchmarks are published in; shard folders have tables of their own."""
+    """Whether a path is a Parquet or TSV file, or a folder with some; shard folders have Parquet files of their own."""
     where = Path(path)
     if where.is_file():
         return where.suffix in SUFFIXES

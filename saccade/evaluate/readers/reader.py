@@ -23,7 +23,7 @@ class DataSpec:
     kind: str | None = None
     """The format; detected if None."""
     images: Path | None = None
-    """Folder of the image files; found beside the annotations if None."""
+    """Folder of the image files; None is found next to the annotations."""
 
 
 def load_records(path: Path) -> list[dict[str, Any]]:
@@ -55,9 +55,10 @@ def text_of(record: dict[str, Any], name: str, path: Path) -> str:
 
 
 class ImageFolder:
-    """Finds the image files that annotations name: in the folder given, or beside the annotations and one level below.
+    """Finds the image files that annotations name: in the folder given, or next to the annotations and one level below.
 
-    Images are identified by their path relative to that folder, or to the data: a file name alone may occur in several folders.
+    Images are identified by their path relative to that folder, or to the data: a file name alone may occur in several
+    folders.
     """
 
     def __init__(self, annotations: Path, spec: DataSpec) -> None:
@@ -65,10 +66,10 @@ class ImageFolder:
         if images is not None and not images.is_dir():
             raise DataError(f"{images}: no such folder. Check --images")
         self._root = images or (data if data.is_dir() else data.parent)
-        beside = annotations.parent
-        near = [beside, *_subfolders(beside)]
-        if beside.name == "annotations":  # COCO has its images beside that folder
-            near += [beside.parent, *_subfolders(beside.parent)]
+        folder = annotations.parent
+        near = [folder, *_subfolders(folder)]
+        if folder.name == "annotations":  # COCO has its images next to that folder
+            near += [folder.parent, *_subfolders(folder.parent)]
         self._annotations, self._folders = annotations, [images] if images is not None else near
 
     def find(self, *names: str) -> ImageFile:
