@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.serve import make_checkpoint
-from bench.server_process import running_server
+from bench.server_process import ServerProcess
 from saccade.serve.load.loops import Load, Workload, run
 
 SIDE, NUM_OUTPUT = 672, 128
@@ -86,10 +86,8 @@ def over_http(checkpoint: Path, num_requests: int, rounds: int) -> dict[str, flo
     """The same of a server."""
     found = {}
     options = ["--max-requests", num_requests, "--max-queued", num_requests, "--max-model-len", 8192]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running_server(checkpoint, Path(folder), [*options, "--set", "engine.prefix_cache=false"]) as (url, _),
-    ):
+    with ServerProcess(checkpoint, *options, "--set", "engine.prefix_cache=false") as server:
+        url = server.url
         for name, workload in workloads(num_requests).items():
             loads = [Load(concurrency=num_requests)] * (rounds + 1)
             results = run(url, loads, workload, num_processes=4)[1:]

@@ -131,7 +131,8 @@ def test_the_command_of_a_result_exists_with_its_options(line):
     program, *words = line.removeprefix("python -m ").split()
     if program == "saccade":
         return  # like those of every document
-    file = ROOT / (words[0] if program == "pytest" else f"{program.replace('.', '/')}.py")
+    folder = ROOT / "tests" if program.startswith("stress.") else ROOT
+    file = folder / (words[0] if program == "pytest" else f"{program.replace('.', '/')}.py")
     assert file.exists(), line
     assert [word for word in words if word.startswith("--") and f'"{word}"' not in file.read_text()] == []
 

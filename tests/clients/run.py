@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from model.hugging_face import SHAPES, make_checkpoint  # noqa: E402
 from serve.running import RunningServer  # noqa: E402

@@ -4,69 +4,37 @@ import base64
 import io
 import json
 import re
-import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from functools import cached_property
 
 import httpx
 from model.hugging_face import picture
+
+from bench.server_process import ServerProcess
 
 TIMEOUT_S = 300
 """Long, because tests share a machine: only a failing test waits so long."""
 ENGINE = ("engine.num_workers=1", "engine.num_pages=200")
 
 
-class RunningServer:
+class RunningServer(ServerProcess):
     """`saccade serve` on a free port, ready when the block is entered."""
 
-    def __init__(self, checkpoint, folder, *options, settings=(), waits=True, key=None):
-        self.log_path = folder / "log"
-        command = [sys.executable, "-m", "saccade", "serve", checkpoint, "--port", 0, "--device", "cpu"]
-        command += ["--max-model-len", 800]
-        for setting in (*ENGINE, *settings):
-            command += ["--set", setting]
-        self.command = [str(word) for word in (*command, *options)]
-        self._waits, self.key = waits, key
-
-    def __enter__(self):
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            self._wait_until_listening()
-            if self._waits:
-                self.wait_until_ready()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _wait_until_listening(self):
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (found := re.search(r"^(http://\S+)", self.log, re.M)):
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.05)
-        self.url = found[1]
-        admin = re.search(r"^(http://\S+)  admin", self.log, re.M)
-        self.admin_url = admin and admin[1]
+    def __init__(self, checkpoint, folder, *options, settings=(), key=None):
+        fixed = ["--device", "cpu", "--max-model-len", 800]
+        fixed += [word for setting in (*ENGINE, *settings) for word in ("--set", setting)]
+        super().__init__(checkpoint, *fixed, *options, log=folder / "log", ready_s=TIMEOUT_S)
+        self.key = key
 
     def __exit__(self, *_):
         if "http" in vars(self):
             self.http.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(TIMEOUT_S)
-        finally:
-            with suppress(ProcessLookupError):
-                self.process.kill()
+        super().__exit__()
 
     @property
-    def log(self):
-        return self.log_path.read_text(errors="replace")
+    def admin_url(self):
+        found = re.search(r"^(http://\S+)  admin", self.log, re.M)
+        return found and found[1]
 
     @cached_property
     def http(self):
@@ -75,7 +43,7 @@ class RunningServer:
 
     def wait_until_ready(self):
         deadline = time.monotonic() + TIMEOUT_S
-        while self.http.get("/ready").status_code != 200:
+        while not self.is_ready():
             assert self.process.poll() is None, self.log
             assert time.monotonic() < deadline, self.log
             time.sleep(0.05)

@@ -1,6 +1,5 @@
-"""Parts of a server are killed under load: every request ends once, everything comes back, nothing leaks (`bench.serve_chaos`, shortened)."""
+"""Parts of a server are killed under load: every request ends once, everything comes back, nothing leaks (`stress.chaos`, shortened)."""
 
-import argparse
 import base64
 import http.server
 import threading
@@ -10,9 +9,10 @@ import httpx
 import pytest
 from model.hugging_face import picture
 from serve.running import TIMEOUT_S, chat_body, data_url
+from stress.chaos import OPTIONS, check_log, measure
+from stress.tiny_server import is_alive, pids_of
 
-from bench.serve_chaos import OPTIONS, check_log, measure
-from bench.server_process import ServerProcess, is_alive
+from bench.server_process import ServerProcess
 from saccade.serve.load.loops import run_loop
 
 PNG = data_url(picture(56, 84, 1))
@@ -42,7 +42,7 @@ def site():
 @pytest.fixture(scope="module")
 def server(checkpoint, site, tmp_path_factory):
     log = tmp_path_factory.mktemp("chaos") / "log"
-    with ServerProcess(checkpoint, *OPTIONS, "--allow-remote-media", site, log=log) as server:
+    with ServerProcess(checkpoint, *OPTIONS, "--device", "cpu", "--allow-remote-media", site, log=log) as server:
         yield server
 
 
@@ -66,8 +66,7 @@ def test_an_image_of_an_allowed_host_is_fetched_and_others_are_not(server, site)
 
 
 def test_killed_workers_and_a_killed_core_come_back_and_every_request_ends_once(server):
-    options = argparse.Namespace(requests=60, clients=6, media_kills=3, core_kills=1, front_kills=0, seed=1)
-    found = run_loop(measure(server, options, print))
+    found = run_loop(measure(server, requests=60, clients=6, kills={"media": 3, "core": 1}, seed=1))
     assert found["problems"] == []
     assert found["requests"] >= 60
     assert found["endings"].get("done", 0) >= 20
@@ -75,7 +74,7 @@ def test_killed_workers_and_a_killed_core_come_back_and_every_request_ends_once(
 
 
 def test_a_killed_front_takes_all_its_processes_with_it(server):
-    pids = server.pids
+    pids = pids_of(server)
     assert len(pids) >= 6
     server.kill()
     deadline = time.monotonic() + TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Hostile inputs are answered 4xx, odd ones are served, and the server serves on (all of them, in time: `bench.serve_hostile`)."""
+"""Hostile inputs are answered 4xx, odd ones are served, and the server serves on (all of them, in time: `stress.neighbours`)."""
 
 import asyncio
 import json

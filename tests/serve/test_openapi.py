@@ -1,12 +1,6 @@
-"""The OpenAPI document is true: a short run of the fuzzer of `bench/serve_fuzz.py`, and what the document says."""
+"""The OpenAPI document is true: a short run of the fuzzer of `stress/fuzz.py`, and what the document says."""
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from bench.serve_fuzz import fuzz  # noqa: E402
+from stress.fuzz import fuzz
 
 
 def test_a_short_fuzz_finds_no_server_error_and_no_violation(server):

@@ -1,9 +1,9 @@
 """Fuzz a server by its OpenAPI document with schemathesis: no 5xx, no answer that the document does not describe.
 
-    python -m bench.serve_fuzz [--examples 500] [--url URL] [--seed 0] [--phases coverage,fuzzing,stateful]
+    PYTHONPATH=tests python -m stress.fuzz [--examples 500] [--url URL] [--seed 0] [--phases coverage,fuzzing,stateful]
 
-Without --url a server is started on a tiny checkpoint with random weights. All checks of schemathesis are on, except that valid requests
-are always accepted: what a schema cannot say (an image that decodes, a prompt that fits, fields that exclude each other) is a 400.
+Without --url a server is started on a tiny model. All checks of schemathesis are on, except that valid requests are always accepted: what
+a schema cannot say (an image that decodes, a prompt that fits, fields that exclude each other) is a 400.
 """
 
 import argparse
@@ -13,13 +13,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.serve import make_checkpoint
-from bench.server_process import running_server
+from stress.tiny_server import tiny_server
 
 OPTIONS = ["--device", "cpu", "--max-model-len", 256, "--set", "engine.num_workers=1", "--set", "engine.num_pages=400"]
 
 
-def fuzz(url: str, *, examples: int, seed: int, phases: str) -> tuple[int, str, bool]:
+def fuzz(url, *, examples, seed, phases):
     """Run schemathesis; returns the number of cases, its report, and whether it found nothing."""
     command = [Path(sys.executable).with_name("schemathesis"), "run", f"{url}/openapi.json"]
     command += ["--exclude-checks", "positive_data_acceptance", "--max-examples", examples, "--seed", seed]
@@ -31,23 +30,20 @@ def fuzz(url: str, *, examples: int, seed: int, phases: str) -> tuple[int, str, 
     return int(found[1]) if found else 0, done.stdout + done.stderr, done.returncode == 0
 
 
-def main() -> None:
+def main():
     """Fuzz, print the report and the number of cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a running server; one is started if not given")
     parser.add_argument("--examples", type=int, default=500, help="random cases per operation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--phases", default="coverage,fuzzing,stateful")
-    options = parser.parse_args()
-    settings = {"examples": options.examples, "seed": options.seed, "phases": options.phases}
-    if options.url:
-        num_cases, report, is_clean = fuzz(options.url, **settings)
+    settings = vars(parser.parse_args())
+    url = settings.pop("url")
+    if url:
+        num_cases, report, is_clean = fuzz(url, **settings)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoint = Path(folder) / "tiny"
-            make_checkpoint(checkpoint, "tiny")
-            with running_server(checkpoint, Path(folder), OPTIONS) as (url, _):
-                num_cases, report, is_clean = fuzz(url, **settings)
+        with tiny_server(*OPTIONS) as server:
+            num_cases, report, is_clean = fuzz(server.url, **settings)
     print(report)
     print(f"{num_cases} cases: {'no 5xx, no violation of the document' if is_clean else 'see above'}")
     sys.exit(0 if is_clean else 1)
