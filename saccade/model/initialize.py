@@ -2,8 +2,8 @@
 
     config -> tokenizer with vision tokens -> weights tensor by tensor -> checkpoint folder
 
-Tensors are written one shard at a time, so memory is bounded by a shard. Random weights depend on the seed and the tensor's name
-alone: the same for any shard size, order or machine.
+Tensors are written one shard at a time, so memory is bounded by a shard. Random weights depend on the seed and the
+tensor's name alone: the same for any shard size, order or machine.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from saccade.model.checkpoint_writer import CheckpointWriter
 from saccade.model.config import LanguageConfig, ModelConfig
 from saccade.model.families import DEFAULT_FAMILY, family_named, text_family
 from saccade.model.families import named_size as named_size
-from saccade.model.families.family import Family
-from saccade.model.gguf import GGUFModel, added_token
+from saccade.model.gguf import GGUFModel
 from saccade.model.linear import checkpoint_shapes
+from saccade.model.text_files import TextFiles, byte_tokenizer, read_text_files, with_vision_tokens
 from saccade.model.vlm import VLM
 from saccade.model.weights import tensor_shapes
-from saccade.processor.chat_template import read_template, token_text
-from saccade.processor.folder import read_config, read_json
+from saccade.processor.folder import read_config
 
 _VOCAB_MULTIPLE = 64
 """A grown vocabulary is padded to a multiple of this, for aligned matrix products."""
@@ -41,65 +40,6 @@ _VOCAB_MULTIPLE = 64
 _INIT_STD = 0.02
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-_FLATTEN_IMAGES = """\
-{%- set flat = namespace(messages=[]) -%}
-{%- for message in messages -%}
-{%- if message.content is string -%}
-{%- set flat.messages = flat.messages + [message] -%}
-{%- else -%}
-{%- set written = namespace(text='') -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}
-{%- set written.text = written.text + 'IMAGE_TEXT' -%}
-{%- elif part.type == 'video' -%}
-{%- set written.text = written.text + 'VIDEO_TEXT' -%}
-{%- else -%}
-{%- set written.text = written.text + part.text -%}
-{%- endif -%}
-{%- endfor -%}
-{%- set flat.messages = flat.messages + [{'role': message.role, 'content': written.text}] -%}
-{%- endif -%}
-{%- endfor -%}
-{%- set messages = flat.messages -%}
-"""
-"""Prepended to a text template: parts become one text with placeholders, which are the family's."""
-
-_CHATML = (
-    "{% set known = namespace(tools='') %}"
-    "{% if tools %}"
-    "{% set known.tools = '\n\n# Tools\n\nThe functions you may call, one per line:\n<tools>' %}"
-    "{% for tool in tools %}{% set known.tools = known.tools + '\n' + (tool | tojson) %}{% endfor %}"
-    "{% set known.tools = known.tools + '\n</tools>\n\nCall a function like this:\n<tool_call>\n"
-    """{"name": "its name", "arguments": {"argument": "value"}}"""
-    "\n</tool_call>' %}"
-    "{% endif %}"
-    "{% for message in messages %}"
-    "{% if loop.first and message.role != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful assistant.' + known.tools + '<|im_end|>\n' }}"
-    "{% endif %}"
-    "{{ '<|im_start|>' + message.role + '\n' + message.content }}"
-    "{% if loop.first and message.role == 'system' %}{{ known.tools }}{% endif %}"
-    "{% for call in message.tool_calls or [] %}"
-    "{% if message.content or not loop.first %}{{ '\n' }}{% endif %}"
-    """{{ '<tool_call>\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' }}"""
-    "{{ (call.function.arguments | tojson) + '}\n</tool_call>' }}"
-    "{% endfor %}"
-    "{{ '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-).replace("\n", "\\n")
-
-
-@dataclass(frozen=True)
-class TextFiles:
-    """Tokenizer, chat template, eos tokens, and the bos and eos tokens that the template may use."""
-
-    tokenizer: dict[str, Any]
-    template: str
-    eos_ids: tuple[int, ...]
-    eos_token: str
-    bos_token: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,11 +64,12 @@ def initialize_random(
     on_tensor: Callable[[str], None] | None = None,
 ) -> ModelConfig:
     """Make a checkpoint folder with random weights. Without `tokenizer_from` it has a byte tokenizer."""
-    text_files = _text_files(tokenizer_from) if tokenizer_from else byte_tokenizer()
+    text_files = read_text_files(tokenizer_from) if tokenizer_from else byte_tokenizer()
     text_files, token_ids, num_tokens = with_vision_tokens(text_files, family_named(config.family))
     if num_tokens > config.language.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {num_tokens} tokens, the model an embedding of {config.language.vocab_size}. Raise language.vocab_size"
+            f"the tokenizer has {num_tokens} tokens, the model an embedding of {config.language.vocab_size}. "
+            "Raise language.vocab_size"
         )
     tensors = _all_tensors(config, None, seed)
     _write(
@@ -203,7 +144,7 @@ def _open_folder(folder: Path) -> TextModel:
     return TextModel(
         config=config,
         tied_head=is_tied,
-        text_files=_text_files(folder),
+        text_files=read_text_files(folder),
         shapes={
             name: shape for name, shape in tensor_shapes(tensor_files(folder), any_dtype=True).items() if name in files
         },
@@ -219,62 +160,6 @@ def _open_gguf(path: Path) -> TextModel:
     text_files = TextFiles(tokenizer, opened.chat_template(), (eos_id,), names[eos_id], names.get(bos_id))
     config = text_family(opened.architecture).parse_text_config(raw)
     return TextModel(config, raw["tie_word_embeddings"], text_files, opened.shapes(), opened.tensors)
-
-
-def _text_files(folder: Path) -> TextFiles:
-    tokenizer = read_json(folder / "tokenizer.json")
-    if not tokenizer:
-        raise CheckpointError(f"{folder}: no tokenizer.json. Check the path; a fast tokenizer is needed")
-    model = tokenizer.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict):
-        raise CheckpointError(f"{folder}/tokenizer.json: vision tokens can be added to BPE tokenizers only")
-    eos = read_json(folder / "generation_config.json").get("eos_token_id", read_config(folder).get("eos_token_id"))
-    if eos is None:
-        raise CheckpointError(f"{folder}: neither generation_config.json nor config.json names eos_token_id")
-    eos_ids = tuple([eos] if isinstance(eos, int) else eos)
-    names = {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
-    tokens = read_json(folder / "tokenizer_config.json")
-    eos_token = token_text(tokens, "eos_token") or names.get(eos_ids[0], "")
-    return TextFiles(tokenizer, read_template(folder), eos_ids, eos_token, token_text(tokens, "bos_token") or None)
-
-
-def byte_tokenizer() -> TextFiles:
-    """A tokenizer of the 256 bytes and the ChatML control tokens; nothing to download."""
-    from tokenizers import pre_tokenizers
-
-    vocab = {character: token_id for token_id, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [added_token(name, len(vocab) + i, special=True) for i, name in enumerate(control)],
-        "normalizer": None,
-        "pre_tokenizer": bytes_only,
-        "post_processor": None,
-        "decoder": bytes_only,
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-    }
-    return TextFiles(tokenizer, _CHATML, (len(vocab) + control.index("<|im_end|>"),), "<|im_end|>")
-
-
-def with_vision_tokens(text_files: TextFiles, family: Family = DEFAULT_FAMILY) -> tuple[TextFiles, dict[str, int], int]:
-    """Add the family's vision tokens to tokenizer and template; also returns their ids and the number of tokens."""
-    added = list(text_files.tokenizer.get("added_tokens", []))
-    known = {token["content"]: token["id"] for token in added}
-    num_tokens = 1 + max([*text_files.tokenizer["model"]["vocab"].values(), *known.values()])
-    for token in family.vision_tokens.values():
-        if token not in known:
-            known[token] = num_tokens
-            added.append(added_token(token, num_tokens, special=True))
-            num_tokens += 1
-    template = text_files.template
-    if family.vision_tokens["image"] not in template:
-        flatten = _FLATTEN_IMAGES.replace("IMAGE_TEXT", family.image_text).replace("VIDEO_TEXT", family.video_text)
-        template = flatten + template
-    grown = replace(text_files, tokenizer=text_files.tokenizer | {"added_tokens": added}, template=template)
-    return grown, {name: known[token] for name, token in family.vision_tokens.items()}, num_tokens
 
 
 # ------------------------------------------------------------------ writing
@@ -350,7 +235,7 @@ def _check_described(described: dict[str, Any], config: ModelConfig) -> None:
 
 
 def _check_text_tensors(text: TextModel, config: ModelConfig, source: Path) -> None:
-    """Check that the text model has exactly the tensors of the decoder; else one error with everything that is wrong."""
+    """Check that the text model has exactly the tensors of the decoder; one error says everything that is wrong."""
     own = replace(config, language=text.config)  # before the vision tokens are added to its embedding
     expected = {n: s for n, s in _parameter_shapes(own).items() if n.startswith(("language.", "head."))}
     found = {DEFAULT_FAMILY.name_in_model(stored): (stored, shape) for stored, shape in text.shapes.items()}
@@ -366,12 +251,13 @@ def _check_text_tensors(text: TextModel, config: ModelConfig, source: Path) -> N
     if wrong:
         more = f"; and {len(wrong) - 12} more" if len(wrong) > 12 else ""
         raise CheckpointError(
-            f"{source}: the tensors do not fit its config: {'; '.join(wrong[:12])}{more}. Is a shard missing, or the config of another model?"
+            f"{source}: the tensors do not fit its config: {'; '.join(wrong[:12])}{more}. "
+            "Is a shard missing, or the config of another model?"
         )
 
 
 def _all_tensors(config: ModelConfig, text: TextModel | None, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter: the text model's, and random ones for the rest."""
+    """Yield every parameter: those of the text model, and random ones."""
     remaining = _parameter_shapes(config)
     for stored_name, tensor in text.tensors() if text else ():
         name = DEFAULT_FAMILY.name_in_model(stored_name)
@@ -390,7 +276,7 @@ def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _is_qkv_bias(name: str) -> bool:
-    """Biases that Llama does not have: zero."""
+    """Whether it is a bias that Llama does not have; it is then zero."""
     return name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))
 
 
@@ -403,7 +289,7 @@ def _fit_rows(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Zero biases, norms of one, everything else normal with standard deviation 0.02, from the seed and the name alone."""
+    """Zero for biases, one for norms, else normal with standard deviation 0.02, from the seed and the name alone."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if len(shape) == 1:

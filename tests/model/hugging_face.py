@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from saccade.model.initialize import TextFiles, byte_tokenizer, with_vision_tokens
+from saccade.model.text_files import TextFiles, byte_tokenizer, with_vision_tokens
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 

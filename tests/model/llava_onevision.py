@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from saccade.model.families.llava_onevision import FAMILY
-from saccade.model.initialize import byte_tokenizer, with_vision_tokens
+from saccade.model.text_files import byte_tokenizer, with_vision_tokens
 
 CLASSES = LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
 

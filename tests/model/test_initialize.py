@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from saccade.errors import CheckpointError, ConfigError
 from saccade.model import generate, load_model
-from saccade.model.initialize import byte_tokenizer, initialize_from_text, initialize_random, named_size, random_tensor
+from saccade.model.initialize import initialize_from_text, initialize_random, named_size, random_tensor
+from saccade.model.text_files import byte_tokenizer
 from saccade.processor import Processor
 
 SIZES = {"vocab_size": 280, "hidden_size": 192, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 512}  # fmt: skip

@@ -1,6 +1,7 @@
 """Model families: names, modules and sizes, one file per family. `family.py` is the seam.
 
-A vision-language family module has `FAMILY`. A text family module (a decoder for `saccade init --text`) has `parse_text_config`.
+A vision-language family module has `FAMILY`. A text family module (a decoder for `saccade init --text`) has
+`parse_text_config`.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ from saccade.model.families.family import Family
 from saccade.processor.folder import read_config
 
 DEFAULT_FAMILY = qwen2_5_vl.FAMILY
-"""Whose sizes need no family name, and which text models are extended to."""
+"""Its sizes need no family name, and text models are extended to it."""
 VISION_LANGUAGE: dict[str, Family] = {
     family.model_type: family
     for family in (DEFAULT_FAMILY, qwen2_vl.FAMILY, qwen3_vl.FAMILY, llava_next.FAMILY, llava_onevision.FAMILY)
@@ -35,7 +36,8 @@ def family_of(folder: str | Path) -> Family:
         return VISION_LANGUAGE[model_type]
     if model_type in TEXT:
         raise CheckpointError(
-            f"{folder}: a text model (model_type {model_type}). Give it a vision tower: saccade init OUT --text {folder}"
+            f"{folder}: a text model (model_type {model_type}). "
+            f"Give it a vision tower: saccade init OUT --text {folder}"
         )
     raise CheckpointError(
         f"{folder}: model_type {model_type!r} is not supported. Supported: {', '.join(VISION_LANGUAGE)}"
@@ -79,7 +81,10 @@ def text_family(model_type: object) -> ModuleType:
 
 
 def published_as(path: str | Path) -> tuple[str, str] | None:
-    """(ORG/NAME on the Hugging Face Hub, named size) of a published checkpoint, by ORG/NAME or a folder named NAME; None if unknown."""
+    """(ORG/NAME on the Hugging Face Hub, named size) of a published checkpoint; None if unknown.
+
+    `path`: ORG/NAME, or a folder named NAME.
+    """
     for family in VISION_LANGUAGE.values():
         for hub_name, size in family.published.items():
             if Path(path).name.lower() == hub_name.partition("/")[2].lower():

@@ -1,18 +1,20 @@
 """What a model family says about itself: the seam between the model and everything that must not know a family's name.
 
-Its other side is `saccade.processor.families`: how images and videos become patches, tokens and positions. A family is one file in
-each folder. The model asks for the tower and the projector; loading and export for names; `saccade init` for sizes and files; trainer
-and planner count the modules that were built.
+Its other side is `saccade.processor.families`: how images and videos become patches, tokens and positions. A family is
+one file in each folder. The model asks for the tower and the projector; loading and export for names; `saccade init`
+for sizes and files; trainer and planner count the modules that were built.
 
-    checkpoint       `parse_config`, `describe_config`, `describe_processor`, the prefixes of tensor names
-    tower            `make_tower`: pixels and a layout to the outputs of its blocks; see `vision.py` for what else is asked of a tower
-    projector        `make_projector`: these outputs to features of D for the embedding, and of D for each layer they enter later
-    decoder          `LanguageConfig`: RoPE sections (plain, interleaved; one section is 1-D RoPE), biases, norms, head dim
-    training         parts to freeze are the modules `vision`, `projector`, `language`, `head` of every family; a tower has `blocks`
+    checkpoint   `parse_config`, `describe_config`, `describe_processor`, the prefixes of tensor names
+    tower        `make_tower`: pixels and a layout to the outputs of its blocks (`vision/tower.py`)
+    projector    `make_projector`: these outputs to features of D for the embedding, and of D for each layer they enter
+                 later
+    decoder      `LanguageConfig`: RoPE sections (plain, interleaved; one section is 1-D RoPE), biases, norms, head dim
+    training     parts to freeze are the modules `vision`, `projector`, `language`, `head` of every family; a tower has
+                 `blocks`
 
-Towers are of two kinds, with the methods of `Tower`: over grids of patches of any size (`vision.py`), and over square tiles, as CLIP and
-SigLIP are used (`tile_tower.py`). The latter asks the family which patches each token of an image is made of (`Gather`): rows of tiles without
-their padding, newlines, interpolated or pooled features.
+Towers are of two kinds, with the methods of `Tower`: over grids of patches of any size (`patch_tower.py`), and over
+square tiles, as CLIP and SigLIP are used (`tile_tower.py`). The latter asks the family which patches each token of an
+image is made of (`Gather`): rows of tiles without their padding, newlines, interpolated or pooled features.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +61,7 @@ class Family:
     disk_prefixes: Mapping[str, str]
     """Prefix on disk, as published, by prefix in the model; longer ones come first."""
     transformers_prefixes: Mapping[str, str]
-    """Prefix in `transformers`, by prefix in the model; longer ones come first. Adapters have these names, and they are read too."""
+    """Prefix in `transformers`, by prefix in the model; longer ones come first. Adapters have these names."""
     sizes: Mapping[str, ModelConfig]
     """Models by name; tiny is for tests and laptops, the others are the published shapes."""
     published: Mapping[str, str]
@@ -75,7 +77,7 @@ class Family:
     without_unused: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     """The `config.json` of a model without these tensors."""
     packs_tower: bool = True
-    """Whether `transformers` loads its tower with packed weights (int4). If not, the built-in schemes store it in int8."""
+    """Whether `transformers` loads its tower with packed weights (int4). If not, built-in schemes store it in int8."""
     image_text: str = "<|vision_start|><|image_pad|><|vision_end|>"
     """What a chat template writes for an image."""
     video_text: str = "<|vision_start|><|video_pad|><|vision_end|>"

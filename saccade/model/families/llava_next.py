@@ -1,7 +1,7 @@
 """LLaVA-NeXT: a CLIP tower over tiles, an MLP, and a Mistral or Llama decoder with 1-D RoPE.
 
-Published configs name little more than what differs from the classes of `transformers`, so those defaults are here. Tensor names are
-read as published (`vision_tower.vision_model.`), as `transformers` writes them and as it calls them.
+Published configs name little more than what differs from the classes of `transformers`, so those defaults are here.
+Tensor names are read as published (`vision_tower.vision_model.`), as `transformers` writes them and as it calls them.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,18 @@ from typing import Any
 from saccade.errors import CheckpointError
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
 from saccade.model.families.config_fields import flag, integer, number, refuse_unless, rope_theta, section
+from saccade.model.families.decoder_fields import decoder_sizes, describe_decoder, sized_decoder
 from saccade.model.families.family import Family
 from saccade.model.families.qwen2_vl import quick_gelu
 from saccade.model.families.tile_fields import (
     DISK_PREFIXES,
     OTHER_PREFIXES,
     TRANSFORMERS_PREFIXES,
-    describe_decoder,
     describe_layers,
     describe_tower,
     selected_layers,
     tile_fields,
+    tower_fields,
 )
 from saccade.model.vision.tile_layout import gather_tiles
 from saccade.model.vision.tile_tower import TileProjector, TileTower
@@ -28,13 +29,19 @@ from saccade.processor.families.llava_next import DEFAULTS, MODEL_TYPE
 from saccade.processor.families.tile_settings import tower_tiling
 from saccade.processor.image import ImageSettings
 
-_TOWER = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}  # fmt: skip
-"""Where `config.json` has no vision config."""
+_TOWER = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+"""The vision config if `config.json` has none."""
 _DECODERS: dict[str, dict[str, Any]] = {
-    "llama": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "sliding_window": None},
-    "mistral": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+    "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048, "sliding_window": None},
+    "mistral": {
+        "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+    },
 }  # fmt: skip
-"""Text configs by `model_type`: the defaults of their classes."""
+"""Text configs by `model_type`: what the defaults of their classes in `transformers` differ in."""
+_DECODER = {
+    "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+"""The defaults of both classes."""
 
 
 # ------------------------------------------------------------------ configuration
@@ -57,18 +64,11 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
     refuse_unless(vision, "model_type", "clip_vision_model")
     refuse_unless(vision, "hidden_act", "quick_gelu")
     num_layers, stated = integer(vision, "num_hidden_layers", 12), raw.get("vision_feature_layer")
-    tiling = tower_tiling(raw, DEFAULTS)
     return VisionConfig(
-        num_layers=num_layers,
-        hidden_size=integer(vision, "hidden_size", 768),
-        num_heads=integer(vision, "num_attention_heads", 12),
-        intermediate_size=integer(vision, "intermediate_size", 3072),
-        in_channels=integer(vision, "num_channels", 3),
         norm_eps=number(vision, "layer_norm_eps", 1e-5),
         has_class_token=True,
         selected_layers=selected_layers(-2 if stated is None else stated, num_layers),
-        projector_bias=flag(raw, "multimodal_projector_bias", True),
-        **tile_fields(tiling.tile_size, tiling.patch_size, tiling.resolutions),
+        **tower_fields(raw, vision, tower_tiling(raw, DEFAULTS)),
     )
 
 
@@ -78,19 +78,15 @@ def _parse_language(stated: Mapping[str, Any]) -> LanguageConfig:
         raise CheckpointError(
             f"config.json: text_config is of model_type {model_type!r}; only {', '.join(_DECODERS)} are supported"
         )
-    text = _DECODERS[model_type] | dict(stated)
+    text = _DECODER | _DECODERS[model_type] | dict(stated)
     for name, value in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         refuse_unless(text, name, value)
-    hidden_size, num_heads = integer(text, "hidden_size"), integer(text, "num_attention_heads")
+    sizes = decoder_sizes(text)
+    hidden_size, num_heads = sizes["hidden_size"], sizes["num_heads"]
     head_dim = integer(text, "head_dim", hidden_size // max(1, num_heads))
     window = text["sliding_window"] if model_type == "mistral" else None
     return LanguageConfig(
-        vocab_size=integer(text, "vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=integer(text, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=integer(text, "num_key_value_heads", num_heads),
-        intermediate_size=integer(text, "intermediate_size"),
+        **sizes,
         rope_theta=rope_theta(text),
         rope_sections=(head_dim // 2, 0, 0),
         norm_eps=number(text, "rms_norm_eps", 1e-6),
@@ -177,20 +173,11 @@ def _size(
     tower: str, vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, max_positions: int,
     theta: float, window: int | None = None, norm_eps: float = 1e-5,
 ) -> ModelConfig:  # fmt: skip
-    language = LanguageConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        intermediate_size=intermediate,
-        rope_theta=theta,
-        rope_sections=(hidden // heads // 2, 0, 0),
-        norm_eps=norm_eps,
-        max_positions=max_positions,
-        qkv_bias=False,
+    language = sized_decoder(
+        vocab, hidden, layers, heads, kv_heads, intermediate, rope_theta=theta,
+        rope_sections=(hidden // heads // 2, 0, 0), norm_eps=norm_eps, max_positions=max_positions, qkv_bias=False,
         sliding_window=window,
-    )
+    )  # fmt: skip
     return ModelConfig(vision=_TOWERS[tower], language=language, tied_head=False, family=MODEL_TYPE)
 
 
@@ -203,7 +190,8 @@ def _make_tower(config: VisionConfig) -> TileTower:
 FAMILY = Family(
     model_type=MODEL_TYPE,
     name="LLaVA-NeXT",
-    summary="CLIP tower over AnyRes tiles without their padding; Mistral or Llama decoder, 1-D RoPE, sliding window; no videos",
+    summary="CLIP tower over AnyRes tiles without their padding; Mistral or Llama decoder, 1-D RoPE, sliding window; "
+    "no videos",
     architecture="LlavaNextForConditionalGeneration",
     processor_class="LlavaNextProcessor",
     parse_config=parse_config,

@@ -1,8 +1,8 @@
 """LLaVA-OneVision: a SigLIP tower over tiles, an MLP, and a Qwen2 decoder with 1-D RoPE.
 
-One image is a picture of the whole and tiles of it; several are a square each, with one newline embedding behind it; so are the frames of a
-video, pooled, with one newline behind all. Tensor names are read as published (`vision_tower.vision_model.`), as `transformers` writes them
-and as it calls them.
+One image is a picture of the whole and tiles of it. Several images are a square each, followed by one newline
+embedding. The frames of a video are pooled squares, and one newline follows all. Tensor names are read as published
+(`vision_tower.vision_model.`), as `transformers` writes them and as it calls them.
 """
 
 import functools
@@ -13,18 +13,19 @@ import numpy as np
 import torch.nn.functional as F
 
 from saccade.model.config import LanguageConfig, ModelConfig, VisionConfig
-from saccade.model.families.config_fields import flag, integer, number, refuse_unless, rope_theta, section
+from saccade.model.families.config_fields import integer, number, refuse_unless, rope_theta, section
+from saccade.model.families.decoder_fields import decoder_sizes, describe_decoder, sized_decoder
 from saccade.model.families.family import Family
 from saccade.model.families.qwen2_vl import is_tied
 from saccade.model.families.tile_fields import (
     DISK_PREFIXES,
     OTHER_PREFIXES,
     TRANSFORMERS_PREFIXES,
-    describe_decoder,
     describe_layers,
     describe_tower,
     selected_layers,
     tile_fields,
+    tower_fields,
 )
 from saccade.model.vision.tile_layout import NUM_TAPS, Gathered, gather_tiles, interpolated
 from saccade.model.vision.tile_tower import TileProjector, TileTower
@@ -62,11 +63,11 @@ def _gather_video(num_frames: int, config: VisionConfig) -> Gathered:
     side, pooled = tiling.patches_per_side, pooled_side(tiling)
     frame, shares = interpolated(np.arange(side**2).reshape(side, side), pooled, pooled)
     frames = frame.reshape(NUM_TAPS, 1, -1) + np.arange(num_frames)[:, None] * side**2
-    newline = np.full((NUM_TAPS, 1), num_frames * side**2)
+    newline, one_tap = np.full((NUM_TAPS, 1), num_frames * side**2), np.eye(NUM_TAPS, 1, dtype=np.float32)
     return Gathered(
         np.concatenate([frames.reshape(NUM_TAPS, -1), newline], axis=1),
-        np.concatenate([np.tile(shares.reshape(NUM_TAPS, -1), num_frames), np.eye(NUM_TAPS, 1, dtype=np.float32)], axis=1),
-    )  # fmt: skip
+        np.concatenate([np.tile(shares.reshape(NUM_TAPS, -1), num_frames), one_tap], axis=1),
+    )
 
 
 # ------------------------------------------------------------------ configuration
@@ -81,8 +82,11 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-_PUBLISHED_TOWER = {"hidden_size": 1152, "intermediate_size": 4304, "patch_size": 14, "num_hidden_layers": 26, "num_attention_heads": 16}  # fmt: skip
-"""Where `config.json` has no vision config."""
+_PUBLISHED_TOWER = {
+    "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 14, "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+}  # fmt: skip
+"""The vision config if `config.json` has none."""
 
 
 def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
@@ -90,44 +94,40 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
     refuse_unless(vision, "model_type", "siglip_vision_model")
     refuse_unless(vision, "hidden_act", "gelu_pytorch_tanh")
     num_layers, selected = integer(vision, "num_hidden_layers", 12), raw.get("vision_feature_layer", -1)
-    tiling = tower_tiling(raw, DEFAULTS)
     return VisionConfig(
-        num_layers=num_layers,
-        hidden_size=integer(vision, "hidden_size", 768),
-        num_heads=integer(vision, "num_attention_heads", 12),
-        intermediate_size=integer(vision, "intermediate_size", 3072),
-        in_channels=integer(vision, "num_channels", 3),
         norm_eps=number(vision, "layer_norm_eps", 1e-6),
         max_feature_tiles=max_feature_tiles(raw.get("vision_aspect_ratio") or DEFAULT_ASPECT_RATIO),
         selected_layers=selected_layers(selected, num_layers),
-        projector_bias=flag(raw, "multimodal_projector_bias", True),
-        **tile_fields(tiling.tile_size, tiling.patch_size, tiling.resolutions),
+        **tower_fields(raw, vision, tower_tiling(raw, DEFAULTS)),
     )
 
 
+_DECODER = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32,
+}  # fmt: skip
+"""Defaults of `transformers`."""
+
+
 def _parse_language(raw: Mapping[str, Any]) -> LanguageConfig:
-    text = section(raw, "text_config")
+    text = _DECODER | section(raw, "text_config")
     refuse_unless(text, "model_type", "qwen2")
     refuse_unless(text, "hidden_act", "silu")
     refuse_unless(text, "use_sliding_window", False)
-    hidden_size, num_heads = integer(text, "hidden_size", 4096), integer(text, "num_attention_heads", 32)
+    sizes = decoder_sizes(text)
+    head_dim = integer(text, "head_dim", sizes["hidden_size"] // max(1, sizes["num_heads"]))
     return LanguageConfig(
-        vocab_size=integer(text, "vocab_size", 151936),
-        hidden_size=hidden_size,
-        num_layers=integer(text, "num_hidden_layers", 32),
-        num_heads=num_heads,
-        num_kv_heads=num_heads if text.get("num_key_value_heads", 32) is None else integer(text, "num_key_value_heads", 32),
-        intermediate_size=integer(text, "intermediate_size", 22016),
+        **sizes,
         rope_theta=rope_theta(text),
-        rope_sections=(integer(text, "head_dim", hidden_size // max(1, num_heads)) // 2, 0, 0),
+        rope_sections=(head_dim // 2, 0, 0),
         norm_eps=number(text, "rms_norm_eps", 1e-6),
         max_positions=integer(text, "max_position_embeddings", 32768),
         explicit_head_dim=text.get("head_dim"),
-    )  # fmt: skip
+    )
 
 
 def _without_pooling_head(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The tower has a pooling head unless its config says otherwise; where there is no config of it, it has none."""
+    """Say that the tower has no pooling head; without a vision config there is none to begin with."""
     vision = raw.get("vision_config")
     return dict(raw) if vision is None else dict(raw) | {"vision_config": vision | {"vision_use_head": False}}
 
@@ -205,18 +205,10 @@ _TOWERS = {"tiny": _tower(2, 64, 2, 128, 56, 4), "400m": _tower(26, 1152, 16, 43
 def _size(
     tower: str, vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, *, tied: bool
 ) -> ModelConfig:
-    language = LanguageConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        intermediate_size=intermediate,
-        rope_theta=1e6,
-        rope_sections=(hidden // heads // 2, 0, 0),
-        norm_eps=1e-6,
-        max_positions=32768,
-    )
+    language = sized_decoder(
+        vocab, hidden, layers, heads, kv_heads, intermediate, rope_theta=1e6,
+        rope_sections=(hidden // heads // 2, 0, 0), norm_eps=1e-6, max_positions=32768,
+    )  # fmt: skip
     return ModelConfig(vision=_TOWERS[tower], language=language, tied_head=tied, family=MODEL_TYPE)
 
 
@@ -228,7 +220,8 @@ def _make_tower(config: VisionConfig) -> TileTower:
 FAMILY = Family(
     model_type=MODEL_TYPE,
     name="LLaVA-OneVision",
-    summary="SigLIP tower over AnyRes tiles, interpolated when there are many; several images as a square each; pooled frames; 1-D RoPE",
+    summary="SigLIP tower over AnyRes tiles, interpolated when there are many; several images as a square each; "
+    "pooled frames; 1-D RoPE",
     architecture="LlavaOnevisionForConditionalGeneration",
     processor_class="LlavaOnevisionProcessor",
     parse_config=parse_config,

@@ -5,6 +5,7 @@ from typing import Any
 
 from saccade.model.config import LanguageConfig
 from saccade.model.families.config_fields import integer, number, refuse_unless, rope_theta, sections_for
+from saccade.model.families.decoder_fields import decoder_sizes
 
 MODEL_TYPE = "qwen2"
 
@@ -14,16 +15,11 @@ def parse_text_config(raw: Mapping[str, Any]) -> LanguageConfig:
     refuse_unless(raw, "hidden_act", "silu")
     refuse_unless(raw, "use_sliding_window", False)
     refuse_unless(raw, "quantization_config", None)
-    hidden_size, num_heads = integer(raw, "hidden_size"), integer(raw, "num_attention_heads")
-    head_dim = hidden_size // max(1, num_heads)
+    sizes = decoder_sizes(raw)
+    head_dim = sizes["hidden_size"] // max(1, sizes["num_heads"])
     refuse_unless(raw, "head_dim", head_dim)
     return LanguageConfig(
-        vocab_size=integer(raw, "vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=integer(raw, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=integer(raw, "num_key_value_heads", num_heads),
-        intermediate_size=integer(raw, "intermediate_size"),
+        **sizes,
         rope_theta=rope_theta(raw),
         rope_sections=sections_for(head_dim),
         norm_eps=number(raw, "rms_norm_eps", 1e-6),

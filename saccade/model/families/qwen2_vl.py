@@ -1,8 +1,8 @@
 """Qwen2-VL: a tower of full attention with LayerNorm and a plain MLP, M-RoPE, and a decoder with QKV biases.
 
 Both forms of `config.json` are read: the published one with the decoder's fields at the top level, and the one with a
-`text_config` that newer `transformers` versions save. Likewise tensor names: `visual.` / `model.` as published, which is what we
-write, or `model.visual.` / `model.language_model.`.
+`text_config` that newer `transformers` versions save. Likewise tensor names: `visual.` / `model.` as published, which
+is what we write, or `model.visual.` / `model.language_model.`.
 """
 
 from collections.abc import Mapping
@@ -23,6 +23,7 @@ from saccade.model.families.config_fields import (
     section,
     sections_for,
 )
+from saccade.model.families.decoder_fields import decoder_sizes, describe_decoder, sized_decoder
 from saccade.model.families.family import CHATML_VISION_TOKENS, Family
 from saccade.model.layers import LayerNorm, PlainFeedForward
 from saccade.model.vision.patch_tower import PatchMerger, VisionBlock, VisionTower
@@ -101,8 +102,11 @@ def vision_heads(raw: Mapping[str, Any]) -> int:
     return integer(raw, "num_heads", raw.get("num_attention_heads", 16))
 
 
-_DECODER = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "rope_theta": 1e6}  # fmt: skip
-"""What `transformers` takes where `config.json` does not say it."""
+_DECODER = {
+    "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "rope_theta": 1e6,
+}  # fmt: skip
+"""Defaults of `transformers`."""
 
 
 def parse_language(stated: Mapping[str, Any]) -> LanguageConfig:
@@ -111,14 +115,8 @@ def parse_language(stated: Mapping[str, Any]) -> LanguageConfig:
     refuse_unless(raw, "hidden_act", "silu")
     refuse_unless(raw, "use_sliding_window", False)
     rope = rope_parameters(raw)
-    num_heads = integer(raw, "num_attention_heads")
     return LanguageConfig(
-        vocab_size=integer(raw, "vocab_size"),
-        hidden_size=integer(raw, "hidden_size"),
-        num_layers=integer(raw, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=integer(raw, "num_key_value_heads", num_heads),
-        intermediate_size=integer(raw, "intermediate_size"),
+        **decoder_sizes(raw),
         rope_theta=number(rope, "rope_theta", 1e6),
         rope_sections=integers(rope, "mrope_section", (16, 24, 24)),
         norm_eps=number(raw, "rms_norm_eps", 1e-5),
@@ -128,19 +126,9 @@ def parse_language(stated: Mapping[str, Any]) -> LanguageConfig:
 
 def describe_language(config: ModelConfig) -> dict[str, Any]:
     """The decoder's fields of `config.json`."""
-    language = config.language
     return {
-        "hidden_act": "silu",
-        "hidden_size": language.hidden_size,
-        "intermediate_size": language.intermediate_size,
-        "num_hidden_layers": language.num_layers,
-        "num_attention_heads": language.num_heads,
-        "num_key_value_heads": language.num_kv_heads,
-        "vocab_size": language.vocab_size,
-        "max_position_embeddings": language.max_positions,
-        "rms_norm_eps": language.norm_eps,
-        "rope_theta": language.rope_theta,
-        "rope_scaling": {"type": "mrope", "mrope_section": list(language.rope_sections)},
+        **describe_decoder(config.language),
+        "rope_scaling": {"type": "mrope", "mrope_section": list(config.language.rope_sections)},
         "tie_word_embeddings": config.tied_head,
         "use_sliding_window": False,
     }
@@ -183,7 +171,8 @@ def _mlp_ratio(vision: VisionConfig) -> int:
     ratio, rest = divmod(vision.intermediate_size, vision.hidden_size)
     if rest:
         raise ConfigError(
-            f"vision intermediate size {vision.intermediate_size} must be a multiple of the hidden size {vision.hidden_size} in this family"
+            f"vision intermediate size {vision.intermediate_size} must be a multiple of the hidden size "
+            f"{vision.hidden_size} in this family"
         )
     return ratio
 
@@ -215,18 +204,10 @@ def decoder(
     vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, max_positions: int
 ) -> LanguageConfig:
     """A decoder with the sections of its head dim."""
-    return LanguageConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        intermediate_size=intermediate,
-        rope_theta=1e6,
-        rope_sections=sections_for(hidden // heads),
-        norm_eps=1e-6,
-        max_positions=max_positions,
-    )
+    return sized_decoder(
+        vocab, hidden, layers, heads, kv_heads, intermediate, rope_theta=1e6,
+        rope_sections=sections_for(hidden // heads), norm_eps=1e-6, max_positions=max_positions,
+    )  # fmt: skip
 
 
 def _tower(num_layers: int, hidden_size: int, num_heads: int) -> VisionConfig:

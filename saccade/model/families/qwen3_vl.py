@@ -1,5 +1,5 @@
-"""Qwen3-VL, dense: learned position embeddings in the tower, outputs of several blocks enter the first decoder layers (DeepStack), M-RoPE
-whose axes take turns, and a decoder with norms on queries and keys instead of biases.
+"""Qwen3-VL, dense: learned position embeddings in the tower, outputs of several blocks enter the first decoder layers
+(DeepStack), M-RoPE whose axes take turns, and a decoder with norms on queries and keys instead of biases.
 """
 
 import functools
@@ -21,6 +21,7 @@ from saccade.model.families.config_fields import (
     rope_parameters,
     section,
 )
+from saccade.model.families.decoder_fields import decoder_sizes, describe_decoder, sized_decoder
 from saccade.model.families.family import CHATML_VISION_TOKENS, Family
 from saccade.model.families.qwen2_vl import describe_images, describe_patches, patch_fields, token_ids_of, vision_heads
 from saccade.model.layers import LayerNorm, PlainFeedForward
@@ -54,7 +55,7 @@ def _block(config: VisionConfig) -> VisionBlock:
 
 
 class _Merger(nn.Module):
-    """Merged patches of one output of the tower to the width of the decoder; the norm is of patches, or of merged ones."""
+    """Merges the patches of one output of the tower and projects them; the norm comes before or after merging."""
 
     def __init__(self, config: VisionConfig, out_size: int, *, norms_merged: bool) -> None:
         super().__init__()
@@ -81,9 +82,9 @@ class _Projector(_Merger):
         )
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
-        """The features of all outputs side by side: [tokens, outputs * decoder width]."""
-        later = [merger.merge(x) for merger, x in zip(self.deepstack_merger_list, outputs[1:], strict=True)]  # type: ignore[operator]
-        return torch.cat([self.merge(outputs[0]), *later], dim=-1)
+        """[tokens, outputs * decoder width]: the concatenated features of all outputs."""
+        mergers: list[Any] = [self, *self.deepstack_merger_list]
+        return torch.cat([merger.merge(x) for merger, x in zip(mergers, outputs, strict=True)], dim=-1)
 
 
 # ------------------------------------------------------------------ configuration
@@ -117,8 +118,11 @@ def _parse_vision(raw: Mapping[str, Any]) -> VisionConfig:
     )
 
 
-_DECODER = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "rope_theta": 5e5}  # fmt: skip
-"""What `transformers` takes where `config.json` does not say it."""
+_DECODER = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "rope_theta": 5e5,
+}  # fmt: skip
+"""Defaults of `transformers`."""
 
 
 def _parse_language(stated: Mapping[str, Any]) -> LanguageConfig:
@@ -126,14 +130,9 @@ def _parse_language(stated: Mapping[str, Any]) -> LanguageConfig:
     refuse_unless(raw, "hidden_act", "silu")
     refuse_unless(raw, "attention_bias", False)
     rope = rope_parameters(raw)
-    num_heads, head_dim = integer(raw, "num_attention_heads"), integer(raw, "head_dim", 128)
+    head_dim = integer(raw, "head_dim", 128)
     return LanguageConfig(
-        vocab_size=integer(raw, "vocab_size"),
-        hidden_size=integer(raw, "hidden_size"),
-        num_layers=integer(raw, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=integer(raw, "num_key_value_heads", num_heads),
-        intermediate_size=integer(raw, "intermediate_size"),
+        **decoder_sizes(raw),
         rope_theta=number(rope, "rope_theta", 5e5),
         rope_sections=_sections(integers(rope, "mrope_section", (24, 20, 20)), head_dim // 2),
         rope_interleaved=True,
@@ -146,7 +145,10 @@ def _parse_language(stated: Mapping[str, Any]) -> LanguageConfig:
 
 
 def _sections(stated: tuple[int, ...], num_frequencies: int) -> tuple[int, int, int]:
-    """Frequencies of time, height and width. Height and width take turns until their section or the frequencies end, time has the rest."""
+    """The number of frequencies of time, height and width.
+
+    Height and width alternate until their section or the frequencies end; time has the remaining ones.
+    """
     if len(stated) != 3:
         raise CheckpointError(f"config.json: mrope_section is {list(stated)}, not three numbers")
     height, width = (len(range(axis, min(3 * stated[axis], num_frequencies), 3)) for axis in (1, 2))
@@ -160,18 +162,9 @@ def _describe_config(config: ModelConfig, token_ids: Mapping[str, int]) -> dict[
         "tie_word_embeddings": config.tied_head,
         "text_config": {
             "model_type": "qwen3_vl_text",
-            "hidden_act": "silu",
             "attention_bias": False,
             "head_dim": language.head_dim,
-            "hidden_size": language.hidden_size,
-            "intermediate_size": language.intermediate_size,
-            "num_hidden_layers": language.num_layers,
-            "num_attention_heads": language.num_heads,
-            "num_key_value_heads": language.num_kv_heads,
-            "vocab_size": language.vocab_size,
-            "max_position_embeddings": language.max_positions,
-            "rms_norm_eps": language.norm_eps,
-            "rope_theta": language.rope_theta,
+            **describe_decoder(language),
             "rope_scaling": {
                 "rope_type": "default",
                 "mrope_interleaved": True,
@@ -245,29 +238,20 @@ def _size(
     tower: str, vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, *, tied: bool,
     head_dim: int = 128,
 ) -> ModelConfig:  # fmt: skip
-    language = LanguageConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        intermediate_size=intermediate,
-        rope_theta=5e6,
-        rope_sections=(head_dim // 2 - 2 * (head_dim * 5 // 32), head_dim * 5 // 32, head_dim * 5 // 32),
-        rope_interleaved=True,
-        norm_eps=1e-6,
-        max_positions=262144,
-        qkv_bias=False,
-        qk_norm=True,
-        explicit_head_dim=head_dim,
-    )
+    spatial = head_dim * 5 // 32
+    language = sized_decoder(
+        vocab, hidden, layers, heads, kv_heads, intermediate, rope_theta=5e6,
+        rope_sections=(head_dim // 2 - 2 * spatial, spatial, spatial), rope_interleaved=True, norm_eps=1e-6,
+        max_positions=262144, qkv_bias=False, qk_norm=True, explicit_head_dim=head_dim,
+    )  # fmt: skip
     return ModelConfig(vision=_TOWERS[tower], language=language, tied_head=tied, family=MODEL_TYPE)
 
 
 FAMILY = Family(
     model_type=MODEL_TYPE,
     name="Qwen3-VL",
-    summary="learned positions in the tower, features into the first decoder layers; interleaved M-RoPE; times of frames as text",
+    summary="learned positions in the tower, features into the first decoder layers; interleaved M-RoPE; "
+    "times of frames as text",
     architecture="Qwen3VLForConditionalGeneration",
     processor_class="Qwen3VLProcessor",
     parse_config=parse_config,

@@ -1,10 +1,12 @@
-"""What families with a tower over tiles share: names of tensors, and fields of `config.json`."""
+"""Names of tensors and fields of `config.json` that families with a tower over tiles share."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from saccade.errors import CheckpointError
-from saccade.model.config import LanguageConfig, VisionConfig
-from saccade.processor.tiles import Size
+from saccade.model.config import VisionConfig
+from saccade.model.families.config_fields import flag, integer
+from saccade.processor.tiles import Size, Tiling
 
 
 def _prefixes(tower: str, language: str, head: str, start: str = "") -> dict[str, str]:
@@ -23,14 +25,33 @@ def _prefixes(tower: str, language: str, head: str, start: str = "") -> dict[str
 
 
 DISK_PREFIXES = _prefixes("vision_tower.vision_model.", "language_model.model.", "language_model.lm_head.")
-"""As published."""
+"""Published names."""
 TRANSFORMERS_PREFIXES = _prefixes("vision_tower.", "language_model.", "lm_head.", start="model.")
-"""As version 5 of `transformers` calls them."""
+"""Names that version 5 of `transformers` uses in memory."""
 OTHER_PREFIXES = (
     _prefixes("vision_tower.", "language_model.model.", "language_model.lm_head."),
     _prefixes("vision_tower.vision_model.", "language_model.", "lm_head.", start="model."),
 )
-"""As version 5 writes them, and as version 4 called them."""
+"""Names that version 5 writes, and names that version 4 used."""
+
+
+_TOWER_KEYS = {
+    "num_layers": ("num_hidden_layers", 12),
+    "hidden_size": ("hidden_size", 768),
+    "num_heads": ("num_attention_heads", 12),
+    "intermediate_size": ("intermediate_size", 3072),
+    "in_channels": ("num_channels", 3),
+}
+"""Field of `VisionConfig` to key of `vision_config`, and its default in `transformers`."""
+
+
+def tower_fields(raw: Mapping[str, Any], vision: Mapping[str, Any], tiling: Tiling) -> dict[str, Any]:
+    """Fields of a tower's config, from `config.json` and its `vision_config`."""
+    return {
+        **{field: integer(vision, key, default) for field, (key, default) in _TOWER_KEYS.items()},
+        "projector_bias": flag(raw, "multimodal_projector_bias", True),
+        **tile_fields(tiling.tile_size, tiling.patch_size, tiling.resolutions),
+    }
 
 
 def tile_fields(tile_size: int, patch_size: int, resolutions: tuple[Size, ...]) -> dict[str, Any]:
@@ -63,28 +84,8 @@ def describe_layers(vision: VisionConfig) -> int | list[int]:
 def describe_tower(vision: VisionConfig) -> dict[str, Any]:
     """The sizes of a tower in `vision_config`."""
     return {
-        "num_hidden_layers": vision.num_layers,
-        "hidden_size": vision.hidden_size,
-        "num_attention_heads": vision.num_heads,
-        "intermediate_size": vision.intermediate_size,
-        "num_channels": vision.in_channels,
+        **{key: getattr(vision, field) for field, (key, _) in _TOWER_KEYS.items()},
         "layer_norm_eps": vision.norm_eps,
         "image_size": vision.tile_size,
         "patch_size": vision.patch_size,
-    }
-
-
-def describe_decoder(language: LanguageConfig) -> dict[str, Any]:
-    """The sizes of a decoder in `text_config`."""
-    return {
-        "hidden_act": "silu",
-        "hidden_size": language.hidden_size,
-        "intermediate_size": language.intermediate_size,
-        "num_hidden_layers": language.num_layers,
-        "num_attention_heads": language.num_heads,
-        "num_key_value_heads": language.num_kv_heads,
-        "vocab_size": language.vocab_size,
-        "max_position_embeddings": language.max_positions,
-        "rms_norm_eps": language.norm_eps,
-        "rope_theta": language.rope_theta,
     }

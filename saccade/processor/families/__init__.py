@@ -4,15 +4,16 @@
     grid -> parts, which replace the placeholder     (`texts`, `parts`)
     parts -> positions                               (`positions.py`)
 
-`VisionRules` is the seam; the model's side of it is `saccade.model.families`. Nothing outside a family reads a *grid*: three integers
-that say how the patches of one image are arranged, frame pairs x rows x columns or (tiles, height, width). Everything else asks for
-numbers of patches and tokens.
+`VisionRules` is the seam; the model's side of it is `saccade.model.families`. Nothing outside a family reads a *grid*:
+three integers that say how the patches of one image are arranged, frame pairs x rows x columns or (tiles, height,
+width). Everything else asks for numbers of patches and tokens.
 
-The grid of a family with tiles (LLaVA-NeXT, LLaVA-OneVision; `tiles.py`) is (tiles, height, width) of the original image, from which its
-rules derive the tiles that are cut, the tokens that remain without the padding and the newline tokens, and its tower the features;
-an image of any shape stays one `FeatureSpan`. With 1-D RoPE its span is one of text length (`positions.py`). Where an image's tiles depend
-on how many images the conversation has, that number is an argument of `image_grid` and `patchify`; as far as it matters
-(`counted_images`) it is a part of the image's key in the engine (`ImageTask.digest`), because caches are keyed by it.
+The grid of a family with tiles (LLaVA-NeXT, LLaVA-OneVision; `tiles.py`) is (tiles, height, width) of the original
+image, from which its rules derive the tiles that are cut, the tokens that remain without the padding and the newline
+tokens, and its tower the features; an image of any shape stays one `FeatureSpan`. With 1-D RoPE its span is one of text
+length (`positions.py`). Where an image's tiles depend on how many images the conversation has, that number is an
+argument of `image_grid` and `patchify`; as far as it matters (`counted_images`) it is a part of the image's key in the
+engine (`ImageTask.digest`), because caches are keyed by it.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class VisionRules(Protocol):
         ...
 
     def counted_images(self, num_images: int) -> int:
-        """The number of images of a conversation as far as their patches depend on it: numbers that give an image the same patches
-        give the same result, 1 wherever it does not matter. It is a part of an image's key in caches."""
+        """The number of images of a conversation as far as their patches depend on it: numbers that give an image the
+        same patches give the same result, 1 wherever it does not matter. It is a part of an image's key in caches."""
         ...
 
     def image_grid(self, height: int, width: int, num_images: int = 1) -> Grid:
@@ -65,7 +66,7 @@ class VisionRules(Protocol):
         ...
 
     def can_patchify_on_device(self, height: int, width: int) -> bool:
-        """Whether an image of this size may be sent to the vision tower as it is, which then resizes and patchifies it (`Tower.patchify`)."""
+        """Whether the vision tower may resize and patchify an image of this size (`Tower.patchify`)."""
         ...
 
     def patchify(
@@ -76,10 +77,11 @@ class VisionRules(Protocol):
         into: Pixels | None = None,
         num_images: int = 1,
     ) -> tuple[Pixels, Grid]:
-        """[patches, patch_dim] uint8 and the grid of an image (one frame) or a video, in the first rows of `into` or in new memory.
+        """[patches, patch_dim] uint8 and the grid of an image (one frame) or a video, in the first rows of `into` or in
+        new memory.
 
-        An image written to rows of `frame_dim` values has its frame once, not repeated to fill the patch. `num_images`: images of the
-        conversation.
+        An image written to rows of `frame_dim` values has its frame once, not repeated to fill the patch. `num_images`:
+        images of the conversation.
         """
         ...
 
@@ -125,7 +127,8 @@ def load_rules(folder: str | Path) -> VisionRules:
     model_type = str(config.get("model_type"))
     if model_type not in _FAMILIES:
         raise CheckpointError(
-            f"{folder}/config.json: model_type {model_type!r} is not a supported vision-language model ({', '.join(_FAMILIES)}). "
+            f"{folder}/config.json: model_type {model_type!r} is not a supported vision-language model "
+            f"({', '.join(_FAMILIES)}). "
             "Make one with saccade init"
         )
     for name in ("vision_config", "text_config"):

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: one image as AnyRes tiles, several as a padded square each, the frames of a video as squares that are pooled."""
+"""LLaVA-OneVision: one image is AnyRes tiles, several are padded squares, the frames of a video pooled squares."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from saccade.errors import CheckpointError, ImageError
+from saccade.errors import CheckpointError
 from saccade.processor.families.settings import preprocessor_config, required_id
+from saccade.processor.families.tile_rules import TileRules, check_processor, is_within
 from saccade.processor.families.tile_settings import TileDefaults, TileSettings, read_tile_settings
-from saccade.processor.folder import read_json
-from saccade.processor.image import Grid, MediaLimits, Pixels, Resize, check_size
+from saccade.processor.image import Grid, MediaLimits, Pixels, Resize
 from saccade.processor.parts import FeatureSpan, Part, VisualKind
 from saccade.processor.positions import TextSpan
 from saccade.processor.tiles import Tiling, kept_features
@@ -23,43 +23,31 @@ MODEL_TYPE = "llava_onevision"
 
 _SIDES = range(384, 2304 + 1, 384)
 DEFAULTS = TileDefaults(
-    tile_size=384, size=384, crop_size=None, patch_size=16, image_size=224, resolutions=tuple((height, width) for height in _SIDES for width in _SIDES)
+    tile_size=384, size=384, crop_size=None, patch_size=16, image_size=224,
+    resolutions=tuple((height, width) for height in _SIDES for width in _SIDES),
 )  # fmt: skip
-"""Of `transformers`. A vision config that is there but empty is that of a smaller tower."""
+"""Defaults of `transformers`. An empty vision config is that of a smaller tower."""
 DEFAULT_ASPECT_RATIO = "anyres_max_9"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
-    """See `VisionRules`. The grid of an image is (tiles, height, width), that of a video (frames, 0, 0): its size does not matter."""
+class Rules(TileRules):
+    """See `VisionRules`. The grid of a video is (frames, 0, 0): its size does not matter."""
 
-    images: TileSettings
-    """Settings of images."""
-    videos: TileSettings
-    """Settings of videos."""
-    image_id: int
-    """Placeholder token of an image."""
     video_id: int
     """Placeholder token of a video."""
 
     @classmethod
     def load(cls, folder: Path, config: Mapping[str, Any]) -> Self:
         """Read the rules of a checkpoint folder."""
-        described = read_json(folder / "processor_config.json")
         aspect_ratio = config.get("vision_aspect_ratio") or DEFAULT_ASPECT_RATIO
         settings = read_tile_settings(folder, config, DEFAULTS, max_feature_tiles(aspect_ratio))
         expected = {"vision_aspect_ratio": aspect_ratio, "num_image_tokens": settings.tiling.patches_per_tile}
-        for name, value in expected.items():
-            if described.get(name) not in (None, value):
-                raise CheckpointError(
-                    f"{folder}: {name} is {described[name]!r} in processor_config.json, {value!r} in config.json. "
-                    "Take both files from the same model"
-                )
+        check_processor(folder, expected)
         _check_videos(folder, settings)
         ids = {"image_token_index": 151646, "video_token_index": 151647} | dict(config)
         return cls(
             images=settings,
-            videos=settings,
             image_id=required_id(ids, "image_token_id" if "image_token_id" in ids else "image_token_index", folder),
             video_id=required_id(ids, "video_token_id" if "video_token_id" in ids else "video_token_index", folder),
         )
@@ -74,14 +62,6 @@ class Rules:
         """See `VisionRules`."""
         return self.images.tiling.num_tiles((height, width)) if num_images <= 1 else 1, height, width
 
-    def num_patches(self, grid: Grid) -> int:
-        """See `VisionRules`."""
-        return grid[0] * self.images.tiling.patches_per_tile
-
-    def can_patchify_on_device(self, height: int, width: int) -> bool:
-        """See `VisionRules`. Tiles are cut on the host."""
-        return False
-
     def patchify(
         self,
         kind: VisualKind,
@@ -93,12 +73,7 @@ class Rules:
         """See `VisionRules`."""
         (height, width), tiling = frames[0].shape[:2], self.images.tiling
         grid = self.image_grid(height, width, num_images) if kind == "image" else (len(frames), 0, 0)
-        num_patches = self.num_patches(grid)
-        if into is None:
-            into = np.empty((num_patches, self.images.patch_dim), dtype=np.uint8)
-        if len(into) < num_patches:
-            raise ImageError(f"{width}x{height} pixels are {num_patches} patches, but there is memory for {len(into)}")
-        patches = into[:num_patches]
+        patches = self._rows_for(grid, frames[0], into)
         if kind == "image" and num_images <= 1:
             tiling.cut(frames[0], resize, patches)
         else:
@@ -121,14 +96,6 @@ class Rules:
 
     # -------------------------------------------------------------- tokens
 
-    def num_texts(self, kind: VisualKind, grid: Grid) -> int:
-        """See `VisionRules`."""
-        return 0
-
-    def texts(self, kind: VisualKind, num_frames: int, fps: float) -> list[str]:
-        """See `VisionRules`."""
-        return []
-
     def parts(self, kind: VisualKind, grid: Grid, fps: float, texts: Sequence[Sequence[int]]) -> tuple[Part, ...]:
         """See `VisionRules`."""
         return (FeatureSpan(grid, self.num_patches(grid), TextSpan(self.num_tokens(kind, grid))),)
@@ -150,11 +117,7 @@ class Rules:
         tiles, height, width = grid
         if kind == "video":
             return tiles in num_frames and (height, width) == (0, 0)
-        try:
-            check_size((width, height), limits)
-        except ImageError:
-            return False
-        return grid == self.image_grid(height, width, num_images)
+        return is_within(height, width, limits) and grid == self.image_grid(height, width, num_images)
 
 
 def pooled_side(tiling: Tiling) -> int:
@@ -191,4 +154,7 @@ def _check_videos(folder: Path, images: TileSettings) -> None:
             raise CheckpointError(f"{folder}: images and videos have different {name}; one of each is supported")
     size = found.get("size") or {}
     if any(size.get(name) not in (None, images.tiling.tile_size) for name in ("height", "width", "shortest_edge")):
-        raise CheckpointError(f"{folder}: frames of videos have the size {size}, tiles {images.tiling.tile_size}. Take all files from the same model")  # fmt: skip
+        raise CheckpointError(
+            f"{folder}: frames of videos have the size {size}, tiles {images.tiling.tile_size}. "
+            "Take all files from the same model"
+        )

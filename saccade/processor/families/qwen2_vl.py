@@ -70,7 +70,7 @@ class Rules:
         return math.prod(grid)
 
     def can_patchify_on_device(self, height: int, width: int) -> bool:
-        """See `VisionRules`. An image with more pixels than patches of all frames would have is resized first, where it is."""
+        """See `VisionRules`. An image with more pixels than its patches would have is resized on the host."""
         return height * width <= self.images.temporal_patch_size * math.prod(self.images.resized(height, width))
 
     def patchify(
@@ -90,7 +90,7 @@ class Rules:
         return frames * self._max_frame_patches(kind, limits)
 
     def _max_frame_patches(self, kind: VisualKind, limits: MediaLimits) -> int:
-        """An upper bound for `ImageSettings.resized`: the pixel limit, and one cell more on each side of the longest strip."""
+        """An upper bound for `ImageSettings.resized`: the pixel limit, and a further cell on each side of the longest strip."""
         settings, max_aspect_ratio = self.settings(kind), min(limits.max_aspect_ratio, limits.max_side)
         cells = settings.max_pixels / settings.cell**2
         return math.ceil(cells + 2 * math.sqrt(cells * max_aspect_ratio) + 2) * settings.merge_size**2

@@ -14,8 +14,8 @@ from saccade.processor.image import ImageSettings
 def read_settings(
     folder: Path, config: Mapping[str, Any], images: ImageSettings, tower_patch_size: int
 ) -> tuple[ImageSettings, ImageSettings]:
-    """Settings of images and of videos. `images`: the family's defaults, which those of images are for videos. `tower_patch_size`: of a tower
-    whose config does not say it."""
+    """Settings of images and of videos. `images`: the family's defaults, which those of images are for videos.
+    `tower_patch_size`: of a tower whose config does not say it."""
     unsaid = {"patch_size": tower_patch_size, "temporal_patch_size": 2, "spatial_merge_size": 2}
     vision = unsaid | (config.get("vision_config") or {})
     images = _parse(preprocessor_config(folder, "preprocessor_config.json", "image_processor"), images)
@@ -34,7 +34,8 @@ def required_id(config: Mapping[str, Any], name: str, folder: Path) -> int:
     value = config.get(name)
     if not isinstance(value, int):
         raise CheckpointError(
-            f"{folder}/config.json has no {name} (model_type {config.get('model_type')!r}): not a supported vision-language model. Make one with saccade init"
+            f"{folder}/config.json has no {name} (model_type {config.get('model_type')!r}): not a supported "
+            "vision-language model. Make one with saccade init"
         )
     return value
 
@@ -76,7 +77,10 @@ def _parse(config: Mapping[str, Any], default: ImageSettings) -> ImageSettings:
 
 
 def check_pixels(config: Mapping[str, Any]) -> None:
-    """Refuse settings of a preprocessor config that would change the pixels and are not supported. `transformers` takes null for false."""
+    """Refuse settings of a preprocessor config that would change the pixels and are not supported.
+
+    `transformers` takes null for false.
+    """
     supported = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
     for name, value in supported.items():
         is_unsaid = name not in config or (config[name] is None and name in ("do_convert_rgb", "resample"))
@@ -96,6 +100,6 @@ def _check_same_patches(images: ImageSettings, vision: Mapping[str, Any], folder
     ):
         if vision[theirs] != getattr(images, ours):
             raise CheckpointError(
-                f"{folder}: {ours} is {getattr(images, ours)} in preprocessor_config.json, {vision[theirs]} in config.json. "
-                "Take both files from the same model"
+                f"{folder}: {ours} is {getattr(images, ours)} in preprocessor_config.json, {vision[theirs]} in "
+                "config.json. Take both files from the same model"
             )

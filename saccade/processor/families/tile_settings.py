@@ -20,7 +20,7 @@ class TileSettings(ImageSettings):
     tiling: Tiling
     """How images become tiles."""
     max_feature_tiles: int | None = None
-    """Images with more features than so many tiles have are interpolated to about as many; None: they are not."""
+    """Images with more features than this many tiles have are interpolated to about as many; None: they are not."""
 
     @staticmethod
     def of(
@@ -42,22 +42,22 @@ class TileSettings(ImageSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class TileDefaults:
-    """What the classes of `transformers` say where files do not."""
+    """Defaults of `transformers` for what the files of a folder do not say."""
 
     tile_size: int
-    """Of the tower, where there is no vision config."""
+    """Side of a tile of the tower without a vision config."""
     size: int
     """`size` of `preprocessor_config.json`."""
     crop_size: int | None
     """`crop_size` of `preprocessor_config.json`; None: there is none."""
     patch_size: int
-    """Of the vision config, where its fields are missing."""
+    """`patch_size` of a vision config without it."""
     image_size: int
-    """Of the vision config, where its fields are missing."""
+    """`image_size` of a vision config without it."""
     resolutions: tuple[Size, ...]
     """`image_grid_pinpoints`."""
     whole_patch_size: int = 14
-    """Of the tower, where there is no vision config at all."""
+    """Side of a patch of the tower without a vision config."""
     mean: tuple[float, ...] = ImageSettings.mean
     """`image_mean`."""
     std: tuple[float, ...] = ImageSettings.std
@@ -108,7 +108,8 @@ def _tile_size(found: Mapping[str, Any], default: TileDefaults) -> int:
         sides |= {given[name] for name in ("height", "width", "shortest_edge") if given.get(name) is not None}
     if len(sides) > 1:
         raise CheckpointError(
-            f"preprocessor_config.json: size is {found.get('size')}, crop_size {found.get('crop_size')}; only one square for both is supported"
+            f"preprocessor_config.json: size is {found.get('size')}, crop_size {found.get('crop_size')}; "
+            "only one square for both is supported"
         )
     return int(sides.pop()) if sides else default.size
 
