@@ -32,6 +32,10 @@ from model.hugging_face import picture
 from saccade.compress.scheme import Scheme
 from saccade.config import decode, describe_keys
 from saccade.data.toy import write_toy_shards
+from saccade.engine import EngineConfig
+from saccade.engine.core import loop, step_budget
+from saccade.engine.core.request_state import AGEING
+from saccade.engine.core.step import ENCODER_PARTS
 from saccade.model.initialize import initialize_random, named_size
 from saccade.train.config import TrainConfig
 
@@ -142,6 +146,19 @@ def test_benchmarks_that_a_document_names_exist(path):
     """The log may name what is gone."""
     modules = set(re.findall(r"\b(bench(?:\.\w+)+)", path.read_text()))
     assert [module for module in modules if not (ROOT / f"{module.replace('.', '/')}.py").exists()] == []
+
+
+def test_numbers_on_the_page_about_the_engine_are_those_of_the_code():
+    page = (ROOT / "docs" / "engine.md").read_text()
+    parts = {4: "a quarter"}[ENCODER_PARTS]
+    assert f"{parts} of the encoder's blocks" in page
+    assert f"`target_step_ms` ({EngineConfig().target_step_ms:g})" in page
+    assert f"{AGEING} later arrivals make up for one level" in page
+    assert f"up to {loop._SHORT_PASS} patches" in page
+    backlog = (step_budget._BACKLOG_STEPS, step_budget._RAISE, step_budget._BACKLOG_LEFT_STEPS)
+    assert (
+        "{} steps of work waiting, steps take {} times as long, until less than {} steps wait".format(*backlog) in page
+    )
 
 
 def test_every_operation_of_the_results_has_a_benchmark():
