@@ -185,7 +185,7 @@ MODULES = {"saccade": "saccade", "webdataset": "webdataset", "mosaicml-streaming
 
 
 def with_pillow(picture: bytes) -> Any:
-    """What most pipelines do."""
+    """Decode with Pillow, as most pipelines do."""
     import torch
     from PIL import Image
 

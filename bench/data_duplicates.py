@@ -60,7 +60,7 @@ def overlay_logo(image: Image.Image, random: np.random.Generator) -> Image.Image
 
 
 def resize(image: Image.Image, random: np.random.Generator) -> Image.Image:
-    """To 0.5-0.9 of the size."""
+    """Resize to 0.5-0.9 of the size."""
     scale = random.uniform(0.5, 0.9)
     return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
 

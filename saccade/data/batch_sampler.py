@@ -1,4 +1,4 @@
-"""Which samples make up which packed sequence of which global batch, as a function of a position in the stream.
+"""The samples of every packed sequence and global batch, as a function of a position in the stream.
 
     draws of the mixture -> samples of each source's order -> their lengths -> packed sequences -> global batches
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from saccade.data.download import Downloaded, Downloader, DownloadOptions, Failed
 
 T = TypeVar("T")
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_REORDER = 100_000
 """Maximum distance between the newest URL and the oldest unfinished one; outcomes beyond it must be remembered."""
@@ -84,7 +84,7 @@ class _Background:
         try:
             outcome = await self._downloader.download(url)
         except Exception as error:  # a bug of ours must not block the other thread
-            _LOG.exception("downloading %s", url)
+            logger.exception("downloading %s", url)
             outcome = Failed(f"internal error: {type(error).__name__}")
         self._bytes_in += _num_bytes(outcome)
         self._finished.put((number, outcome))

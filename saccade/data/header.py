@@ -47,7 +47,7 @@ def upright_size(data: bytes) -> tuple[int, int]:
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """From the JPEG's segments; None if Pillow must decide."""
+    """The size from a JPEG's segments; None if Pillow must decide."""
     if not data.startswith(b"\xff\xd8\xff"):
         return None
     segments = _app1_segments(data)
@@ -80,7 +80,7 @@ def _app1_segments(data: bytes) -> list[bytes] | None:
 
 
 def _png_size(data: bytes) -> tuple[int, int] | None:
-    """From the first chunk; None if another chunk rotates or animates the image."""
+    """The size from a PNG's first chunk; None if another chunk rotates or animates the image."""
     if not data.startswith(_PNG_START):
         return None
     at = 8

@@ -60,7 +60,7 @@ class Batch:
 
 @dataclass
 class StreamStats:
-    """What this rank has received since the stream was opened."""
+    """Counts of what this rank has received since the stream was opened."""
 
     batches: int = 0
     sequences: int = 0

@@ -56,7 +56,7 @@ def in_processes(
 
 
 _WORK: list[Any] = []
-"""In a worker: the function and its shared argument."""
+"""The function and its shared argument, in a worker process."""
 
 
 def _begin_worker(function: Callable[..., Any], shared: object) -> None:

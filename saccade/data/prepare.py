@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.data.download import DownloadOptions
-from saccade.data.prepare_report import FILE, TEMPORARY_PREFIX, InputReport, ItemId, PrepareReport, Progress
+from saccade.data.prepare_report import FILE, TEMPORARY_PREFIX, InputReport, ItemId, ItemProgress, PrepareReport
 from saccade.data.readers.inputs import Input, download_links, open_input
 from saccade.data.readers.reader import InputSpec, Item, Merged, Skipped
 from saccade.data.resize import resize_in_order
@@ -33,7 +33,7 @@ from saccade.data.sample import Sample
 from saccade.data.shards import ShardWriter
 from saccade.errors import ConfigError, DataError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MIN_CHECKED = 1000
 """Items before the share of skipped ones is checked."""
@@ -96,7 +96,7 @@ def prepare(
         with _explain_write_errors(folder, report):
             report.save(folder)
             _write_shards(folder, opened, options, report, on_progress or (lambda report: None))
-    log.info(
+    logger.info(
         "%s: %d samples in %d shards, %d items skipped", out, report.num_samples, report.num_shards, report.num_skipped
     )
     return report
@@ -156,7 +156,7 @@ def _start_or_resume(folder: Path, fresh: PrepareReport) -> PrepareReport:
     if found.origin == fresh.origin:
         _check_shards(folder, found)
         if not found.is_finished:
-            log.info("%s: resuming after %d shards, %d samples", folder, found.num_shards, found.num_samples)
+            logger.info("%s: resuming after %d shards, %d samples", folder, found.num_shards, found.num_samples)
             _remove_unfinished(folder, found)
             found.settings = fresh.settings
         return found
@@ -225,7 +225,7 @@ def _write_shards(
     on_progress: Callable[[PrepareReport], None],
 ) -> None:
     """Write items into shards; the report is saved with each complete shard."""
-    progress = Progress(report.next_item or (0, 0, 0), report.done_after)
+    progress = ItemProgress(report.next_item or (0, 0, 0), report.done_after)
     num_bytes = 0
     digits = max(4, len(str(options.samples_per_shard - 1)))
     # The writer checks no limits: keys contain the number of the shard, and the report describes whole shards.
@@ -253,7 +253,7 @@ def _write_shards(
         _finish_shard(folder, writer, report, None)
 
 
-def _finish_shard(folder: Path, writer: ShardWriter, report: PrepareReport, progress: Progress | None) -> None:
+def _finish_shard(folder: Path, writer: ShardWriter, report: PrepareReport, progress: ItemProgress | None) -> None:
     """Complete the shard, then save the report; without `progress` all items are done."""
     if writer.num_pending:
         writer.close()
@@ -265,7 +265,7 @@ def _finish_shard(folder: Path, writer: ShardWriter, report: PrepareReport, prog
 
 
 def _samples(
-    inputs: Sequence[Input], options: PrepareOptions, progress: Progress
+    inputs: Sequence[Input], options: PrepareOptions, progress: ItemProgress
 ) -> Generator[tuple[ItemId, Sample | Skipped | Merged], None, None]:
     """Every item that is not done, with its image, and its id."""
     items = download_links(_items(inputs, progress), options.download)
@@ -275,7 +275,7 @@ def _samples(
         yield from resize_in_order(items, options.resize_longest, options.num_workers)
 
 
-def _items(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[ItemId, Input, Item]]:
+def _items(inputs: Sequence[Input], progress: ItemProgress) -> Iterator[tuple[ItemId, Input, Item]]:
     first_input, first_part, first_item = progress.next_item
     for number, entry in enumerate(inputs[first_input:], first_input):
         for part in range(first_part, len(entry.parts)):

@@ -33,8 +33,8 @@ ItemRange = tuple[int, int, int, int]
 """Consecutive items of a part: the id of the first, and their number."""
 
 
-class Progress:
-    """Which items are done: all before `next_item`, and of those after it the ones in `done_after`."""
+class ItemProgress:
+    """The items that are done: all before `next_item`, and the later ones in `done_after`."""
 
     def __init__(self, next_item: ItemId, done_after: Iterable[ItemRange]) -> None:
         self._after_last = next_item

@@ -91,7 +91,7 @@ class ShardPath:
 
 
 def _folder(text: str) -> str:
-    """Without a trailing slash; local ones absolute, so that they are valid in other processes."""
+    """The folder without a trailing slash; a local one is absolute, so that it is valid in other processes."""
     return text.rstrip("/") if is_remote(text) else str(Path(text).expanduser().absolute())
 
 
@@ -119,7 +119,7 @@ def _list_local(where: ShardPath) -> dict[str, int]:
 
 
 def _list_remote(where: ShardPath, config: StorageConfig) -> dict[str, int]:
-    """From the folder's listing; named files are requested one by one if a server lists nothing."""
+    """Sizes by name from the folder's listing; named files are requested one by one if a server lists nothing."""
     remote = storage.storage(config)
     named = where.named()
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Faults:
-    """What a server does wrong, and what it was asked.
+    """The faults of a server, and the requests it has seen.
 
     Every `every`-th request that reads content is answered with the fault.
     """

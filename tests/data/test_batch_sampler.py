@@ -111,7 +111,7 @@ def test_each_sample_comes_once_an_epoch_whatever_the_shards_and_ranks(sizes, nu
 
 @pytest.mark.parametrize("packing_buffer_size", [16, 100, 5000])
 def test_no_sample_is_repeated_before_every_sample_of_the_epoch_was_seen(packing_buffer_size):
-    """At every prefix of the stream, in sequences; epochs of 3 sources without weights, buffers of any size."""
+    """Checks every prefix of the stream; epochs of 3 sources without weights, buffers of any size."""
     sources = three_sources(np.random.default_rng(3), weighted=False)
     sampler = sampler_of(sources, packing_buffer_size=packing_buffer_size, max_seq_len=1000, num_epochs=3)
     sequences = [sequence for batch in sampler.batches() for sequence in batch.sequences]

@@ -1,4 +1,4 @@
-"""What is measured of images and texts: the same whatever the format, and damage is never mistaken for content."""
+"""Features of images and texts are the same in every format, and damage is never mistaken for content."""
 
 import random
 

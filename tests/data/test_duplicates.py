@@ -20,7 +20,7 @@ from saccade.processor.image import MediaLimits, load_image
 
 
 def repeats(folder):
-    """For every dropped duplicate: its key, its reason, and the key of the sample it repeats."""
+    """The key and reason of every dropped duplicate, and the key of the sample it repeats."""
     index = open_index(folder)
     keys = {name: index.read(shard, ["key"])["key"].to_pylist() for shard, name in enumerate(index.shards)}
     found = {}

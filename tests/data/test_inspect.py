@@ -1,4 +1,4 @@
-"""What a folder holds and what became of it: as numbers, and as a page that no caption can break out of."""
+"""The contents of a folder and the decisions on it: as numbers, and as a page that no caption can break out of."""
 
 import dataclasses
 import html.parser

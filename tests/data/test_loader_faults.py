@@ -289,7 +289,7 @@ while True:
 
 
 def abandoned(files):
-    """Those that no process has mapped: other tests use shared memory at the same time."""
+    """The files that no process has mapped: other tests use shared memory at the same time."""
     mapped = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ def laion_like(num_samples, rng, text_share=0.1):
 
 
 def imbalance(work):
-    """By how much the busiest exceeds the mean."""
+    """The share by which the busiest rank exceeds the mean."""
     return max(work) / np.mean(work) - 1
 
 

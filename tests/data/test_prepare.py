@@ -23,7 +23,7 @@ from PIL import Image
 
 from saccade.data.download import DownloadOptions
 from saccade.data.prepare import PrepareOptions, prepare
-from saccade.data.prepare_report import Progress
+from saccade.data.prepare_report import ItemProgress
 from saccade.data.readers import parse_input, read_input
 from saccade.data.sample import Sample, description, image_names, images, texts
 from saccade.errors import ConfigError, DataError
@@ -268,7 +268,7 @@ import json, sys, time
 sys.path.insert(0, sys.argv[1])
 from saccade.data.download import DownloadOptions
 from saccade.data.prepare import PrepareOptions, prepare
-from saccade.data.prepare_report import Progress
+from saccade.data.prepare_report import ItemProgress
 from saccade.data.readers import parse_input
 from saccade.errors import UserError
 arguments = json.loads(sys.argv[2])
@@ -350,7 +350,7 @@ def test_the_frontier_knows_what_is_used_however_items_end():
         places = [
             (source, part, item) for source in range(2) for part in range(2) for item in range(chance.randrange(12))
         ]
-        progress, open_items, used = Progress((0, 0, 0), []), [], []
+        progress, open_items, used = ItemProgress((0, 0, 0), []), [], []
         for place in places:
             if progress.start(place):
                 open_items.append(place)
@@ -359,7 +359,7 @@ def test_the_frontier_knows_what_is_used_however_items_end():
                 progress.finish(ended)
                 used.append(ended)
             if chance.random() < 0.2:  # the run is killed; what was unfinished starts again
-                again = Progress(progress.next_item, progress.done_after())
+                again = ItemProgress(progress.next_item, progress.done_after())
                 left = [place for place in places if place >= progress.next_item and again.start(place)]
                 assert sorted(left + used) == places
             assert all(ended < progress.next_item for ended in used) or progress.done_after()

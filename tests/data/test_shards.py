@@ -32,7 +32,7 @@ def scan_bytes(data, window_bytes=1 << 20):
 
 
 def by_tarfile(data):
-    """What Python's own reader finds: names, places and sizes of the regular files."""
+    """Names, offsets and sizes of the regular files, as Python's own reader finds them."""
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         return [(m.name, m.offset_data, m.size) for m in tar if m.isreg() and not m.issparse()]
 

@@ -20,9 +20,10 @@ from saccade.data.curate.duplicates import first_of_equals
 from saccade.data.curate.features import measure_features
 from saccade.data.curate.image_hash import descriptors, split_thumbnails
 from saccade.data.curate.image_match import SHOWN, same_picture
-from saccade.data.curate.sample_table import Ints, SampleTable, by_shard, load_samples
+from saccade.data.curate.sample_table import SampleTable, by_shard, load_samples
 from saccade.data.index import open_index
 from saccade.data.index_files import ShardProgress
+from saccade.data.order import Ints
 
 _MIN_COSINE = 0.85
 """99 % of copies are above (95 % with a logo, 98 % of crops of 5 % of each side), and 3 of 10,000 pairs of other
@@ -46,7 +47,7 @@ class Match:
 
 @dataclass(frozen=True)
 class ContaminationReport:
-    """Which evaluation images are in the training set."""
+    """The evaluation images that are in the training set."""
 
     num_training: int
     """Training samples compared."""
@@ -143,7 +144,7 @@ def _similar(vectors: NDArray[np.float32], views: NDArray[np.float32]) -> tuple[
 
 
 def _highest_of_rows(cosines: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Which cosines are high, and at most a few of each row."""
+    """The mask of high cosines, at most a few in each row."""
     is_high: NDArray[np.bool_] = cosines > _MIN_COSINE
     crowded = np.flatnonzero(is_high.sum(1) > _MAX_VERIFIED)
     if crowded.size:

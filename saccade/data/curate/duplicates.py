@@ -29,9 +29,10 @@ from numpy.typing import NDArray
 
 from saccade.data.curate.image_hash import NUM_BANDS, band_keys, hash_distances
 from saccade.data.curate.image_match import COPY, same_picture
-from saccade.data.curate.sample_table import Ints, SampleTable
+from saccade.data.curate.sample_table import SampleTable
 from saccade.data.curate.settings import CurationSettings
 from saccade.data.curate.text_features import similarity
+from saccade.data.order import Ints
 
 Pairs = tuple[Ints, Ints]
 """The better and the worse item of each pair."""

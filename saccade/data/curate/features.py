@@ -44,7 +44,7 @@ from saccade.data.index_files import ShardProgress, note_for, parquet_name, writ
 from saccade.data.sample import Sample, TextRules, conversations, description, images
 from saccade.errors import ConfigError, DataError, ImageError
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 VERSION = 2
 """Version of the features; shards whose file has another version are measured again."""
@@ -221,7 +221,7 @@ def measure_features(
     missing = [shard for shard in range(len(index.shards)) if not is_measured(index, shard)]
     if not missing:
         return 0
-    _LOG.info("%s: measuring %d of %d shards", index.path, len(missing), len(index.shards))
+    logger.info("%s: measuring %d of %d shards", index.path, len(missing), len(index.shards))
     absent = set(missing)
     done = ShardProgress.of([e for shard, e in enumerate(index.entries) if shard not in absent], len(index.shards))
     has_daft = num_workers is not None or find_spec("daft") is not None

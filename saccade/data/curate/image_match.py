@@ -36,7 +36,7 @@ _GREY = 8.0  # colour differences below everywhere: compared by luma alone
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """What may differ between two images that count as one."""
+    """The differences allowed between two images that count as the same."""
 
     quantile: float
     """Share of the informative cells that must agree."""

@@ -37,7 +37,7 @@ _MAX_PICTURES = 4
 
 
 @dataclass(frozen=True)
-class Example:
+class ShownSample:
     """One sample on the page."""
 
     name: str
@@ -48,12 +48,12 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Group:
+class ShownGroup:
     """The samples with one decision."""
 
     title: str
     num_samples: int
-    examples: list[Example]
+    examples: list[ShownSample]
 
 
 def write_page(path: str | Path, out_html: str | Path, *, num_examples: int = 24) -> FolderReport:
@@ -67,13 +67,13 @@ def write_page(path: str | Path, out_html: str | Path, *, num_examples: int = 24
     return report
 
 
-def _groups(index: ShardIndex, report: FolderReport, num_examples: int) -> list[Group]:
+def _groups(index: ShardIndex, report: FolderReport, num_examples: int) -> list[ShownGroup]:
     """Kept samples first, then each reason in the order of the rules."""
     counts: dict[str | None, int] = {None: report.num_kept}
     counts |= {step.reason: step.num_dropped for step in report.steps}
     chosen = _choose(index, counts, num_examples)
     return [
-        Group(
+        ShownGroup(
             title="Kept" if reason is None else f"Dropped: {reason}",
             num_samples=number,
             examples=[_example(index, shard, row) for shard, row in chosen[reason]],
@@ -102,7 +102,7 @@ def _choose(
     return chosen
 
 
-def _example(index: ShardIndex, shard: int, row: int) -> Example:
+def _example(index: ShardIndex, shard: int, row: int) -> ShownSample:
     sample = index.read_sample(shard, row)
     pictures, notes = _pictures(sample), _notes(index, shard, row)
     decisions = index.decisions(shard)
@@ -110,7 +110,7 @@ def _example(index: ShardIndex, shard: int, row: int) -> Example:
         original = index.read_sample(index.shards.index(name), decisions["repeats_row"][row].as_py())
         pictures = pictures[:1] + _pictures(original)[:1]
         notes.append(f"repeats {name}/{original.key}")
-    return Example(f"{index.shards[shard]}/{sample.key}", pictures, _text(sample), notes)
+    return ShownSample(f"{index.shards[shard]}/{sample.key}", pictures, _text(sample), notes)
 
 
 def _notes(index: ShardIndex, shard: int, row: int) -> list[str]:
@@ -160,7 +160,7 @@ def _text(sample: Sample) -> str:
 # ------------------------------------------------------------------ sections
 
 
-def _sections(report: FolderReport, groups: Sequence[Group]) -> list[str]:
+def _sections(report: FolderReport, groups: Sequence[ShownGroup]) -> list[str]:
     state = "kept" if report.is_curated else "readable; not curated yet"
     sections: list[str] = [paragraph(f"{report.num_kept:,} of {report.num_samples:,} samples {state} in {report.size}")]
     if report.damaged:
@@ -204,7 +204,7 @@ def _distribution(each: Distribution) -> str:
     return f"<div class=card>{heading}{bars}{paragraph(ends, 'soft')}{paragraph(quantiles, 'soft')}</div>"
 
 
-def _card(example: Example) -> str:
+def _card(example: ShownSample) -> str:
     shown = "".join(map(image, example.pictures)) or "<span class=soft>no image can be shown</span>"
     kind = ' class="pair"' if len(example.pictures) > 1 else ""
     lines = "".join(paragraph(_isolated(line), "soft") for line in (example.name, *example.notes))

@@ -27,16 +27,17 @@ from saccade.data.curate import duplicates
 from saccade.data.curate.contamination import find_shown, load_all_samples
 from saccade.data.curate.features import measure_features, read_features
 from saccade.data.curate.rules import SCORE_COLUMNS, Reasons, apply_rules, in_order, scores_of
-from saccade.data.curate.sample_table import Ints, SampleTable, by_shard, load_samples
+from saccade.data.curate.sample_table import SampleTable, by_shard, load_samples
 from saccade.data.curate.settings import CurationSettings
 from saccade.data.decisions import finish_decisions, write_decisions
 from saccade.data.index import ShardIndex, open_index
 from saccade.data.index_files import ShardProgress
+from saccade.data.order import Ints
 from saccade.data.shards import ShardWriter
 from saccade.data.storage import is_remote
 from saccade.errors import DataError
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def curate(
     num_measured = measure_features(index, num_workers=num_workers, ray_address=ray_address, on_progress=on_progress)
     decisions = _Decisions(index, settings, num_workers)
     samples = load_samples(index, [reasons == None for reasons in decisions.reasons])  # noqa: E711 (elementwise)
-    _LOG.info("%s: %d of %d samples pass the rules", index.path, len(samples), len(index))
+    logger.info("%s: %d of %d samples pass the rules", index.path, len(samples), len(index))
     samples = _drop_shared_texts(samples, decisions, settings)
     samples = _drop_evaluation_images(samples, decisions, settings, num_workers, ray_address)
     samples = _drop_duplicates(samples, decisions, settings)
@@ -131,7 +132,7 @@ class _Decisions:
         absent = +absent
         for name, number in absent.items():
             kept_or_dropped = "kept" if self._settings.scores[name].when_absent == "keep" else "dropped"
-            _LOG.warning("%d samples have no score %s and are %s", number, name, kept_or_dropped)
+            logger.warning("%d samples have no score %s and are %s", number, name, kept_or_dropped)
         return by_reason, dict(absent)
 
     def _table(self, shard: int) -> pa.Table:

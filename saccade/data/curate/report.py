@@ -26,7 +26,7 @@ _UNUSABLE = "unreadable sample"
 
 
 @dataclass(frozen=True)
-class Step:
+class DroppedBy:
     """The samples dropped for one reason, and those that remain."""
 
     reason: str
@@ -61,7 +61,7 @@ class FolderReport:
     """Without decisions, every readable sample counts as kept."""
     damaged: dict[str, str]
     """Damaged shards, and where."""
-    steps: list[Step]
+    steps: list[DroppedBy]
     sources: dict[str, tuple[int, int]]
     """Kept and all samples of each source, the largest first."""
     licences: dict[str, tuple[int, int]]
@@ -142,11 +142,11 @@ def drop_reasons(index: ShardIndex, shard: int) -> NDArray[np.object_]:
     return reasons
 
 
-def _steps(num_samples: int, reasons: Counter[str]) -> list[Step]:
+def _steps(num_samples: int, reasons: Counter[str]) -> list[DroppedBy]:
     steps = []
     for reason, num_dropped in in_order(reasons).items():
         num_samples -= num_dropped
-        steps.append(Step(reason, num_dropped, num_samples))
+        steps.append(DroppedBy(reason, num_dropped, num_samples))
     return steps
 
 

@@ -28,7 +28,7 @@ REASONS = (
     "blocked word", "other language", "score", "text shared by many images", "in evaluation set", "exact duplicate",
     "near-duplicate image", "near-duplicate text",
 )  # fmt: skip
-"""In the order they are applied. The reason of a score includes its name: "score similarity"."""
+"""All reasons, in the order of the rules. The reason of a score includes its name: "score similarity"."""
 
 Reasons = NDArray[np.object_]
 """The rule that each row breaks, None if it breaks none."""

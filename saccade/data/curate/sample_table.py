@@ -17,8 +17,7 @@ from saccade.data.curate.features import as_bytes, flat, read_features
 from saccade.data.curate.image_hash import HASH_BYTES, NUM_VIEWS, THUMBNAIL_BYTES
 from saccade.data.curate.text_features import NUM_BANDS
 from saccade.data.index import ShardIndex
-
-Ints = NDArray[np.int64]
+from saccade.data.order import Ints
 
 
 @dataclass(frozen=True)

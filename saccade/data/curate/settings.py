@@ -36,7 +36,7 @@ class ScoreRange:
 
 @dataclass(frozen=True, kw_only=True)
 class CurationSettings:
-    """Which samples curation keeps.
+    """Settings that decide which samples curation keeps.
 
     A sample is dropped by the first rule it breaks, in the order of `rules.REASONS`.
     """
