@@ -25,7 +25,7 @@ from bench.kernels.timing import Row, Work, failed, graph_ms, main, row
 from saccade.kernels import launch
 from saccade.kernels import small_linear as module
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm
-from saccade.kernels.small_linear import Tiles
+from saccade.kernels.small_linear import SmallLinearTiles
 from saccade.kernels.swiglu import swiglu, swiglu_reference
 
 EPS = 1e-6
@@ -85,14 +85,14 @@ class Case:
             return rms_norm(self.x, *self.norm)
         return add_rms_norm(self.x, self.residual, *self.norm)[0]
 
-    def fused(self, weight: Tensor, tiles: Tiles | None = None, overlaps: bool | None = None) -> Tensor:
+    def fused(self, weight: Tensor, tiles: SmallLinearTiles | None = None, overlaps: bool | None = None) -> Tensor:
         """One launch."""
         return module._run(
             self.x, weight, self.bias, residual=self.residual, norm=self.norm, is_gated=self.is_gated, tiles=tiles,
             overlaps=overlaps,
         )[0]  # fmt: skip
 
-    def apart(self, weight: Tensor, tiles: Tiles | None = None) -> Tensor:
+    def apart(self, weight: Tensor, tiles: SmallLinearTiles | None = None) -> Tensor:
         """The norm, then our product, then the activation."""
         return self.activated(module._run(self.rows(), weight, self.bias, tiles=tiles)[0])
 
@@ -142,7 +142,7 @@ def rows() -> Iterator[Row]:
                 yield from (case.measure(path, way) for path, way in ways.items())
 
 
-def cuts(layer: Layer) -> list[Tiles]:
+def cuts(layer: Layer) -> list[SmallLinearTiles]:
     """Cuts worth trying: threads side by side along the inputs, 8 to 128 registers of W under way, programs for every SM."""
     kept = []
     for block_n, block_k, num_warps, depth in product(
@@ -157,11 +157,11 @@ def cuts(layer: Layer) -> list[Tiles]:
             and layer.num_outputs / block_n >= 120
             and wasted < 0.13
         ):
-            kept.append(Tiles(block_n, block_k, num_warps, depth))
+            kept.append(SmallLinearTiles(block_n, block_k, num_warps, depth))
     return kept
 
 
-def _compile(name: str, num_tokens: int, chosen: list[Tiles]) -> None:
+def _compile(name: str, num_tokens: int, chosen: list[SmallLinearTiles]) -> None:
     """In a process of its own: fill Triton's cache on disk. A launch is what compiles; few outputs do, their number is no constant."""
     copies = [torch.zeros(64, LAYERS[name].num_inputs, device="cuda", dtype=torch.bfloat16)]
     case = Case(name, num_tokens, copies)
@@ -174,7 +174,7 @@ def _compile(name: str, num_tokens: int, chosen: list[Tiles]) -> None:
             print(f"{name} {tiles}: {type(error).__name__}")
 
 
-def compile_all(tasks: list[tuple[str, int, list[Tiles]]]) -> None:
+def compile_all(tasks: list[tuple[str, int, list[SmallLinearTiles]]]) -> None:
     """Every tiles of every task, a few per process at a time."""
     workers = max(1, (os.cpu_count() or 2) - 2)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -194,8 +194,8 @@ TUNED = [name for name in LAYERS if not name.endswith("head")]
 def tune() -> Iterator[Row]:
     """All cuts with one token; those that did best with more tokens; then the winners, with a * before their name."""
     compile_all([(name, 1, cuts(LAYERS[name])) for name in TUNED])
-    finalists: dict[str, list[Tiles]] = {}
-    times: dict[tuple[str, int, Tiles], Row] = {}
+    finalists: dict[str, list[SmallLinearTiles]] = {}
+    times: dict[tuple[str, int, SmallLinearTiles], Row] = {}
     for name in TUNED:
         copies = copies_of(name)
         case = Case(name, 1, copies)
@@ -228,7 +228,7 @@ def tune() -> Iterator[Row]:
         print(f"{name}: best over {TOKENS} tokens {overall}", flush=True)
 
 
-def _name(tiles: Tiles) -> str:
+def _name(tiles: SmallLinearTiles) -> str:
     return f"n{tiles.block_n} k{tiles.block_k} w{tiles.num_warps} d{tiles.depth}"
 
 

@@ -24,7 +24,7 @@ from bench.kernels.attention import CASES, Case
 from bench.kernels.timing import gpu_ms
 from saccade.kernels import _attention_tiled as tiled
 from saccade.kernels import _attention_window as window
-from saccade.kernels._attention_tiled import Tiles
+from saccade.kernels._attention_tiled import AttentionTiles
 from saccade.kernels._attention_window import WindowTiles
 
 TILED_CASES = ("text 16 x 1024", "text ragged 64..2048", "vision 16 x 2304, d80", "vision ragged 256..3072, d80")
@@ -52,37 +52,37 @@ def settings(kernel: str, head_dim: int, quick: bool) -> list[Any]:
             WindowTiles(*x) for x in ((1, 4, 1), (1, 8, 1), (2, 4, 1), (2, 8, 1), (2, 8, 2), (4, 8, 2))
         ],
         "forward": [
-            Tiles(128, 64, 8, 3, overlap=True, **tma),
-            Tiles(128, 64, 8, 2, max_registers=128, **tma),
-            Tiles(128, 128, 8, 2, **tma),
-            Tiles(128, 64, 4, 2, **tma),
-            Tiles(128, 64, 8, 2, overlap=True, **tma),
-            Tiles(64, 64, 4, 3, **tma),
-            Tiles(128, 32, 8, 3, max_registers=128, **tma),
-            Tiles(128, 64, 8, 3, overlap=True),
-            Tiles(128, 128, 8, 2),
-            Tiles(128, 32, 8, 3, max_registers=128),
+            AttentionTiles(128, 64, 8, 3, overlap=True, **tma),
+            AttentionTiles(128, 64, 8, 2, max_registers=128, **tma),
+            AttentionTiles(128, 128, 8, 2, **tma),
+            AttentionTiles(128, 64, 4, 2, **tma),
+            AttentionTiles(128, 64, 8, 2, overlap=True, **tma),
+            AttentionTiles(64, 64, 4, 3, **tma),
+            AttentionTiles(128, 32, 8, 3, max_registers=128, **tma),
+            AttentionTiles(128, 64, 8, 3, overlap=True),
+            AttentionTiles(128, 128, 8, 2),
+            AttentionTiles(128, 32, 8, 3, max_registers=128),
         ],
         "query_gradient": [
-            Tiles(128, 64, 8, 2, **tma),
-            Tiles(64, 64, 4, 2, **tma),
-            Tiles(128, 32, 8, 3, **tma),
-            Tiles(128, 64, 8, 3, **tma),
-            Tiles(128, 32, 8, 2, max_registers=128, **tma),
-            Tiles(128, 64, 8, 2),
-            Tiles(128, 32, 8, 3),
+            AttentionTiles(128, 64, 8, 2, **tma),
+            AttentionTiles(64, 64, 4, 2, **tma),
+            AttentionTiles(128, 32, 8, 3, **tma),
+            AttentionTiles(128, 64, 8, 3, **tma),
+            AttentionTiles(128, 32, 8, 2, max_registers=128, **tma),
+            AttentionTiles(128, 64, 8, 2),
+            AttentionTiles(128, 32, 8, 3),
         ],
         "key_gradient": [
-            Tiles(64, 64, 4, 2),
-            Tiles(32, 64, 4, 3),
-            Tiles(64, 128, 8, 2),
-            Tiles(32, 128, 8, 3),
+            AttentionTiles(64, 64, 4, 2),
+            AttentionTiles(32, 64, 4, 3),
+            AttentionTiles(64, 128, 8, 2),
+            AttentionTiles(32, 128, 8, 3),
         ],
     }
     narrow: dict[str, list[Any]] = {  # what only small heads leave registers for
-        "forward": [Tiles(128, 64, 4, 2), Tiles(128, 128, 8, 2, overlap=True, **tma)],
-        "query_gradient": [Tiles(128, 128, 8, 2, **tma), Tiles(64, 64, 4, 2)],
-        "key_gradient": [Tiles(64, 128, 8, 3)],
+        "forward": [AttentionTiles(128, 64, 4, 2), AttentionTiles(128, 128, 8, 2, overlap=True, **tma)],
+        "query_gradient": [AttentionTiles(128, 128, 8, 2, **tma), AttentionTiles(64, 64, 4, 2)],
+        "key_gradient": [AttentionTiles(64, 128, 8, 3)],
     }
     wanted = choices[kernel] + (narrow.get(kernel, []) if head_dim <= 96 else [])
     return wanted[:4] if quick else wanted

@@ -18,8 +18,7 @@ from torch import Tensor
 from saccade.compress.kv_scales import kv_cache_scheme
 from saccade.model.checkpoint_writer import CheckpointWriter
 from saccade.model.families.family import Family
-from saccade.model.quantization import KVCacheForm
-from saccade.model.quantization import Scheme as StoredScheme
+from saccade.model.quantization import KVCacheForm, StoredScheme
 from saccade.model.weights import PROCESSOR_FILES, config_for_export
 
 FORMATS = {"int8": "int-quantized", "fp8": "float-quantized", "int4": "pack-quantized"}

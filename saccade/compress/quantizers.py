@@ -31,8 +31,7 @@ from saccade.errors import ConfigError, DataError
 from saccade.kernels.dequantize_int4 import pack_int4
 from saccade.kernels.linear_w8a8 import linear_w8a8_reference
 from saccade.kernels.quantize_activation import LARGEST
-from saccade.model.quantization import Scheme as StoredScheme
-from saccade.model.quantization import fitting_group
+from saccade.model.quantization import StoredScheme, fitting_group
 from saccade.model.weight_rounding import group_scales
 
 _RANGES = {"int4": (-8, 7, 7.5), "int8": (-128, 127, 127.5), "fp8": (-448, 448, 448.0)}

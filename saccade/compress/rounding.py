@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from saccade.compress.quantizers import Statistics, quantize, relative_error
 from saccade.compress.scaling import fold_scales
 from saccade.compress.scheme import Rule
-from saccade.model.quantization import Scheme as StoredScheme
+from saccade.model.quantization import StoredScheme
 
 
 @dataclass(frozen=True, kw_only=True)

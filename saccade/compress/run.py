@@ -39,7 +39,7 @@ from saccade.files import atomic_write
 from saccade.model.checkpoint_reader import tensor_files
 from saccade.model.checkpoint_writer import check_new_folder
 from saccade.model.linear import Linear, Projection, projections
-from saccade.model.quantization import Scheme as StoredScheme
+from saccade.model.quantization import StoredScheme
 from saccade.model.quantized_linear import quantized_form
 from saccade.model.weights import load_tensor
 from saccade.processor import Processor

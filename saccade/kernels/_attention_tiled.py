@@ -502,7 +502,7 @@ def _key_gradient_kernel(
     store_tile(d_v, dv, dv_tail, k_row, n0, num_keys, d_v_stride, k_column, BLOCK_N, HEAD_DIM, MAIN, TAIL)
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """Tile sizes and compile options of a tiled kernel."""
 
     block_m: int
@@ -524,24 +524,24 @@ class Tiles(NamedTuple):
 # H200, Triton 3.6, 2026-11-15; TFLOP/s as executed): ragged causal text of head dim 128 forward 372, dQ 415, dK and dV 246; full
 # vision attention of head dim 80 forward 399, dQ 488, dK and dV 368. Small tiles win: four warps each keep more in flight.
 # Those of 64 and 256 follow from register counts as compiled for sm_90.
-CONFIGS: dict[tuple[str, int], Tiles] = {
-    ("forward", 64): Tiles(128, 128, 8, 2, overlap=True, tma=True),
-    ("forward", 96): Tiles(64, 64, 4, 3, tma=True),
-    ("forward", 128): Tiles(64, 64, 4, 3, tma=True),
-    ("forward", 256): Tiles(128, 64, 8, 2, tma=True),
-    ("query_gradient", 64): Tiles(128, 64, 8, 2, tma=True),
-    ("query_gradient", 96): Tiles(128, 32, 8, 3),
-    ("query_gradient", 128): Tiles(64, 64, 4, 2, tma=True),
-    ("query_gradient", 256): Tiles(64, 32, 8, 2, tma=True),
-    ("key_gradient", 64): Tiles(64, 128, 8, 2),
-    ("key_gradient", 96): Tiles(64, 64, 4, 2),
-    ("key_gradient", 128): Tiles(32, 128, 8, 3),
-    ("key_gradient", 256): Tiles(32, 64, 8, 2),
+CONFIGS: dict[tuple[str, int], AttentionTiles] = {
+    ("forward", 64): AttentionTiles(128, 128, 8, 2, overlap=True, tma=True),
+    ("forward", 96): AttentionTiles(64, 64, 4, 3, tma=True),
+    ("forward", 128): AttentionTiles(64, 64, 4, 3, tma=True),
+    ("forward", 256): AttentionTiles(128, 64, 8, 2, tma=True),
+    ("query_gradient", 64): AttentionTiles(128, 64, 8, 2, tma=True),
+    ("query_gradient", 96): AttentionTiles(128, 32, 8, 3),
+    ("query_gradient", 128): AttentionTiles(64, 64, 4, 2, tma=True),
+    ("query_gradient", 256): AttentionTiles(64, 32, 8, 2, tma=True),
+    ("key_gradient", 64): AttentionTiles(64, 128, 8, 2),
+    ("key_gradient", 96): AttentionTiles(64, 64, 4, 2),
+    ("key_gradient", 128): AttentionTiles(32, 128, 8, 3),
+    ("key_gradient", 256): AttentionTiles(32, 64, 8, 2),
 }
-FP32_TILES = Tiles(32, 32, 8, 1)  # accurate rather than fast: three TF32 products for one
+FP32_TILES = AttentionTiles(32, 32, 8, 1)  # accurate rather than fast: three TF32 products for one
 
 
-def _tiles(kernel: str, q_THK: Tensor) -> Tiles:
+def _tiles(kernel: str, q_THK: Tensor) -> AttentionTiles:
     if q_THK.dtype == torch.float32:
         return FP32_TILES
     tiles = CONFIGS[kernel, next(width for width in (64, 96, 128, 256) if q_THK.shape[2] <= width)]
@@ -580,7 +580,7 @@ def _streamed(x_THK: Tensor, num_rows: int, tma: bool) -> tuple[object, object]:
     return main, TensorDescriptor(x_THK, shape, strides, [num_rows, columns["TAIL"]]) if columns["TAIL"] else main
 
 
-def _compile_options(tiles: Tiles) -> dict[str, int]:
+def _compile_options(tiles: AttentionTiles) -> dict[str, int]:
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return options if tiles.max_registers is None else options | {"maxnreg": tiles.max_registers}
 

@@ -254,7 +254,7 @@ def _linear_kernel(
     tl.store(out + token.to(tl.int64)[None, :] * N + n[:, None], result.to(dtype), mask=in_out)
 
 
-class Tiles(NamedTuple):
+class SmallLinearTiles(NamedTuple):
     """Tile sizes of a layer. They depend on its shape alone, never on the number of tokens."""
 
     block_n: int
@@ -270,17 +270,17 @@ class Tiles(NamedTuple):
 # norm and 2048 -> 2560 4.4 us (8.1), 2048 -> 2048 3.0 (6.1), norm and 2048 -> 22016 without the activation 23.0 (26.9), 11008 -> 2048 12.7 (17.1). Within a
 # step the second has other best tiles than alone: 12 layers and the head take 699 us with these, 710 with 8 rows and two tiles in flight.
 _CUTS = {
-    (False, False): Tiles(block_n=4, block_k=1024, num_warps=4, depth=2),
-    (False, True): Tiles(block_n=16, block_k=1024, num_warps=4, depth=1),
-    (True, False): Tiles(block_n=4, block_k=2048, num_warps=8, depth=2),
-    (True, True): Tiles(block_n=8, block_k=1024, num_warps=4, depth=3),
+    (False, False): SmallLinearTiles(block_n=4, block_k=1024, num_warps=4, depth=2),
+    (False, True): SmallLinearTiles(block_n=16, block_k=1024, num_warps=4, depth=1),
+    (True, False): SmallLinearTiles(block_n=4, block_k=2048, num_warps=8, depth=2),
+    (True, True): SmallLinearTiles(block_n=8, block_k=1024, num_warps=4, depth=3),
 }
 _WORTHWHILE_TOKENS = {(False, False): 4, (False, True): 1, (True, False): 2, (True, True): 1}
 """Up to these ours is faster than torch's product: 2048 -> 2560 with 4 tokens 5.1 us against 6.6, 11008 -> 2048 with 2 16.6 against 17.4 (with 3
 17.0 against 17.9, too little to matter), but 2048 -> 22016 with 2 28.8 against 27.2."""
 
 
-def _tiles_for(num_outputs: int, num_inputs: int) -> Tiles:
+def _tiles_for(num_outputs: int, num_inputs: int) -> SmallLinearTiles:
     """From the table; no tile longer than a row."""
     tiles = _CUTS[num_inputs > 4096, num_outputs > 8192]
     block_k = min(tiles.block_k, max(256, triton.next_power_of_2(num_inputs)))
@@ -297,7 +297,7 @@ def _run(
     norm: tuple[Tensor, float] | None = None,
     is_gated: bool = False,
     out_TN: Tensor | None = None,
-    tiles: Tiles | None = None,
+    tiles: SmallLinearTiles | None = None,
     overlaps: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel: (out, x or its sum with `residual`). `out_TN`: contiguous memory for it. `tiles` and `overlaps`: by default from the

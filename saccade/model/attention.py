@@ -47,7 +47,7 @@ class PackedAttention:
         )  # fmt: skip
 
 
-class KVCache:
+class ContiguousKVCache:
     """Keys and values of every conversation and layer: one tensor with `capacity` tokens each, without paging."""
 
     def __init__(
@@ -63,7 +63,9 @@ class KVCache:
 class CachedAttention:
     """Causal attention of new tokens to the cached and new tokens of their conversation; appends them to the cache."""
 
-    def __init__(self, cache: KVCache, cos_sin: CosSin, cu_seqlens: Tensor, window: int | None = None) -> None:
+    def __init__(
+        self, cache: ContiguousKVCache, cos_sin: CosSin, cu_seqlens: Tensor, window: int | None = None
+    ) -> None:
         self._cache, self._cos_sin, self._cu_seqlens_q, self._window = cache, cos_sin, cu_seqlens, window
         new = [end - start for start, end in pairwise(cu_seqlens.tolist())]
         before, cache.lengths = cache.lengths, [old + n for old, n in zip(cache.lengths, new, strict=True)]

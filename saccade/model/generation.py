@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import ConfigError, RequestError
-from saccade.model.attention import CachedAttention, KVCache
+from saccade.model.attention import CachedAttention, ContiguousKVCache
 from saccade.model.vlm import VLM
 from saccade.processor.inputs import ModelInputs
 
@@ -103,9 +103,9 @@ def _check_length(model: VLM, num_tokens: int) -> None:
         )
 
 
-def _cache_for(model: VLM, inputs: ModelInputs, capacity: int) -> KVCache:
+def _cache_for(model: VLM, inputs: ModelInputs, capacity: int) -> ContiguousKVCache:
     language = model.config.language
-    return KVCache(
+    return ContiguousKVCache(
         num_layers=language.num_layers,
         num_conversations=inputs.num_conversations,
         capacity=capacity,

@@ -26,7 +26,7 @@ GROUP_SIZES = (128, 64, 32)
 
 
 @dataclass(frozen=True)
-class Scheme:
+class StoredScheme:
     """How a layer is stored."""
 
     form: Literal["int8", "fp8", "int4"]
@@ -56,14 +56,14 @@ def fitting_group(num_inputs: int, wanted: int) -> int | None:
 class QuantizationConfig:
     """The storage of every layer."""
 
-    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    groups: tuple[tuple[tuple[str, ...], StoredScheme], ...]
     """Targets and scheme; the first match decides."""
     ignore: tuple[str, ...]
     """Layers that are plain."""
     kv_cache: KVCacheForm | None = None
     """8-bit form of keys and values that the folder is meant for; None: the dtype of the model."""
 
-    def scheme(self, names: Sequence[str]) -> Scheme | None:
+    def scheme(self, names: Sequence[str]) -> StoredScheme | None:
         """Of a linear layer with these names (on disk, in `transformers`). None: it is plain."""
         if any(_matches(target, names) for target in self.ignore):
             return None
@@ -139,7 +139,7 @@ def kv_cache_form(raw: Mapping[str, Any]) -> KVCacheForm | None:
     return forms[kind]
 
 
-def _parse_transposed(config: Mapping[str, Any], *, has_group_index: bool) -> Scheme:
+def _parse_transposed(config: Mapping[str, Any], *, has_group_index: bool) -> StoredScheme:
     """The scheme of a folder of AutoGPTQ, GPTQModel or AutoAWQ."""
     method, bits = config["quant_method"], config.get("bits", config.get("w_bit"))
     size = config.get("group_size", config.get("q_group_size", 128))
@@ -151,10 +151,10 @@ def _parse_transposed(config: Mapping[str, Any], *, has_group_index: bool) -> Sc
         raise _refused(f"{method} in the format {stated!r}", "gptq, gptq_v2 and gemm are")
     group_size, layout = None if size == -1 else size, layouts[str(stated).lower()]
     is_stored = has_group_index and group_size is not None
-    return Scheme("int4", group_size, is_symmetric=False, has_group_index=is_stored, layout=layout)
+    return StoredScheme("int4", group_size, is_symmetric=False, has_group_index=is_stored, layout=layout)
 
 
-def _parse_group(name: str, group: Any, default_format: Any) -> tuple[tuple[str, ...], Scheme]:
+def _parse_group(name: str, group: Any, default_format: Any) -> tuple[tuple[str, ...], StoredScheme]:
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
         raise _refused(f"config group {name!r} without weights")
     if group.get("output_activations"):
@@ -170,7 +170,7 @@ def _parse_group(name: str, group: Any, default_format: Any) -> tuple[tuple[str,
     return _layer_names(group, "targets"), scheme
 
 
-def _parse_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Scheme:
+def _parse_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> StoredScheme:
     kind, strategy = (weights.get("type", "int"), weights.get("num_bits")), weights.get("strategy")
     is_symmetric = bool(weights.get("symmetric", True))
     if kind == ("int", 4) and inputs is None and strategy in ("group", "channel"):
@@ -178,12 +178,12 @@ def _parse_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, An
         if not isinstance(size, int | None):
             raise _refused(f"group_size {size!r} of {name!r}", "it is a number of inputs")
         is_reordered = weights.get("actorder") in ("group", True) and size is not None
-        return Scheme("int4", size, is_symmetric, has_group_index=is_reordered)
+        return StoredScheme("int4", size, is_symmetric, has_group_index=is_reordered)
     if kind in (("int", 8), ("float", 8)) and inputs is not None and is_symmetric and strategy in ("channel", "tensor"):
         form: Literal["int8", "fp8"] = "int8" if kind[0] == "int" else "fp8"
         is_static = _is_static(name, kind, inputs)
         has_zero_point = is_static and not inputs.get("symmetric", True)
-        return Scheme(form, has_tensor_scale=strategy == "tensor", has_input_scale=is_static, has_input_zero_point=has_zero_point)  # fmt: skip
+        return StoredScheme(form, has_tensor_scale=strategy == "tensor", has_input_scale=is_static, has_input_zero_point=has_zero_point)  # fmt: skip
     shown = f"{kind[0]}{kind[1]} weights per {strategy}{'' if is_symmetric else ', asymmetric'}"
     activations = "16-bit activations" if inputs is None else f"{inputs.get('num_bits')}-bit activations"
     raise _refused(

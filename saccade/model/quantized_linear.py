@@ -33,7 +33,7 @@ from saccade.kernels.small_matmul_w8a8 import small_matmul_w8a8
 from saccade.kernels.swiglu import swiglu, swiglu_quant
 from saccade.model.linear import Linear, Projection
 from saccade.model.normed_sum import Input, NormedSum
-from saccade.model.quantization import QuantizationConfig, Scheme
+from saccade.model.quantization import QuantizationConfig, StoredScheme
 
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _INPUTS = 128
@@ -43,7 +43,7 @@ _INPUTS = 128
 class QuantizedLinear(Projection):
     """What both forms share: loading, merging, no gradients."""
 
-    scheme: Scheme
+    scheme: StoredScheme
 
     def __init__(self, in_features: int, out_features: int, *, padding: tuple[int, int], bias: bool) -> None:
         """`padding`: outputs and inputs that are in memory alone (see `Linear`)."""
@@ -99,7 +99,7 @@ class Linear8bit(QuantizedLinear):
         self,
         in_features: int,
         out_features: int,
-        scheme: Scheme,
+        scheme: StoredScheme,
         *,
         padding: tuple[int, int] = (0, 0),
         bias: bool = True,
@@ -220,7 +220,7 @@ class Linear4bit(QuantizedLinear):
         self,
         in_features: int,
         out_features: int,
-        scheme: Scheme,
+        scheme: StoredScheme,
         *,
         padding: tuple[int, int] = (0, 0),
         bias: bool = True,
@@ -388,7 +388,7 @@ def quantize_storage(model: nn.Module, config: QuantizationConfig, family: Any) 
                 setattr(parent, child, quantized_form(layer, scheme))
 
 
-def quantized_form(layer: Linear, scheme: Scheme) -> QuantizedLinear:
+def quantized_form(layer: Linear, scheme: StoredScheme) -> QuantizedLinear:
     """An empty projection that stores the weight of a plain one by a scheme."""
     form = Linear4bit if scheme.form == "int4" else Linear8bit
     padding = (layer.num_padding_outputs, layer.num_padding_inputs)

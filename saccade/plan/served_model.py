@@ -27,7 +27,7 @@ from saccade.model.config import ModelConfig
 from saccade.model.families import family_named, load_model_config, named_size, named_sizes, published_as
 from saccade.model.linear import Linear, projections
 from saccade.model.live_bytes import LiveBytes, MetaCache, peak_bytes
-from saccade.model.quantization import Scheme, fitting_group
+from saccade.model.quantization import StoredScheme, fitting_group
 from saccade.model.quantized_linear import Linear8bit, quantized_form
 from saccade.model.vlm import VLM
 from saccade.model.weights import meta_model
@@ -150,7 +150,7 @@ def stored_bytes(model: VLM, scheme: str) -> dict[str, int]:
             form = "int8" if stated == "int4" and part == "vision" and not packs_tower else stated
             group = fitting_group(layer.stored_shape[1], 128) if form == "int4" else None
             with torch.device("meta"):
-                quantized = quantized_form(layer, Scheme(form, group_size=group))
+                quantized = quantized_form(layer, StoredScheme(form, group_size=group))
             parts[part] += _num_bytes(quantized) - _num_bytes(layer)
     embedding = _num_bytes(model.language.embed_tokens)
     parts["language"] -= embedding

@@ -20,7 +20,7 @@ from saccade.errors import ConfigError
 from saccade.kernels.linear_w8a8 import matmul_w8a8_reference
 from saccade.model import load_model
 from saccade.model.merged_projections import merge_storage
-from saccade.model.quantization import Scheme as StoredScheme
+from saccade.model.quantization import StoredScheme
 from saccade.model.quantized_linear import Linear8bit
 from saccade.processor import Processor
 

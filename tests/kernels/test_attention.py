@@ -18,7 +18,7 @@ from saccade.kernels.attention import (
 )
 
 NAMES = ("out", "dq", "dk", "dv")
-SMALL = tiled.Tiles(32, 16, 4, 1)
+SMALL = tiled.AttentionTiles(32, 16, 4, 1)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_heads_of_any_size_run_in_kernels(head_dim, tiles, device, dtype):
 
 
 def test_a_window_wider_than_its_tiles_equals_the_reference(tiles, device):
-    tiles(tiled.Tiles(16, 16, 4, 1))
+    tiles(tiled.AttentionTiles(16, 16, 4, 1))
     tensors, segments = inputs([75], [81], (1, 1, 16), device, torch.float32)
     for window in (34, 46):
         expect_path_equals_reference("triton", tensors, segments, BOUNDS[torch.float32], causal=True, window=window)
@@ -109,13 +109,17 @@ def test_a_window_wider_than_its_tiles_equals_the_reference(tiles, device):
 @pytest.mark.parametrize("options", [{"tma": True}, {"overlap": True}, {"tma": True, "overlap": True}], ids=str)
 def test_streaming_options_change_nothing(options, tiles, device):
     blocks = (32, 16) if device == "cpu" else (128, 64)
-    tiles(tiled.Tiles(*blocks, 8, 2, **options))
+    tiles(tiled.AttentionTiles(*blocks, 8, 2, **options))
     tensors, segments = inputs([33, 20], [33, 29], HEADS, device, torch.float16)
     expect_path_equals_reference("triton", tensors, segments, BOUNDS[torch.float16], **MASKS["window"])
 
 
 def test_a_chunk_wider_than_its_head_takes_nothing_from_the_next(tiles, device):
-    tiles(tiled.Tiles(32, 16, 4, 1, tma=True) if device == "cpu" else tiled.Tiles(64, 64, 4, 2, tma=True))
+    tiles(
+        tiled.AttentionTiles(32, 16, 4, 1, tma=True)
+        if device == "cpu"
+        else tiled.AttentionTiles(64, 64, 4, 2, tma=True)
+    )
     tensors, segments = inputs([33, 20], [33, 20], (4, 2, 24), device, torch.float16)  # 24 = 16 + 16, of which 8 masked
     expect_path_equals_reference("triton", tensors, segments, BOUNDS[torch.float16], causal=True)
 

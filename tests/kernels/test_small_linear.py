@@ -9,7 +9,7 @@ from saccade.kernels import launch, small_linear
 from saccade.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from saccade.kernels.small_linear import (
     MAX_TOKENS,
-    Tiles,
+    SmallLinearTiles,
     norm_gated_linear,
     norm_gated_linear_reference,
     norm_linear,
@@ -118,12 +118,12 @@ def test_without_a_residual_the_sum_is_the_input_itself(device):
 @pytest.mark.parametrize(
     ("tiles", "num_inputs"),
     [
-        (Tiles(2, 256, 1, 1), 700),
-        (Tiles(4, 256, 1, 3), 1100),
-        (Tiles(16, 256, 4, 2), 1024),  # warps side by side along the outputs
-        (Tiles(8, 512, 2, 5), 1100),  # more steps at once than the row has
-        (Tiles(8, 512, 2, 4), 2048),  # as many
-        (Tiles(32, 2048, 8, 1), 2048),
+        (SmallLinearTiles(2, 256, 1, 1), 700),
+        (SmallLinearTiles(4, 256, 1, 3), 1100),
+        (SmallLinearTiles(16, 256, 4, 2), 1024),  # warps side by side along the outputs
+        (SmallLinearTiles(8, 512, 2, 5), 1100),  # more steps at once than the row has
+        (SmallLinearTiles(8, 512, 2, 4), 2048),  # as many
+        (SmallLinearTiles(32, 2048, 8, 1), 2048),
     ],
     ids=str,
 )

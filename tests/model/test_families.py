@@ -14,7 +14,7 @@ from saccade.model import load_model, save_model
 from saccade.model.families import DEFAULT_FAMILY, VISION_LANGUAGE, load_model_config, named_size, named_sizes
 from saccade.model.initialize import initialize_random
 from saccade.model.linear import checkpoint_shapes, projections
-from saccade.model.quantization import QuantizationConfig, Scheme
+from saccade.model.quantization import QuantizationConfig, StoredScheme
 from saccade.model.quantized_linear import QuantizedLinear, quantize_storage
 from saccade.model.vlm import VLM
 from saccade.processor import Processor
@@ -94,7 +94,7 @@ def test_names_on_disk_lead_back_to_the_parameters(family):
 
 def test_layers_are_ignored_under_every_name_that_they_have(family):
     """A folder that `transformers` 5 wrote ignores them by names that are neither those of the hub nor those of its modules."""
-    everything = (("Linear",), Scheme("int8"))
+    everything = (("Linear",), StoredScheme("int8"))
     for number in range(len(family.all_names("head.weight"))):
         with torch.device("meta"):
             model = VLM(family.sizes["tiny"])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from saccade.errors import CheckpointError
 from saccade.model import load_model
 from saccade.model.initialize import initialize_random, named_size
-from saccade.model.quantization import Scheme
+from saccade.model.quantization import StoredScheme
 from saccade.model.quantized_linear import Linear4bit
 from saccade.processor import Processor
 
@@ -132,7 +132,7 @@ def test_what_is_not_supported_is_refused_by_name(change, message, source, tmp_p
 
 @pytest.mark.parametrize("groups", [[1] * 64 + [0] * 63 + [1], [-1] + [0] * 63 + [1] * 64, [5] * 64 + [0] * 64])
 def test_groups_that_are_not_of_the_stated_size_are_refused(groups):
-    layer = Linear4bit(128, 8, Scheme("int4", 64, has_group_index=True), bias=False)
+    layer = Linear4bit(128, 8, StoredScheme("int4", 64, has_group_index=True), bias=False)
     layer.load_tensor("weight_packed", torch.zeros(8, 16, dtype=torch.int32), None)
     with pytest.raises(CheckpointError, match="do not form groups of 64"):
         layer.load_tensor("weight_g_idx", torch.tensor(groups, dtype=torch.int32), None)

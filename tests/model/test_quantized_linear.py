@@ -8,7 +8,7 @@ from saccade.kernels import launch
 from saccade.kernels.swiglu import swiglu
 from saccade.model.layers import RMSNorm
 from saccade.model.linear import Linear
-from saccade.model.quantization import Scheme
+from saccade.model.quantization import StoredScheme
 from saccade.model.quantized_linear import quantized_form
 from saccade.model.weight_rounding import quantize_weight, quantize_weight_int4
 
@@ -22,7 +22,7 @@ CASES = [("int8", "triton"), ("int8", None), ("int4", "triton"), ("int4", None),
 
 def projection(form, num_inputs, num_outputs):
     plain = Linear(num_inputs, num_outputs).to(DEVICE, DTYPE)
-    quantized = quantized_form(plain, Scheme(form, group_size=128 if form == "int4" else None))
+    quantized = quantized_form(plain, StoredScheme(form, group_size=128 if form == "int4" else None))
     weight = plain.weight.detach()
     if form == "int4":
         packed, scale, _ = quantize_weight_int4(weight, 128)
