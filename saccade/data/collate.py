@@ -67,11 +67,10 @@ class PackedSequence:
 
 @dataclass(frozen=True)
 class CollateResult:
-    """A packed sequence, the samples skipped, and the bytes of samples read."""
+    """A packed sequence, and the samples skipped."""
 
     sequence: PackedSequence
     bad: list[BadSample]
-    num_bytes: int
 
 
 class Collator:
@@ -96,7 +95,7 @@ class Collator:
         if into is None:
             into = np.empty((sum(ref.patches for ref in refs), self.patch_dim), dtype=np.uint8)
         packed, sample_ids, sources, bad = [self._empty], [], [], []
-        num_patches, num_tokens, num_bytes = 0, 0, 0
+        num_patches, num_tokens = 0, 0
         replaced: dict[int, int] = {}
         for ref in refs:
             source = self._sources[ref.source]
@@ -116,7 +115,6 @@ class Collator:
             replaced |= {num_tokens + position: token_id for position, token_id in drawn.items()}
             num_patches += ref.patches
             num_tokens += ref.tokens
-            num_bytes += sum(map(len, sample.members.values()))
         inputs = dataclasses.replace(ModelInputs.pack(packed), patches=torch.from_numpy(into[:num_patches]))
         sequence = PackedSequence(
             inputs=inputs,
@@ -126,7 +124,7 @@ class Collator:
             replaced_index=list(replaced),
             replaced_by=list(replaced.values()),
         )
-        return CollateResult(sequence, bad, num_bytes)
+        return CollateResult(sequence, bad)
 
     def _draw_dropped(self, inputs: ModelInputs, name: str, epoch: int) -> dict[int, int]:
         """The tokens of a sample that token dropout replaces."""

@@ -22,7 +22,6 @@ from saccade.data.index_files import (
     IndexLocation,
     ShardEntry,
     ShardProgress,
-    is_outdated,
     parquet_name,
     read_note,
     write_table,
@@ -128,7 +127,7 @@ def _index_shard(shared: tuple[str, StorageConfig], job: _IndexJob) -> tuple[Sha
     """Index one shard, unless its file exists already; returns whether it was scanned."""
     source, config = shared
     note = read_note(job.target)
-    if note and note.get("bytes") == job.file.num_bytes and "num_errors" in note and not is_outdated(note):
+    if note and note.get("bytes") == job.file.num_bytes and "num_errors" in note:
         return ShardEntry.from_json(note | {"name": job.file.name}), False
     rows, gaps = _scan(job.file, source, config)
     num_errors = sum(row["error"] is not None for row in rows)

@@ -59,11 +59,6 @@ class ShardEntry:
         return ShardEntry(entry["name"], num_bytes, num_samples, num_errors, damage, lost_bytes)
 
 
-def is_outdated(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry was made by a version that read a damaged tar only up to the damage."""
-    return "damage" in entry and "lost_bytes" not in entry
-
-
 @dataclass(frozen=True)
 class ShardProgress:
     """The shards of a folder that a build has finished."""
@@ -200,7 +195,7 @@ def _entries(content: bytes | None, where: str) -> list[ShardEntry]:
     try:
         listed = json.loads(content)
         if listed["version"] == VERSION:
-            return [ShardEntry.from_json(entry) for entry in listed["shards"] if not is_outdated(entry)]
+            return [ShardEntry.from_json(entry) for entry in listed["shards"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{where}: damaged ({error!r}). Remove it and run saccade data index again") from error
     raise DataError(f"{where}: version {listed['version']}, only {VERSION} is read. Use the saccade that wrote it")

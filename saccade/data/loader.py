@@ -12,11 +12,10 @@ interpreter lock would serialise, also with the trainer's own.
 from __future__ import annotations
 
 import dataclasses
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 from saccade.data.bad_samples import BadSample, BadSampleLog
@@ -56,21 +55,6 @@ class Batch:
     def sample_ids(self) -> list[str]:
         """source/shard/key of every sample in this rank's sequences."""
         return [sample_id for sequence in self.sequences for sample_id in sequence.sample_ids]
-
-
-@dataclass
-class StreamStats:
-    """Counts of what this rank has received since the stream was opened."""
-
-    batches: int = 0
-    sequences: int = 0
-    samples: int = 0
-    tokens: int = 0
-    patches: int = 0
-    bytes_read: int = 0
-    bad_samples: int = 0
-    wait_s: float = 0.0
-    """Time spent in `next`."""
 
 
 def open_stream(
@@ -121,7 +105,6 @@ class Stream:
         sampler = BatchSampler(sources, config)
         position = Position() if state is None else sampler.restore(state)
         self._state = sampler.save(position)
-        self._stats = StreamStats()
         self._bad_samples = BadSampleLog(config.max_bad_share, config.bad_log)
         self._pool = CollatorPool(sources, config) if config.num_workers else None
         collate = self._pool.collate if self._pool else lambda sequences: map(Collator(sources, config).make, sequences)
@@ -138,35 +121,18 @@ class Stream:
         return self
 
     def __next__(self) -> Batch:
-        began = time.perf_counter()
         try:
-            batch, num_bytes = next(self._batches)
+            batch = next(self._batches)
             self._bad_samples.add(batch.bad, num_good=len(batch.sample_ids))
         except Exception:
             self.close()
             raise
-        self._stats.wait_s += time.perf_counter() - began
-        self._count(batch, num_bytes)
         self._state = batch.state
         return batch
-
-    def _count(self, batch: Batch, num_bytes: int) -> None:
-        stats = self._stats
-        stats.batches += 1
-        stats.sequences += len(batch.sequences)
-        stats.samples += len(batch.sample_ids)
-        stats.tokens += sum(sequence.inputs.num_tokens for sequence in batch.sequences)
-        stats.patches += sum(len(sequence.inputs.patches) for sequence in batch.sequences)
-        stats.bytes_read += num_bytes
-        stats.bad_samples += len(batch.bad)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch returned, under 200 bytes as JSON. For `open_stream(state=...)`."""
         return dict(self._state)
-
-    def stats(self) -> StreamStats:
-        """Counts of this rank since the stream was opened."""
-        return StreamStats(**asdict(self._stats))
 
     @property
     def worker_pids(self) -> list[int]:
@@ -192,8 +158,8 @@ class _RankBatches:
 
     def read(
         self, position: Position, collate: Callable[[Iterable[Sequence[SampleRef]]], Iterable[CollateResult]]
-    ) -> Generator[tuple[Batch, int]]:
-        """The batches from `position` and the bytes read for each.
+    ) -> Generator[Batch]:
+        """The batches from `position`.
 
         Batches are sampled as `collate` consumes sequences, so it decides how far ahead.
         """
@@ -215,14 +181,12 @@ class _RankBatches:
         if sampled:  # the last batch may have no sequence for this rank
             yield self._finish(*sampled.popleft(), results)
 
-    def _finish(
-        self, spec: BatchSpec, sequences_per_rank: list[int], results: list[CollateResult]
-    ) -> tuple[Batch, int]:
+    def _finish(self, spec: BatchSpec, sequences_per_rank: list[int], results: list[CollateResult]) -> Batch:
         """The batch of these sequences; empties the list, which must not keep their memory."""
         bad = self._too_large(spec) + [bad for result in results for bad in result.bad]
-        made, num_bytes = [result.sequence for result in results], sum(result.num_bytes for result in results)
+        made = [result.sequence for result in results]
         results.clear()
-        return Batch(spec.number, made, sequences_per_rank, bad, self._sampler.save(spec.after)), num_bytes
+        return Batch(spec.number, made, sequences_per_rank, bad, self._sampler.save(spec.after))
 
     def _too_large(self, spec: BatchSpec) -> list[BadSample]:
         """This rank's share of the samples that exceed the limits of a packed sequence."""

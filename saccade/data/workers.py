@@ -74,7 +74,6 @@ class SequenceBuffer:
             "others": {name: value for name, value in fields.items() if not isinstance(value, Tensor)},
             "sequence": {name: value for name, value in vars(result.sequence).items() if name != "inputs"},
             "bad": [dataclasses.asdict(sample) for sample in result.bad],
-            "num_bytes": result.num_bytes,
         }
 
     def read(self, description: dict[str, Any], on_free: Callable[[], object]) -> CollateResult:
@@ -90,7 +89,7 @@ class SequenceBuffer:
             name: tuple(value) if isinstance(value, list) else value for name, value in description["others"].items()
         }
         sequence = PackedSequence(inputs=ModelInputs(**(tensors | others)), **description["sequence"])
-        return CollateResult(sequence, [BadSample(**bad) for bad in description["bad"]], description["num_bytes"])
+        return CollateResult(sequence, [BadSample(**bad) for bad in description["bad"]])
 
     def num_bytes(self) -> int:
         """Current size."""

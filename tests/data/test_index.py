@@ -371,17 +371,6 @@ def test_a_damaged_shard_resynchronises_and_the_index_says_what_was_lost(tmp_pat
     assert listed["shards"][0]["lost_bytes"] == index.lost_bytes
 
 
-def test_a_damaged_shard_indexed_before_it_was_read_beyond_the_damage_is_indexed_again(tmp_path):
-    make_shards(tmp_path, 1, 4)
-    with (tmp_path / "00000.tar").open("r+b") as tar:
-        tar.truncate(tar.seek(0, os.SEEK_END) // 2)
-    build_index(tmp_path, num_workers=1)
-    listed = json.loads((tmp_path / "index" / "shards.json").read_text())
-    del listed["shards"][0]["lost_bytes"]
-    (tmp_path / "index" / "shards.json").write_text(json.dumps(listed))
-    assert open_index(tmp_path, num_workers=1).lost_bytes > 0
-
-
 def test_errors_name_unsupported_formats_and_hold_no_memory_addresses(tmp_path):
     heic = b"\0\0\0\x1cftypheic" + bytes(60)
     members = [
